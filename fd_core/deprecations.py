@@ -1,6 +1,6 @@
-"""Names that were replaced: each works for a named number of versions, and whoever uses it is told once what to use.
+"""Deprecated names: each works for a stated number of versions, and warns once with the name of its replacement.
 
-`docs/extend/public-names.md` has the promise; a test holds that no name outlives its last version.
+`docs/extend/public-names.md` has the promise; a test ensures that no name outlives its last version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _told: set[str] = set()
 
 
 class OldNameWarning(FutureWarning):
-    """A name is used that a later version will not have. Python shows it to everybody unless it is filtered."""
+    """A name is used that a later version will not have. Python shows it to all users unless it is filtered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class OldName:
     name: str
     """As it is written: `FD_OLD`, `--old`, `package.function`."""
     instead: str
-    """What to write in its place."""
+    """The replacement."""
     since: str
     """The minor version that replaced it, such as `0.1`."""
     until: str
@@ -43,7 +43,7 @@ class OldName:
 
 
 OLD_NAMES: Final[tuple[OldName, ...]] = ()
-"""Every old name that works still; none at present."""
+"""All old names that still work; none at present."""
 
 
 def warn_once(old: OldName, *, stacklevel: int = 1) -> None:
@@ -54,7 +54,7 @@ def warn_once(old: OldName, *, stacklevel: int = 1) -> None:
 
 
 def replaced(old: OldName) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorate a public function that has a successor: it works as before and warns whoever calls it first."""
+    """Decorate a public function that has a successor: it works as before and warns on its first call."""
 
     def wrap(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)

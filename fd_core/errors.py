@@ -1,4 +1,4 @@
-"""Errors meant for people: what was wrong, which field, which limit, what to do.
+"""Errors for users: what was wrong, which field, which limit, what to do.
 
 Each class carries the process exit code that a command ends with when the error reaches it.
 """
@@ -12,10 +12,10 @@ _MAX_MESSAGE = 1500
 
 
 class FdError(Exception):
-    """Base of every error whose text is written for the user.
+    """Base of every error whose text is written for users.
 
     `field` names the flag, file or request field at fault, and of a `ModelError` is `model` unless it is given; `hint`
-    says what to do about it; `code` names the mistake of a request for programs, as OpenAI's errors do.
+    is the remedy; `code` identifies the error of a request for programs, as OpenAI's errors do.
     """
 
     exit_code = 1
@@ -24,7 +24,7 @@ class FdError(Exception):
     def __init__(
         self, message: str, *, field: str | None = None, hint: str | None = None, code: str | None = None
     ) -> None:
-        # What was wrong may be quoted from a file or a request, and be of any length.
+        # The message may quote a file or a request, and be of any length.
         message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}..."
         super().__init__(message)
         self.message = message
@@ -56,13 +56,13 @@ class PluginError(FdError):
 
 
 class BadRequest(FdError, ValueError):
-    """A request is malformed or out of range; answered with HTTP 400 in OpenAI's shape."""
+    """A request is malformed or out of range; reported as HTTP 400 in OpenAI's format."""
 
 
 class EngineDead(FdError):
-    """The engine's process ended or does not answer; answered with HTTP 503.
+    """The engine's process ended or does not respond; reported as HTTP 503.
 
-    `field` is `rank N` where one of several ranks is at fault.
+    `field` is `rank N` if one of several ranks is at fault.
     """
 
     exit_code = 5

@@ -21,7 +21,7 @@ __all__ = ["CONTRACT_VERSION", "ENTRY_POINT_GROUP", "Entry", "hookimpl", "hooksp
 
 ENTRY_POINT_GROUP: Final = "fd_core"
 CONTRACT_VERSION: Final = 1
-"""Grows when a hook or a class that plugins implement changes in a way that breaks them."""
+"""Grows when a hook or a class that plugins implement changes in an incompatible way."""
 
 hookspec = pluggy.HookspecMarker("fd_core")
 hookimpl = pluggy.HookimplMarker("fd_core")
@@ -52,29 +52,29 @@ def fd_register_backends() -> Sequence[Entry]:
 def fd_register_drafters() -> Sequence[Entry]:
     """Offer drafters for speculative decoding.
 
-    Each target is a subclass of `fd_core.runner.drafting.Drafter`, or of `PerSlotDrafter` there if it looks at one
-    request at a time; it is made from a `DraftContext`, which can load a model of its own. Its name is the `method` of
-    `--speculative-config`. A drafter may guess anything: a draft is kept only if it is the token that would have been
+    Each target is a subclass of `fd_core.runner.drafting.Drafter`, or of `PerSlotDrafter` there if it handles one
+    request at a time; it is made from a `DraftContext`, which can load a separate model. Its name is the `method` of
+    `--speculative-config`. A drafter may propose anything: a draft is kept only if it is the token that would have been
     sampled anyway.
     """
 
 
 @hookspec
 def fd_register_postprocessors() -> Sequence[Entry]:
-    """Offer postprocessors: what writes the token matrix of a step on the device.
+    """Offer postprocessors, which write the token matrix of a step on the device.
 
-    Each target is a subclass of `fd_core.runner.postprocess.contract.Postprocess`, which says for which frameworks or
-    backends it is. Under the name of a framework it is the default for that framework, and under that of a
-    backend for that backend. It keeps section 1 of the law; `fdcore conformance --postprocess NAME` proves it.
+    Each target is a subclass of `fd_core.runner.postprocess.contract.Postprocess`, which lists the frameworks or
+    backends it supports. Under the name of a framework it is the default for that framework, and under that of a
+    backend for that backend. It obeys section 1 of the invariants; `fdcore conformance --postprocess NAME` proves it.
     """
 
 
 @hookspec
 def fd_register_observers() -> Sequence[Entry]:
-    """Offer observers: who is told what each step sampled.
+    """Offer observers, which receive what each step sampled.
 
-    Each target is a subclass of `fd_core.runner.observing.Observer`. It sees frozen values without prompts, on a thread
-    of its own, behind a bounded queue: it changes no text, and a metric says when it fails or falls behind.
+    Each target is a subclass of `fd_core.runner.observing.Observer`. It sees frozen values without prompts, on a
+    separate thread with a bounded queue: it changes no text, and a metric reports when it fails or falls behind.
     """
 
 
@@ -84,8 +84,8 @@ def fd_register_schedulers() -> Sequence[Entry]:
 
     Called once at discovery; the results of all plugins are joined. Each target is a subclass of
     `fd_core.scheduling.contract.Scheduler`, made from a `SchedulerSetup` there for each epoch of the engine, without
-    I/O, clock or randomness of its own. It keeps sections 1 to 3 of the law; `fdcore conformance --scheduler NAME`
-    proves it. Whoever only wants another order of waiting requests or another choice of victims offers a policy.
+    I/O, clock or randomness. It satisfies sections 1 to 3 of the invariants; `fdcore conformance --scheduler NAME`
+    proves it. To change only the order of waiting requests or the choice of victims, offer a policy.
     """
 
 
@@ -94,7 +94,7 @@ def fd_register_scheduling_policies() -> Sequence[Entry]:
     """Offer scheduling policies.
 
     Each target is a subclass of `fd_core.scheduling.policies.SchedulingPolicy`: it orders waiting requests, without
-    I/O, clock or randomness of its own.
+    I/O, clock or randomness.
     """
 
 
@@ -102,16 +102,16 @@ def fd_register_scheduling_policies() -> Sequence[Entry]:
 def fd_register_victim_policies() -> Sequence[Entry]:
     """Offer victim policies: which running request is preempted when KV blocks run out.
 
-    Each target is a subclass of `fd_core.scheduling.victims.VictimPolicy`, without I/O, clock or randomness of its own.
+    Each target is a subclass of `fd_core.scheduling.victims.VictimPolicy`, without I/O, clock or randomness.
     """
 
 
 @hookspec
 def fd_register_stores() -> Sequence[Entry]:
-    """Offer KV stores: where the KV of preempted and finished requests is kept outside the engine.
+    """Offer KV stores, which keep the KV of preempted and finished requests outside the engine.
 
     Each target is a subclass of `fd_core.kv.stores.contract.KVStore`; its name is the scheme before the colon of
-    `--kv-store`. A store moves opaque bytes and is best effort: whatever it answers, the core checks it, and recomputes
+    `--kv-store`. A store moves opaque bytes and is best effort: the core checks all that it returns, and recomputes
     what is missing or damaged.
     """
 
@@ -120,7 +120,7 @@ def fd_register_stores() -> Sequence[Entry]:
 def fd_register_connectors() -> Sequence[Entry]:
     """Offer connectors: how KV travels from a prefill worker to a decode worker.
 
-    Each target is a subclass of `fd_core.disagg.connectors.contract.Connector`; its name is what users write behind
+    Each target is a subclass of `fd_core.disagg.connectors.contract.Connector`; its name is the value of
     `--kv-connector` of the decode worker, and the prefill worker needs the plugin as well. A connector moves opaque,
     sealed bytes and may fail at any time: the core checks what arrives, and the decode worker computes the prompt
     itself if anything is wrong.
@@ -131,7 +131,7 @@ def fd_register_connectors() -> Sequence[Entry]:
 def fd_register_router_policies() -> Sequence[Entry]:
     """Offer router policies: which worker gets a request.
 
-    Each target is a subclass of `fd_core.router.policies.RouterPolicy`, without I/O, clock or randomness of its own;
+    Each target is a subclass of `fd_core.router.policies.RouterPolicy`, without I/O, clock or randomness;
     its name is a `policy`, `prefill-policy` or `decode-policy` of the router. It is made from the `RouterConfig`, once
     for each role, and sees frozen values: the workers that may be chosen with their loads, the prompt, one random
     number and the time.
@@ -140,7 +140,7 @@ def fd_register_router_policies() -> Sequence[Entry]:
 
 @hookspec
 def fd_register_launchers() -> Sequence[Entry]:
-    """Offer launchers: what starts the processes of a deployment on nodes, places them and watches over them.
+    """Offer launchers, which start the processes of a deployment on nodes, place them and supervise them.
 
     Each target is a subclass of `fd_core.launching.contract.Launcher`, made without arguments. It carries no tokens:
     processes connect to each other. `fd_core.testing.launchers.LauncherSuite` proves it.
@@ -151,27 +151,27 @@ def fd_register_launchers() -> Sequence[Entry]:
 def fd_register_scaling_policies() -> Sequence[Entry]:
     """Offer scaling policies: how many workers a group of a deployment should have.
 
-    Each target is a subclass of `fd_core.cluster.scaling.ScalingPolicy`, without I/O, clock or randomness of its own;
-    its name is a `policy` in the file of `fdcore cluster serve`. It proposes a number; the controller holds the bounds.
+    Each target is a subclass of `fd_core.cluster.scaling.ScalingPolicy`, without I/O, clock or randomness;
+    its name is a `policy` in the file of `fdcore cluster serve`. The proposed number is limited to the bounds there.
     """
 
 
 @hookspec
 def fd_register_tool_parsers() -> Sequence[Entry]:
-    """Offer tool parsers: what finds tool calls in the text of an answer.
+    """Offer tool parsers, which find tool calls in the text of an answer.
 
     Each target is a subclass of `fd_core.text.parsing.contract.ToolParser`; its name is a `--tool-call-parser`. One is
     made for each answer to a request that offers tools, on the server's event loop: no I/O, no clock, no exceptions for
-    a text. It keeps the laws at the top of that module: whatever the cuts, the events of a stream, joined, are those of
-    the whole text. `fdcore conformance --tool-parser NAME` proves it.
+    a text. It satisfies the invariants at the top of that module: wherever the text is split, the joined events of a
+    stream are those of the whole text. `fdcore conformance --tool-parser NAME` proves it.
     """
 
 
 @hookspec
 def fd_register_reasoning_parsers() -> Sequence[Entry]:
-    """Offer reasoning parsers: what tells reasoning from content in the text of an answer.
+    """Offer reasoning parsers, which separate reasoning from content in the text of an answer.
 
     Each target is a subclass of `fd_core.text.parsing.contract.ReasoningParser`; its name is a `--reasoning-parser`.
-    One is made for each answer of a conversation, with the end of the prompt; it keeps the laws at the top of that
-    module, and `fdcore conformance --reasoning-parser NAME` proves it.
+    One is made for each answer of a conversation, with the end of the prompt; it satisfies the invariants at the top of
+    that module, and `fdcore conformance --reasoning-parser NAME` proves it.
     """

@@ -1,4 +1,4 @@
-"""The token matrix of a step: the only place that knows -1 and -9.
+"""The token matrix of a step: the only module that interprets -1 and -9.
 
 A postprocessor writes the matrix on the device, once; `read` turns it into typed outcomes where it enters
 the host, once. No other code compares a token id with a negative number.
@@ -18,13 +18,13 @@ from fd_core.types import IntArray
 __all__ = ["EMPTY_TOKEN_ID", "PREEMPTED_TOKEN_ID", "MalformedOutput", "Outcome", "Outcomes", "read"]
 
 EMPTY_TOKEN_ID: Final = -1
-"""Nothing here: an idle slot, an unfinished prefill chunk, a rejected draft."""
+"""No token: an idle slot, an unfinished prefill chunk, a rejected draft."""
 PREEMPTED_TOKEN_ID: Final = -9
-"""In column 0: the slot was revoked and everything it will ever produce for its gen has been delivered."""
+"""In column 0: acknowledges a preemption or an abort; all output of the slot for its gen has been delivered."""
 
 
 class Outcome(enum.IntEnum):
-    """What a step says about one slot."""
+    """Result of a step for one slot."""
 
     EMPTY = 0
     TOKENS = 1
@@ -43,7 +43,7 @@ class Outcomes:
     kinds: npt.NDArray[np.uint8]
     """uint8[max_num_seqs] of `Outcome`."""
     counts: IntArray
-    """int32[max_num_seqs], tokens delivered by the slot; they stand in the first columns of `tokens`."""
+    """int32[max_num_seqs], tokens delivered by the slot; they are in the first columns of `tokens`."""
     tokens: IntArray
     """int32[max_num_seqs, 1 + k]; only the first `counts[slot]` entries of a row have a meaning."""
     any_released: bool
@@ -52,15 +52,15 @@ class Outcomes:
 def read(tokens: IntArray, errors: tuple[tuple[int, str], ...] = ()) -> Outcomes:
     """Turn the matrix int32[max_num_seqs, 1 + k] and (slot, message) of rows that failed into typed outcomes.
 
-    A failed row delivers nothing, whatever stands in it. A slot that was revoked stays RELEASED: its residency is over,
-    and the release must be seen.
+    A failed row delivers nothing, whatever its content. A slot that was preempted or aborted stays RELEASED: its
+    occupancy is over, and the release must be seen.
 
-    Raises `MalformedOutput` if a row breaks the protocol: tokens after an empty cell, anything beside -9 in its row,
+    Raises `MalformedOutput` if a row breaks the protocol: tokens after an empty cell, anything else in the row of -9,
     -9 outside column 0, or another negative value.
     """
     is_token = tokens >= 0
     width = tokens.shape[1]
-    if width == 1 and not np.count_nonzero(tokens < EMPTY_TOKEN_ID):  # what most steps of most engines write
+    if width == 1 and not np.count_nonzero(tokens < EMPTY_TOKEN_ID):  # the result of most steps of most engines
         kinds = is_token.view(np.uint8)[:, 0]  # EMPTY is 0 and TOKENS is 1
         counts = kinds.astype(np.int32)
         any_released = False

@@ -1,1 +1,1 @@
-"""The command `fdcore`: what people type, and how settings reach the engine."""
+"""The command `fdcore`: the command line, and how settings reach the engine."""

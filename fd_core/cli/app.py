@@ -1,4 +1,4 @@
-"""The commands, assembled. A command is imported when it is asked for, and imports what it needs when it runs."""
+"""The commands, assembled. A command is imported when it is invoked, and imports its dependencies when it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COMMANDS: Final[Mapping[str, str]] = {
 
 
 def assemble(only: str | None = None) -> typer.Typer:
-    """Return the command line with every command, or with `only` one if there is such a one: it starts sooner."""
+    """Return the command line with every command, or with `only` one if it exists: it starts sooner."""
     app = typer.Typer(
         name="fdcore",
         help="Serve language models with plugins for hardware, scheduling and storage. Every command has --help.",
@@ -43,7 +43,7 @@ def assemble(only: str | None = None) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        # For an option without a value typer imports pydantic, which takes longer than all else.
+        # For an option without a value typer imports pydantic, which takes longer than everything else.
         context_settings={
             "help_option_names": ["-h", "--help"],
             "default_map": {"help": False, **{name: {"help": False} for name in _COMMANDS}},
@@ -80,7 +80,7 @@ def _common(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version.", callback=_show_version)] = False,
 ) -> None:
-    """Hold the options that come before a command; without one, say what to type next."""
+    """Accept the options before a command; without a command, suggest the next steps."""
     if ctx.invoked_subcommand is None:
         from fd_core.cli.chats.welcome import show_welcome
 

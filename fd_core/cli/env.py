@@ -1,4 +1,4 @@
-"""`fdcore env`: what a bug report needs to say about machine, versions, backends and caches."""
+"""`fdcore env`: machine, versions, backends and caches for a bug report."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _GIBI: Final = 1 << 30
 def env() -> None:
     """Show machine, versions, backends and caches.
 
-    For every backend it says whether it can run here, and why.
+    For every backend it shows if it can run here, and why.
     """
     from rich.console import Console
     from rich.table import Column, Table
 
     from fd_core.plugins import installed_plugins
 
-    console = Console(markup=False)  # reasons hold brackets, such as those of an extra
+    console = Console(markup=False)  # reasons contain brackets, such as those of an extra
     for title, rows in (("Machine", _machine()), ("Versions", _versions()), ("Caches", _caches())):
-        columns = (Column(), Column(overflow="fold"))  # a path that is cut tells nothing
+        columns = (Column(), Column(overflow="fold"))  # a truncated path is useless
         table = Table(*columns, title=title, title_justify="left", show_header=False)
         for row in rows:
             table.add_row(*row)
@@ -49,7 +49,7 @@ def env() -> None:
 
 
 def collect_env() -> None:
-    """Another name of `fdcore env`."""
+    """Alias of `fdcore env`."""
     env()
 
 

@@ -1,4 +1,4 @@
-"""The entrance of `fdcore`."""
+"""Entry point of `fdcore`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fd_core.cli.report import interrupts_end_it, tells_old_names
 from fd_core.errors import ConfigError
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-"""Stands for a byte that cannot be decoded."""
+"""Placeholder of a byte that cannot be decoded."""
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _undecodable() -> str | None:
-    """Return which argument or variable holds bytes that are not UTF-8; its value may be a secret."""
+    """Return the argument or variable with bytes that are not UTF-8; its value may be a secret."""
     given = {f"argument {place}": word for place, word in enumerate(sys.argv[1:], 1)}
     given |= {name: value for name, value in os.environ.items() if name.startswith("FD_")}
     return next((name for name, text in given.items() if _SURROGATE.search(text)), None)
@@ -42,15 +42,15 @@ def main() -> None:
         try:
             command()
         finally:
-            if sys.stdout is not None:  # closed by whoever started it
+            if sys.stdout is not None:  # None if the parent closed it
                 sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output, such as `head`, has gone; there is nobody left to tell.
+        # The reader of the output, such as `head`, is gone; no output is possible any more.
         sys.stderr.close()
         sys.exit(1)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
         print(f"fdcore: the output cannot be written: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is not tried again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # buffered output is not written again at exit
         sys.exit(1)

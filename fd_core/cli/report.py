@@ -1,4 +1,4 @@
-"""How a command ends: every error for people is one line on stderr, and the exit code says whose fault it was."""
+"""Exit of a command: every error for users is one line on stderr, and the exit code identifies whose fault it was."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
 
 _CONTROLS: Final = {**dict.fromkeys((*range(0x20), *range(0x7F, 0xA0)), "?"), 0x09: "\t", 0x0A: "\n", 0x0D: None}
-"""What is shown in place of each control character; ends of lines are `\\n` alone."""
+"""Replacement of each control character; ends of lines are `\\n` alone."""
 
 
 def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
-    """End a command with the exit code and the one clear line of the error that reached it."""
+    """End a command with the exit code and the one-line message of the error that reached it."""
 
     import typer
 
@@ -49,7 +49,7 @@ def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def interrupts_end_it() -> Iterator[None]:
-    """Let Ctrl-C end the process at once, as nothing is held while the block imports modules or assembles commands."""
+    """Let Ctrl-C end the process at once, as nothing is held while the block imports modules or builds commands."""
 
     def end(*_: object) -> None:
         os.write(2, b"\nfdcore: interrupted\n")
@@ -57,7 +57,7 @@ def interrupts_end_it() -> Iterator[None]:
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # somebody else decides, or it is ignored
+        yield  # another handler is installed, or it is ignored
         return
     signal.signal(signal.SIGINT, end)
     try:
@@ -67,13 +67,13 @@ def interrupts_end_it() -> Iterator[None]:
 
 
 def outlive_hangups(key_file: str | None) -> None:
-    """Let a SIGHUP that comes before the server reads its keys again on it not end the process, if there is a file."""
+    """Ignore SIGHUP until the server installs its handler, which reloads the keys; only if there is a key file."""
     if key_file is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def tells_old_names() -> None:
-    """Let whoever uses a name that was replaced read it as one line; other warnings look as they do everywhere."""
+    """Show warnings about deprecated names as one line; other warnings look as usual."""
     from fd_core.deprecations import OldNameWarning
 
     usual = warnings.showwarning
@@ -99,10 +99,10 @@ def describe(error: FdError) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text of unknown origin as one line that cannot command a terminal."""
+    """Return a text of unknown origin as one line that cannot control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
 def harmless(text: str) -> str:
-    """Return a text of unknown origin with its lines as they are, but nothing that commands a terminal."""
+    """Return a text of unknown origin with its lines unchanged, but without terminal control characters."""
     return text.translate(_CONTROLS)

@@ -1,5 +1,5 @@
-"""A whole deployment from one file: routers and workers, what died started again, as many as the load asks for.
+"""A whole deployment from one file: routers and workers, restarted when they die, scaled by load.
 
-`controller` decides and is pure, `scaling` says how many workers a load asks for, `deployment` performs. Requests and
-tokens go from routers to workers; nothing of them comes here.
+`controller` decides and is pure, `scaling` computes the number of workers for a load, `deployment` executes. Requests
+and tokens travel between routers and workers only, never through this package.
 """

@@ -1,6 +1,6 @@
 """The file of a deployment, read and checked, and the command lines and secrets of its processes.
 
-Every error names the field as it stands in the file, such as `workers.decode.count`.
+Every error names the field as it is written in the file, such as `workers.decode.count`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _OURS: Final = {
         "TLS is not served inside a deployment yet: put what ends TLS before its routers",
     ),
 }
-"""Settings that stand elsewhere, and why."""
+"""Settings that belong elsewhere, and why."""
 CONTENT: Final = "FD_CONTENT_OF_"
-"""Begins the name of a variable that holds what the file of a setting would hold; the rest is the setting's name."""
+"""Prefix of a variable that holds the content of a setting's file; the rest of the name is the setting's name."""
 _PROGRAM: Final = ("-m", "fd_core.cli.serving.sealed")
 
 
@@ -49,21 +49,21 @@ class _Group(CheckedStruct, frozen=True, kw_only=True, rename="kebab", forbid_un
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
     """Flags without dashes and their values, such as `{max-num-seqs = 64}`."""
     environment: dict[str, str] = msgspec.field(default_factory=dict)
-    """Variables that the processes have."""
+    """Environment variables of the processes."""
     secrets: dict[str, str] = msgspec.field(default_factory=dict)
     """Settings to the names of the variables that hold their values where the command runs; such a value is in no
     command line and in no log. For a setting that names a file, the variable holds what would be in the file."""
     cores: Annotated[int, Range(0, 4096)] = 1
-    """Processors that are kept for each process; 0 for any share of what is there."""
+    """Processors reserved for each process; 0 for any share of the available ones."""
 
 
 class RouterGroup(_Group, frozen=True, kw_only=True):
-    """`[router]`: where clients ask."""
+    """`[router]`: the endpoints of clients."""
 
     count: Annotated[int, Range(1, 1000)] = 1
-    """How many there are."""
+    """Number of routers."""
     host: str | None = None
-    """What routers listen on; by default their node's own address, which is loopback on one machine."""
+    """Address on which routers listen; by default their node's own address, which is loopback on one machine."""
     port: Annotated[int, Range(0, 65535)] = 8000
     """Port of the first router; each further one has the next port. 0 takes any."""
     cores: Annotated[int, Range(0, 4096)] = 0
@@ -75,15 +75,15 @@ class WorkerGroup(_Group, frozen=True, kw_only=True):
     role: str = "mixed"
     """`mixed`, `prefill` or `decode`."""
     count: Annotated[int, Range(1, 10_000)] | None = None
-    """How many there are; or `min` and `max`."""
+    """Number of workers; or `min` and `max`."""
     min: Annotated[int, Range(1, 10_000)] | None = None
-    """Fewest workers, which there are at the start."""
+    """Fewest workers, which is the number at the start."""
     max: Annotated[int, Range(1, 10_000)] | None = None
     """Most workers."""
     devices: Annotated[int, Range(0, 64)] = 0
-    """Accelerators that are kept for each process, and the only ones that it sees."""
+    """Accelerators reserved for each process, and the only ones that it sees."""
     policy: str = "load"
-    """What decides how many there are between `min` and `max`: `load` or a plugin's scaling policy."""
+    """Policy that chooses the number of workers between `min` and `max`: `load` or a plugin's scaling policy."""
     scaling: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options of the policy."""
 
@@ -98,27 +98,27 @@ class ClusterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", fo
     """The file itself."""
 
     model: str
-    """What every worker serves: `smollm2`, a folder, a .gguf file or a Hugging Face name, the same on all nodes."""
+    """Model of every worker: `smollm2`, a folder, a .gguf file or a Hugging Face name, the same on all nodes."""
     workers: dict[str, Any]
     """`[workers.NAME]`, one for each group."""
     router: dict[str, Any] = msgspec.field(default_factory=dict)
     """`[router]`."""
     launcher: str = "spawn"
-    """What starts processes: `spawn` on this machine, or a plugin's launcher such as `ray`."""
+    """Launcher of the processes: `spawn` on this machine, or a plugin's launcher such as `ray`."""
     start_seconds: Annotated[float, Range(0, _DAY, above=True)] = 600.0
-    """Within which a process has to be ready."""
+    """Timeout for a process to become ready, in seconds."""
     unhealthy_seconds: Annotated[float, Range(0, _DAY, above=True)] = 60.0
-    """For which a worker may fail its health checks before it is replaced; it starts its engine again by itself."""
+    """Time that a worker may fail health checks before it is replaced, in seconds; it restarts its engine by itself."""
     drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
-    """How long running requests may go on in a process that leaves."""
+    """Time that running requests may continue in a process that drains, in seconds."""
     drain_delay: Annotated[float, Range(0, _DAY)] = 0.0
-    """For which a router that leaves still takes requests, while its /ready says that it leaves."""
+    """Time that a draining router still accepts requests while its /ready reports the drain, in seconds."""
     max_failures: Annotated[int, Range(1, 1000)] = 5
-    """Starts of a group that may fail in a row before it is given up."""
+    """Failed starts of a group in a row after which it is given up."""
     host: str = "127.0.0.1"
-    """Where the command itself answers /health, /ready, /metrics and /status.json."""
+    """Address on which the command itself serves /health, /ready, /metrics and /status.json."""
     port: Annotated[int, Range(0, 65535)] = 8070
-    """Port for that."""
+    """Port of that address."""
 
     @property
     def router_group(self) -> RouterGroup:
@@ -178,7 +178,7 @@ def _check_group(group: RouterGroup | WorkerGroup, where: str) -> None:
         if key in group.settings:
             raise ConfigError(f"{key!r} stands under settings and under secrets", field=f"{where}.secrets")
         if not isinstance(variable, str) or not _VARIABLE.fullmatch(variable):
-            # What was written may be the secret itself, so it is not shown.
+            # The value may be the secret itself, so it is not shown.
             hint = "write the name of the variable that holds the secret, never the secret"
             raise ConfigError(f"{key} has to be the name of a variable", field=f"{where}.secrets", hint=hint)
     for key, value in group.environment.items():
@@ -213,19 +213,19 @@ def _made(kind: type[_S], table: Any, where: str) -> _S:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecrets:
-    """What the processes of one deployment know of each other and nobody else does; made anew for each."""
+    """Secrets shared by the processes of one deployment only; generated anew for each."""
 
     router: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
     transfer: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
-    """What seals KV on its way between workers of pairs."""
+    """Secret that seals KV transfers between workers of pairs."""
     worker_key: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
-    """What workers ask of whoever sends requests, so that only routers do."""
+    """Key that workers require of clients, so that only routers can send requests."""
 
 
 def router_spec(
     name: str, config: ClusterConfig, port: int, own: ClusterSecrets, variables: Mapping[str, str]
 ) -> ProcessSpec:
-    """Return the process of a router that listens on `port`. Raises `ConfigError` for a secret that is not there."""
+    """Return the process of a router that listens on `port`. Raises `ConfigError` for a missing secret."""
     group = config.router_group
     arguments = (
         *("route", "--host", group.host or NODE_ADDRESS, "--port", str(port)),
@@ -243,10 +243,10 @@ def router_spec(
 def worker_spec(
     name: str, config: ClusterConfig, group_name: str, own: ClusterSecrets, variables: Mapping[str, str]
 ) -> ProcessSpec:
-    """Return the process of a worker. Raises `ConfigError` for a secret that is not there."""
+    """Return the process of a worker. Raises `ConfigError` for a missing secret."""
     group = config.worker_groups[group_name]
     settings = {key.replace("_", "-"): value for key, value in group.settings.items()}
-    # Workers may tell routers which prefixes they hold, as those do that register themselves.
+    # Workers may publish the prefixes that they hold, as workers do that register themselves.
     tells_of_kv = settings.get("enable-prefix-caching", True) and settings.get("data-parallel-size", 1) == 1
     arguments = (
         *("serve", config.model, "--host", NODE_ADDRESS, "--port", "0", "--role", group.role),

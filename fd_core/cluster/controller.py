@@ -1,11 +1,11 @@
-"""What a deployment does next: from what was seen of its processes to actions, without I/O and without a clock.
+"""Decisions of a deployment: from observations of its processes to actions, without I/O and without a clock.
 
-    STARTING --ready--> READY --told to leave--> DRAINING --its process ended--> (gone)
+    STARTING --ready--> READY ---- drain ----> DRAINING --its process ended--> (gone)
         |  too late       |  unhealthy too long      |  deadline passed
         +-----------------+--------------------------+----> KILLED --its process ended--> (gone)
 
-A process that ends while STARTING or READY died: another one starts in its place, later each time while that happens
-again and again. Whoever performs the actions reports every process until its end, once; a name is never used again.
+A process that ends while STARTING or READY died: another one is started in its place, with a longer pause after each
+failure. The caller, which executes the actions, reports every process until its end, once; names are never reused.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _OWN_FAULT: Final = (2, 3, 4)
-"""Exit codes of a bad command line, a bad model and a bad plugin: the next start would end the same way."""
+"""Exit codes of a bad command line, a bad model and a bad plugin: the next start would fail the same way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """How long a deployment waits for what; seconds."""
+    """Timeouts and pauses of a deployment, in seconds."""
 
     start_seconds: float = 600.0
-    """Within which a process has to be ready."""
+    """Timeout for a process to become ready."""
     unhealthy_seconds: float = 60.0
-    """For which a process that was ready may fail its health checks; longer than an engine takes to start again."""
+    """Time that a ready process may fail its health checks; longer than a restart of its engine takes."""
     drain_seconds: float = 45.0
-    """Within which a process that was told to leave has to end."""
+    """Timeout for a draining process to end."""
     hurry_seconds: float = 5.0
-    """The same, once somebody is in a hurry."""
+    """The same, once the user is in a hurry."""
     stable_seconds: float = 30.0
-    """After which a process counts as one that works: its end is no failed start."""
+    """Uptime after which the end of a process does not count as a failed start."""
     first_pause: float = 1.0
-    """Before a start that follows a failed one; twice as long each time."""
+    """Pause before a start that follows a failed one; doubles with each failure."""
     longest_pause: float = 30.0
     no_room_pause: float = 5.0
-    """Before a process is placed again for which no node had room."""
+    """Pause before the next attempt to place a process for which no node had room."""
     max_failures: int = 5
     """Failed starts in a row after which a group is given up."""
     longest_step: float = 5.0
-    """Between two steps; what is longer was a time in which nobody could look."""
+    """Longest time between two steps; any excess does not count towards timeouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One group of like processes."""
+    """One group of identical processes."""
 
     name: str
     minimum: int
@@ -56,10 +56,10 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """How a process ended, or why it could not be started."""
+    """Exit status of a process, or the reason why it could not be started."""
 
     code: int | None
-    """Exit code as Python's subprocess says it; None if it never ran, or nobody knows."""
+    """Exit code as in Python's subprocess; None if it never ran, or is unknown."""
     reason: str
     placed: bool = True
     """False if no node had room for it."""
@@ -67,7 +67,7 @@ class ProcessEnd:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSeen:
-    """What was seen of one process."""
+    """Observation of one process."""
 
     ready: bool = False
     healthy: bool = False
@@ -75,7 +75,7 @@ class ProcessSeen:
 
 
 class ProcessPhase(enum.Enum):
-    """Where a process stands in its life."""
+    """Phase in the life of a process."""
 
     STARTING = "starting"
     READY = "ready"
@@ -93,7 +93,7 @@ class StartProcess:
 
 @dataclass(frozen=True, slots=True)
 class DrainProcess:
-    """Tell a process to leave: take it from the routers, then SIGTERM. A second one says that it should hurry."""
+    """Ask a process to drain: deregister it from the routers, then send SIGTERM. The second signal asks it to hurry."""
 
     name: str
 
@@ -107,7 +107,7 @@ class KillProcess:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNote:
-    """Something that people should know."""
+    """A message for operators."""
 
     text: str
     bad: bool = False
@@ -125,19 +125,19 @@ class ManagedProcess:
     since: float
     phase: ProcessPhase = ProcessPhase.STARTING
     ready: bool = False
-    """Whether it is ready at this moment; one that was may start its engine again."""
+    """True if it is ready at present; one that was may be restarting its engine."""
     last_healthy: float = 0.0
     deadline: float | None = None
 
     @property
     def counts(self) -> bool:
-        """Whether it is one of those that its group should have."""
+        """True if it counts towards the target of its group."""
         return self.phase in (ProcessPhase.STARTING, ProcessPhase.READY)
 
 
 @dataclass(slots=True)
 class ManagedGroup:
-    """A group, how many processes it should have, and how its starts went."""
+    """A group, its target number of processes, and the history of its starts."""
 
     plan: GroupPlan
     target: int
@@ -145,9 +145,9 @@ class ManagedGroup:
     failed_at: float = 0.0
     not_before: float = 0.0
     no_room: bool = False
-    """Whether the last process that was to start found none."""
+    """True if the last process to be started found no room."""
     served: bool = False
-    """Whether one of its processes was ever ready."""
+    """True if one of its processes was ever ready."""
     given_up: str = ""
     starts: int = 0
     deaths: int = 0
@@ -155,13 +155,13 @@ class ManagedGroup:
 
 @dataclass(slots=True)
 class ClusterController:
-    """Owns the life of every process of one deployment."""
+    """Manages the life of every process of one deployment."""
 
     supervision: Supervision
     groups: dict[str, ManagedGroup]
     processes: dict[str, ManagedProcess] = field(default_factory=dict)
     complete: bool = False
-    """Whether every group once had as many ready processes as it needs."""
+    """True if every group once had as many ready processes as it needs."""
     stopping: bool = False
     exit_code: int = 0
     failure: str = ""
@@ -170,12 +170,12 @@ class ClusterController:
 
     @classmethod
     def of(cls, plans: Iterable[GroupPlan], supervision: Supervision) -> ClusterController:
-        """Return the controller of a deployment of which nothing runs yet."""
+        """Return the controller of a deployment without running processes."""
         return cls(supervision, {plan.name: ManagedGroup(plan, plan.minimum) for plan in plans})
 
     @property
     def over(self) -> bool:
-        """Whether the deployment was stopped and no process is left."""
+        """True if the deployment was stopped and no process is left."""
         return self.stopping and not self.processes
 
     def of_group(self, name: str) -> list[ManagedProcess]:
@@ -183,29 +183,29 @@ class ClusterController:
         return [each for each in self.processes.values() if each.group == name]
 
     def ready(self, name: str) -> int:
-        """Return how many processes of a group serve."""
+        """Return the number of ready processes of a group."""
         return sum(each.ready and each.phase is ProcessPhase.READY for each in self.of_group(name))
 
     def scale(self, name: str, wanted: int) -> list[ClusterNote]:
-        """Let a group have `wanted` processes, as far as its bounds allow."""
+        """Set the target of a group to `wanted` processes, within its bounds."""
         group = self.groups[name]
         target = min(max(wanted, group.plan.minimum), group.plan.maximum)
         before, group.target = group.target, target
         return [] if target == before else [ClusterNote(f"{name}: {before} -> {target}")]
 
     def stop(self, now: float) -> list[ClusterAction]:
-        """Begin the end: routers leave first, and workers once no router is left. The second call hurries."""
+        """Begin the shutdown: routers drain first, and workers once no router is left. The second call hurries."""
         if self.stopping:
             return self._hurry(now)
         self.stopping = True
         return self._leave(now)
 
     def step(self, now: float, seen: Mapping[str, ProcessSeen]) -> list[ClusterAction]:
-        """Return what to do after something was seen of processes; of those left out nothing new is known."""
+        """Return the actions that follow from observations of processes; there is no news of those left out."""
         self._catch_up(now)
         actions: list[ClusterAction] = []
         known = [(self.processes[name], what) for name, what in seen.items() if name in self.processes]
-        # Nothing is to be done with any of those that ended, so all are taken out before one's end is judged.
+        # No action applies to processes that ended, so all are removed before any end is judged.
         ended = [(self.processes.pop(process.name), what.end) for process, what in known if what.end is not None]
         for process, what in known:
             if what.end is None:
@@ -224,7 +224,7 @@ class ClusterController:
         return actions
 
     def _catch_up(self, now: float) -> None:
-        """Leave out a time in which nobody looked, because this machine slept or was too busy: it counts for nobody."""
+        """Exclude a time without observations, because this machine was suspended or too busy, from all timeouts."""
         away = 0.0 if self._stepped is None else now - self._stepped - self.supervision.longest_step
         self._stepped = now
         if away <= 0:
@@ -267,13 +267,13 @@ class ClusterController:
         yield from self._died(process, end, now, worked=worked)
 
     def _worked(self, process: ManagedProcess, now: float) -> bool:
-        """Return whether it served for so long that its end is no failed start."""
+        """Return True if it ran for so long that its end is not a failed start."""
         return process.phase is ProcessPhase.READY and now - process.since > self.supervision.stable_seconds
 
     def _died(self, process: ManagedProcess, end: ProcessEnd, now: float, *, worked: bool) -> Iterator[ClusterAction]:
         group, limits = self.groups[process.group], self.supervision
         if self.complete and not end.placed:
-            # A lost node may come back or be replaced: there is nothing wrong with the processes.
+            # A lost node may recover or be replaced: the processes are not at fault.
             if not group.no_room:
                 yield ClusterNote(f"{process.name} waits for room: {end.reason}", bad=True)
             group.no_room, group.not_before = True, now + limits.no_room_pause
@@ -296,7 +296,7 @@ class ClusterController:
             yield from self._hurry(now)
 
     def _fill(self, group: ManagedGroup, now: float) -> Iterator[ClusterAction]:
-        """Start what is missing, and let go what is too much: first what does not serve, then the youngest."""
+        """Start what is missing, and drain the excess: first processes that are not ready, then the youngest."""
         name = group.plan.name
         living = [each for each in self.of_group(name) if each.counts]
         youngest_first = living[::-1]
@@ -311,7 +311,7 @@ class ClusterController:
             yield StartProcess(process.name, name)
 
     def _leave(self, now: float) -> list[ClusterAction]:
-        """Let go the routers, and whoever has no requests yet; once no router is left, the workers."""
+        """Drain the routers, and all processes that have no requests yet; once no router is left, the workers."""
         routers = any(self._is_router(each) for each in self.processes.values())
         return [
             self._drain(each, now)

@@ -1,4 +1,4 @@
-"""A deployment at work: asks its processes over HTTP, lets the controller decide, and performs what it decided."""
+"""A running deployment: polls its processes over HTTP, lets the controller decide, and executes its actions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fd_core.router.workers import Role
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=5, connect=3)
 _SHARE: Final = 0.9
 _AGAIN_SECONDS: Final = 10.0
-"""Between registrations of one worker, which change nothing unless the router forgot it."""
+"""Interval between registrations of one worker, in seconds; they change nothing unless the router lost it."""
 
 
 class _Slots(msgspec.Struct):
@@ -74,13 +74,13 @@ _status: Final = msgspec.json.Decoder(_StatusPage)
 
 @dataclass(slots=True)
 class FirstTokens:
-    """A worker's histogram of times to the first token, as it was read in the last half minute."""
+    """Histogram of a worker's times to the first token over the last half minute."""
 
     bounds: Sequence[float] = ()
     _read: deque[tuple[float, Sequence[int]]] = field(default_factory=deque)
 
     def add(self, now: float, bounds: Sequence[float], counts: Sequence[int]) -> None:
-        """Note what was read."""
+        """Add a sample of the histogram."""
         if self._read and (tuple(bounds) != self.bounds or sum(counts) < sum(self._read[-1][1])):
             self._read.clear()  # another process
         self.bounds = tuple(bounds)
@@ -90,13 +90,13 @@ class FirstTokens:
 
     @property
     def counts(self) -> list[int]:
-        """How many requests got their first token within each bound in that time."""
+        """Return the number of requests with a first token within each bound in that time."""
         first, last = (self._read[0][1], self._read[-1][1]) if self._read else ((), ())
         return [after - before for before, after in zip(first, last, strict=True)]
 
 
 class Doing(NamedTuple):
-    """What a worker does at a moment."""
+    """Load of a worker at one moment."""
 
     running: int = 0
     waiting: int = 0
@@ -111,7 +111,7 @@ class Doing(NamedTuple):
 
 
 def late_first_token(workers: Iterable[FirstTokens]) -> float | None:
-    """Return the time to the first token that nine of ten requests did not exceed; None without requests."""
+    """Return the 90th percentile of the time to the first token, in seconds; None without requests."""
     read = [each for each in workers if each.bounds]
     same = [each.counts for each in read if each.bounds == read[0].bounds]
     return quantile(_SHARE, read[0].bounds, [sum(column) for column in zip(*same, strict=True)]) if read else None
@@ -119,17 +119,17 @@ def late_first_token(workers: Iterable[FirstTokens]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessAnswer:
-    """What a process said when it was asked."""
+    """Response of a process to a poll."""
 
     healthy: bool = False
     ready: bool = False
     instance: str = ""
-    """Names the process and its engine; empty for a router."""
+    """Identifies the process and its engine; empty for a router."""
     doing: Doing = field(default_factory=Doing)
 
 
 async def ask(session: aiohttp.ClientSession, url: str, first: FirstTokens | None, now: float) -> ProcessAnswer:
-    """Ask a worker, or a router if there are no times to `first` tokens, how it is. Never raises for its answers."""
+    """Poll a worker, or a router if there are no times to `first` tokens. Never raises for its responses."""
     try:
         async with session.get(f"{url}/health", timeout=_TIMEOUT, allow_redirects=False) as answer:
             healthy, instance = answer.status == 200, answer.headers.get("X-Instance", "")
@@ -147,7 +147,7 @@ async def ask(session: aiohttp.ClientSession, url: str, first: FirstTokens | Non
 
 
 class RouterAdmin:
-    """Tells one router of workers, by the admin port that it announced."""
+    """Registers workers with one router, through the admin port that it announced."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, secret: str) -> None:
         self._session = session
@@ -155,10 +155,10 @@ class RouterAdmin:
         self._headers = {"Authorization": f"Bearer {secret}"}
         self._one_at_a_time = asyncio.Lock()
         self._told: dict[str, tuple[str, float]] = {}
-        """Workers' addresses to the instance that was registered, and when."""
+        """Workers' addresses to the registered instance and the time of registration."""
 
     async def register(self, url: str, role: Role, instance: str, now: float, serves: Callable[[], bool]) -> str:
-        """Register a worker that still `serves`, unless registered lately; return what went wrong, if anything."""
+        """Register a worker that still `serves`, unless registered recently; return the error, if any."""
         async with self._one_at_a_time:
             told, at = self._told.get(url, ("", 0.0))
             if not serves() or (told == instance and now - at < _AGAIN_SECONDS):
@@ -169,7 +169,7 @@ class RouterAdmin:
             return trouble
 
     async def deregister(self, url: str) -> None:
-        """Let it send no more requests to a worker."""
+        """Stop it from sending further requests to a worker."""
         async with self._one_at_a_time:
             if self._told.pop(url, None) is not None:
                 await self._post("deregister", {"url": url})
@@ -189,11 +189,11 @@ log = logging.getLogger(__name__)
 ROUTERS: Final = "router"
 _ASK_SECONDS: Final = 0.5
 _GRACE_SECONDS: Final = 15.0
-"""Beyond the time to drain, for a process to end."""
+"""Time to end beyond the drain timeout, in seconds."""
 
 
 class ClusterFailed(FdError):
-    """A deployment that could not be started; what ran was ended."""
+    """A deployment could not be started; its running processes were ended."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -202,14 +202,14 @@ class ClusterFailed(FdError):
 
 @dataclass(slots=True)
 class HeldProcess:
-    """What is known of one process, from the order to start it until its end."""
+    """State of one process, from the order to start it until its end."""
 
     name: str
     group: str
     port: int = 0
-    """Of a router, as the file says; 0 for any."""
+    """Port of a router, from the file; 0 for any."""
     first: FirstTokens | None = None
-    """Of a worker; None for a router."""
+    """Histogram of a worker; None for a router."""
     launched: asyncio.Event = field(default_factory=asyncio.Event)
     process: LaunchedProcess | None = None
     url: str = ""
@@ -219,7 +219,7 @@ class HeldProcess:
 
     @property
     def node(self) -> str:
-        """Where it runs; empty until it does."""
+        """Node of the process; empty before it runs."""
         return "" if self.process is None else self.process.node
 
 
@@ -231,7 +231,7 @@ def plans_of(config: ClusterConfig) -> tuple[controller.GroupPlan, ...]:
 
 
 class Deployment:
-    """Owns every process of one deployment."""
+    """Manages every process of one deployment."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class Deployment:
         variables: Mapping[str, str],
         on_note: Callable[[controller.ClusterNote], None] = lambda note: None,
     ) -> None:
-        """`policies` are those of the groups whose number of workers changes; secrets are among `variables`."""
+        """`policies` are those of the groups with a variable number of workers; `variables` contain the secrets."""
         self.config = config
         limits = controller.Supervision(
             start_seconds=config.start_seconds,
@@ -259,7 +259,7 @@ class Deployment:
         self._secrets = ClusterSecrets()
         self._said: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        # Starts may wait for room, as many as there are threads; looking must not wait for them.
+        # Starts may wait for room, as many as there are threads; polling must not wait for them.
         self._looking = ThreadPoolExecutor(1, "fdcore-look")
         self._registering: asyncio.Task[None] | None = None
         self._next_scaling = 0.0
@@ -287,7 +287,7 @@ class Deployment:
                         told = True
                         on_ready()
                     await asyncio.sleep(0.25)
-                if self._tasks:  # what was begun ends
+                if self._tasks:  # operations that have begun complete
                     await asyncio.wait(self._tasks, timeout=1)
         finally:
             for task in self._tasks:
@@ -297,15 +297,15 @@ class Deployment:
 
     @property
     def urls(self) -> list[str]:
-        """Where routers are reached."""
+        """URLs of the routers."""
         return [each.url for each in self.held.values() if each.group == ROUTERS and each.url]
 
     def doing(self, group: str) -> Doing:
-        """Return what the ready workers of a group do together."""
+        """Return the total load of the ready workers of a group."""
         return Doing(*map(sum, zip(*(each.answer.doing for each in self.ready(group)), strict=True)))
 
     def load_of(self, name: str) -> GroupLoad:
-        """Return what a scaling policy sees of a group."""
+        """Return the load of a group for its scaling policy."""
         doing, group = self.doing(name), self._groups[name]
         role = "decode" if group.role == "prefill" else group.role
         felt = [other for other, each in self._groups.items() if each.role == role and role == "decode"] or [name]
@@ -322,7 +322,7 @@ class Deployment:
         )
 
     def ready(self, group: str) -> list[HeldProcess]:
-        """Return what of a group is ready and not told to leave."""
+        """Return the processes of a group that are ready and not draining."""
         return [self.held[each.name] for each in self.controller.of_group(group) if self._is_serving(each.name)]
 
     def _is_serving(self, name: str) -> bool:
@@ -340,7 +340,7 @@ class Deployment:
         return seen
 
     def _read_ends(self) -> None:
-        """Ask the launcher, which may take a while."""
+        """Query the launcher, which may take a while."""
         for held in list(self.held.values()):
             process = held.process
             if process is not None and held.end is None and (code := process.exit_code()) is not None:
@@ -369,7 +369,7 @@ class Deployment:
             else:
                 spec = worker_spec(held.name, self.config, held.group, self._secrets, self._variables)
             launched = await asyncio.to_thread(self._launcher.start, [spec])
-        except Exception as error:  # noqa: BLE001  # whatever a launcher of a plugin raises, the process does not run
+        except Exception as error:  # noqa: BLE001  # any exception of a plugin's launcher: the process does not run
             reason = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
             held.end = controller.ProcessEnd(None, reason, placed=False)
             return
@@ -387,7 +387,7 @@ class Deployment:
         said = (process.announced() or "").split()
         if not said:
             return
-        # One that listens on every address does not know by which of them it is reached.
+        # A process that listens on all addresses cannot know by which of them it is reached.
         url, *admin = (each.replace("//localhost:", f"//{process.address}:") for each in said)
         held.url = url
         if held.group == ROUTERS and admin:
@@ -412,7 +412,7 @@ class Deployment:
             await self._forget(held)
 
     async def _forget(self, held: HeldProcess) -> None:
-        """Take a worker from every router; a router that does not answer learns of it by its own means."""
+        """Deregister a worker from every router; a router that does not respond detects the loss by itself."""
         if held.first is not None and held.url:
             await asyncio.gather(*(admin.deregister(held.url) for _, admin in self._admins()))
 
@@ -466,6 +466,6 @@ class Deployment:
 
 
 def _in_one_line(reason: str, *, said: bool) -> str:
-    """Return how a process ended, and what it `said` last if it ended by itself."""
+    """Return how a process ended, with its last output (`said`) if it ended by itself."""
     how, *lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["ended"]
     return f"{how}; it said: {lines[-1]}" if said and lines else how

@@ -1,4 +1,4 @@
-"""What a deployment says of itself, without secrets: /health, /ready, /metrics and /status.json at its own port."""
+"""Status of a deployment, without secrets: /health, /ready, /metrics and /status.json at a separate port."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     url: str
     seconds: float
-    """For which it has been in its phase."""
+    """Time in its phase."""
 
 
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class DeploymentStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def status_of(deployment: Deployment, now: float) -> DeploymentStatus:
-    """Return what there is to see."""
+    """Return the current status."""
     config = deployment.config
     roles = {ROUTERS: "router", **{name: group.role for name, group in config.worker_groups.items()}}
     return DeploymentStatus(
@@ -83,10 +83,10 @@ def status_of(deployment: Deployment, now: float) -> DeploymentStatus:
 
 
 class DeploymentPage:
-    """Answers for one deployment while it runs."""
+    """HTTP endpoint of one deployment while it runs."""
 
     def __init__(self, deployment: Deployment, now: Any, sock: socket.socket) -> None:
-        """`now` returns a monotonic clock. Raises `OSError` if somebody else listens at the address of `sock`."""
+        """`now` returns a monotonic clock. Raises `OSError` if the address of `sock` is in use."""
         config = ListenConfig(host=deployment.config.host, port=deployment.config.port)
         self._deployment = deployment
         self._now = now
@@ -95,7 +95,7 @@ class DeploymentPage:
         self._http = GatewayHttp(self._answer, sock, config, Connections(config, _CONNECTIONS), None)
 
     async def close(self) -> None:
-        """Listen no longer."""
+        """Close the listener."""
         await self._http.close(0.1)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -1,6 +1,6 @@
-"""How many workers a group should have: policies, and what they look at. Pure: no I/O, no clock, no randomness.
+"""Scaling policies: the number of workers of a group, and the load it depends on. Pure: no I/O, clock or randomness.
 
-A policy proposes a number; the controller holds the bounds of the file and drains whoever is too much. Plugins offer
+A policy proposes a number; the controller enforces the bounds of the file and drains excess workers. Plugins offer
 policies through `fd_core.hookspecs.fd_register_scaling_policies`.
 """
 
@@ -20,13 +20,13 @@ __all__ = ["GroupLoad", "LoadPolicy", "LoadPolicyOptions", "ScalingPolicy", "qua
 
 
 class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group of workers does at one moment; sums and means are over its ready workers."""
+    """Load of a group of workers at one moment; sums and means are over its ready workers."""
 
     role: Role
     target: int
-    """Workers that the group should have at this moment."""
+    """Target number of workers at this moment."""
     ready: int
-    """Workers that serve; while they are fewer than `target`, some are starting."""
+    """Ready workers; while they are fewer than `target`, some are starting."""
     running: int = 0
     """Requests in slots."""
     waiting: int = 0
@@ -35,12 +35,12 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: float = 0.0
     """Share of the KV blocks in use, 0 to 1."""
     ttft_seconds: float | None = None
-    """Time to the first token that nine of ten requests of the last half minute did not exceed; None without requests.
-    For prefill workers that of the decode workers, which is what clients feel."""
+    """90th percentile of the time to the first token over the last half minute, in seconds; None without requests.
+    For prefill workers that of the decode workers, which is what clients observe."""
 
 
 class ScalingPolicy(ABC):
-    """Proposes numbers of workers; each group has an object of its own, which lives as long as the deployment."""
+    """Proposes numbers of workers; each group has a separate object, which lives as long as the deployment."""
 
     @abstractmethod
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -48,29 +48,29 @@ class ScalingPolicy(ABC):
 
     @abstractmethod
     def propose(self, load: GroupLoad, now: float) -> int:
-        """Return how many workers there should be. Called every few seconds; `now` is a monotonic clock in seconds."""
+        """Return the target number of workers. Called every few seconds; `now` is a monotonic clock in seconds."""
 
 
 class LoadPolicyOptions(CheckedStruct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
     """Options of the policy `load`."""
 
     waiting: Annotated[float, Range(0, 1e6, above=True)] = 2.0
-    """Requests that may wait, for each ready worker, before there are more workers."""
+    """Waiting requests per ready worker above which workers are added."""
     kv_usage: Annotated[float, Range(0, 1, above=True)] = 0.9
-    """Share of KV blocks that may be in use before there are more workers."""
+    """Share of KV blocks in use above which workers are added."""
     ttft_seconds: Annotated[float, Range(0, 86400, above=True)] | None = None
-    """Time to the first token that one request of ten may exceed before there are more workers; by default it does not
-    matter."""
+    """Time to the first token, in seconds, that one request of ten may exceed before workers are added; ignored by
+    default."""
     room: Annotated[float, Range(0, 1, above=True)] = 0.7
-    """A worker leaves if the others would then use no more than this share of slots and of the limits above."""
+    """A worker is removed if the others would then use no more than this share of slots and of the limits above."""
     up_seconds: Annotated[float, Range(0, 86400)] = 5.0
-    """For which there has to be too much before there are more workers."""
+    """Time that the load has to exceed a limit before workers are added, in seconds."""
     down_seconds: Annotated[float, Range(0, 86400)] = 120.0
-    """For which there has to be room before a worker leaves, and after each change."""
+    """Time that there has to be room before a worker is removed, and after each change, in seconds."""
 
 
 class LoadPolicy(ScalingPolicy):
-    """More workers while requests queue, KV runs out or first tokens are late; one less after a long time with room."""
+    """Adds workers while requests queue, KV runs out or first tokens are late; removes one after long spare room."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         fields = {name.replace("-", "_"): value for name, value in options.items()}
@@ -81,7 +81,7 @@ class LoadPolicy(ScalingPolicy):
     def propose(self, load: GroupLoad, now: float) -> int:
         """Return the number for this load: at most twice as many, or one less."""
         if load.ready < load.target or not load.ready:
-            # What starts has yet to take its share; nothing can be said of the load until then.
+            # Starting workers have yet to take their share; the load is not meaningful until then.
             self._too_much_since = self._room_since = None
             return load.target
         options, pressure = self.options, self._pressure(load, load.ready)
@@ -103,7 +103,7 @@ class LoadPolicy(ScalingPolicy):
         return load.target
 
     def _pressure(self, load: GroupLoad, workers: int) -> float:
-        """Return what there is to do as a share of what `workers` may have; above 1 is too much."""
+        """Return the load as a share of the capacity of `workers`; above 1 is too much."""
         options = self.options
         shares = [load.waiting / workers / options.waiting, load.kv_usage * load.ready / workers / options.kv_usage]
         if options.ttft_seconds is not None and load.ttft_seconds is not None:
@@ -112,7 +112,7 @@ class LoadPolicy(ScalingPolicy):
 
 
 def _since(before: float | None, holds: bool, now: float) -> float | None:
-    """Return since when something holds; None while it does not."""
+    """Return the time since which a condition holds; None while it does not."""
     if not holds:
         return None
     return now if before is None else before

@@ -1,7 +1,7 @@
 """Frozen settings, merged once from flags, environment and file.
 
-Flags are named as in vLLM and FastDeploy. What a field means, and what it is without a value, says the flag of its name
-in `fd_core.cli.settings.flags`; here stands what that leaves open. Times are seconds and sizes bytes. Derived limits
+Flags are named as in vLLM and FastDeploy. The meaning and default of a field are documented at the flag of its name in
+`fd_core.cli.settings.flags`; only the rest is documented here. Times are seconds and sizes bytes. Derived limits
 that depend on the model are resolved when the engine starts, in `resolve_limits`.
 """
 
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 _MAX_DRAFTS: Final = 16
-"""More drafts than this never pay."""
+"""More drafts than this never pay off."""
 _DAY: Final = 86400
 _OTHER_KV_DTYPES: Final = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "float8_e4m3fn"), "int8, which takes as much memory"),
@@ -45,7 +45,7 @@ LOG_LEVELS: Final = OneOf("debug", "info", "warning", "error", "critical")
 
 
 class SpeculativeConfig(CheckedStruct, frozen=True, kw_only=True):
-    """How next tokens are guessed, the content of `--speculative-config`."""
+    """Speculative decoding, the content of `--speculative-config`."""
 
     method: str
     """A drafter: `ngram`, `suffix`, `draft_model`, or one that a plugin offers."""
@@ -59,7 +59,7 @@ class SpeculativeConfig(CheckedStruct, frozen=True, kw_only=True):
 
 
 class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
-    """What the engine runs and how large it may grow."""
+    """Model and resources of an engine."""
 
     model: str
     """`smollm2`, a folder, a `.gguf` file or a Hugging Face name."""
@@ -68,20 +68,20 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     quantization: Annotated[str, OneOf("auto", "int8", "int4", instead=_OTHER_QUANTIZATION)] = "auto"
     kv_cache_dtype: Annotated[str, OneOf("auto", "int8", instead=_OTHER_KV_DTYPES)] = "auto"
-    """`auto` keeps keys and values in the dtype of activations, `int8` in 8 bits with scales."""
+    """`auto` stores keys and values in the dtype of activations, `int8` in 8 bits with scales."""
     attention_backend: Annotated[str, OneOf("auto", "triton", "flashinfer", "torch", instead=_OTHER_ATTENTION)] = "auto"
     max_model_len: Annotated[int, Range(2)] | None = None
     """Longest prompt plus output, tokens; the model's own limit if None."""
     max_num_seqs: Annotated[int, Range(1, 65536)] = 32
-    """Slots: requests that run at the same time."""
+    """Slots: largest number of running requests."""
     max_num_batched_tokens: Annotated[int, Range(1)] | None = None
-    """Step token budget; None takes what suits the backend, see `step_budget`."""
+    """Step token budget; None selects what suits the backend, see `step_budget`."""
     block_size: Annotated[int, Range(1, 4096)] = 32
     num_kv_blocks: Annotated[int, Range(1)] | None = None
     kv_cache_memory: Annotated[int, ByteSize()] | None = None
     """Bytes for the KV cache; used if `num_kv_blocks` is None."""
     gpu_memory_utilization: Annotated[float, Range(0, 1, above=True)] = 0.9
-    """Share of free device memory that model and KV cache may take when neither of the above is given."""
+    """Share of free device memory for model and KV cache when neither of the above is given."""
     enable_prefix_caching: bool = True
     scheduler: str = "continuous"
     scheduling_policy: str = "fcfs"
@@ -97,7 +97,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     rank_transport: Annotated[str, OneOf("shared_memory", "gloo")] = "shared_memory"
     native_kernels: bool = True
     speculative: SpeculativeConfig | None = None
-    """Drafting of tokens ahead; None computes one token a step."""
+    """Speculative decoding; None computes one token a step."""
     structured_output: bool = True
     max_forced_tokens: Annotated[int, Range(0, _MAX_DRAFTS)] = 8
     """Tokens forced by a grammar that a step takes as drafts for one request; a drafter's own number replaces it."""
@@ -113,7 +113,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     kv_store: str | None = None
     kv_store_timeout: Annotated[float, Range(0, 3600, above=True)] = 1.0
     kv_store_secret_file: str | None = None
-    """File with the secret of stored values; None takes the user's own."""
+    """File with the secret that protects stored values; None uses the user's own."""
     kv_store_compression: Annotated[str, OneOf("none", "zlib")] = "none"
     role: Annotated[str, OneOf("mixed", "prefill", "decode")] = "mixed"
     kv_connector: str = "tcp"
@@ -122,7 +122,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     transfer_secret_file: str | None = None
     lease_seconds: Annotated[float, Range(0.1, 3600)] = 10.0
     kv_events: bool | None = None
-    """Whether the engine reports the prefixes in its device cache to a router; None reports nothing."""
+    """True to report the prefixes in the device cache to a router; None reports nothing."""
     trace: str | None = None
     trace_limit: Annotated[int, ByteSize()] = 256 * 2**20
 
@@ -133,18 +133,18 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
 
     @property
     def rank_seconds(self) -> float:
-        """Seconds for which ranks wait for each other: less than the watchdog's, so that the one at fault is named."""
+        """Timeout of waits between ranks, in seconds: below the watchdog's, so that the rank at fault is named."""
         return self.watchdog_seconds / 2
 
 
 class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
-    """How a server or a router listens, and for whom."""
+    """Listener and access control of a server or a router."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Range(0, 65535)] = 8000
     health_port: Annotated[int, Range(0, 65535)] | None = None
     api_keys: tuple[str, ...] = ()
-    """API keys of clients; without any everybody is served."""
+    """API keys of clients; without any, access is open."""
     api_key_file: str | None = None
     protect_pages: bool = False
     share_prefix_cache: bool = False
@@ -155,7 +155,7 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     limit_concurrency: Annotated[int, Range(1)] | None = None
     limit_concurrency_per_address: Annotated[int, Range(1)] | None = None
     timeout_headers: Annotated[float, Range(0, _DAY, above=True)] = 20.0
-    """Seconds in which the head of a request has to come, and a TLS handshake to end."""
+    """Timeout for the header of a request, and for a TLS handshake, in seconds."""
     timeout_keep_alive: Annotated[float, Range(0, _DAY, above=True)] = 30.0
     timeout_body: Annotated[float, Range(0, _DAY, above=True)] = 30.0
     timeout_write: Annotated[float, Range(0, _DAY, above=True)] = 60.0
@@ -173,7 +173,7 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether clients need a key."""
+        """True if clients need a key."""
         return bool(self.api_keys) or self.api_key_file is not None
 
     def __post_init__(self) -> None:
@@ -189,7 +189,7 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
 
 
 class ServerConfig(ListenConfig, frozen=True, kw_only=True):
-    """How the OpenAI-compatible server listens and whom it serves."""
+    """Listener and access control of the OpenAI-compatible server."""
 
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
@@ -210,13 +210,13 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     metrics_names: Annotated[str, OneOf("fdcore", "vllm")] = "fdcore"
     router: str | None = None
     router_secret: str = ""
-    """What that router asks of whoever registers."""
+    """Secret that this router requires of workers that register."""
     router_ca_certs: str | None = None
     advertise_url: str | None = None
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits as they hold for one loaded model; what scheduler and runner are built from."""
+    """Limits for one loaded model; scheduler and runner are built from them."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -228,7 +228,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """k: largest number of draft tokens per request and step."""
     pipeline_depth: int = 1
     num_stages: int = 1
-    """Parts of the model that a step passes one after the other, each of which computes another step meanwhile."""
+    """Pipeline stages of the model; each computes a different step at the same time."""
 
     @property
     def blocks_per_seq(self) -> int:
@@ -237,7 +237,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_budget(config: EngineConfig, default: int) -> int:
-    """Return the most tokens of a step: those asked for, or `default` and at least one for each slot."""
+    """Return the most tokens of a step: those configured, or `default` and at least one for each slot."""
     return config.max_num_batched_tokens or max(default, config.max_num_seqs)
 
 
@@ -251,7 +251,7 @@ def resolve_limits(
     default_pipeline_depth: int = 1,
     default_batched_tokens: int = 2048,
 ) -> Limits:
-    """Fix every limit for a loaded model with `free_bytes` left; `ConfigError` says which setting contradicts which."""
+    """Compute every limit for a loaded model with `free_bytes` left; `ConfigError` names the settings that conflict."""
     budget = step_budget(config, default_batched_tokens)
     max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     if not max_drafts and config.structured_output:
@@ -289,7 +289,7 @@ def resolve_limits(
 
 
 def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_bytes: int) -> int:
-    """Return how many KV blocks to allocate; never more than all slots could fill."""
+    """Return the number of KV blocks to allocate; never more than all slots could fill."""
     useful, free_bytes = config.max_num_seqs * -(-max_len // config.block_size), max(0, free_bytes)
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks * bytes_per_block > free_bytes:

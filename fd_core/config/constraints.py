@@ -1,9 +1,9 @@
-"""What values a setting may have, said once on its field: by its type, and by a constraint in its annotation.
+"""Valid values of a setting, declared once on its field: by its type, and by a constraint in its annotation.
 
     max_num_seqs: Annotated[int, Range(1, 65536)] = 32
     role: Annotated[str, OneOf("mixed", "prefill", "decode")] = "mixed"
 
-Whoever makes such a struct, from whatever source, gets the same check and the same words.
+Every instance of such a struct, from any source, gets the same check and the same messages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Range:
 
 
 class OneOf:
-    """One of some words; `instead` says what to use in place of words that people may know from elsewhere."""
+    """One of some words; `instead` names the replacement of words that users may know from elsewhere."""
 
     def __init__(self, *words: str, instead: Mapping[str, str] = MappingProxyType({})) -> None:
         self.words = words
@@ -80,7 +80,7 @@ class ByteSize:
     minimum: int = 1
 
     def check(self, value: int) -> None:
-        """Raise `ValueError` unless a machine can have so many bytes."""
+        """Raise `ValueError` for more bytes than a machine can have."""
         if not self.minimum <= value < 2**63:
             raise ValueError(f"{value} is not a size {'above 0 ' if self.minimum else ''}that a machine can have")
 
@@ -91,15 +91,15 @@ Constraint = Range | OneOf | Prefix | ByteSize
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one field may hold."""
+    """Valid values of one field."""
 
     kind: type[Any]
-    """`int`, `float`, `bool`, `str`, `tuple` for a tuple of texts, or another type, which is not looked into."""
+    """`int`, `float`, `bool`, `str`, `tuple` for a tuple of texts, or another type, which is not inspected."""
     optional: bool
     constraint: Constraint | None
 
     def read(self, value: Any) -> Any:
-        """Return what `value`, maybe text, means. Raises `ValueError` with a phrase that completes "NAME: ..."."""
+        """Convert `value`, possibly text. Raises `ValueError` with a phrase that completes "NAME: ..."."""
         text = value.strip() if isinstance(value, str) else None
         if isinstance(self.constraint, ByteSize) and text is not None:
             value = 0 if text == "0" else parse_size(text)
@@ -140,7 +140,7 @@ class Rule:
 
 
 class CheckedStruct(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of settings: a value that its field does not allow is refused with `ConfigError`, whoever gives it."""
+    """Base of settings: an invalid value is rejected with `ConfigError`, regardless of its source."""
 
     def __post_init__(self) -> None:
         for field in _fields(type(self)):
@@ -186,7 +186,7 @@ def rules_of(settings: type[Any]) -> dict[str, Rule]:
 
 
 def parse_switch(value: Any) -> bool:
-    """Return whether a text or a truth value means yes; raises `ValueError` for anything else."""
+    """Return True if a text or a truth value means yes; raises `ValueError` for anything else."""
     if isinstance(value, bool):
         return value
     word = value.strip().lower() if isinstance(value, str) else ""

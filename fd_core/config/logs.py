@@ -1,4 +1,4 @@
-"""How log lines look: text for people, or one JSON object a line for programs."""
+"""Format of log lines: text for people, or one JSON object a line for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def configure_logs(level: str, form: str, *, text: str = _TEXT, access: bool = F
 
 
 def one_word(text: str, longest: int) -> str:
-    """Return a text of unknown origin as one word that no reader of the log takes for something else."""
+    """Return a text of unknown origin as one word that log readers cannot mistake for anything else."""
     cut = text[:longest]
     if not cut.isascii() or not cut.isprintable() or " " in cut or "\\" in cut:
         cut = "".join(letter if "!" <= letter <= "~" and letter != "\\" else _escaped(letter) for letter in cut)
@@ -33,7 +33,7 @@ def _escaped(letter: str) -> str:
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, message, and what the line's `fields` hold."""
+    """One object a line: time (UTC), level, logger, message, and the content of the line's `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.gmtime(record.created)

@@ -1,4 +1,4 @@
-"""Where fd_core keeps files of its own, and paths that people write, in which ~ stands for a home folder."""
+"""The cache folder of fd_core, and paths from users, in which ~ stands for a home folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def find_cache_dir(chosen: Path | None = None) -> Path:
 
 
 def user_path(text: str | Path, field: str) -> Path:
-    """Return the path with its ~ replaced. Raises `ConfigError` for `field` if that home folder is not known."""
+    """Return the path with its ~ replaced. Raises `ConfigError` for `field` if that home folder is unknown."""
     try:
         return Path(text).expanduser()
     except RuntimeError:

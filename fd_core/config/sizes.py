@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them."""
+"""Sizes in bytes in human-readable form."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The engine: its loop, its output side, its process boundary and the clients that speak to it."""
+"""The engine: its loop, output processing, process boundary and clients."""

@@ -1,4 +1,4 @@
-"""What one rank computes with: backend, pack, model, drafter, compiler of grammars, and the runner made of them."""
+"""Components that one rank computes with: backend, pack, model, drafter, grammar compiler, and the runner."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from fd_core.types import SamplingParams, StepPlan
 
 _BLOCKS: Final = 16
-"""KV blocks of a rehearsal; all tables lead to them, so what is computed means nothing."""
+"""KV blocks of a rehearsal; all block tables point to them, so the results are meaningless."""
 _COSTLY: Final = SamplingParams(
     temperature=0.8, top_k=1000, top_p=0.9, min_p=0.01, seed=1, presence_penalty=0.1, repetition_penalty=1.1, logprobs=1
 )
 
 _log = logging.getLogger(__name__)
 _ENOUGH: Final = 2**60
-"""Bytes in which every slot has all the blocks that it can use."""
+"""Memory in bytes that is enough for every slot to have all the blocks that it can use."""
 
 
 @contextmanager
 def rehearsed(make: Callable[[Limits], Runner], limits: Limits, *, adapters: bool = False) -> Iterator[None]:
-    """Compute the largest steps with a small cache on entering, and give back what they hold on leaving.
+    """Compute the largest steps with a small cache on entering, and free their memory on leaving.
 
-    They are: one prompt as long as a step can be, of which log-probabilities are wanted; a prompt in every slot, all of
+    They are: one prompt as long as a step can be, with log-probabilities requested; a prompt in every slot, all of
     which sample with filters, penalties and log-probabilities; a decode of all slots; the same with drafts. Backends
-    that record their forward do so at the decodes, and beforehand for tokens with adapters if there may be `adapters`.
+    that capture their forward do so at the decodes, and beforehand for tokens with adapters if there may be `adapters`.
     """
     runner = make(msgspec.structs.replace(limits, num_kv_blocks=min(_BLOCKS, limits.num_kv_blocks)))
     if adapters:
@@ -81,7 +81,7 @@ def _plans(runner: Runner) -> Iterator[StepPlan]:
 
 
 class Computing:
-    """The parts of one rank's runner. Each is made when another one needs it, and is complete from then on."""
+    """Components of one rank's runner. Each is built on first use, and is complete from then on."""
 
     def __init__(
         self, config: EngineConfig, path: Path | None, progress: StartProgress, group: RankGroup | None = None
@@ -123,7 +123,7 @@ class Computing:
 
     @cached_property
     def drafter(self) -> Drafter | None:
-        """What guesses tokens ahead, if anything does."""
+        """Drafter that proposes tokens ahead; None if there is none."""
         if self._config.speculative is None:
             return None
         chosen = self._plugins.load(DRAFTER, self._config.speculative.method)
@@ -134,7 +134,7 @@ class Computing:
 
     @cached_property
     def compiler(self) -> GrammarCompiler | None:
-        """What compiles grammars; None where structured output is switched off."""
+        """Compiler of grammars; None if structured output is disabled."""
         if not self._config.structured_output:
             return None
         path, vocab_size, ends = self._path, self.model.vocab_size, self.model.eos_token_ids
@@ -142,7 +142,7 @@ class Computing:
 
     @cached_property
     def bytes_per_block(self) -> int:
-        """Bytes of a block with its drafter's share."""
+        """Bytes of a KV block, including the drafter's share."""
         item_bytes = ITEM_BYTES[self.ops.dtype]
         shape = cache_shape(self.model, self._config.block_size, self._config.kv_cache_dtype)
         size = shape.bytes_per_block(item_bytes)
@@ -166,7 +166,7 @@ class Computing:
             yield
 
     def loaded(self) -> RankLoaded:
-        """Load the weights, those of a draft model too, and say what of the device is left."""
+        """Load the weights, including those of a draft model, and return the device memory that is left."""
         bytes_per_block = self.bytes_per_block
         if self._config.num_ranks == 1:
             self.backend.rehearse(self._rehearsal())
@@ -177,7 +177,7 @@ class Computing:
         return RankLoaded(self.backend.free_memory(), bytes_per_block, share, self.model.weights)
 
     def runner(self, limits: Limits, make: Callable[..., Runner] = Runner, *, grammars: bool = True) -> Runner:
-        """Allocate the KV cache and return what executes plans."""
+        """Allocate the KV cache and return the runner."""
         return make(
             self.ops,
             self.model,

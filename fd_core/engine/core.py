@@ -1,4 +1,4 @@
-"""The engine: scheduler, runner and output side, joined into steps."""
+"""The engine: scheduler, runner and output processing, joined into steps."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from fd_core.types.checks import check_request_ids
 from fd_core.types.kv_events import KVEvent
 
 AdmissionSink = Callable[[tuple[str, ...]], None]
-"""Told which requests enter a slot, before a step computes them."""
+"""Notified of the requests that enter a slot, before a step computes them."""
 
 EnginePort = EffectPort[tuple[TierStats | None, ReceiverStats | SenderStats | None, CompilerStats | None]]
-"""Storage, transfers and the compiler of grammars of one engine behind one port."""
+"""Storage, transfers and the grammar compiler of one engine, as one port."""
 
 
 _WAIT_SECONDS = 0.005
-"""How long an engine whose requests all wait for something outside steps sleeps before it looks at its messages."""
+"""Sleep in seconds between polls of the inbox while all requests wait for something outside steps."""
 
 
 _MIN_PREFILL_TOKENS: Final = 32
-"""A step with a smaller prefill says more about the step's own cost than about a token's."""
+"""Smaller prefills are ignored: they measure the overhead of the step rather than the time per token."""
 _SHARE: Final = 0.2
 """Weight of a step in the moving average."""
 
 
 class PrefillPace:
-    """A moving average of the seconds that one token of a prompt takes."""
+    """Moving average of the prefill time per prompt token, in seconds."""
 
     def __init__(self, token: float) -> None:
-        """`token`: seconds that a token took before the first request, in the warm-up."""
+        """`token`: seconds per token before the first request, measured in the warm-up."""
         self._token = token
         self._answered = 0.0
 
     def observe(self, plan: StepPlan, submitted: float, answered: float) -> operations.PrefillPaceMeasured | None:
-        """Learn from a step; return the new average if the step tells something. Times in seconds of one clock."""
+        """Update from a step; return the new average if the step was informative. Times in seconds of one clock."""
         begun = max(submitted, self._answered)  # the device computes one step after the other
         self._answered = answered
         tokens = int(plan.num_tokens.sum())
@@ -69,7 +69,7 @@ class PrefillPace:
 
 
 class EngineProbe(msgspec.Struct, frozen=True):
-    """The parts of one engine as they are, for audits and tests: whoever changes them may break every law."""
+    """Internal components of one engine, for audits and tests: modifying them may break every invariant."""
 
     scheduler: Scheduler
     device: Device
@@ -77,14 +77,14 @@ class EngineProbe(msgspec.Struct, frozen=True):
 
     @property
     def runner(self) -> Runner:
-        """What the device runs. Raises `TypeError` for a device without a runner."""
+        """Runner of the device. Raises `TypeError` for a device without a runner."""
         if not isinstance(self.device, RunnerDevice):
             raise TypeError("this engine's device has no runner")
         return self.device.runner
 
 
 class Engine:
-    """Runs requests to their ends, step by step. Used from one thread."""
+    """Runs requests to completion, step by step. Used from one thread."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Engine:
         observer: ObserverThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prefill_token`: seconds that a token of a prompt took before the first request; `clock` in seconds."""
+        """`prefill_token`: seconds per prompt token before the first request; `clock` in seconds."""
         self.info = info
         self._scheduler = scheduler
         self._device = device
@@ -109,7 +109,7 @@ class Engine:
         self._outside = outside
         self._adapters = adapters
         self.kv_events: list[KVEvent] = []
-        """Which prefixes the device came to hold and lost since `take_kv_events`."""
+        """Prefixes added to and evicted from the device cache since `take_kv_events`."""
         self.prefill_traces: list[PrefillTrace] = []
         """Traced prefill jobs that ended since `take_prefill_traces`."""
         self._prefill_pace = PrefillPace(prefill_token)
@@ -118,17 +118,17 @@ class Engine:
         self._trace = trace
         self._observer = observer
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
-        """Plans that were not answered, with when they were submitted."""
+        """Plans in flight, with their submission times."""
         self._admitted = admitted
         self._clock = clock
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, now or once something in flight is answered."""
+        """Return True if a step would make progress, now or after something in flight completes."""
         return self._scheduler.has_work or bool(self._in_flight)
 
     def submit(self, spec: RequestSpec) -> list[Delta]:
-        """Queue a request; one that can never run is answered with its last delta at once."""
+        """Queue a request; one that can never run gets its last delta at once."""
         try:
             if spec.params.grammar is not None and not self.info.structured_output:
                 raise BadRequest("structured output is switched off on this engine", field="grammar")
@@ -147,23 +147,23 @@ class Engine:
         return self.abort(self._scheduler.request_ids())
 
     def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
-        """Serve one more LoRA adapter; raises `BadRequest` or `ModelError`, and then nothing has changed."""
+        """Add a LoRA adapter; raises `BadRequest` or `ModelError`, and then nothing has changed."""
         info = self._adapters.load(name, folder, self._hold)
         self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
         return info
 
     def unload_adapter(self, name: str) -> AdapterInfo:
-        """Take no more requests for an adapter; those that use it go on. Raises `BadRequest` if there is none."""
+        """Accept no more requests for an adapter; running ones continue. Raises `BadRequest` if there is none."""
         info = self._adapters.unload(name)
         self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
         return info
 
     def stop(self) -> None:
-        """Take no more prefill jobs of decode workers; those that run go on."""
+        """Accept no more prefill jobs of decode workers; running ones continue."""
         self._stopping = True
 
     def step(self) -> list[Delta]:
-        """Keep up to `pipeline_depth` plans in flight, then commit the oldest answer."""
+        """Keep up to `pipeline_depth` plans in flight, then commit the oldest result."""
         ended = self.begin_steps()
         if not self._in_flight:
             if self._scheduler.has_work:
@@ -174,7 +174,7 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        """Plans that were submitted and not answered."""
+        """Plans that were submitted and whose results are pending."""
         return len(self._in_flight)
 
     def begin_steps(self) -> list[Delta]:
@@ -193,7 +193,7 @@ class Engine:
                 self._perform(effects)
             if plan is None:
                 if effects.operations:
-                    continue  # some operations are over at once
+                    continue  # some operations complete at once
                 break
             if plan.admissions:
                 self._admitted(tuple(admission.request_id for admission in plan.admissions))
@@ -202,7 +202,7 @@ class Engine:
         return ended
 
     def end_step(self, output: StepOutput) -> list[Delta]:
-        """Commit the answer to the oldest plan in flight."""
+        """Commit the result of the oldest plan in flight."""
         plan, submitted = self._in_flight.popleft()
         if (pace := self._prefill_pace.observe(plan, submitted, self._clock())) is not None:
             self._scheduler.complete(pace)
@@ -216,7 +216,7 @@ class Engine:
         return deltas
 
     def stats(self) -> EngineStats:
-        """Return gauges and counters as they are now."""
+        """Return the current gauges and counters."""
         kv, transfer, grammars = self._outside.stats()
         leases = None
         if transfer is not None:
@@ -236,15 +236,15 @@ class Engine:
         )
 
     def holdings(self) -> SchedulerHoldings:
-        """Return what is held now."""
+        """Return the slots and blocks that are currently held."""
         return self._scheduler.held()
 
     def phases(self, request_id: str) -> tuple[float, ...] | None:
-        """Return the seconds of a request that has not ended, as `Delta.phases`; None if nothing tells."""
+        """Return the durations of an unfinished request, in seconds, as `Delta.phases`; None if unknown."""
         return self._scheduler.phases(request_id)
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
-        """Return which prefixes the device came to hold and lost since the last call; none unless asked to tell."""
+        """Return the prefixes added and evicted since the last call; none unless events are enabled."""
         events = tuple(self.kv_events)
         self.kv_events.clear()
         return events
@@ -260,11 +260,11 @@ class Engine:
         self._scheduler.check_integrity()
 
     def probe(self) -> EngineProbe:
-        """Return the parts of this engine, for audits and tests."""
+        """Return the internal components of this engine, for audits and tests."""
         return EngineProbe(self._scheduler, self._device, self._watchdog_seconds)
 
     def close(self) -> None:
-        """Stop the engine's threads; what is in flight is computed and dropped, what waits for a store written."""
+        """Stop the engine's threads; steps in flight are computed and dropped, queued writes to a store completed."""
         self._outside.close()
         self._device.close()
         self._device.close_runner()
@@ -274,7 +274,7 @@ class Engine:
             self._trace.close(self._nanoseconds())
 
     def _complete(self) -> list[Delta]:
-        """Take in what became of operations outside steps, and jobs; return last deltas of what ended by it."""
+        """Process completed jobs and operations outside steps; return the last deltas of requests that they ended."""
         ended: list[Delta] = []
         for completion in self._outside.completions():
             match completion:

@@ -1,8 +1,8 @@
-"""Where plans are executed: in line, launched behind one another, in a thread, or behind a ZeroMQ socket.
+"""Devices, which execute plans: inline, launched in sequence, in a thread, or over a ZeroMQ socket.
 
-All carry the same outputs.
+All return the same outputs.
 
-The engine submits plans and collects outputs in the same order; how they travel changes nothing else.
+The engine submits plans and collects outputs in the same order; the transport changes nothing else.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from fd_core.runner.sampling.grammars import MaskStats
 from fd_core.types import StepOutput, StepPlan
 
 _LOOKS: Final = 4
-"""Times that an output is waited for, one after the other: a pause of the whole process ends one of them only."""
+"""Polls per timeout, in succession: a pause of the whole process expires one of them only."""
 
 
 _CLOSE_SECONDS: Final = 30.0
-"""That a device has for what was launched before an engine's end."""
+"""Timeout for launched steps to finish when an engine closes, in seconds."""
 _PAUSE_SECONDS: Final = 5e-5
-"""Between two looks whether a launched step was computed. The one behind it is on the device already."""
+"""Pause between two polls of a launched step, in seconds. The next step is on the device already."""
 
 
 class DeviceStalled(EngineDead):
-    """A step was not answered in time; the thread that computes it may be stuck for ever."""
+    """A step timed out; the thread that computes it may be stuck for ever."""
 
 
 class Device(abc.ABC):
@@ -45,28 +45,28 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def submit(self, plan: StepPlan) -> None:
-        """Hand over a plan without waiting for what is in flight."""
+        """Submit a plan without waiting for those in flight."""
 
     @abc.abstractmethod
     def collect(self, timeout: float) -> StepOutput:
         """Return the output of the oldest plan that was not collected.
 
-        Raises `DeviceStalled` if it does not come within `timeout` seconds, `EngineDead` if the runner failed.
+        Raises `DeviceStalled` if it does not arrive within `timeout` seconds, `EngineDead` if the runner failed.
         """
 
     @abc.abstractmethod
     def perform(self, change: Callable[[Runner], None]) -> None:
-        """Change something of the runner behind the plans that were submitted, and wait; raises what `change` does."""
+        """Change the runner after the plans that were submitted, and wait; raises what `change` does."""
 
-    def check(self) -> None:  # noqa: B027 - most devices have nothing beside them
-        """Raise `EngineDead` if what computes beside this process is gone; called while nothing is executed."""
+    def check(self) -> None:  # noqa: B027 - most devices have no other processes
+        """Raise `EngineDead` if a process that computes alongside this one is gone; called while the device is idle."""
 
     def mask_stats(self) -> MaskStats:
-        """Return what grammars cost and spared so far."""
+        """Return the cost of grammars and the work that they saved so far."""
         return MaskStats()
 
     def compilation_stats(self) -> CompilationStats | None:
-        """Return what `Ops.compilation_stats` does."""
+        """Return the result of `Ops.compilation_stats`."""
         return None
 
     @abc.abstractmethod
@@ -74,7 +74,7 @@ class Device(abc.ABC):
         """Stop; plans in flight are computed and dropped."""
 
     def close_runner(self) -> None:  # noqa: B027 - not every device has a runner
-        """End what computes, once nothing is in flight."""
+        """Close the runner once nothing is in flight."""
 
 
 class RunnerDevice(Device):
@@ -84,15 +84,15 @@ class RunnerDevice(Device):
         self.runner = runner
 
     def check(self) -> None:
-        """Ask the runner."""
+        """Check the runner."""
         self.runner.check()
 
     def mask_stats(self) -> MaskStats:
-        """Ask the runner."""
+        """Return the statistics of the runner."""
         return self.runner.mask_stats()
 
     def compilation_stats(self) -> CompilationStats | None:
-        """Ask the pack."""
+        """Return the statistics of the pack."""
         return self.runner.ops.compilation_stats()
 
     def close_runner(self) -> None:
@@ -101,7 +101,7 @@ class RunnerDevice(Device):
 
 
 class InlineDevice(RunnerDevice):
-    """Computes when asked for the output; nothing overlaps."""
+    """Computes when the output is collected; nothing overlaps."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
@@ -113,22 +113,22 @@ class InlineDevice(RunnerDevice):
         self._plans.append(plan)
 
     def collect(self, timeout: float) -> StepOutput:
-        """Compute the oldest plan; it cannot be interrupted, so the engine's client keeps the watch."""
+        """Compute the oldest plan; it cannot be interrupted, so the engine's client is the watchdog."""
         return self.runner.execute(self._plans.popleft())
 
     def perform(self, change: Callable[[Runner], None]) -> None:
-        """Change it at once: a plan that waits computes the same with what was added or is no longer used."""
+        """Apply the change at once: a queued plan computes the same with additions, or without what is unused."""
         change(self.runner)
 
     def close(self) -> None:
-        """Forget what was not computed."""
+        """Drop the plans that were not computed."""
         self._plans.clear()
 
 
 class LaunchingDevice(RunnerDevice):
-    """Launches plans behind those in flight, on the caller's thread: for packs whose calls return before the device.
+    """Launches plans after those in flight, on the caller's thread: for packs whose calls return before the device.
 
-    A plan that must wait for the steps before it is kept until the last of them is collected. It is launched before
+    A plan that depends on the steps before it is kept until the last of them is collected. It is launched before
     their output is returned, so that the device computes while the host plans.
     """
 
@@ -137,9 +137,9 @@ class LaunchingDevice(RunnerDevice):
         self._kept: deque[StepPlan] = deque()
         self._launched: deque[LaunchedStep] = deque()
         self._end: EngineDead | None = None
-        """Why nothing more is launched, told once what was launched is collected."""
+        """Why nothing more is launched, raised once the launched steps are collected."""
         self._pause = threading.Event()
-        """Never set: to wait for a moment without the interpreter's lock."""
+        """Never set: for short waits that release the interpreter's lock."""
 
     def submit(self, plan: StepPlan) -> None:
         """Launch the plan, or keep it."""
@@ -148,7 +148,7 @@ class LaunchingDevice(RunnerDevice):
         self._launch()
 
     def collect(self, timeout: float) -> StepOutput:
-        """Wait for the oldest step, and launch what waited for it. A launch that fails is told when its turn comes."""
+        """Wait for the oldest step, and launch the plan that depended on it. A failed launch is raised in its turn."""
         if not self._launched:
             raise self._end or IndexError("no plan was submitted")
         launched = self._launched.popleft()
@@ -163,13 +163,13 @@ class LaunchingDevice(RunnerDevice):
         return output
 
     def perform(self, change: Callable[[Runner], None]) -> None:
-        """Change it once the device has computed what was launched; a plan that is kept computes the same after it."""
+        """Apply the change once the device has computed all launched steps; a kept plan computes the same after."""
         for launched in self._launched:
             launched.copies.wait()
         change(self.runner)
 
     def close(self) -> None:
-        """Wait for what was launched, unless the device stands still."""
+        """Wait for the launched steps, unless the device has stalled."""
         self._kept.clear()
         with contextlib.suppress(DeviceStalled):
             for launched in self._launched:
@@ -182,7 +182,7 @@ class LaunchingDevice(RunnerDevice):
             plan = self._kept.popleft()
             try:
                 self._launched.append(self.runner.launch(plan))
-            except Exception as error:  # noqa: BLE001 - whoever collects is told, behind the steps before
+            except Exception as error:  # noqa: BLE001 - raised by `collect`, after the steps before
                 self._end = _failure(plan, error)
 
     def _await(self, launched: LaunchedStep, timeout: float) -> None:
@@ -194,13 +194,13 @@ class LaunchingDevice(RunnerDevice):
 
 
 class _Threaded(RunnerDevice):
-    """A thread that executes plans and hands their outputs to `_answer`."""
+    """A thread that executes plans and passes their outputs to `_answer`."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         self._plans: queue.SimpleQueue[StepPlan | Future[None] | None] = queue.SimpleQueue()
         self._changes: deque[Callable[[Runner], None]] = deque()
-        """What the futures in the queue stand for, in order."""
+        """Changes that the futures in the queue stand for, in order."""
         self._thread = threading.Thread(target=self._run, name="fdcore-device", daemon=True)
         self._thread.start()
 
@@ -220,26 +220,26 @@ class _Threaded(RunnerDevice):
 
     @abc.abstractmethod
     def _answer(self, output: StepOutput | EngineDead) -> None:
-        """Carry an output, or the reason why there is none, to whoever collects."""
+        """Deliver an output, or the reason why there is none, to `collect`."""
 
     def _run(self) -> None:
         while (plan := self._plans.get()) is not None:
             if isinstance(plan, Future):
                 try:
                     plan.set_result(self._changes.popleft()(self.runner))
-                except Exception as error:  # noqa: BLE001 - whoever waits is told
+                except Exception as error:  # noqa: BLE001 - raised in the thread that waits
                     plan.set_exception(error)
                 continue
             try:
                 output = self.runner.execute(plan)
-            except Exception as error:  # noqa: BLE001 - the thread's last frame: whoever collects is told
+            except Exception as error:  # noqa: BLE001 - the thread's last frame: raised by `collect`
                 self._answer(_failure(plan, error))
                 return
             self._answer(output)
 
 
 class ThreadDevice(_Threaded):
-    """Hands outputs over in memory."""
+    """Passes outputs in memory."""
 
     def __init__(self, runner: Runner) -> None:
         self._outputs: queue.SimpleQueue[StepOutput | EngineDead] = queue.SimpleQueue()

@@ -35,7 +35,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One for each token of the prompt if `SamplingParams.prompt_logprobs` asked for them; None for the first."""
+    """One for each prompt token if `SamplingParams.prompt_logprobs` requested them; None for the first."""
     cached_tokens: int = 0
     """Prompt tokens served from the prefix cache."""
     token_times: list[float] = field(default_factory=list)
@@ -68,7 +68,7 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine runs."""
+        """Properties of the engine."""
         return self._engine.info
 
     @property
@@ -86,11 +86,11 @@ class LLM:
     ) -> list[Completion]:
         """Complete prompts, all at once, in the order given.
 
-        A prompt is text or token ids. `params` applies to every prompt or is one for each; without a seed of its own
-        a prompt's index decides. `on_delta(index, delta)` is called as tokens arrive. `adapter` names one of
+        A prompt is text or token ids. `params` applies to every prompt or is one for each; without a seed, the index of
+        the prompt is its seed. `on_delta(index, delta)` is called as tokens arrive. `adapter` names one of
         `lora_modules` for every prompt, or one or None for each. Raises `BadRequest` for a
         prompt that can never run and for a sampling parameter out of range. A step that fails raises: there is no
-        second engine here that could go on.
+        second engine here to resume on.
         """
         if not self.info.generates:
             raise BadRequest(f"{self.info.model} has no output projection; it makes vectors, with embed", field="model")
@@ -161,11 +161,11 @@ class LLM:
         dimensions: int | None = None,
         adapter: str | Sequence[str | None] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Make a vector of each prompt, text or token ids: float32[n, H], or [n, dimensions] of their first elements.
+        """Return an embedding of each prompt, text or token ids: float32[n, H], or [n, dimensions] if cut.
 
         Pooling and length are those of the checkpoint, see `EngineInfo.vectors`, and of the setting `pooling`;
-        `adapter` is what `generate` takes. Raises `BadRequest` for a prompt that can never run, for an adapter that is
-        not there and for `dimensions` out of range.
+        `adapter` is as in `generate`. Raises `BadRequest` for a prompt that can never run, for an unknown adapter
+        and for `dimensions` out of range.
         """
         check_dimensions(dimensions, self.info.state_size)
         vectors = [vector_of(pooled, self.info.vectors, dimensions) for pooled in self._pooled(prompts, adapter)]
@@ -206,7 +206,7 @@ class LLM:
         return ids
 
     def _run(self, requests: Iterable[RequestSpec], take: Callable[[list[Delta]], None]) -> None:
-        """Compute requests until all have ended. What ends it early, such as Ctrl-C, ends them: none is left behind."""
+        """Compute requests until all have ended. An early exit, such as Ctrl-C, aborts them: none is left running."""
         try:
             for request in requests:
                 take(self._engine.submit(request))

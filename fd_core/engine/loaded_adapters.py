@@ -1,4 +1,4 @@
-"""The LoRA adapters of one engine: read and checked here, computed with by the runner."""
+"""LoRA adapters of one engine: read and checked here, applied by the runner."""
 
 from __future__ import annotations
 
@@ -60,32 +60,32 @@ def _named_folder(module: str) -> tuple[str, str]:
 
 
 class _LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter as vLLM's --lora-modules takes it."""
+    """An adapter in the form of vLLM's --lora-modules."""
 
     name: str
     path: str
     base_model_name: str | None = None
-    """Whose it is; not compared, since a model has several names: its shapes are."""
+    """Name of the base model; not compared, since a model has several names: its shapes are."""
 
 
 class EngineAdapters:
-    """Adapters by name. One that is unloaded stays on the device until no request uses it."""
+    """Adapters by name. An unloaded adapter stays on the device until no request uses it."""
 
     def __init__(self, config: EngineConfig, path: Path | None, *, restarted: bool = False) -> None:
-        """Read and check what is served from the start.
+        """Read and check the adapters that are served from the start.
 
-        Raises `ConfigError` or `ModelError`. An engine that takes the place of another goes without an adapter whose
-        files are no longer there, which its requests are told.
+        Raises `ConfigError` or `ModelError`. An engine that replaces another one goes without an adapter whose
+        files are missing; its requests are rejected.
         """
         self._config = config
         self._path = path
         self._named: dict[str, AdapterInfo] = {}
         self._adapters: dict[str, Adapter] = {}
-        """By digest, with those that only requests in progress use."""
+        """By digest, including those that only running requests use."""
         self.leaving = False
-        """Whether adapters that were unloaded may be held still."""
+        """True if unloaded adapters may still be held."""
         self._users: dict[str, str] = {}
-        """Requests to the adapter that they use; some of them may have ended."""
+        """Adapter of each request; some of these requests may have ended."""
         for name, folder in lora_modules(config).items():
             try:
                 self._serve(name, folder, self._read(folder))
@@ -96,16 +96,16 @@ class EngineAdapters:
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """The adapters that requests may ask for."""
+        """Adapters that requests may select."""
         return tuple(self._named.values())
 
     @property
     def held(self) -> Collection[Adapter]:
-        """What the runner has to hold."""
+        """Adapters that the runner must hold."""
         return self._adapters.values()
 
     def reserved_bytes(self, item_bytes: int, first: Parallel) -> int:
-        """Return the bytes that adapters take on rank 0, with those that may be loaded later; no rank takes more."""
+        """Return the bytes that adapters use on rank 0, including those that may be loaded later; no rank uses more."""
         count, rank = len(self._adapters), max((adapter.rank for adapter in self.held), default=0)
         if self._config.lora_folder is not None:
             count, rank = self._config.max_loras, self._config.max_lora_rank
@@ -117,11 +117,11 @@ class EngineAdapters:
             raise BadRequest("the adapter of the request is not loaded here", field="model")
 
     def began(self, spec: RequestSpec) -> None:
-        """Note which adapter a request uses."""
+        """Record the adapter that a request uses."""
         self._users[spec.request_id] = spec.adapter
 
     def load(self, name: str, folder: Path, hold: Callable[[Collection[Adapter]], None]) -> AdapterInfo:
-        """Serve an adapter, which `hold` lets the runner hold. Raises `BadRequest`, or `ModelError` for its files."""
+        """Serve an adapter, which `hold` loads into the runner. Raises `BadRequest`, or `ModelError` for its files."""
         if not _NAME.fullmatch(name):
             raise BadRequest("a name has 1 to 255 characters, none of them '=' or a new line", field="lora_name")
         if name in self._named:
@@ -140,7 +140,7 @@ class EngineAdapters:
         return self._serve(name, folder, adapter)
 
     def unload(self, name: str) -> AdapterInfo:
-        """Serve an adapter no longer; requests that use it go on. Raises `BadRequest` if there is none."""
+        """Stop serving an adapter; running requests continue. Raises `BadRequest` if there is none."""
         try:
             info = self._named.pop(name)
         except KeyError:
@@ -149,7 +149,7 @@ class EngineAdapters:
         return info
 
     def sweep(self, living: Iterable[str], hold: Callable[[Collection[Adapter]], None]) -> None:
-        """Let go of adapters that were unloaded and that none of the `living` requests uses."""
+        """Release adapters that were unloaded and that none of the `living` requests uses."""
         named = {info.digest for info in self._named.values()}
         self._users = {name: self._users[name] for name in living if name in self._users}
         used = named.union(self._users.values())

@@ -1,4 +1,4 @@
-"""Vectors of texts: the request that makes one, and its way to the length and size that are asked for."""
+"""Embeddings of texts: the request that computes one, and its conversion to the requested length and size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fd_core.models.loading.config import VectorSettings
 from fd_core.types import Pooling, RequestSpec, SamplingParams
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-"""Of a request for what its prompt yields: it ends with one token, which is dropped."""
+"""For a request that needs only the pooled states of its prompt: it ends with one token, which is dropped."""
 
 
 def pooling_request(
@@ -23,7 +23,7 @@ def pooling_request(
     salt: str = "",
     adapter: str = "",
 ) -> RequestSpec:
-    """Return the request for a vector of a prompt."""
+    """Return the request for an embedding of a prompt."""
     return RequestSpec(
         request_id=request_id,
         prompt=prompt,
@@ -45,7 +45,7 @@ def check_dimensions(dimensions: int | None, size: int) -> None:
 
 
 def vector_of(pooled: bytes, settings: VectorSettings, dimensions: int | None = None) -> npt.NDArray[np.float32]:
-    """Return what an engine delivered as float32[dimensions], of length 1 if it was cut or the settings say so."""
+    """Return a pooled vector as float32[dimensions], of length 1 if it was cut or the settings require it."""
     whole = np.frombuffer(pooled, "<f4").astype(np.float64)
     vector = whole[:dimensions]
     if settings.normalize or len(vector) < len(whole):

@@ -1,1 +1,1 @@
-"""Where processes run: launchers start, place, pin and supervise ranks, workers and routers on the nodes they know."""
+"""Launchers: they start, place, pin and supervise ranks, workers and routers on the nodes that they manage."""

@@ -1,4 +1,4 @@
-"""How a launched process says where it is reached: a line to whoever launched it."""
+"""Announcement of a launched process's address: a line to its launcher."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _channel: list[int] = []
 
 
 def open_channel() -> None:
-    """Have announcements go to standard input, which is a socket in a launched process."""
+    """Send announcements to standard input, which is a socket in a launched process."""
     _channel[:] = [sys.stdin.fileno()]
 
 
 def announce(text: str) -> None:
-    """Say where this process is reached, such as `http://127.0.0.1:8000`. Does nothing in one that was not launched."""
+    """Announce the address of this process, such as `http://127.0.0.1:8000`. Does nothing if it was not launched."""
     for descriptor in _channel:
         os.write(descriptor, f"{text}\n".encode())

@@ -1,4 +1,4 @@
-"""The launcher that comes with the core, offered through the same hook as those of plugins."""
+"""The built-in launcher, offered through the same hook as those of plugins."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs a child process: `python -P -m fd_core.launching.child CORES -m MODULE ARGUMENTS...`.
 
-Standard input is a socket to the parent. The process ends when the other end closes, for then nobody watches over it
-any more. CORES are numbers of processors, such as `0,1`; empty means all. Libraries count the processors as soon as
+Standard input is a socket to the parent. The process ends when the other end closes, because it is then no longer
+supervised. CORES are numbers of processors, such as `0,1`; empty means all. Libraries count the processors as soon as
 they are imported, so nothing is imported before.
 """
 
@@ -21,8 +21,8 @@ from fd_core.launching.announcing import open_channel
 
 
 def child_command(cores: Sequence[int], *command: str) -> list[str]:
-    """Return how a child is started on `cores`, all if there are none; `command` is `-m MODULE ARGUMENTS...`."""
-    # -P: no module of the folder in which somebody happens to start it.
+    """Return the command that starts a child on `cores`, all if empty; `command` is `-m MODULE ARGUMENTS...`."""
+    # -P: ignore modules in the current directory.
     return [sys.executable, "-P", "-m", "fd_core.launching.child", ",".join(map(str, cores)), *command]
 
 
@@ -39,7 +39,7 @@ def child_socket() -> Iterator[tuple[socket.socket, int]]:
 
 
 def become_child() -> None:
-    """Log as the parent does, and leave it to the parent when to stop: Ctrl-C reaches the whole group of a terminal."""
+    """Log as the parent does, and ignore Ctrl-C, which reaches the terminal's whole group: the parent decides."""
     from fd_core.config.logs import configure_logs
 
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -61,7 +61,7 @@ def main(cores: str, _: str, module: str, *arguments: str) -> None:
 def _end_with_parent(descriptor: int) -> None:
     """End this process once the other end of standard input is gone, however the parent ended; reads nothing of it."""
     poll = select.poll()
-    poll.register(descriptor, getattr(select, "POLLRDHUP", 0))  # elsewhere than on Linux a hang-up is told unasked
+    poll.register(descriptor, getattr(select, "POLLRDHUP", 0))  # outside Linux a hang-up is always reported
     poll.poll()
     os._exit(0)
 

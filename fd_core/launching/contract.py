@@ -1,12 +1,12 @@
-"""The contract of launchers: what starts processes on nodes, places them and watches over them.
+"""The contract of launchers, which start processes on nodes, place them and supervise them.
 
 A launched process
 
-- is a module of the node's interpreter, run by `fd_core.launching.child`, and ends when nobody watches over it;
-- chooses its ports itself, binds them, and announces where it is reached, with `fd_core.launching.announcing.announce`:
-  `fdcore serve` and `fdcore route` announce their URL once they take requests, so nobody has to guess a free port; a
-  router's admin address follows behind a space;
-- has its output forwarded to the launcher's standard error behind its name, and its last lines kept for `reason`.
+- is a module of the node's interpreter, run by `fd_core.launching.child`, and ends when its supervisor is gone;
+- chooses its ports itself, binds them, and announces its address with `fd_core.launching.announcing.announce`:
+  `fdcore serve` and `fdcore route` announce their URL once they are ready, so no free port has to be guessed; a
+  router's admin address follows after a space;
+- has its output forwarded to the launcher's standard error, prefixed with its name, and its last lines in `reason`.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ __all__ = [
 ]
 
 NODE_ADDRESS: Final = "{node}"
-"""An argument or a variable that is this becomes the address of the node, as in `("--host", NODE_ADDRESS)`."""
+"""An argument or a variable with this value becomes the address of the node, as in `("--host", NODE_ADDRESS)`."""
 NODE_LOST: Final = 256
 """The exit code of a process whose node is gone; those of processes are less, and less than 0 for a signal."""
 
 
 class LaunchError(FdError):
-    """Processes cannot be started: the text says what lacks, and what there is."""
+    """Processes cannot be started: the text names the missing resources and the available ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process that is to run somewhere."""
+    """A process to run."""
 
     name: str
-    """Such as `decode-0`; in logs and lists, and unique among the processes of a launcher that run."""
+    """Such as `decode-0`; in logs and lists, and unique among the running processes of a launcher."""
     command: tuple[str, ...]
-    """Behind the interpreter of the node: `-m`, a module, and its arguments."""
+    """Arguments of the node's interpreter: `-m`, a module, and its arguments."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of the node."""
+    """Variables in addition to those of the node."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables that nobody but the process reads: never in a command, a log or a list of the launcher."""
+    """Variables that only the process may read: never in a command, a log or a list of the launcher."""
     cores: int = 1
-    """Processors that are kept for it; 0 for any share of what is there."""
+    """Processors reserved for it; 0 for any share of the available ones."""
     devices: int = 0
-    """Accelerators that are kept for it, and the only ones that it sees."""
+    """Accelerators reserved for it, and the only ones that it sees."""
     group: str | None = None
     """Processes of one group are placed together: all or none."""
     spread: bool = False
-    """Whether its group is placed on as many nodes as there are; otherwise on as few."""
+    """True to place its group on as many nodes as possible; false for as few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Node:
     address: str
     """Host name or IP that processes on other nodes connect to."""
     cores: int
-    """In all, taken ones included."""
+    """Total, including reserved ones."""
     devices: int
     alive: bool = True
 
@@ -97,7 +97,7 @@ class LaunchedProcess(Protocol):
         """Address of its node."""
 
     def announced(self) -> str | None:
-        """Return where it says that it is reached, None until it does."""
+        """Return its announced address, None until then."""
 
     def exit_code(self) -> int | None:
         """Return None while it runs, then its exit code, less than 0 for a signal, or `NODE_LOST`."""
@@ -106,17 +106,17 @@ class LaunchedProcess(Protocol):
         """Return how it ended and its last lines, for operators; empty while it runs."""
 
     def terminate(self) -> None:
-        """Ask it to end, by SIGTERM. Returns at once."""
+        """Send SIGTERM. Returns at once."""
 
     def kill(self) -> None:
-        """End it, by SIGKILL. Returns at once."""
+        """Send SIGKILL. Returns at once."""
 
     def wait(self, seconds: float) -> int | None:
         """Wait for its end and return what `exit_code` returns then."""
 
 
 class Launcher(ABC):
-    """Starts processes and watches over them. Made without arguments; its settings come from the environment."""
+    """Starts processes and supervises them. Made without arguments; its settings are in the environment."""
 
     @property
     def here(self) -> str | None:
@@ -127,21 +127,21 @@ class Launcher(ABC):
     def start(self, specs: Sequence[ProcessSpec]) -> tuple[LaunchedProcess, ...]:
         """Start processes, all or none, and return them in the same order.
 
-        What they ask for is theirs until they end. Raises `LaunchError` if the nodes have less left than is asked for,
+        Their resources are reserved until they end. Raises `LaunchError` if the nodes have less left than is requested,
         or if a process cannot be started.
         """
 
     @abstractmethod
     def nodes(self) -> tuple[Node, ...]:
-        """Return the nodes that are known, also those that are gone."""
+        """Return the known nodes, including lost ones."""
 
     @abstractmethod
     def close(self) -> None:
-        """End every process that runs, by force. Idempotent."""
+        """Kill all running processes. Idempotent."""
 
 
 def require_startable(specs: Sequence[ProcessSpec], running: Iterable[str]) -> None:
-    """Raise `LaunchError` for a command that is no module, and for a name that a running process has."""
+    """Raise `LaunchError` for a command that is not a module, and for the name of a running process."""
     taken = set(running)
     for spec in specs:
         if spec.name in taken:
@@ -152,7 +152,7 @@ def require_startable(specs: Sequence[ProcessSpec], running: Iterable[str]) -> N
 
 
 def how_ended(code: int) -> str:
-    """Say how a process ended."""
+    """Describe how a process ended."""
     if code == NODE_LOST:
         return "is gone with its node"
     if code >= 0:

@@ -1,6 +1,6 @@
 """Whole messages over the socket between a process of this machine and its child, see `fd_core.launching.child`.
 
-No thread carries the messages, and no end waits unless it asks to. Both ends run the same version.
+No thread carries the messages, and neither end blocks unless `wait` is set. Both ends run the same version.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Final
 _LENGTH: Final = Struct("<I")
 _MAX_MESSAGE: Final = 2**32 - 1
 _CHUNK: Final = 1 << 14
-"""Bytes read at a time, so that whoever reads between other things gets its turn."""
+"""Bytes read at a time, so that a reader with other work gets its turn."""
 
 
 class MessageStream:
-    """One end of a connected socket; each message goes out behind its length. One thread sends, and one receives.
+    """One end of a connected socket; each message is preceded by its length. One thread sends, and one receives.
 
-    A message that the socket does not take yet is kept, see `unsent`; one for an end that is gone is lost. Memory is
-    taken for what has arrived, whatever length was announced.
+    A message that the socket does not accept yet is kept, see `unsent`; one for an end that is gone is lost. Memory is
+    allocated for the bytes that arrived, regardless of the announced length.
     """
 
     def __init__(self, sock: socket.socket, limit: int = _MAX_MESSAGE) -> None:
-        """Take over `sock`. A message of more than `limit` bytes is taken for the end of the stream."""
+        """Take over `sock`. A message of more than `limit` bytes counts as the end of the stream."""
         self._socket = sock
         self._limit = limit
         self._arrived = bytearray()
         self._unsent = bytearray()
         self.ended = False
-        """Whether the other end is gone and everything that it said was received."""
+        """True if the other end is gone and everything that it sent was received."""
 
     @classmethod
     def to_parent(cls) -> MessageStream:
@@ -43,26 +43,26 @@ class MessageStream:
         return stream
 
     def fileno(self) -> int:
-        """Return the descriptor, to wait for."""
+        """Return the descriptor, for polling."""
         return self._socket.fileno()
 
     @property
     def unsent(self) -> bool:
-        """Whether something waits until the socket can be written to; then `flush` goes on."""
+        """True if data waits for the socket to become writable; then call `flush`."""
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Send a message of less than 4 GiB, or keep what the socket does not take."""
+        """Send a message of less than 4 GiB, or keep the part that the socket does not accept."""
         data = _LENGTH.pack(len(message)) + message
         self._unsent += data if self._unsent else data[self._write(data) :]
 
     def flush(self, *, wait: bool = False) -> None:
-        """Send as much of what was kept as the socket takes, or `wait` until it took all."""
+        """Send as much of the kept data as the socket accepts, or `wait` until all is sent."""
         while self._unsent and (sent := self._write(self._unsent, wait=wait)):
             del self._unsent[:sent]
 
     def receive(self, *, wait: bool = False) -> list[bytes] | None:
-        """Return messages that arrived, which may be none; None if there is nothing to read, unless told to `wait`."""
+        """Return the received messages, possibly none; None if there is nothing to read, unless `wait` is set."""
         try:
             data = b"" if self.ended else self._socket.recv(_CHUNK, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -91,7 +91,7 @@ class MessageStream:
             yield from self.receive(wait=True) or ()
 
     def close(self, linger: float = 0.0) -> None:
-        """Send what was kept for up to `linger` seconds, then close; idempotent."""
+        """Send kept data for up to `linger` seconds, then close; idempotent."""
         if self._unsent and linger:
             self._socket.settimeout(linger)
             with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ class MessageStream:
 
 
 class MessageSocket:
-    """A parent's end, used from one event loop, which hands over messages; no task or future is made for one."""
+    """A parent's end, used from one event loop, which delivers messages; no task or future is created per message."""
 
     def __init__(
         self,
@@ -118,9 +118,9 @@ class MessageSocket:
         failed: Callable[[Exception], None],
         limit: int = _MAX_MESSAGE,
     ) -> None:
-        """Take over `sock`. `failed` takes what `receive` raises, and an `EOFError` when the stream has ended."""
+        """Take over `sock`. `failed` receives what `receive` raises, and an `EOFError` when the stream has ended."""
         self.received = 0
-        """Messages that arrived; only grows."""
+        """Messages received; only grows."""
         self._receive = receive
         self._failed = failed
         self._loop = asyncio.get_running_loop()
@@ -131,7 +131,7 @@ class MessageSocket:
 
     @property
     def ended(self) -> bool:
-        """Whether no message comes any more."""
+        """True if no further message will arrive."""
         return self._stream.ended
 
     def send(self, message: bytes) -> None:
@@ -141,7 +141,7 @@ class MessageSocket:
             self._loop.add_writer(self._descriptor, self._flush)
 
     def close(self) -> None:
-        """Hand nothing over any more; idempotent."""
+        """Deliver nothing any more; idempotent."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._descriptor)
@@ -160,7 +160,7 @@ class MessageSocket:
             try:
                 self.received += 1
                 self._receive(message)
-            except Exception as error:  # noqa: BLE001 - nobody else sees what a callback of the event loop raises
+            except Exception as error:  # noqa: BLE001 - otherwise lost in the callback of the event loop
                 self._failed(error)
         if self._stream.ended and not self._closed:
             self._loop.remove_reader(self._descriptor)

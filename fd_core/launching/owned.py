@@ -1,4 +1,4 @@
-"""A process of this machine that belongs to this one: what launchers have on the node itself."""
+"""A process of this machine that belongs to this one: used by launchers on the node itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fd_core.launching.contract import NODE_ADDRESS, ProcessSpec, how_ended
 
 _LAST_LINES: Final = 10
 _LAST_WORDS_SECONDS: Final = 0.5
-"""For which lines of an ended process are waited for."""
+"""Timeout for the last lines of an ended process, in seconds."""
 
 
 class OwnedProcess:
@@ -25,7 +25,7 @@ class OwnedProcess:
     def __init__(
         self, spec: ProcessSpec, node: str, address: str, cores: Sequence[int], environment: Mapping[str, str]
     ) -> None:
-        """Start it on `cores`, all if there are none; `environment` shows it its devices. Raises `OSError`."""
+        """Start it on `cores`, all if there are none; `environment` selects its devices. Raises `OSError`."""
         self.name = spec.name
         self.node = node
         self.address = address
@@ -48,7 +48,7 @@ class OwnedProcess:
         self._reader.start()
 
     def announced(self) -> str | None:
-        """Return where it says that it is reached, None until it does."""
+        """Return its announced address, None until then."""
         with self._lock:
             with contextlib.suppress(OSError):
                 self._heard += self._channel.recv(4096)
@@ -88,13 +88,13 @@ class OwnedProcess:
         self._channel.close()
 
     def _forward(self) -> None:
-        """Pass its output on, and keep the end of it."""
-        with self._process.stdout as output:  # type: ignore[union-attr]  # asked for above
+        """Forward its output, and keep the end of it."""
+        with self._process.stdout as output:  # type: ignore[union-attr]  # a pipe, see above
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\n")
                 self._lines.append(line)
-                with contextlib.suppress(OSError, ValueError):  # nobody reads any more
-                    # A line of a log in JSON stays one.
+                with contextlib.suppress(OSError, ValueError):  # the reader is gone
+                    # A JSON log line stays unchanged.
                     print(line if line.startswith("{") else f"{self.name} | {line}", file=sys.stderr, flush=True)
 
 

@@ -15,7 +15,7 @@ _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 
 class SpawnLauncher(Launcher):
-    """Gives each process processors and devices of its own, as many as it asks for; one may name its device itself."""
+    """Reserves processors and devices for each process, as many as it requests; one may name its device itself."""
 
     def __init__(self) -> None:
         self._cores = sorted(os.sched_getaffinity(0))
@@ -25,7 +25,7 @@ class SpawnLauncher(Launcher):
 
     @property
     def here(self) -> str:
-        """The one node."""
+        """The only node."""
         return "local"
 
     def start(self, specs: Sequence[ProcessSpec]) -> tuple[OwnedProcess, ...]:

@@ -1,8 +1,8 @@
-"""Which plugins there are and what they offer: the typed face of the hooks in `fd_core.hookspecs`.
+"""Installed plugins and what they offer: the typed interface of the hooks in `fd_core.hookspecs`.
 
-Built-ins and installed distributions come in through one door, `Plugins.discover`. Discovery imports the plugins'
-entry modules, never the classes that they describe. A plugin that breaks a rule is left out whole and its problem
-is kept: commands that do not need it work, and naming it raises `PluginError` with the distribution and the cause.
+Built-ins and installed distributions are registered the same way, by `Plugins.discover`. Discovery imports the plugins'
+entry modules, never the classes that they describe. A plugin that breaks a rule is left out entirely and its problem
+is recorded: commands that do not need it work, and naming it raises `PluginError` with the distribution and the cause.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 
 OWN_CODE: Final = "the plugin's own code raised this: install another version of it or ask its maker"
-"""What to do about an error that only its maker can explain."""
+"""Hint for an error that only the plugin's author can explain."""
 _HOOK_PREFIX: Final = "fd_"
 _NAME: Final = re.compile(r"[a-z0-9_+]+")
 _TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class StrangerError(Exception):
-    """Code or data of a plugin broke a rule; the text is the cause, `hint` says what to do."""
+    """Code or data of a plugin broke a rule; the text is the cause, `hint` the remedy."""
 
     def __init__(self, cause: str, hint: str) -> None:
         super().__init__(cause)
@@ -60,7 +60,7 @@ class StrangerError(Exception):
 
 
 def shielded(action: Callable[[], Any]) -> Any:
-    """Run code of a plugin. Whatever it raises becomes a `StrangerError`, the plugin's problem."""
+    """Run code of a plugin. Any exception becomes a `StrangerError`, the plugin's problem."""
     try:
         return action()
     except StrangerError:
@@ -79,7 +79,7 @@ def _hint_for(error: BaseException) -> str:
 
 
 def check_module(module: object) -> None:
-    """Refuse a plugin that was built for another contract or implements an unknown hook; `StrangerError`."""
+    """Reject a plugin that was built for another contract or implements an unknown hook; `StrangerError`."""
     if not isinstance(module, ModuleType):
         hint = f"in pyproject.toml, [project.entry-points.{ENTRY_POINT_GROUP}], write the module without `:`"
         raise StrangerError(f"the entry point names {described(module)}; it must name a module", hint)
@@ -106,7 +106,7 @@ def check_module(module: object) -> None:
 
 
 def checked_entries(hook: str, answer: object) -> list[Entry]:
-    """Return what a hook answered if it is a sequence of sound entries. Raises `StrangerError`."""
+    """Return the result of a hook if it is a sequence of valid entries. Raises `StrangerError`."""
     hint = f"let {hook} return a list of Entry(name, 'package.module:Class', 'one line for lists')"
     if not isinstance(answer, Sequence) or isinstance(answer, str):
         raise StrangerError(f"{hook} returned {described(answer)} instead of a sequence of Entry", hint)
@@ -145,7 +145,7 @@ _PLUGIN_OF: Final[Mapping[str, str]] = {
     "nixl": "connector_nixl",
     "ray": "launcher_ray",
 }
-"""Names, up to a `+`, that plugins of other names offer."""
+"""Names, up to a `+`, that are offered by plugins with other names."""
 
 _BUILTIN_MODULES: Final = (
     "fd_core.backends.builtin",
@@ -172,12 +172,12 @@ class Kind(Generic[T]):
 
     word: str
     plural: str
-    """As the hook `fd_register_...` ends."""
+    """Suffix of the hook `fd_register_...`."""
     contract: str
     """Module below `fd_core` and class that its targets must derive from."""
     flag: str
     files: bool = False
-    """Whether a class in a file, `FILE.py:Class`, may stand in place of a name: where nobody but the user names one."""
+    """True if a class in a file, `FILE.py:Class`, may replace a name; only for names that just the user gives."""
 
     @property
     def hook(self) -> str:
@@ -248,7 +248,7 @@ KINDS: Final[tuple[Kind[Any], ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a plugin comes from."""
+    """Source of a plugin."""
 
     distribution: str
     version: str
@@ -261,21 +261,21 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a plugin, or one of its names, cannot be used."""
+    """Reason why a plugin, or one of its names, cannot be used."""
 
     origin: Origin
     cause: str
     hint: str
-    """What to do about it."""
+    """The remedy."""
     kind: Kind[Any] | None = None
-    """Set with `name` if one name is refused; otherwise the whole plugin is."""
+    """Set with `name` if one name is rejected; otherwise the whole plugin is."""
     name: str | None = None
 
     def __str__(self) -> str:
         return f"plugin {self.origin.distribution} ({self.origin.entry_point}): {self.cause}"
 
     def concerns(self, kind: Kind[Any], name: str) -> bool:
-        """Whether it stands in the way of a user who asks for `name`."""
+        """Return True if it prevents the use of `name`."""
         if self.kind is not None:
             return (kind, name) == (self.kind, self.name)
         return self.origin.entry_point in (name, _plugin_of(name))
@@ -291,7 +291,7 @@ class PluginOffer:
 
     @property
     def name(self) -> str:
-        """Name under which users ask for it."""
+        """Name by which users select it."""
         return self.entry.name
 
     @property
@@ -305,7 +305,7 @@ class PluginOffer:
         return cls
 
     def probe(self) -> Availability:
-        """Ask a backend whether it can run here. Raises `PluginError` if it cannot even answer."""
+        """Check if a backend can run here. Raises `PluginError` if the check itself fails."""
         answer: Availability = self._attempt(self._ask)
         return answer
 
@@ -341,7 +341,7 @@ class PluginOffer:
 
 @dataclass(frozen=True, slots=True)
 class ChosenBackend:
-    """The backend that was taken, and why."""
+    """The selected backend, and why."""
 
     name: str
     cls: type[Backend]
@@ -362,7 +362,7 @@ class Plugins:
 
     @classmethod
     def discover(cls, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> Plugins:
-        """Register the built-ins and the plugins behind `entry_points`, by default all installed ones."""
+        """Register the built-ins and the plugins of `entry_points`, by default all installed ones."""
         plugins = cls()
         core_version = importlib.import_module("fd_core").__version__
         for name in _BUILTIN_MODULES:
@@ -379,7 +379,7 @@ class Plugins:
         return plugins
 
     def offers(self, origin: Origin) -> tuple[PluginOffer, ...]:
-        """Everything that one plugin offers, names that others offer as well included."""
+        """Everything that one plugin offers, including names that others offer as well."""
         offers = (offer for by_name in self._offers.values() for same in by_name.values() for offer in same)
         return tuple(offer for offer in offers if offer.origin == origin)
 
@@ -388,11 +388,11 @@ class Plugins:
         return {name: offers[0] for name, offers in self._offers[kind].items() if len(offers) == 1}
 
     def default_postprocessor(self, backend: str, framework: str) -> str:
-        """Return the name of what postprocesses where none is asked for: the backend's, or else the framework's."""
+        """Return the name of the default postprocessor: the backend's, or else the framework's."""
         return backend if backend in self.offered(POSTPROCESS) else framework
 
     def find(self, kind: Kind[Any], name: str) -> PluginOffer:
-        """Return what is called `name`, a file's class as `FILE.py:Class`, not imported. Raises `PluginError`."""
+        """Return the offer called `name`, a file's class as `FILE.py:Class`, not imported. Raises `PluginError`."""
         if kind.files and _FILE_TARGET.search(name):
             return PluginOffer(kind, Entry(name, name, "from a file"), Origin(_IN_FILE, name, name))
         usable = self.offered(kind)
@@ -409,7 +409,7 @@ class Plugins:
         raise PluginError(f"there is no {kind.word} called {name!r}", field=kind.flag, hint=hint)
 
     def load(self, kind: Kind[T], name: str) -> type[T]:
-        """Import what is called `name`. Raises `PluginError` with the distribution and the cause."""
+        """Import the class called `name`. Raises `PluginError` with the distribution and the cause."""
         return self.find(kind, name).load()
 
     def choose_backend(self, name: str = "auto") -> ChosenBackend:
@@ -494,7 +494,7 @@ def _plugin_of(name: str) -> str:
 
 
 def blamed_on_file(error: BaseException) -> PluginError | None:
-    """Return the error to show where code of a `FILE.py:Class` raised this; None where other code did."""
+    """Return the error to show if code of a `FILE.py:Class` raised this; None if other code did."""
     own = [
         (frame.f_code, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -516,7 +516,7 @@ def _import_target(target: str) -> Any:
 
 @cache
 def _module_of_file(path: Path) -> ModuleType:
-    """Import a file that stands in no package, once."""
+    """Import a file that is in no package, once."""
     if not path.is_file():
         raise StrangerError(f"there is no file {path}", "write FILE.py:Class with the path of a file that is there")
     name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

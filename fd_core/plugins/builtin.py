@@ -25,7 +25,7 @@ def fd_register_connectors() -> list[Entry]:
 
 @hookimpl
 def fd_register_router_policies() -> list[Entry]:
-    """Offer policies that look at load alone, and policies that look at the request as well."""
+    """Offer policies that use load alone, and policies that use the request as well."""
     module = "fd_core.router.policies"
     return [
         Entry("random", f"{module}:Random", "any worker, each with the same chance"),

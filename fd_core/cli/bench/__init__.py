@@ -1,1 +1,1 @@
-"""`fdcore bench`: how fast an engine is, alone, with a batch, and behind its server."""
+"""`fdcore bench`: speed of an engine alone, with a batch, and of its server."""

@@ -123,7 +123,7 @@ def serve(
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Requests over HTTP to a running server: latencies as its users see them, and goodput."""
+    """Requests over HTTP to a running server: latencies as its users observe them, and goodput."""
     import asyncio
 
     from fd_core.cli.bench.results import objectives, report
@@ -210,7 +210,7 @@ def scheduler(
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Without a model: time to plan a step of steady decode and to commit its answer."""
+    """Without a model: time to plan a step of steady decode and to commit its result."""
     from fd_core.cli.bench.results import show_times, write
     from fd_core.cli.bench.scheduler import (
         DRAFTS,

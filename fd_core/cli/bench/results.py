@@ -1,4 +1,4 @@
-"""What a benchmark measured: from the times of tokens to the figures, tables and JSON that people compare.
+"""Results of a benchmark: from the times of tokens to the figures, tables and JSON that people compare.
 
 TTFT: time to first token. TPOT: time per output token after the first. ITL: time between two arrivals. E2E: the
 whole request. All in seconds here and in milliseconds in tables and files.
@@ -26,7 +26,7 @@ OBJECTIVES: Final = ("ttft", "tpot", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """One request as the client saw it; times are seconds of one clock."""
+    """One request as the client observed it; times are seconds of one clock."""
 
     sent: float
     arrivals: tuple[float, ...] = ()
@@ -58,7 +58,7 @@ class RequestTimes:
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     def meets(self, limits: Mapping[str, float]) -> bool:
-        """Whether it succeeded within every limit, seconds; a measure that it has not cannot fail one."""
+        """Return True if it succeeded within every limit, in seconds; a measure that it lacks cannot fail one."""
         return self.error is None and not any(getattr(self, name) > limit for name, limit in limits.items())
 
 
@@ -90,7 +90,7 @@ class BenchmarkReport:
         return rates
 
     def milliseconds(self) -> dict[str, dict[str, float]]:
-        """Return mean and percentiles of each measure that was seen, in milliseconds."""
+        """Return mean and percentiles of each measure with samples, in milliseconds."""
         table: dict[str, dict[str, float]] = {}
         for name, seconds in self.latencies.items():
             values = np.asarray([value for value in seconds if not math.isnan(value)]) * 1e3
@@ -117,7 +117,7 @@ class BenchmarkReport:
 def report(
     timelines: Sequence[RequestTimes], duration_s: float, limits: Mapping[str, float] | None = None
 ) -> BenchmarkReport:
-    """Sum up the requests of one run; `limits` in seconds decide which of them were good."""
+    """Summarize the requests of one run; `limits` in seconds decide which of them were good."""
     whole = [timeline for timeline in timelines if timeline.error is None]
     return BenchmarkReport(
         duration_s=duration_s,
@@ -197,7 +197,7 @@ def show_times(
     times: str = "us",
     last: tuple[str, Callable[[Mapping[str, Any], str], str]] | None = None,
 ) -> None:
-    """Print median, p99 and mean, in microseconds, of each part of each of `cases`, which `heads` tell apart."""
+    """Print median, p99 and mean, in microseconds, of each part of each of `cases`, which `heads` identify."""
     table = Table(title=title, title_justify="left")
     for name in (*heads, "", "median", "p99", "mean", *([last[0]] if last else [])):
         table.add_column(name.replace("_", " "), justify="right" if name else "left")
@@ -212,7 +212,7 @@ def show_times(
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse a result file that cannot be written before the measuring starts. Raises `ConfigError`."""
+    """Reject a result file that cannot be written before the measurement starts. Raises `ConfigError`."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"--json: cannot write {path}: no such folder or not a file", field="--json")
 

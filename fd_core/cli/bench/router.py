@@ -1,4 +1,4 @@
-"""`fdcore bench router`: what choosing a worker costs beside many requests in flight, without HTTP or a model."""
+"""`fdcore bench router`: cost of worker selection with many requests in flight, without HTTP or a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWN_TOKENS: Final = 256
 
 
 class RouterTraffic:
-    """A router that has `in_flight` requests, all with the same system prompt."""
+    """A router with `in_flight` requests, all with the same system prompt."""
 
     def __init__(self, router: Router, *, workers: int, in_flight: int, shared_tokens: int, seed: int) -> None:
         """`router` has no workers yet and gets `workers`; `shared_tokens` are those of the system prompt."""
@@ -30,7 +30,7 @@ class RouterTraffic:
         self._running = [self._select(self._request()) for _ in range(in_flight)]
 
     def measure(self, requests: int) -> dict[str, Any]:
-        """Return the microseconds to select and release `requests`; a random one leaves for each that comes."""
+        """Return the microseconds to select and release `requests`; a random one leaves for each that arrives."""
         self._turn(50)
         select, release = self._turn(requests)
         parts = {"select": select, "release": release, "both": [*map(sum, zip(select, release, strict=True))]}

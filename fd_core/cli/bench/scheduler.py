@@ -1,4 +1,4 @@
-"""`fdcore bench scheduler`: what planning a step and committing its answer cost, without a model."""
+"""`fdcore bench scheduler`: cost of planning a step and committing its result, without a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARM_UP: Final = 20
 VOCAB_SIZE: Final = 32000
 _PROMPT_TOKENS: Final = 128
 _TURN: Final = 10
-"""Steps that the scheduler with the queue and the one without measure in turn."""
+"""Steps per turn, in which the scheduler with the queue and the one without are measured alternately."""
 _BURSTS: Final = 3
 
 
@@ -56,8 +56,8 @@ class StepTimes:
 
 
 def prompts(count: int, block_size: int, seed: int) -> list[list[int]]:
-    """Return prompts that share no prefix and end at every place of a block, as those of requests that came one by
-    one do: each step fills a block of one request in `block_size`."""
+    """Return prompts that share no prefix and end at every position of a block, as those of requests that arrived one
+    by one do: each step fills a block of one request in `block_size`."""
     longest = synthetic_ids(count, _PROMPT_TOKENS + block_size - 1, VOCAB_SIZE, seed)
     return [ids[: _PROMPT_TOKENS + index % block_size] for index, ids in enumerate(longest)]
 
@@ -110,14 +110,14 @@ def step_figures(running: int, drafts: int, *, steps: int, block_size: int, seed
 def queue_figures(
     running: int, drafts: int, waiting: int, waiting_tokens: int, *, steps: int, block_size: int, seed: int
 ) -> dict[str, Any]:
-    """Compare planning beside `waiting` prompts that do not fit with planning beside an empty queue.
+    """Compare planning with `waiting` prompts that do not fit against planning with an empty queue.
 
-    The two take turns, as machines drift. `ratio` is that of the median plans. Raises `ConfigError` for prompts that
+    The two alternate, as machines drift. `ratio` is that of the median plans. Raises `ConfigError` for prompts that
     would fit.
     """
     asked = prompts(running, block_size, seed)
     empty, beside = (steady_decode(asked, steps, drafts, block_size, seed, waiting_tokens) for _ in range(2))
-    # Different from the first block on; the rest is alike, which spares memory.
+    # Different from the first block on; the rest is identical, which saves memory.
     heads = synthetic_ids(waiting, min(block_size, waiting_tokens), VOCAB_SIZE, seed + 1)
     [tail] = synthetic_ids(1, waiting_tokens - len(heads[0]), VOCAB_SIZE, seed + 2)
     for head in heads:
@@ -147,8 +147,8 @@ def queue_figures(
 def burst_figures(count: int, tokens: int, *, block_size: int, seed: int) -> dict[str, Any]:
     """Time plans from the arrival of `count` prompts of `tokens` tokens that share a prefix until all were admitted.
 
-    `worst_plan_us` is the longest plan of a burst, the median of several bursts; `add_us` what adding a request costs.
-    Times are those of the processor in this thread, so that other work on the machine does not make a plan the worst.
+    `worst_plan_us` is the longest plan of a burst, the median of several bursts; `add_us` the cost of adding a request.
+    Times are CPU times of this thread, so that other work on the machine does not make a plan the worst.
     """
     adding: list[float] = []
     planning: list[float] = []

@@ -1,4 +1,4 @@
-"""The requests of a benchmark: made up or from a file, timed through `fd_core.LLM` or over HTTP as users send them."""
+"""Requests of a benchmark: synthetic or from a file, timed through `fd_core.LLM` or over HTTP as users send them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WORDS: Final = tuple(
     hour game line
     """.split()
 )
-"""Common nouns: with a blank before them, one token each in most vocabularies."""
+"""Common nouns: one token each in most vocabularies if preceded by a blank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Ask:
 
 def synthetic(count: int, input_tokens: int, output_tokens: int, seed: int) -> list[Ask]:
     """Return prompts of about `input_tokens` tokens that share no prefix."""
-    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it guards nothing
+    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it protects nothing
     return [
         Ask(" ".join([str(draw.randrange(10**6)), *draw.choices(_WORDS, k=max(input_tokens - 4, 0))]), output_tokens)
         for _ in range(count)
@@ -59,7 +59,7 @@ def synthetic(count: int, input_tokens: int, output_tokens: int, seed: int) -> l
 
 def synthetic_ids(count: int, input_tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
     """Return prompts of `input_tokens` ids from the upper half of the vocabulary, without special tokens at its top."""
-    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it guards nothing
+    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it protects nothing
     low, high = vocab_size // 2, max(vocab_size * 9 // 10, vocab_size // 2 + 1)
     return [[draw.randrange(low, high) for _ in range(input_tokens)] for _ in range(count)]
 
@@ -94,10 +94,10 @@ def _ask(line: bytes, output_tokens: int, where: str) -> Ask:
 
 
 def arrivals(count: int, per_second: float | None, seed: int) -> list[float]:
-    """Return when each request starts, in seconds: all at once, or as a Poisson process of that rate."""
+    """Return the start time of each request, in seconds: all at once, or as a Poisson process of that rate."""
     if per_second is None:
         return [0.0] * count
-    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it guards nothing
+    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it protects nothing
     times, now = [], 0.0
     for _ in range(count):
         times.append(now)
@@ -177,7 +177,7 @@ async def _send(api: ApiClient, model: str, ask: Ask, ignore_eos: bool) -> Reque
         arrivals=tuple(arrivals),
         ended=time.perf_counter(),
         prompt_tokens=prompt_tokens,
-        # A server that reports no usage is counted by its pieces, which is what it sent at least.
+        # The tokens of a server that reports no usage are counted by its pieces, a lower bound.
         output_tokens=output_tokens or len(arrivals),
         error=error,
     )

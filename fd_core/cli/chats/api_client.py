@@ -17,13 +17,13 @@ from fd_core.router.gateway.requests.relaying import read_up_to
 
 _LONGEST_LINE = 1 << 20
 _LONGEST_LIST = 16 << 20
-"""Bytes of the list of models; what lies behind is not read."""
+"""Largest list of models, in bytes; the rest is not read."""
 _LIST_SECONDS = 30.0
-"""A server that says by then which models it serves is one; an answer may take as long as it takes."""
+"""Timeout for the list of models, in seconds; an answer has no timeout."""
 
 
 class ServerAnswer(FdError):
-    """A server refused a request, broke off an answer or cannot be reached."""
+    """A server rejected a request, broke off an answer or cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Chunk:
 
     text: str
     at: float
-    """When it arrived, in seconds of `time.perf_counter`."""
+    """Arrival time, in seconds of `time.perf_counter`."""
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     """Set with `completion_tokens` in the piece that carries the usage."""
@@ -60,7 +60,7 @@ class ApiClient:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def __aenter__(self) -> Self:
-        """Open the connection pool, which has no bound."""
+        """Open the connection pool, which is unbounded."""
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0),

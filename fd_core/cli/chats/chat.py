@@ -49,10 +49,10 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal.
 
-    MODEL is smollm2 if none is named; --url talks to a running server instead. A new line sends the message, unless it
+    MODEL is smollm2 if none is named; --url uses a running server instead. A new line sends the message, unless it
     ends in a backslash; three quotes begin and end a message of several lines. /help shows the commands: /reset,
     /system, /save, /load and /quit; Ctrl-C stops an answer. Typed lines are kept in the cache folder for the arrow
-    keys, but not those for a server that asks for a key.
+    keys, but not those for a server that requires a key.
     """
     from fd_core.cli.settings.settings import client_key
 
@@ -63,7 +63,7 @@ def chat(
                 f"{plain(name)}: /help shows what else can be typed, Ctrl-C stops an answer, Ctrl-D leaves",
                 file=sys.stderr,
             )
-        # What is said to a server that asks for a key stays there.
+        # Messages to a server that requires a key are not kept here.
         secret = url is not None and client_key(given, os.environ)
         with kept_history(None if secret else find_cache_dir() / "chat_history"):
             _converse(loop, backend, ChatHistory(system), options)
@@ -94,7 +94,7 @@ def complete(
 
 
 def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: int | None) -> SamplingOptions:
-    """Return what the flags say. Raises `ConfigError` that names the flag out of its range."""
+    """Return the sampling options of the flags. Raises `ConfigError` that names the flag out of its range."""
     from fd_core.cli.chats.chat_backend import SamplingOptions
     from fd_core.types.checks import check_sampling
 
@@ -112,7 +112,7 @@ def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: in
 def _chat_backend(
     model: str | None, url: str | None, given: Given, *, chats: bool = False
 ) -> Iterator[tuple[LoopThread, ChatBackend, str]]:
-    """Yield loop, chat backend and its name; `ModelError` before loading for a model that `chats` and cannot."""
+    """Yield loop, chat backend and its name; `ModelError` before loading for a model that should chat and cannot."""
     from fd_core.cli.chats.loop_thread import LoopThread
 
     with LoopThread() as loop, contextlib.ExitStack() as stack:
@@ -179,7 +179,7 @@ def _converse(loop: LoopThread, backend: ChatBackend, conversation: ChatHistory,
 def _answer(
     loop: LoopThread, backend: ChatBackend, messages: list[dict[str, Any]], options: SamplingOptions
 ) -> tuple[str, bool]:
-    """Print one answer and return its text and whether it came to its end; Ctrl-C stops it."""
+    """Print one answer and return its text and True if it is complete; Ctrl-C stops it."""
     pieces: list[str] = []
     whole = False
     speed = AnswerSpeed()
@@ -206,7 +206,7 @@ def _put(text: str) -> None:
 
 
 class AnswerSpeed:
-    """Counts the tokens of one answer from when it is made, as they come or all at the end."""
+    """Counts and times the tokens of one answer from construction on, one by one or all at the end."""
 
     def __init__(self, seconds: Callable[[], float] = time.perf_counter) -> None:
         self._seconds = seconds
@@ -215,7 +215,7 @@ class AnswerSpeed:
         self._tokens = 0
 
     def count(self, tokens: int) -> None:
-        """Note that so many tokens came just now; 0 if it is not known yet how many."""
+        """Count tokens that just arrived; 0 if their number is not known yet."""
         self._last = self._seconds()
         self._first = self._first or self._last
         self._tokens += tokens

@@ -1,4 +1,4 @@
-"""What answers a chat in the terminal: an engine started for the command, or a running server."""
+"""Backends of a chat in the terminal: an engine started for the command, or a running server."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 TokenCount = Callable[[int], None]
-"""Receives the number of tokens that came, 0 where only their text is known."""
+"""Receives the number of tokens that arrived, 0 if only their text is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How the tokens of an answer are sampled and how many there may be."""
+    """Sampling parameters of an answer and its largest number of tokens."""
 
     max_tokens: int | None = None
-    """None: as long as the model can."""
+    """None: up to the model's limit."""
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    """None: another answer each time."""
+    """None: a different answer each time."""
 
     def params(self, room: int) -> SamplingParams:
         """Return the parameters of an answer of at most `room` tokens."""
@@ -46,7 +46,7 @@ class SamplingOptions:
 
 
 def no_template(model: str) -> ModelError:
-    """Return the error of a model that is to chat and cannot."""
+    """Return the error of a model that should chat and cannot."""
     message = f"{model} has no chat template, so it continues texts and does not chat"
     hint = "use `fdcore complete`, take a model tuned to instructions, or give --chat-template FILE"
     return ModelError(message, field="model", hint=hint)
@@ -54,7 +54,7 @@ def no_template(model: str) -> ModelError:
 
 @dataclass(frozen=True, slots=True)
 class EngineChatBackend:
-    """Generates with an engine of this process's own."""
+    """Generates with an engine of this process."""
 
     client: EngineClient
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: reading messages, and the commands that change, keep and bring it back."""
+"""A conversation in the terminal: reading messages, and the commands that change, save and restore it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ A line that ends in \\ goes on in the next one; """ begins and ends a message of
 
 
 class ChatHistory:
-    """The messages of one conversation. A message of the system, if there is one, comes first and outlives a reset."""
+    """Messages of one conversation. A system message, if there is one, is the first and survives a reset."""
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system or None
@@ -39,11 +39,11 @@ class ChatHistory:
         return [*start, *self._turns]
 
     def asked(self, text: str) -> list[Message]:
-        """Return the messages with a question at their end, which is not remembered."""
+        """Return the messages with a question at their end, which is not stored."""
         return [*self.messages, {"role": "user", "content": text}]
 
     def answered(self, text: str, answer: str) -> None:
-        """Remember a question and its answer."""
+        """Store a question and its answer."""
         self._turns += ({"role": "user", "content": text}, {"role": "assistant", "content": answer})
 
     def command(self, line: str) -> str | None:
@@ -152,13 +152,13 @@ def _line(prompt: str) -> str:
         return input()
     if sys.stdout.isatty():
         return input(prompt)
-    print(prompt, end="", file=sys.stderr, flush=True)  # what goes into a file or a pipe is answers
+    print(prompt, end="", file=sys.stderr, flush=True)  # only answers go into a file or a pipe
     return input()
 
 
 @contextlib.contextmanager
 def kept_history(path: Path | None) -> Iterator[None]:
-    """Let arrow keys edit lines and bring back earlier ones; those typed are added to `path`, if it can be used."""
+    """Let arrow keys edit lines and recall earlier ones; typed lines are added to `path`, if it is usable."""
     try:
         import readline
     except ImportError:  # not everywhere part of Python

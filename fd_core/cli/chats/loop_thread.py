@@ -12,11 +12,11 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 _WAKE_SECONDS = 0.25
-"""A signal that the system gave to another thread is noticed after this time at the latest."""
+"""Longest delay, in seconds, of a signal that the system delivered to another thread."""
 
 
 class LoopThread:
-    """Runs coroutines for the thread that owns it; Ctrl-C there cancels what it waits for."""
+    """Runs coroutines for the thread that owns it; Ctrl-C there cancels the current wait."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

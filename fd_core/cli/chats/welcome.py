@@ -1,4 +1,4 @@
-"""What `fdcore` says when nothing was asked of it: what to type next, and what this machine has for it."""
+"""Screen of `fdcore` without a command: suggestions, and the models and backends of this machine."""
 
 from __future__ import annotations
 

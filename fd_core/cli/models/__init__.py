@@ -1,1 +1,1 @@
-"""Commands on models: which there are, fetching, quantizing, tokenizing."""
+"""Commands on models: listing, fetching, quantizing, tokenizing."""

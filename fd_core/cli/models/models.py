@@ -1,4 +1,4 @@
-"""Commands on models: which can be named, fetching them ahead of time, quantizing them, and their tokens."""
+"""Commands on models: listing them, fetching them in advance, quantizing them, and showing their tokens."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def quantize(
     ] = "int8",
     revision: Revision = None,
 ) -> None:
-    """Write MODEL with quantized linear layers to FOLDER, in the form of compressed-tensors.
+    """Write MODEL with quantized linear layers to FOLDER, in the format of compressed-tensors.
 
     Embeddings, norms, routers and the output projection stay as they are. The folder appears when it is complete.
     """
@@ -93,7 +93,7 @@ def quantize(
 
 
 def files_beside(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the tokenizer and what else lies beside weights: copied from a folder, made from a GGUF file."""
+    """Return the tokenizer and the other files of a checkpoint: copied from a folder, or made from a GGUF file."""
     import json
 
     from fd_core.models.loading.files import read_limited
@@ -132,7 +132,7 @@ def tokenize(
         bool, typer.Option(help="Add what the model wants around a text, such as BOS; a chat template does it itself.")
     ] = True,
 ) -> None:
-    """Show the tokens of TEXT, one a line: id and what it stands for. The number of tokens goes to standard error."""
+    """Show the tokens of TEXT, one a line: id and text. The number of tokens goes to standard error."""
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.text.prompt_reader import PromptReader, find_text
 
@@ -150,14 +150,14 @@ def tokenize(
 
 
 def named_models() -> list[ListedModel]:
-    """Return the models that can be named at once, those that lie on this machine first; no file of them is read."""
+    """Return the models with a short name, those on this machine first; none of their files is read."""
     from fd_core.models.catalog import list_models
 
     return sorted(list_models(checked=False), key=lambda model: model.path is None)
 
 
 def size_of(model: ListedModel) -> str:
-    """Return how large a model is and whether it has to be fetched first."""
+    """Return the size of a model and if it has to be fetched first."""
     return f"{model.size / 1e6:,.0f} MB, " + ("here" if model.path is not None else "fetched at the first start")
 
 

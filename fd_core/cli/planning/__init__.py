@@ -1,1 +1,1 @@
-"""Commands that tell in advance: `plan`, `calibrate`, `simulate`."""
+"""Commands that predict performance: `plan`, `calibrate`, `simulate`."""

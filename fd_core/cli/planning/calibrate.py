@@ -1,4 +1,4 @@
-"""`fdcore calibrate`: measure what steps cost here, for `fdcore simulate`."""
+"""`fdcore calibrate`: measure the cost of steps here, for `fdcore simulate`."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def calibrate(
         ),
     ] = 0.2,
 ) -> None:
-    """Run steps of MODEL here, fit what they cost, and write it as a profile for `fdcore simulate`.
+    """Run steps of MODEL here, fit their cost, and write it as a profile for `fdcore simulate`.
 
-    The machine should do nothing else meanwhile.
+    The machine should be idle otherwise.
     """
     import datetime
 
@@ -91,7 +91,7 @@ def calibrate(
 
 
 def _with_surroundings(profile: CostProfile, model: str, given: Given, bars: Progress) -> CostProfile:
-    """Return the profile with what else can be measured on this machine: a server, transfers, a store on the disk."""
+    """Return the profile with further measurements of this machine: a server, transfers, a store on the disk."""
     import msgspec
 
     from fd_core.cli.planning.measured_server import serving_times
@@ -115,7 +115,7 @@ def _with_surroundings(profile: CostProfile, model: str, given: Given, bars: Pro
 
 
 def _typed(given: Given) -> list[str]:
-    """Return the engine's settings as they are typed behind `fdcore serve`."""
+    """Return the engine's settings as arguments of `fdcore serve`."""
     words = []
     for flag in (*ENGINE_FLAGS, CONFIG_FILE):
         value = given.get(flag.field)

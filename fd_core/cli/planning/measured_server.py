@@ -1,4 +1,4 @@
-"""What a server's own process takes for requests and for tokens that it delivers, measured over HTTP here."""
+"""Processor time of a server's own process per request and per delivered token, measured over HTTP here."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: in
     try:
         server = _ServerUnderTest(process, port)
         server.wait()
-        long_text = _TEXT[: max_model_len // 2]  # no tokenizer makes more tokens than characters of it
+        long_text = _TEXT[: max_model_len // 2]  # no tokenizer makes more tokens than characters
         tokens = max(2, min(_TOKENS, max_model_len // 4))
-        server.take(long_text, tokens)  # not timed: what is imported and compiled at the first request
-        # In turns, so that what else the server does meanwhile weighs on all three alike.
+        server.take(long_text, tokens)  # not timed: imports and compilations of the first request
+        # Alternately, so that other work of the server affects all three alike.
         kinds = (("A fox.", 1), (long_text, 1), ("A fox.", tokens))
         taken = [[server.take(f"{number} {text}", count) for text, count in kinds] for number in range(5)]
         short, long, talking = zip(*taken, strict=True)

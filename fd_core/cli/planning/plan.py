@@ -1,4 +1,4 @@
-"""`fdcore plan`: the cheapest deployment that holds an SLO, found by search over simulations."""
+"""`fdcore plan`: the cheapest deployment that meets an SLO, found by search over simulations."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def plan(
         Path | None, typer.Option("--json", metavar="FILE", help="File that receives the answer; - is stdout.")
     ] = None,
 ) -> None:
-    """Find how many workers of which kind hold an SLO at least cost: by simulations of the production engine.
+    """Find how many workers of which kind meet an SLO at least cost: by simulations of the production engine.
 
     Equal arguments give equal answers, whatever the number of processes, if neither time nor runs are used up. Ctrl-C
-    shows the best so far. Exit code 1: no plan holds the SLO.
+    shows the best so far. Exit code 1: no plan meets the SLO.
     """
     with interrupts_end_it():
         from rich.console import Console
@@ -138,7 +138,7 @@ def plan(
         _numbers(max_num_seqs, "--max-num-seqs"),
         _numbers(max_num_batched_tokens, "--max-num-batched-tokens"),
     )
-    # What contradicts itself is said before anything runs.
+    # Contradictions are reported before anything runs.
     longest = {}
     for shape in shapes:
         made = setup_of(shape, 1, profiles[shape.profile], engine).deployment(shape.described(1))
@@ -197,7 +197,7 @@ _INTERRUPTED: Final = "it was interrupted"
 
 @dataclass(slots=True)
 class _Searching:
-    """Drives a search: makes jobs of its trials, shows how far it is, and stops where it has to."""
+    """Drives a search: makes jobs of its trials, shows its progress, and stops at its limits."""
 
     search: PlanSearch
     shapes: Sequence[DeploymentShape]
@@ -340,7 +340,7 @@ def _prices(given: Sequence[str], profiles: Mapping[str, CostProfile]) -> dict[s
 
 
 def _most_load(workload: Workload) -> float:
-    """Return the largest factor of a load that there can be, of those that are tried."""
+    """Return the largest factor of a load among those that are tried."""
     from fd_core.simulation.planning.search import LOADS
 
     for load in reversed(LOADS):
@@ -355,7 +355,7 @@ def _most_load(workload: Workload) -> float:
 def _possible(
     slo: Slo, profiles: Mapping[str, CostProfile], demand: Demand, longest: Mapping[DeploymentShape, int]
 ) -> list[DeploymentShape]:
-    """Return the shapes that hold every limit for requests that are alone. Raises `ConfigError` if none does."""
+    """Return the shapes that meet every limit for a single request. Raises `ConfigError` if none does."""
     from fd_core.simulation.planning.bounds import least_possible
 
     if not len(demand.new_tokens):
@@ -397,7 +397,7 @@ def _sized(
     possible: Sequence[DeploymentShape],
     kinds: int,
 ) -> tuple[list[PlanShape], list[DeploymentShape]]:
-    """Return those of `kinds` shapes that may hold the SLO, with bounds. Raises `ConfigError` if there is none."""
+    """Return those of `kinds` shapes that may meet the SLO, with bounds. Raises `ConfigError` if there is none."""
     from fd_core.simulation.planning.bounds import fewest_workers
     from fd_core.simulation.planning.search import PlanShape
 

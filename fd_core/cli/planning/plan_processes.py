@@ -25,7 +25,7 @@ from fd_core.simulation.results.report import ReportedRun
 
 
 class OutOfTime(Exception):
-    """The time that a search may take is over."""
+    """The time limit of a search is exceeded."""
 
 
 class _Reply(msgspec.Struct):
@@ -37,7 +37,7 @@ class _Reply(msgspec.Struct):
 
 
 class PlanProcesses:
-    """Does jobs in several processes, or in this one if there is to be one alone. Results come in the order of jobs."""
+    """Runs jobs in several processes, or in this one if the count is one. Results are in the order of jobs."""
 
     def __init__(self, count: int, deadline: float) -> None:
         """`deadline`: on the clock of `time.monotonic`."""
@@ -52,7 +52,7 @@ class PlanProcesses:
         results: list[ReportedRun | None] = [None] * len(jobs)
         waiting = deque(range(len(jobs)))
         with selectors.DefaultSelector() as selector:
-            # Each is in a group of its own, since Ctrl-C is for the parent to decide about.
+            # Each is in a separate group, since the parent handles Ctrl-C.
             command, pipe = [sys.executable, "-P", "-m", "fd_core.cli.planning.plan_processes"], subprocess.PIPE
             while len(self._processes) < min(self._count, len(jobs)):
                 self._processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0))
@@ -75,7 +75,7 @@ class PlanProcesses:
         return [each for each in results if each is not None]
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes, even if they are busy."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -86,7 +86,7 @@ class PlanProcesses:
     def _here(self, job: PlanJob, done: Callable[[], None]) -> ReportedRun:
         if time.monotonic() > self._deadline:
             raise OutOfTime
-        # Through the same form as between processes, so that results are equal to the byte.
+        # Through the same encoding as between processes, so that results are equal to the byte.
         result = msgspec.json.decode(msgspec.json.encode(do_job(job, installed_plugins())), type=ReportedRun)
         done()
         return result
@@ -110,7 +110,7 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 
 def _read(state: list[Any]) -> bytes | None:
-    """Return a line that is whole; None if there is more to come."""
+    """Return a complete line; None if it has not fully arrived."""
     part = os.read(state[0].stdout.fileno(), 1 << 20)
     if not part:
         raise _died()

@@ -1,4 +1,4 @@
-"""`fdcore simulate`: what a deployment does under a load, on a device that is described and not there."""
+"""`fdcore simulate`: performance of a deployment under a load, on a simulated device."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _ENGINE: Final = tuple(flag for flag in ENGINE_FLAGS if flag.field in _STUDIED)
 _ROUTER: Final = tuple(flag for flag in ROUTER_FLAGS if "config" not in flag.field)
 _FLAGS: Final = {flag.field: flag for flag in (*_ROUTER, *_ENGINE)}
 _COUNTS: Final = ("workers", "prefill", "decode", "routers")
-"""Numbers of `Setup` that may be varied."""
+"""Counts in `Setup` that may be varied."""
 _LOAD: Final = "load"
 
 
 _Choice = tuple[str, tuple[str, Any]]
-"""A setting, and one of its values: as it was written, and what it means."""
+"""A setting, and one of its values: as text, and parsed."""
 
 
 @reports_errors
@@ -110,8 +110,8 @@ def simulate(
 ) -> None:
     """Simulate a deployment: the production scheduler, router, KV accounting and admission under a virtual clock.
 
-    Only the device, the network and the time are made up. Equal arguments give equal results, byte for byte. A
-    scheduler or a policy of one's own may be a file: --scheduler mine.py:MyScheduler, which `fdcore serve` takes, too.
+    Only the device, the network and the time are simulated. Equal arguments give equal results, byte for byte. A
+    custom scheduler or policy may be a file: --scheduler mine.py:MyScheduler, which `fdcore serve` accepts, too.
     """
     with interrupts_end_it():
         from rich.console import Console
@@ -169,7 +169,7 @@ def simulate(
 
 
 def require_outputs(page: Path | None, json: Path | None) -> None:
-    """Raise `ConfigError` if a file that receives results cannot be written."""
+    """Raise `ConfigError` if a result file cannot be written."""
     from fd_core.simulation.workloads.files import require_writable
 
     for path, flag in ((page, "--page"), (json, "--json")):
@@ -178,7 +178,7 @@ def require_outputs(page: Path | None, json: Path | None) -> None:
 
 
 def parse_given(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of flags that were typed. Raises `ConfigError` for one that cannot be."""
+    """Return the parsed values of flags. Raises `ConfigError` for an invalid one."""
     return {name: _parsed(name, value) for name, value in given.items()}
 
 
@@ -223,7 +223,7 @@ def _factor(word: str) -> float:
 
 
 def _require_known_policies(setup: Setup, axes: Sequence[Sequence[_Choice]]) -> None:
-    """Raise `PluginError` for a scheduler or policy that is not there, before anything is simulated."""
+    """Raise `PluginError` for an unknown scheduler or policy, before anything is simulated."""
     from fd_core.plugins import ROUTER_POLICY, SCHEDULER, SCHEDULING_POLICY, VICTIMS, Kind, installed_plugins
 
     kinds: dict[str, Kind[Any]] = {
@@ -276,13 +276,13 @@ def _run_all(
         raise ConfigError("several runs would write one trace", field="--trace", hint="leave out --vary and --seeds")
     if total > 10_000:
         raise ConfigError(f"{total:,} runs are asked for; 10,000 can be", field="--vary")
-    # What contradicts itself is said before anything runs.
+    # Contradictions are reported before anything runs.
     cases = [(chosen, _changed(setup, chosen)) for chosen in combinations]
     for chosen, changed in cases:
         changed.deployment(_label(chosen))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     runs: list[ReportedRun] = []
-    gc.set_threshold(50_000, 50, 100)  # a simulation makes little that refers to itself
+    gc.set_threshold(50_000, 50, 100)  # a simulation creates few reference cycles
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=None)
         for chosen, changed in cases:
@@ -331,7 +331,7 @@ def _values(chosen: Mapping[str, tuple[str, Any]], workload: Workload) -> dict[s
 
 
 def write_output(path: Path, content: bytes, flag: str) -> None:
-    """Write a file that a flag names; `-` is standard output. Raises `ConfigError` if that cannot be."""
+    """Write a file that a flag names; `-` is standard output. Raises `ConfigError` if it cannot be written."""
     from fd_core.simulation.workloads.files import write_whole
 
     if str(path) == "-":

@@ -1,1 +1,1 @@
-"""Commands on plugins: finding, checking, installing and beginning one, and the kits that prove it."""
+"""Commands on plugins: listing, checking, installing and creating them, and their conformance kits."""

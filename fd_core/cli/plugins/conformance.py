@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _TELLS_SECONDS: Final = 15.0
-"""Between two lines of progress where there is no terminal."""
+"""Interval between two progress lines without a terminal, in seconds."""
 
 
 @reports_errors
@@ -65,13 +65,13 @@ def conformance(
 ) -> None:
     """Run the conformance kit on backends, schedulers, postprocessors or parsers, and print their report cards.
 
-    Each backend runs in a process of its own, against numpy as the oracle: operations, models, sampling, preempted-
+    Each backend runs in a separate process, against numpy as the oracle: operations, models, sampling, preempted-
     slot signalling, the step token budget, KV transfer, golden streams, crashes and memory, and then at production
     sizes, which takes minutes. A scheduler plans for scripted tokens, through hostile sequences of calls and
-    incidents, beside an auditor that names the rule of the law that is broken. A postprocessor makes token matrices of
+    incidents, with an auditor that names each invariant that is violated. A postprocessor makes token matrices of
     every combination of rows, on the processor or on the backend that `backend=` names. A parser reads answers that are
-    cut at every place. Each card says what was not looked at. The exit code is 0 if all pass, 1 if one does not, and 4
-    if the tests could not be run to their end.
+    split at every position. Each card lists what was not tested. The exit code is 0 if all pass, 1 if one fails, and 4
+    if the tests could not be completed.
     """
     from fd_core.testing.kit.requirements import require_packages
 
@@ -100,7 +100,7 @@ def conformance(
             nonlocal told
             state = f"{target}: {done} tests{f', {failed} failed' if failed else ''}"
             status.update(state)
-            # A file or another program sees no status line, but wants to know as well whether it goes on.
+            # A file or another program sees no status line, but needs a sign of progress as well.
             if not console.is_terminal and time.monotonic() > told + _TELLS_SECONDS:
                 told = time.monotonic()
                 print(state, file=sys.stderr, flush=True)
@@ -118,7 +118,7 @@ def conformance(
 
 
 def require_writable(path: Path | None) -> None:
-    """Find out before the tests run, not after. Raises `ConfigError`."""
+    """Check it before the tests run, not after. Raises `ConfigError`."""
     try:
         if path is not None:
             path.touch()
@@ -136,11 +136,11 @@ def doctor(
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every finding to FILE.")] = None,
 ) -> None:
-    """Try each operation of a backend by itself, and say what is missing, wrong, on the host or slow.
+    """Try each operation of a backend by itself, and report what is missing, wrong, on the host or slow.
 
     Every operation is computed in each dtype that the backend offers, in three sizes, and compared with numpy as the
-    conformance kit compares it. The largest is timed beside a floor: the bytes that must move, at the bandwidth of a
-    copy on the same device. It runs in a process of its own, so an operation that ends the process is named like
+    conformance kit compares it. The largest is timed against a floor: the bytes that must move, at the bandwidth of a
+    copy on the same device. It runs in a separate process, so an operation that ends the process is reported like
     any other. The exit code is 0 if all is well, and 4 if an operation is missing or wrong.
     """
     import msgspec

@@ -1,4 +1,4 @@
-"""What is wrong with installed plugins, each inspected in a process of its own, and what to do about it."""
+"""Diagnosis of installed plugins, each inspected in a separate process, with remedies."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _FRAMEWORKS: Final = set(
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that is wrong."""
+    """One problem."""
 
     cause: str
     hint: str
     about: str = ""
-    """Kind and name of the one thing that is concerned, such as `backend mychip`; empty for the whole plugin."""
+    """Kind and name of the entry concerned, such as `backend mychip`; empty for the whole plugin."""
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """What was seen of one plugin."""
+    """Result of the inspection of one plugin."""
 
     offers: tuple[str, ...] = ()
     """Kinds and names, such as `backend mychip`."""
     names: tuple[str, ...] = ()
     """The same without their kinds."""
     answers: tuple[str, ...] = ()
-    """What each backend says about running here."""
+    """Availability of each backend here, as it reports it."""
     findings: tuple[Finding, ...] = ()
 
 
 class _Watch:
-    """Sees frameworks that are imported and threads that are started; each is told once."""
+    """Detects frameworks that are imported and threads that are started; each is reported once."""
 
     def __init__(self) -> None:
         self._frameworks, self._threads = _FRAMEWORKS & sys.modules.keys(), set(threading.enumerate())
@@ -68,7 +68,7 @@ class _Watch:
 
 
 def inspect_plugin(point: importlib.metadata.EntryPoint) -> Inspection:
-    """Discover the plugin behind an entry point, import what it offers and ask its backends; once in a process."""
+    """Discover the plugin of an entry point, import its classes and probe its backends; once in a process."""
     watch = _Watch()
     plugins = Plugins.discover([point])
     findings = [Finding(problem.cause, problem.hint) for problem in plugins.problems if problem.kind is None]
@@ -122,11 +122,11 @@ def _inspect_offer(offer: PluginOffer, watch: _Watch, answers: list[str]) -> Ite
 
 
 _TIMEOUT: Final = 60
-"""Seconds that a plugin has to be imported and asked."""
+"""Timeout for the import and the probes of a plugin, in seconds."""
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """A plugin and what was seen of it."""
+    """A plugin and the result of its inspection."""
 
     distribution: str
     version: str
@@ -135,11 +135,11 @@ class Checked(msgspec.Struct, frozen=True):
     seen: Inspection
 
     def called(self, name: str) -> bool:
-        """Whether a user may mean it by `name`: the entry point, the distribution or something that it offers."""
+        """Return True if `name` may refer to it: the entry point, the distribution or one of its names."""
         return name in (self.entry_point.split(" ")[0], *self.seen.names) or _same(name, self.distribution)
 
     def paragraphs(self) -> list[str]:
-        """Return a paragraph for each thing that is wrong: where, what, and what to do."""
+        """Return a paragraph for each problem: where, what, and what to do."""
         where = f"{self.distribution} {self.version}"
         if self.entry_point:
             where += f", entry point {self.entry_point}"
@@ -182,7 +182,7 @@ def _inspect_apart(distribution: str, entry_point: str) -> Inspection:
 
 
 def _with_contested_names(checked: Sequence[Checked]) -> Iterator[Checked]:
-    """Add to each plugin what is wrong with names that others offer as well."""
+    """Add to each plugin the problems with names that others offer as well."""
     core = Plugins.discover([])
     givers: dict[str, list[str]] = {}
     for origin in core.origins:
@@ -228,7 +228,7 @@ def _same(name: str, other: str) -> bool:
 
 def _main(distribution: str, entry_point: str) -> None:
     answer = os.dup(1)
-    os.dup2(2, 1)  # what the plugin prints must not mix with the answer
+    os.dup2(2, 1)  # output of the plugin must not mix with the result
     for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=entry_point):
         if point.dist is not None and point.dist.name == distribution:
             with os.fdopen(answer, "wb") as file:

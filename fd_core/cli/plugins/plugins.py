@@ -1,4 +1,4 @@
-"""`fdcore plugins` and `fdcore install`: what plugins there are, what is wrong with them, how another one gets here."""
+"""`fdcore plugins` and `fdcore install`: list plugins, diagnose them, create one, and install another one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DISTRIBUTION: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?
 @app.callback()
 @reports_errors
 def plugins(context: typer.Context) -> None:
-    """Show what plugins offer, find out what is wrong with one, or begin one."""
+    """List what plugins offer, diagnose one, or create one."""
     if context.invoked_subcommand is None:
         list_()
 
@@ -31,7 +31,7 @@ def plugins(context: typer.Context) -> None:
 @app.command("list")
 @reports_errors
 def list_() -> None:
-    """Show what every plugin offers, and the plugins that cannot be used."""
+    """List what every plugin offers, and the plugins that cannot be used."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -58,7 +58,7 @@ def check(
 ) -> None:
     """Explain what is wrong with installed plugins.
 
-    Each is imported and asked in a process of its own. Ends with code 4 if something is wrong.
+    Each is imported and probed in a separate process. Exits with code 4 if something is wrong.
     """
     from fd_core.cli.plugins.plugin_check import check_plugins
 
@@ -89,7 +89,7 @@ def new(
 ) -> None:
     """Write the project of a plugin that passes its conformance kit as written.
 
-    A backend begins on the processor. Nothing is overwritten.
+    A backend starts on the CPU. Nothing is overwritten.
     """
     from fd_core.cli.plugins.scaffold.project import write_project
 
@@ -103,8 +103,8 @@ def install(
 ) -> None:
     """Install a plugin into this environment.
 
-    NAME is one of the project's plugins or any distribution on the package index. Afterwards it shows what the plugin
-    offers, and why a part of it cannot run here.
+    NAME is one of the project's plugins or any distribution on the package index. Afterwards the command shows what the
+    plugin offers, and why a part of it cannot run here.
     """
     from fd_core.plugins import KNOWN_PLUGINS
 
@@ -117,7 +117,7 @@ def install(
     if ended.returncode != 0:
         hint = None if name in KNOWN_PLUGINS else f"the project's own plugins are {', '.join(KNOWN_PLUGINS)}"
         raise PluginError(f"pip could not install {target}; its own words are above", hint=hint)
-    # This process has seen the environment as it was; a fresh one shows it as it is.
+    # This process has the environment from before the installation; a fresh one has the current one.
     distribution = KNOWN_PLUGINS.get(name, name.partition("==")[0])
     check = [sys.executable, "-P", "-m", "fd_core.cli", "plugins", "check", distribution]
     checked = subprocess.run(check, check=False)
@@ -126,13 +126,13 @@ def install(
 
 
 def _requirement(name: str) -> str:
-    """Return what pip installs: a plugin of this checkout or a distribution; `ConfigError` for options and paths."""
+    """Return pip's requirement: a plugin of this checkout or a distribution; `ConfigError` for options and paths."""
     from fd_core.plugins import KNOWN_PLUGINS
 
     if name in KNOWN_PLUGINS:
         folder = Path(__file__).parents[3] / "plugins" / name
         if not (folder / "pyproject.toml").is_file():
-            # Falling back to the index would install whatever a stranger publishes under the name.
+            # The index might serve a distribution of that name by an unknown publisher.
             raise ConfigError(f"the plugin {name} is not part of this version", field="NAME")
         return str(folder)
     if not _DISTRIBUTION.fullmatch(name):

@@ -43,9 +43,9 @@ def serve(
         bool, typer.Option("--check", help="Only check the file and the variables that it names.")
     ] = False,
 ) -> None:
-    """Start what FILE.toml describes, watch over it, and end it all with Ctrl-C.
+    """Start the processes of FILE.toml, supervise them, and end them all on Ctrl-C.
 
-    Routers and workers are processes of `fdcore route` and `fdcore serve`. What dies is started again; groups with
+    Routers and workers are processes of `fdcore route` and `fdcore serve`. Dead ones are restarted; groups with
     `min` and `max` grow and shrink with the load. Requests never pass through this command.
     """
     with interrupts_end_it():
@@ -67,7 +67,7 @@ def serve(
         for name, group in config.worker_groups.items()
         if group.max is not None
     }
-    # What a process cannot be started without is said before any is.
+    # Missing prerequisites of a process are reported before any is started.
     router_spec("router", config, 0, ClusterSecrets(), variables)
     for name in config.worker_groups:
         worker_spec(name, config, name, ClusterSecrets(), variables)
@@ -195,7 +195,7 @@ def _workers(group: WorkerGroup) -> str:
 
 
 def shown_status(status: DeploymentStatus) -> Iterator[str]:
-    """Yield the lines that show a deployment to people."""
+    """Yield the lines that describe a deployment to users."""
     yield f"{status.model}: {status.not_ready or 'ready'}"
     for name, group in status.groups.items():
         said = [f"{group.ready} of {group.target} ready"]

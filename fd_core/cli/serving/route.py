@@ -25,11 +25,11 @@ _WORKERS: Final[Mapping[Role, str]] = {"mixed": "Workers", "prefill": "Prefill",
 @reports_errors
 @takes_flags(GATEWAY_FLAGS, ROUTER_FLAGS, (CONFIG_FILE,))
 def route(given: Given) -> None:
-    """Serve several workers as one: requests go where they are computed soonest.
+    """Serve several workers as one: each request goes to the worker that will compute it soonest.
 
     Workers are named with --worker, or as pairs with --prefill and --decode, on the command line or in a file, or they
     register themselves: `fdcore serve MODEL --router URL`.
-    The TOML or JSON file of --config takes every setting, by the names that FastDeploy's router uses too.
+    The TOML or JSON file of --config accepts every setting, also by the names of FastDeploy's router.
     """
     from fd_core.cli.settings.settings import ROLE_FLAGS, merge_route
 
@@ -112,7 +112,7 @@ def _text(name: str | None, console: Console) -> ModelText | None:
 def summary(
     gateway: GatewayConfig, router: RouterConfig, url: str, text: ModelText | None, uses_prefix: bool
 ) -> list[tuple[str, str]]:
-    """Return what is shown at the start, as labels and values. No secrets: keys are counted, never shown."""
+    """Return the start-up summary, as labels and values. No secrets: keys are counted, never shown."""
     from fd_core.cli.serving.summary import clients
 
     admin = f"at {gateway.admin_host} port {gateway.admin_port}, with the secret" if gateway.router_secret else "nobody"

@@ -1,4 +1,4 @@
-"""`fdcore run-batch`: the requests of a file, answered by a model that is loaded for them."""
+"""`fdcore run-batch`: complete the requests of a file with a model that is loaded for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SERVER: Final = tuple(
     served_model_names chat_template trust_request_chat_template tool_call_parser reasoning_parser engine log_level
     """.split()
 )
-"""Settings of the server that matter where nobody connects."""
+"""Settings of the server that matter without connections."""
 
 
 @reports_errors
@@ -48,8 +48,8 @@ def run_batch(
 ) -> None:
     """Answer every request of a file in OpenAI's batch format, and write one line for each.
 
-    Answers come in the order in which they are ready; custom_id tells whose they are. They stand in FILE.partial until
-    all are there, and a run that was interrupted goes on from it. A line that is wrong gets a line that says why. The
+    Answers are in the order of completion; custom_id identifies their requests. They are in FILE.partial until
+    all are complete, and a run that was interrupted resumes from it. An invalid line gets a line with the error. The
     exit code is 1 if a request failed.
     """
     from fd_core.cli.settings.settings import merge
@@ -136,7 +136,7 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
 
 
 def _check_resumable(requests: list[BatchLine], answers: AnswerFile) -> None:
-    """Raise `ConfigError` if the answers that are there belong to other requests."""
+    """Raise `ConfigError` if the existing answers belong to other requests."""
     ids = {request.id: request.custom_id for request in requests}
     for known in answers.known.values():
         if ids.get(known.id, "") != known.custom_id:

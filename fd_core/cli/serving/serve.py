@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 0.5
-"""Pause between two looks at whether an engine is gone for good."""
+"""Interval at which an engine is checked for a permanent failure, in seconds."""
 
 
 @reports_errors
@@ -41,7 +41,7 @@ def serve(
 ) -> None:
     """Serve MODEL with an OpenAI-compatible API.
 
-    Every setting may also come from an environment variable (FD_MAX_NUM_SEQS for --max-num-seqs) or from the TOML
+    Every setting may also be given as an environment variable (FD_MAX_NUM_SEQS for --max-num-seqs) or in the TOML
     file of --config; flags win over the environment, the environment over the file.
     """
     from fd_core.cli.models.models import choose_model
@@ -49,9 +49,9 @@ def serve(
 
     settings = merge(model, given, os.environ, ask_model=lambda: choose_model("fdcore serve"))
     outlive_hangups(settings.server.api_key_file)
-    # Processes that are started from here have no use for the secret.
+    # Processes that are started from here do not need the secret.
     os.environ.pop("FD_API_KEY", None)
-    # The engine's process takes from its environment how it logs.
+    # The engine's process reads the log settings from its environment.
     os.environ |= {
         "FD_LOG_LEVEL": settings.server.log_level,
         "FD_LOG_FORMAT": settings.server.log_format,
@@ -76,7 +76,7 @@ def serve(
 
 
 def opened_spans(endpoint: str | None, service: str, stack: contextlib.ExitStack) -> RequestSpans | None:
-    """Return what makes spans, until `stack` closes; None without an endpoint. Raises `ConfigError`."""
+    """Return the exporter of spans, until `stack` closes; None without an endpoint. Raises `ConfigError`."""
     if endpoint is None:
         return None
     from fd_core.http.spans import open_spans
@@ -93,7 +93,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
 
     server, where, engines = settings.server, settings.server.engine, settings.server.data_parallel_size
     async with contextlib.AsyncExitStack() as stack:
-        # The engine's process imports its framework while this one imports what follows and looks for the model.
+        # The engine's process imports its framework while this one imports the following and finds the model.
         alone = where == "process" and engines == 1
         begun = await stack.enter_async_context(begun_process(settings.engine.backend, wanted=alone))
 
@@ -106,7 +106,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         from fd_core.http.hosts import HostRules
         from fd_core.launching.announcing import announce
 
-        # What cannot be used is said before anything is fetched or loaded.
+        # Unusable settings are reported before anything is fetched or loaded.
         ServingTls.of(server)
         HostRules(server.host, server.allowed_hosts, server.allowed_origins)
         closing = stack.enter_context(contextlib.ExitStack())
@@ -145,7 +145,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
 
 
 async def _stop_when_gone(client: EngineClient, stop: asyncio.Event) -> None:
-    """Set `stop` once no engine will be started in place of one that died: whoever runs the server starts it anew."""
+    """Set `stop` once a dead engine will not be replaced: the supervisor of the server restarts it."""
     import asyncio
 
     while not any(engine.gone for engine in client.engines):
@@ -155,7 +155,7 @@ async def _stop_when_gone(client: EngineClient, stop: asyncio.Event) -> None:
 
 
 def _ticket_key(engine: EngineConfig) -> bytes | None:
-    """Return the key of what a router tells this worker; None unless it takes prompts that others compute."""
+    """Return the key of the transfer tickets that a router sends; None unless the role is `decode`."""
     if engine.role != "decode":
         return None
     from fd_core.disagg.keys import ticket_key
@@ -164,7 +164,7 @@ def _ticket_key(engine: EngineConfig) -> bytes | None:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's factory where it is installed."""
+    """Return uvloop's factory if it is installed."""
     try:
         import uvloop
     except ImportError:

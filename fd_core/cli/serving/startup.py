@@ -1,4 +1,4 @@
-"""From settings to an engine at work: find the model, read its tokenizer, load, and show how far it is."""
+"""From settings to a running engine: find the model, read its tokenizer, load, and show the progress."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LocalModel:
     """A model on this machine, ready to be loaded by an engine."""
 
     config: EngineConfig
-    """The settings, with the model's name for people in place of what was typed."""
+    """Settings with the model's display name in place of what was typed."""
     path: Path | None
     """None for a backend that needs no checkpoint."""
     tokenizer: Tokenizer
@@ -75,7 +75,7 @@ class StartupBars(ProgressSink):
         self._bars.console.print(text, style="bold yellow", markup=False, highlight=False)
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Show how far a phase of the engine's start is."""
+        """Show the progress of a phase of the engine's start."""
         if phase not in self._phases:
             self._phases[phase] = self._bars.add_task(_PHASES.get(phase, phase), total=total, amount="")
         amount = _megabytes(done, total) if phase in ("load", "quantize") else f"{done}/{total}"
@@ -102,7 +102,7 @@ def startup_bars(console: Console | None = None) -> Iterator[StartupBars]:
 
 @dataclass(frozen=True, slots=True)
 class ChosenParsers:
-    """The parsers of a model's answers, and what the summary says of each."""
+    """The parsers of a model's answers, and a line about each for the summary."""
 
     parsers: Parsers
     tools: str
@@ -110,7 +110,7 @@ class ChosenParsers:
 
 
 def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, architecture: str) -> ChosenParsers:
-    """Return the parsers of those names; `auto` takes what fits the template. `PluginError` for unknown names."""
+    """Return the parsers of those names; `auto` selects those for the template. `PluginError` for unknown names."""
     from fd_core.plugins import REASONING_PARSER, TOOL_PARSER, installed_plugins
 
     fits = parsers_for(None, knows_tools=False)
@@ -130,7 +130,7 @@ def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, ar
 
 
 def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBars) -> LocalModel:
-    """Fetch the model if need be, read tokenizer and template. Raises `ConfigError`, `ModelError` or `PluginError`."""
+    """Fetch the model if needed, read tokenizer and template. Raises `ConfigError`, `ModelError` or `PluginError`."""
     found = find_assets(config, bars)
     template = ChatTemplate.of(found.tokenizer, chat_template)
     return LocalModel(msgspec.structs.replace(found.config, model=found.name), found.path, found.tokenizer, template)

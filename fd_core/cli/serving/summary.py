@@ -1,4 +1,4 @@
-"""What `fdcore serve` says once it serves. No secrets: keys are counted, never shown."""
+"""Start-up summary of `fdcore serve`. No secrets: keys are counted, never shown."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fd_core.engine.process.messages import EngineInfo
 from fd_core.ops.weights import RAW_TYPES, WEIGHT_FORMATS, WeightUse
 
 _LOUD: Final = "WARNING: "
-"""Begins a value that people should not overlook."""
+"""Prefix of a value that users should not overlook."""
 
 
 def summary(
     info: EngineInfo, server: ServerConfig, url: str, *, tools: str = "none", reasoning: str = "none"
 ) -> list[tuple[str, str]]:
-    """Return what an engine runs and within which limits; `tools` and `reasoning` name the parsers of answers."""
+    """Return properties and limits of an engine; `tools` and `reasoning` name the parsers of answers."""
     tokens = info.num_kv_blocks * info.block_size
     blocks = f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens hold {tokens:,} tokens"
     names = ", ".join(server.served_model_names or (info.model,))
@@ -68,7 +68,7 @@ def _engines(info: EngineInfo, count: int) -> str:
 
 
 def _context(info: EngineInfo, engines: int) -> str:
-    """Return the longest context, and what keeps it below what the model was made for if the KV cache does."""
+    """Return the longest context, and the cause if the KV cache keeps it below what the model was trained for."""
     held = info.num_kv_blocks // engines * info.block_size
     if info.max_model_len == held < info.model_max_len:
         return f"{held:,}: all that the KV cache holds; the model was made for {info.model_max_len:,}"
@@ -81,7 +81,7 @@ def _adapters(info: EngineInfo) -> str:
 
 
 def _weight_use(info: EngineInfo, use: WeightUse) -> str:
-    """Say whether weights are computed as they are stored, and why not."""
+    """Return a text on how weights are stored and computed, and the reason if these differ."""
     size = f"{use.parameters / 1e6:,.1f} M, {use.nbytes / 1e6:,.0f} MB"
     if use.table:
         return f"embedding in {use.computed} ({size})"
@@ -108,7 +108,7 @@ def _role(info: EngineInfo) -> str:
 
 
 def clients(host: str, keys: Sequence[str], file: str | None) -> str:
-    """Return where clients are served, and what they have to send."""
+    """Return the address for clients, and the credentials that they have to send."""
     if file is not None:
         return f"at {host}, with an API key of {file}" + (f" or one of {len(keys)} others" if keys else "")
     if not keys:

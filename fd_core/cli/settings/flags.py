@@ -1,4 +1,4 @@
-"""Every setting that people can give, once: its flag, its field, how it is read and what it means.
+"""Every setting of users, once: its flag, its field, its parser and its meaning.
 
 Flags, environment variables (`FD_` and the field in capitals) and keys of a settings file all come from this table.
 """
@@ -39,7 +39,7 @@ def text(value: Any) -> str:
 
 
 def keys(value: Any) -> tuple[str, ...]:
-    """Return API keys from a list or from one text. What is wrong is said without showing the key."""
+    """Return API keys from a list or from one text. Errors never contain the key."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or not parts:
         raise ValueError("it must be a key or a list of keys")
@@ -56,7 +56,7 @@ def keys_in_file(path: Any) -> tuple[str, ...]:
 
 
 def key_file(path: Any) -> str:
-    """Return the path of a file of API keys; what is wrong with it is said before anything is loaded."""
+    """Return the path of a file of API keys, checked before anything is loaded."""
     from fd_core.http.access.keys import read_key_file
 
     try:
@@ -99,9 +99,9 @@ def read_text(path: Path) -> str:
 
 
 def speculation(value: Any) -> SpeculativeConfig:
-    """Read how tokens are drafted: a JSON object, or a table of a settings file.
+    """Parse speculative decoding: a JSON object, or a table of a settings file.
 
-    Fields that the engine does not know itself go to the drafter, as in
+    Fields that the engine does not define go to the drafter, as in
     `{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}`.
     """
     try:
@@ -115,7 +115,7 @@ def speculation(value: Any) -> SpeculativeConfig:
 
 Command = Callable[..., None]
 Given = Mapping[str, Any]
-"""What the command line gave: field to raw value, absent if not given."""
+"""Values from the command line: field to raw value, absent if not given."""
 
 
 _STRUCTS: Final[tuple[type[CheckedStruct], ...]] = (RouterConfig, GatewayConfig, EngineConfig, ServerConfig)
@@ -138,9 +138,9 @@ class Flag:
     """Field of one of the settings: `EngineConfig`, `ServerConfig`, `GatewayConfig` or `RouterConfig`."""
     help: str
     value: str = ""
-    """What stands for the value in the help; after its kind if empty."""
+    """Placeholder of the value in the help; from its type if empty."""
     parser: Parser | None = None
-    """Reads values that the field's own type and constraint do not tell how to read."""
+    """Parser for values that the field's type and constraint alone do not define."""
     name: str = ""
     """Flag; from the field if empty."""
     short: str = ""
@@ -148,17 +148,17 @@ class Flag:
 
     @property
     def rule(self) -> Rule:
-        """What the field may hold; anything for a flag without a field."""
+        """Constraint of the field; none for a flag without a field."""
         return _RULES.get(self.field, Rule(object, False, None))
 
     @property
     def metavar(self) -> str | None:
-        """What stands for the value in the help; None for a switch."""
+        """Placeholder of the value in the help; None for a switch."""
         kind = ByteSize if isinstance(self.rule.constraint, ByteSize) else self.rule.kind
         return self.value or _METAVARS[kind]
 
     def parse(self, value: Any) -> Any:
-        """Return what a text or typed `value` means. Raises `ValueError` with a phrase that completes "NAME: ..."."""
+        """Parse a text or typed `value`. Raises `ValueError` with a phrase that completes "NAME: ..."."""
         return (self.parser or self.rule.read)(value)
 
     @property
@@ -190,7 +190,7 @@ class Flag:
 
 @cache
 def _annotation(flag: Flag) -> Any:
-    """Return the parameter type that makes typer offer the flag; many commands have the same flags."""
+    """Return the parameter type for which typer offers the flag; many commands have the same flags."""
     if flag.metavar is None:
         return Annotated[bool | None, typer.Option(f"{flag.flag}/--no-{flag.key}", help=flag.described)]
     kind: Any = list[str] if flag.repeated else str
@@ -509,7 +509,7 @@ ROUTER_FLAGS: Final = (
     Flag("health_check_interval_secs", "Seconds between two health checks of a worker."),
     Flag("health_check_timeout_secs", "Seconds within which a worker has to answer a health check."),
 )
-"""Settings of `RouterConfig` that have a flag; a settings file takes all of them."""
+"""Settings of `RouterConfig` that have a flag; a settings file accepts all of them."""
 
 GATEWAY_FLAGS: Final = (
     *LISTEN_FLAGS,
@@ -546,7 +546,7 @@ CHAT_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
     CLIENT_KEY_FILE,
 )
-"""Settings of the server's side that matter to a command which talks to a model or a server."""
+"""Settings of the server's side that matter to a command which uses a model or a server."""
 
 CONFIG_FILE: Final = Flag("config", "TOML file with settings named like the flags.", "FILE", text)
 
@@ -558,7 +558,7 @@ def _shown(default: Any) -> str:
 
 
 def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
-    """Give a command every flag of `groups`; what was typed arrives as the mapping `given`."""
+    """Give a command every flag of `groups`; the typed values arrive as the mapping `given`."""
     flags = tuple(flag for group in groups for flag in group)
 
     def decorate(function: Command) -> Command:
@@ -621,10 +621,10 @@ REASONS: Final = {flag: reason for flags, reason in _IN_PLACE.items() for flag i
 
 
 class ServingCommand(TyperCommand):
-    """A command for which people have flags of another server at hand."""
+    """A command whose users may try flags of another server."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line, unless it has a flag of another server."""
+        """Parse the command line, unless it has a flag of another server."""
         for flag in (arg.partition("=")[0] for arg in args):
             if flag in REASONS:
                 say(ConfigError(f"it is not a flag of fdcore: {REASONS[flag]}", field=flag))

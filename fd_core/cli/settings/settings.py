@@ -37,7 +37,7 @@ _EXCLUSIVE: Final = ("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization
 
 
 class OlderSwitch(NamedTuple):
-    """A variable that is not named like a flag, and what its two values mean."""
+    """A variable that is not named like a flag, and the meaning of its two values."""
 
     variable: str
     field: str
@@ -54,7 +54,7 @@ OLDER_SWITCHES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What one command runs with."""
+    """Complete settings of one command."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -103,7 +103,7 @@ def _merge_layers(
     environment: Mapping[str, str],
     older: Mapping[Flag, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Let environment and command line win over a file; what a layer chooses drops what excludes it in lower ones."""
+    """Let environment and command line override a file; a setting drops conflicting ones of lower layers."""
     variables = {flag: environment[flag.variable] for flag in flags.values() if environment.get(flag.variable)}
     typed = {flag: given[name] for name, flag in flags.items() if name in given}
     merged = dict(file)
@@ -116,7 +116,7 @@ def _merge_layers(
 
 
 def _with_kv_events(settings: Settings) -> Settings:
-    """Let a server that has a router tell it which prefixes it holds, unless that was decided."""
+    """Let a server with a router publish the prefixes that it holds, unless this was set."""
     engine, server = settings.engine, settings.server
     if engine.kv_events is None and server.router is not None and engine.enable_prefix_caching:
         return replace(settings, engine=msgspec.structs.replace(engine, kv_events=True))
@@ -144,7 +144,7 @@ def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
 
 
 def _read_layer(raw: Mapping[Flag, Any], called: Callable[[Flag], str]) -> dict[str, Any]:
-    """Parse one source's values; `called` says what a flag is called in that source."""
+    """Parse one source's values; `called` returns the name of a flag in that source."""
     layer: dict[str, Any] = {}
     for flag, value in raw.items():
         try:
@@ -159,7 +159,7 @@ def _read_layer(raw: Mapping[Flag, Any], called: Callable[[Flag], str]) -> dict[
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Return the content of a settings file: TOML, or JSON if it is called so. Raises `ConfigError` naming the file."""
+    """Return the content of a settings file: TOML, or JSON by its suffix. Raises `ConfigError` naming the file."""
     kind = "JSON" if path.suffix.lower() == ".json" else "TOML"
     try:
         text = read_text(path)
@@ -192,7 +192,7 @@ def take_settings(
 
 
 def hint_for_key(key: str, flags: Iterable[Flag]) -> str:
-    """Return what to write in place of a key that is not one of `flags`."""
+    """Return the replacement of a key that is not one of `flags`."""
     close = difflib.get_close_matches(key.replace("_", "-"), [flag.key for flag in flags], n=1)
     return f"did you mean {close[0]!r}?" if close else "settings are named like the flags"
 

@@ -1,1 +1,1 @@
-"""The page that `fdcore trace` writes: what reads a trace, what packs it, and the page's template, style and script."""
+"""The page that `fdcore trace` writes: trace reader, packer, and the page's template, style and script."""

@@ -20,7 +20,7 @@ _SCRIPTS: Final = ("data.js", "panels.js", "view.js")
 
 
 def page(trace: TraceContents, title: str) -> str:
-    """Return the page as HTML text; `title` is what the browser's tab shows."""
+    """Return the page as HTML text; `title` is the title of the browser's tab."""
     requests = _request_ids(trace)
     number = {request_id: index for index, request_id in enumerate(requests)}
     chunks = [(index, *chunk) for index, position in enumerate(trace.positions) for chunk in position.line.chunks]
@@ -39,7 +39,7 @@ def page(trace: TraceContents, title: str) -> str:
         "sections": places,
     }
     values = {
-        # Text from a trace must not end the element that carries it.
+        # Text from a trace must not close the element that contains it.
         "facts": msgspec.json.encode(facts).decode().replace("<", "\\u003c"),
         "data": base64.b64encode(zlib.compress(blob, 6)).decode("ascii"),
     }
@@ -128,7 +128,7 @@ def _residencies(trace: TraceContents, number: Mapping[str, int]) -> dict[str, n
 
 
 def _loads(trace: TraceContents, number: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:
-    """Loads: the step that tells of each, its times in milliseconds from the start of the trace, and what came."""
+    """Loads: the step that reports each, its times in milliseconds from the start of the trace, and loaded blocks."""
     offsets = trace.offsets()
     loads = [
         (index, offsets[position.epoch], load)
@@ -145,7 +145,7 @@ def _loads(trace: TraceContents, number: Mapping[str, int]) -> dict[str, npt.NDA
 
 
 def _decisions(trace: TraceContents, number: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:
-    """Decisions whether to load or to compute; estimates are milliseconds, NaN where nothing was measured."""
+    """Decisions to load or to compute; estimates are milliseconds, NaN if nothing was measured."""
     decisions = [(index, each) for index, position in enumerate(trace.positions) for each in position.line.decisions]
     rows = [
         (index, number[each.request_id], each.load, each.host_blocks, each.store_blocks, each.tokens)
@@ -163,7 +163,7 @@ def _named(prefix: str, names: Sequence[str], rows: npt.ArrayLike, dtype: npt.DT
 
 
 def _joined(sections: dict[str, npt.NDArray[Any]]) -> tuple[bytes, dict[str, tuple[str, int, int]]]:
-    """Return the arrays one behind the other, each at a multiple of 8 bytes, and (type, offset, length) of each."""
+    """Return the concatenated arrays, each at a multiple of 8 bytes, and (type, offset, length) of each."""
     types = {"float64": "Float64Array", "int32": "Int32Array", "uint8": "Uint8Array"}
     parts: list[bytes] = []
     places: dict[str, tuple[str, int, int]] = {}

@@ -1,4 +1,4 @@
-"""`fdcore trace`: what a run did, step by step, as an HTML page or for the Perfetto viewer."""
+"""`fdcore trace`: a run, step by step, as an HTML page or for the Perfetto viewer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trace(
     """Render a trace as one HTML page that needs no network, or as JSON for the Perfetto viewer.
 
     Both show slots over time, budget, KV blocks, preemptions and returns, KV loaded and recomputed, speculation, queue
-    and step time. A trace that is cut off or damaged is shown as far as it can be read.
+    and step time. A truncated or damaged trace is shown as far as it can be read.
     """
     from fd_core.cli.trace_page.pack import page
     from fd_core.engine.tracing.perfetto import perfetto_json

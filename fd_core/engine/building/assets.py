@@ -1,4 +1,4 @@
-"""What an engine needs from disk before it starts: the checkpoint and its tokenizer."""
+"""Files that an engine needs before it starts: the checkpoint and its tokenizer."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Assets(msgspec.Struct, frozen=True):
     """The checkpoint; None for a backend that needs none."""
     tokenizer: Tokenizer
     config: EngineConfig
-    """The settings with what else they name on disk, the draft model, as a path: what the engine is started with."""
+    """Settings with which the engine starts; the draft model, if any, is a path."""
 
 
 def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> Assets:
-    """Find the configured model, fetching it if need be, and read its tokenizer.
+    """Find the configured model, fetching it if necessary, and read its tokenizer.
 
-    A backend that needs no checkpoint takes any model name, and its tokens are bytes. The plugins that `config` names
+    A backend that needs no checkpoint accepts any model name, and its tokens are bytes. The plugins that `config` names
     are looked up first, so that nothing is fetched in vain. Raises `ConfigError`, `ModelError` or `PluginError`.
     """
     known = plugins.installed_plugins()
@@ -65,7 +65,7 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
 
 
 def _report_missing_rows(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
-    """Log a warning that names tokens for which the embedding has no row: prompts that hold one are refused."""
+    """Log a warning that names tokens without an embedding row: prompts that contain one are rejected."""
     rows = checkpoint.config.get("vocab_size")
     if not isinstance(rows, int) or not (missing := tokenizer.tokens_from(rows)):
         return
@@ -82,7 +82,7 @@ def _report_missing_rows(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
 
 
 def _with_draft_model(speculative: SpeculativeConfig, progress: ProgressSink | None) -> SpeculativeConfig:
-    """Find the draft model, fetching it if need be, and name it by its path."""
+    """Find the draft model, fetching it if necessary, and name it by its path."""
     if speculative.model is None:
         return speculative
     try:

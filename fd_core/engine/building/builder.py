@@ -1,4 +1,4 @@
-"""Builds an engine from its settings, part by part."""
+"""Builds an engine from its settings, component by component."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.structured.workers.port import GrammarPort
 
 _CHEAP_TOKENS: Final = 64
-"""Tokens below which a step is bound by reading weights, where no setting says it."""
+"""Tokens below which a step is bound by reading weights, unless a setting overrides it."""
 _log = logging.getLogger(__name__)
 
 
@@ -62,8 +62,8 @@ def load_engine(
 ) -> Engine:
     """Choose the backend, load the model at `path`, size the KV cache, warm up.
 
-    `path` is None only for backends that need no checkpoint. `wake` is called, on any thread, when a step would do
-    something that nobody submitted; `admitted` is called with the ids of requests that enter a slot, before a step
+    `path` is None only for backends that need no checkpoint. `wake` is called, on any thread, when a step would make
+    progress on something not submitted; `admitted` is called with the ids of requests that enter a slot, before a step
     computes them. Raises `ConfigError`, `ModelError` or `PluginError`.
     """
     builder = _EngineBuilder(config, path, epoch, progress)
@@ -75,7 +75,7 @@ def load_engine(
 
 
 class _EngineBuilder:
-    """The parts of one engine. Each is made when another one needs it, and is complete from then on."""
+    """Components of one engine. Each is built on first use, and is complete from then on."""
 
     def __init__(self, config: EngineConfig, path: Path | None, epoch: int, progress: StartProgress) -> None:
         """Check the settings and look up the plugins that they name before anything is loaded."""
@@ -91,7 +91,7 @@ class _EngineBuilder:
         self._scheduler_class = _fitting(self._plugins.load(SCHEDULER, config.scheduler), config)
         self._policy = self._plugins.load(SCHEDULING_POLICY, config.scheduling_policy)()
         self._victims = self._plugins.load(VICTIMS, config.victim_policy)()
-        self._plugins.load(CONNECTOR, config.kv_connector)  # a name that no plugin offers is refused whatever the role
+        self._plugins.load(CONNECTOR, config.kv_connector)  # an unknown name is rejected in any role
         require_ranks(config)
         self._ranks = None
         if config.num_ranks > 1:
@@ -118,7 +118,7 @@ class _EngineBuilder:
             self._ranks.close()
 
     def build(self, wake: Callable[[], None], admitted: AdmissionSink) -> Engine:
-        """Make the parts that start threads last, and join them."""
+        """Build the components that start threads last, and join them."""
         if self._ranks is not None:
             self._ranks.wake = wake
         adapters, compiler = self._adapters, self._computing.compiler
@@ -129,7 +129,7 @@ class _EngineBuilder:
             runner.adapters.prepare()
         prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
         if compiler is not None:
-            # Half a second, for which only a grammar waits.
+            # Takes half a second, and only a grammar has to wait for it.
             threading.Thread(target=_make_vocabulary, args=(compiler,), name="fdcore-vocabulary", daemon=True).start()
         trace = self._trace()
         cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
@@ -153,7 +153,7 @@ class _EngineBuilder:
 
     @cached_property
     def _adapters(self) -> EngineAdapters:
-        """Adapters that were read and fit the model, before any weight of it is."""
+        """Adapters, read and checked against the model before any of its weights are loaded."""
         return EngineAdapters(self._config, self._path, restarted=self._epoch > 1)
 
     @cached_property
@@ -168,13 +168,13 @@ class _EngineBuilder:
 
     @cached_property
     def _loaded(self) -> list[RankLoaded]:
-        """What each rank has once its weights are there, rank 0 first."""
+        """State of each rank after its weights are loaded, rank 0 first."""
         own = self._computing.loaded()
         return [own] if self._ranks is None else [own, *self._ranks.loaded()]
 
     @property
     def _weights(self) -> tuple[WeightUse, ...]:
-        """How the model's weights are computed. Each stage tells its own, other ranks all."""
+        """Compute formats of the model's weights. Each stage reports its own, other ranks all."""
         return summed_uses([rank.weights for rank in self._loaded[: self._config.pipeline_parallel_size]])
 
     @cached_property
@@ -192,7 +192,7 @@ class _EngineBuilder:
 
     @cached_property
     def _vectors(self) -> VectorSettings:
-        """How texts become vectors: as the settings say, or the checkpoint."""
+        """Pooling of embeddings, from the settings or the checkpoint."""
         found = read_vector_settings(self._path)
         if self._config.pooling == "auto":
             return found
@@ -252,7 +252,7 @@ class _EngineBuilder:
         return TraceWriter(Path(config.trace), header, config.trace_limit)
 
     def _observer_thread(self) -> ObserverThread | None:
-        """Begin to tell the configured observer. Raises `PluginError` if it cannot be made."""
+        """Start the configured observer. Raises `PluginError` if it cannot be made."""
         name = self._config.observer
         if name is None:
             return None
@@ -265,7 +265,7 @@ class _EngineBuilder:
 
     @cached_property
     def _device_line(self) -> str:
-        """The backend's line about its device, which says "emulated" where that is so."""
+        """The backend's line about its device, which contains "emulated" if it is."""
         backend, size = self._computing.backend, self._config.num_ranks
         parts = "ranks" if self._config.pipeline_parallel_size == 1 else "stages"
         line = backend.describe() if size == 1 else f"{size} {parts} of {backend.describe()}"
@@ -317,7 +317,7 @@ class _EngineBuilder:
 
 
 def _make_vocabulary(compiler: GrammarCompiler) -> None:
-    """Have the vocabulary made before the first grammar needs it; a model without one serves everything else."""
+    """Build the vocabulary before the first grammar needs it; a model without one serves everything else."""
     try:
         compiler.warm_up()
     except GrammarError as error:
@@ -325,7 +325,7 @@ def _make_vocabulary(compiler: GrammarCompiler) -> None:
 
 
 def _fitting(scheduler: type[Scheduler], config: EngineConfig) -> type[Scheduler]:
-    """Return a scheduler that does what the settings ask for. Raises `ConfigError` for one that does not."""
+    """Return a scheduler that supports the settings. Raises `ConfigError` for one that does not."""
     asked = {
         "pairs": ("--role", config.role, config.role != "mixed"),
         "storage": ("--kv-store", config.kv_store, config.kv_store is not None),

@@ -1,6 +1,6 @@
-"""Opening KV outside the device: how blocks are named, whose KV is stored and where, and transfers between workers.
+"""Opening KV offload: block naming, storage policy, and transfers between workers.
 
-The scheduler decides, `fd_core.kv.tiers` and `fd_core.disagg` perform on threads of their own.
+The scheduler decides; `fd_core.kv.tiers` and `fd_core.disagg` execute on separate threads.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from fd_core.types import PrefillJob, RequestSpec
 _log = logging.getLogger(__name__)
 
 _OPEN_SECONDS: Final = 2.0
-"""For the first contact with a store at start; an engine starts without the store too."""
+"""Timeout for the first contact with a store, in seconds; an engine starts without the store too."""
 _LAYOUT: Final = "canonical-1"
 """Order of a block's payload, see `fd_core.ops.contract.KVCache.export_blocks`."""
 
 
 class KVStorage(msgspec.Struct, frozen=True):
-    """What is decided and opened before the scheduler and the cache exist."""
+    """Storage settings and handles that exist before the scheduler and the cache."""
 
     hasher: PrefixHasher | None
     """None without prefix caching: blocks have no names, so none can be stored."""
     keep: KeepKV | None = None
-    """Whose KV is stored outside the device; None stores none."""
+    """Requests whose KV is stored outside the device; None stores none."""
     store: SealedStore | None = None
     summary: str | None = None
     """A line about the store for the start-up summary."""
     reachable: bool = True
-    """Whether the store could be used at the first try."""
+    """True if the first contact with the store succeeded."""
 
 
 def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[], str]) -> KVStorage:
     """Decide how blocks are named and where their KV is stored.
 
     `identity` names the KV, see `kv_identity`; called only where others read it. A store that cannot be reached does
-    not keep the engine from starting: requests compute what the store would have had.
+    not keep the engine from starting: requests recompute what the store would have provided.
     Raises `ConfigError` or `PluginError` for settings that can never work.
     """
     if not config.enable_prefix_caching:
@@ -75,7 +75,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
             )
         return KVStorage(None)
     if config.kv_store is None:
-        # No other process reads the host tier, so block keys need no secret that others share.
+        # No other process reads the host tier, so block keys need no shared secret.
         hasher = PrefixHasher(block_size=config.block_size, identity="", secret=os.urandom(32))
         return KVStorage(hasher, kept_kv(config, stored=False))
     location = parse_location(config.kv_store)
@@ -99,7 +99,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
 
 
 def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
-    """Decide whose KV is kept outside the device; `stored`: whether there is a store behind the host tier."""
+    """Decide which requests' KV is kept outside the device; `stored`: True if the host tier is backed by a store."""
     if stored:
         return KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True)
     return KeepKV(shared=False) if config.save_preempted_kv and config.host_kv_memory > 0 else None
@@ -108,7 +108,7 @@ def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
 def start_kv_offload(
     storage: KVStorage, config: EngineConfig, cache: LockedKVCache, dtype: str, queue: CompletionQueue
 ) -> KVOffload | None:
-    """Return the port to what was opened, its threads started; None if nothing is kept outside the device."""
+    """Return the port to the opened storage, its threads started; None if nothing is kept outside the device."""
     if storage.keep is None:
         return None
     return KVOffload(
@@ -122,10 +122,10 @@ def start_kv_offload(
 
 
 def kv_identity(path: Path | None, numerics: str) -> str:
-    """Name everything but the tokens that decides the bytes of a block: a change of any of it is another name.
+    """Name everything but the tokens that determines the bytes of a block: a change of any of it changes the name.
 
-    `numerics` tells apart whatever computes or arranges the KV of one checkpoint differently: pack, dtype, shape. How
-    many ranks computed it is left out: blocks outside the device have the heads of all, as one rank has them.
+    `numerics` identifies everything that computes or arranges the KV of one checkpoint differently: pack, dtype, shape.
+    The number of ranks is left out: blocks outside the device contain the heads of all, as on one rank.
     """
     weights = tokenizer = "none"
     if path is not None:
@@ -174,9 +174,9 @@ def open_kv_transfer(
     identity: Callable[[], str],
     queue: CompletionQueue,
 ) -> Receiver | Sender | None:
-    """Open the side of transfers that the role in `config` asks for; None for `mixed`, which has none.
+    """Open the transfer endpoint for the role in `config`; None for `mixed`, which has none.
 
-    `dtype` is the pack's; `identity` names the KV, see `kv_identity`, and is called only for such a side.
+    `dtype` is the pack's; `identity` names the KV, see `kv_identity`, and is called only for such an endpoint.
     Raises `ConfigError` or `PluginError`.
     """
     if config.role == "mixed":

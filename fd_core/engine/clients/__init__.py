@@ -1,1 +1,1 @@
-"""What a server holds of an engine, wherever it runs."""
+"""Clients, through which a server uses engines wherever they run."""

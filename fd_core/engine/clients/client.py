@@ -1,4 +1,4 @@
-"""How servers and notebooks speak to engines, wherever they run: one stream of deltas for each request."""
+"""Clients of engines, for servers and notebooks: one stream of deltas per request, wherever the engine runs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 5
-"""Failed starts in a row that requests wait for; those that come, or still wait, after them are refused."""
+"""Failed starts in a row after which requests are rejected, both new ones and those that still wait."""
 _FIRST_SECONDS = 1.0
-"""Pause after the first failed start; it doubles with each."""
+"""Pause after the first failed start, in seconds; it doubles with each further one."""
 _LONGEST_SECONDS = 60.0
 StartProgress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
 and `warmup` (steps)."""
 EngineClient: TypeAlias = "SingleEngineClient | DataParallelClient"
-"""What a server uses, from one event loop: one engine, or several of one model on this machine.
+"""Interface of a server to one engine, or to several of one model on this machine; used from one event loop.
 
 Opened by `fd_core.engine.clients.launch.open_client`.
 """
@@ -46,7 +46,7 @@ def pause_after(failures: int) -> float:
 
 
 class DeltaStream(AsyncIterator[Delta]):
-    """Deltas of one request; deltas that piled up are merged into one."""
+    """Deltas of one request; unread deltas are merged into one."""
 
     def __init__(
         self, client: SingleEngineClient, request_id: str, on_news: Callable[[Delta | None], None] | None = None
@@ -59,14 +59,14 @@ class DeltaStream(AsyncIterator[Delta]):
         self._failure: str | None = None
         self._wake: asyncio.Future[None] | None = None
         self.done = False
-        """Whether the last delta was read, or its reader left."""
+        """True if the last delta was read, or the reader has left."""
         self.submitted = time.perf_counter()
-        """When the request was given to the engine, in seconds of `time.perf_counter`."""
+        """Time of submission, in seconds of `time.perf_counter`."""
         self.admitted: float | None = None
-        """When it entered a slot for the first time; None before."""
+        """Time at which it first entered a slot; None before."""
 
     def push(self, delta: Delta) -> None:
-        """Take the next delta."""
+        """Append the next delta."""
         self._pending.append(delta)
         if self._on_news is not None:
             self._on_news(delta)
@@ -74,7 +74,7 @@ class DeltaStream(AsyncIterator[Delta]):
             self._wake.set_result(None)
 
     def fail(self, message: str) -> None:
-        """End with `EngineDead` once what arrived was fetched."""
+        """End with `EngineDead` once the received deltas are fetched."""
         self._failure = message
         if self._on_news is not None:
             self._on_news(None)
@@ -82,7 +82,7 @@ class DeltaStream(AsyncIterator[Delta]):
             self._wake.set_result(None)
 
     async def __anext__(self) -> Delta:
-        """Return what arrived since the last call; wait for it if nothing did."""
+        """Return the deltas received since the last call, merged; wait for one if there is none."""
         if self.done:
             raise StopAsyncIteration
         while not self._pending:
@@ -104,7 +104,7 @@ class DeltaStream(AsyncIterator[Delta]):
         self.leave()
 
     def leave(self) -> None:
-        """Abort the request unless it has ended, without waiting for anything."""
+        """Abort the request unless it has ended, without blocking."""
         if not self.done:
             self.done = True
             self._client._leave(self._request_id)
@@ -115,41 +115,41 @@ class DeltaStream(AsyncIterator[Delta]):
 class SingleEngineClient(abc.ABC):
     """A connection to one engine, used from one event loop; subclasses carry messages and start engines.
 
-    Every method is safe after the engine has died. When another will be started, streams pause, and the new epoch
-    resumes each request with the same text; until then new requests are refused. When none will be, streams end.
+    Every method is safe after the engine has died. If another one will be started, streams pause, and the new epoch
+    resumes each request with the same text; until then new requests are rejected. If none will be, streams end.
     """
 
     info: messages.EngineInfo
-    """Valid from the moment the client was opened; replaced when the engine restarts with a new epoch."""
+    """Valid once the client is open; replaced when the engine restarts with a new epoch."""
     kv_log: KVEventLog | None = None
-    """Events about the prefixes that the device holds; None unless `kv_events` is on. The log outlives the engine."""
+    """Events about prefixes in the device cache; None unless `kv_events` is on. The log outlives the engine."""
     kv_place: int = 0
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        """What engines are started with: a later one serves the adapters that were loaded meanwhile."""
+        """Settings for new engines: a later one also serves the adapters that were loaded meanwhile."""
         self._ledger = RequestLedger()
         self._streams: dict[str, DeltaStream] = {}
         self._prefill_listeners: list[Callable[[PrefillTrace], None]] = []
         self._left: set[str] = set()
         """Requests whose reader left before the engine reported their end."""
         self.stats = messages.EngineStats()
-        """The latest statistics that the engine sent, at most about half a second old."""
+        """The latest statistics from the engine, at most about half a second old."""
         self.alive = False
-        """Whether the engine answers; false from its death until a restart is ready."""
+        """True if the engine is ready; false from its death until a restart is ready."""
         self.requests_requeued = 0
-        """Requests given to a new epoch because the one before died with them; only grows."""
+        """Requests resubmitted to a new epoch because the previous one died; only grows."""
         self.rank_failures = {str(rank): 0 for rank in range(1, config.num_ranks)}
-        """Deaths of the engine by the number of the rank at fault, which are those beside the engine's own process."""
+        """Deaths of the engine by the rank at fault, for the ranks in processes other than the engine's own."""
         self.start_failures = 0
-        """Starts of an engine that failed after one died; only grows."""
+        """Restarts of an engine that failed; only grows."""
         self.gone = False
-        """Whether the engine died and none will be started in its place."""
+        """True if the engine died and will not be restarted."""
         self.restarts = False
-        """Whether the engine is gone and another one will resume its requests."""
+        """True if the engine is gone and another one will resume its requests."""
         self._death = "the engine is not running"
         self._changes: dict[int, asyncio.Future[None]] = {}
-        """Changes of adapters that the engine has not answered, by ticket."""
+        """Adapter changes that the engine has not acknowledged, by ticket."""
         self._tickets = itertools.count()
 
     @property
@@ -159,33 +159,33 @@ class SingleEngineClient(abc.ABC):
 
     @property
     def engines(self) -> Sequence[SingleEngineClient]:
-        """This one."""
+        """This client alone."""
         return (self,)
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine answers."""
+        """True if the engine is ready."""
         return self.alive
 
     @property
     def missing(self) -> str:
-        """Say that the engine does not answer; empty if it does."""
+        """Message that the engine is not ready; empty if it is."""
         return "" if self.alive else "the engine is not running"
 
     def runs(self, request_id: str) -> bool:
-        """Whether a request with this id has not ended."""
+        """Return True if a request with this id has not ended."""
         return request_id in self._streams or request_id in self._left
 
     def listen_for_prefills(self, listener: Callable[[PrefillTrace], None]) -> None:
-        """Call `listener` with each traced job of a decode worker that is over; for a prefill worker."""
+        """Call `listener` with each finished traced job of a decode worker; for a prefill worker."""
         self._prefill_listeners.append(listener)
 
     def submit(self, spec: RequestSpec, on_news: Callable[[Delta | None], None] | None = None) -> DeltaStream:
-        """Start a request and return its deltas; the last one carries a finish reason.
+        """Start a request and return its deltas; the last one has a finish reason.
 
         `on_news` is called with each delta once it arrives, read or not, and with None if none is the last one. The
         request starts at once, not at the first `anext`. Closing the iterator before its end (`aclose`) aborts
-        the request. Deltas that are not fetched pile up; nothing else waits for a slow reader. Raises `BadRequest` if
+        the request. Unread deltas accumulate; slow readers do not block other requests. Raises `BadRequest` if
         a request with this id runs already and `EngineDead` if there is no engine. If the engine dies later, the
         iterator pauses until another engine has resumed the request; it ends with finish reason `error` if engines keep
         dying with this request (see `fd_core.engine.clients.request_ledger`) and raises `EngineDead` if none can be
@@ -242,7 +242,7 @@ class SingleEngineClient(abc.ABC):
 
     @abc.abstractmethod
     def _send(self, message: messages.ClientMessage) -> None:
-        """Carry a message to the engine without waiting."""
+        """Send a message to the engine without blocking."""
 
     def _adapters_changed(self, answer: messages.AdaptersChanged) -> None:
         self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
@@ -257,7 +257,7 @@ class SingleEngineClient(abc.ABC):
             waiting.set_exception(BadRequest(answer.error, field=answer.field))
 
     def _came_up(self, info: messages.EngineInfo) -> None:
-        """An engine is ready: it resumes the requests of its predecessor."""
+        """Resume the requests of the previous epoch, now that an engine is ready."""
         self.info = info
         self.stats = messages.EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
         self.alive, self.restarts = True, False
@@ -269,7 +269,7 @@ class SingleEngineClient(abc.ABC):
             self._send(messages.Submit(spec))
 
     def _went_away(self, reason: str, rank: str | None = None) -> None:
-        """Let requests wait for another engine; `rank` is the one at fault, as `EngineDead.field` names it."""
+        """Suspend requests until another engine is ready; `rank` is the one at fault, as in `EngineDead.field`."""
         if rank is not None and (number := rank.removeprefix("rank ")) in self.rank_failures:
             self.rank_failures[number] += 1
         self._lost(reason, restarts=True)
@@ -277,7 +277,7 @@ class SingleEngineClient(abc.ABC):
             self._streams.pop(end.request_id).push(end)
 
     async def _start_again(self, start: Callable[[], Awaitable[None]]) -> str | None:
-        """Start an engine in place of the one that died, as often as it takes; return the reason if none will be."""
+        """Start a replacement of the dead engine, with retries; return the reason if there will be none."""
         failures = 0
         while True:
             try:
@@ -285,7 +285,7 @@ class SingleEngineClient(abc.ABC):
             except FdError as error:
                 failures += 1
                 self.start_failures += 1
-                if failures == self._config.restart_attempts:  # 0 for as many as it takes
+                if failures == self._config.restart_attempts:  # 0: no limit
                     _log.error("the engine did not start again: %s", error)
                     return f"the engine failed {failures} times to start again; restart the server"
                 pause = pause_after(failures)
@@ -297,12 +297,12 @@ class SingleEngineClient(abc.ABC):
                 return None
 
     def _gave_up(self, reason: str) -> None:
-        """No engine will be started any more."""
+        """Fail all requests: no engine will be started any more."""
         self._went_down(reason)
         self.gone = True
 
     def _went_down(self, reason: str) -> None:
-        """The engine is gone for now or for good, and every request with it."""
+        """Fail all requests, since the engine is gone for now or for good."""
         self._lost(reason, restarts=False)
         streams, self._streams = self._streams, {}
         self._ledger = RequestLedger()

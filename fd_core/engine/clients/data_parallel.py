@@ -1,8 +1,8 @@
-"""Several engines of one model on this machine, as one: each request goes to the engine that will begin it soonest.
+"""Several engines of one model on this machine, as one: each request goes to the engine that will start it soonest.
 
-Each engine has processors or devices, ranks, slots, KV and restarts of its own. Requests are placed by the router's own
+Each engine has separate processors or devices, ranks, slots, KV and restarts. Requests are placed by the router's load
 accounting and its policy `cache_aware`, in this process: by the prefixes that engines served, or with `--kv-events` by
-those that they hold, and by what they still have to compute. A text does not depend on the engine that makes it.
+those that they hold, and by the work that is left. A text does not depend on the engine that computes it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _FLAG = "--data-parallel-size"
 async def open_engines(
     config: EngineConfig, path: Path | None, progress: StartProgress, count: int
 ) -> DataParallelClient:
-    """Start `count` engines at once. Raises what loading does, and `ConfigError` for settings that mean one."""
+    """Start `count` engines at once. Raises the errors of loading, and `ConfigError` for settings of one engine."""
     _require_separable(config)
     chosen = await asyncio.to_thread(installed_plugins().choose_backend, config.backend)
     places = chosen.cls.places(count, config.tensor_parallel_size)
-    config = msgspec.structs.replace(config, backend=chosen.name)  # so that not every engine looks for the best one
+    config = msgspec.structs.replace(config, backend=chosen.name)  # so that not every engine probes all backends
     opening = [
         ProcessClient.open(_share(config, place, count), path, report, place)
         for place, report in zip(places, _joined_progress(progress, count), strict=True)
@@ -57,31 +57,31 @@ async def open_engines(
 
 
 class DataParallelClient:
-    """Several engines as one. One that dies starts again by itself; the others go on meanwhile."""
+    """Several engines as one. A dead engine restarts by itself; the others continue meanwhile."""
 
     def __init__(self, engines: Sequence[SingleEngineClient], *, prefixes: bool = True, reason: str = "") -> None:
-        """`prefixes`: whether engines keep what they computed of prompts; `reason`: why their backend was chosen."""
+        """`prefixes`: True if engines cache prefixes of prompts; `reason`: why their backend was chosen."""
         self._reason = reason
         self.engines = tuple(engines)
         info = self.engines[0].info
         placing = RouterConfig(
             policy="cache_aware" if prefixes else "request_num",
             cache_block_size=info.block_size,
-            # An engine may report a path beside what it holds, for the one block of it that it holds.
+            # An engine may report a path in addition to its blocks, for the one block of it that it holds.
             max_index_blocks=max(each.info.num_kv_blocks for each in self.engines)
             + info.max_model_len // info.block_size,
-            balance_abs_threshold=info.max_num_seqs / 2,  # nobody waits for long while another engine has slots free
+            balance_abs_threshold=info.max_num_seqs / 2,  # requests do not queue long while others have free slots
         )
         self._router = Router(placing, partial(installed_plugins().load, ROUTER_POLICY))
         now = time.monotonic()
-        # A router knows workers by address: these stand for engines, and nobody connects to them.
+        # A router identifies workers by address: these stand for engines, and no client connects to them.
         self._workers = [
             self._router.register(f"http://{index}", "mixed", now, instance=str(index))
             for index in range(len(self.engines))
         ]
         self.kv_log: KVEventLog | None = None
         self._told: int | None = None
-        """Number of the first event that the router here does not know."""
+        """Number of the first event not yet forwarded to the router."""
         if info.kv_events:
             self.kv_log = KVEventLog(info.block_size, len(self.engines))
             for index, engine in enumerate(self.engines):
@@ -92,7 +92,7 @@ class DataParallelClient:
 
     @property
     def info(self) -> EngineInfo:
-        """What each engine runs, with the slots and the memory of all; `epoch` counts the starts of all."""
+        """Properties of each engine, with the slots and the memory of all; `epoch` counts the starts of all."""
         infos = [engine.info for engine in self.engines]
         return msgspec.structs.replace(
             infos[0],
@@ -108,7 +108,7 @@ class DataParallelClient:
 
     @property
     def stats(self) -> EngineStats:
-        """What the schedulers count, summed; the rest is each engine's own."""
+        """Scheduler statistics, summed; other statistics stay with each engine."""
         parts = [engine.stats.scheduler for engine in self.engines]
         summed = ("slots", "counters", "blocks", "outputs", "drafts", "offload")
         sums = {name: total([getattr(part, name) for part in parts]) for name in summed}
@@ -116,22 +116,22 @@ class DataParallelClient:
 
     @property
     def alive(self) -> bool:
-        """Whether at least one engine answers."""
+        """True if at least one engine is ready."""
         return any(engine.alive for engine in self.engines)
 
     @property
     def restarts(self) -> bool:
-        """Whether an engine is gone and another one will resume its requests."""
+        """True if an engine is gone and another one will resume its requests."""
         return any(engine.restarts for engine in self.engines)
 
     @property
     def healthy(self) -> bool:
-        """Whether an engine answers and none is gone for good."""
+        """True if an engine is ready and none is gone for good."""
         return self.alive and all(engine.alive or engine.restarts for engine in self.engines)
 
     @property
     def missing(self) -> str:
-        """Which engines do not answer, in words; empty if all do."""
+        """Message that names the engines that are not ready; empty if all are."""
         gone = [f"engine {index}" for index, engine in enumerate(self.engines) if not engine.alive]
         verb = "is" if len(gone) == 1 else "are"
         return f"{' and '.join(gone)} of {len(self.engines)} {verb} not running" if gone else ""
@@ -143,7 +143,7 @@ class DataParallelClient:
 
     @property
     def requests_requeued(self) -> int:
-        """Requests given to a new epoch of their engine; only grows."""
+        """Requests resubmitted to a new epoch of their engine; only grows."""
         return sum(engine.requests_requeued for engine in self.engines)
 
     async def close(self, drain_seconds: float = 0.0) -> None:
@@ -170,7 +170,7 @@ class DataParallelClient:
             raise
 
     def listen_for_prefills(self, listener: Callable[[PrefillTrace], None]) -> None:
-        """There are no prefill workers among several engines."""
+        """Do nothing: there are no prefill workers among several engines."""
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort the named requests, wherever they are. Raises `EngineDead` if no engine is left."""
@@ -186,7 +186,7 @@ class DataParallelClient:
         raise EngineDead(self.missing)
 
     async def change_adapters(self, name: str, path: str | None) -> None:
-        """Load an adapter into all engines, or unload it. Raises `BadRequest` or `EngineDead`, and undoes it then."""
+        """Load an adapter into all engines, or unload it. Raises `BadRequest` or `EngineDead` after a rollback."""
         async with self._changing:
             if self.missing:
                 raise EngineDead(self.missing)
@@ -202,11 +202,11 @@ class DataParallelClient:
                 for engine, result in zip(self.engines, results, strict=True)
                 if result is None
             ]
-            await asyncio.gather(*undone, return_exceptions=True)  # an engine that died meanwhile has it as before
+            await asyncio.gather(*undone, return_exceptions=True)  # a dead engine restarts without the change
             raise failures[0]
 
     def _look_after(self, now: float) -> None:
-        """Tell the router which engines answer, which ones begin anew, and what they hold."""
+        """Update the router: which engines are ready, which ones restarted, and the prefixes that they hold."""
         for index, engine in enumerate(self.engines):
             self._workers[index] = self._router.health(self._workers[index], engine.alive, now, instance=str(index))
             if engine.info.epoch != self._epochs[index]:
@@ -215,11 +215,11 @@ class DataParallelClient:
         if self.kv_log is not None:
             self._told, events = self.kv_log.read(self._told)
             for event in events:
-                of_one = msgspec.structs.replace(event, engine=0)  # each engine is a worker of its own here
+                of_one = msgspec.structs.replace(event, engine=0)  # each engine is a separate worker here
                 self._router.reported_kv.apply(self._workers[event.engine], of_one)
 
     def _account(self, selection: Selection, delta: Delta | None) -> None:
-        """Count what arrived for a request, and give back what it held once it is over."""
+        """Account for a delta of a request, and release its load once it has ended."""
         if selection.released:
             return  # its reader left
         if delta is not None and (delta.token_ids or delta.pooled is not None):
@@ -248,7 +248,7 @@ def _require_separable(config: EngineConfig) -> None:
 
 
 def _share(config: EngineConfig, place: EnginePlace, count: int) -> EngineConfig:
-    """Divide the memory that `count` engines have in common: the host's, and the KV cache where it is there too."""
+    """Divide the memory that `count` engines share: the host's, and the KV cache if it is in host memory too."""
     kv = {}
     if place.cores:
         kv["gpu_memory_utilization"] = config.gpu_memory_utilization / count
@@ -258,12 +258,12 @@ def _share(config: EngineConfig, place: EnginePlace, count: int) -> EngineConfig
 
 
 def _joined_progress(progress: StartProgress, count: int) -> Sequence[StartProgress]:
-    """Return what each engine reports to, so that `progress` is told sums."""
+    """Return the progress callback of each engine, so that `progress` receives sums."""
     seen: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
 
     def report(index: int, phase: str, done: int, size: int) -> None:
         seen[index][phase] = (done, size)
-        # Who has not begun the phase will have as much to do.
+        # Engines that have not begun the phase will have as much to do.
         known = [each[phase] for each in seen if phase in each]
         progress(phase, sum(part for part, _ in known), size * (count - len(known)) + sum(whole for _, whole in known))
 

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class _QueueInbox:
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[ClientMessage | None] = queue.SimpleQueue()
-        """Messages of the client; None ends a wait without a message."""
+        """Messages from the client; None ends a wait without a message."""
 
     def receive(self, timeout: float) -> list[ClientMessage]:
         messages: list[ClientMessage | None] = []
@@ -43,11 +43,11 @@ class _QueueInbox:
 
 
 class InprocClient(SingleEngineClient):
-    """Speaks to an engine that runs in a thread.
+    """Client of an engine that runs in a thread.
 
-    A step that fails ends that engine; another is loaded in its place and takes up its requests. A step that stalls
-    ends all requests for good: a thread cannot be ended from outside and keeps the model's memory, so only a process of
-    its own (`fd_core.engine.clients.process`) lets an engine be replaced then.
+    A step that fails ends that engine; another one is loaded and resumes its requests. A step that stalls ends all
+    requests for good: a thread cannot be ended from outside and keeps the model's memory, so only a separate process
+    (`fd_core.engine.clients.process`) allows an engine to be replaced then.
     """
 
     def __init__(self, config: EngineConfig, path: Path | None) -> None:
@@ -77,7 +77,7 @@ class InprocClient(SingleEngineClient):
                 self._send(Shutdown(drain=True))
                 await asyncio.to_thread(self._thread.join, drain_seconds)
             self._send(Shutdown(drain=False))
-            # A thread that is stuck in a step is left behind; it is a daemon.
+            # A thread that is stuck in a step is abandoned; it is a daemon.
             await asyncio.to_thread(self._thread.join, max(self._config.watchdog_seconds, 1.0))
         for task in self._tasks:
             task.cancel()
@@ -89,7 +89,7 @@ class InprocClient(SingleEngineClient):
         self._inbox.queue.put(message)
 
     async def _start(self, progress: StartProgress) -> None:
-        """Load an engine for the next epoch and run it in a thread of its own."""
+        """Load an engine for the next epoch and run it in a separate thread."""
         self._epoch += 1
         inbox = _QueueInbox()
         engine = await asyncio.to_thread(self._load, progress, inbox)
@@ -113,7 +113,7 @@ class InprocClient(SingleEngineClient):
         failure: EngineDead | None = None
         try:
             serve_engine(engine, inbox, self._deliver)
-        except Exception as error:  # noqa: BLE001 - the last frame of the thread: tell the readers, then end
+        except Exception as error:  # noqa: BLE001 - the last frame of the thread: notify the readers, then end
             _log.exception("the engine failed")
             failure = error if isinstance(error, EngineDead) else EngineDead(str(error))
             if not isinstance(error, DeviceStalled):
@@ -156,7 +156,7 @@ class InprocClient(SingleEngineClient):
             raise EngineDead(f"{type(error).__name__}: {error}") from error
 
     async def _watch(self) -> None:
-        """Give up when requests wait and the thread gives no sign for longer than the watchdog allows."""
+        """Give up if requests wait and the thread is silent for longer than the watchdog allows."""
         patience = self._config.watchdog_seconds
         busy_since: float | None = None
         while True:
@@ -167,7 +167,7 @@ class InprocClient(SingleEngineClient):
                 continue
             busy_since = now if busy_since is None else busy_since
             silent = now - max(busy_since, self._last_sign)
-            # The engine's own watch over its device fires first, because its error says more.
+            # The engine's own watchdog of its device fires first, because its error is more specific.
             if silent >= 1.5 * patience:
                 self._give_up(f"the engine gave no sign for {silent:.0f} s while requests were running")
 
@@ -177,7 +177,7 @@ class InprocClient(SingleEngineClient):
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Give up if a task failed: nothing restarts the engine or watches over it any more."""
+        """Give up if a task failed: the engine is no longer restarted or monitored."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task that watches over the engine failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""Opens engines where the settings want them: in processes of their own, or one in a thread."""
+"""Opens engines as configured: in separate processes, or one in a thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def open_client(
     """Start engines for the checkpoint at `path` and return their client once all are ready.
 
     `where` is `process` or `inproc`; `path` is None only for backends that need no checkpoint. `begun` is a process for
-    the one engine, if its holder began one while it looked for the model. Raises what loading raises: `ConfigError`,
+    the one engine, if the caller started one while finding the model. Raises the errors of loading: `ConfigError`,
     `ModelError`, `PluginError`.
     """
     report = progress or (lambda *_: None)

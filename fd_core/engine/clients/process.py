@@ -1,4 +1,4 @@
-"""The process boundary: an engine in a process of its own, spoken to over sockets that no other process can reach."""
+"""The process boundary: an engine in a separate process, connected by sockets that no other process can reach."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fd_core.launching.message_stream import MessageSocket
 
 _log = logging.getLogger(__name__)
 _START_SECONDS = 600.0
-"""An engine is taken for stuck after so long without a sign of its start."""
+"""Timeout of a start without any progress message, in seconds."""
 _LOOKS: Final = 4
-"""Looks at an engine within the shortest time that it may be silent."""
+"""Polls of an engine within the shortest time that it may be silent."""
 _LAST_WORDS_SECONDS: Final = 0.2
-"""Messages of a dead process that arrive within so long of each other are still read."""
+"""Messages of a dead process are still read if the gaps between them are at most this long, in seconds."""
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(messages.EngineMessage)
 
 
 class ProcessClient(SingleEngineClient):
-    """Speaks to an engine in a child process; if it dies, starts another that takes up its requests in a new epoch."""
+    """Client of an engine in a child process; if it dies, another one resumes its requests in a new epoch."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class ProcessClient(SingleEngineClient):
         self._begun = begun
         self._process: EngineProcess | None = None
         self._ready = asyncio.Event()
-        """Set while the engine of this epoch serves."""
+        """Set while the engine of this epoch is ready."""
         self._end: asyncio.Future[FdError] = asyncio.get_running_loop().create_future()
-        """Why the engine of this epoch is over."""
+        """Why the engine of this epoch ended."""
         self._watch: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._closing = False
@@ -65,7 +65,7 @@ class ProcessClient(SingleEngineClient):
         place: EnginePlace | None = None,
         begun: EngineProcess | None = None,
     ) -> ProcessClient:
-        """Wait for a process that computes at `place`, everywhere if None: for the one that was `begun`, if any."""
+        """Wait for a process that computes at `place`, anywhere if None: the process `begun` if there is one."""
         client = cls(config, path, progress, place, begun)
         try:
             await client._start()
@@ -102,7 +102,7 @@ class ProcessClient(SingleEngineClient):
         self._socket.send(_ENCODER.encode(message))
 
     async def _start(self) -> None:
-        """Start a process for the next epoch. Raises `EngineDead` if it ends or stalls, and what loading raises."""
+        """Start a process for the next epoch. Raises `EngineDead` if it ends or stalls, and the errors of loading."""
         self._epoch += 1
         self._ready.clear()
         self._end = asyncio.get_running_loop().create_future()
@@ -139,7 +139,7 @@ class ProcessClient(SingleEngineClient):
                 raise message.error()
 
     def _failed(self, error: Exception) -> None:
-        if self._end.done() or isinstance(error, EOFError):  # whoever watches over the process notes how it ended
+        if self._end.done() or isinstance(error, EOFError):  # the task that monitors the process records how it ended
             return
         if isinstance(error, FdError):
             self._end.set_result(error)
@@ -147,7 +147,7 @@ class ProcessClient(SingleEngineClient):
             self._end.set_exception(error)
 
     async def _watch_over(self, process: asyncio.subprocess.Process, socket: MessageSocket) -> None:
-        """Note the end of the process, and a silence that is longer than the watchdog, or a start, allows."""
+        """Record the end of the process, or a silence longer than the watchdog, or a start, allows."""
         watchdog = self._config.watchdog_seconds
         pause = min(watchdog, _START_SECONDS) / _LOOKS
         death = asyncio.create_task(process.wait())
@@ -157,7 +157,7 @@ class ProcessClient(SingleEngineClient):
                 serving, received, busy = self._ready.is_set(), socket.received, self.active_requests > 0
                 await asyncio.wait({death}, timeout=pause)
                 expected = not serving or (busy and self.active_requests > 0)
-                # Pauses are counted, not seconds: this process may have stood still itself.
+                # Polls are counted, not seconds: this process may have been suspended itself.
                 silent = silent + pause if expected and socket.received == received else 0.0
                 allowed = watchdog if serving else _START_SECONDS
                 if silent >= allowed:
@@ -165,19 +165,19 @@ class ProcessClient(SingleEngineClient):
                     self._failed(EngineDead(f"the engine gave no sign for {allowed:g} s {doing}"))
                     return
             while True:
-                # What the process sent before its end may still be on its way.
+                # Messages sent by the process before its end may still be in transit.
                 received = socket.received
                 await asyncio.sleep(_LAST_WORDS_SECONDS)
                 if socket.received == received:
                     break
             self._failed(EngineDead(f"the engine's process ended with exit code {process.returncode}"))
-        except Exception as error:  # noqa: BLE001 - an engine that nothing watches over is started anew
+        except Exception as error:  # noqa: BLE001 - an engine without a monitor is restarted
             self._failed(EngineDead(f"the watch over the engine failed: {type(error).__name__}"))
         finally:
             death.cancel()
 
     async def _keep(self) -> None:
-        """Wait for the end of the engine and start another, which takes up its requests."""
+        """Wait for the end of the engine and start another one, which resumes its requests."""
         gave_up: str | None = None
         try:
             while True:
@@ -191,7 +191,7 @@ class ProcessClient(SingleEngineClient):
                     return
                 _log.warning("%s restarted as epoch %d", self._place.name, self._epoch)
         finally:
-            # Whatever ended this task: no request may wait for an engine that nobody starts.
+            # Whatever ended this task: no request may wait for an engine that will never start.
             if not self._closing:
                 self._gave_up(gave_up or "the engine is no longer watched; restart the server")
 
@@ -200,7 +200,7 @@ class ProcessClient(SingleEngineClient):
         self._progress = lambda *_: None
         try:
             await self._start()
-        except OSError as error:  # for want of descriptors, processes or memory, which may come back
+        except OSError as error:  # out of descriptors, processes or memory, which may be temporary
             raise EngineDead(f"its process cannot be started: {(error.strerror or str(error)).lower()}") from error
 
     async def _reap(self) -> None:

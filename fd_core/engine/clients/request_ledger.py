@@ -1,7 +1,7 @@
-"""Notes the tokens that each live request was delivered, so that another epoch of the engine can resume the request.
+"""Records the tokens delivered to each live request, so that another epoch of the engine can resume the request.
 
-Pure, as the scheduler is. The client of an engine owns the ledger, because only the client knows which tokens reached
-their reader, and it outlives every epoch. A new epoch gets a request with the tokens of the epochs before and admits it
+Pure, like the scheduler. The client of an engine owns the ledger, because only the client knows which tokens reached
+their reader, and it outlives every epoch. A new epoch gets a request with the tokens of earlier epochs and admits it
 like a request that returns from a preemption, so its reader sees one golden stream (the protocol's sections 1.1, 1.8
 and 4).
 """
@@ -15,12 +15,12 @@ import msgspec
 from fd_core.types import Delta, FinishReason, RequestSpec
 
 MAX_DEATHS_IN_VAIN = 2
-"""A request is given up when so many epochs gave it a slot and died before they gave it a token: the request may be
-what kills them. Epochs in which it only waited do not count, and an epoch that gives it a token resets the count.
+"""Deaths of epochs that admitted a request without giving it a token, after which it is given up: the request may be
+the cause. Epochs in which it only waited do not count, and an epoch that gives it a token resets the count.
 After the first of these deaths the request is a suspect. An epoch gets one suspect at a time, so that a request which
-merely ran beside the cause is not given up with it."""
+merely ran alongside the cause is not given up with it."""
 MAX_DEATHS = 5
-"""A request is given up when so many epochs died before its end, whether it waited or ran and got tokens or not."""
+"""Deaths of epochs before its end, after which a request is given up, whether it waited, ran or got tokens."""
 
 
 class _LiveRequest(msgspec.Struct):
@@ -29,19 +29,19 @@ class _LiveRequest(msgspec.Struct):
     spec: RequestSpec
     delivered: list[int]
     told_cached: bool = False
-    """Whether the reader knows how much of the prompt was cached; what later epochs say of it is left out."""
+    """True if the cached tokens of the prompt were reported; reports of later epochs are omitted."""
     aborting: bool = False
     admitted: bool = False
-    """Whether the current epoch gave the request a slot."""
+    """True if the current epoch gave the request a slot."""
     advanced: bool = False
-    """Whether the current epoch gave the request a token."""
+    """True if the current epoch gave the request a token."""
     deaths: int = 0
     in_vain: int = 0
     """Epochs since the last token that gave it a slot and died."""
 
     @property
     def suspected(self) -> bool:
-        """Whether the request may be what killed the epoch before, and has not got a token since."""
+        """True if the request may have killed the previous epoch, and has not got a token since."""
         return self.in_vain > 0 and not self.advanced
 
 
@@ -51,9 +51,9 @@ class RequestLedger:
     def __init__(self) -> None:
         self._entries: dict[str, _LiveRequest] = {}
         self.suspects_held: dict[str, None] = {}
-        """Suspects that the current epoch does not know yet, in order of arrival."""
+        """Suspects not yet submitted to the current epoch, in order of arrival."""
         self._tried = ""
-        """The suspect that the current epoch was given last."""
+        """The suspect submitted to the current epoch last."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._entries
@@ -65,17 +65,17 @@ class RequestLedger:
         return iter(self._entries)
 
     def begin(self, spec: RequestSpec) -> None:
-        """A request starts."""
+        """Add a request."""
         self._entries[spec.request_id] = _LiveRequest(spec, list(spec.delivered))
 
     def admitted(self, request_ids: Iterable[str]) -> None:
-        """The current epoch gave these requests slots; if it dies now, one of them may be the cause."""
+        """Record that the current epoch gave these requests slots; if it dies now, one of them may be the cause."""
         for request_id in request_ids:
             if (entry := self._entries.get(request_id)) is not None:
                 entry.admitted = True
 
     def deliver(self, delta: Delta) -> Delta | None:
-        """Note a delta of the current epoch and return it as its reader is to see it; None if nobody reads it."""
+        """Record a delta of the current epoch and return it as its reader should see it; None without a reader."""
         entry = self._entries.get(delta.request_id)
         if entry is None:
             return None
@@ -93,17 +93,17 @@ class RequestLedger:
         return delta
 
     def aborting(self, request_ids: Iterable[str]) -> None:
-        """The engine was asked to abort these requests; if it dies first, they end as aborted all the same."""
+        """Record that these requests are being aborted; if the engine dies first, they end as aborted all the same."""
         for request_id in request_ids:
             self._entries[request_id].aborting = True
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that nobody reads any more, or that was ended elsewhere."""
+        """Forget a request that has no reader any more, or that was ended elsewhere."""
         self._entries.pop(request_id, None)
         self.suspects_held.pop(request_id, None)
 
     def died(self, reason: str) -> list[Delta]:
-        """The epoch died of `reason`; return the last deltas of the requests that no other epoch gets."""
+        """Record the death of the epoch; return the last deltas of the requests that are not resubmitted."""
         known = [entry for name, entry in self._entries.items() if name not in self.suspects_held]
         ends = [end for entry in known if (end := _end_by_death(entry, reason)) is not None]
         for end in ends:
@@ -118,7 +118,7 @@ class RequestLedger:
         return [_resumed(entry) for name, entry in self._entries.items() if name not in self.suspects_held]
 
     def next_suspect(self) -> RequestSpec | None:
-        """Return the suspect that the current epoch is to try next; None while it tries one, or if none is left."""
+        """Return the suspect that the current epoch should try next; None while it tries one, or if none is left."""
         if not self.suspects_held or ((tried := self._entries.get(self._tried)) is not None and tried.suspected):
             return None
         self._tried = next(iter(self.suspects_held))

@@ -1,1 +1,1 @@
-"""An engine in a process of its own, and the messages to and from it."""
+"""An engine in a separate process, and the messages to and from it."""

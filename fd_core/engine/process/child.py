@@ -1,4 +1,4 @@
-"""An engine's own process, run by `fd_core.launching.child`: `-m fd_core.engine.process.child BACKEND`."""
+"""Entry point of an engine's process, run by `fd_core.launching.child`: `-m fd_core.engine.process.child BACKEND`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fd_core.plugins import installed_plugins
 
 _log = logging.getLogger(__name__)
 _LINGER_SECONDS: Final = 2.0
-"""How long the last words of an engine may take to leave."""
+"""Time to flush the last messages of an engine, in seconds."""
 _IDLE_SECONDS: Final = 60.0
 
 
@@ -47,16 +47,16 @@ class _SocketInbox:
         messages: list[ClientMessage] = []
         while (frames := stream.receive()) is not None:
             messages += map(self._decoder.decode, frames)
-        # Without a client there is nobody to compute for.
+        # Without a client there is nothing to compute.
         return [*messages, Shutdown(drain=False)] if stream.ended else messages
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full of calls already
+        with contextlib.suppress(BlockingIOError):  # wake-ups are pending already
             os.write(self._wake, b"\0")
 
 
 def main(backend: str) -> int:
-    """Serve the client behind standard input; the framework of `backend` is imported before it knows what to load."""
+    """Serve the client at the other end of standard input; the framework of `backend` is imported before `Start`."""
     become_child()
     stream = MessageStream.to_parent()
     inbox, encoder = _SocketInbox(stream), msgspec.msgpack.Encoder()
@@ -69,7 +69,7 @@ def main(backend: str) -> int:
         while not (messages := inbox.receive(_IDLE_SECONDS)):
             pass
         if not isinstance(start := messages[0], Start):
-            return 0  # whoever began this process found no model for it
+            return 0  # the parent found no model for this process
         path = Path(start.path) if start.path is not None else None
         engine = load_engine(
             start.config,
@@ -79,7 +79,7 @@ def main(backend: str) -> int:
             wake=inbox.wake,
             admitted=tells_admissions(send, start.epoch),
         )
-        # Loaded objects live as long as the process: the garbage collector need not visit them during a step.
+        # Loaded objects live as long as the process: the garbage collector need not scan them during a step.
         gc.collect()
         gc.freeze()
         send(Ready(engine.info))
@@ -92,7 +92,7 @@ def main(backend: str) -> int:
         hint = "give it more memory, lower --max-num-batched-tokens, or take a smaller model or weights of fewer bits"
         send(Fault("the engine's process has no memory left", hint=hint))
         return 1
-    except Exception as error:  # noqa: BLE001 - last frame of the process: tell the client, then end
+    except Exception as error:  # noqa: BLE001 - last frame of the process: notify the client, then end
         _log.exception("the engine failed")
         send(Fault(f"{type(error).__name__}: {error}"))
         return 1

@@ -1,4 +1,4 @@
-"""An engine's process as its client holds it: begun before the model is known, told later what to load."""
+"""An engine's process as its client holds it: started before the model is known, which it receives later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EngineProcess:
     def __init__(self, process: asyncio.subprocess.Process, own: socket.socket) -> None:
         self.process = process
         self.socket = own
-        """Speaks to the engine, which ends once it is closed: by whoever reads it, and by `close`."""
+        """Connected to the engine, which ends once it is closed: by its reader, and by `close`."""
 
     @classmethod
     async def begin(cls, backend: str, place: EnginePlace | None = None) -> EngineProcess:
@@ -49,7 +49,7 @@ class EngineProcess:
 
 @asynccontextmanager
 async def begun_process(backend: str, *, wanted: bool = True) -> AsyncIterator[EngineProcess | None]:
-    """Begin an engine's process for the block, which looks for the model meanwhile; None unless it is `wanted`."""
+    """Start an engine's process for the block, which finds the model meanwhile; None unless it is `wanted`."""
     begun = await EngineProcess.begin(backend) if wanted else None
     try:
         yield begun

@@ -25,7 +25,7 @@ from fd_core.types.metrics import gauge
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine runs, told once when it is ready."""
+    """Properties of an engine, sent once when it is ready."""
 
     model: str
     architecture: str
@@ -34,22 +34,22 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     backend_reason: str
     scheduler: str = "continuous"
     postprocess: str | None = None
-    """None for the one that belongs to the backend's framework."""
+    """None for the default of the backend's framework."""
     device: str
-    """A line about what computes; it has the word "emulated" where that is so."""
+    """A line about the device; it contains the word "emulated" if it is."""
     dtype: str
     dtype_reason: str = ""
-    """Why this dtype was chosen; empty where the backend does not say."""
+    """Why this dtype was chosen; empty if the backend gives no reason."""
     weights: tuple[WeightUse, ...] = ()
-    """In which forms weights are stored and computed, the most parameters first."""
+    """Formats in which weights are stored and computed, the most parameters first."""
     weight_formats: tuple[str, ...] = ()
-    """Packed formats that the backend computes."""
+    """Packed formats that the backend supports."""
     kv_dtype: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     model_max_len: int = 0
-    """Tokens of context that the model was made for; 0 if that is not known."""
+    """Context length that the model was trained for, in tokens; 0 if unknown."""
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
@@ -60,24 +60,24 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_store: str | None = None
     """A line about the KV store, without secrets."""
     kv_store_answers: bool = True
-    """Whether it could be used when the engine started."""
+    """True if the store was reachable when the engine started."""
     role: str = "mixed"
     """`mixed`, `prefill` or `decode`."""
     kv_port: int | None = None
-    """Where decode workers reach a prefill worker's transfers."""
+    """Port of a prefill worker for the transfers of decode workers."""
     kv_connector: str | None = None
-    """How KV comes to a decode worker."""
+    """Connector that carries KV to a decode worker."""
     emulated: bool = False
-    """The backend computes on another device than the one it is for, and results say nothing about that one."""
+    """True if the backend computes on another device than its target; results do not apply to that one."""
     kv_events: bool = False
-    """Whether it tells which prefixes its device holds."""
+    """True if it publishes the prefixes in its device cache."""
     state_size: int = 0
-    """Elements of the vector that a text becomes."""
+    """Elements of an embedding."""
     vectors: VectorSettings = VectorSettings()
     generates: bool = True
-    """Whether it makes texts; false for a checkpoint without an output projection."""
+    """True if it generates text; false for a checkpoint without an output projection."""
     structured_output: bool = True
-    """Whether it takes grammars."""
+    """True if it supports grammars."""
     adapters: tuple[AdapterInfo, ...] = ()
     lora_folder: str | None = None
     """Folder from which more may be loaded; None for none."""
@@ -85,7 +85,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseStats(msgspec.Struct, frozen=True, kw_only=True):
-    """KV that travels between workers; counters only grow within an epoch."""
+    """KV transfers between workers; counters only grow within an epoch."""
 
     open: Annotated[int, gauge("kv_leases_open", "KV leases between prefill and decode workers in progress.")] = 0
     receiver: ReceiverStats | None = None
@@ -99,31 +99,31 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv: TierStats | None = None
     """KV outside the device; None if none is kept there."""
     leases: LeaseStats | None = None
-    """KV that travels between workers; None for a worker that prefills and decodes."""
+    """KV transfers between workers; None for a worker that prefills and decodes."""
     observer: ObserverStats | None = None
     grammars: CompilerStats | None = None
-    """None where structured output is switched off."""
+    """None if structured output is disabled."""
     masks: MaskStats | None = None
     compilations: CompilationStats | None = None
     """None for a pack in which nothing compiles."""
 
 
 class StepEvents(msgspec.Struct, frozen=True, tag="step"):
-    """Everything that one step has for the clients, in one message."""
+    """All events of one step for the clients, in one message."""
 
     deltas: list[Delta]
     stats: EngineStats | None = None
     epoch: int = 1
     admitted: tuple[str, ...] = ()
-    """Requests that entered a slot; told before the step that computes them, which may be the engine's last."""
+    """Requests that entered a slot; sent before the step that computes them, which may be the engine's last."""
     kv: tuple[KVEvent, ...] = ()
-    """Which prefixes the device came to hold and lost, if somebody wants to know."""
+    """Prefixes added to and evicted from the device cache, if a client needs them."""
     prefills: tuple[PrefillTrace, ...] = ()
-    """Jobs of decode workers that are traced and over."""
+    """Traced jobs of decode workers that are over."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The engine serves."""
+    """The engine is ready."""
 
     info: EngineInfo
 
@@ -137,7 +137,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
-    """The engine, or one of its ranks, cannot start or go on."""
+    """The engine, or one of its ranks, cannot start or continue."""
 
     message: str
     field: str | None = None
@@ -146,7 +146,7 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
 
     @classmethod
     def of(cls, error: FdError) -> Fault:
-        """Return what is sent in place of an error; `error` restores it."""
+        """Return the message that represents an error; `error` restores it."""
         return cls(error.message, error.field, error.hint, error.exit_code)
 
     def error(self, prefix: str = "") -> FdError:
@@ -180,24 +180,24 @@ class ChangeAdapters(msgspec.Struct, frozen=True, tag="change-adapters"):
     """Load a LoRA adapter, or unload the one of that name."""
 
     ticket: int
-    """Told with the answer."""
+    """Returned in the response."""
     name: str
     path: str | None
     """None unloads."""
 
 
 class AdaptersChanged(msgspec.Struct, frozen=True, tag="adapters-changed"):
-    """The answer to `ChangeAdapters`."""
+    """The response to `ChangeAdapters`."""
 
     ticket: int
     adapters: tuple[AdapterInfo, ...]
-    """All that requests may ask for now."""
+    """All adapters that requests may select now."""
     error: str | None = None
     field: str | None = None
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Stop once nothing runs, or at once if `drain` is false."""
+    """Stop once all requests have ended, or at once if `drain` is false."""
 
     drain: bool = True
 
@@ -212,12 +212,12 @@ class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
 
 
 def encode_array(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], str, bytes]:
-    """Be msgspec's `enc_hook` for messages with arrays: return shape, type character and values in C order."""
+    """Serve as msgspec's `enc_hook` for messages with arrays: return shape, type character and values in C order."""
     return array.shape, array.dtype.char, array.tobytes()
 
 
 def decode_array(_: type, packed: tuple[tuple[int, ...], str, bytes]) -> npt.NDArray[Any]:
-    """Be msgspec's `dec_hook`: return the array of which `encode_array` made `packed`."""
+    """Serve as msgspec's `dec_hook`: return the array from which `encode_array` made `packed`."""
     shape, dtype, values = packed
     return np.frombuffer(values, dtype).reshape(shape)
 
@@ -234,6 +234,6 @@ def encode_output(output: StepOutput | EngineDead) -> bytes:
 
 
 def decode_output(frame: bytes) -> StepOutput | EngineDead:
-    """Return what `encode_output` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
+    """Return the argument of `encode_output`. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
     read = _DECODER.decode(frame)
     return EngineDead(read.reason, field=read.field) if isinstance(read, _Failure) else read

@@ -1,4 +1,4 @@
-"""The engine's own loop: takes messages, makes steps, sends what they delivered.
+"""The engine's main loop: receives messages, runs steps, sends their results.
 
 The same loop runs in the engine's process and, with `--engine inproc`, in a thread.
 """
@@ -30,24 +30,24 @@ class Inbox(Protocol):
 
 
 def tells_admissions(send: Callable[[messages.EngineMessage], None], epoch: int) -> AdmissionSink:
-    """Return what tells the client which requests the engine of this epoch gives a slot."""
+    """Return a callback that notifies the client of the requests to which the engine of this epoch gives a slot."""
     return lambda admitted: send(messages.StepEvents([], epoch=epoch, admitted=admitted))
 
 
 class EngineService:
-    """What an engine does with messages, and what it tells after a turn. The caller makes the steps and keeps time."""
+    """Message handling of an engine, and its reports after each turn. The caller runs the steps and keeps time."""
 
     def __init__(self, engine: Engine, send: Callable[[messages.EngineMessage], None]) -> None:
         self.engine = engine
         self.stopping = False
-        """Whether the engine takes no more requests and ends once it is idle."""
+        """True if the engine accepts no more requests and ends once it is idle."""
         self._send = send
         self._last_stats = 0.0
         self._told: messages.EngineStats | None = None
         self._was_busy = True
 
     def take(self, received: Iterable[messages.ClientMessage]) -> list[Delta]:
-        """Do what the client asks for; return the last deltas of requests that ended by it."""
+        """Apply the client's messages; return the last deltas of requests that they ended."""
         engine, deltas = self.engine, []
         for message in received:
             match message:
@@ -64,12 +64,12 @@ class EngineService:
         return deltas
 
     def tell(self, deltas: list[Delta], now: float) -> bool:
-        """Send what a turn delivered, statistics now and then; return whether there is work. `now` in seconds."""
+        """Send the results of a turn, and periodic statistics; return True if there is work. `now` in seconds."""
         engine = self.engine
         busy = engine.has_work
         news: messages.EngineStats | None = None
         # Statistics are sent as soon as the engine turns idle, so that gauges are exact whenever nothing runs. Writes
-        # to a KV store go on after that, so an idle engine sends changes as well.
+        # to a KV store continue after that, so an idle engine sends changes as well.
         if now - self._last_stats >= _STATS_SECONDS or (self._was_busy and not busy):
             stats, self._last_stats = engine.stats(), now
             if stats != self._told:
@@ -85,7 +85,7 @@ class EngineService:
 def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[messages.EngineMessage], None]) -> None:
     """Serve until a `Shutdown` arrives. An error of a step ends the loop: the client sees a dead engine."""
     service = EngineService(engine, send)
-    # Whoever looks before the first request finds statistics too.
+    # Statistics are available before the first request, too.
     busy = service.tell([], time.monotonic())
     while busy or not service.stopping:
         deltas = service.take(inbox.receive(0.0 if busy else _IDLE_SECONDS))

@@ -1,4 +1,4 @@
-"""Entry point of a rank's own process: `python -m fd_core.engine.ranks.child`, launched by `leading`."""
+"""Entry point of a rank's process: `python -m fd_core.engine.ranks.child`, launched by `leading`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from fd_core.runner.runner import Runner, RunnerAdapters
 _log = logging.getLogger(__name__)
 _LINGER_MS: Final = 2000
 _SIGN_SECONDS: Final = 0.5
-"""Between two signs of a rank that loads."""
+"""Interval between two heartbeats of a rank that loads, in seconds."""
 
 
 def main() -> int:
-    """Execute what rank 0 says until it is gone."""
+    """Execute the orders of rank 0 until it disconnects."""
     become_child()
     door = msgspec.json.decode(os.environ.pop(messages.RANK_DOOR), type=messages.RankDoor)
     context = zmq.Context(1)
@@ -54,7 +54,7 @@ def main() -> int:
     try:
         runner = _load(start, group, steps, say, copies.came_to)
         copies.begin(runner.cache)
-        # Loaded objects live as long as the process: the garbage collector need not visit them during a step.
+        # Loaded objects live as long as the process: the garbage collector need not scan them during a step.
         gc.collect()
         gc.freeze()
         say(messages.RankReady())
@@ -62,11 +62,11 @@ def main() -> int:
     except FdError as error:
         say(Fault.of(error))
     except RanksApart as error:
-        if not group.abandoned:  # else another rank has said, or cannot say any more, what happened
+        if not group.abandoned:  # else another rank has reported the cause, or cannot any more
             say(Fault(str(error)))
     except MemoryError as error:
         say(Fault("it has no memory left" + (f": {error}" if str(error) else "")))
-    except Exception as error:  # noqa: BLE001 - last frame of the process: tell rank 0, then end
+    except Exception as error:  # noqa: BLE001 - last frame of the process: notify rank 0, then end
         _log.exception("rank %d failed", start.rank)
         say(Fault(f"{type(error).__name__}: {error}"))
     group.abandon()
@@ -91,7 +91,7 @@ def _load(
     say: Callable[[messages.RankMessage], None],
     progress: StartProgress,
 ) -> Runner:
-    """Load this rank's share of the model, and allocate what rank 0 decides."""
+    """Load this rank's share of the model, and allocate memory within the limits of rank 0."""
     path = Path(start.path) if start.path is not None else None
     computing = Computing(start.config, path, progress, group)
     say(computing.loaded())
@@ -131,7 +131,7 @@ def _hold(adapters: RunnerAdapters, asked: messages.HoldAdapters) -> messages.Ad
 
 
 class _Copies:
-    """The thread that says that this rank goes on while it loads, and then copies blocks while steps are executed."""
+    """The thread that sends heartbeats while this rank loads, and then copies blocks while steps are executed."""
 
     def __init__(self, socket: Socket) -> None:
         self._socket = socket

@@ -1,4 +1,4 @@
-"""The groups in which ranks exchange what they computed: over memory of this machine, or over the network."""
+"""Groups in which ranks exchange results: over shared memory of this machine, or over the network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def opened_group(
     size: int, seconds: float, transport: str, host: str = "127.0.0.1"
 ) -> tuple[RankGroup, int | RankMeeting]:
-    """Return rank 0's end of a new group, and what the other ranks are told of it; see `EngineConfig.rank_transport`.
+    """Return rank 0's end of a new group, and the address for the other ranks; see `EngineConfig.rank_transport`.
 
     A descriptor is the caller's to close once the other ranks have opened its memory; `host` is where ranks meet
     if they do not share memory. Raises `ConfigError`, or `OSError`.
@@ -28,9 +28,9 @@ def opened_group(
 
 
 def joined_group(parallel: Parallel, place: str | RankMeeting, seconds: float) -> RankGroup:
-    """Return another rank's end of a group that rank 0 has opened; others are awaited for `seconds`.
+    """Return another rank's end of a group that rank 0 has opened; the other ranks must join within `seconds`.
 
-    `place` may be the path of their memory. Raises `ConfigError`, `OSError`, or `RuntimeError` if nobody is at the
+    `place` may be the path of their memory. Raises `ConfigError`, `OSError`, or `RuntimeError` if no rank is at the
     meeting.
     """
     if isinstance(place, RankMeeting):

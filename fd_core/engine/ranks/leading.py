@@ -1,10 +1,10 @@
-"""Rank 0's side: it starts the other ranks, tells them what to execute, and compares what they made of it.
+"""Rank 0's side: it starts the other ranks, sends them what to execute, and compares their results.
 
     plan --frame--> ranks           every rank executes it; sums and gathers keep them together
-    output, digests <-- ranks       equal, or the engine is at fault and starts again with all ranks
+    output, digests <-- ranks       equal, or the engine is at fault and restarts with all ranks
 
-A rank that ends abandons the group, so that no other waits for it; one that stands still is noticed by whoever waits
-for it, within `EngineConfig.rank_seconds`.
+A rank that ends abandons the group, so that no other rank waits for it; one that stalls is detected by the rank that
+waits for it, within `EngineConfig.rank_seconds`.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _ON_PROCESSORS: Final = ("cpu", "reference", "null")
 _WATCH_SECONDS: Final = 1.0
 _LOOK_MS: Final = 50
 _CONNECT_MS: Final = 1000
-"""How often whoever waits for a rank looks whether it still runs."""
+"""Interval at which a wait for a rank checks that its process still runs."""
 _LAST_WORDS_SECONDS: Final = 1.0
-"""For which the reason of a rank that ended is waited for."""
+"""Timeout for the error message of a rank that ended, in seconds."""
 _IDLE_SECONDS: Final = 1.0
-"""After which a rank that had nothing to do is asked whether it goes on."""
+"""Idle time after which a rank without work gets a liveness check, in seconds."""
 _LOAD_SECONDS: Final = 300.0
-"""For which a rank that goes on may come no further while it loads, once rank 0 has loaded itself; less than what its
-client allows rank 0 to say nothing."""
+"""Time that a live rank may make no progress while it loads, after rank 0 has loaded itself; less than the silence
+that its client allows rank 0."""
 _RANK: Final = re.compile(r"rank \d+")
 _Message = TypeVar("_Message", messages.RankLoaded, messages.RankReady, messages.StepDigest, messages.AdaptersHeld)
 
@@ -93,12 +93,12 @@ def require_ranks(config: EngineConfig) -> None:
 
 
 class RankProcesses:
-    """The other ranks of an engine, one process each. Used from the thread that executes steps, copies of KV apart."""
+    """The other ranks of an engine, one process each. Used from the thread that executes steps, except to copy KV."""
 
     def __init__(self, config: EngineConfig, path: Path | None, environments: Sequence[Mapping[str, str]]) -> None:
-        """Start them; they load while rank 0 does. `environments`: what shows each rank its device, see `Backend`."""
+        """Start them; they load while rank 0 does. `environments`: variables that select each rank's device."""
         self._sockets_in_use = threading.Lock()
-        """A stage is told of plans while the thread that executes them tells what came of others."""
+        """A stage receives plans while the thread that executes them sends the outcomes of others."""
         self._seconds = config.rank_seconds
         self._closing = False
         self._folder = Path(tempfile.mkdtemp(prefix="fdcore-ranks-"))
@@ -114,12 +114,12 @@ class RankProcesses:
         self.wake: Callable[[], None] = lambda: None
         """Called on another thread when a rank ends."""
         self._unheard: set[int] = set()
-        """Ranks that were asked whether they go on and have not answered."""
+        """Ranks with a liveness check that is pending."""
         self._patience = Patience(self._seconds)
-        """How long they may take."""
+        """Timeout of these checks."""
         self._heard = time.monotonic()
         self._silent = ""
-        """What is to be said of a rank that did not copy in time."""
+        """Error message for a rank whose copy timed out."""
         try:
             self._start(config, path, environments)
         except (OSError, RuntimeError, LaunchError) as error:
@@ -135,28 +135,28 @@ class RankProcesses:
         return tuple(process.pid for process in self._processes)
 
     def loaded(self) -> list[messages.RankLoaded]:
-        """Wait until the other ranks have their weights. Raises what loading raised on one of them."""
+        """Wait until the other ranks have their weights. Raises the errors of loading on one of them."""
         told = [self._hear_loading(rank, messages.RankLoaded) for rank in self._ranks]
         if all(socket.poll(_CONNECT_MS, zmq.POLLOUT) for socket in self._copies):
-            # Nobody connects any more, and an engine that is killed leaves no files behind.
+            # No further rank connects, and an engine that is killed leaves no files behind.
             shutil.rmtree(self._folder, ignore_errors=True)
         return told
 
     def allocate(self, limits: Limits) -> None:
-        """Have the other ranks allocate what the limits say. Raises what that raised on one of them."""
+        """Have the other ranks allocate memory within the limits. Raises the errors of one of them."""
         self.tell(msgspec.msgpack.encode(limits))
         for rank in self._ranks:
             self._hear_loading(rank, messages.RankReady)
 
     def tell(self, frame: bytes) -> None:
-        """Send a frame to all other ranks. Any thread. One that is gone is missed by whoever waits for it."""
+        """Send a frame to all other ranks. Any thread. A lost rank is detected by the next wait for it."""
         with self._sockets_in_use:
             for socket in self._steps:
                 with contextlib.suppress(zmq.Again):
                     socket.send(frame, zmq.NOBLOCK)
 
     def compare(self, step: int, digest: bytes) -> None:
-        """Wait until the other ranks have executed a step. Raises `EngineDead` if one made something else of it."""
+        """Wait until the other ranks have executed a step. Raises `EngineDead` if the result of one differs."""
         for rank in self._ranks:
             heard = self._hear(rank, messages.StepDigest)
             if (heard.step, heard.digest) != (step, digest):
@@ -164,12 +164,12 @@ class RankProcesses:
         self._heard = time.monotonic()
 
     def await_ready(self) -> None:
-        """Wait until the other ranks have warmed up: what they compute then overwrites blocks that are copied to."""
+        """Wait until the other ranks have warmed up: their warm-up then overwrites blocks that are copied to."""
         for rank in self._ranks:
             self._hear(rank, messages.RankReady)
 
     def look(self) -> None:
-        """Ask idle ranks now and then whether they go on; never waits. Raises `EngineDead` if one is gone or silent."""
+        """Send liveness checks to idle ranks; never blocks. Raises `EngineDead` if one is gone or silent."""
         if self.group.abandoned:
             raise RanksApart("a rank is gone")
         now = time.monotonic()
@@ -187,7 +187,7 @@ class RankProcesses:
             self._patience.renew()
 
     def hold(self, adapters: Sequence[Adapter], known: Collection[Adapter]) -> str | None:
-        """Have the other ranks hold these adapters alone; return why one cannot and still holds the `known` ones."""
+        """Load these adapters alone into the other ranks; return why one cannot and still holds the `known` ones."""
         there = {adapter.digest for adapter in known}
         new = tuple(adapter for adapter in adapters if adapter.digest not in there)
         with self.together():
@@ -196,9 +196,9 @@ class RankProcesses:
         return next((f"rank {rank}: {answer.error}" for rank, answer in answers if answer.error is not None), None)
 
     def copy(self, requests: Sequence[tuple[int, list[bytes]]]) -> list[list[bytes]]:
-        """Have some ranks copy blocks, at the same time, and return their answers. One call at a time, any thread.
+        """Have some ranks copy blocks, at the same time, and return their responses. One call at a time, any thread.
 
-        Raises `EngineDead` if one of them does not answer: a later copy must not get its answer, nor may it write into
+        Raises `EngineDead` if one does not respond: a later copy must not get its response, nor may it write into
         blocks that have other owners by then.
         """
         for rank, parts in requests:
@@ -206,7 +206,7 @@ class RankProcesses:
         answers = []
         for rank, _ in requests:
             socket, patience = self._copies[rank - 1], Patience(self._seconds)
-            parts = [messages.SIGN]  # of its start, which nobody waited for
+            parts = [messages.SIGN]  # a heartbeat of its start that was not read yet
             while parts[0].startswith(messages.SIGN):
                 while self.group.abandoned or not socket.poll(_LOOK_MS):
                     if not self.group.abandoned and patience.is_over():
@@ -220,7 +220,7 @@ class RankProcesses:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """End all ranks if one fails: they start again together."""
+        """End all ranks if one fails: they restart together."""
         try:
             yield
         except RanksApart as error:
@@ -232,7 +232,7 @@ class RankProcesses:
             raise
 
     def reason(self, otherwise: str) -> str:
-        """Say why the ranks came apart: in the words of the rank at fault, if it had any."""
+        """Return why the ranks diverged: the error message of the rank at fault, if it sent one."""
         if self._silent:
             return self._silent
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
@@ -243,7 +243,7 @@ class RankProcesses:
                         if isinstance(message := self._receive(rank), Fault):
                             return f"rank {rank}: {message.message}"
             if self._ended and not 0 <= self._ended[0][1] < NODE_LOST:
-                break  # by a signal, or with its node: it has said nothing
+                break  # by a signal, or with its node: it sent no message
             time.sleep(_LOOK_MS / 1000)
         if not self._ended:
             return otherwise
@@ -251,7 +251,7 @@ class RankProcesses:
         return f"rank {rank} {self._processes[rank - 1].reason()}"
 
     def kill(self) -> None:
-        """End the processes at once, also those that stand still."""
+        """End the processes at once, including stalled ones."""
         for process in self._processes:
             process.kill()
 
@@ -274,7 +274,7 @@ class RankProcesses:
         return range(1, len(self._processes) + 1)
 
     def _start(self, config: EngineConfig, path: Path | None, environments: Sequence[Mapping[str, str]]) -> None:
-        """Launch the ranks, and tell them what they load once it is known where they are."""
+        """Launch the ranks, and send them what to load once their addresses are known."""
         size, network = config.num_ranks, config.distributed_executor_backend == "ray"
         launcher = self._launcher = installed_plugins().load(LAUNCHER, "ray" if network else "spawn")()
         host = next((node.address for node in launcher.nodes() if node.id == launcher.here), None)
@@ -307,27 +307,27 @@ class RankProcesses:
             self._steps[rank - 1].send(msgspec.json.encode(start))
 
     def _open_door(self, rank: int, host: str | None) -> messages.RankDoor:
-        """Open a rank's sockets: for this machine, or at an address for whoever has the keys that are made here."""
+        """Open a rank's sockets: for this machine, or at an address for clients with the keys generated here."""
         keys, addresses = None, []
         if host is not None:
             (public, secret), (own, own_secret) = zmq.curve_keypair(), zmq.curve_keypair()
             keys = (public.decode(), own.decode(), own_secret.decode())
         for kind, sockets in (("steps", self._steps), ("copies", self._copies)):
-            socket = open_socket(self._context, zmq.PAIR)  # what a dead rank does not read holds up nothing
+            socket = open_socket(self._context, zmq.PAIR)  # frames that a dead rank does not read block nothing
             sockets.append(socket)
             socket.rcvhwm = 0
             if host is None:
                 addresses.append(f"ipc://{self._folder}/{kind}-{rank}")
                 socket.bind(addresses[-1])
                 continue
-            # Nobody gets as far as a message without the public key, which is told to this rank alone.
+            # No client can send a message without the public key, which only this rank receives.
             socket.curve_server, socket.curve_publickey, socket.curve_secretkey = True, public, secret
             socket.bind(f"tcp://{host}:*")
             addresses.append(socket.get_string(zmq.LAST_ENDPOINT))
         return messages.RankDoor(addresses[0], addresses[1], keys)
 
     def _watch(self, rank: int, process: LaunchedProcess) -> None:
-        """Let nobody wait for a rank that has ended."""
+        """Stop all waits for a rank that has ended."""
         while (code := process.wait(_WATCH_SECONDS)) is None:
             if self._closing:
                 return
@@ -336,7 +336,7 @@ class RankProcesses:
         self.wake()
 
     def _hear_loading(self, rank: int, kind: type[_Message]) -> _Message:
-        """Return the next message of a rank that loads; it may take any time if it goes on and comes further."""
+        """Return the next message of a rank that loads; there is no timeout while it is alive and makes progress."""
         silent, still = Patience(2 * self._seconds), Patience(_LOAD_SECONDS)
         sign = b""
         while not self._ready_to(zmq.POLLIN, rank):
@@ -366,7 +366,7 @@ class RankProcesses:
             raise _dead(f"rank {rank} gave no sign for {2 * self._seconds:g} s while it loaded")
 
     def _ready_to(self, what: int, rank: int) -> bool:
-        """Look for a moment whether a rank can be told or has said something. Raises `EngineDead` if it is gone."""
+        """Poll briefly if a rank can be written to or read from. Raises `EngineDead` if it is gone."""
         if self._steps[rank - 1].poll(_LOOK_MS, what):
             return True
         if self.group.abandoned:
@@ -374,7 +374,7 @@ class RankProcesses:
         return False
 
     def _expect(self, rank: int, message: messages.RankMessage, kind: type[_Message]) -> _Message:
-        """Return a message that has to be of a kind. Raises what a fault says."""
+        """Return a message of the expected kind. Raises the error of a fault."""
         if isinstance(message, kind):
             return message
         if isinstance(message, Fault):
@@ -388,7 +388,7 @@ class RankProcesses:
 
 
 class LeadingRunner(Runner):
-    """The runner of rank 0: whatever it executes, the other ranks execute as well."""
+    """The runner of rank 0: the other ranks execute the same as it."""
 
     def __init__(
         self,
@@ -399,7 +399,7 @@ class LeadingRunner(Runner):
         *parts: Any,
         axis: int = -2,
     ) -> None:
-        """`shares` are those of KV, see `JoinedKVCache`; the rest is what a `Runner` is made of."""
+        """`shares` are those of KV, see `JoinedKVCache`; the rest are the arguments of a `Runner`."""
         super().__init__(ops, model, *parts)
         self.ranks = ranks
         """The other ranks, for audits and benchmarks."""
@@ -408,7 +408,7 @@ class LeadingRunner(Runner):
         self._leads = False
 
     def warm_up(self, progress: LoadProgress) -> float:
-        """Warm up, as every rank does by itself."""
+        """Warm up; every rank does so by itself."""
         with self.ranks.together():
             self.ranks.tell(messages.WARM_UP)
             seconds = super().warm_up(progress)
@@ -418,11 +418,11 @@ class LeadingRunner(Runner):
 
     @property
     def launches_ahead(self) -> bool:
-        """No: ranks compare what they sampled after each step."""
+        """False: ranks compare what they sampled after each step."""
         return False
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Compute one step on all ranks. Raises `EngineDead` if they come apart."""
+        """Compute one step on all ranks. Raises `EngineDead` if they diverge."""
         if not self._leads:
             return super().execute(plan)
         with self.ranks.together():
@@ -433,7 +433,7 @@ class LeadingRunner(Runner):
         return output
 
     def check(self) -> None:
-        """Raise `EngineDead` if a rank is gone or stands still: an idle engine must not pass for one that serves."""
+        """Raise `EngineDead` if a rank is gone or stalled: an idle engine must not report that it is healthy."""
         with self.ranks.together():
             self.ranks.look()
 
@@ -443,7 +443,7 @@ class LeadingRunner(Runner):
 
 
 class JoinedAdapters(RunnerAdapters):
-    """The adapters of all ranks: what one of them cannot hold, none does."""
+    """The adapters of all ranks: an adapter that one of them cannot hold, none does."""
 
     def __init__(self, ops: Ops, model: Model, cache: KVCache, ranks: RankProcesses) -> None:
         super().__init__(ops, model, cache)
@@ -461,10 +461,10 @@ class JoinedAdapters(RunnerAdapters):
 
 
 class JoinedKVCache(KVCache):
-    """The KV of all ranks as one cache, for copies: what is exported knows nothing of ranks."""
+    """The KV of all ranks as one cache, for copies: exports do not depend on ranks."""
 
     def __init__(self, own: KVCache, ranks: RankProcesses, shares: Sequence[tuple[int, int]], axis: int = -2) -> None:
-        """`shares`: first and end of what each rank keeps, KV heads if `axis` of exports is -2, layers if 1."""
+        """`shares`: first and end of each rank's share, KV heads if `axis` of exports is -2, layers if 1."""
         self.shape = joined_shape(own.shape, shares, axis)
         self.num_blocks = own.num_blocks
         self.spare_block = own.spare_block
@@ -478,7 +478,7 @@ class JoinedKVCache(KVCache):
         return self._own.layer(index)
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
-        """Copy blocks from all ranks; of ranks that keep the same, from the first."""
+        """Copy blocks from all ranks; of ranks with the same share, from the first."""
         first = [rank for rank, share in enumerate(self._shares) if share not in self._shares[:rank]]
         asked = messages.encode_blocks(blocks)
         parts = {self._shares[0]: self._own.export_blocks(blocks)}
@@ -506,7 +506,7 @@ class JoinedKVCache(KVCache):
 
 
 def joined_shape(own: KVShape, shares: Sequence[tuple[int, int]], axis: int = -2) -> KVShape:
-    """Return the shape of the KV of all ranks, of which `own` is one's; see `JoinedKVCache`."""
+    """Return the shape of the KV of all ranks, given `own`, that of one rank; see `JoinedKVCache`."""
     end = max(end for _, end in shares)
     if axis == 1:
         return replace(own, num_layers=end, first_layer=0)
@@ -514,6 +514,6 @@ def joined_shape(own: KVShape, shares: Sequence[tuple[int, int]], axis: int = -2
 
 
 def _dead(text: str) -> EngineDead:
-    """Return the error of a rank that the text begins with."""
+    """Return the error of the rank with which the text begins."""
     found = _RANK.match(text)
     return EngineDead(text, field=None if found is None else found[0])

@@ -1,9 +1,9 @@
-"""What rank 0 says to the other ranks and hears of them; encoded with msgspec, never pickled.
+"""Messages between rank 0 and the other ranks; encoded with msgspec, never pickled.
 
-On the socket of steps: `RankStart`, `RankLoaded`, `Limits`, `RankReady`, then orders and an answer to each:
+On the socket of steps: `RankStart`, `RankLoaded`, `Limits`, `RankReady`, then orders and a response to each:
 `HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `WARM_UP` or `LOOK` and `RankReady`; at any time a
-`Fault` instead. The orders of stages have no answer: a `StagePlan` and later its `StageOutcome`. On the socket of
-copies: a `SIGN` now and then while a rank loads, then a `BlockCopy` and its answer, with the bytes of blocks behind it.
+`Fault` instead. The orders of stages have no response: a `StagePlan` and later its `StageOutcome`. On the socket of
+copies: a `SIGN` now and then while a rank loads, then a `BlockCopy` and its response, followed by the bytes of blocks.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from fd_core.ops.weights import Adapter, WeightUse
 from fd_core.types import IntArray, StepOutput, StepPlan
 
 WARM_UP: Final = b""
-"""The frame before the first plan: every rank warms up by itself, and says when its blocks may be written to."""
+"""The frame before the first plan: every rank warms up by itself, and reports when its blocks may be written to."""
 SIGN: Final = b"!"
-"""How a frame begins by which a rank that loads says that it goes on; what follows changes when it came further."""
+"""Prefix of a heartbeat frame of a rank that loads; the rest of the frame changes when it made progress."""
 LOOK: Final = b"?"
-"""The frame that asks a rank for which there is nothing to do whether it goes on."""
+"""Frame of the liveness check of a rank without work."""
 RANK_DOOR: Final = "FD_RANK_DOOR"
-"""The variable in which a rank finds its `RankDoor`, as JSON: a secret of its process."""
+"""The variable that passes a rank its `RankDoor`, as JSON: a secret of its process."""
 
 
 class RankDoor(msgspec.Struct, frozen=True):
-    """Where a rank finds rank 0."""
+    """Address of rank 0 for one rank."""
 
     steps: str
     copies: str
     keys: tuple[str, str, str] | None = None
-    """For CURVE, which sockets between machines speak: rank 0's public key, the rank's own, and its secret one."""
+    """For CURVE between machines: rank 0's public key, the rank's public key, and the rank's secret key."""
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """What a rank is told first, on the socket of steps."""
+    """First message to a rank, on the socket of steps."""
 
     config: EngineConfig
     path: str | None
     rank: int
     place: str | RankMeeting
-    """Where ranks exchange what they computed: the path of memory that they share, or a meeting."""
+    """Address of the exchange between ranks: the path of their shared memory, or a meeting."""
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -56,16 +56,16 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded"):
     free_memory: int
     bytes_per_block: int
     kv_share: tuple[int, int]
-    """The first of the model's KV heads that it keeps, and the one behind the last; of stages the same of layers."""
+    """First and end of the model's KV heads that it stores; for stages the same of layers."""
     weights: tuple[WeightUse, ...] = ()
 
 
 class RankReady(msgspec.Struct, frozen=True, tag="ready"):
-    """A rank waits for plans."""
+    """A rank is ready for plans."""
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """What every rank executes: a plan, and the drafts that rank 0 has for it, so that all verify the same."""
+    """Work of every rank: a plan, and rank 0's draft tokens for it, so that all verify the same."""
 
     plan: StepPlan
     slots: IntArray
@@ -74,13 +74,13 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 class StagePlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
-    """What every stage executes."""
+    """Work of every stage."""
 
     plan: StepPlan
 
 
 class StageOutcome(msgspec.Struct, frozen=True, array_like=True, tag="outcome"):
-    """What a step made of the slots that sampled, see `PersistentBatch.latest`; one for each plan, in their order."""
+    """Result of a step for the slots that sampled, see `PersistentBatch.latest`; one per plan, in order."""
 
     slots: IntArray
     gens: IntArray
@@ -90,14 +90,14 @@ class StageOutcome(msgspec.Struct, frozen=True, array_like=True, tag="outcome"):
 
 
 class StepDigest(msgspec.Struct, frozen=True, tag="digest"):
-    """What a rank made of a step, in short."""
+    """Digest of a rank's result of a step."""
 
     step: int
     digest: bytes
 
 
 class HoldAdapters(msgspec.Struct, frozen=True, array_like=True, tag="adapters"):
-    """What a rank holds from now on, and nothing else; it cuts its share out."""
+    """The complete set of adapters that a rank holds from now on; it cuts its share out."""
 
     digests: tuple[str, ...]
     new: tuple[Adapter, ...]
@@ -105,24 +105,24 @@ class HoldAdapters(msgspec.Struct, frozen=True, array_like=True, tag="adapters")
 
 
 class AdaptersHeld(msgspec.Struct, frozen=True, tag="adapters-held"):
-    """A rank holds what it was told to, or what it held before if there is an error."""
+    """A rank holds the adapters of the order, or those that it held before if there is an error."""
 
     error: str | None = None
 
 
 RankOrder = RankStep | HoldAdapters | StagePlan | StageOutcome
-"""What a rank is told once it is ready."""
+"""Messages to a rank once it is ready."""
 RankMessage = RankLoaded | RankReady | StepDigest | AdaptersHeld | Fault
-"""What rank 0 hears on the socket of steps."""
+"""Messages to rank 0 on the socket of steps."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
-    """Blocks int32[n] that are to be exported, or imported from the bytes that follow; the answer to either."""
+    """Blocks int32[n] to export, or to import from the bytes that follow; the response to either."""
 
     blocks: bytes
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Of the bytes that follow; empty where none do."""
+    """Shape of the bytes that follow; empty if there are none."""
     error: str | None = None
 
 
@@ -136,12 +136,12 @@ def encode_order(order: RankOrder) -> bytes:
 
 
 def decode_order(frame: bytes) -> RankOrder:
-    """Return what `encode_order` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
+    """Return the argument of `encode_order`. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
     return _DECODER.decode(frame)
 
 
 def step_digest(frame: bytes, output: StepOutput) -> bytes:
-    """Return what has to be the same on all ranks: what is executed, and what was sampled."""
+    """Return a digest of what must be equal on all ranks: the order that is executed, and the sampled tokens."""
     digest = hashlib.blake2b(frame, digest_size=8)
     digest.update(output.tokens.tobytes())
     return digest.digest()

@@ -1,10 +1,10 @@
 """Stages of one model: ranks that compute some of its layers each, and different steps at the same time.
 
     rank 1, the first layers   | step 0 | step 1 | step 2 | . . .      hands on the states of a step
-    rank 0, the last layers             | step 0 | step 1 | . . .      samples, and tells what came of it
+    rank 0, the last layers             | step 0 | step 1 | . . .      samples, and sends the outcome
 
-Rank 0 announces plans when they are submitted. A stage begins a plan once it knows the tokens of all its rows, so texts
-never depend on what is planned when. Stages work at the same time where each plan in flight has requests of its own.
+Rank 0 announces plans when they are submitted. A stage begins a plan once it has the tokens of all its rows, so texts
+never depend on what is planned when. Stages work at the same time if the plans in flight have different requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LastStageRunner(LeadingRunner):
     """The runner of rank 0: it computes the last layers and all that follows them."""
 
     def __init__(self, ranks: RankProcesses, layers: Sequence[tuple[int, int]], *parts: Any) -> None:
-        """`layers` are those of each rank, from rank 0 on; `parts` what a `Runner` is made of."""
+        """`layers` are those of each rank, from rank 0 on; `parts` the arguments of a `Runner`."""
         super().__init__(ranks, layers, *parts, axis=1)
         model, limits = parts[1], parts[2]
         if 4 * model.state_size * limits.max_num_batched_tokens > SLOT_BYTES:
@@ -44,7 +44,7 @@ class LastStageRunner(LeadingRunner):
         self._forward, self._states = (_continued(each, group, *parts) for each in (self._forward, self._states))
 
     def announce(self, plan: StepPlan) -> None:
-        """Let the other stages begin."""
+        """Send a plan to the other stages."""
         self.ranks.tell(encode_order(StagePlan(plan)))
 
     def warm_up(self, progress: LoadProgress) -> float:
@@ -53,7 +53,7 @@ class LastStageRunner(LeadingRunner):
             return Runner.warm_up(self, progress)
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """End a step that the other stages began. Raises `EngineDead` if they come apart."""
+        """Finish a step that the other stages began. Raises `EngineDead` if they diverge."""
         with self.ranks.together():
             output = Runner.execute(self, plan)
             self.ranks.tell(encode_order(StageOutcome(*self.batch.latest(plan.slots[plan.samples]))))
@@ -61,10 +61,10 @@ class LastStageRunner(LeadingRunner):
 
 
 class EarlierStageRunner(Runner):
-    """The runner of a stage before the last: it hands states on, and is told what was sampled."""
+    """The runner of a stage before the last: it sends states to the next stage, and receives the sampled tokens."""
 
     def __init__(self, group: SharedMemoryGroup, *parts: Any) -> None:
-        """`parts` are what a `Runner` is made of."""
+        """`parts` are the arguments of a `Runner`."""
         super().__init__(*parts)
         self._group = group
         if not self.ops.stage.first:
@@ -72,12 +72,12 @@ class EarlierStageRunner(Runner):
         self._plans: deque[StepPlan] = deque()
         """Plans that were announced and not begun."""
         self._begun = self._known = 0
-        """How many plans were begun, and of how many the outcome is known."""
+        """Numbers of plans begun, and of plans with a known outcome."""
         self._sampled = np.zeros(self.limits.max_num_seqs, np.int64)
         """For each slot, the last of the begun plans that sampled a token of it, counted from 1."""
 
     def hear(self, frame: bytes) -> None:
-        """Take in a message of rank 0, and compute what can be computed."""
+        """Process a message of rank 0, and compute what is ready."""
         match decode_order(frame):
             case StagePlan(plan):
                 self._plans.append(plan)
@@ -101,7 +101,7 @@ class EarlierStageRunner(Runner):
 
 
 def shared_memory(group: RankGroup) -> SharedMemoryGroup:
-    """Return the group of stages; `require_ranks` has seen to it that there is no other."""
+    """Return the group of stages; `require_ranks` has excluded any other kind."""
     if not isinstance(group, SharedMemoryGroup):
         raise TypeError("stages hand on over shared memory")
     return group

@@ -1,1 +1,1 @@
-"""The trace of a run: its format, its writer beside the engine, its reader, and its form for other tools."""
+"""The trace of a run: its format, writer, reader, and conversion for other tools."""

@@ -1,4 +1,4 @@
-"""The lines of a trace: what each holds, and the letters of its texts.
+"""The lines of a trace: their content, and the letters of their texts.
 
 Format version 2 added `LOADING` and the entries about KV outside the device; a trace of version 1 has none of them.
 Format version 3 added `StepLine.arrived`, `FinishEntry.tokens` and `FinishEntry.phases`.
@@ -57,28 +57,28 @@ class AdmissionEntry(ResidencyEntry, frozen=True, array_like=True, gc=False):
 
 
 class ArrivalEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request came to the engine."""
+    """A request reached the engine."""
 
     request_id: str
     at: Count
     """Microseconds, like all times here."""
     tokens: Small
-    """Of its prompt."""
+    """Length of its prompt."""
 
 
 class FinishEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The client of a request was told its end."""
+    """The end of a request was sent to its client."""
 
     request_id: str
     reason: FinishReason
     tokens: Small | None = None
-    """Tokens that the client got; None in a trace that does not say it."""
+    """Tokens delivered to the client; None in a trace without this field."""
     phases: tuple[Count, ...] | None = None
-    """How long it did or waited for what in this epoch, by `fd_core.types.Phase`; None if nothing tells."""
+    """Durations in this epoch by `fd_core.types.Phase`; None if unknown."""
 
 
 class DecisionEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Whether to load a prefix or to recompute it, with the estimates that decided."""
+    """Decision to load or to recompute a prefix, with the estimates that determined it."""
 
     at: Count
     request_id: str
@@ -104,7 +104,7 @@ class LoadEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     loaded: Small
     """Blocks that were loaded; the others are computed."""
     from_host: Small
-    """Blocks among `loaded` that came from the host tier; the others came from the store."""
+    """Blocks among `loaded` from the host tier; the others are from the store."""
 
 
 class SaveEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -117,7 +117,7 @@ class SaveEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 KVEntry = DecisionEntry | LoadEntry | SaveEntry
-"""What a trace tells of KV outside the device."""
+"""Entries of a trace about KV outside the device."""
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -143,18 +143,18 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunks: tuple[tuple[Small, Small], ...] = ()
     """(slot, tokens) of every prefill."""
     arrived: tuple[ArrivalEntry, ...] = ()
-    """Requests that came since the line before; again those of an epoch that ended."""
+    """Requests that arrived since the line before; after a restart, again those of the previous epoch."""
     admitted: tuple[AdmissionEntry, ...] = ()
     revoked: tuple[tuple[Small, Small], ...] = msgspec.field(name="taken_back", default=())
-    """(slot, gen) of every slot that was revoked; the step's output acknowledged it."""
+    """(slot, gen) of every slot that was preempted or aborted; the step's output acknowledged it."""
     finished: tuple[FinishEntry, ...] = ()
     decisions: tuple[DecisionEntry, ...] = msgspec.field(name="chosen", default=())
     loads: tuple[LoadEntry, ...] = ()
     saves: tuple[SaveEntry, ...] = ()
     dropped: Count = 0
-    """Steps before this one that the writer had no room for."""
+    """Steps before this one that the writer dropped for lack of space."""
     occupants: tuple[ResidencyEntry, ...] = ()
-    """Requests that hold a slot after the step; only behind dropped steps."""
+    """Requests that hold a slot after the step; only after dropped steps."""
 
 
 class LimitLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +170,7 @@ class ClosingLine(msgspec.Struct, frozen=True, kw_only=True):
     closed: Count
     """Microseconds since the header's `started`."""
     dropped: Count
-    """Steps missing at the end, for want of time or of room in the file."""
+    """Steps missing at the end, for lack of time or of space in the file."""
 
 
 def total(letters: str) -> int:

@@ -1,7 +1,7 @@
-"""A trace as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
+"""Conversion of a trace to Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
 
 Three processes hold the tracks. *Steps*: a slice for each step, and counters. *Slots*: a track for each slot, with
-residencies named by request, and in them what the steps did; arrows lead from a preemption to the return. *KV outside
+occupancies by request, and in them the work of the steps; arrows lead from a preemption to the return. *KV outside
 the device*: loads and saves, which overlap, as asynchronous slices. Times are microseconds from the start of the trace.
 """
 
@@ -148,7 +148,7 @@ def _slots(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
 
 
 def _cells(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
-    """Yield what steps did with slots: one slice for each prefill chunk, and for all neighbouring steps of a kind."""
+    """Yield the work of steps per slot: one slice for each prefill chunk, and for all neighbouring steps of a kind."""
     kinds = kinds_of_cells(trace)
     if not kinds.size:
         return
@@ -173,7 +173,7 @@ def _cells(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
             if kind == "prefill":
                 figures = {"tokens": chunks[first].get(slot, 0)}
             name = kind
-            if kind == "loading":  # a load ends in one of these steps, or in the one behind them
+            if kind == "loading":  # a load ends in one of these steps, or in the next one
                 loads = chain.from_iterable(position.line.loads for position in positions[first : behind + 1])
                 name = next((f"loading {load.request_id}" for load in loads if load.slot == slot), kind)
             yield _slice(_SLOTS, slot + 1, name, "slot", clock.began[first], clock.ended[behind - 1], figures)

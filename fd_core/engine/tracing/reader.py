@@ -1,4 +1,4 @@
-"""Reads a trace, even if it is cut off or damaged, and finds which request held which slot, and when."""
+"""Reads a trace, even a truncated or damaged one, and reconstructs which request held which slot, and when."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ EXITS: Final = ("open", *(reason.value for reason in FinishReason), "preempted",
 _MAX_LINE_BYTES: Final = 1 << 24
 _MAX_SLOTS: Final = 1 << 16
 _MAX_CELLS: Final = 100_000_000
-"""Slots times steps that a page holds."""
+"""Limit of slots times steps of a page."""
 KINDS: Final = ("idle", "unscheduled", "prefill", "decode", "draining", "overrun", "loading")
-"""What a step did with a slot. *unscheduled*: its request had no row in the step; *overrun*: computed for a request
+"""Work of a step for a slot. *unscheduled*: its request had no row in the step; *overrun*: computed for a request
 that had ended by then, which a pipeline cannot avoid."""
 _UNSCHEDULED, _PREFILL, _DECODE, _DRAINING, _OVERRUN, _LOADING = range(1, len(KINDS))
 
 
 class ResidencySpan(msgspec.Struct):
-    """A request's residency in a slot, in positions of the trace, both ends included."""
+    """Occupancy of a slot by a request, in positions of the trace, both ends included."""
 
     slot: int
     gen: int
@@ -37,36 +37,36 @@ class ResidencySpan(msgspec.Struct):
     start: int
     returned: bool
     tokens: int
-    """Tokens at the admission, including tokens whose KV existed; 0 if the trace does not say."""
+    """Tokens at the admission, including tokens whose KV existed; 0 if the trace does not contain it."""
     computed: int
     end: int = 0
     exit: str = "open"
 
 
 class Position(msgspec.Struct):
-    """One step that was read, with what the lines before it say about it."""
+    """One step that was read, with the data of the lines before it."""
 
     line: lines.StepLine
     epoch: int
     """Index into `TraceContents.headers`."""
     missing: int
-    """Steps before it that the trace does not have."""
+    """Steps before it that are missing from the trace."""
     events: Counter[str]
-    """`admitted`, `returned`, `preempted`, `aborted`, `late` (revoked after its request's end), `finished`."""
+    """`admitted`, `returned`, `preempted`, `aborted`, `late` (freed after its request's end), `finished`."""
     recomputed: int
     """Tokens that requests which returned in this step must compute again."""
 
 
 class TraceContents(msgspec.Struct):
-    """The steps and residencies that could be read from a trace."""
+    """The steps and slot occupancies that could be read from a trace."""
 
     headers: list[lines.TraceHeader]
     positions: deque[Position]
     first: int = 0
-    """Number of the first of `positions`; residencies count from the trace's own beginning."""
+    """Number of the first of `positions`; occupancies count from the trace's own beginning."""
     residencies: list[ResidencySpan] = []
     problems: list[str] = []
-    """A sentence for each thing that is missing."""
+    """One sentence per missing part."""
 
     @property
     def num_slots(self) -> int:
@@ -85,7 +85,7 @@ class TraceContents(msgspec.Struct):
 
 
 def read_trace(path: Path, last: int) -> TraceContents:
-    """Read the last `last` steps. Raises `ConfigError` for a file that is no trace of a version read here."""
+    """Read the last `last` steps. Raises `ConfigError` for a file that is not a trace of a supported version."""
     raw_lines = _raw_lines(path)
     reader = _TraceReader(_header(next(raw_lines, b""), path), last)
     for raw in raw_lines:
@@ -94,7 +94,7 @@ def read_trace(path: Path, last: int) -> TraceContents:
 
 
 def read_lines(path: Path) -> Iterator[lines.TraceHeader | lines.StepLine]:
-    """Yield the headers and steps that are whole, without keeping them. Raises `ConfigError` as `read_trace` does."""
+    """Yield the headers and steps that are complete, without keeping them. Raises `ConfigError` like `read_trace`."""
     decoder, raw_lines = msgspec.json.Decoder(lines.StepLine), _raw_lines(path)
     header = _header(next(raw_lines, b""), path)
     yield header
@@ -158,14 +158,14 @@ class _TraceReader:
         self._dropped = self._missing = self._damaged = 0
         self._closed = False
         self._limit: int | None = None
-        """Bytes that the file reached, if it did."""
+        """Size of the file at its limit, in bytes, if it was reached."""
         self._full = False
-        """Whether this epoch met the limit."""
+        """True if this epoch reached the limit."""
         self._later = 0
         self._cut = False
 
     def feed(self, raw: bytes) -> None:
-        """Read one line; a line that makes no sense is counted as damaged."""
+        """Read one line; a line that cannot be parsed is counted as damaged."""
         self._cut = not raw.endswith(b"\n")
         if not raw.strip():
             return
@@ -202,7 +202,7 @@ class _TraceReader:
         return trace
 
     def _shorten(self, residency: ResidencySpan) -> None:
-        """End a residency whose end is missing with the last step that computed something for it."""
+        """End an occupancy whose end is missing with the last step that computed something for it."""
         positions, first = self._trace.positions, self._trace.first
         while residency.exit == "unknown" and residency.end > max(residency.start, first):
             slots = positions[residency.end - first].line.slots
@@ -253,7 +253,7 @@ class _TraceReader:
 
 
 def _check(line: lines.StepLine, header: lines.TraceHeader) -> None:
-    """Raise `ValueError` if a line names what its header does not allow."""
+    """Raise `ValueError` if a line names something that its header does not allow."""
     slots = header.limits.max_num_seqs
     named = [slot for slot, _ in (*line.chunks, *line.revoked)]
     named += [entry.slot for entry in line.admitted] + [residency.slot for residency in line.occupants]
@@ -272,7 +272,7 @@ def _check(line: lines.StepLine, header: lines.TraceHeader) -> None:
 
 
 class _Residencies:
-    """Follows over the steps which request holds which slot."""
+    """Tracks over the steps which request holds which slot."""
 
     def __init__(self) -> None:
         self.done: list[ResidencySpan] = []
@@ -326,7 +326,7 @@ class _Residencies:
             del self._of_request[residency.request_id]
 
     def _reconcile(self, line: lines.StepLine, at: int) -> None:
-        """Correct the residencies after missing steps, from the occupants that the line names."""
+        """Correct the occupancies after missing steps, from the occupants that the line names."""
         there = {residency.slot: residency for residency in line.occupants}
         for slot, residency in list(self._open.items()):
             now = there.get(slot)

@@ -1,15 +1,15 @@
-"""The trace: what happened in each step, as JSON lines that `fdcore trace` shows as a page.
+"""The trace: events of each step, as JSON lines that `fdcore trace` renders as a page.
 
     engine's loop                      writer's thread                     file
     step_ended(...) --> bounded queue --> line of the step as JSON --> header, steps, closing line
 
-The loop hands over frozen values and goes on: it does no I/O and waits for no lock. If the writer falls behind, steps
-are dropped and counted; the next step that is written says how many are missing and which request holds which slot.
+The loop hands over frozen values and continues: it does no I/O and takes no lock. If the writer falls behind, steps
+are dropped and counted; the next step that is written records how many are missing and which request holds which slot.
 
 A trace holds request ids, numbers of tokens and times, never prompts or tokens. Gauges are those right after the
 step's commit; with two steps in flight they include the plan of the following step. After a restart of the engine the
-trace goes on in the same file behind a header with the next epoch. A file that has reached its limit gets a line that
-says so; later steps are counted and left out, so that a long run cannot fill the disk.
+trace continues in the same file after a header with the next epoch. A file that has reached its limit gets a final
+`LimitLine`; later steps are counted and left out, so that a long run cannot fill the disk.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
 _log = logging.getLogger(__name__)
 _MAGIC: Final = b'{"fdcore_trace":'
 _MAX_QUEUED: Final = 4096
-"""Steps that may wait for the writer; more are dropped."""
+"""Capacity of the writer's queue, in steps; more are dropped."""
 _WRITE_SECONDS: Final = 0.05
 """Sleep of the writer when its queue is empty; it flushes the file before."""
 _LAST_BYTES: Final = 256
-"""Room that is kept for `LimitLine` and `ClosingLine`."""
+"""Space reserved for `LimitLine` and `ClosingLine`."""
 _LETTER_CODES: Final = np.frombuffer(lines.COUNT_LETTERS.encode(), np.uint8)
 
 
 class KVTrace:
-    """Follows effects from their beginning to their completion. Used from the engine's thread."""
+    """Tracks effects from their beginning to their completion. Used from the engine's thread."""
 
     def __init__(self, now: Callable[[], int]) -> None:
-        """`now` returns the time as lines have it."""
+        """`now` returns the time in the unit of lines."""
         self.entries: list[lines.KVEntry] = []
         self.loading: dict[int, int] = {}
         """Slots that wait for their KV, by operation; without those of aborted requests."""
@@ -60,7 +60,7 @@ class KVTrace:
         """Operations in flight, with the time at which each began."""
 
     def began(self, effects: Effects) -> None:
-        """Note what was decided, which operations begin, and which requests wait for them."""
+        """Record the decisions, the operations that begin, and the requests that wait for them."""
         for decision in effects.decisions:
             self.entries.append(
                 lines.DecisionEntry(
@@ -85,7 +85,7 @@ class KVTrace:
                     self.loading.pop(operation, None)
 
     def ended(self, completion: Completion) -> None:
-        """Note how an operation ended."""
+        """Record how an operation ended."""
         if not isinstance(completion, Loaded | Fetched | Saved) or completion.operation not in self._open:
             return
         began, effect = self._open.pop(completion.operation)
@@ -110,7 +110,7 @@ def _microseconds(seconds: float | None) -> int | None:
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
-    """A committed step as the engine's loop hands it to the writer: values that nobody changes any more."""
+    """A committed step as the engine's loop hands it to the writer: immutable values."""
 
     began: int
     ended: int
@@ -124,11 +124,11 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     kv_entries: tuple[lines.KVEntry, ...] = ()
     arrived: tuple[lines.ArrivalEntry, ...] = ()
     answered: tuple[int | None, ...] = ()
-    """Of each delta: tokens that its request got altogether, if it is the last; empty if none is."""
+    """Of each delta: total tokens of its request, if it is the last delta; empty if none is."""
 
 
 def line_of(record: StepRecord) -> lines.StepLine:
-    """Return the line that says what `record` holds, without tokens."""
+    """Return the line for `record`, without tokens."""
     plan, output = record.plan, record.output
     letters = np.full(len(output.gens), ord(lines.IDLE), np.uint8)
     letters[list(record.loading)] = ord(lines.LOADING)
@@ -198,11 +198,11 @@ def require_trace_file(path: Path) -> None:
 
 
 class TraceWriter:
-    """Writes one epoch of a trace from a thread of its own.
+    """Writes one epoch of a trace from a separate thread.
 
     An epoch above 1 is appended. The file stays within `limit` bytes, unless its first header alone is larger. If it
-    cannot be written any more, tracing ends with a warning and the engine goes on. Raises `ConfigError` if it cannot be
-    opened.
+    cannot be written any more, tracing ends with a warning and the engine continues. Raises `ConfigError` if it cannot
+    be opened.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class TraceWriter:
     ) -> None:
         """`nanoseconds` is the clock that the other calls use; time 0 of the lines is now.
 
-        `complete`: wait for the writer where steps would be dropped; for engines that run ahead of all real time.
+        `complete`: wait for the writer instead of dropping steps; for engines that run faster than real time.
         """
         origin = nanoseconds()
         self._path = path
@@ -226,11 +226,11 @@ class TraceWriter:
         self._queue: deque[StepRecord] = deque()
         self._dropped = 0
         self.kv = KVTrace(lambda: self._clock(nanoseconds()))
-        """Told of KV outside the device; the line of the next step carries what it collects."""
+        """Receives events of KV outside the device; the line of the next step contains what it collects."""
         self._occupants: dict[int, lines.ResidencyEntry] = {}
         self._arrived: list[lines.ArrivalEntry] = []
         self._got: dict[str, int] = {}
-        """Tokens that requests which run or wait have got."""
+        """Tokens delivered so far to running and waiting requests."""
         self._closed: lines.ClosingLine | None = None
         self._ending = threading.Event()
         self._failed = self._full = False
@@ -254,15 +254,15 @@ class TraceWriter:
             raise ConfigError(f"cannot write {path}: {reason}", field="--trace") from error
         self._thread = threading.Thread(target=self._run, name="fdcore-trace", daemon=True)
         self._thread.start()
-        # What led to a crash is what a reader of the trace wants to see.
+        # The last steps before a crash are what a reader of the trace needs.
         atexit.register(self._end)
 
     def turn_began(self, now: int) -> None:
-        """Note when, in nanoseconds, the turn began that commits the next step."""
+        """Record the time, in nanoseconds, at which the turn began that commits the next step."""
         self._began = now
 
     def request_came(self, now: int, spec: RequestSpec) -> None:
-        """Note a request, and what it got in earlier epochs."""
+        """Record a request, and the tokens that it got in earlier epochs."""
         if not self._failed and not self._full:
             self._arrived.append(lines.ArrivalEntry(spec.request_id, self._clock(now), len(spec.prompt)))
             self._got[spec.request_id] = len(spec.delivered)
@@ -312,7 +312,7 @@ class TraceWriter:
         self._end()
 
     def _clock(self, now: int) -> int:
-        """Return a time in nanoseconds as lines have it."""
+        """Convert a time in nanoseconds to the unit of lines."""
         return (now - self._origin) // 1000
 
     def _follow(self, plan: StepPlan, deltas: list[Delta]) -> tuple[int | None, ...]:
@@ -346,7 +346,7 @@ class TraceWriter:
                 if self._closed is not None and self._begun:
                     dropped = self._closed.dropped + self._left_out
                     self._write(self._encoder.encode(msgspec.structs.replace(self._closed, dropped=dropped)))
-        except Exception as error:  # noqa: BLE001 - whatever it is: an engine must not wait for this thread
+        except Exception as error:  # noqa: BLE001 - any error: an engine must not wait for this thread
             self._failed = True
             self._queue.clear()
             reason = error if isinstance(error, OSError | ValueError) else type(error).__name__
@@ -368,7 +368,7 @@ class TraceWriter:
                 _log.warning("tracing ends: %s has reached its limit of %s", self._path, format_size(self._limit))
                 self._left_out += 1 + record.dropped
             wrote = True
-            # Lets the engine's thread have the interpreter at once instead of after a switch interval.
+            # Releases the interpreter to the engine's thread at once instead of after a switch interval.
             time.sleep(0)
         if wrote:
             self._file.flush()

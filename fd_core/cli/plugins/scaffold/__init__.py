@@ -1,4 +1,4 @@
-"""What `fdcore plugins new` writes: the project of a plugin, and in `templates` its files."""
+"""Output of `fdcore plugins new`: the project of a plugin, and in `templates` its files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class PluginKind(StrEnum):
-    """What a new plugin offers."""
+    """Kind of a new plugin."""
 
     BACKEND = "backend"
     SCHEDULER = "scheduler"
@@ -19,7 +19,7 @@ class PluginKind(StrEnum):
 
 
 class Framework(StrEnum):
-    """The pack of operations that a backend begins with."""
+    """The pack of operations with which a backend starts."""
 
     TORCH = "torch"
     PADDLE = "paddle"

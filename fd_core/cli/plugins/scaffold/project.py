@@ -46,17 +46,17 @@ _FILES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaffoldRecipe:
-    """One kind of project. Texts may hold the words of templates, such as `$name`."""
+    """One kind of project. Texts may contain the words of templates, such as `$name`."""
 
     kind: plugins.Kind[Any]
     what: str
     module: str
     suffix: str
-    """Behind the name, the name of its class."""
+    """Suffix of the class name, after the name."""
     files: Mapping[str, tuple[str, str]]
     summary: str
     about: str = ""
-    """How the README's first sentence goes on."""
+    """Continuation of the README's first sentence."""
     prove: str = "pytest   # does it keep its contract?"
     use: str = "fdcore serve smollm2 $flag $name"
     guide: str
@@ -158,7 +158,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
 def write_project(
     name: str, kind: PluginKind, framework: Framework | None = None, folder: Path | None = None
 ) -> tuple[Path, tuple[str, ...]]:
-    """Write a plugin's project, by default to a folder of that `name`; return the folder and the commands to go on."""
+    """Write a plugin's project, by default to a folder of that `name`; return the folder and the next commands."""
     recipe = RECIPES[kind]
     if framework is not None and kind is not PluginKind.BACKEND:
         raise ConfigError(f"a {recipe.kind.word} begins with no framework", field="--framework", hint="leave it out")
