@@ -17,7 +17,7 @@ _FREE_BYTES: Final = 64 * 1024
 
 
 class BodyStats(msgspec.Struct):
-    """How the budget is used."""
+    """Usage of the budget."""
 
     used: Annotated[int, gauge("body_memory_bytes", "Memory taken or announced by bodies being received.")] = 0
     refused: Annotated[int, counter("bodies_refused", "Bodies refused because others held all memory for them.")] = 0
@@ -40,7 +40,7 @@ class BodyBudget:
 
 @dataclass(slots=True)
 class BodyShare(AbstractContextManager["BodyShare"]):
-    """What one body takes of the budget; a context manager that gives it back."""
+    """Share of one body in the budget; a context manager that returns it."""
 
     _budget: BodyBudget
     _largest: int

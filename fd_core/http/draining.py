@@ -22,7 +22,7 @@ DRAINING_HEADER: Final = "X-Draining"
 
 
 class Drain:
-    """Where one server stands between the order to stop and its end."""
+    """Progress of one server's shutdown, from the order to stop to the end."""
 
     def __init__(self) -> None:
         self.leaving = False

@@ -29,7 +29,7 @@ _MESSAGES_KINDS: Final = {
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong, which field, and a word for programs."""
+    """Error message, the field at fault, and a code for programs."""
 
     message: str
     type: str

@@ -1,4 +1,4 @@
-"""What becomes of one request, decided: who is asked, who is to blame, whether another worker is asked, what goes back.
+"""Decisions on one request: its worker, the blame for a failure, retries on another worker, the response to the client.
 
 Gateways carry requests and answers and are told by `Attempts` what these mean; they decide nothing themselves. Pure.
 """
@@ -22,7 +22,7 @@ _AT_FAULT: Final[frozenset[PrefillOutcome]] = frozenset({"lost", "expired", "dam
 
 
 def is_refusal(status: int) -> bool:
-    """Whether an answer with this HTTP status may be one that another worker would not give."""
+    """Return True if another worker might not give an answer with this HTTP status."""
     return status == _NOT_FOUND or status in _BUSY or status in _BROKEN
 
 
@@ -62,7 +62,7 @@ class Attempts(Generic[_Answer]):
 
     @property
     def result(self) -> _Answer | NoWorker:
-        """What the client gets if no worker answers: the last refusal of a worker, otherwise why none is asked."""
+        """Response to the client if no worker answers: the last refusal of a worker, otherwise why none is tried."""
         if self._kept is not None:
             return self._kept
         if self._none is None:

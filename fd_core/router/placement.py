@@ -38,7 +38,7 @@ class WorkerPool:
     places: Numbers = field(compare=False)
     """Places of the workers, shape [n]."""
     worked_out: dict[Callable[..., Any], Any] = field(default_factory=dict, compare=False)
-    """What policies found for these workers, see `Candidates.once`."""
+    """Results that policies computed for these workers, see `Candidates.once`."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -99,7 +99,7 @@ class Placer:
     _version: int = -1
     """That of the registry, for which both are kept."""
     _until: float = -math.inf
-    """When time alone changes who is healthy: the next circuit breaker lets a request through."""
+    """Time at which health changes next without an event, because a circuit breaker lets a request through."""
 
     def __post_init__(self) -> None:
         self.hasher = block_hasher(self.config.cache_block_size)
@@ -133,7 +133,7 @@ class Placer:
         return Placement(tuple(members), keys, hits, missing)
 
     def possible(self) -> bool:
-        """Whether a mixed or a decode worker is healthy and fit for its role."""
+        """Return True if a mixed or a decode worker is healthy and fit for its role."""
         fit = [one for one in self.registry if one.state is WorkerState.HEALTHY and not one.unfit]
         return _sufficient({role: [one for one in fit if one.worker.role == role] for role in ROLES})
 

@@ -169,7 +169,7 @@ class Candidates(Sequence[Candidate]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingContext:
-    """What a policy sees: one request, and the workers that could take it."""
+    """Input of a policy: one request, and the workers that could take it."""
 
     candidates: Candidates
     """At least one: the healthy workers of one role on which this request has not failed."""
@@ -189,7 +189,7 @@ class RouterPolicy(abc.ABC):
     """Chooses one worker for each request; the router makes one instance for each role."""
 
     uses_prefix: ClassVar[bool] = False
-    """Whether the policy reads `RoutingContext.keys` and the hits of candidates, which cost time."""
+    """True if the policy reads `RoutingContext.keys` and the hits of candidates, which cost time."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
@@ -338,7 +338,7 @@ class Expiring(Generic[Key, Value]):
             self._entries.popitem(last=False)
 
     def has(self, key: Key, now: float) -> bool:
-        """Whether an entry is there and has not expired."""
+        """Return True if an entry exists and has not expired."""
         entry = self._entries.get(key)
         return entry is not None and now - entry[0] < self._duration
 

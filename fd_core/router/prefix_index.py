@@ -1,4 +1,4 @@
-"""Which workers hold a block, by what they served or report: for each block one number, in which each has a bit.
+"""Index of the workers that hold a block, by what they served or report: one integer per block, one bit per worker.
 
 Each engine of a worker that has several is a worker here. So a prompt is compared with what a thousand workers hold in
 a few operations a block, and not once for each worker.
@@ -127,11 +127,11 @@ class PrefixIndex:
         self._duration = duration
         self._capacity = capacity
         self._held: dict[RouterWorker, OrderedDict[bytes, float]] = {}
-        """When each block was last served, the one that was served longest ago first."""
+        """Time at which each block was last served, least recently served first."""
         self._places = places
         self._holders = Holders(places)
         self._served: deque[tuple[float, RouterWorker]] = deque()
-        """Who served when: whose blocks expire next."""
+        """Workers by time served, in the order in which their blocks expire."""
 
     def __len__(self) -> int:
         """Blocks that take memory, of all workers together."""
@@ -213,7 +213,7 @@ class PrefixesInFlight:
         return sum(map(len, self._nodes.values()))
 
     def __contains__(self, worker: RouterWorker) -> bool:
-        """Whether `worker` has been given a prompt that has not ended there."""
+        """Return True if `worker` has been given a prompt that has not ended there."""
         return worker in self._nodes
 
     def begin(self, worker: RouterWorker, keys: tuple[bytes, ...]) -> None:
@@ -301,7 +301,7 @@ class ReportedKV:
         self._found: _EnginesThatReport | None = None
         """The same by place, until somebody begins or ends."""
         self._holders: dict[int, Holders] = {}
-        """Who holds a block, by the size of blocks."""
+        """Holders of each block, by block size."""
         self._num_events: dict[RouterWorker, int] = {}
 
     def __len__(self) -> int:

@@ -116,11 +116,11 @@ class Router:
         return tuple(member.worker for member in self.registry)
 
     def ready(self) -> bool:
-        """Whether anybody can serve requests: a mixed worker, a pair, or a decode worker alone."""
+        """Return True if requests can be served: by a mixed worker, a pair, or a decode worker alone."""
         return self._placer.possible()
 
     def uses_prefix(self, worker: RouterWorker) -> bool:
-        """Whether the policy that chooses among workers of this role looks at the prefixes that they hold."""
+        """Return True if the policy that chooses among workers of this role uses the prefixes that they hold."""
         return self._policies[worker.role].uses_prefix
 
     def select(self, request: RouteRequest, now: float, rng: float) -> Selection | NoWorker:
@@ -323,7 +323,7 @@ _HIT_BLOCKS: Final = counter("hit_blocks", "Prompt blocks that the chosen worker
 
 
 class SelectionCounts(msgspec.Struct):
-    """What became of selections, of one worker or of all workers of a role; every count only grows."""
+    """Outcomes of selections, of one worker or of all workers of a role; every count only grows."""
 
     selected: Annotated[int, counter("selected", "Attempts given to the worker.")] = 0
     served: Annotated[int, counter("served", "Attempts whose answer ended well.")] = 0
@@ -358,7 +358,7 @@ class WorkerSnapshot:
     worker: RouterWorker
     state: WorkerState
     since: float
-    """When the worker came into that state, by the clock that is passed in."""
+    """Time at which the worker entered that state, by the clock that is passed in."""
     circuit: BreakerState
     load: WorkerLoad
     tally: SelectionCounts
@@ -374,7 +374,7 @@ class WorkerSnapshot:
 
     @property
     def healthy(self) -> Annotated[bool, gauge("healthy", "1 while health checks of the worker pass, 0 otherwise.")]:
-        """Whether health checks pass."""
+        """True if health checks pass."""
         return self.state is WorkerState.HEALTHY
 
     @property
@@ -383,14 +383,14 @@ class WorkerSnapshot:
     ) -> Annotated[
         bool, gauge("circuit_closed", "1 while the worker's circuit breaker lets requests through, else 0.")
     ]:
-        """Whether the circuit breaker lets requests through."""
+        """True if the circuit breaker lets requests through."""
         return self.circuit == "closed"
 
     @property
     def tells_kv(
         self,
     ) -> Annotated[bool, gauge("tells_kv", "1 while the worker reports the KV that it holds, else 0.")]:
-        """Whether the worker reports what it holds."""
+        """True if the worker reports the KV blocks that it holds."""
         return self.held_blocks is not None
 
     @property

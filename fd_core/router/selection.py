@@ -143,7 +143,7 @@ Reason = Literal[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteRequest:
-    """What the router sees of a request. Raises `BadRequest` if there is no prompt."""
+    """The router's view of a request. Raises `BadRequest` if there is no prompt."""
 
     tokens: IntArray
     """Prompt, int32 of shape [n], n at least 1, tokenized as the workers tokenize it; a gateway without a tokenizer
@@ -155,7 +155,7 @@ class RouteRequest:
     """Length of the prompt for the accounting, in tokens; None counts `tokens`."""
     model: str | None = None
     tokenized: bool = True
-    """Whether `tokens` are token ids of the workers, and not numbers of the gateway's own."""
+    """True if `tokens` are token ids of the workers, False for numbers that the gateway made up."""
     output_tokens: int = 0
     """Most tokens of all answers together, as far as the request says it."""
     home: RouterWorker | None = None
@@ -200,7 +200,7 @@ class Selection:
     workers: tuple[RouterWorker, ...]
     """The prefill side and the decode side of a pair, in this order; otherwise the one worker."""
     held: dict[RouterWorker, WorkerLoad]
-    """What counts on each worker at this moment."""
+    """Load counted on each worker at this moment."""
     loads: WorkerLoads
     on_release: Callable[[Selection], None]
     keys: tuple[bytes, ...] = ()
@@ -219,7 +219,7 @@ class Selection:
     failures: int = 0
     """Attempts, this one included, in which the side that answers failed although it could be reached."""
     started: bool = False
-    """Whether the answer has begun; then the request may not be retried."""
+    """True once the answer has begun; then the request may not be retried."""
     released: bool = False
     verdicts: dict[RouterWorker, Verdict] = field(default_factory=dict)
 

@@ -76,13 +76,13 @@ class Circuit(Breaker):
 
 @dataclass(slots=True)
 class Member:
-    """What the registry holds of one incarnation."""
+    """Registry entry of one incarnation."""
 
     worker: RouterWorker
     instance: str | None
     circuit: Circuit
     since: float
-    """When the worker came into its state, by the clock that is passed in."""
+    """Time at which the worker entered its state, by the clock that is passed in."""
     state: WorkerState = WorkerState.UNKNOWN
     passed: int = 0
     missed: int = 0
@@ -102,7 +102,7 @@ class Member:
             self.state, self.since = state, now
 
     def open_to_requests(self, now: float) -> bool:
-        """Whether the worker may be chosen."""
+        """Return True if the worker may be chosen."""
         return self.state is WorkerState.HEALTHY and self.circuit.ready(now) and not self.unfit
 
     @property
@@ -116,7 +116,7 @@ class Member:
 
     @property
     def broken(self) -> bool:
-        """Whether the worker passes its health checks but has failed requests of late."""
+        """True if the worker passes its health checks but has recently failed requests."""
         return self.state is WorkerState.HEALTHY and self.circuit.state != "closed"
 
 

@@ -45,7 +45,7 @@ from fd_core.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 5
-"""How long aborted answers may take to reach their clients once the drain is over."""
+"""Timeout for sending aborted answers to their clients once the drain has ended, in seconds."""
 _UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
 """Asks for another protocol, which a server may ignore, and Java's client does; the parser would drop the body."""
 _SLICE: Final = 4096

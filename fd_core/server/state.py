@@ -1,4 +1,4 @@
-"""What the handlers of one server share, who may still enter, the grammars that requests ask for, and metrics.
+"""State shared by the handlers of one server: admission, compiled grammars, and metrics.
 
 Metrics are gauges and counters read from the engine when asked, and histograms fed by the streams. Everything here runs
 on the event loop's thread, so nothing is locked.
@@ -170,7 +170,7 @@ class GrammarChecker:
 
 
 class ActiveRequests:
-    """Which engine requests belong to which HTTP request; several at a time may have the same request id."""
+    """Engine requests of each HTTP request; several at a time may have the same request id."""
 
     def __init__(self) -> None:
         self._engine_ids: dict[str, dict[str, str]] = {}
@@ -252,7 +252,7 @@ class ServerState:
     spans: RequestSpans | None = None
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
     _names: dict[str, ServedName] = field(init=False, default_factory=dict)
-    """What answers under each name, the main one first."""
+    """Model or adapter served under each name, the main one first."""
     _named_for: EngineInfo | None = field(init=False, default=None)
 
     @property
@@ -267,7 +267,7 @@ class ServerState:
 
     @property
     def trusts_templates(self) -> bool:
-        """Whether requests may bring a template."""
+        """True if requests may supply a chat template."""
         return self.config.trust_request_chat_template
 
     @property
@@ -305,7 +305,7 @@ class ServerState:
 
     @property
     def degraded(self) -> str:
-        """What is missing while requests are served: engines, background tasks; empty if nothing is."""
+        """Missing parts while requests are served: engines, background tasks; empty if none is missing."""
         return "; ".join(filter(None, (self.client.missing, self.supervisor.failing)))
 
     def not_ready(self) -> str | None:
@@ -336,7 +336,7 @@ def state_of(request: Request) -> ServerState:
 
 @dataclass(slots=True)
 class TokenTimes:
-    """When the tokens of one generation came, in seconds of `time.perf_counter`."""
+    """Times at which one generation's request, first and last tokens arrived, in seconds of `time.perf_counter`."""
 
     arrived: float
     first: float = 0.0

@@ -1,4 +1,4 @@
-"""Who may ask, and how much: the keys of a server or a router, their limits, and the answers to what is refused."""
+"""Access control: the keys of a server or a router, their limits, and the responses to rejected requests."""
 
 from __future__ import annotations
 
@@ -210,12 +210,12 @@ the handler checks a secret of its own."""
 
 @dataclass(frozen=True)
 class Route:
-    """What one path accepts."""
+    """Methods and access right of one path."""
 
     right: Right
     methods: tuple[str, ...] = ("POST",)
     forwarded: bool = False
-    """Whether a router passes the request on to one worker."""
+    """True if a router passes the request on to one worker."""
 
     allowed: tuple[str, ...] = field(init=False)
 

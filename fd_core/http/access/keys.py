@@ -32,7 +32,7 @@ from fd_core.errors import ConfigError
 
 WINDOW_SECONDS: Final = 60.0
 _SLOT_SECONDS: Final = 0.25
-"""What is admitted within one slot counts until the whole slot is a minute old."""
+"""Resolution of the window: usage admitted within one slot counts until the whole slot is a minute old."""
 
 Limited = Literal["requests", "tokens", "parallel"]
 _Limit = Annotated[int, Meta(ge=1, le=10**12)]
@@ -51,7 +51,7 @@ _MOST: Final = 10**12
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one key may take; None sets no limit."""
+    """Limits of one key; None sets no limit."""
 
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
@@ -124,7 +124,7 @@ class SlidingWindow:
 
 
 class KeyAccount:
-    """What the requests of one key have taken."""
+    """Usage of one key."""
 
     def __init__(self, limits: KeyLimits) -> None:
         self.limits = limits
@@ -194,7 +194,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     """For logs and metrics; a key without a name has none."""
     admin: bool = False
-    """Whether it may act on the requests of others."""
+    """True if the key may act on the requests of others."""
     limits: KeyLimits = KeyLimits()
 
     @staticmethod
@@ -204,7 +204,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """Whose data it is: a digest of the name, so that the key can be replaced, or else of the key."""
+        """Owner of the key's data: a digest of the name, so that the key can be replaced, or else of the key."""
         if self.name:
             return hashlib.blake2b(self.name.encode(), digest_size=16, person=b"fd_core key name").hexdigest()
         return hashlib.blake2b(self.digest, digest_size=16, person=b"fd_core owner").hexdigest()
@@ -270,7 +270,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class _Wrong(Exception):
-    """What is wrong with one entry, and in which field."""
+    """Error in one entry, with the field at fault."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""What is known about one request while it is answered, what it took, and its line in the access log.
+"""Record of one request while it is answered, its usage, and its line in the access log.
 
 A router learns what an answer took from its `usage`, or from a comment that workers put into a stream.
 """
@@ -97,7 +97,7 @@ def log_access(client: str, method: str, path: str, status: int, seconds: float,
 
 
 class _Usage(msgspec.Struct):
-    """What OpenAI's and Anthropic's answers say."""
+    """Usage in OpenAI's and Anthropic's responses."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -163,20 +163,20 @@ class RequestRecord:
     tenant: Tenant | None = None
     """The key of a router behind this one; None if the client came directly."""
     account: KeyAccount | None = None
-    """What the key has taken, while this request counts in it; None for a key without limits."""
+    """Usage of the key while this request counts in it; None for a key without limits."""
     tokens_in: int = 0
     tokens_out: int = 0
     reservation: Reservation | None = None
 
     @property
     def owner(self) -> str:
-        """Whose request it is, see `ApiKey.owner`; "" for anybody's. A tenant has a part of what its router has."""
+        """Owner of the request, see `ApiKey.owner`; "" without keys. A tenant owns a part of its router's data."""
         own = "" if self.key is None else self.key.owner
         return own if self.tenant is None else f"{own}.{self.tenant.owner}"
 
     @property
     def is_admin(self) -> bool:
-        """Whether it may change what all keys use. Without keys everybody may."""
+        """True if the request may change state shared by all keys. Always true without keys."""
         return (self.key is None or self.key.admin) and (self.tenant is None or self.tenant.admin)
 
     def may_abort(self, owner: str) -> bool:

@@ -68,7 +68,7 @@ _MOST_PROBES: Final = 64
 
 
 class ConnectionStats(msgspec.Struct):
-    """What became of connections; every count only grows."""
+    """Outcomes of connections; every count only grows."""
 
     open: Annotated[int, gauge("connections", "Connections of clients that are open.")] = 0
     limit: Annotated[int, gauge("connections_limit", "Most connections of clients at a time.")] = 0
@@ -110,7 +110,7 @@ def last_answer(status: int, body: bytes, headers: Mapping[str, str] = MappingPr
 
 @lru_cache(maxsize=4096)
 def source_of(address: str) -> str:
-    """Return whose an address is: of IPv6, a network of 64 bits, since one machine may use all addresses in it."""
+    """Return the source of an address: for IPv6 its /64 network, since one machine may use all addresses in it."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -223,7 +223,7 @@ class WatchedProtocol(asyncio.Protocol):
     watch: Connections
     """To be set before the connection is made."""
     source: str
-    """Whose address it is from, see `source_of`; `Connections.admit` sets it."""
+    """Source of the connection, see `source_of`; `Connections.admit` sets it."""
 
     def connection_made(self, transport: Any) -> None:
         """Begin to watch."""

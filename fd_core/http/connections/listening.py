@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # told apart, not bound
 """Hosts that mean every address of the machine."""
 _LISTENS: Final = "0A"
-"""How /proc/net/tcp writes the state of a socket that listens."""
+"""State of a listening socket in /proc/net/tcp."""
 
 
 def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = "--host") -> socket.socket:

@@ -41,7 +41,7 @@ _BEFORE: Final = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 _BEHIND: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""What Qwen3-Reranker was trained on, before and behind a pair."""
+"""Suffix of the prompt that Qwen3-Reranker was trained on, after a pair."""
 router = APIRouter(route_class=DirectRoute)
 EMBEDDINGS: Final = BodyFormat(pooling.EmbeddingRequest, POOLED)
 SCORE: Final = BodyFormat(pooling.ScoreRequest, POOLED)
@@ -90,7 +90,7 @@ def distinct(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 class PooledTexts:
-    """What one HTTP request wants of its texts; nothing of it runs once its methods have returned."""
+    """Tokenization and pooling of the texts of one HTTP request; nothing keeps running once its methods return."""
 
     def __init__(self, state: ServerState, request: Request, body: PooledRequest) -> None:
         """Raises `ApiError`: 404 for a model that is not served, 503 without room for a text."""

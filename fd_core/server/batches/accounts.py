@@ -1,4 +1,4 @@
-"""What each key and all keys together keep: accounts against their limits, and an index in memory. No I/O."""
+"""Usage of each key and of all keys together: accounts against their limits, and an index in memory. No I/O."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import msgspec
 from fd_core.errors import ConfigError
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-"""Where the requests of a batch may go; a server that does not serve one of them answers 404 for the line."""
+"""Endpoints that the requests of a batch may call; the line gets a 404 if the server does not serve its endpoint."""
 _LONGEST_ID: Final = 512
 
 
@@ -30,7 +30,7 @@ class LineError(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
-    """What the server answered."""
+    """Response of the server to one line."""
 
     status_code: int
     request_id: str
@@ -48,7 +48,7 @@ class BatchAnswer(msgspec.Struct, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether the request succeeded."""
+        """True if the request succeeded."""
         return self.response is not None and self.response.status_code == 200
 
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 _PAUSE_SECONDS: Final = 5.0
 """Longest wait before a request is sent again that found no room or no engine."""
 _READ_BYTES: Final = 1 << 20
-"""What is read of the file at once, at most, but for one line."""
+"""Most bytes read from the file at once; a single line may be longer."""
 OWNER: Final = "fd_core.owner"
 """Key of a scope whose request the server makes itself, for the owner it names; no client can set one."""
 
@@ -72,7 +72,7 @@ async def ask(app: ASGIApp, path: str, body: bytes, request_id: str, owner: str)
 
 
 class BatchProgress(msgspec.Struct):
-    """How far a run is."""
+    """Progress of a run, in requests."""
 
     total: int
     completed: int = 0

@@ -49,7 +49,7 @@ class BatchService:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._resuming: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Timeout] = {}
-        """What ends the work on a batch, by its id."""
+        """Timeout whose expiry ends the work on a batch, by batch id."""
 
     async def open(self) -> BatchStore:
         """Return the store. Raises `ApiError` (503) if another server has it, or the disk fails."""

@@ -64,7 +64,7 @@ class StoredFile(msgspec.Struct, kw_only=True):
 
 
 class BatchCounts(msgspec.Struct):
-    """How many requests of a batch are over."""
+    """Numbers of requests of a batch, total and finished."""
 
     total: int = 0
     completed: int = 0
@@ -72,7 +72,7 @@ class BatchCounts(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct):
-    """What is wrong with a line of the input."""
+    """Error in a line of the input."""
 
     code: str
     message: str

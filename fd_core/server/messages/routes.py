@@ -35,7 +35,7 @@ _DELTAS: Final = {
 }
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _USUAL_EFFORT: Final = "high"
-"""What requests that name no effort ask for."""
+"""Effort of requests that name none."""
 
 
 @router.post(

@@ -45,7 +45,7 @@ _ALIASES: Final = {
 }
 _OF_TOOLS: Final = {r"(tools\[\d*\]|tool_choice)\.function": r"\1"}
 RESPONSES_NAMES: Final = {"max_completion_tokens": "max_output_tokens", "messages": "input", **_OF_TOOLS}
-"""What the Responses API calls fields of a chat, by patterns that match their beginnings."""
+"""Names of chat fields in the Responses API, by patterns that match the beginning of a field path."""
 MESSAGES_NAMES: Final = {r"(tools\[\d*\])\.function\.parameters": r"\1.input_schema", **_OF_TOOLS}
 """The same for the Messages API."""
 
@@ -201,7 +201,7 @@ def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int,
 
 
 class PromptState(Protocol):
-    """What prompts are read with, at a server and at a router that counts what its workers will read."""
+    """State needed to read prompts, at a server and at a router that counts the tokens its workers will read."""
 
     prompt_reader: PromptReader
     parsers: Parsers
@@ -216,7 +216,7 @@ class PromptState(Protocol):
 
     @property
     def trusts_templates(self) -> bool:
-        """Whether requests may bring a template."""
+        """True if requests may supply a chat template."""
 
 
 async def completion_prompts(state: PromptState, body: requests.CompletionRequest) -> list[PromptText]:
@@ -347,9 +347,9 @@ class Job:
 
     record: RequestRecord
     owner: str
-    """Whose request it is, see `ApiKey.owner`."""
+    """Owner of the request, see `ApiKey.owner`."""
     arrived: float
-    """When the server received the request, in seconds of `time.perf_counter`."""
+    """Time at which the server received the request, in seconds of `time.perf_counter`."""
     path: str
     """Path of the API that was called, if spans are made."""
     trace: Mapping[str, str]
@@ -371,7 +371,7 @@ class Job:
     include_stop: bool
     skip_special: bool
     reading: AnswerReading | None
-    """How answers are read; None for plain text."""
+    """Parsers of the answer's text; None for plain text."""
     logprobs: int | None
     """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
     prompt_logprobs: int | None
@@ -381,7 +381,7 @@ class Job:
     usage_in_stream: bool
     usage_in_events: bool
     prompt_only: bool
-    """Whether the answer shows nothing of the text: one token is computed and dropped."""
+    """True if the answer contains no generated text: one token is computed and dropped."""
     warnings: tuple[Unenforced, ...]
 
     @property
@@ -391,7 +391,7 @@ class Job:
 
     @property
     def bare_ids(self) -> bool:
-        """Whether the model's template demands bare ids of calls."""
+        """True if the model's template requires bare call ids."""
         return self.reading is not None and self.reading.tools is not None and self.reading.tools.bare_ids
 
 

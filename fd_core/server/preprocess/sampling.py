@@ -47,7 +47,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 class TextCost(NamedTuple):
-    """What a request for texts reads and writes at most."""
+    """Most tokens that a request for texts reads and writes."""
 
     outputs: Sequence[int]
     n: int

@@ -60,7 +60,7 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormatField(msgspec.Struct, kw_only=True):
-    """What an answer looks like."""
+    """Output constraint of an answer."""
 
     type: str
     """`text`, `json_object`, `json_schema` or `structural_tag`."""
@@ -82,7 +82,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: str | None = None
-    """What may stand between the parts of JSON; one blank behind commas and colons if left out."""
+    """White space allowed between the parts of JSON; one blank after commas and colons if left out."""
     disable_any_whitespace: bool | None = None
     """White space is fixed in any case, unless a pattern is given."""
     disable_fallback: bool | None = None

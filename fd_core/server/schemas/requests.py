@@ -1,4 +1,4 @@
-"""What the server accepts. Ranges stated here are checked while decoding and appear in the OpenAPI document."""
+"""Request bodies of the server. Ranges stated here are checked while decoding and appear in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_ALLOWED: Final = 2**20
 
 
 class ApiLimits(NamedTuple):
-    """What requests of one API may hold, each with its reference; `docs/serve/apis.md` has the same table."""
+    """Limits on the requests of one API, each with its reference; `docs/serve/apis.md` has the same table."""
 
     tool_name: int
     messages: int
@@ -49,7 +49,7 @@ class ToolFunction(msgspec.Struct, kw_only=True):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments; any object if left out."""
     strict: bool | None = None
-    """Whether a call keeps the schema in any case."""
+    """True if a call must always match the schema."""
 
 
 class Tool(msgspec.Struct, kw_only=True):
@@ -123,7 +123,7 @@ Prompt = Annotated[
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream carries besides text."""
+    """Contents of a stream besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -169,7 +169,7 @@ class GenerationRequest(StructuredFields, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """Most tokens of a prompt that are read; -1 reads as many as the context holds beside the output."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where a prompt is cut that is longer: `left`, the default, keeps its end."""
+    """Side on which a longer prompt is truncated: `left`, the default, keeps its end."""
     add_special_tokens: bool | None = None
     """Add what the model wants around a text, such as BOS; true for texts if left out, false for conversations, whose
     template does it."""
@@ -212,7 +212,7 @@ class Message(msgspec.Struct, kw_only=True):
     tool_call_id: str | None = None
     """Of a tool's message: the call that it answers."""
     reasoning_content: str | None = None
-    """What the assistant thought before it said `content`, for templates that show it."""
+    """Reasoning of the assistant before its `content`, for templates that show it."""
     reasoning: str | None = None
     """Another name of `reasoning_content`."""
     function_call: dict[str, Any] | None = None
@@ -241,7 +241,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Documents | None = None
-    """What the answer may draw on, for templates that have a place for it."""
+    """Documents that the answer may draw on, for templates that support them."""
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -249,7 +249,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     enable_thinking: bool | None = None
     """Another way to set `enable_thinking` of `chat_template_kwargs`."""
     reasoning_effort: Effort | None = None
-    """How much to reason, for templates that can be told; without such a template only `none` and `medium`."""
+    """Reasoning effort, for templates that support it; without such a template only `none` and `medium`."""
     reasoning_max_tokens: Count | None = None
     """Tokens of reasoning after which it is ended."""
     thinking_token_budget: Count | None = None

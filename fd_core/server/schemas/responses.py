@@ -1,4 +1,4 @@
-"""What the server answers, as values that encode to JSON and describe themselves in the OpenAPI document."""
+"""Responses of the server, as values that encode to JSON and describe themselves in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fd_core.structured.workers.messages import Unenforced
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """How much of the prompt came from the prefix cache."""
+    """Prompt tokens served from the prefix cache."""
 
     cached_tokens: int
 
@@ -28,7 +28,7 @@ class CompletionLogprobs(msgspec.Struct):
     """Log-probabilities in the shape of the completions API."""
 
     text_offset: list[int]
-    """Where in the choice's text each token begins, in characters."""
+    """Offset of each token in the choice's text, in characters."""
     token_logprobs: list[float | None]
     """Null for the first token of an echoed prompt."""
     tokens: list[str]
@@ -70,7 +70,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class _Ending(msgspec.Struct, kw_only=True):
-    """How a choice ended; ids are there only if the request asked for them."""
+    """End of a choice; token ids are included only if the request asked for them."""
 
     index: int
     finish_reason: str
@@ -123,7 +123,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """What the assistant says."""
+    """Message of the assistant."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -210,7 +210,7 @@ class AddedTokenInfo(msgspec.Struct):
 
 
 class TokenizerInfoAnswer(msgspec.Struct, kw_only=True):
-    """What a client needs to know of the tokenizer; `/tokenize` does the rest."""
+    """Properties of the tokenizer that clients need; `/tokenize` does the rest."""
 
     tokenizer_class: str = "PreTrainedTokenizerFast"
     """The class of transformers that reads such a tokenizer."""
@@ -231,20 +231,20 @@ class DetokenizeAnswer(msgspec.Struct):
 
 
 class AbortAnswer(msgspec.Struct):
-    """Which requests were aborted; ids that were not running or waiting are listed apart."""
+    """Ids of the aborted requests; ids that were neither running nor waiting are listed separately."""
 
     aborted: list[str]
     not_found: list[str]
 
 
 class AdapterAnswer(msgspec.Struct):
-    """What became of a request to load or unload an adapter."""
+    """Result of a request to load or unload an adapter."""
 
     message: str
 
 
 class LoadAnswer(msgspec.Struct):
-    """How busy the server is, in requests."""
+    """Load of the server, in requests."""
 
     server_load: int
     """All that have not ended."""

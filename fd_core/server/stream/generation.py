@@ -45,7 +45,7 @@ _CALL_EVENTS: Final = (CallBegun, ArgumentsDelta, CallEnded)
 
 
 class TextChunk(NamedTuple):
-    """What a delta adds to a choice."""
+    """Part of a choice that one delta adds."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -66,7 +66,7 @@ class ScoredPrompt:
 
 
 class AnswerReader:
-    """What the text of one choice means: content, reasoning and calls."""
+    """Parser of the text of one choice into content, reasoning and calls."""
 
     __slots__ = ("_parser", "_reading", "called", "reasoning_tokens")
 
@@ -135,9 +135,9 @@ class ChoiceStream:
         """Tokens generated, up to and including the one that ended the text."""
         self.cached_tokens = 0
         self.phases: tuple[float, ...] = ()
-        """Where its time in the engine went, as `Delta.phases`; empty if nothing tells."""
+        """Time in each phase in the engine, as `Delta.phases`; empty if unknown."""
         self.prefill: PrefillOutcome | None = None
-        """What became of a prompt that another worker was to compute; known with the first token."""
+        """Outcome of a prefill assigned to another worker; known with the first token."""
         self.finished: str | None = None
         self.times = TokenTimes(job.arrived)
         reading = job.reading
@@ -160,7 +160,7 @@ class ChoiceStream:
 
     @property
     def called(self) -> bool:
-        """Whether the model has called a tool, with all arguments."""
+        """True if the model has called a tool, with all arguments."""
         return self.answer is not None and self.answer.called
 
     @property

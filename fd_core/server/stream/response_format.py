@@ -1,4 +1,4 @@
-"""How API families spell their responses, bytes of events or whole values, and the ASGI response that sends them.
+"""Formats of the API families, events as bytes or whole values, and the ASGI response that sends them.
 
 The Responses and the Messages API show an answer as blocks: runs of reasoning, of content, or one tool call, each
 opened, filled and closed in turn.
@@ -49,7 +49,7 @@ _STREAM_HEADERS: Final = {
 }
 _USAGE_HEADER: Final = USAGE_HEADER.lower().encode()
 _LONG_BYTES: Final = 8192
-"""What a shorter body asks for is read before anybody could leave."""
+"""Shorter bodies are processed before a client could disconnect."""
 BlockKind = Literal["reasoning", "content", "call"]
 
 
@@ -140,7 +140,7 @@ class ResponseFormat(AnswerFormat):
         self._heads: dict[int, bytes] = {}
         self.scored = job.logprobs is not None or job.token_ids
         self.prompt_scores: dict[int, Any] = {}
-        """What is told of each prompt in vLLM's shape, if it was asked for."""
+        """Scores of each prompt in vLLM's shape, if requested."""
 
     @abc.abstractmethod
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> msgspec.Struct:

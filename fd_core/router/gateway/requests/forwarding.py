@@ -36,7 +36,7 @@ from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.types import PrefillOutcome
 
 _NO_MODEL: Final = (b'"model_not_found"', b'"not_found_error"')
-"""How workers say that they do not serve a model: as OpenAI's, and as Anthropic's clients read it."""
+"""Error codes of workers for a model that they do not serve: in OpenAI's and in Anthropic's format."""
 _ELSEWHERE_BYTES: Final = 64 * 1024
 """Bytes of a refusal that are kept, in case no other worker answers better."""
 _ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -196,7 +196,7 @@ class Exchange:
     """Memory that the body holds."""
     asked: RouteRequest
     arrived: float
-    """When the headers of the request were read, by `time.monotonic`."""
+    """Time at which the headers of the request were read, by `time.monotonic`."""
     record: RequestRecord
     meter: UsageMeter | None = None
     """Reads what the answer took, if anybody wants to know."""

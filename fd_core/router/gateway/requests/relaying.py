@@ -39,7 +39,7 @@ class SilenceTimer:
 
     @property
     def expired(self) -> bool:
-        """Whether the `TimeoutError` of the answer means that its worker was given up."""
+        """True if the `TimeoutError` of the answer means that its worker was given up."""
         return self._limit.expired()
 
     def expire(self, silence: float) -> bool:
@@ -104,7 +104,7 @@ _MAX_HELD_BYTES: Final = 1 << 20
 
 
 def is_own_lack(error: BaseException) -> bool:
-    """Whether no connection could be made for want of something here, which says nothing about the worker."""
+    """Return True if no connection could be made for lack of local resources, which is not the worker's fault."""
     return isinstance(error, OSError) and error.errno in _LACKS
 
 
@@ -146,12 +146,12 @@ class EventCutter:
 
     @property
     def done(self) -> bool:
-        """Whether the last event passed on is `[DONE]`, which says that the answer is complete."""
+        """True if the last event passed on is `[DONE]`, which marks a complete answer."""
         return self._last.rstrip().endswith(_DONE)
 
     @property
     def told_error(self) -> bool:
-        """Whether the last event passed on is an error. Generated text cannot look like one: its quotes are escaped."""
+        """True if the last event passed on is an error. Generated text cannot look like one: its quotes are escaped."""
         last = self._last.rstrip().replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
         return b'"error"' in last
 
@@ -179,17 +179,17 @@ class UpstreamAnswer:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer consists of server-sent events."""
+        """True if the answer consists of server-sent events."""
         return self._cutter is not None
 
     @property
     def whole(self) -> bool:
-        """Whether `begin` returned the whole answer."""
+        """True if `begin` returned the whole answer."""
         return self._ended and not self.is_stream
 
     @property
     def told_error(self) -> bool:
-        """Whether the answer ended with an error event of the worker."""
+        """True if the answer ended with an error event of the worker."""
         return self._cutter is not None and self._cutter.told_error
 
     async def begin(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What the router needs to know of a client's request to choose a worker. Everything else is the worker's to judge."""
+"""Fields of a client's request that the router needs to choose a worker. The worker validates everything else."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class RouteRequestReader:
 
     @property
     def fingerprint(self) -> str | None:
-        """How text becomes tokens, see `PromptReader.fingerprint`; None if prompts are compared by their bytes."""
+        """Digest of the tokenization, see `PromptReader.fingerprint`; None if prompts are compared by their bytes."""
         return None if self._prompts is None else self._prompts.fingerprint
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the parts of one gateway share, and its metrics."""
+"""State shared by the parts of one gateway, and its metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FIRST_BYTE: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5
 
 
 class GatewayCounts(msgspec.Struct):
-    """What became of requests, as far as only the gateway sees it; every count only grows."""
+    """Outcomes of requests that only the gateway observes; every count only grows."""
 
     disconnects: Annotated[int, counter("disconnects", "Clients that left before their answer ended.")] = 0
     attempts_lost: Annotated[

@@ -56,16 +56,16 @@ class HealthChecks:
         self._router = state.router
         self._on_offer = on_offer
         self._asked: dict[RouterWorker, float] = {}
-        """When each worker was last asked for its models."""
+        """Time of the last request for the models of each worker."""
         self._running: dict[RouterWorker, asyncio.Task[None]] = {}
         self._unreached = Unreached(state.config.unreachable_seconds)
         self._complaints: dict[str, str] = {}
         """Why a worker cannot have its role, as it was logged, by address."""
         self._lacks = False
-        """Whether the last check could not be made for want of something here."""
+        """True if the last check failed for lack of resources on this machine."""
         self._wake = asyncio.Event()
         self._round = -math.inf
-        """When the last round of checks began."""
+        """Start of the last round of checks."""
         self._timeout = aiohttp.ClientTimeout(total=state.router.config.health_check_timeout_secs)
 
     def wake(self) -> None:
