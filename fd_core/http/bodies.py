@@ -52,7 +52,7 @@ class BodyShare(AbstractContextManager["BodyShare"]):
         self.release()
 
     def received(self, count: int) -> None:
-        """Count bytes that came. Raises `ApiError` as `BodyBudget.share` does."""
+        """Count received bytes. Raises `ApiError` as `BodyBudget.share` does."""
         self._received += count
         if self._received > self._reserved:
             self.reserve(self._received)

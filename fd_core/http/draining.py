@@ -1,6 +1,6 @@
-"""The end of a server that others may still call: it says that it leaves, then refuses, then waits for what runs.
+"""Shutdown of a server that clients may still call: it announces it, then refuses requests, then waits for the rest.
 
-    serving --told to stop--> leaving --after `delay`--> refusing --nothing runs, or after `seconds`--> over
+    serving --stop requested--> leaving --after `delay`--> refusing --nothing runs, or after `seconds`--> over
 
 While it leaves, /ready answers 503, every answer carries `DRAINING_HEADER` and closes its connection, and requests are
 served as ever: that is the time in which balancers notice. Server and router share this.

@@ -102,7 +102,7 @@ def invalid(message: str, param: str | None, code: str | None = None) -> ApiErro
 
 
 def unsupported(message: str, param: str) -> ApiError:
-    """Return a 400 for a field that asks for what is not served."""
+    """Return a 400 for a field that requests an unsupported feature."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
@@ -114,7 +114,7 @@ def required(value: T | None, field: str) -> T:
 
 
 def unavailable(message: str, code: str, retry_after: int) -> ApiError:
-    """Return a 503; `retry_after` in seconds tells a client when another try makes sense."""
+    """Return a 503; `retry_after` is the time in seconds after which a retry makes sense."""
     return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": str(retry_after)})
 
 

@@ -1,7 +1,7 @@
 """Host names that a server answers to, and origins whose pages may call it.
 
 A page that a browser loaded from elsewhere can send requests to this machine: across origins, and, once its name
-resolves to this machine, as if they were of the same one (DNS rebinding). Only browsers say an origin, and all of them
+resolves to this machine, as if they were of the same one (DNS rebinding). Only browsers send an origin, and all of them
 name the host.
 """
 
@@ -43,13 +43,13 @@ class Visit:
     origin: str | None = None
     method: str = "GET"
     wants_method: str | None = None
-    """Access-Control-Request-Method: a browser asks on behalf of a page what it may send."""
+    """Access-Control-Request-Method: the method for which a browser requests permission on behalf of a page."""
     wants_headers: str | None = None
     """Access-Control-Request-Headers."""
 
     @classmethod
     def of(cls, method: str, hosts: Sequence[str], address: str | None, header: Callable[[str], str | None]) -> Visit:
-        """Return what a request says; `header` returns the value of a header."""
+        """Return host and origin of a request; `header` returns the value of a header."""
         asks = header("Access-Control-Request-Method"), header("Access-Control-Request-Headers")
         return cls(hosts, address, header("Origin"), method, *asks)
 
@@ -60,7 +60,7 @@ class Visit:
 
 
 class HostRules:
-    """Tells requests that may be answered from those that a foreign page made a browser send."""
+    """Separates legitimate requests from those that a foreign page made a browser send."""
 
     def __init__(self, bound: str, hosts: Iterable[str], origins: Iterable[str]) -> None:
         """Without `hosts`, a server `bound` to loopback has only its own. `ConfigError` for bad hosts, origins."""

@@ -71,7 +71,7 @@ def metric_families(
     parts: Iterable[tuple[Mapping[str, str], object]],
     names: Callable[[MetricSpec], Iterable[str]] = lambda spec: (spec.name,),
 ) -> Iterable[Metric]:
-    """Return every metric that statistics declare, as Prometheus wants it, under `names`; labels tell `parts` apart."""
+    """Return every metric that statistics declare, in Prometheus' form, under `names`; labels distinguish `parts`."""
     families: dict[str, Metric] = {}
     for common, stats in parts:
         for spec, samples in read_metrics(stats):

@@ -107,7 +107,7 @@ def router_config(settings: Mapping[str, Any]) -> RouterConfig:
 
 
 class GatewayConfig(ListenConfig, frozen=True, kw_only=True):
-    """Settings of `fdcore route` beside the router's own. Without API keys, those of clients go on to the workers."""
+    """Settings of `fdcore route` in addition to the router's. Without API keys, the clients' are sent to workers."""
 
     workers: tuple[str, ...] = ()
     """Addresses of mixed workers."""
@@ -120,9 +120,9 @@ class GatewayConfig(ListenConfig, frozen=True, kw_only=True):
     worker_api_keys: tuple[str, ...] = ()
     """API keys of the workers; the first one is sent."""
     worker_ca_certs: str | None = None
-    """Authorities that certificates of workers may come from; None takes those of the system."""
+    """Certificate authorities trusted for the certificates of workers; None uses those of the system."""
     tokenizer: str | None = None
-    """Model whose tokenizer the workers use; None asks a worker which model it serves."""
+    """Model whose tokenizer the workers use; None queries a worker for the model it serves."""
     admin_host: str = "127.0.0.1"
     admin_port: Annotated[int, Range(0, 65535)] = 8081
     router_secret: str = ""

@@ -44,7 +44,7 @@ class WorkerPool:
         return len(self.members)
 
     def where(self, chosen: Iterable[bool]) -> WorkerPool:
-        """Return the pool of those that are `chosen`, which says it of each."""
+        """Return the pool of the workers whose flag in `chosen` is true."""
         chosen = [*chosen]
         if all(chosen):
             return self
@@ -56,7 +56,7 @@ Pools = Mapping[Role, WorkerPool]
 _MODELS = 64
 """Models for which it is kept who may be chosen."""
 _SHORTEST_WAIT = 1.0
-"""Seconds: a client is never asked to try again sooner."""
+"""Seconds: the shortest Retry-After sent to a client."""
 _SECOND_DRAW = 2.0**26
 """A float holds 53 random bits: the upper half and the lower half are two numbers."""
 
@@ -77,7 +77,7 @@ class Placement:
 
 @dataclass(slots=True)
 class Placer:
-    """Finds the eligible workers and asks the policies. Nothing changes but what the policies remember.
+    """Finds the eligible workers and calls the policies. Nothing changes but the state that policies keep.
 
     Who is eligible is found again only when that could have changed, so a request costs nearly the same whether there
     are ten workers or a thousand: what is done for each of them is done by numpy, for all at once.
@@ -221,7 +221,7 @@ class Placer:
         return np.where(silent, self.index.match(keys, now), held) if silent.any() else held
 
     def _adapter(self, request: RouteRequest) -> str:
-        """Return the adapter that a request asks for, empty if no worker says that its model is one."""
+        """Return the adapter that a request names, empty if no worker reports its model as an adapter."""
         name = request.model or ""
         return name if name in self._adapters else ""
 

@@ -50,7 +50,7 @@ class Candidate(msgspec.Struct, frozen=True):
     worker: RouterWorker
     load: WorkerLoad
     hits: int = 0
-    """Leading prompt blocks that the worker is believed to hold; 0 unless the policy says `uses_prefix`."""
+    """Leading prompt blocks that the worker is believed to hold; 0 unless the policy sets `uses_prefix`."""
     expected_hits: int = 0
     """Leading prompt blocks that the worker holds or computes for another request; at least `hits`."""
 
@@ -58,7 +58,7 @@ class Candidate(msgspec.Struct, frozen=True):
 class Candidates(Sequence[Candidate]):
     """The workers that may be chosen, at least one, and never changed.
 
-    Behaves as a tuple of `Candidate`, each of which is made when it is asked for. A policy that wants to be fast among
+    Behaves as a tuple of `Candidate`, each of which is made on access. A policy that wants to be fast among
     a thousand workers compares columns instead: arrays of shape [n], read-only, one element for each candidate.
     """
 
@@ -113,7 +113,7 @@ class Candidates(Sequence[Candidate]):
 
     @property
     def hits(self) -> Numbers:
-        """Leading prompt blocks that each is believed to hold; 0 unless the policy says `uses_prefix`."""
+        """Leading prompt blocks that each is believed to hold; 0 unless the policy sets `uses_prefix`."""
         return np.zeros(len(self.workers), np.int64) if self._hits is None else self._hits
 
     @property
@@ -176,7 +176,7 @@ class RoutingContext:
     tokens: IntArray
     """The prompt, int32 of shape [n], never empty, read-only."""
     keys: tuple[bytes, ...]
-    """Keys of the prompt's full blocks; empty unless the policy says `uses_prefix`."""
+    """Keys of the prompt's full blocks; empty unless the policy sets `uses_prefix`."""
     session: str | None
     """Name that all requests of one conversation or user carry, if there is one."""
     random: float
@@ -241,7 +241,7 @@ class Random(RouterPolicy):
 
 
 class RoundRobin(RouterPolicy):
-    """One worker after the other, by address; workers that come or go do not disturb the order of the others."""
+    """One worker after the other, by address; workers that join or leave do not disturb the order of the others."""
 
     _last = ""
 
@@ -358,7 +358,7 @@ class Expiring(Generic[Key, Value]):
 _MISSING_WEIGHT: Final = 6
 """Cost of a prompt token that a worker has to compute, where a token that others wait for there costs 1. The token
 takes its own time, its block evicts another one, and both are paid again when the conversation goes on. Between 4 (the
-first token comes soonest) and 8 (the most hits) the choice is flat on recorded conversations, see
+first token is soonest) and 8 (the most hits) the choice is flat on recorded conversations, see
 `benchmarks/NOTES.md`."""
 _REQUEST_TOKENS: Final = 256
 """Prompt tokens that slow other requests of a worker down as much as one request that decodes there."""
@@ -395,7 +395,7 @@ class PrefixHash(RouterPolicy):
     """Prompts that begin alike go to the same worker; the policy remembers nothing.
 
     Each prefix ranks the workers by a hash of both (highest random weight, Thaler and Ravishankar 1998), so a worker
-    that comes or goes moves only its own share. The first worker in that order whose load stays within
+    that joins or leaves moves only its own share. The first worker in that order whose load stays within
     `prefix-hash-slack` of the mean takes the request (bounded loads, Mirrokni, Thorup and Zadimoghaddam 2018).
     """
 

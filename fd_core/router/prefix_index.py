@@ -27,7 +27,7 @@ class Holders:
     """The blocks of every worker."""
 
     def __init__(self, places: Places) -> None:
-        """`places` are of the bits; whoever gives one on discards the blocks of its worker before."""
+        """`places` assigns the bits; before a bit is reused, the caller discards the blocks of its previous worker."""
         self._places = places
         self._of: dict[bytes, int] = {}
 
@@ -118,7 +118,7 @@ class PrefixIndex:
     """Prompt blocks that each worker served, and so is believed to hold.
 
     A block is believed to be held for `duration` seconds, and at most `capacity` blocks of each worker are. Recording
-    costs time in proportion to the blocks of the prompt, matching to their logarithm, whatever the index holds. The end
+    costs time in proportion to the blocks of the prompt, matching to their logarithm, at any size of the index. The end
     of a prefix leaves before its beginning, so the index always holds whole paths from the root. The readings of the
     clock that are passed in never go backwards.
     """
@@ -164,7 +164,7 @@ class PrefixIndex:
         return self._holders.leading(keys)
 
     def remove(self, worker: RouterWorker) -> None:
-        """Forget all blocks of `worker`: it is gone, or came back empty."""
+        """Forget all blocks of `worker`: it was lost, or restarted with an empty cache."""
         held = self._held.pop(worker, None)
         if held is not None:
             self._holders.discard(self._holders.bit(worker), held)
@@ -200,7 +200,7 @@ class PrefixesInFlight:
     """Prompts that workers have been given and that have not ended there: what they are about to hold.
 
     A radix tree for each worker, kept as counts: how many prompts end at a block, and how many blocks follow it. A
-    prompt costs time in proportion to the blocks that no other prompt in flight shares with it, whatever is in flight;
+    prompt costs time in proportion to the blocks that no other prompt in flight shares with it, however many these are;
     matching costs the logarithm of its blocks. Nothing of a prompt is remembered after its end.
     """
 
@@ -260,7 +260,7 @@ _AHEAD: Final = 16
 
 
 class HashedPrompt:
-    """One prompt, hashed with any block size: once for each size, and as far as blocks are asked for."""
+    """One prompt, hashed with any block size: once for each size, and only as far as blocks are needed."""
 
     def __init__(self, tokens: IntArray, hasher: PrefixHasher, keys: Sequence[bytes]) -> None:
         """`tokens`: int32 of shape [n]; `keys`: keys of the first blocks by `hasher`, as far as they are known."""
@@ -268,7 +268,7 @@ class HashedPrompt:
         self._chains = {hasher.block_size: (hasher, list(keys))}
 
     def keys(self, block_size: int) -> Iterator[bytes]:
-        """Yield the keys of the full blocks of this size, hashed a few ahead of those that are asked for."""
+        """Yield the keys of the full blocks of this size, hashed a few ahead of those that are consumed."""
         if block_size not in self._chains:
             self._chains[block_size] = (block_hasher(block_size), [])
         hasher, chain = self._chains[block_size]
@@ -297,9 +297,9 @@ class ReportedKV:
         self._sizes: dict[Hashable, int] = {}
         """Tokens in a block of each engine that reports, by its name in `Places`."""
         self._further: dict[RouterWorker, tuple[Hashable, ...]] = {}
-        """Names of the engines behind the first, of workers that have several; the first has the worker's."""
+        """Names of the engines after the first, of workers that have several; the first has the worker's."""
         self._found: _EnginesThatReport | None = None
-        """The same by place, until somebody begins or ends."""
+        """The same by index, until a worker begins or stops to report."""
         self._holders: dict[int, Holders] = {}
         """Holders of each block, by block size."""
         self._num_events: dict[RouterWorker, int] = {}
@@ -380,11 +380,11 @@ class ReportedKV:
 
 class _EnginesThatReport(NamedTuple):
     sizes: Numbers
-    """Tokens in a block, by place; 0 for whoever does not report."""
+    """Tokens in a block, by index; 0 for engines that do not report."""
     owners: Numbers
-    """Place of the worker of each engine behind the first."""
+    """Index of the worker of each engine after the first."""
     further: Numbers
-    """Places of those engines."""
+    """Indices of those engines."""
 
 
 class _Mirror:

@@ -1,7 +1,7 @@
-"""The router: the gateway asks it for workers, and tells it what became of each request.
+"""The router: chooses workers for the gateway's requests, and receives the outcome of each.
 
 selection = router.select(request, now, rng)      # Selection, or NoWorker
-with selection:                                   # releases at the end, however that comes
+with selection:                                   # releases at the end, also after an error
     router.prefilled(selection, now)              # for a pair: its prefill side did its part, or failed, or declined
     ...                                           # stream; selection.first_token() before its first byte goes out
     router.served(selection, now)                 # or router.failed(selection, worker, now)
@@ -145,13 +145,13 @@ class Router:
         return following
 
     def prefilled(self, selection: Selection, now: float) -> None:
-        """Record the prefix for the prefill side, whatever becomes of the answer; `ValueError` if there is no pair."""
+        """Record the prefix for the prefill side, even if the answer fails; `ValueError` if there is no pair."""
         if selection.mode != "pd":
             raise ValueError("a mixed worker has no prefill side of its own")
         self._did_well(selection, selection.prefill, now)
 
     def served(self, selection: Selection, now: float) -> None:
-        """Record the prefix for the worker that gave the answer: it ended well, so whoever failed on it is to blame."""
+        """Record the prefix for the worker that answered: it succeeded, so workers that failed before are to blame."""
         if self._did_well(selection, selection.decode, now):
             for suspect in selection.suspects:
                 member = self.registry.member(suspect)
@@ -365,7 +365,7 @@ class WorkerSnapshot:
     index_blocks: Annotated[int, gauge("index_blocks", "Prompt blocks that the worker is believed to hold.")]
     """Blocks of prompts that the worker served, of the router's block size."""
     held_blocks: int | None
-    """Blocks that the worker reports to hold, of its own block size; None if it does not report."""
+    """Blocks that the worker reports to hold, of the worker's block size; None if it does not report."""
     kv_events: Annotated[int, counter("kv_events", "KV events taken from the worker.")]
     kv_port: int | None
     """Port on which a prefill worker listens for decode workers, if it named one."""

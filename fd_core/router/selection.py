@@ -91,7 +91,7 @@ class WorkerLoads:
         """The same by field and place."""
         self._on_idle = on_idle
         self.faults = 0
-        """Releases and verdicts that came twice or too late: always 0 if the callers are right."""
+        """Duplicate or late releases and verdicts: always 0 if the callers are right."""
 
     def of(self, worker: RouterWorker) -> WorkerLoad:
         """Return the load of one incarnation, gone or not."""
@@ -147,7 +147,7 @@ class RouteRequest:
 
     tokens: IntArray
     """Prompt, int32 of shape [n], n at least 1, tokenized as the workers tokenize it; a gateway without a tokenizer
-    gives numbers of its own that are equal where the text is, such as the bytes of the text."""
+    supplies numbers that are equal where the text is, such as the bytes of the text."""
     session: str | None = None
     salt: str = ""
     """Requests of different salts share no prefix."""
@@ -157,7 +157,7 @@ class RouteRequest:
     tokenized: bool = True
     """True if `tokens` are token ids of the workers, False for numbers that the gateway made up."""
     output_tokens: int = 0
-    """Most tokens of all answers together, as far as the request says it."""
+    """Most tokens of all answers together, if the request limits them."""
     home: RouterWorker | None = None
     """Worker that alone has what the request goes on from; None takes any worker."""
 
@@ -239,7 +239,7 @@ class Selection:
         return "pd" if len(self.workers) > 1 else "mixed" if self.decode.role == "mixed" else "alone"
 
     def first_token(self) -> None:
-        """Give back what counted for prefill: the first token came. May be called for every token."""
+        """Release the prefill load: the first token has arrived. May be called for every token."""
         if self.started:
             return
         self.started = True

@@ -1,6 +1,6 @@
 """The registry of workers: their incarnations, their health and their circuit breakers.
 
-A worker that comes back is a new incarnation: `RouterWorker.incarnation` is never given twice, and whatever was counted
+A worker that returns is a new incarnation: `RouterWorker.incarnation` is never reused, and anything counted
 or remembered for an earlier incarnation does not touch a later one.
 
     (none) --register--> UNKNOWN --checks pass--> HEALTHY <--> UNHEALTHY    (back to HEALTHY: a new incarnation)
@@ -46,7 +46,7 @@ class RouterWorker(msgspec.Struct, frozen=True, cache_hash=True):
     """Base address without a slash at the end, such as `http://127.0.0.1:8001`."""
     role: Role
     incarnation: int
-    """Never given twice by one registry, whatever the address."""
+    """Never reused by one registry, not even for another address."""
 
 
 class Circuit(Breaker):
@@ -58,7 +58,7 @@ class Circuit(Breaker):
         super().__init__(first=first, longest=longest, patience=patience)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Tell of another state."""
+        """Report a change of state."""
         super().__setattr__(name, value)
         if name == "state":
             self._on_turn()
@@ -168,7 +168,7 @@ class Registry:
         return worker
 
     def leaving(self, worker: RouterWorker) -> None:
-        """Note that `worker` says that it shuts down: it is chosen only where no other one can be, until it is gone."""
+        """Mark `worker` as shutting down: it is chosen only if no other one can be, until it is gone."""
         member = self.member(worker)
         if member is not None and not member.leaving:
             member.leaving = True

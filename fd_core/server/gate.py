@@ -32,8 +32,8 @@ _LEAVING: Final = ((b"connection", b"close"), (DRAINING_HEADER.lower().encode(),
 class Gate:
     """ASGI middleware. Sets `request.state.request_id`: the client's X-Request-Id if it is usable, else a fresh one.
 
-    The id goes back in the response's header. `request.state.owner` says whose key was sent, see `ApiKey.owner`, "" for
-    anybody's. `request.state.record` is the request's `RequestRecord`. `request.state.arrived` is when the request's
+    The id is returned in the response's header. `request.state.owner` is the owner of the key, see `ApiKey.owner`, ""
+    without keys. `request.state.record` is the request's `RequestRecord`. `request.state.arrived` is when the request's
     head was read, in seconds of `time.perf_counter`. Nothing of a request but its access log is ever logged here.
     """
 
@@ -99,7 +99,7 @@ class Gate:
                     await self._app(scope, receive, numbered)
                 finally:
                     self._drain.running -= 1
-        except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
+        except Exception as error:  # noqa: BLE001  # the outermost edge: the client gets an answer to every error
             answer = to_api_error(error)
             if status:
                 raise ConnectionAbortedError("an answer broke off after it had begun") from None
@@ -131,7 +131,7 @@ class Gate:
             access.enter(record, method, path, time.monotonic())
 
     def _tenant(self, record: RequestRecord, method: str, path: str, header: bytes) -> Tenant | None:
-        """Return for whom a router asks. Raises `ApiError` (403) for a header that the sender's key did not sign."""
+        """Return the tenant that a router names. Raises `ApiError` (403) unless the sender's key signed the header."""
         if record.key is None and self._access.has_keys:  # an open path: nothing there depends on the tenant
             return None
         secret = None if record.key is None else record.key.digest
@@ -150,7 +150,7 @@ def error_response(error: ApiError, path: str) -> Response:
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """Answer an error that is meant for the client in the shape of the API that it asked."""
+    """Return an error response for the client in the format of the API that it called."""
     if isinstance(error, HTTPException) and error.status_code == 404:  # from routing: no handler of a path raises it
         error = no_such_path(request.url.path)
     return error_response(to_api_error(error), request.url.path)

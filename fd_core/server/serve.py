@@ -47,13 +47,13 @@ log = logging.getLogger(__name__)
 _ABORT_SECONDS = 5
 """Timeout for sending aborted answers to their clients once the drain has ended, in seconds."""
 _UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
-"""Asks for another protocol, which a server may ignore, and Java's client does; the parser would drop the body."""
+"""Requests another protocol, as Java's client does; a server may ignore it, but the parser would drop the body."""
 _SLICE: Final = 4096
 """Bytes that are parsed at a time while a head is not complete."""
 _EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
 """Warnings of the library that any client can cause, as often as it likes."""
 _AGAIN_SECONDS: Final = 10.0
-"""Seconds between registrations; a repeated one changes nothing, but tells a restarted router of this server."""
+"""Seconds between registrations; a repeated one changes nothing, but registers this server at a restarted router."""
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=3)
 _SILENT: Final = "it does not answer"
 _ABSENT: Final = frozenset({_SILENT, aiohttp.ClientConnectorError.__name__})
@@ -75,7 +75,7 @@ async def serve_http(
 ) -> None:
     """Serve until SIGINT, SIGTERM or `stop`; then drain and return. The client and `spans` stay open.
 
-    Drain: /ready says at once that the server leaves, after `config.drain_delay` new requests are refused with 503,
+    Drain: /ready reports the shutdown at once, after `config.drain_delay` new requests are refused with 503,
     running ones go on for `config.drain_seconds`, the rest is aborted and its clients get what there is. A second
     signal aborts at once. Raises `ConfigError` for port, certificate or a registration that cannot work.
     """
@@ -217,7 +217,7 @@ async def _drain(
 
 
 def _worth_a_line(record: logging.LogRecord) -> bool:
-    """Tell what the library logs of itself from what clients cause, and from requests that a shutdown cancels."""
+    """Return False for log records that clients cause, and for requests that a shutdown cancels."""
     cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not cancelled and not str(record.msg).startswith(_EACH_TIME)
 
@@ -260,7 +260,7 @@ class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Stop counting: the body has a limit of its own."""
+        """Stop counting: the body has a separate limit."""
         self._in_head = False
         if not self.url.startswith(b"/"):
             self._take_host_of_target()
@@ -276,7 +276,7 @@ class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
         self.answer_complete()
 
     def _take_host_of_target(self) -> None:
-        """A request for a whole URL means the host in it, whatever the header says (RFC 9112, section 3.2.2)."""
+        """Use the host of an absolute request URL, which overrides the Host header (RFC 9112, section 3.2.2)."""
         try:
             host = httptools.parse_url(self.url).host
         except httptools.HttpParserInvalidURLError:
@@ -376,7 +376,7 @@ class _Known(AbstractResolver):
 def registration_of(
     config: ServerConfig, url: str, instance: Callable[[], str], role: str = "mixed"
 ) -> Registration | None:
-    """Return the registration asked for, or None; `instance` is called each time. Raises `ConfigError`."""
+    """Return the configured registration, or None; `instance` is called each time. Raises `ConfigError`."""
     if config.router is None:
         return None
     if not config.router.startswith(("http://", "https://")):

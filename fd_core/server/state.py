@@ -1,6 +1,6 @@
 """State shared by the handlers of one server: admission, compiled grammars, and metrics.
 
-Metrics are gauges and counters read from the engine when asked, and histograms fed by the streams. Everything here runs
+Metrics are gauges and counters read from the engine on each scrape, and histograms fed by the streams. Everything runs
 on the event loop's thread, so nothing is locked.
 """
 
@@ -85,7 +85,7 @@ class _OwnerAnswers:
 
 
 class ResponseStore:
-    """At most `capacity` answers and `max_bytes`, each seen by its owner; whoever keeps most loses the oldest."""
+    """At most `capacity` answers and `max_bytes`, each visible to its owner; the largest owner loses its oldest one."""
 
     def __init__(self, capacity: int, max_bytes: int = MAX_BYTES) -> None:
         self.capacity = capacity
@@ -196,10 +196,10 @@ class ActiveRequests:
             del self._engine_ids[request_id]
 
     def engine_ids(self, given: str, reaches: Callable[[str], bool]) -> list[str]:
-        """Return the engine ids behind a request id or the `id` of an answer; empty if none is active.
+        """Return the engine ids of a request id or the `id` of an answer; empty if none is active.
 
         Only requests whose owner the caller `reaches` are looked at: which ids others use changes nothing. A request id
-        may look like the `id` of another answer; both are meant then, whichever worker has them.
+        may look like the `id` of another answer; both are meant then, even on different workers.
         """
         names = (given, *(given.removeprefix(prefix) for prefix in _PREFIXES if given.startswith(prefix)))
         return [each for name in names for each, owner in self._engine_ids.get(name, {}).items() if reaches(owner)]
@@ -226,7 +226,7 @@ class ServedName(NamedTuple):
 
 @dataclass
 class ServerState:
-    """The engine, or the engines, behind one HTTP server."""
+    """The engine, or the engines, of one HTTP server."""
 
     config: ServerConfig
     client: EngineClient
@@ -272,7 +272,7 @@ class ServerState:
 
     @property
     def incarnation(self) -> str:
-        """Names this process and its engine's start: whoever answers under another name has an empty cache."""
+        """Identifies this process and its engine's start: a server with another identity has an empty cache."""
         return f"{self.instance}.{self.client.info.epoch}"
 
     @property
@@ -309,7 +309,7 @@ class ServerState:
         return "; ".join(filter(None, (self.client.missing, self.supervisor.failing)))
 
     def not_ready(self) -> str | None:
-        """Say why requests are refused, or return None if they are served."""
+        """Return the reason why requests are refused, or None if they are served."""
         if self.drain.leaving:
             return "the server is shutting down"
         return None if self.client.alive else self.client.missing
@@ -358,7 +358,7 @@ class EngineStarts(msgspec.Struct, frozen=True):
 
 
 class ServerMetrics(Collector):
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one server, in a separate registry."""
 
     def __init__(
         self,
@@ -448,7 +448,7 @@ class ServerMetrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def tokens_came(self, times: TokenTimes, count: int, *, first: bool) -> None:
-        """Count the time until a generation's `first` tokens came, or since those before."""
+        """Observe the time until a generation's `first` tokens, or since the previous ones."""
         moment = time.perf_counter()
         if first:
             histogram, seconds, count = self.ttft, moment - times.arrived, 1

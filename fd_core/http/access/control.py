@@ -78,7 +78,7 @@ class AccessControl:
         log.info("%s was read again: %d API keys", self._file, len(ring))
 
     def identify(self, method: str, path: str, authorization: bytes | None, api_key: bytes | None) -> ApiKey | None:
-        """Return whose request it is, None for anybody's. Raises `ApiError` (401) where a key is required."""
+        """Return the key of a request, None without one. Raises `ApiError` (401) if an accepted key is required."""
         if not self.has_keys:
             return None
         found = find_route(path)
@@ -105,7 +105,7 @@ class AccessControl:
 
     @staticmethod
     def authorize(record: RequestRecord, method: str, path: str) -> str:
-        """Return the template of the route that a known key asks for; `ApiError`: 404, 405, 403 without the right."""
+        """Return the route's template for a request with a known key; `ApiError`: 404, 405, 403 without the right."""
         found = find_route(path)
         if found is None:
             raise no_such_path(path)
@@ -180,7 +180,7 @@ def allow_header(path: str) -> dict[str, str]:
 
 
 def limit_headers(account: KeyAccount | None, now: float) -> dict[str, str]:
-    """Return the headers that tell OpenAI's clients what is left of the minute; none without an account."""
+    """Return the headers in which OpenAI's clients read the minute's remaining limits; none without an account."""
     headers: dict[str, str] = {}
     if account is None:
         return headers
@@ -205,7 +205,7 @@ def _duration(seconds: float) -> str:
 
 Right = Literal["probe", "page", "key", "admin", "secret"]
 """`probe`: no key. `page`: no key unless pages are protected. `key`: any accepted key. `admin`: an admin key. `secret`:
-the handler checks a secret of its own."""
+the handler checks a separate secret."""
 
 
 @dataclass(frozen=True)

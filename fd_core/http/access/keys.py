@@ -164,7 +164,7 @@ class Reservation:
         self.tokens = tokens
 
     def settle(self, now: float, used: int) -> None:
-        """Give back, once, what was not used; what was used beyond that is taken now, whatever the limit says."""
+        """Return unused tokens, once; usage beyond the reservation is charged now, even above the limit."""
         if not self._open or self._slot is None:
             return
         self._open = False
@@ -218,8 +218,8 @@ def scoped(owner: str, name: str | None) -> str:
 class KeyRing:
     """The accepted keys. Without any, every request is accepted.
 
-    Keys are found by a digest that is keyed with a secret of this process: nobody outside can tell which keys it brings
-    close to each other, so the time that a search takes says nothing about them, however many there are.
+    Keys are found by a digest that is keyed with a secret of this process: clients cannot predict which keys it brings
+    close to each other, so the time that a search takes reveals nothing about them, however many there are.
     """
 
     def __init__(self, keys: Iterable[ApiKey | str]) -> None:
@@ -371,7 +371,7 @@ def _entry(entry: Any) -> ApiKey:
         if field not in _FIELDS:
             close = difflib.get_close_matches(field[:64], _FIELDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(_FIELDS)}"
-            # Whoever mixes up the two sides of a line has written a key where a field's name belongs.
+            # A user who swaps the two sides of a line has written a key in the position of a field's name.
             raise _Wrong(field if _FIELD.fullmatch(field) else "", f"a field has no such name ({hint})")
     name = entry.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):

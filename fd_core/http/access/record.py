@@ -24,7 +24,7 @@ CLIENT_LEFT: Final = 499
 """Status of a request whose client left before the answer ended."""
 log = logging.getLogger(ACCESS_LOGGER)
 USAGE_HEADER: Final = "X-FD-Usage"
-"""Header with which a router asks a worker for the comment."""
+"""Header with which a router requests the comment from a worker."""
 _COMMENT: Final = re.compile(rb"^: usage (\d{1,12}) (\d{1,12})\n\n", re.MULTILINE)
 _MARK: Final = b": usage "
 _EVENT: Final = b"\ndata: "
@@ -33,9 +33,9 @@ _EVENT: Final = b"\ndata: "
 class Tenant(NamedTuple):
     """A key of a router's, as a worker sees it: whose work a request that the router passes on is.
 
-    A worker sees one key, the router's. The header, signed with that key, names the client's key behind it for one
+    A worker sees one key, the router's. The header, signed with that key, names the client's key for one
     request only: method, path and request id are signed as well. A tenant owns a part of what the carrying key owns and
-    nothing else, so whoever forges a header with a key of their own gains nothing by it.
+    nothing else, so a client that forges a header with another key gains nothing by it.
     """
 
     owner: str
@@ -114,7 +114,7 @@ _decoder: Final = msgspec.json.Decoder(_Metered)
 
 
 def usage_comment(tokens_in: int, tokens_out: int) -> bytes:
-    """Return the comment that tells what a stream took; clients of server-sent events pass over it."""
+    """Return the comment that reports the usage of a stream; clients of server-sent events ignore it."""
     return b"%b%d %d\n\n" % (_MARK, tokens_in, tokens_out)
 
 
@@ -128,7 +128,7 @@ class UsageMeter:
         self._events = 0
 
     def whole(self, body: bytes) -> None:
-        """Read the usage of a whole answer; one that tells none, such as an error, took nothing."""
+        """Read the usage of a whole answer; one that reports none, such as an error, used no tokens."""
         self._told = 0, 0
         try:
             usage = _decoder.decode(body).usage
@@ -147,7 +147,7 @@ class UsageMeter:
         return events
 
     def tokens(self, prompt: int) -> tuple[int, int] | None:
-        """Return the tokens read and written, None if not told; of a stream that does not tell, events count."""
+        """Return the tokens read and written, None if not reported; for a stream without a report, count events."""
         if self._told is None and self._events:
             return prompt, self._events
         return self._told
@@ -161,7 +161,7 @@ class RequestRecord:
     key: ApiKey | None = None
     """None where there are no keys, or the path needs none."""
     tenant: Tenant | None = None
-    """The key of a router behind this one; None if the client came directly."""
+    """The client's key at the router that sent this request; None if the client connected directly."""
     account: KeyAccount | None = None
     """Usage of the key while this request counts in it; None for a key without limits."""
     tokens_in: int = 0

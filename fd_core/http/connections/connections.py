@@ -1,6 +1,6 @@
 """The connections of one listening socket: a bound on their number, and an end for those that do not move.
 
-GET /health has a port and a thread of its own as well: a busy event loop does not delay it, and a stuck one shows.
+GET /health has a separate port and thread as well: a busy event loop does not delay it, and a stuck one shows.
 
 A connection waits for a request, receives a body, or is answered; only the answering of a request has no deadline.
 
@@ -44,7 +44,7 @@ Reason = Literal["head", "keep_alive", "body", "write", "crowd"]
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Most bytes of the request line and headers of a request; libraries may count each line, or up to one read more."""
 BYTES_PER_SECOND: Final = 64 * 1024
-"""A body may take a second longer for each of these bytes that came, an answer for each that was taken."""
+"""Bytes that extend the deadline by a second: received of a body, or accepted by the client of an answer."""
 _RESERVED_DESCRIPTORS: Final = 256
 """Kept for files, stores, workers and the engine; of a small limit a quarter is kept."""
 _MOST_CONNECTIONS: Final = 10_000
@@ -55,9 +55,9 @@ _AT_ONCE: Final = 64
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Closing connections that wait for a request may help."""
 _PAUSE_SECONDS: Final = 0.5
-"""Pause after a failure to accept: whatever is missing does not come back at once."""
+"""Pause after a failure to accept: a missing resource is not available again at once."""
 _REFRESH_SECONDS: Final = 5.0
-"""Pause between two looks at the files of the certificate."""
+"""Interval between polls of the certificate files."""
 _MOST_REFUSALS: Final = 16
 """Refusals on their way, which take descriptors of the reserve; further connections are closed without a word."""
 _BEAT_SECONDS: Final = 0.25
@@ -203,7 +203,7 @@ class Connections:
         return len(longest)
 
     def complain(self, what: str, example: str = "") -> None:
-        """Log a warning, the same one at most once a minute, whatever the `example` is."""
+        """Log a warning, the same one at most once a minute, even with another `example`."""
         if (now := self.now()) >= self._next_line.get(what, 0.0):
             self._next_line[what] = now + 60.0
             log.warning("%s%s (logged once a minute)", what, example)
@@ -299,7 +299,7 @@ class WatchedProtocol(asyncio.Protocol):
         return waits_for if now - self._since > patience[waits_for] + self._received / BYTES_PER_SECOND else None
 
     def not_http(self) -> ApiError:
-        """Log what came and cannot be read, and return its answer."""
+        """Log input that is not HTTP, and return the error for it."""
         self.watch.complain("what came on a connection is not HTTP")
         return ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http")
 
@@ -313,7 +313,7 @@ class WatchedProtocol(asyncio.Protocol):
         self._transport.close()
 
     def expire(self, reason: Reason) -> None:
-        """Close the connection, whatever is still to be sent; whoever works on its request is told that it is lost."""
+        """Close the connection and drop unsent data; the handler of its request is notified that it is lost."""
         self.watch.stats.closed[reason] += 1
         self.watch.left(self)
         self._transport.abort()
@@ -444,7 +444,7 @@ def attended(
 
 @contextlib.contextmanager
 def liveness(config: ListenConfig, dead: Callable[[], str]) -> Iterator[None]:
-    """Serve /health on `config.health_port`, if given; `dead` says why the server is. Raises `ConfigError`."""
+    """Serve /health on `config.health_port`, if given; `dead` returns why the server is dead. Raises `ConfigError`."""
     if config.health_port is None:
         yield
         return
@@ -458,10 +458,10 @@ def liveness(config: ListenConfig, dead: Callable[[], str]) -> Iterator[None]:
 
 
 class _Liveness:
-    """A thread with an event loop of its own, and a beat on the loop of the server."""
+    """A thread with a separate event loop, and a heartbeat on the loop of the server."""
 
     def __init__(self, sock: socket.socket, dead: Callable[[], str]) -> None:
-        sock.listen()  # at once, so that nobody is refused until the thread runs
+        sock.listen()  # at once, so that no client is refused until the thread runs
         self._sock = sock
         self._dead = dead
         self._open = 0
@@ -498,7 +498,7 @@ class _Liveness:
                     writer.write(self._response(line))
                     await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
-            pass  # whoever asks so gets no answer
+            pass  # such clients get no answer
         finally:
             self._open -= 1
             writer.close()

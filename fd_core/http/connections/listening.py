@@ -23,7 +23,7 @@ _MOST_DESCRIPTORS: Final = 2**20
 """Far more than a server uses; where a limit of billions is allowed, programs that go through all are held up by it."""
 log = logging.getLogger(__name__)
 
-ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # told apart, not bound
+ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # compared, not bound
 """Hosts that mean every address of the machine."""
 _LISTENS: Final = "0A"
 """State of a listening socket in /proc/net/tcp."""
@@ -40,7 +40,7 @@ def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = 
     except (OSError, UnicodeError) as error:  # no name of a host may be longer than 63 letters between dots
         reason = error.strerror if isinstance(error, OSError) else "it is not the name of a host"
         raise ConfigError(f"the host {host!r:.300} cannot be resolved: {reason}", field=host_flag) from error
-    # A reusable address can be bound twice until somebody listens, so it is the second choice, needed only while
+    # A reusable address can be bound twice until a socket listens, so it is the second choice, needed only while
     # connections of an earlier server linger.
     for reuse in (0, 1):
         sock = socket.socket(family, kind, protocol)
@@ -67,7 +67,7 @@ def raise_descriptor_limit() -> None:
 def cannot_listen(
     host: str, port: int, error: OSError, *, flag: str = "--port", host_flag: str = "--host"
 ) -> ConfigError:
-    """Return the error of a port that cannot be had, with who has it where the system tells."""
+    """Return the error of a port that is not available, with the process that uses it if the system reports it."""
     reason, hint = (error.strerror or str(error)).lower(), f"choose another with {flag}"
     if error.errno == errno.EADDRINUSE:
         holder = port_holder(port)
@@ -82,7 +82,7 @@ def cannot_listen(
 
 @contextlib.contextmanager
 def port_errors(host: str, sock: socket.socket, flag: str = "--port") -> Iterator[None]:
-    """Listen on a bound socket within the block; whoever was quicker becomes a `ConfigError` that names the flag."""
+    """Listen on a bound socket within the block; if the port is taken, a `ConfigError` names the flag."""
     try:
         # Connections inherit this, so that those which linger do not keep a restarted server from its port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -142,13 +142,13 @@ def url_of(host: str, sock: socket.socket, *, secure: bool = False) -> str:
 
 
 def settle() -> None:
-    """Tell the garbage collector to leave alone what has been loaded: visiting it would stop every stream for 0.1 s."""
+    """Exempt all loaded objects from garbage collection: visiting them would stop every stream for 0.1 s."""
     gc.collect()
     gc.freeze()
 
 
 def warn_if_open(host: str, *, keys: bool) -> None:
-    """Warn about a server that others can reach and that asks for no key."""
+    """Warn about a server that other machines can reach and that requires no key."""
     if not keys and not is_loopback(host):
         log.warning(
             "%s can be reached from other machines and no API key is set: whoever can reach it may use it; "

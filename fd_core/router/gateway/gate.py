@@ -1,4 +1,4 @@
-"""The gate that every request passes: request id, API key, path, and an answer to errors that nobody expected.
+"""The gate that every request passes: request id, API key, path, and a response to unexpected errors.
 
 On the admin port, workers that know the router's secret POST /register and /deregister.
 """
@@ -75,10 +75,10 @@ class RouterGate:
         try:
             added |= self._hosts.check(visit_of(request))
             answer = await self._answer(request, record, added)
-        except ConnectionError:  # the client is gone: nobody reads an answer
+        except ConnectionError:  # the client disconnected: an answer has no reader
             request.protocol.force_close()
             return web.Response(status=CLIENT_LEFT)
-        except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
+        except Exception as error:  # noqa: BLE001  # the outermost edge: the client gets an answer to every error
             answer = error_response(to_api_error(error), request.path)
             if request.writer.output_size > 0:
                 request.protocol.force_close()
@@ -276,7 +276,7 @@ class Admin:
     """Handler of the admin port."""
 
     def __init__(self, state: GatewayState, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when a worker came or went."""
+        """`on_change` is called when a worker registers or deregisters."""
         self._router = state.router
         self._ring = KeyRing([state.config.router_secret])
         self._on_change = on_change

@@ -31,9 +31,9 @@ _LOAD: Final = BodyFormat(LoadAdapterRequest)
 _UNLOAD: Final = BodyFormat(UnloadAdapterRequest)
 KV_EVENTS_PATH: Final = "/kv_events"
 OFFER_HEADER: Final = "X-KV-Events"
-"""In the answer of /health: this server tells what it holds."""
+"""Header in the response of /health: this server publishes KV events."""
 WAIT_SECONDS: Final = 10.0
-"""An answer without news is given after so long."""
+"""Timeout of a poll without new events, in seconds."""
 
 
 @router.post("/v1/abort_requests", **endpoint("Abort requests", AbortRequest, AbortAnswer))
@@ -62,7 +62,7 @@ async def abort_requests(request: Request) -> Response:
 
 @router.post("/v1/load_lora_adapter", **endpoint("Load a LoRA adapter", LoadAdapterRequest, AdapterAnswer))
 async def load_adapter(request: Request) -> Response:
-    """Serve the adapter in a folder below --lora-folder under a name of its own, as vLLM does."""
+    """Serve the adapter in a folder below --lora-folder under a separate name, as vLLM does."""
     folder = _adapter_folder(request)
     state, body, headers = await _LOAD.read(request)
     if body.lora_name in state.names:
@@ -123,7 +123,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", **endpoint("Whether requests are served", None, HealthAnswer, errors=(), unhealthy=True))
 async def ready(request: Request) -> Response:
-    """Answer 200 while requests are served, by whichever engine, 503 with the reason otherwise."""
+    """Answer 200 while requests are served, by any of the engines, 503 with the reason otherwise."""
     state = state_of(request)
     reason = state.not_ready()
     return _health(state.degraded, "ok") if reason is None else _health(reason, "not ready")

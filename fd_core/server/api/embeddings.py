@@ -47,7 +47,7 @@ EMBEDDINGS: Final = BodyFormat(pooling.EmbeddingRequest, POOLED)
 SCORE: Final = BodyFormat(pooling.ScoreRequest, POOLED)
 RERANK: Final = BodyFormat(pooling.RerankRequest, POOLED)
 _AT_ONCE: Final = 16
-"""Vectors that are encoded while everybody else waits."""
+"""Vectors that are encoded without yielding to the event loop."""
 
 
 async def read_texts(state: PromptState, given: Any, field: str, add_special: bool = True) -> list[PromptText]:

@@ -83,7 +83,7 @@ _asked: Final = msgspec.json.Decoder(_Asked)
 
 
 def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) -> Iterator[BatchLine]:
-    """Yield the requests of a file, which have to go to `endpoint`; a line that cannot be sent comes with its error."""
+    """Yield the requests of a file, which have to go to `endpoint`; a line that cannot be sent has its error set."""
     number, seen = 0, dict[str, int]()
     while line := file.readline(longest + 1):
         number += 1
@@ -155,7 +155,7 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
     """Answers go to `PATH.partial`, which becomes `PATH` at the end; a later run finds those before it in `known`."""
 
     def __init__(self, path: Path, account: Callable[[int], None] = lambda _: None) -> None:
-        """`account` is told growth in bytes and may raise. Raises `ConfigError` for a file that is no output."""
+        """`account` receives growth in bytes and may raise. Raises `ConfigError` for a file that is no output."""
         self.path = path
         self.known: dict[str, BatchAnswer] = {}
         """By id; the answers themselves are left out."""

@@ -56,7 +56,7 @@ async def ask(app: ASGIApp, path: str, body: bytes, request_id: str, owner: str)
     async def receive() -> Message:
         nonlocal sent
         if sent:
-            await asyncio.Event().wait()  # who asks here stays until the answer is there
+            await asyncio.Event().wait()  # a second call blocks until the answer is complete
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 

@@ -110,7 +110,7 @@ class BatchService:
                     errors = await self._run(store, batch)
             except OSError:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the others
+            except Exception as error:  # noqa: BLE001 - any error ends this batch and not the others
                 reason = failure_reason(error)
                 log.error("the batch %s failed: %s", batch.id, reason)
                 code = error.code or "server_error" if isinstance(error, ApiError) else "server_error"

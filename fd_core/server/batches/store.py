@@ -3,7 +3,7 @@
 `ID.json` describes a file or a batch and names its owner, `ID.data` is the content of a file. Both appear whole or not
 at all: they are written under a temporary name and renamed. A file exists from the moment at which its content has its
 name. Everything is counted before it is written and counted anew when a server takes the folder; lists and
-descriptions come from the index.
+descriptions are read from the index.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Ownership(msgspec.Struct):
 
 
 class BatchStore:
-    """Owner of one folder. All methods are called from one thread, but for those of `Upload` that say otherwise."""
+    """Owner of one folder. All methods are called from one thread, except where those of `Upload` state otherwise."""
 
     def __init__(
         self, folder: Path, limit: int, key_limit: int | None = None, keys: Callable[[], int] = lambda: 0

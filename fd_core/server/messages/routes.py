@@ -153,7 +153,7 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _stop(choice: ChoiceStream, finish_reason: str, stop_reason: str | int | None) -> tuple[str, str | None]:
-    """Return why a message ended. Raises `ApiError` for one that was aborted: no reason of the API's says so."""
+    """Return why a message ended. Raises `ApiError` for one that was aborted: the API has no reason for that."""
     if stop_reason is FinishReason.ABORT:
         raise ApiError(499, "the request was aborted; its text is not whole", kind="api_error", code="aborted")
     if finish_reason == "length":
@@ -175,7 +175,7 @@ def _event(kind: str, fields: dict[str, Any]) -> bytes:
 
 
 def as_chat(state: jobs.PromptState, body: CountRequest) -> ChatRequest:
-    """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
+    """Convert a request to a chat. Raises `ApiError` (400) for fields that this server does not support."""
     effort = None if body.output_config is None else body.output_config.effort
     if effort == _USUAL_EFFORT and not state.prompt_reader.takes_effort:
         effort = None
@@ -219,7 +219,7 @@ def demanded_form(body: CountRequest) -> FormAsked | None:
 
 
 def _messages(turn: Turn, place: str) -> list[Message]:
-    """Return the chat's messages for one turn: what tools answered comes before what the user says beside it."""
+    """Return the chat's messages for one turn: tool results precede the user's text in the same turn."""
     if isinstance(turn.content, str):
         return [Message(role=turn.role, content=turn.content)]
     texts, thoughts, calls, answers = [], [], [], []

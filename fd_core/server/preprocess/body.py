@@ -45,7 +45,7 @@ _array: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _CONTAINERS: Final = b"{["
 _BRACE: Final = _CONTAINERS[0]
 SMALL_BYTES: Final = 64 * 1024
-"""A body of this size is decoded in a few milliseconds whatever it holds."""
+"""A body of this size is decoded in a few milliseconds, with any content."""
 _MAX_CONTAINERS: Final = 32_768
 """Objects and arrays of one text, each of which takes about half a microsecond."""
 _MAX_NAMES: Final = 65_536
@@ -66,7 +66,7 @@ class BodyFormat(Generic[T]):
         self._known = KnownFields(schema)
 
     async def read(self, request: Request) -> tuple[ServerState, T, dict[str, str]]:
-        """Return the server's state, the decoded body, and headers of the answer; `ApiError` says what is wrong."""
+        """Return the server's state, the decoded body, and headers of the answer; `ApiError` describes the error."""
         state: ServerState = request.app.state.fd
         headers = request.headers
         kind = headers.get("content-type", "")
@@ -164,7 +164,7 @@ def require_json(content_type: str) -> None:
 
 
 def _explain(error: msgspec.ValidationError) -> ApiError:
-    """Say a decoding error with the field first. The library's text never quotes values."""
+    """Convert a decoding error, the field first. The library's text never quotes values."""
     text = str(error)
     missing = _MISSING.search(text)
     place = _PATH.search(text)
@@ -185,7 +185,7 @@ def _lower(text: str) -> str:
 
 
 class UnknownFieldLog:
-    """Tells the operator of unknown fields: each once, all of a request in one line, a line every ten seconds."""
+    """Logs unknown fields for the operator: each once, all of a request in one line, a line every ten seconds."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

@@ -221,7 +221,7 @@ class PromptState(Protocol):
 
 async def completion_prompts(state: PromptState, body: requests.CompletionRequest) -> list[PromptText]:
     """Return prompts: texts or ids; `ApiError` (400) for too many, `BadRequest` for unreadable ones."""
-    by_ids = bool(body.prompt_token_ids) or body.prompt is None  # an empty list asks for nothing
+    by_ids = bool(body.prompt_token_ids) or body.prompt is None  # an empty list requests nothing
     reader, field = state.prompt_reader, "prompt_token_ids" if by_ids else "prompt"
     given = required(body.prompt_token_ids if by_ids else body.prompt, "prompt")
     texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
@@ -309,7 +309,7 @@ def require_role(role: str, field: str) -> None:
 
 
 def require_effort(reader: PromptReader, effort: str | None, field: str) -> None:
-    """Raise `ApiError` (400) for an effort that the model cannot be told; `none` and `medium` ask for nothing."""
+    """Raise `ApiError` (400) for an effort that the model does not support; `none` and `medium` need no support."""
     if effort not in (None, "none", "medium") and not reader.takes_effort:
         raise unsupported(
             f"{field} is not supported: the chat template of this model has no place for an effort of reasoning", field
@@ -373,9 +373,9 @@ class Job:
     reading: AnswerReading | None
     """Parsers of the answer's text; None for plain text."""
     logprobs: int | None
-    """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
+    """Most likely tokens shown alongside each chosen token; None shows no log-probabilities."""
     prompt_logprobs: int | None
-    """Most likely tokens shown beside each token of the prompt; None shows none."""
+    """Most likely tokens shown alongside each token of the prompt; None shows none."""
     token_ids: bool
     tokens_as_ids: bool
     usage_in_stream: bool

@@ -149,7 +149,7 @@ def sampling_params(
         raise invalid("seed must fit in 64 bits: -2^63 to 2^64-1", "seed")
     min_tokens = request.min_tokens or 0 if request.min_new_tokens is None else _min_tokens(request)
     scored = request.prompt_logprobs
-    if isinstance(request, CompletionRequest) and request.echo:  # the echo tells them as well
+    if isinstance(request, CompletionRequest) and request.echo:  # the echo includes them as well
         scored = max((each for each in (scored, logprobs) if each is not None), default=None)
     params = []
     for allowed in outputs:
@@ -177,7 +177,7 @@ def sampling_params(
 
 
 def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
-    """Return how many tokens are asked for, and by which field."""
+    """Return the requested number of tokens, and the field that sets it."""
     newer, older = request.max_completion_tokens, request.max_tokens
     if newer is not None and older is not None and newer != older:
         raise invalid(
@@ -192,7 +192,7 @@ def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
 
 
 def _min_tokens(request: GenerationRequest) -> int:
-    """Return how many tokens come before one may end the text."""
+    """Return the number of tokens before one may end the text."""
     one, other = request.min_tokens, request.min_new_tokens
     if one is not None and other is not None and one != other:
         raise invalid(f"min_tokens is {one} and min_new_tokens {other}; give one of them", "min_new_tokens")

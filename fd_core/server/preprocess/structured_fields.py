@@ -90,10 +90,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 class StructuredFields(msgspec.Struct, kw_only=True):
-    """Fields that completions and chat share; at most one form may be asked for."""
+    """Fields that completions and chat share; a request may have at most one output constraint."""
 
     prompt_logprobs: NumLogprobs | None = None
-    """Most likely tokens told beside each token of the prompt; 0 tells the prompt's own only. Not of the form."""
+    """Most likely tokens shown for each token of the prompt; 0 shows only the prompt's own. No output constraint."""
     response_format: ResponseFormatField | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = None
@@ -118,7 +118,7 @@ _NOTHING: Final = (None,) * len(_ASKING)
 
 
 def form_asked(fields: StructuredFields) -> FormAsked | None:
-    """Return the form that a request asks for, None for any text; `ApiError` (400) if it asks for more than one."""
+    """Return the output constraint of a request, None for any text; `ApiError` (400) for more than one."""
     if _asked(fields) == _NOTHING:
         return None
     found = [form for form in _forms(fields) if form is not None]

@@ -132,7 +132,7 @@ class _ResponsesFormat(response_format.AnswerFormat):
 
     def last(self, usage: Usage) -> bytes:
         answer = self._complete(usage)
-        # There is no event of its own for a response that was cancelled.
+        # The API has no event for a response that was cancelled.
         kind = "completed" if answer.status == "completed" else "incomplete"
         return self._event(f"response.{kind}", response=answer)
 
@@ -286,7 +286,7 @@ def earlier_messages(body: schemas.ResponsesRequest, store: ResponseStore, owner
 
 
 def as_chat(body: schemas.ResponsesRequest, earlier: Sequence[Message]) -> ChatRequest:
-    """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
+    """Convert a request to a chat. Raises `ApiError` (400) for fields that this server does not support."""
     _check(body)
     messages = [*earlier, *_messages(body.input)]
     instructions = [Message(role="system", content=body.instructions)] if body.instructions else []

@@ -127,7 +127,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Every event tells the usage so far."""
+    """Every event includes the usage so far."""
 
 
 class GenerationRequest(StructuredFields, kw_only=True):
@@ -167,7 +167,7 @@ class GenerationRequest(StructuredFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens as `token_id:ID`."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Most tokens of a prompt that are read; -1 reads as many as the context holds beside the output."""
+    """Most tokens of a prompt that are read; -1 reads as many as the context holds in addition to the output."""
     truncation_side: Literal["left", "right"] | None = None
     """Side on which a longer prompt is truncated: `left`, the default, keeps its end."""
     add_special_tokens: bool | None = None
@@ -300,7 +300,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=255)]
     lora_int_id: int | None = None
-    """vLLM's number of the adapter; the name says it all."""
+    """vLLM's number of the adapter; not needed, because the name identifies it."""
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):

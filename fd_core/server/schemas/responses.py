@@ -54,7 +54,7 @@ class TopLogprob(msgspec.Struct, gc=False):
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """One chosen token and the likely ones beside it."""
+    """One chosen token and the most likely alternatives."""
 
     token: str
     logprob: float
@@ -87,7 +87,7 @@ class CompletionChoice(_Ending, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
-    """For each token of the prompt by id, null for the first; there only if the request asked for them."""
+    """For each token of the prompt by id, null for the first; present only if requested."""
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):
@@ -115,7 +115,7 @@ class FunctionCall(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """One call that the model asks for."""
+    """One call that the model requests."""
 
     id: str
     type: Literal["function"] = "function"
@@ -156,7 +156,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
     """Parts of schemas without `strict` that could not be enforced; there only if there are any."""
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
-    """For each token of the rendered prompt by id, null for the first; there only if the request asked for them."""
+    """For each token of the rendered prompt by id, null for the first; present only if requested."""
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -1,6 +1,6 @@
 """Fields that other servers know and this one does not serve: refused by name, never ignored.
 
-Each is refused unless its value asks for nothing (null, or what is listed with it). Fields that cannot change the
+Each is refused unless its value has no effect (null, or the values listed with it). Fields that cannot change the
 text are accepted and do nothing. Any other unknown field is ignored and named in the answer's header
 `X-Ignored-Fields`, so that a misspelt field is found. A path such as `messages[].audio` names a field within an object.
 """

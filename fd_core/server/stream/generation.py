@@ -1,6 +1,6 @@
 """From engine deltas to chunks of text: one `ChoiceStream` for each text, one `Generation` for each HTTP request.
 
-A `Generation` owns its engine requests: whatever ends it (success, an error, a client that left, cancellation),
+A `Generation` owns its engine requests: however it ends (success, an error, a client that left, cancellation),
 leaving its block closes them all, and the engine aborts those that still ran.
 """
 
@@ -62,7 +62,7 @@ class ScoredPrompt:
     rows: tuple[TokenLogprobs, ...] | None = None
     """Of the prompt's tokens but the first."""
     complete: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once nothing more is to come."""
+    """Set once no more rows will be added."""
 
 
 class AnswerReader:
@@ -218,7 +218,7 @@ class ChoiceStream:
         if reason is None:
             return TextChunk(text, ids, logprobs)
         if reason is FinishReason.ABORT:
-            # Typed clients refuse reasons that are not OpenAI's; of those, this one says that the text is not whole.
+            # Typed clients reject reasons that are not OpenAI's; of those, this one marks an incomplete text.
             return TextChunk(text, ids, logprobs, FinishReason.LENGTH, FinishReason.ABORT)
         stop_id = (
             ids[-1] if reason is FinishReason.STOP and ids and ids[-1] in self.spec.params.stop_token_ids else None

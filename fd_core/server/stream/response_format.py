@@ -41,7 +41,7 @@ _SLICE: Final = 128
 _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 """Legal inside JSON, but some clients split the lines of a stream at them."""
 _FLOOR: Final = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Replaces minus infinity, which JSON cannot represent."""
 _STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -87,15 +87,15 @@ class AnswerFormat(abc.ABC):
 
     job: Job
 
-    async def prepare(self, choice: ChoiceStream) -> None:  # noqa: B027  # most shapes tell nothing of the kind
-        """Spell what is told of a choice's prompt, in slices: the loop feeds every stream. Comes before `first`."""
+    async def prepare(self, choice: ChoiceStream) -> None:  # noqa: B027  # most formats show no prompt scores
+        """Encode the scores of a choice's prompt in slices: the loop feeds every stream. Called before `first`."""
 
     async def score(self, collected: CollectedText) -> None:  # noqa: B027
-        """Spell what is told of a choice's tokens, in slices, before the `whole` answer."""
+        """Encode the scores of a choice's tokens, in slices, before the `whole` answer."""
 
     @abc.abstractmethod
     def first(self, choice: ChoiceStream, usage: responses.Usage | None) -> bytes:
-        """Return the events before a choice's first chunk; `usage` is the one so far, if every event tells it."""
+        """Return the events before a choice's first chunk; `usage` is the one so far, if every event includes it."""
 
     @abc.abstractmethod
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None) -> bytes:
@@ -185,7 +185,7 @@ class ResponseFormat(AnswerFormat):
     def lead(
         self, choice: ChoiceStream, usage: responses.Usage | None, content: bytes, scores: bytes = b"null"
     ) -> bytes:
-        """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
+        """Return an event that precedes the first chunk; `content` is JSON such as `,"text":""`."""
         job = self.job
         ids = b',"prompt_token_ids":' + _encode(job.prompts[choice.prompt_index]) if job.token_ids else b""
         end = b',"logprobs":' + scores + b',"finish_reason":null'
@@ -196,7 +196,7 @@ class ResponseFormat(AnswerFormat):
         return event + b'],"warnings":' + _encode(job.warnings) + end_of_event.removeprefix(b"]")
 
     def last(self, usage: responses.Usage) -> bytes:
-        """Return the usage, if it is asked for, and the end."""
+        """Return the usage, if requested, and the end."""
         told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
         return told + _DONE
 
@@ -244,7 +244,7 @@ class ResponseFormat(AnswerFormat):
 
 
 def end_with(usage: responses.Usage) -> bytes:
-    """Return JSON behind the choices of an event that tells the usage so far."""
+    """Return the JSON after the choices of an event that includes the usage so far."""
     return b'],"usage":' + _encode(usage) + b"}\n\n"
 
 
@@ -287,7 +287,7 @@ class EncodedLists:
             self._others = dict(begun._others)
 
     def add(self, part: msgspec.Struct) -> None:
-        """Put the lists of `part` behind those before."""
+        """Append the lists of `part`."""
         for name in part.__struct_fields__:
             value = getattr(part, name)
             if not isinstance(value, list):
@@ -306,7 +306,7 @@ class EncodedLists:
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int
 ) -> list[dict[int, responses.PromptLogprob]]:
-    """Return what is told of tokens of a prompt: for each of them itself and the `top` most likely there."""
+    """Return the scores of a prompt's tokens: for each position the token itself and the `top` most likely ones."""
     answer: list[dict[int, responses.PromptLogprob]] = []
     for token_id, row in zip(ids, rows, strict=True):
         ranks = dict(zip(row.top_ids[:top], range(1, top + 1), strict=False)) | {token_id: row.rank}
@@ -372,9 +372,9 @@ def _finite(logprob: float) -> float:
 
 
 class GenerationResponse(Response):
-    """Generates and answers. The engine's work begins and ends within `__call__`, so nothing can be left behind.
+    """Generates and answers. The engine's work begins and ends within `__call__`, so no request can leak.
 
-    The status goes out with the first token: whatever fails before is answered with a proper HTTP status and may be
+    The status is sent with the first token: an error before that is answered with a proper HTTP status and may be
     tried again elsewhere. Later failures become an `error` event, and no `[DONE]` follows.
     """
 
@@ -415,10 +415,10 @@ class GenerationResponse(Response):
                 lead = b""
                 if not begun:
                     begun = True
-                    if choice.prefill is not None:  # tells a router what became of the prefill that it wanted elsewhere
+                    if choice.prefill is not None:  # reports the outcome of a remote prefill to the router
                         headers[OUTCOME_HEADER] = choice.prefill
                     if choice.scores is not None:
-                        async with preparing:  # choices of one prompt share what is told of it
+                        async with preparing:  # choices of one prompt share its scores
                             await response_format.prepare(choice)
                     lead = response_format.first(choice, usage)
                 await emit(lead + response_format.event(choice, chunk, usage))
@@ -426,7 +426,7 @@ class GenerationResponse(Response):
         try:
             async with UntilDisconnect(receive) as client, Generation(self._state, job) as generation:
                 await generation.each(follow)
-        except Exception as error:  # the stream's outer edge: whatever happened, the client is told
+        except Exception as error:  # the stream's outer edge: the client gets every error
             if not started:
                 raise
             await emit(response_format.broken(to_api_error(error)), last=True)
@@ -435,7 +435,7 @@ class GenerationResponse(Response):
             return
         usage = generation.used
         told = b""
-        if _USAGE_HEADER in dict(scope["headers"]):  # a router asks what the answer took
+        if _USAGE_HEADER in dict(scope["headers"]):  # a router requests the usage of the answer
             told = usage_comment(usage.prompt_tokens, usage.completion_tokens)
         await emit(told + response_format.last(usage), last=True)
 
@@ -468,7 +468,7 @@ T = TypeVar("T")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return what comes of `work`, begun after the body; cancelled, with `ApiError` (499), if the client leaves."""
+    """Return the result of `work`, begun after the body; cancelled, with `ApiError` (499), if the client is gone."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) <= len(str(_LONG_BYTES)) and int(length) <= _LONG_BYTES:
         return await work
@@ -481,7 +481,7 @@ class UntilDisconnect:
     """Runs a block until it ends or the client disconnects; then `gone` is true and the block was cancelled.
 
     Works as `asyncio.timeout` does: the task is cancelled once, and the cancellation ends with the block unless
-    somebody else cancelled the task as well. The body of the request must have been read before. Leave the block
+    other code cancelled the task as well. The body of the request must have been read before. Leave the block
     before the last part of the answer is sent: servers report the end of an answer as a disconnect too.
     """
 
@@ -516,7 +516,7 @@ class UntilDisconnect:
 
 @dataclass(slots=True)
 class AnswerBlock:
-    """One block, as far as it came."""
+    """One block, as far as it has been generated."""
 
     index: int
     kind: BlockKind

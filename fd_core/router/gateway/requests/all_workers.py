@@ -35,7 +35,7 @@ _following: Final = msgspec.json.Decoder(_Following)
 async def keeper(
     state: GatewayState, request: web.BaseRequest, body: bytes, record: RequestRecord
 ) -> RouterWorker | None:
-    """Return the worker that keeps the response a request names, asked with the client's key; None if there is none."""
+    """Return the worker that stores the response a request names, queried with the client's key; None if none does."""
     name = _named(request.path, body)
     if not name:
         return None
@@ -109,7 +109,7 @@ async def _ask_all(
     record: RequestRecord,
     timeout: aiohttp.ClientTimeout,
 ) -> list[web.Response]:
-    """Return the answers of all workers that answer clients; 503 stands for one that could not be asked."""
+    """Return the responses of all workers that serve clients; 503 stands for a worker that could not be reached."""
 
     async def ask(worker: RouterWorker) -> web.Response:
         try:

@@ -182,7 +182,7 @@ class _TryElsewhere(Exception):
 
 @dataclass(slots=True)
 class Exchange:
-    """One client's request: it is sent to the workers that the router chooses, which is told what became of it."""
+    """One client's request: sends it to the workers that the router chooses, and reports the outcome to the router."""
 
     state: GatewayState
     request: web.BaseRequest
@@ -199,7 +199,7 @@ class Exchange:
     """Time at which the headers of the request were read, by `time.monotonic`."""
     record: RequestRecord
     meter: UsageMeter | None = None
-    """Reads what the answer took, if anybody wants to know."""
+    """Reads the usage of the answer, if it is needed."""
     span: RequestSpan | None = None
     attempts: Attempts[web.Response] = field(init=False)
 
@@ -207,7 +207,7 @@ class Exchange:
         self.attempts = Attempts(self.state.router, self.asked)
 
     async def forward(self) -> web.StreamResponse:
-        """Return the answer, sent or about to be sent. No selection is held by then, whatever happens."""
+        """Return the answer, sent or about to be sent. No selection is held by then, even after an error."""
         spans = self.state.spans
         if spans is None:
             return await self._forward()
@@ -236,7 +236,7 @@ class Exchange:
             raise
         finally:
             took = None if self.meter is None else self.meter.tokens(self.asked.length)
-            if took is not None:  # of an answer that nobody saw whole, nothing is given back
+            if took is not None:  # if an answer was not read to its end, nothing is given back
                 self.record.count(*took)
                 self.record.settle()
         result = self.attempts.result
@@ -323,7 +323,7 @@ class Exchange:
                     raise
 
     def _to_client(self, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
-        """Return the headers of the answer; where the router has keys, they tell its limits and not the worker's."""
+        """Return the headers of the answer; if the router has keys, they state its limits instead of the worker's."""
         headers = to_client(response.headers, self.added)
         if self.state.access.ring:
             for name in [each for each in headers if each.lower().startswith("x-ratelimit-")]:

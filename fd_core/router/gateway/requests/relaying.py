@@ -1,4 +1,4 @@
-"""The answer of one worker: held back until its first bytes can be sent, then passed on as it comes.
+"""The answer of one worker: held back until its first bytes can be sent, then streamed as it arrives.
 
 Of server-sent events only whole ones are passed on, so that an error event can follow.
 """
@@ -34,7 +34,7 @@ class SilenceTimer:
         self._since = self._loop.time()
 
     def stop(self) -> None:
-        """Measure no more: a piece came, and until the next `start` only the client holds the answer up."""
+        """Stop the timer: a chunk arrived, and until the next `start` only the client can delay the answer."""
         self._since = None
 
     @property
@@ -71,7 +71,7 @@ class WorkerTimeouts:
         return sum(timer.expire(0.0) for timer in self._first_bytes.get(worker.url, ()))
 
     def expire_streams(self, worker: RouterWorker, silence: float) -> int:
-        """End every answer of which nothing came from `worker` for `silence` seconds; return their number."""
+        """End every answer that received nothing from `worker` for `silence` seconds; return their number."""
         return sum(timer.expire(silence) for timer in self._streams.get(worker.url, ()))
 
 
@@ -167,7 +167,7 @@ class EventCutter:
 
 
 class UpstreamAnswer:
-    """An answer whose headers have come. `begin` returns the first bytes to send, `rest` yields all others."""
+    """An answer whose headers have arrived. `begin` returns the first bytes to send, `rest` yields all others."""
 
     def __init__(self, response: aiohttp.ClientResponse, *, ends_with_done: bool) -> None:
         """`ends_with_done`: a stream of this path is complete only with a last event `[DONE]`."""
@@ -193,7 +193,7 @@ class UpstreamAnswer:
         return self._cutter is not None and self._cutter.told_error
 
     async def begin(self) -> bytes:
-        """Return the first bytes. Raises `WorkerLost` if a stream ends without any, and what `TROUBLE` names."""
+        """Return the first bytes. Raises `WorkerLost` if a stream ends without any, and the errors in `TROUBLE`."""
         content = self._response.content
         if self._cutter is not None:
             while chunk := await content.readany():

@@ -62,7 +62,7 @@ class _Body(msgspec.Struct):
 
     @property
     def output_tokens(self) -> int:
-        """The most tokens that the request says its answers may have; 0 if it does not say it."""
+        """Most tokens that the request allows for its answers; 0 if it sets no limit."""
         asked = (self.max_completion_tokens, self.max_tokens, self.max_output_tokens)
         most = next((each for each in asked if type(each) is int and each > 0), 0)
         return most * (self.n if type(self.n) is int and self.n > 0 else 1)
@@ -74,7 +74,7 @@ class _Body(msgspec.Struct):
 
     @property
     def conversation(self) -> list[Any]:
-        """The messages, behind the system's, which the Messages API sends beside them."""
+        """The messages, after the system prompt, which the Messages API sends in a separate field."""
         return [{"role": "system", "content": self.system}, *self.messages] if self.system else self.messages
 
     @property
@@ -95,7 +95,7 @@ class RouteRequestReader:
         """Without `text`, prompts are compared by the bytes of their text."""
         self._prompts = None if text is None else PromptReader(text.tokenizer, text.template, max_chars=_MAX_CHARS)
         self.description = f"Prompts are compared by the {f'tokens of {text.name}' if text else 'bytes of their text'}."
-        """The line of the live page that says how prompts are compared."""
+        """Line of the live page that states how prompts are compared."""
 
     @property
     def fingerprint(self) -> str | None:
@@ -108,7 +108,7 @@ class RouteRequestReader:
             self._prompts.close()
 
     async def read(self, body: bytes, session: str | None = None) -> RouteRequest:
-        """Return what the router is asked for a body; `session` comes from a header and wins over the body's."""
+        """Return the routing request for a body; `session` is from a header and takes precedence over the body's."""
         if not await decodable(body, _MAX_IDS):  # which a worker refuses
             return _by_bytes(body, session, "")
         if self._prompts is None:
@@ -117,7 +117,7 @@ class RouteRequestReader:
 
     @staticmethod
     async def model(body: bytes) -> str | None:
-        """Return the name of the model that a body asks for, if the body can be read."""
+        """Return the name of the model that a body requests, if the body can be read."""
         try:
             return _name(_decoder.decode(body).model) if await decodable(body, _MAX_IDS) else None
         except _UNREADABLE:
@@ -164,7 +164,7 @@ class RouteRequestReader:
 
 
 def _bytes_of(asked: _Body) -> bytes:
-    """Return bytes that begin alike where prompts begin alike, whatever other fields say."""
+    """Return bytes with equal prefixes for prompts with equal prefixes, independent of all other fields."""
     if isinstance(asked.messages, list):
         return b"".join(msgspec.json.encode(message, order="sorted") + b"\n" for message in asked.conversation)
     prompt = asked.text
@@ -210,7 +210,7 @@ class CostReader:
 
     text: ModelText | None
     context: int | None = None
-    """Most tokens of prompt and text together, once a worker has told it."""
+    """Most tokens of prompt and text together, once a worker has reported it."""
     max_n: int = MAX_CHOICES
     trusts_templates: bool = False
     parsers: Parsers = field(default_factory=Parsers)
@@ -253,7 +253,7 @@ class CostReader:
             return decoded
         if isinstance(decoded, ResponsesRequest):
             return responses.as_chat(decoded, ())
-        if self.text is None:  # bytes have no template that could tell an effort
+        if self.text is None:  # without a tokenizer there is no template to apply an effort
             decoded = msgspec.structs.replace(decoded, output_config=None)
         return messages.as_chat(self, decoded)
 

@@ -111,7 +111,7 @@ def _of_workers(snapshot: RouterSnapshot) -> Iterable[Metric]:
 
 
 class PairingLog:
-    """Says in the log when decode workers begin to compute prompts themselves, and when pairs are back."""
+    """Logs when decode workers begin to compute prompts themselves, and when pairs are available again."""
 
     def __init__(self) -> None:
         self._alone = False

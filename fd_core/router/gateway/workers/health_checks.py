@@ -1,6 +1,6 @@
 """Health checks of the workers and the KV events that they report; the router gets both. No counter changes here.
 
-One task follows the KV events of one incarnation by long polls: each asks for the events that follow the last one.
+One task follows the KV events of one incarnation by long polls: each requests the events that follow the last one.
 Whenever something goes wrong, the router goes by the prefixes that the worker served, and the task begins anew with all
 that the worker holds.
 """
@@ -32,7 +32,7 @@ from fd_core.types.kv_events import KVPage
 _STANDSTILL_SECONDS: Final = 1.0
 """A delay of a check by more than this is not the worker's."""
 _MODELS_SECONDS: Final = 60.0
-"""Time between two questions for the models of a worker: adapters may come and go."""
+"""Interval between queries for the models of a worker: adapters may be loaded and unloaded."""
 _TASK: Final = "health_checks"
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class HealthChecks:
         now = time.monotonic()
         if not reached and now - begun > self._router.config.health_check_timeout_secs + _STANDSTILL_SECONDS:
             self._unreached.reached(worker.url)
-            return  # a check that outlasts its own limit tells that this process stood still
+            return  # a check that exceeds its own limit shows that this process was suspended
         after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
         member = self._router.registry.member(after)
         state = _state(member)
@@ -204,7 +204,7 @@ _models: Final = msgspec.json.Decoder(_ModelList)
 
 
 async def union(state: GatewayState, headers: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return each model once, as every healthy worker says now. Raises `ApiError` if none can be asked, or refused."""
+    """Return each model of the healthy workers once. Raises `ApiError` if no worker can be queried, or one refused."""
     workers = [w.worker for w in state.router.snapshot().workers if w.state is WorkerState.HEALTHY]
     if not workers:
         raise unavailable("no worker is healthy", "none_healthy", retry_after=1)
@@ -275,7 +275,7 @@ class _Follower:
             try:
                 await self._listen(fingerprint)
             except TROUBLE as error:
-                if self._failures > 1:  # one answer that does not come is no trouble: a worker may have just begun
+                if self._failures > 1:  # one missing answer is no error: the worker may have just started
                     self._report(worker, f"it does not answer ({type(error).__name__})")
             except ValueError as error:
                 self._report(worker, str(error))
@@ -283,7 +283,7 @@ class _Follower:
                 self._router.reported_kv.end(worker)
 
     async def _listen(self, fingerprint: str) -> None:
-        """Take the worker's blocks, then its events while they count. Raises `ValueError` or one of `TROUBLE`."""
+        """Fetch the worker's blocks, then its events while they count. Raises `ValueError` or one of `TROUBLE`."""
         page = await self._ask(None)
         if page.reading != fingerprint:
             raise _Broken("its tokenizer or its chat template is not that of --tokenizer")
@@ -296,7 +296,7 @@ class _Follower:
             for event in page.events:
                 if not reported.apply(self._worker, event):
                     return
-                await asyncio.sleep(0)  # requests come first
+                await asyncio.sleep(0)  # requests have priority
             self._failures = 0
             self._report(self._worker, "")
             await asyncio.sleep(_TOGETHER_SECONDS)
@@ -330,7 +330,7 @@ class KVFollowers:
         self._state = state
         self._following: set[RouterWorker] = set()
         self._logged: dict[str, str] = {}
-        """The trouble that was logged last, by address."""
+        """The failure that was logged last, by address."""
 
     def offered(self, worker: RouterWorker) -> None:
         """Follow a healthy worker that offers KV events, if the policy can use them."""

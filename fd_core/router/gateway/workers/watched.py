@@ -34,7 +34,7 @@ class GatewayHttp:
         connections: Connections,
         tls: ServingTls | None,
     ) -> None:
-        """Begins to listen; raises `OSError` if somebody else does."""
+        """Begin to listen; raises `OSError` if the address is in use."""
         loop = asyncio.get_running_loop()
         bounded = partial(_bounded, handler)
         self._server = web.Server(bounded, request_factory=_make_request, handler_cancellation=True)
@@ -133,9 +133,9 @@ def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: 
 
 
 def visit_of(request: web.BaseRequest) -> Visit:
-    """Return what a request says of where it comes from."""
+    """Return the host and the origin of a request."""
     hosts = request.headers.getall("Host", [])
     if "://" in request.raw_path.partition("?")[0]:
-        hosts = [request.url.authority]  # it means this host, whatever the header says (RFC 9112, section 3.2.2)
+        hosts = [request.url.authority]  # an absolute URL overrides the Host header (RFC 9112, section 3.2.2)
     address = request.protocol.sockname
     return Visit.of(request.method, hosts, address[0] if isinstance(address, tuple) else None, request.headers.get)
