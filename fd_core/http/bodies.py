@@ -74,6 +74,6 @@ class BodyShare(AbstractContextManager["BodyShare"]):
         self._held += more
 
     def release(self) -> None:
-        """Give back what is held; again without effect."""
+        """Return the memory held; further calls have no effect."""
         self._budget.stats.used -= self._held
         self._held = 0

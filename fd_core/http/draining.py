@@ -28,7 +28,7 @@ class Drain:
         self.leaving = False
         self.refusing = False
         self.running = 0
-        """Requests whose answers are being made, which the drain waits for; the gates count them."""
+        """Requests being answered, for which the drain waits; the gates count them."""
 
     async def refuse_after(self, delay: float, hurry: asyncio.Event) -> None:
         """Leave, and begin to refuse after `delay` seconds, or once `hurry` is set."""

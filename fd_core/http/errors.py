@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and the one place that turns exceptions into HTTP answers."""
+"""Errors in OpenAI's format, and the only conversion of exceptions to HTTP responses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ErrorAnswer(msgspec.Struct):
 
 
 class HealthAnswer(msgspec.Struct):
-    """`ok`, or what is wrong."""
+    """`ok`, or the error."""
 
     status: str
     reason: str | None = None
@@ -107,7 +107,7 @@ def unsupported(message: str, param: str) -> ApiError:
 
 
 def required(value: T | None, field: str) -> T:
-    """Return the value of a field that has to be given. Raises `ApiError` (400) if it is not."""
+    """Return the value of a required field. Raises `ApiError` (400) if it is missing."""
     if value is None:
         raise invalid(f"{field} is required", field, "missing_required_parameter")
     return value
@@ -119,7 +119,7 @@ def unavailable(message: str, code: str, retry_after: int) -> ApiError:
 
 
 def no_such_path(path: str) -> ApiError:
-    """Return the 404 for a path at which nothing is served, with the mistake that is often made in it."""
+    """Return the 404 for an unknown path, with a hint for frequent mistakes."""
     message = f"nothing is served at {path[:128]!r}"
     if "//" in path:
         message += "; a part of the path is empty: leave out the slash at the end of the client's base URL"
@@ -133,7 +133,7 @@ def no_such_path(path: str) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Translate any exception; of an unexpected one only place and type are logged: its text may quote a prompt."""
+    """Convert any exception; of an unexpected one only location and type are logged: its text may quote a prompt."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadRequest):

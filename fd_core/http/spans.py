@@ -36,7 +36,7 @@ def span_name(path: str, model: str | None) -> tuple[str, dict[str, str]]:
 
 
 def open_spans(endpoint: str, service: str) -> RequestSpans:
-    """Return what sends spans to `endpoint`, as `OTEL_*` variables set it. Raises `ConfigError` if it cannot."""
+    """Return the exporter of spans to `endpoint`, configured by `OTEL_*` variables. Raises `ConfigError` on failure."""
     if not endpoint.startswith(("http://", "https://")):
         hint = "give the whole address, for example http://localhost:4318/v1/traces; gRPC is not served"
         raise ConfigError(f"{endpoint!r} is not the address of a collector for OTLP over HTTP", field=_FLAG, hint=hint)
@@ -88,7 +88,7 @@ class RequestSpans:
         return RequestSpan(self, span, self.api.set_span_in_context(span))
 
     def close(self) -> None:
-        """Export what there is, for a few seconds at most."""
+        """Export pending spans, for a few seconds at most."""
         closing = threading.Thread(target=self.provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)

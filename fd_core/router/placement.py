@@ -31,12 +31,12 @@ PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill",
 
 @dataclass(frozen=True, slots=True)
 class WorkerPool:
-    """Workers of one role that may be chosen, and what is found once for all of them together."""
+    """Workers of one role that may be chosen, and results computed once for all of them."""
 
     members: tuple[Member, ...]
     workers: tuple[RouterWorker, ...]
     places: Numbers = field(compare=False)
-    """Places of the workers, shape [n]."""
+    """Indices of the workers, shape [n]."""
     worked_out: dict[Callable[..., Any], Any] = field(default_factory=dict, compare=False)
     """Results that policies computed for these workers, see `Candidates.once`."""
 
@@ -54,7 +54,7 @@ class WorkerPool:
 
 Pools = Mapping[Role, WorkerPool]
 _MODELS = 64
-"""Models for which it is kept who may be chosen."""
+"""Models whose eligible workers are cached."""
 _SHORTEST_WAIT = 1.0
 """Seconds: the shortest Retry-After sent to a client."""
 _SECOND_DRAW = 2.0**26
@@ -68,7 +68,7 @@ class Placement:
     members: tuple[Member, ...]
     """One for each role of `PARTS[mode]`."""
     keys: tuple[bytes, ...]
-    """Keys of the prompt's full blocks, if a policy looks at them."""
+    """Keys of the prompt's full blocks, if a policy uses them."""
     hits: int
     """Leading prompt blocks that the prefill side is believed to hold."""
     missing: int
@@ -79,8 +79,8 @@ class Placement:
 class Placer:
     """Finds the eligible workers and calls the policies. Nothing changes but the state that policies keep.
 
-    Who is eligible is found again only when that could have changed, so a request costs nearly the same whether there
-    are ten workers or a thousand: what is done for each of them is done by numpy, for all at once.
+    Eligible workers are computed again only if they could have changed, so a request costs nearly the same for ten
+    workers as for a thousand: operations on each of them are done by numpy, for all at once.
     """
 
     config: RouterConfig
@@ -97,7 +97,7 @@ class Placer:
     _adapters: frozenset[str] = frozenset()
     """Models of all workers that are adapters."""
     _version: int = -1
-    """That of the registry, for which both are kept."""
+    """Version of the registry for which both are cached."""
     _until: float = -math.inf
     """Time at which health changes next without an event, because a circuit breaker lets a request through."""
 
@@ -227,7 +227,7 @@ class Placer:
 
 
 def _serving(model: str, pools: Mapping[Role, list[Member]]) -> dict[Role, list[Member]]:
-    """Return the workers without those of other models, if one is known to serve `model`, which others refuse."""
+    """Return the workers without those that would refuse `model`, if some worker is known to serve it."""
 
     def named(role: Role) -> bool:
         return any(one.models is not None and model in one.models for one in pools[role])

@@ -1,4 +1,4 @@
-"""Router policies: which worker gets a request. The first look at load alone, others at the request as well.
+"""Router policies: the choice of a worker for a request. The first use load alone, others the request as well.
 
 A policy is pure: it sees frozen values, among them one random number and a reading of the clock, and returns one of the
 candidates. Plugins offer policies through `fd_core.hookspecs.fd_register_router_policies`.
@@ -83,7 +83,7 @@ class Candidates(Sequence[Candidate]):
         expected_hits: Numbers | None = None,
         worked_out: dict[Callable[..., Any], Any] | None = None,
     ) -> None:
-        """`loads` has shape [fields of `WorkerLoad`, n]; `worked_out` is what `once` has found for these workers."""
+        """`loads` has shape [fields of `WorkerLoad`, n]; `worked_out` holds the results of `once` for these workers."""
         for given in (loads, hits, expected_hits):
             if given is not None:
                 given.flags.writeable = False
@@ -150,7 +150,7 @@ class Candidates(Sequence[Candidate]):
         return iter(self._all())
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
-        """Return the place of a candidate; raises `ValueError` for anything else."""
+        """Return the index of a candidate; raises `ValueError` for anything else."""
         for place, made in self._made.items():
             if made is value and start <= place:
                 return place
@@ -199,7 +199,7 @@ class RouterPolicy(abc.ABC):
         """Return one of `context.candidates`. Equal calls in equal states give equal answers."""
 
     def departed(self, worker: RouterWorker) -> None:  # noqa: B027 - most policies need not know
-        """Forget an incarnation that is gone or was replaced."""
+        """Forget an incarnation that was lost or replaced."""
 
     def sweep(self, now: float) -> None:  # noqa: B027 - most policies remember nothing
         """Forget what has expired; called every `eviction-interval-secs`."""
@@ -392,7 +392,7 @@ class CacheAware(RouterPolicy):
 
 
 class PrefixHash(RouterPolicy):
-    """Prompts that begin alike go to the same worker; the policy remembers nothing.
+    """Prompts with equal beginnings go to the same worker; the policy is stateless.
 
     Each prefix ranks the workers by a hash of both (highest random weight, Thaler and Ravishankar 1998), so a worker
     that joins or leaves moves only its own share. The first worker in that order whose load stays within
@@ -413,8 +413,8 @@ class PrefixHash(RouterPolicy):
 class SessionAffinity(RouterPolicy):
     """Requests of one session go to the worker of its last request, all others to the least loaded worker.
 
-    A session that sends nothing for `eviction-duration-mins` is forgotten; beyond `max-sessions` the session that was
-    silent longest is.
+    A session that is idle for `eviction-duration-mins` is forgotten; beyond `max-sessions` the session that was
+    idle longest is.
     """
 
     def __init__(self, config: RouterConfig) -> None:

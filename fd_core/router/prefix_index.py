@@ -57,7 +57,7 @@ class Holders:
                 of[key] = holders ^ bit
 
     def leading(self, keys: Sequence[bytes]) -> Numbers:
-        """Return leading blocks by place, given none is held without those before; logarithmic in the blocks."""
+        """Return leading blocks by index, if no block is held without those before it; logarithmic in the blocks."""
         found: list[tuple[int, int]] = []
         first = self._of.get(keys[0], 0) if keys else 0
         open_ = [(1, len(keys), first)] if first else []
@@ -75,7 +75,7 @@ class Holders:
         return self._by_place(found)
 
     def unbroken(self, keys: Iterable[bytes]) -> Numbers:
-        """Return the same, block by block, where blocks may be held without those before; reads one key ahead."""
+        """Return the same, block by block, if blocks may be held without those before; reads one key ahead."""
         here, found, count = -1, [], 0
         for key in keys if self._of else ():
             on = here & self._of.get(key, 0)
@@ -159,7 +159,7 @@ class PrefixIndex:
             self._served.append((now, worker))
 
     def match(self, keys: Sequence[bytes], now: float) -> Numbers:
-        """Return how many leading blocks each worker is believed to hold, by place."""
+        """Return how many leading blocks each worker is believed to hold, by index."""
         self.sweep(now)
         return self._holders.leading(keys)
 
@@ -197,7 +197,7 @@ class PrefixIndex:
 
 
 class PrefixesInFlight:
-    """Prompts that workers have been given and that have not ended there: what they are about to hold.
+    """Prompts assigned to workers that have not ended there: blocks that the workers are about to hold.
 
     A radix tree for each worker, kept as counts: how many prompts end at a block, and how many blocks follow it. A
     prompt costs time in proportion to the blocks that no other prompt in flight shares with it, however many these are;
@@ -217,7 +217,7 @@ class PrefixesInFlight:
         return worker in self._nodes
 
     def begin(self, worker: RouterWorker, keys: tuple[bytes, ...]) -> None:
-        """`worker` was given a prompt of these blocks; `end` has to follow."""
+        """Add a prompt of these blocks that was assigned to `worker`; `end` has to follow."""
         if not keys:
             return
         nodes = self._nodes.setdefault(worker, {})
@@ -247,14 +247,14 @@ class PrefixesInFlight:
             del self._nodes[worker]
 
     def match(self, keys: Sequence[bytes]) -> Numbers:
-        """Return how many leading blocks of a prompt each worker is computing for others, by place."""
+        """Return how many leading blocks of a prompt each worker is computing for others, by index."""
         return self._holders.leading(keys)
 
 
 MAX_BLOCK_SIZE: Final = 1 << 16
-"""Tokens; larger block sizes are taken for nonsense."""
+"""Tokens; larger block sizes are treated as invalid."""
 MAX_ENGINES: Final = 1 << 10
-"""Of one worker; more are taken for nonsense."""
+"""Engines of one worker; more are treated as invalid."""
 _AHEAD: Final = 16
 """Blocks that are hashed together: one by one takes twice as long."""
 
@@ -328,7 +328,7 @@ class ReportedKV:
         return True
 
     def apply(self, worker: RouterWorker, event: KVEvent) -> bool:
-        """Follow an event; return whether reports still count. `ValueError` if it does not fit, or for too many."""
+        """Apply an event; return True while reports still count. `ValueError` if it does not fit, or for too many."""
         mirrors = self._mirrors.get(worker)
         if mirrors is None:
             return False
@@ -349,12 +349,12 @@ class ReportedKV:
             self._places.leave(name)
 
     def remove(self, worker: RouterWorker) -> None:
-        """Forget an incarnation that is gone."""
+        """Forget an incarnation that was lost."""
         self.end(worker)
         self._num_events.pop(worker, None)
 
     def leading_tokens(self, prompt: HashedPrompt) -> tuple[Numbers, npt.NDArray[np.bool_]]:
-        """Return how many leading tokens each worker holds, and who is silent (and has 0), both by place."""
+        """Return the leading tokens that each worker holds, and which do not report (and have 0), both by index."""
         tokens = np.zeros(len(self._places), np.int64)
         if self._found is None or len(self._found.sizes) != len(tokens):
             sizes = np.zeros(len(tokens), np.int64)
@@ -374,7 +374,7 @@ class ReportedKV:
         return None if mirrors is None else sum(map(len, mirrors))
 
     def num_events(self, worker: RouterWorker) -> int:
-        """Return how many events of this incarnation were taken."""
+        """Return how many events of this incarnation were applied."""
         return self._num_events.get(worker, 0)
 
 

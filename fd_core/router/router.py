@@ -39,11 +39,11 @@ from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker, 
 from fd_core.types.metrics import counter, gauge
 
 _FAILURES: Final = 2
-"""Workers that may fail on one request: what a second one fails on as well is the request's fault."""
+"""Workers that may fail on one request: a failure on a second one is attributed to the request."""
 
 
 class Router:
-    """Chooses workers and accounts for what they were given. `now` is one monotonic clock, `rng` uniform in [0, 1)."""
+    """Chooses workers and accounts for their load. `now` is one monotonic clock, `rng` uniform in [0, 1)."""
 
     def __init__(self, config: RouterConfig, policy_class: Callable[[str], type[RouterPolicy]]) -> None:
         """`policy_class` finds a policy by name, or raises `PluginError`. `ConfigError` for numbers out of range."""
@@ -85,7 +85,7 @@ class Router:
         return worker
 
     def deregister(self, url: str, now: float) -> RouterWorker | None:
-        """Give a worker no more requests; it is gone once its last one ends. None if no worker has that address."""
+        """Drain a worker: it gets no more requests and leaves after its last one. None if no worker has the address."""
         worker = self.registry.deregister(url, now)
         if worker is not None and self._loads.of(worker) == IDLE:
             self._on_idle(worker)
@@ -101,7 +101,7 @@ class Router:
         role: str | None = None,
         kv_port: int | None = None,
     ) -> RouterWorker:
-        """Take the result of a health check, see `Registry.health`; a worker unfit for its role is not chosen."""
+        """Apply the result of a health check, see `Registry.health`; a worker unfit for its role is not chosen."""
         after = self.registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
         if worker != after:
             self._forget(worker)
@@ -112,7 +112,7 @@ class Router:
         self._index.remove(worker)
 
     def workers(self) -> tuple[RouterWorker, ...]:
-        """Return every incarnation whose health is to be checked: all that are there, draining ones too."""
+        """Return every incarnation whose health is to be checked, draining ones included."""
         return tuple(member.worker for member in self.registry)
 
     def ready(self) -> bool:
@@ -159,7 +159,7 @@ class Router:
                     member.circuit.convict(now)
 
     def declined(self, selection: Selection, worker: RouterWorker) -> None:
-        """Note that `worker` had no room or serves another model: it is not at fault, but a retry goes elsewhere."""
+        """Record that `worker` had no room or serves another model: it is not at fault, but a retry avoids it."""
         self._judge(selection, worker, "declined")
 
     def failed(self, selection: Selection, worker: RouterWorker, now: float, *, severe: bool = False) -> None:
@@ -294,7 +294,7 @@ class Router:
             self._forget(worker)
 
     def _forget(self, worker: RouterWorker) -> None:
-        """Forget an incarnation; requests that run there stay counted until their selections give them back."""
+        """Forget an incarnation; its running requests stay counted until their selections are released."""
         self._index.remove(worker)
         self.reported_kv.remove(worker)
         self._by_worker.pop(worker, None)
@@ -303,7 +303,7 @@ class Router:
         self._leave(worker)
 
     def _leave(self, worker: RouterWorker) -> None:
-        """Give on the place of an incarnation that is gone, unless requests that run there are still counted."""
+        """Free the index of a lost incarnation, unless requests that run there are still counted."""
         if self._loads.of(worker) == IDLE and worker not in self._in_flight:
             self._places.leave(worker)
 

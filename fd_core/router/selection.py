@@ -21,19 +21,19 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Places:
-    """The place of each worker in arrays and in sets of bits, from the first question for it until `leave`."""
+    """The index of each worker in arrays and in bit sets, assigned on first use and kept until `leave`."""
 
     def __init__(self) -> None:
         self._of: dict[Hashable, int] = {}
         self._free: list[int] = []
-        """Places of workers that left, a heap: there are no more places than there were workers at one time."""
+        """Free indices, a heap: there are no more indices than there were workers at one time."""
 
     def __len__(self) -> int:
-        """Length of arrays in which every place has its own element."""
+        """Length of arrays with one element for every index."""
         return len(self._of) + len(self._free)
 
     def of(self, worker: Hashable) -> int:
-        """Return the place of one worker."""
+        """Return the index of one worker."""
         place = self._of.get(worker)
         if place is None:
             place = heapq.heappop(self._free) if self._free else len(self._of)
@@ -41,11 +41,11 @@ class Places:
         return place
 
     def among(self, workers: Iterable[Hashable]) -> Numbers:
-        """Return the places of several workers, shape [n]."""
+        """Return the indices of several workers, shape [n]."""
         return np.array([*map(self.of, workers)], np.int64)
 
     def leave(self, worker: Hashable) -> None:
-        """Give on the place of a worker of which nothing is kept any longer."""
+        """Free the index of a worker without any state left."""
         place = self._of.pop(worker, None)
         if place is not None:
             heapq.heappush(self._free, place)
@@ -88,22 +88,22 @@ class WorkerLoads:
         self._by_worker: dict[RouterWorker, WorkerLoad] = {}
         self._places = places
         self._columns = np.zeros((len(msgspec.structs.fields(WorkerLoad)), 16), np.int64)
-        """The same by field and place."""
+        """The same by field and index."""
         self._on_idle = on_idle
         self.faults = 0
         """Duplicate or late releases and verdicts: always 0 if the callers are right."""
 
     def of(self, worker: RouterWorker) -> WorkerLoad:
-        """Return the load of one incarnation, gone or not."""
+        """Return the load of one incarnation, also of one that was lost."""
         return self._by_worker.get(worker, IDLE)
 
     def at(self, places: Numbers) -> Numbers:
-        """Return the loads of workers by their places, as they are now: shape [fields of `WorkerLoad`, n]."""
+        """Return the current loads of workers by their indices: shape [fields of `WorkerLoad`, n]."""
         self._make_room()
         return self._columns.take(places, axis=1)
 
     def by_worker(self) -> dict[RouterWorker, WorkerLoad]:
-        """Return the load of every incarnation that has one, gone or not."""
+        """Return the load of every incarnation that has one, lost ones included."""
         return dict(self._by_worker)
 
     def add(self, worker: RouterWorker, load: WorkerLoad) -> None:
@@ -111,7 +111,7 @@ class WorkerLoads:
         self._set(worker, self.of(worker).plus(load))
 
     def subtract(self, worker: RouterWorker, load: WorkerLoad) -> None:
-        """Give back what was added."""
+        """Release load that was added."""
         left = self._by_worker[worker].minus(load)
         self._set(worker, left)
         if left != IDLE:
@@ -194,7 +194,7 @@ class NoWorker:
 
 @dataclass(slots=True, eq=False)
 class Selection:
-    """The guard of one attempt, made by `Router.select` and `retry`: what its workers are given, until `release`."""
+    """The guard of one attempt, made by `Router.select` and `retry`: the load of its workers, until `release`."""
 
     request: RouteRequest
     workers: tuple[RouterWorker, ...]
@@ -251,7 +251,7 @@ class Selection:
                 self.loads.subtract(worker, held.minus(self.held[worker]))
 
     def release(self) -> bool:
-        """Give back the rest: the stream ended. A second call is counted as a fault and returns False."""
+        """Release the remaining load: the stream ended. A second call is counted as a fault and returns False."""
         if self.released:
             self.loads.faults += 1
             return False

@@ -97,7 +97,7 @@ class Member:
     """Those of them that are adapters, whose prompts share no KV with others."""
 
     def turn(self, state: WorkerState, now: float) -> None:
-        """Change the state, and remember since when; does nothing where the state is the same."""
+        """Change the state, with its time; does nothing if the state is the same."""
         if state is not self.state:
             self.state, self.since = state, now
 
@@ -107,7 +107,7 @@ class Member:
 
     @property
     def unfit(self) -> str:
-        """Why the worker cannot have the role that it was given, in words; empty if nothing speaks against it."""
+        """Reason why the worker is unfit for its configured role; empty if it is fit."""
         if self.says not in (None, self.worker.role):
             return f"it was registered as a {self.worker.role} worker and says that its role is {self.says}"
         if self.worker.role == "prefill" and self.kv_port is None and self.state is WorkerState.HEALTHY:
@@ -126,7 +126,7 @@ class Registry:
 
     config: RouterConfig
     version: int = 0
-    """Grows whenever the answer to who may be chosen could change, but for the passing of time."""
+    """Grows whenever the set of eligible workers could change, except by the passing of time."""
     _members: dict[str, Member] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -135,7 +135,7 @@ class Registry:
         return iter(self._members.values())
 
     def member(self, worker: RouterWorker) -> Member | None:
-        """Return the entry of this incarnation; None if it is gone or was replaced."""
+        """Return the entry of this incarnation; None if it was lost or replaced."""
         member = self._members.get(worker.url)
         return member if member is not None and member.worker == worker else None
 
@@ -160,7 +160,7 @@ class Registry:
         return self._enter(url, role, now, instance).worker
 
     def deregister(self, url: str, now: float) -> RouterWorker | None:
-        """Give a worker no more requests. It drains until `idle`; returns None if no worker has that address."""
+        """Stop sending requests to a worker. It drains until `idle`; returns None if no worker has that address."""
         worker = self.at(url)
         if worker is not None:
             self._members[worker.url].turn(WorkerState.DRAINING, now)
@@ -182,7 +182,7 @@ class Registry:
             self._changed()
 
     def idle(self, worker: RouterWorker) -> bool:
-        """Note that nothing runs on `worker`; return whether it had been draining, and so is gone."""
+        """Record that nothing runs on `worker`; return True if it had been draining, and so is gone."""
         member = self.member(worker)
         if member is None or member.state is not WorkerState.DRAINING:
             return False
@@ -201,7 +201,7 @@ class Registry:
         role: str | None = None,
         kv_port: int | None = None,
     ) -> RouterWorker:
-        """Take the result of a health check; return the incarnation at the address, a new one for a new process."""
+        """Apply the result of a health check; return the incarnation at the address, a new one for a new process."""
         member = self.member(worker)
         if member is None or member.state is WorkerState.DRAINING:
             return worker

@@ -38,10 +38,10 @@ _FIELDS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minut
 
 
 class AccessControl:
-    """The keys in force, and what each has taken; used from one event loop."""
+    """The keys in force, and their usage; used from one event loop."""
 
     def __init__(self, config: ListenConfig = _OPEN_TO_ALL) -> None:
-        """Take the keys of a server's or a router's settings. Raises `ConfigError` for a file that is wrong."""
+        """Read the keys from a server's or a router's settings. Raises `ConfigError` for an invalid file."""
         self._plain = config.api_keys
         self._file = None if config.api_key_file is None else Path(config.api_key_file)
         self.reloadable = self._file is not None
@@ -60,7 +60,7 @@ class AccessControl:
         return (*map(ApiKey.of, self._plain), *named)
 
     async def reload(self) -> None:
-        """Read the file again. One that is wrong changes nothing but the log."""
+        """Read the file again. An invalid one is logged and changes nothing."""
         if self._file is None:
             return
         try:
@@ -121,11 +121,11 @@ class AccessControl:
         return template
 
     def salt(self, owner: str, given: str | None) -> str:
-        """Return the salt of an owner's prompts in the prefix cache, so that times show no client what others sent."""
+        """Return the salt of an owner's prompts in the prefix cache, so that timing reveals no prompts of others."""
         return given or "" if self._share_prefixes or not owner else scoped(owner, given)
 
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
-        """Let a request begin; its record has to be closed. Raises `ApiError` (429) if its key has no room for it."""
+        """Admit a request; its record has to be closed. Raises `ApiError` (429) if a limit of its key is reached."""
         key = record.key
         # To look, and to end work, must always be possible.
         ends = path in ("/v1/abort_requests", "/ping") or path.endswith("/cancel")
@@ -162,7 +162,7 @@ class AccessControl:
         return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
 
     def reserve(self, record: RequestRecord, tokens: int) -> None:
-        """Take the tokens that a request may need. Raises `ApiError` (429)."""
+        """Reserve the tokens that a request may need. Raises `ApiError` (429)."""
         try:
             record.reserve(tokens)
         except LimitReached as error:

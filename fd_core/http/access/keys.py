@@ -1,9 +1,9 @@
-"""API keys: reading their files, recognising the one that a client sent, and what each may take.
+"""API keys: reading their files, recognising the one that a client sent, and counting their usage.
 
 There is no clock: moments are passed in.
 
-The minute of a limit slides: of any 60 seconds, what was admitted within them never exceeds the limit. A request takes
-its tokens when it begins, as many as it may read and write, and gives back at its end what it did not use.
+The window of a limit slides: in any 60 seconds, the admitted usage never exceeds the limit. A request reserves
+its tokens when it begins, as many as it may read and write, and returns unused ones at its end.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LimitReached(Exception):
 
 
 class SlidingWindow:
-    """Sums what was added within the last minute, in memory that has a bound."""
+    """Sum of the additions within the last minute, in bounded memory."""
 
     __slots__ = ("_latest", "_slots", "used")
 
@@ -87,7 +87,7 @@ class SlidingWindow:
         self.used = 0
 
     def advance(self, now: float) -> None:
-        """Forget what is older than a minute. A clock that goes back stands still."""
+        """Forget entries older than a minute. If the clock goes back, time stands still."""
         self._latest = max(self._latest, now)
         for slot in list(self._slots):
             if _end_of(slot) > self._latest:
@@ -103,13 +103,13 @@ class SlidingWindow:
         return slot
 
     def give_back(self, slot: int, amount: int) -> None:
-        """Take back what was added to a slot; no more than nothing if a minute has passed since."""
+        """Subtract from a slot; no effect if its minute has passed."""
         if slot in self._slots:
             self._slots[slot] -= amount
             self.used -= amount
 
     def wait(self, now: float, excess: int) -> float:
-        """Return the seconds until `excess` of what is used is forgotten."""
+        """Return the seconds until `excess` of the sum has expired."""
         self.advance(now)
         for slot, amount in self._slots.items():
             excess -= amount
@@ -118,7 +118,7 @@ class SlidingWindow:
         return 0.0
 
     def reset(self, now: float) -> float:
-        """Return the seconds until nothing is used, if nothing is added."""
+        """Return the seconds until the sum is zero, if nothing is added."""
         self.advance(now)
         return max((_end_of(slot) - self._latest for slot, amount in self._slots.items() if amount), default=0.0)
 
@@ -128,13 +128,13 @@ class KeyAccount:
 
     def __init__(self, limits: KeyLimits) -> None:
         self.limits = limits
-        """May be replaced; what was taken before still counts."""
+        """May be replaced; earlier usage still counts."""
         self.running = 0
         self.requests = SlidingWindow()
         self.tokens = SlidingWindow()
 
     def enter(self, now: float) -> None:
-        """Let a request begin, which counts in `running`. Raises `LimitReached`; one that is refused takes nothing."""
+        """Admit a request, which counts in `running`. Raises `LimitReached`; a rejected request uses nothing."""
         limits = self.limits
         if limits.parallel_requests is not None and self.running >= limits.parallel_requests:
             raise LimitReached("parallel", limits.parallel_requests, self.running, 1, 1.0)
@@ -144,7 +144,7 @@ class KeyAccount:
         self.running += 1
 
     def reserve(self, now: float, tokens: int) -> Reservation:
-        """Take tokens in advance. Raises `LimitReached`."""
+        """Reserve tokens. Raises `LimitReached`."""
         limit = self.limits.tokens_per_minute
         if limit is None:
             return Reservation(self, None, tokens)
@@ -182,7 +182,7 @@ def _require(limited: Limited, window: SlidingWindow, limit: int, now: float, as
 
 
 def _end_of(slot: int) -> float:
-    """Return the moment from which on nothing of a slot counts."""
+    """Return the time at which a slot has expired."""
     return (slot + 1) * _SLOT_SECONDS + WINDOW_SECONDS
 
 
@@ -211,7 +211,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scoped(owner: str, name: str | None) -> str:
-    """Return a name that a client chose as a name among its owner's only; as it is where there are no keys."""
+    """Return a client's name, scoped to its owner; unchanged if there are no keys."""
     return f"{owner}/{name or ''}" if owner else name or ""
 
 
@@ -431,7 +431,7 @@ def _json_starts(data: bytes) -> list[int]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object; a field that is given twice is refused, as TOML refuses it."""
+    """Return an object; a duplicate field is rejected, as in TOML."""
     table: dict[str, Any] = {}
     for name, value in pairs:
         if name in table:

@@ -1,6 +1,6 @@
 """Record of one request while it is answered, its usage, and its line in the access log.
 
-A router learns what an answer took from its `usage`, or from a comment that workers put into a stream.
+A router reads the usage of an answer from its `usage`, or from a comment that workers put into a stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fd_core.http.access.keys import ApiKey, KeyAccount, Reservation
 TENANT_HEADER: Final = "X-FD-Tenant"
 _HEADER: Final = re.compile(r"([0-9a-f]{32}) (admin|user) (\d{0,13}) ([0-9a-f]{64})")
 CLIENT_LEFT: Final = 499
-"""Status of a request whose client left before the answer ended."""
+"""Status of a request whose client disconnected before the answer ended."""
 log = logging.getLogger(ACCESS_LOGGER)
 USAGE_HEADER: Final = "X-FD-Usage"
 """Header with which a router requests the comment from a worker."""
@@ -31,7 +31,7 @@ _EVENT: Final = b"\ndata: "
 
 
 class Tenant(NamedTuple):
-    """A key of a router's, as a worker sees it: whose work a request that the router passes on is.
+    """A key of a router, as a worker sees it: the owner of a request that the router passes on.
 
     A worker sees one key, the router's. The header, signed with that key, names the client's key for one
     request only: method, path and request id are signed as well. A tenant owns a part of what the carrying key owns and
@@ -45,7 +45,7 @@ class Tenant(NamedTuple):
 
     @staticmethod
     def of(key: ApiKey) -> Tenant:
-        """Return the tenant that a key of the router's stands for."""
+        """Return the tenant of a key of the router."""
         return Tenant(key.owner, key.admin, key.limits.tokens_per_minute)
 
 
@@ -119,7 +119,7 @@ def usage_comment(tokens_in: int, tokens_out: int) -> bytes:
 
 
 class UsageMeter:
-    """Reads what one answer took while it passes."""
+    """Reads the usage of one answer as it passes."""
 
     __slots__ = ("_events", "_told")
 
@@ -139,7 +139,7 @@ class UsageMeter:
             self._told = read, usage.completion_tokens or usage.output_tokens
 
     def piece(self, events: bytes) -> bytes:
-        """Take whole events of a stream; return them without the comment, which is not meant for clients."""
+        """Process whole events of a stream; return them without the comment, which is not meant for clients."""
         self._events += events.count(_EVENT) + events.startswith(_EVENT[1:])
         if _MARK in events and (found := _COMMENT.search(events)) is not None:
             self._told = int(found[1]), int(found[2])
@@ -159,7 +159,7 @@ class RequestRecord:
 
     request_id: str = ""
     key: ApiKey | None = None
-    """None where there are no keys, or the path needs none."""
+    """None if there are no keys, or the path needs none."""
     tenant: Tenant | None = None
     """The client's key at the router that sent this request; None if the client connected directly."""
     account: KeyAccount | None = None
@@ -193,7 +193,7 @@ class RequestRecord:
         return None if self.account is None else self.account.limits.tokens_per_minute
 
     def reserve(self, tokens: int) -> None:
-        """Take tokens in advance. Raises `LimitReached`."""
+        """Reserve tokens. Raises `LimitReached`."""
         if self.account is not None:
             self.reservation = self.account.reserve(time.monotonic(), tokens)
 
@@ -203,7 +203,7 @@ class RequestRecord:
         self.tokens_out += tokens_out
 
     def settle(self) -> None:
-        """Give back what was reserved and not used."""
+        """Return unused tokens of the reservation."""
         if self.reservation is not None:
             self.reservation.settle(time.monotonic(), self.tokens_in + self.tokens_out)
 

@@ -46,12 +46,12 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 BYTES_PER_SECOND: Final = 64 * 1024
 """Bytes that extend the deadline by a second: received of a body, or accepted by the client of an answer."""
 _RESERVED_DESCRIPTORS: Final = 256
-"""Kept for files, stores, workers and the engine; of a small limit a quarter is kept."""
+"""Reserved for files, stores, workers and the engine; a quarter of a small limit is reserved."""
 _MOST_CONNECTIONS: Final = 10_000
 _CROWD_SECONDS: Final = 1.0
-"""A connection that waits for longer than this makes room for a new one where there is no other."""
+"""A connection idle for longer than this is closed for a new one if the limit is reached."""
 _AT_ONCE: Final = 64
-"""Connections accepted before others have their turn on the event loop."""
+"""Connections accepted before the event loop runs other callbacks."""
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Closing connections that wait for a request may help."""
 _PAUSE_SECONDS: Final = 0.5
@@ -59,10 +59,10 @@ _PAUSE_SECONDS: Final = 0.5
 _REFRESH_SECONDS: Final = 5.0
 """Interval between polls of the certificate files."""
 _MOST_REFUSALS: Final = 16
-"""Refusals on their way, which take descriptors of the reserve; further connections are closed without a word."""
+"""Refusals in progress, which use reserved descriptors; further connections are closed without a response."""
 _BEAT_SECONDS: Final = 0.25
 _STUCK_SECONDS: Final = 10.0
-"""An event loop that has not beaten for so long is taken for stuck; no request may hold it for a tenth of a second."""
+"""Heartbeat timeout of an event loop, after which it is stuck; no request may block it for a tenth of a second."""
 _PROBE_SECONDS: Final = 2.0
 _MOST_PROBES: Final = 64
 
@@ -133,10 +133,10 @@ class Connections:
             "body": config.timeout_body,
             "write": config.timeout_write,
         }
-        """Seconds after which a connection is closed on which nothing moves, by what it waits for."""
+        """Timeouts of connections without progress, in seconds, by wait reason."""
         self.stats = ConnectionStats(limit=limit)
         self._opening: set[WatchedProtocol] = set()
-        """Connections that were accepted and not made yet: their TLS handshake goes on."""
+        """Accepted connections whose TLS handshake is in progress."""
         self._open: set[WatchedProtocol] = set()
         self._sources: Counter[str] = Counter()
         self.waiting: dict[WatchedProtocol, float] = {}
@@ -251,12 +251,12 @@ class WatchedProtocol(asyncio.Protocol):
         super().data_received(data)
 
     def pause_writing(self) -> None:
-        """Note that the client does not take its answer."""
+        """Record that the client does not read its answer."""
         self._stuck_since, self._stuck_bytes = self.watch.now(), self._transport.get_write_buffer_size()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Note that the client has taken its answer."""
+        """Record that the client has read its answer."""
         self._stuck_since = None
         super().resume_writing()
 
@@ -267,13 +267,13 @@ class WatchedProtocol(asyncio.Protocol):
         self.watch.waiting.pop(self, None)
 
     def body_complete(self) -> None:
-        """Note that nothing is missing of the request."""
+        """Record that the request is complete."""
         self._waits_for = None
         if not self._pending:
             self._wait()
 
     def answer_complete(self) -> None:
-        """Note that the answer was handed over; the rest of an unfinished body keeps its deadline."""
+        """Record that the answer was handed over; the rest of an unfinished body keeps its deadline."""
         self._pending -= 1
         if not self._pending and self._waits_for is None:
             self._wait()
@@ -283,7 +283,7 @@ class WatchedProtocol(asyncio.Protocol):
         self.watch.waiting[self] = self._since
 
     def overdue(self, now: float, elapsed: float) -> Reason | None:
-        """Return what has taken too long, if anything has; `elapsed` seconds have passed since the last look."""
+        """Return the reason if a timeout expired; `elapsed` seconds have passed since the last check."""
         patience = self.watch.patience
         if self._stuck_since is None and self._transport.is_closing():
             self._stuck_since, self._stuck_bytes = now, self._transport.get_write_buffer_size()
@@ -320,7 +320,7 @@ class WatchedProtocol(asyncio.Protocol):
 
 
 class Listener:
-    """Serves a bound socket. Where too many connections are open, a new one is answered with 503."""
+    """Serves a bound socket. If too many connections are open, a new one gets a 503."""
 
     def __init__(
         self, sock: socket.socket, make: Callable[[], WatchedProtocol], connections: Connections, tls: ServingTls | None
@@ -341,7 +341,7 @@ class Listener:
         self._refreshing = self._loop.call_later(_REFRESH_SECONDS, self._refresh)
 
     def close(self) -> None:
-        """Accept no more; connections go on."""
+        """Accept no more; open connections continue."""
         if self._closed:
             return
         self._closed = True
@@ -354,7 +354,7 @@ class Listener:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait for what `close` cancelled, and watch no longer."""
+        """Wait for the tasks that `close` cancelled, and stop watching."""
         await asyncio.gather(*self._openings, return_exceptions=True)
         self._connections.close()
 
@@ -408,7 +408,7 @@ class Listener:
 
 
 class _Refusal(asyncio.Protocol):
-    """Answers a connection for which there is no room, and takes what the client sends until it has read that."""
+    """Rejects a connection beyond the limit, and discards the client's input until it has read the response."""
 
     def __init__(self, refusals: set[_Refusal]) -> None:
         self._refusals = refusals
@@ -436,7 +436,7 @@ def attended(
     hurry: asyncio.Event,
     dead: Callable[[], str],
 ) -> Iterator[None]:
-    """Take signals for the block, read the keys again on SIGHUP, and serve the health port, see `liveness`."""
+    """Handle signals for the block, read the keys again on SIGHUP, and serve the health port, see `liveness`."""
     reload = access.reload if access.reloadable else None
     with signals_stop(stop, hurry), hangup_reloads(reload, supervisor), liveness(config, dead):
         yield

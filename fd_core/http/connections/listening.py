@@ -1,4 +1,4 @@
-"""Sockets and signals that every server of the project shares, and who holds a port that is taken."""
+"""Sockets and signals shared by every server of the project, and the process that uses a port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fd_core.http.hosts import is_loopback
 from fd_core.http.supervision import Supervisor
 
 _MOST_DESCRIPTORS: Final = 2**20
-"""Far more than a server uses; where a limit of billions is allowed, programs that go through all are held up by it."""
+"""Far more than a server uses; with a limit of billions, programs that iterate over all descriptors are delayed."""
 log = logging.getLogger(__name__)
 
 ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # compared, not bound
@@ -57,7 +57,7 @@ def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = 
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process and those that it starts have as many descriptors as they are allowed."""
+    """Raise the descriptor limit of this process and its children to the hard limit, at most `_MOST_DESCRIPTORS`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

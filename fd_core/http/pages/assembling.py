@@ -20,7 +20,7 @@ def assemble(
     own: Sequence[str] = ("page.css",),
     values: Mapping[str, str] | None = None,
 ) -> str:
-    """Return `page.html` of a package with styles, scripts and `{name}` in their places, and a policy that fits."""
+    """Return `page.html` of a package with styles, scripts and `{name}` filled in, and a matching policy."""
     parts: dict[str, list[str]] = {"style": [], "script": []}
     for folder, names in ((__package__, shared), (package, own)):
         for name in names:

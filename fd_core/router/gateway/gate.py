@@ -41,12 +41,12 @@ from fd_core.text.fair_thread import CLIENT
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
 _ADAPTERS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
-"""Paths whose text leaves nothing in a worker's cache, and so is no prompt to the router."""
+"""Paths whose text leaves nothing in a worker's cache, and so is not routed as a prompt."""
 _MAX_BODY_BYTES: Final = 16 * 1024
 
 
 class RouterGate:
-    """Handler of the gateway's port. Nothing of a request but its access log is ever logged here."""
+    """Handler of the gateway's port. It never logs any part of a request except in the access log."""
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state

@@ -33,7 +33,7 @@ from fd_core.text.prompt_reader import ModelText, find_text
 log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 0.5
-"""Time for answers that are on their way to clients at the end of the drain."""
+"""Grace period for answers in transit to clients at the end of the drain."""
 _LEARN_SECONDS: Final = 1.0
 """Pause between two questions for the model that the workers serve."""
 _KEEPALIVE_SECONDS: Final = 3.0

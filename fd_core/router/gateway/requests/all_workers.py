@@ -1,4 +1,4 @@
-"""Questions to every worker: which one keeps a response, POST /v1/abort_requests, and changes of adapters."""
+"""Requests to every worker: find the one that stores a response, POST /v1/abort_requests, and changes of adapters."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 async def abort(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
-    """Return the ids that the workers aborted and those that none has; a refusal if none answered otherwise."""
+    """Return the ids that the workers aborted and those unknown to all; a refusal if every worker refused."""
     told = await _ask_all(state, path, body, headers, record, _TIMEOUT)
     answers = []
     for each in told:

@@ -62,7 +62,7 @@ def error_event(error: ApiError, path: str) -> bytes:
 
 
 def refusal(answer: NoWorker) -> ApiError:
-    """Return the error for a client whose request got no worker."""
+    """Return the error for a client whose request was assigned no worker."""
     wait = answer.retry_after if answer.retry_after is not None else 1.0
     seconds = max(1, math.ceil(wait))
     if answer.status == 503:
@@ -112,7 +112,7 @@ AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent"
 def to_worker(
     state: GatewayState, given: CIMultiDictProxy[str], record: RequestRecord, method: str, path: str
 ) -> CIMultiDict[str]:
-    """Return headers for a worker: the client's key goes on unless it is the gateway's; then its signed tenant does."""
+    """Return headers for a worker: the client's key, or, if that is the gateway's, its signed tenant instead."""
     headers = _without(given, _REQUEST_ONLY)
     headers["X-Request-Id"] = record.request_id
     if record.key is not None:
@@ -127,7 +127,7 @@ def to_worker(
 
 
 def to_client(given: CIMultiDictProxy[str], added: Mapping[str, str]) -> CIMultiDict[str]:
-    """Return the headers of the answer to the client, `added` in place of the worker's of the same names."""
+    """Return the headers of the answer to the client; `added` replace those of the worker with the same names."""
     headers = _without(given, _ANSWER_ONLY)
     headers.update(added)
     return headers
@@ -141,7 +141,7 @@ def _without(given: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDi
 
 
 _NOT_TOLD: Final = "not_told"
-"""Outcome where the decode worker names none: it does not know tickets, or ignores them."""
+"""Outcome if the decode worker reports none: it does not support tickets, or ignores them."""
 _OUTCOMES: Final = frozenset(get_args(PrefillOutcome))
 
 
@@ -171,7 +171,7 @@ def ticket_headers(
 
 
 def outcome_of(headers: Mapping[str, str]) -> str:
-    """Return what the prefill side of a pair did, from the headers of the decode worker's answer."""
+    """Return the outcome of a pair's prefill side, from the headers of the decode worker's answer."""
     outcome = headers.get(OUTCOME_HEADER, "")
     return outcome if outcome in _OUTCOMES else _NOT_TOLD
 

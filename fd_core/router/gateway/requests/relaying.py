@@ -95,7 +95,7 @@ async def _within(
 TROUBLE: Final = (aiohttp.ClientError, TimeoutError, OSError)
 """Exceptions that a request to a worker may raise."""
 _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors of the system for want of descriptors, memory or ports."""
+"""Errors of the system for lack of descriptors, memory or ports."""
 _HELD_BYTES: Final = 1 << 20
 """A JSON answer up to this size is sent once it is whole, so that until then another worker can give it."""
 _DONE: Final = b"[DONE]"
@@ -122,7 +122,7 @@ class EventCutter:
         self._last = b""
 
     def push(self, chunk: bytes) -> bytes:
-        """Take a chunk; return the bytes that may go to the client, none if no event has ended."""
+        """Process a chunk; return the bytes that may be sent to the client, none if no event has ended."""
         if chunk.endswith(b"\n\n"):
             return self._pass(chunk)
         border = len(self._edge)

@@ -89,7 +89,7 @@ _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class RouteRequestReader:
-    """Turns bodies into what the router chooses by. It never yields an empty prompt, and it never refuses a body."""
+    """Converts bodies to routing requests. It never yields an empty prompt, and it never rejects a body."""
 
     def __init__(self, text: ModelText | None) -> None:
         """Without `text`, prompts are compared by the bytes of their text."""
@@ -206,7 +206,7 @@ class Cost(NamedTuple):
 
 @dataclass
 class CostReader:
-    """Counts what requests may take. Without `text` a token of a text is taken as `BYTES_PER_TOKEN` bytes."""
+    """Counts the tokens that requests may use. Without `text`, a token is assumed to have `BYTES_PER_TOKEN` bytes."""
 
     text: ModelText | None
     context: int | None = None
@@ -226,7 +226,7 @@ class CostReader:
         self.prompt_reader.close()
 
     async def cost(self, path: str, content_type: str, body: bytes, limit: int | None) -> Cost:
-        """Return what a request takes of its key's `limit`; `ApiError` or `BadRequest` if no worker serves it."""
+        """Return what a request uses of its key's `limit`; `ApiError` or `BadRequest` if no worker serves it."""
         body_format = _FORMATS.get(path)
         if body_format is None:
             return Cost(0, 0)
@@ -248,7 +248,7 @@ class CostReader:
         return Cost(sum(lengths), counted.tokens)
 
     def _as_chat(self, decoded: ChatRequest | CountRequest | ResponsesRequest) -> ChatRequest:
-        """Return a request as the chat that a worker makes of it; what it goes on from is known to its worker only."""
+        """Return the chat that a worker makes of a request, without the stored conversation that it continues."""
         if isinstance(decoded, ChatRequest):
             return decoded
         if isinstance(decoded, ResponsesRequest):
@@ -258,7 +258,7 @@ class CostReader:
         return messages.as_chat(self, decoded)
 
     def _countable(self, request: Any) -> Any:
-        """Return a request without what only a worker may judge: templates of clients, and those of its model."""
+        """Return a request without fields that only a worker may judge: templates of clients, and the model's own."""
         if isinstance(request, CompletionRequest):
             return request if self.text is not None else msgspec.structs.replace(request, truncate_prompt_tokens=None)
         if request.chat_template:

@@ -80,7 +80,7 @@ class GatewayMetrics:
         self._process = ProcessCollector(registry=CollectorRegistry())
 
     async def text(self) -> bytes:
-        """Return everything in Prometheus' text format, written on another thread: a worker takes 0.1 ms."""
+        """Return all metrics in Prometheus' text format, written on another thread: a worker takes 0.1 ms."""
         snapshot = self._router.snapshot()
         others = [*self._others(snapshot), *self._process.collect()]
         return await asyncio.to_thread(lambda: generate_latest(Collected(_of_workers(snapshot), others)))
@@ -143,9 +143,9 @@ class GatewayState:
     bodies: BodyBudget
     """Memory for bodies, until a worker has answered and no other one needs them."""
     access: AccessControl = field(default_factory=AccessControl)
-    """The router's API keys and what they may take."""
+    """The router's API keys and their usage."""
     costs: CostReader = field(default_factory=lambda: CostReader(None))
-    """Counts what requests of keys with a limit of tokens may take; replaced together with `reader`."""
+    """Counts the tokens of requests whose keys limit them; replaced together with `reader`."""
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
     pairing: PairingLog = field(default_factory=PairingLog)
     supervisor: Supervisor = field(default_factory=Supervisor)

@@ -1,7 +1,7 @@
 """Health checks of the workers and the KV events that they report; the router gets both. No counter changes here.
 
 One task follows the KV events of one incarnation by long polls: each requests the events that follow the last one.
-Whenever something goes wrong, the router goes by the prefixes that the worker served, and the task begins anew with all
+After any error, the router uses the prefixes that the worker served, and the task starts over with all blocks
 that the worker holds.
 """
 

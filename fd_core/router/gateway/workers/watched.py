@@ -20,7 +20,7 @@ from fd_core.http.hosts import Visit
 from fd_core.router.gateway.requests.forwarding import error_response
 
 _QUIET: Final = logging.Logger("fd_core.router.gateway.http", logging.CRITICAL + 1)
-"""For the HTTP library, which would log what it cannot parse, keys and prompts included."""
+"""For the HTTP library, which would log input that it cannot parse, keys and prompts included."""
 
 
 class GatewayHttp:
@@ -56,7 +56,7 @@ class GatewayHttp:
         self._listener = Listener(sock, protocol, connections, tls)
 
     async def close(self, seconds: float) -> None:
-        """Listen no longer, and give answers that are on their way some time."""
+        """Stop listening, with a grace period for answers in transit."""
         self._listener.close()
         await asyncio.sleep(0)  # what has arrived begins before connections without a request are closed
         self._server.pre_shutdown()
@@ -89,7 +89,7 @@ class _WatchedHandler(WatchedProtocol, web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Answer what cannot be read in the shape of every other error."""
+        """Respond to unreadable input in the format of every other error."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
         error = self.head_too_large() if isinstance(exc, LineTooLong) else self.not_http()
