@@ -24,7 +24,7 @@ SECTIONS: Final = ("scheduler", "manager")
 
 
 class RouterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
-    """Choice of workers and limits on retries. In files the names have `-` instead of `_`."""
+    """Settings for choosing workers and for giving up on one. In files the names have `-` instead of `_`."""
 
     policy: str = "request_num"
     """Policy that chooses among mixed workers."""

@@ -116,7 +116,7 @@ class Placer:
                 return NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
             pools = free
         options = [PARTS[mode] for mode in _modes(pools)]
-        # Where there is a choice, the mode that has fewer requests for each of its workers.
+        # If both are possible, the mode with fewer requests for each of its workers.
         roles = min(options, key=lambda roles: self._crowding(pools, roles)) if len(options) > 1 else options[0]
         keys: tuple[bytes, ...] = ()
         if any(self.policies[role].uses_prefix for role in roles):
@@ -125,7 +125,7 @@ class Placer:
         hits, missing = 0, request.length
         for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
             member, chosen = self._choose(role, pools[role], request, keys, now, number)
-            if not members:  # who computes the prompt
+            if not members:  # the worker that computes the prompt
                 hits = chosen.hits
                 left = request.length - chosen.expected_hits * self.config.cache_block_size
                 missing = min(request.length, max(1, left))  # the last token always is

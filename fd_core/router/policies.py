@@ -198,10 +198,10 @@ class RouterPolicy(abc.ABC):
     def choose(self, context: RoutingContext) -> Candidate:
         """Return one of `context.candidates`. Equal calls in equal states give equal answers."""
 
-    def departed(self, worker: RouterWorker) -> None:  # noqa: B027 - most policies need not know
+    def departed(self, worker: RouterWorker) -> None:  # noqa: B027 - most policies keep no state of workers
         """Forget an incarnation that was lost or replaced."""
 
-    def sweep(self, now: float) -> None:  # noqa: B027 - most policies remember nothing
+    def sweep(self, now: float) -> None:  # noqa: B027 - most policies keep no state
         """Forget what has expired; called every `eviction-interval-secs`."""
 
 
@@ -431,7 +431,7 @@ class SessionAffinity(RouterPolicy):
         return chosen
 
     def sweep(self, now: float) -> None:
-        """Forget sessions that were silent for too long."""
+        """Forget sessions that were idle for too long."""
         self._homes.sweep(now)
 
 

@@ -20,7 +20,7 @@ from fd_core.types import IntArray
 from fd_core.types.kv_events import BEGINNING, TOKEN_BYTES, Cleared, KVEvent, Removed, Stored
 
 _FEW: Final = 8
-"""So many bits are looked at one by one."""
+"""Number of bits up to which they are iterated one by one."""
 
 
 class Holders:
@@ -230,7 +230,7 @@ class PrefixesInFlight:
         self._holders.add(self._holders.bit(worker), new)
 
     def end(self, worker: RouterWorker, keys: tuple[bytes, ...]) -> None:
-        """`worker` is through with a prompt that began, well or not."""
+        """A prompt of `worker` that began has ended, with success or not."""
         if not keys:
             return
         nodes = self._nodes[worker]

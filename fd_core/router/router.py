@@ -163,10 +163,10 @@ class Router:
         self._judge(selection, worker, "declined")
 
     def failed(self, selection: Selection, worker: RouterWorker, now: float, *, severe: bool = False) -> None:
-        """Note that `worker`, one of the selection's, failed; `severe` if it cannot even be reached.
+        """Record that `worker`, one of the selection's, failed; `severe` if it cannot even be reached.
 
-        A worker that was reached may have failed because of the request, so its breaker learns of it only if another
-        worker `served` the same request: nothing that fails everywhere makes a worker unselectable.
+        A worker that was reached may have failed because of the request, so its breaker counts it only if another
+        worker `served` the same request: a request that fails everywhere makes no worker unselectable.
         """
         counts, member = self._judge(selection, worker, "failed")
         if severe and member is not None:
@@ -312,7 +312,7 @@ class Router:
             setattr(counts, outcome, getattr(counts, outcome) + 1)
 
     def _counts(self, worker: RouterWorker) -> Iterable[SelectionCounts]:
-        """Return the counts that a selection of `worker` changes: those of its role and, while it is there, its own."""
+        """Return the counts that a selection of `worker` changes: those of its role and, if registered, its own."""
         if self.registry.member(worker) is None:
             return (self._by_role[worker.role],)
         return self._by_role[worker.role], self._by_worker.setdefault(worker, SelectionCounts())
@@ -370,7 +370,7 @@ class WorkerSnapshot:
     kv_port: int | None
     """Port on which a prefill worker listens for decode workers, if it named one."""
     unfit: str
-    """Why the worker is not chosen for its role although it is healthy, in words."""
+    """Reason why the worker is not chosen for its role although it is healthy."""
 
     @property
     def healthy(self) -> Annotated[bool, gauge("healthy", "1 while health checks of the worker pass, 0 otherwise.")]:

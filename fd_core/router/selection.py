@@ -159,7 +159,7 @@ class RouteRequest:
     output_tokens: int = 0
     """Most tokens of all answers together, if the request limits them."""
     home: RouterWorker | None = None
-    """Worker that alone has what the request goes on from; None takes any worker."""
+    """Worker that alone stores the conversation that the request continues; None allows any worker."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):

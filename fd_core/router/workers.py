@@ -50,7 +50,7 @@ class RouterWorker(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class Circuit(Breaker):
-    """A worker's circuit breaker; a request that was let through may also end without a verdict on the worker."""
+    """A worker's circuit breaker; a request that it let through may also end without a verdict on the worker."""
 
     def __init__(self, *, first: float, longest: float, patience: int, on_turn: Callable[[], None]) -> None:
         """`on_turn` is called whenever the state changes."""
@@ -175,7 +175,7 @@ class Registry:
             self._changed()
 
     def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
-        """Note a worker's models, the only ones it gets; prompts of `adapters` match those of the same adapter."""
+        """Record a worker's models, the only ones it gets; prompts of `adapters` match those of the same adapter."""
         member, known = self.member(worker), (frozenset(models), frozenset(adapters))
         if member is not None and (member.models, member.adapters) != known:
             member.models, member.adapters = known

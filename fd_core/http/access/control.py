@@ -127,7 +127,7 @@ class AccessControl:
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
         """Admit a request; its record has to be closed. Raises `ApiError` (429) if a limit of its key is reached."""
         key = record.key
-        # To look, and to end work, must always be possible.
+        # Reads, and requests that end work, must always be possible.
         ends = path in ("/v1/abort_requests", "/ping") or path.endswith("/cancel")
         if key is None or key.limits == _NO_LIMITS or method != "POST" or ends:
             return

@@ -1,6 +1,6 @@
 """API keys: reading their files, recognising the one that a client sent, and counting their usage.
 
-There is no clock: moments are passed in.
+There is no clock: readings are passed in.
 
 The window of a limit slides: in any 60 seconds, the admitted usage never exceeds the limit. A request reserves
 its tokens when it begins, as many as it may read and write, and returns unused ones at its end.
@@ -153,7 +153,7 @@ class KeyAccount:
 
 
 class Reservation:
-    """Tokens that one request took in advance."""
+    """Tokens that one request reserved."""
 
     __slots__ = ("_account", "_open", "_slot", "tokens")
 
@@ -296,7 +296,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     except UnicodeDecodeError:
         raise _error(f"{path} is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
-        # A parser names places and single characters, never a whole key.
+        # A parser names positions and single characters, never a whole key.
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise _error(f"{path} is not valid {kind[1:].upper()}: {reason}") from None
     entries = table.get("keys") if isinstance(table, dict) else None

@@ -170,7 +170,7 @@ class RequestRecord:
 
     @property
     def owner(self) -> str:
-        """Owner of the request, see `ApiKey.owner`; "" without keys. A tenant owns a part of its router's data."""
+        """Owner of the request, see `ApiKey.owner`; "" without a key. A tenant owns a part of its router's data."""
         own = "" if self.key is None else self.key.owner
         return own if self.tenant is None else f"{own}.{self.tenant.owner}"
 
@@ -208,7 +208,7 @@ class RequestRecord:
             self.reservation.settle(time.monotonic(), self.tokens_in + self.tokens_out)
 
     def close(self) -> None:
-        """Make room for the next request of the key; again without effect."""
+        """End the request's share of the parallel requests of its key; further calls have no effect."""
         if self.account is not None:
             self.account.running -= 1
             self.account = None

@@ -295,7 +295,7 @@ class WatchedProtocol(asyncio.Protocol):
         if waits_for is None:
             return None
         if waits_for == "body" and not self._transport.is_reading():
-            self._since += elapsed  # the server holds the client up, not the other way round
+            self._since += elapsed  # the server delays the client, not the other way round
         return waits_for if now - self._since > patience[waits_for] + self._received / BYTES_PER_SECOND else None
 
     def not_http(self) -> ApiError:
@@ -418,7 +418,7 @@ class _Refusal(asyncio.Protocol):
         transport.write(last_answer(error.status, error.body(), error.headers))
         if transport.can_write_eof():
             transport.write_eof()
-        # Closed at once, unread bytes of the request would make the kernel throw the answer away.
+        # If closed at once, unread bytes of the request would make the kernel discard the answer.
         self._timer = asyncio.get_running_loop().call_later(2.0, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -160,7 +160,7 @@ class RouterGate:
             state=self._state,
             request=request,
             added=added,
-            # What was authorized is what is sent: no second reading of an encoded path.
+            # The authorized path is the one sent: encoded paths are not decoded twice.
             target=quote(request.path) + ("?" + query if (query := request.rel_url.raw_query_string) else ""),
             headers=headers,
             body=body,

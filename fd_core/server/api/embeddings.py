@@ -61,7 +61,7 @@ async def read_texts(state: PromptState, given: Any, field: str, add_special: bo
 
 
 def pairs_of(body: ScoreRequest | RerankRequest) -> tuple[list[tuple[str, str]], str]:
-    """Return each text with its partner, the only one or that of its place, and the field of the second side."""
+    """Return each text with its partner, the only one or the one of its index, and the field of the second side."""
     if isinstance(body, RerankRequest):
         return [(body.query, each if isinstance(each, str) else each.text) for each in body.documents], "documents"
     sides: list[list[str]] = []
@@ -103,7 +103,7 @@ class PooledTexts:
         state.admit(1)
 
     async def vectors(self, prompts: Sequence[PromptText], field: str, dimensions: int | None = None) -> list[Floats]:
-        """Return a vector of each prompt, as the model's settings and the request want it."""
+        """Return a vector of each prompt, with the model's settings and the options of the request."""
         info = self._state.client.info
         check_dimensions(dimensions, info.state_size)
         pooled = await self._pool([each.ids for each in prompts], Pooling(info.vectors.pooling), field)
@@ -217,7 +217,7 @@ class PooledTexts:
 
 @router.post("/v1/embeddings", **endpoint("Make vectors of texts", pooling.EmbeddingRequest, pooling.EmbeddingAnswer))
 async def create_embeddings(request: Request) -> Response:
-    """Return a vector of each text, in the order given."""
+    """Return a vector of each text, in the same order."""
     state, body, headers = await EMBEDDINGS.read(request)
     texts = PooledTexts(state, request, body)
     reading = read_texts(state, body.input, "input", body.add_special_tokens is not False)

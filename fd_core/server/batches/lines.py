@@ -41,7 +41,7 @@ class BatchAnswer(msgspec.Struct, kw_only=True):
     """One line of the output."""
 
     id: str
-    """Names the line of the input, so that an interrupted run goes on where it stopped."""
+    """Id of the input line, so that an interrupted run resumes where it stopped."""
     custom_id: str | None
     response: BatchResponse | None = None
     error: LineError | None = None
@@ -101,7 +101,7 @@ def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) ->
 
 
 def answered(request: BatchLine, status: int, request_id: str, body: bytes) -> BatchAnswer:
-    """Return the line for what a server answered."""
+    """Return the output line for a response of the server."""
     return BatchAnswer(
         id=request.id, custom_id=request.custom_id, response=BatchResponse(status, request_id, msgspec.Raw(body))
     )
@@ -188,7 +188,7 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
         self._file.close()
 
     def write(self, answer: BatchAnswer) -> None:
-        """Append an answer. Raises `OSError` if it could not be written whole, and leaves nothing of it."""
+        """Append an answer. Raises `OSError` if it could not be written whole, and removes the part written."""
         line = as_line(answer)
         self._account(len(line))
         try:
@@ -202,7 +202,7 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
         self.size += len(line)
 
     def sync(self) -> None:
-        """Have the disk write what is there."""
+        """Flush the file to disk."""
         os.fsync(self._file.fileno())
 
     def finish(self) -> None:
@@ -213,7 +213,7 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
 
 
 def cut_torn_line(file: IO[bytes]) -> int:
-    """Cut off what follows the last whole line, which a process that died or a disk that failed may leave."""
+    """Truncate after the last whole line, since a process that died or a disk that failed may leave a partial one."""
     end = file.seek(0, os.SEEK_END)
     begin = end
     while begin:

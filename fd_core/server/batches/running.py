@@ -21,7 +21,7 @@ _PAUSE_SECONDS: Final = 5.0
 _READ_BYTES: Final = 1 << 20
 """Most bytes read from the file at once; a single line may be longer."""
 OWNER: Final = "fd_core.owner"
-"""Key of a scope whose request the server makes itself, for the owner it names; no client can set one."""
+"""Key of a scope whose request the server itself makes for the owner in its value; clients cannot set it."""
 
 
 class AsgiAnswer(NamedTuple):
@@ -85,7 +85,7 @@ class BatchProgress(msgspec.Struct):
 
 
 class Pause:
-    """The moment until which a batch sends nothing, because a limit refused a request. Moments are passed in."""
+    """Time until which a batch sends nothing, because a limit refused a request. Clock readings are passed in."""
 
     def __init__(self) -> None:
         self._until = -math.inf
@@ -119,7 +119,7 @@ async def run_requests(
     slots: asyncio.Semaphore,
     known: Collection[str] = frozenset(),
 ) -> None:
-    """Send `requests` but the `known`, each in one of `slots`, which runs share, and give answers to `take`."""
+    """Send `requests` except the `known`, each in one of the `slots` that runs share, and pass answers to `take`."""
     loop, pause, tries = asyncio.get_running_loop(), Pause(), Counter[str]()
     lines: deque[BatchLine] = deque()
     running, over, ended = 0, False, asyncio.Event()

@@ -42,7 +42,7 @@ _USUAL_EFFORT: Final = "high"
     "/v1/messages", **endpoint("Answer with blocks", schemas.MessagesRequest, schemas.MessagesAnswer, stream=True)
 )
 async def create_message(request: Request) -> Response:
-    """Generate the assistant's next message, in Anthropic's shape."""
+    """Generate the assistant's next message, in Anthropic's format."""
     state, body, headers = await BODY.read(request)
     asked = jobs.conversation_job(state, as_chat(state, body), request, demanded_form(body), jobs.MESSAGES_NAMES)
     job = await response_format.unless_gone(request, asked)
@@ -144,7 +144,7 @@ def _shown(block: response_format.AnswerBlock, *, whole: bool) -> dict[str, Any]
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; none where they are half an object, or nothing that JSON can carry."""
+    """Return the arguments of a call; empty if they are not a complete JSON object, or not valid JSON."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError):
@@ -210,7 +210,7 @@ def as_chat(state: jobs.PromptState, body: CountRequest) -> ChatRequest:
 
 
 def demanded_form(body: CountRequest) -> FormAsked | None:
-    """Return the schema that the answer has to fit, if one is given."""
+    """Return the schema that the answer has to match, if there is one."""
     newer = None if body.output_config is None else body.output_config.format
     wanted, place = (
         (body.output_format, "output_format.schema") if newer is None else (newer, "output_config.format.schema")

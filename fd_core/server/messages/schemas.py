@@ -95,7 +95,7 @@ class Metadata(msgspec.Struct, kw_only=True):
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
-    """The body of /v1/messages/count_tokens: what makes up a prompt."""
+    """The body of /v1/messages/count_tokens: the parts of a prompt."""
 
     model: str
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MESSAGES.messages)]

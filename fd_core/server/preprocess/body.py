@@ -1,6 +1,6 @@
 """Reading and decoding the body of a request: bounded while it arrives, strict in types, clear in its errors.
 
-What a body holds is counted before anything is made of it: decoders hold the interpreter while they work.
+The elements of a body are counted before it is decoded: decoders hold the interpreter while they work.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class BodyFormat(Generic[T]):
 
 
 def _with_integers(value: Any) -> Any:
-    """Return a decoded value with whole numbers as integers, which fields for any number take as well."""
+    """Return a decoded value with whole numbers as integers, which fields for any number accept as well."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, list):
@@ -239,7 +239,7 @@ def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
 
 
 class JsonShape(NamedTuple):
-    """Counts of what a JSON text holds, most of it outside its strings."""
+    """Counts of the elements of a JSON text, most of them outside its strings."""
 
     containers: int
     """Objects and arrays."""
@@ -258,7 +258,7 @@ async def decodable(body: bytes, ids: int) -> bool:
 
 
 def shape_of(body: bytes) -> JsonShape:
-    """Count what stands outside strings; of what is no JSON, any counts may be returned."""
+    """Count elements outside strings; if the body is not JSON, the counts are arbitrary."""
     data = np.frombuffer(body, np.uint8)
     containers = names = commas = escapes = 0
     inside = False
@@ -287,7 +287,7 @@ def _quotes(part: npt.NDArray[np.uint8], before: int) -> tuple[npt.NDArray[np.bo
         return quotes, 0
     places = np.arange(len(part))
     others = np.maximum.accumulate(np.where(escapes, -1 - before, places))
-    """The last place up to here without a backslash."""
+    """The last index up to here without a backslash."""
     found = np.flatnonzero(quotes)
     last = np.where(found > 0, others[found - 1], -1 - before)
     quotes[found[(found - 1 - last) % 2 == 1]] = False

@@ -1,6 +1,6 @@
-"""From a decoded request to a `Job`: prompts, sampling, structured output, tools, and what the answer shows.
+"""Conversion of a decoded request to a `Job`: prompts, sampling, structured output, tools, and contents of the answer.
 
-Tools are what a prompt shows, how its answer is read, and grammars that hold a model to the calls that are demanded.
+Tools determine the prompt, the parser of its answer, and grammars that hold a model to the calls that are demanded.
 `fd_core.text.prompt_reader` makes prompts token ids.
 """
 
@@ -59,7 +59,7 @@ class OfferedTools(NamedTuple):
     forced: Sequence[str]
     """Names of which one has to be called; empty if the model may choose."""
     strict: frozenset[str]
-    """Names of tools whose arguments keep their schema in any case."""
+    """Names of tools whose arguments must match their schema in every call."""
 
 
 def offered_tools(
@@ -86,7 +86,7 @@ def offered_tools(
 
 
 def answer_reading(state: ServerState, body: requests.ChatRequest, tools: OfferedTools | None) -> AnswerReading:
-    """Return how answers are read. Raises `ApiError` (400) for tools where the server has no parser of calls."""
+    """Return the parsers of answers. Raises `ApiError` (400) for tools if the server has no parser of calls."""
     parsers = state.parsers
     if tools is not None and parsers.tools is None:
         raise unsupported(
@@ -116,7 +116,7 @@ def _forced(choice: requests.ToolChoice | None, schemas: Mapping[str, Any]) -> S
 def demanded_form(
     state: ServerState, tools: OfferedTools | None, reading: AnswerReading | None, form: FormAsked | None
 ) -> FormAsked | None:
-    """Return the form of calls that have to be made, and of what else the answer may be; None if there is none."""
+    """Return the output constraint for required calls and for the rest of the answer; None if there is none."""
     if tools is None or reading is None or reading.tools is None or not (tools.forced or tools.strict or form):
         return None
     parser, field = reading.tools, "tool_choice" if tools.forced else "tools[].function.strict"
@@ -208,7 +208,7 @@ class PromptState(Protocol):
 
     @property
     def context(self) -> int | None:
-        """Most tokens of prompt and text together; None where a router does not know it."""
+        """Most tokens of prompt and text together; None if a router does not know it."""
 
     @property
     def max_n(self) -> int:
@@ -237,7 +237,7 @@ async def chat_prompt(
     body: requests.ChatRequest | requests.TokenizeRequest,
     tools: OfferedTools | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> tuple[int, ...]:
-    """Return the ids of what a request wants answered. Raises `ApiError` (400), and `BadRequest` of the template."""
+    """Return the token ids of a request's prompt. Raises `ApiError` (400), and `BadRequest` of the template."""
     reader = state.prompt_reader
     if isinstance(body, requests.ChatRequest) and (body.prompt_token_ids or body.disable_chat_template):
         if body.prompt_token_ids:
@@ -343,7 +343,7 @@ def _check(place: str, message: requests.Message) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A checked request: everything that one HTTP request wants generated, and what its answer shows."""
+    """A validated request: all generations of one HTTP request, and the contents of its answer."""
 
     record: RequestRecord
     owner: str
@@ -402,7 +402,7 @@ async def conversation_job(
     form: FormAsked | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Job:
-    """Return what a conversation wants generated, with all checks; errors have the client's field in `names`."""
+    """Return the validated job of a conversation; errors name the client's field, by `names`."""
     try:
         form = form or form_asked(body)
         served = state.served(body.model)
@@ -449,7 +449,7 @@ def build_job(
     called: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> Job:
-    """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker."""
+    """Return the job of a request; `ApiError` (400, 403) if it is not valid for the model or this worker."""
     options, info = body.stream_options, state.client.info
     if options is not None and not body.stream:
         raise invalid("stream_options is given, but stream is not true", "stream_options")
@@ -548,7 +548,7 @@ def named_as_sent(error: ApiError | BadRequest, names: Mapping[str, str]) -> Api
 
 
 def as_sent(param: str, message: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """Return a field as the client named it, and a message with that name; messages may name what stands around it."""
+    """Return a field as the client named it, and a message with that name; messages may name enclosing fields."""
     for usual, name in names.items():
         if found := re.match(rf"{usual}\b", param):
             begin = found.expand(name)

@@ -23,7 +23,7 @@ from fd_core.types.checks import check_ids, check_tokens
 
 _MASK: Final = 2**64 - 1
 _GREEDY_BELOW: Final = 1e-5
-"""Smaller temperatures would overflow float32 where logits are divided; they are taken as 0."""
+"""Smaller temperatures would overflow float32 where logits are divided; they are treated as 0."""
 _MAX_BAD_CHARS: Final = 8192
 """Of all banned words together: they are made tokens while others wait."""
 _READ: Final = frozenset(
@@ -119,7 +119,7 @@ def sampling_params(
     logprobs: int | None,
     tokenizer: Tokenizer | None = None,
 ) -> list[SamplingParams]:
-    """Return what each prompt's first choice is sampled with. Raises `ApiError` (400) for what does not fit."""
+    """Return the sampling parameters of each prompt's first choice. Raises `ApiError` (400) for invalid ones."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     if tokenizer is not None and (request.bad_words or request.bad_words_token_ids):
         bad_words = _bad_word_ids(request, info, tokenizer)

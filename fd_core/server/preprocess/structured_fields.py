@@ -1,4 +1,4 @@
-"""Fields that ask for a text of a given form, in the words of OpenAI, vLLM, FastDeploy and SGLang; what they mean."""
+"""Fields for structured output, as named by OpenAI, vLLM, FastDeploy and SGLang, and their conversion."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class ResponseFormatField(msgspec.Struct, kw_only=True):
     """`text`, `json_object`, `json_schema` or `structural_tag`."""
     json_schema: JsonSchemaFormat | None = None
     schema: Schema | None = None
-    """With `json_object`, as llama.cpp spells a schema."""
+    """With `json_object`, as in llama.cpp's API."""
     structures: list[Any] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's field of this name: one form, and how JSON is written."""
+    """vLLM's field of this name: one constraint, and the white space of JSON."""
 
     json: Schema | str | None = None
     regex: str | None = None
@@ -112,7 +112,7 @@ class StructuredFields(msgspec.Struct, kw_only=True):
 _ASKING: Final = tuple(
     name for name in StructuredFields.__struct_fields__ if name not in ("prompt_logprobs", "guided_whitespace_pattern")
 )
-"""Fields that ask for a form."""
+"""Fields that set an output constraint."""
 _asked: Final = attrgetter(*_ASKING)
 _NOTHING: Final = (None,) * len(_ASKING)
 

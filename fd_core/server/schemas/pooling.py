@@ -109,7 +109,7 @@ class ScoreAnswer(msgspec.Struct, kw_only=True):
 
 
 class RankedDocument(msgspec.Struct):
-    """A document that was given."""
+    """A document of the request."""
 
     text: str
 
@@ -118,7 +118,7 @@ class RerankResult(msgspec.Struct, kw_only=True):
     """One document and how well it answers the query."""
 
     index: int
-    """Its place in the request."""
+    """Its index in the request."""
     relevance_score: float
     document: RankedDocument | msgspec.UnsetType = msgspec.UNSET
 

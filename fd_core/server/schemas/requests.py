@@ -171,7 +171,7 @@ class GenerationRequest(StructuredFields, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     """Side on which a longer prompt is truncated: `left`, the default, keeps its end."""
     add_special_tokens: bool | None = None
-    """Add what the model wants around a text, such as BOS; true for texts if left out, false for conversations, whose
+    """Add the model's special tokens to a text, such as BOS; true for texts if left out, false for conversations, whose
     template does it."""
     priority: Priority | None = None
     """Lower runs first under the `priority` policy."""
@@ -194,7 +194,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """A piece of a message; only text, and what the assistant refused before, is understood."""
+    """A part of a message; only text, and earlier refusals of the assistant, are supported."""
 
     type: str
     text: str | None = None
@@ -233,7 +233,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    """The text goes on with the last message instead of beginning another."""
+    """The text continues the last message instead of beginning another."""
     disable_chat_template: bool | None = None
     """The prompt is the plain text of the only message."""
     chat_template: ChatTemplateSource | None = None

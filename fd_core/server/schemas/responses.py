@@ -25,7 +25,7 @@ class Usage(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities in the shape of the completions API."""
+    """Log-probabilities in the format of the completions API."""
 
     text_offset: list[int]
     """Offset of each token in the choice's text, in characters."""
@@ -37,11 +37,11 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct, gc=False):
-    """One token of a prompt, or one that was likely in its place."""
+    """One token of a prompt, or a likely alternative at its position."""
 
     logprob: float
     rank: int | None
-    """Its place among all tokens, 1 for the most likely."""
+    """Its rank among all tokens, 1 for the most likely."""
     decoded_token: str
 
 
@@ -63,7 +63,7 @@ class TokenLogprob(msgspec.Struct, gc=False):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Log-probabilities in the shape of the chat API."""
+    """Log-probabilities in the format of the chat API."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -99,7 +99,7 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
     """Unix time, seconds."""
     model: str
     system_fingerprint: str
-    """Names what computes: equal where equal requests with a seed get equal texts."""
+    """Identifies model and engine: if equal, equal requests with a seed get equal texts."""
     choices: list[CompletionChoice]
     usage: Usage
     warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
@@ -107,7 +107,7 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct):
-    """A function and what it is called with."""
+    """A function and its arguments."""
 
     name: str
     arguments: str
@@ -150,7 +150,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     """Unix time, seconds."""
     model: str
     system_fingerprint: str
-    """Names what computes: equal where equal requests with a seed get equal texts."""
+    """Identifies model and engine: if equal, equal requests with a seed get equal texts."""
     choices: list[ChatChoice]
     usage: Usage
     warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET

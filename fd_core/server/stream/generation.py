@@ -77,7 +77,7 @@ class AnswerReader:
         self.reasoning_tokens = 0
 
     def read(self, chunk: TextChunk) -> TextChunk:
-        """Return the chunk with what its text means."""
+        """Return the chunk with its parsed events."""
         reading = self._reading
         events = self._parser.push(chunk.text)
         if chunk.finish_reason is not None:
@@ -169,7 +169,7 @@ class ChoiceStream:
         return 0 if self.answer is None else self.answer.reasoning_tokens
 
     async def next(self) -> TextChunk | None:
-        """Return the next chunk, None after the last; raises `EngineDead`, and `ApiError` if it could not go on."""
+        """Return the next chunk, None after the last; raises `EngineDead`, and `ApiError` if generation failed."""
         scores = self.scores
         if scores is not None and self.index != self.prompt_index * self._job.n:
             await scores.complete.wait()
@@ -226,7 +226,7 @@ class ChoiceStream:
         return TextChunk(text, ids, logprobs, reason.value, stop_id)
 
     def _failure(self, reason: str) -> ApiError:
-        """Return the error of a text that the engine could not go on with: a 400 if the request leaves no way on."""
+        """Return the error of a text that the engine could not continue: a 400 if the request allows no next token."""
         params = self.spec.params
         narrowed = params.grammar or params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias
         if reason.startswith(GRAMMAR_FAULT) or (
@@ -236,7 +236,7 @@ class ChoiceStream:
         return ApiError(500, f"the generation failed: {reason}", kind="server_error")
 
     def end(self, outcome: str) -> None:
-        """End a text that has not ended: its engine request is closed, and what became of it is counted."""
+        """End an unfinished text: close its engine request and count its outcome."""
         if not self.deltas.done:
             self.deltas.leave()
         self.finished = outcome

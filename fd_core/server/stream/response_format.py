@@ -37,7 +37,7 @@ from fd_core.types import TokenLogprobs
 _DONE: Final = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 _SLICE: Final = 128
-"""Tokens whose log-probabilities are spelled while everybody else waits."""
+"""Tokens whose log-probabilities are encoded without yielding to the event loop."""
 _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 """Legal inside JSON, but some clients split the lines of a stream at them."""
 _FLOOR: Final = -9999.0
@@ -63,12 +63,12 @@ class CollectedText:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     scores: msgspec.Raw | None = None
-    """The log-probabilities as the API shapes them; None where none are shown."""
+    """Log-probabilities in the format of the API; None if none are shown."""
     finish_reason: str = ""
     stop_reason: str | int | None = None
 
     def add(self, chunk: TextChunk) -> None:
-        """Take the next chunk."""
+        """Add the next chunk."""
         self.texts.append(chunk.text)
         self.events += chunk.events
         self.token_ids += chunk.token_ids
@@ -83,7 +83,7 @@ class CollectedText:
 
 
 class AnswerFormat(abc.ABC):
-    """Spells the response to one request, whole or as a stream."""
+    """Formats the response to one request, whole or as a stream."""
 
     job: Job
 
@@ -110,12 +110,12 @@ class AnswerFormat(abc.ABC):
         """Return the answer to a request that did not ask for a stream, as a value that encodes to JSON."""
 
     def broken(self, error: ApiError) -> bytes:
-        """Return the event that ends a stream which cannot go on."""
+        """Return the error event that ends a stream."""
         return b"event: error\ndata: " + error.body() + b"\n\n"
 
 
 class ResponseFormat(AnswerFormat):
-    """Spells completions and chats; events are glued from prepared bytes and the text, no objects per token."""
+    """Formats completions and chats; events are concatenated from prepared bytes and the text, no objects per token."""
 
     answer: ClassVar[type[msgspec.Struct]]
     id_prefix: ClassVar[str]
@@ -140,11 +140,11 @@ class ResponseFormat(AnswerFormat):
         self._heads: dict[int, bytes] = {}
         self.scored = job.logprobs is not None or job.token_ids
         self.prompt_scores: dict[int, Any] = {}
-        """Scores of each prompt in vLLM's shape, if requested."""
+        """Scores of each prompt in vLLM's format, if requested."""
 
     @abc.abstractmethod
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> msgspec.Struct:
-        """Return the log-probabilities of a chunk as the API shapes them."""
+        """Return the log-probabilities of a chunk in the format of the API."""
 
     @abc.abstractmethod
     def choice(self, collected: CollectedText) -> msgspec.Struct:
@@ -171,7 +171,7 @@ class ResponseFormat(AnswerFormat):
         return head
 
     def full_event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None, begun: bytes) -> bytes:
-        """Return the event that ends what a chunk adds; `begun` is its JSON up to the end of the text."""
+        """Return the event of a chunk; `begun` is its JSON up to the end of the text."""
         job = self.job
         scores = b"null" if job.logprobs is None else _encode(self.logprobs(choice, chunk))
         parts = [begun, b',"logprobs":', scores, b',"finish_reason":']
@@ -201,7 +201,7 @@ class ResponseFormat(AnswerFormat):
         return told + _DONE
 
     async def prepare(self, choice: ChoiceStream) -> None:
-        """Spell the log-probabilities of a choice's prompt."""
+        """Encode the log-probabilities of a choice's prompt."""
         top, prompt = self.job.prompt_logprobs, choice.prompt_index
         rows = None if choice.scores is None else choice.scores.rows
         if top is None or rows is None or prompt in self.prompt_scores:
@@ -214,7 +214,7 @@ class ResponseFormat(AnswerFormat):
         self.prompt_scores[prompt] = msgspec.Raw(b"[%b]" % b",".join(pieces))
 
     async def score(self, collected: CollectedText) -> None:
-        """Spell the log-probabilities of a choice's tokens."""
+        """Encode the log-probabilities of a choice's tokens."""
         if self.job.logprobs is None:
             return
         lists = self.begun_scores(collected.choice)
@@ -249,7 +249,7 @@ def end_with(usage: responses.Usage) -> bytes:
 
 
 def slices(count: int) -> Sequence[slice]:
-    """Return slices that take `count` tokens one after the other."""
+    """Return consecutive slices that cover `count` tokens."""
     return [slice(begin, begin + _SLICE) for begin in range(0, count, _SLICE)]
 
 
@@ -263,7 +263,7 @@ def json_text(text: str) -> bytes:
 def chat_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int, as_ids: bool = False
 ) -> responses.ChatLogprobs:
-    """Return the chat shape for tokens with the `top` most likely of each; `as_ids` names tokens by their ids."""
+    """Return log-probabilities in chat format with the `top` most likely of each; `as_ids` names tokens by id."""
     content = []
     for token_id, row in zip(ids, rows, strict=True):
         likely = [_top(tokenizer, *pair, as_ids) for pair in zip(row.top_ids[:top], row.top[:top], strict=True)]
@@ -321,7 +321,7 @@ def prompt_logprobs(
 
 
 class CompletionLogprobsBuilder:
-    """Makes the completions shape for one choice, chunk by chunk; it knows where in the text each token begins."""
+    """Builds log-probabilities in completions format for one choice, chunk by chunk, with each token's offset."""
 
     __slots__ = ("_as_ids", "_offset", "_text", "_tokenizer", "_top")
 
@@ -333,7 +333,7 @@ class CompletionLogprobsBuilder:
         self._text = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
 
     def build(self, ids: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> responses.CompletionLogprobs:
-        """Return the shape for the next tokens; a token without log-probabilities, as a text's first, has null."""
+        """Return the next tokens' log-probabilities; null for a token without, such as the first of a text."""
         answer = responses.CompletionLogprobs([], [], [], [])
         for token_id, row in zip(ids, rows, strict=True):
             name = self._name(token_id)
@@ -540,13 +540,13 @@ class BlockStep(NamedTuple):
 
 @dataclass(slots=True)
 class BlockWriter:
-    """Turns events into steps."""
+    """Converts events to steps."""
 
     blocks: list[AnswerBlock] = field(default_factory=list)
     _open: AnswerBlock | None = None
 
     def write(self, events: Iterable[Event]) -> Iterator[BlockStep]:
-        """Yield what the next events do."""
+        """Yield the steps of the next events."""
         for event in events:
             if isinstance(event, CallBegun):
                 yield from self._begin("call", event.name)

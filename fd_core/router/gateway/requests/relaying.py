@@ -30,7 +30,7 @@ class SilenceTimer:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Measure from here on: the next piece of the answer is waited for."""
+        """Start the timer: the next chunk of the answer is awaited."""
         self._since = self._loop.time()
 
     def stop(self) -> None:
@@ -43,7 +43,7 @@ class SilenceTimer:
         return self._limit.expired()
 
     def expire(self, silence: float) -> bool:
-        """End the answer if its worker has been silent for `silence` seconds; return whether it was."""
+        """End the answer if its worker has been silent for `silence` seconds; return True if it was."""
         now = self._loop.time()
         if self._since is None or now - self._since < silence:
             return False
@@ -67,7 +67,7 @@ class WorkerTimeouts:
         return _within(self._streams, worker.url)
 
     def expire_first_bytes(self, worker: RouterWorker) -> int:
-        """End every wait for first bytes of `worker`, so that the requests go elsewhere; return their number."""
+        """End every wait for first bytes of `worker`, so that the requests go to others; return their number."""
         return sum(timer.expire(0.0) for timer in self._first_bytes.get(worker.url, ()))
 
     def expire_streams(self, worker: RouterWorker, silence: float) -> int:

@@ -218,7 +218,7 @@ class CostReader:
 
     def __post_init__(self) -> None:
         text = find_text(BYTES, offline=True) if self.text is None else self.text
-        # Which ids there are is the workers' to judge: their models may have more than the tokenizer names.
+        # Workers validate token ids: their models may have more than the tokenizer names.
         self.prompt_reader = PromptReader(text.tokenizer, text.template, vocab_size=1 << 31)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from fd_core.server.api.admin import KV_EVENTS_PATH, OFFER_HEADER, WAIT_SECONDS
 from fd_core.types.kv_events import KVPage
 
 _STANDSTILL_SECONDS: Final = 1.0
-"""A delay of a check by more than this is not the worker's."""
+"""A check delayed by more than this is attributed to this process, not to the worker."""
 _MODELS_SECONDS: Final = 60.0
 """Interval between queries for the models of a worker: adapters may be loaded and unloaded."""
 _TASK: Final = "health_checks"
@@ -60,7 +60,7 @@ class HealthChecks:
         self._running: dict[RouterWorker, asyncio.Task[None]] = {}
         self._unreached = Unreached(state.config.unreachable_seconds)
         self._complaints: dict[str, str] = {}
-        """Why a worker cannot have its role, as it was logged, by address."""
+        """Reason why a worker is unfit for its role, as logged, by address."""
         self._lacks = False
         """True if the last check failed for lack of resources on this machine."""
         self._wake = asyncio.Event()
@@ -82,7 +82,7 @@ class HealthChecks:
                 due = now - self._round >= interval
                 if due:
                     if now - self._round > interval + _STANDSTILL_SECONDS:
-                        self._unreached.forget()  # this process stood still, not the workers
+                        self._unreached.forget()  # this process was suspended, not the workers
                     self._round = now
                 self._begin(due)
                 with contextlib.suppress(TimeoutError):
@@ -160,7 +160,7 @@ class HealthChecks:
             log.info("worker %s is %s%s%s", after.url, state.value, told, "" if ok else why)
         self._complain(after, "" if member is None else member.unfit)
         if reached:
-            # A worker that answers at all, even that it is not healthy, may still go on with the requests that it has.
+            # A worker that responds at all, even as unhealthy, may still finish its running requests.
             self._unreached.reached(worker.url)
             if ok and now - self._asked.get(after, -math.inf) >= _MODELS_SECONDS:
                 self._asked[after] = now
@@ -169,7 +169,7 @@ class HealthChecks:
                     self._router.registry.serves(after, *models)
             return
         if state is WorkerState.UNHEALTHY:
-            # Requests that wait for their first byte are better served elsewhere.
+            # Requests without a first byte are retried elsewhere.
             self._state.timeouts.expire_first_bytes(worker)
         if self._unreached.missed(worker.url, begun, now):
             patience = self._state.config.unreachable_seconds
@@ -255,7 +255,7 @@ async def _of(state: GatewayState, worker: RouterWorker, headers: Mapping[str, s
 
 
 class _Broken(ValueError):
-    """The worker's events cannot be used; the text of the exception is for people and quotes none of them."""
+    """The worker's events cannot be used; the text of the exception is readable and quotes none of them."""
 
 
 class _Follower:
