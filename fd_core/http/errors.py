@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MESSAGES_PATH: Final = "/v1/messages"
-"""Below it, errors have Anthropic's shape."""
+"""Path prefix below which errors have Anthropic's format."""
 _MESSAGES_KINDS: Final = {
     401: "authentication_error",
     403: "permission_error",

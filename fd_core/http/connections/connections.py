@@ -153,7 +153,7 @@ class Connections:
         self._timer.cancel()
 
     def entered(self, connection: WatchedProtocol) -> None:
-        """Note that a connection was made; it waits for its first request."""
+        """Record that a connection was made; it waits for its first request."""
         self._opening.discard(connection)
         self._open.add(connection)
         self.stats.open = len(self._open)
@@ -218,7 +218,7 @@ class Connections:
 
 
 class WatchedProtocol(asyncio.Protocol):
-    """Base of watched protocols, before the class that reads HTTP, which notes ends of heads, bodies and answers."""
+    """Base of watched protocols, before the class that parses HTTP, which reports ends of heads, bodies and answers."""
 
     watch: Connections
     """To be set before the connection is made."""
@@ -243,7 +243,7 @@ class WatchedProtocol(asyncio.Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Note that something moves."""
+        """Record progress of the connection."""
         if self._waits_for == "keep_alive":
             self._waits_for, self._since = "head", self.watch.now()
         elif self._waits_for == "body":
@@ -261,7 +261,7 @@ class WatchedProtocol(asyncio.Protocol):
         super().resume_writing()
 
     def head_complete(self) -> None:
-        """Note that a request begins."""
+        """Record that a request begins."""
         self._waits_for, self._since, self._received = "body", self.watch.now(), 0
         self._pending += 1
         self.watch.waiting.pop(self, None)

@@ -2,7 +2,7 @@
 
 `ID.json` describes a file or a batch and names its owner, `ID.data` is the content of a file. Both appear whole or not
 at all: they are written under a temporary name and renamed. A file exists from the moment at which its content has its
-name. Everything is counted before it is written and counted anew when a server takes the folder; lists and
+name. Everything is counted before it is written and counted again when a server opens the folder; lists and
 descriptions are read from the index.
 """
 
@@ -393,7 +393,7 @@ class BatchStore:
             self.bytes.add(owner, size)
 
     def release(self, file_id: str) -> None:
-        """Note that a content is no longer read."""
+        """Record that a content is no longer read."""
         self._readers[file_id] -= 1
         if not self._readers[file_id]:
             del self._readers[file_id]

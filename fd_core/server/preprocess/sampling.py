@@ -25,7 +25,7 @@ _MASK: Final = 2**64 - 1
 _GREEDY_BELOW: Final = 1e-5
 """Smaller temperatures would overflow float32 where logits are divided; they are treated as 0."""
 _MAX_BAD_CHARS: Final = 8192
-"""Of all banned words together: they are made tokens while others wait."""
+"""Limit for all banned words together: they are tokenized while other requests wait."""
 _READ: Final = frozenset(
     """
     max_tokens min_tokens temperature top_k seed logit_bias logprobs stop_token_ids allowed_token_ids

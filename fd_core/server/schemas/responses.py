@@ -199,7 +199,7 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True):
 
 
 class AddedTokenInfo(msgspec.Struct):
-    """A token that was added to the vocabulary, in the words of tokenizer_config.json."""
+    """An added token of the vocabulary, with the fields of tokenizer_config.json."""
 
     content: str
     lstrip: bool
@@ -253,7 +253,7 @@ class LoadAnswer(msgspec.Struct):
 
 
 class ModelInfoAnswer(msgspec.Struct):
-    """The model, in the words of SGLang."""
+    """The model, in SGLang's format."""
 
     model_path: str
     tokenizer_path: str
