@@ -1,1 +1,1 @@
-"""HTTP that server and router share, whatever library reads it: access, connections, bodies, errors, drain, pages."""
+"""HTTP code shared by server and router, for any HTTP library: access, connections, bodies, errors, drain, pages."""

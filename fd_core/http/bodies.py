@@ -17,7 +17,7 @@ _FREE_BYTES: Final = 64 * 1024
 
 
 class BodyStats(msgspec.Struct):
-    """How the budget is used."""
+    """Usage of the budget."""
 
     used: Annotated[int, gauge("body_memory_bytes", "Memory taken or announced by bodies being received.")] = 0
     refused: Annotated[int, counter("bodies_refused", "Bodies refused because others held all memory for them.")] = 0
@@ -40,7 +40,7 @@ class BodyBudget:
 
 @dataclass(slots=True)
 class BodyShare(AbstractContextManager["BodyShare"]):
-    """What one body takes of the budget; a context manager that gives it back."""
+    """Share of one body in the budget; a context manager that returns it."""
 
     _budget: BodyBudget
     _largest: int
@@ -52,7 +52,7 @@ class BodyShare(AbstractContextManager["BodyShare"]):
         self.release()
 
     def received(self, count: int) -> None:
-        """Count bytes that came. Raises `ApiError` as `BodyBudget.share` does."""
+        """Count received bytes. Raises `ApiError` as `BodyBudget.share` does."""
         self._received += count
         if self._received > self._reserved:
             self.reserve(self._received)
@@ -74,6 +74,6 @@ class BodyShare(AbstractContextManager["BodyShare"]):
         self._held += more
 
     def release(self) -> None:
-        """Give back what is held; again without effect."""
+        """Return the memory held; further calls have no effect."""
         self._budget.stats.used -= self._held
         self._held = 0

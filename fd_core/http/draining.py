@@ -1,6 +1,6 @@
-"""The end of a server that others may still call: it says that it leaves, then refuses, then waits for what runs.
+"""Shutdown of a server that clients may still call: it announces it, then refuses requests, then waits for the rest.
 
-    serving --told to stop--> leaving --after `delay`--> refusing --nothing runs, or after `seconds`--> over
+    serving --stop requested--> leaving --after `delay`--> refusing --nothing runs, or after `seconds`--> over
 
 While it leaves, /ready answers 503, every answer carries `DRAINING_HEADER` and closes its connection, and requests are
 served as ever: that is the time in which balancers notice. Server and router share this.
@@ -22,13 +22,13 @@ DRAINING_HEADER: Final = "X-Draining"
 
 
 class Drain:
-    """Where one server stands between the order to stop and its end."""
+    """Progress of one server's shutdown, from the order to stop to the end."""
 
     def __init__(self) -> None:
         self.leaving = False
         self.refusing = False
         self.running = 0
-        """Requests whose answers are being made, which the drain waits for; the gates count them."""
+        """Requests being answered, for which the drain waits; the gates count them."""
 
     async def refuse_after(self, delay: float, hurry: asyncio.Event) -> None:
         """Leave, and begin to refuse after `delay` seconds, or once `hurry` is set."""

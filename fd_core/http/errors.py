@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and the one place that turns exceptions into HTTP answers."""
+"""Errors in OpenAI's format, and the only conversion of exceptions to HTTP responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MESSAGES_PATH: Final = "/v1/messages"
-"""Below it, errors have Anthropic's shape."""
+"""Path prefix below which errors have Anthropic's format."""
 _MESSAGES_KINDS: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -29,7 +29,7 @@ _MESSAGES_KINDS: Final = {
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong, which field, and a word for programs."""
+    """Error message, the field at fault, and a code for programs."""
 
     message: str
     type: str
@@ -44,7 +44,7 @@ class ErrorAnswer(msgspec.Struct):
 
 
 class HealthAnswer(msgspec.Struct):
-    """`ok`, or what is wrong."""
+    """`ok`, or the error."""
 
     status: str
     reason: str | None = None
@@ -102,24 +102,24 @@ def invalid(message: str, param: str | None, code: str | None = None) -> ApiErro
 
 
 def unsupported(message: str, param: str) -> ApiError:
-    """Return a 400 for a field that asks for what is not served."""
+    """Return a 400 for a field that requests an unsupported feature."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def required(value: T | None, field: str) -> T:
-    """Return the value of a field that has to be given. Raises `ApiError` (400) if it is not."""
+    """Return the value of a required field. Raises `ApiError` (400) if it is missing."""
     if value is None:
         raise invalid(f"{field} is required", field, "missing_required_parameter")
     return value
 
 
 def unavailable(message: str, code: str, retry_after: int) -> ApiError:
-    """Return a 503; `retry_after` in seconds tells a client when another try makes sense."""
+    """Return a 503; `retry_after` is the time in seconds after which a retry makes sense."""
     return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": str(retry_after)})
 
 
 def no_such_path(path: str) -> ApiError:
-    """Return the 404 for a path at which nothing is served, with the mistake that is often made in it."""
+    """Return the 404 for an unknown path, with a hint for frequent mistakes."""
     message = f"nothing is served at {path[:128]!r}"
     if "//" in path:
         message += "; a part of the path is empty: leave out the slash at the end of the client's base URL"
@@ -133,7 +133,7 @@ def no_such_path(path: str) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Translate any exception; of an unexpected one only place and type are logged: its text may quote a prompt."""
+    """Convert any exception; of an unexpected one only location and type are logged: its text may quote a prompt."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadRequest):

@@ -29,7 +29,7 @@ def length_of(value: str | None) -> int | None:
 
 
 def parameters(value: str) -> tuple[str, dict[str, str]]:
-    """Return what stands before the parameters of a header, in lower case, and the first parameter of each name."""
+    """Return the value before the parameters of a header, in lower case, and the first parameter of each name."""
     found: dict[str, str] = {}
     for match in _PARAMETER.finditer(value):
         name, text = match[1].lower(), match[2].strip()

@@ -1,7 +1,7 @@
-"""Which names a server answers to, and pages of which origins may talk to it.
+"""Host names that a server answers to, and origins whose pages may call it.
 
 A page that a browser loaded from elsewhere can send requests to this machine: across origins, and, once its name
-resolves to this machine, as if they were of the same one (DNS rebinding). Only browsers say an origin, and all of them
+resolves to this machine, as if they were of the same one (DNS rebinding). Only browsers send an origin, and all of them
 name the host.
 """
 
@@ -34,7 +34,7 @@ _EXPOSED: Final = ", ".join(
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What a request says of where it comes from."""
+    """Host and origin of a request."""
 
     hosts: Sequence[str]
     """Values of the header Host; HTTP/1.0 may leave it out."""
@@ -43,24 +43,24 @@ class Visit:
     origin: str | None = None
     method: str = "GET"
     wants_method: str | None = None
-    """Access-Control-Request-Method: a browser asks on behalf of a page what it may send."""
+    """Access-Control-Request-Method: the method for which a browser requests permission on behalf of a page."""
     wants_headers: str | None = None
     """Access-Control-Request-Headers."""
 
     @classmethod
     def of(cls, method: str, hosts: Sequence[str], address: str | None, header: Callable[[str], str | None]) -> Visit:
-        """Return what a request says; `header` returns the value of a header."""
+        """Return host and origin of a request; `header` returns the value of a header."""
         asks = header("Access-Control-Request-Method"), header("Access-Control-Request-Headers")
         return cls(hosts, address, header("Origin"), method, *asks)
 
     @property
     def preflight(self) -> bool:
-        """Whether this is a browser's question whether it may send the page's request."""
+        """True if this is a browser's preflight request for permission to send the page's request."""
         return self.method == "OPTIONS" and self.origin is not None and self.wants_method is not None
 
 
 class HostRules:
-    """Tells requests that may be answered from those that a foreign page made a browser send."""
+    """Separates legitimate requests from those that a foreign page made a browser send."""
 
     def __init__(self, bound: str, hosts: Iterable[str], origins: Iterable[str]) -> None:
         """Without `hosts`, a server `bound` to loopback has only its own. `ConfigError` for bad hosts, origins."""
@@ -117,7 +117,7 @@ class HostRules:
 
 
 def _same(origin: str, host: str) -> bool:
-    """Whether a page of `origin` was loaded from `host`; its scheme may have been changed by a proxy in between."""
+    """Return True if a page of `origin` was loaded from `host`; a proxy in between may have changed its scheme."""
     try:
         page = urlsplit(origin.lower())
         port = page.port
@@ -130,7 +130,7 @@ def _same(origin: str, host: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
+    """Return True if only this machine reaches `host`."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus that every server of the project gives: histograms, and what statistics declare.
+"""Prometheus metrics of every server of the project: histograms, and the metrics that statistics declare.
 
 Everything here runs on the event loop's thread, so nothing is locked.
 """
@@ -39,7 +39,7 @@ class Histogram:
     def family(
         self, name: str | None = None, labels: Mapping[str, str] = MappingProxyType({})
     ) -> HistogramMetricFamily:
-        """Return the histogram as Prometheus wants it: cumulative; under its own name if none is given."""
+        """Return the histogram in Prometheus' form: cumulative; `name` overrides its own."""
         bounds = [*map(str, self.bounds), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
         family = HistogramMetricFamily(name or self.name, self.help, labels=tuple(labels))
@@ -71,7 +71,7 @@ def metric_families(
     parts: Iterable[tuple[Mapping[str, str], object]],
     names: Callable[[MetricSpec], Iterable[str]] = lambda spec: (spec.name,),
 ) -> Iterable[Metric]:
-    """Return every metric that statistics declare, as Prometheus wants it, under `names`; labels tell `parts` apart."""
+    """Return every metric that statistics declare, in Prometheus' form, under `names`; labels distinguish `parts`."""
     families: dict[str, Metric] = {}
     for common, stats in parts:
         for spec, samples in read_metrics(stats):

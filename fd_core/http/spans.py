@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests, named by its conventions for generative AI; no prompt and no text is in them.
 
-OpenTelemetry is an extra and is imported only by `open_spans`. A thread of its own exports spans: whoever makes one
-never waits for a collector, and what a collector does not take is dropped.
+OpenTelemetry is an extra and is imported only by `open_spans`. A separate thread exports spans, so that their creators
+never wait for a collector; spans that a collector does not accept are dropped.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Kind = Literal["server", "client", "internal"]
 
 
 def span_name(path: str, model: str | None) -> tuple[str, dict[str, str]]:
-    """Return the name of a span for a request to `path`, and the attributes that say the same."""
+    """Return the name of a span for a request to `path`, and the matching attributes."""
     operation = _OPERATIONS.get(path, "chat")
     named = {} if model is None else {"gen_ai.request.model": model}
     return f"{operation} {model}" if model else operation, {"gen_ai.operation.name": operation, **named}
 
 
 def open_spans(endpoint: str, service: str) -> RequestSpans:
-    """Return what sends spans to `endpoint`, as `OTEL_*` variables set it. Raises `ConfigError` if it cannot."""
+    """Return the exporter of spans to `endpoint`, configured by `OTEL_*` variables. Raises `ConfigError` on failure."""
     if not endpoint.startswith(("http://", "https://")):
         hint = "give the whole address, for example http://localhost:4318/v1/traces; gRPC is not served"
         raise ConfigError(f"{endpoint!r} is not the address of a collector for OTLP over HTTP", field=_FLAG, hint=hint)
@@ -60,7 +60,7 @@ class RequestSpans:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # The exporter speaks of each failed try; `_Guarded` says once what is to be said.
+        # The exporter logs each failed try; `_Guarded` logs the failure once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         named = Resource.create().attributes.get(SERVICE_NAME, "unknown_service")
         name = service if str(named).startswith("unknown_service") else named
@@ -88,14 +88,14 @@ class RequestSpans:
         return RequestSpan(self, span, self.api.set_span_in_context(span))
 
     def close(self) -> None:
-        """Export what there is, for a few seconds at most."""
+        """Export pending spans, for a few seconds at most."""
         closing = threading.Thread(target=self.provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
 
 
 class RequestSpan(AbstractContextManager["RequestSpan"]):
-    """One span, which ends once; whatever comes after that is dropped."""
+    """One span, which ends once; later events are dropped."""
 
     def __init__(self, spans: RequestSpans, span: Any, context: Any) -> None:
         self._spans = spans
@@ -141,7 +141,7 @@ class _Guarded:
 
         try:
             result, reason = self._exporter.export(spans), "it does not take them"
-        except Exception as error:  # noqa: BLE001  # an exporter's own: whatever it raises, the spans are lost
+        except Exception as error:  # noqa: BLE001  # third-party code: the spans are lost after any error
             result, reason = SpanExportResult.FAILURE, type(error).__name__
         fails = result is not SpanExportResult.SUCCESS
         if fails and not self._fails:

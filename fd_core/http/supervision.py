@@ -46,7 +46,7 @@ class Supervisor:
     def start(
         self, name: str, work: Callable[[], Awaitable[object]], *, part: str = "", repeat: bool = True
     ) -> asyncio.Task[None]:
-        """Run `work`, after a failure again if `repeat`, each time later; `part` tells tasks of one name apart."""
+        """Run `work`, after a failure again if `repeat`, each time later; `part` distinguishes tasks of one name."""
         self.stats.failures.setdefault(name, 0)
         task = asyncio.create_task(self._supervise(name, work, part, repeat), name=f"fdcore-{name}")
         self._tasks.add(task)

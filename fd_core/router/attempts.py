@@ -1,6 +1,6 @@
-"""What becomes of one request, decided: who is asked, who is to blame, whether another worker is asked, what goes back.
+"""Decisions on one request: its worker, the blame for a failure, retries on another worker, the response to the client.
 
-Gateways carry requests and answers and are told by `Attempts` what these mean; they decide nothing themselves. Pure.
+Gateways only transfer requests and responses; `Attempts` interprets the outcomes and makes every decision. Pure.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _BUSY: Final = frozenset({429, 503})
 _BROKEN: Final = frozenset({500, 502, 504})
 _NOT_FOUND: Final = 404
 _AT_FAULT: Final[frozenset[PrefillOutcome]] = frozenset({"lost", "expired", "damaged"})
-"""Outcomes for which the prefill worker is at fault; `held` and `aborted` say nothing about it."""
+"""Outcomes for which the prefill worker is at fault; `held` and `aborted` are not evidence against it."""
 
 
 def is_refusal(status: int) -> bool:
-    """Whether an answer with this HTTP status may be one that another worker would not give."""
+    """Return True if another worker might not give an answer with this HTTP status."""
     return status == _NOT_FOUND or status in _BUSY or status in _BROKEN
 
 
@@ -32,7 +32,7 @@ class Attempts(Generic[_Answer]):
     attempts = Attempts(router, request)
     selection = attempts.first(now, rng)
     while selection is not None:
-        with selection:              # ask the worker, and say what it does: `refused`, `began`, `lost`, `ended`
+        with selection:              # send the request, and report events: `refused`, `began`, `lost`, `ended`
             ...
         selection = attempts.next(now, rng)    # once nothing of it has reached the client
     attempts.result                  # for the client
@@ -46,11 +46,11 @@ class Attempts(Generic[_Answer]):
         self._none: NoWorker | None = None
 
     def first(self, now: float, rng: float) -> Selection | None:
-        """Return who is asked first; None if there is nobody."""
+        """Return the selection for the first attempt; None if no worker can be chosen."""
         return self._take(self._router.select(self._request, now, rng))
 
     def next(self, now: float, rng: float) -> Selection | None:
-        """Return who is asked now that an attempt has failed and was released; None if nobody is."""
+        """Return the selection for a retry after an attempt failed and was released; None if no worker is left."""
         return self._take(self._router.retry(self.selection, now, rng))
 
     @property
@@ -62,7 +62,7 @@ class Attempts(Generic[_Answer]):
 
     @property
     def result(self) -> _Answer | NoWorker:
-        """What the client gets if no worker answers: the last refusal of a worker, otherwise why none is asked."""
+        """Response to the client if no worker answers: the last refusal of a worker, otherwise why none is tried."""
         if self._kept is not None:
             return self._kept
         if self._none is None:
@@ -70,7 +70,7 @@ class Attempts(Generic[_Answer]):
         return self._none
 
     def prefilled(self, outcome: str | None, now: float) -> None:
-        """A pair said, before its answer, what became of its prefill; a `PrefillOutcome`, or anything else."""
+        """Record the outcome of a pair's prefill, reported before its answer: a `PrefillOutcome`, or another string."""
         selection = self.selection
         if selection.mode != "pd":
             return
@@ -94,7 +94,7 @@ class Attempts(Generic[_Answer]):
         return True
 
     def began(self) -> None:
-        """The first bytes of its answer go to the client: no other worker will be asked."""
+        """The first bytes of the answer are sent to the client: no other worker will be tried."""
         self.selection.first_token()
 
     def lost(self, now: float, *, severe: bool = False) -> None:
@@ -115,7 +115,7 @@ class Attempts(Generic[_Answer]):
 
 
 class Unreached:
-    """Since when health checks have reached nobody at an address, and what that means for requests that wait there."""
+    """Start of the time in which health checks could not reach an address, and the fate of requests pending there."""
 
     def __init__(self, patience: float) -> None:
         """`patience`: seconds after which answers that have begun are given up."""
@@ -123,15 +123,15 @@ class Unreached:
         self._since: dict[str, float] = {}
 
     def reached(self, url: str) -> None:
-        """A check came to somebody, well or not, or says nothing."""
+        """A check reached the worker, with success or not, or is inconclusive."""
         self._since.pop(url, None)
 
     def missed(self, url: str, begun: float, now: float) -> bool:
-        """Return True if answers that began are given up after a check begun at `begun` reached nobody."""
+        """Return True if answers that began are given up after a check started at `begun` reached no server."""
         return now - self._since.setdefault(url, begun) >= self._patience
 
     def forget(self) -> None:
-        """Begin anew: it was this process that stood still."""
+        """Restart the measurement: it was this process that was suspended."""
         self._since.clear()
 
     def keep(self, urls: set[str]) -> None:

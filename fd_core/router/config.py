@@ -20,11 +20,11 @@ ALIASES: Final[Mapping[str, str]] = {
 
 _DAY: Final = 86400
 SECTIONS: Final = ("scheduler", "manager")
-"""Tables of a settings file in which the keys may stand; keys may also stand outside of any table."""
+"""Tables of a settings file that may contain the keys; keys may also be set outside of any table."""
 
 
 class RouterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
-    """How the router chooses workers and when it gives up on one. In files the names have `-` instead of `_`."""
+    """Settings for choosing workers and for giving up on one. In files the names have `-` instead of `_`."""
 
     policy: str = "request_num"
     """Policy that chooses among mixed workers."""
@@ -33,9 +33,9 @@ class RouterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", for
     decode_policy: str = "request_num"
     """Policy that chooses among decode workers."""
     eviction_interval_secs: Annotated[float, Range(0, math.inf, above=True)] = 60.0
-    """Seconds between sweeps that give back the memory of expired prefixes and sessions."""
+    """Seconds between sweeps that free the memory of expired prefixes and sessions."""
     eviction_duration_mins: Annotated[float, Range(0, math.inf, above=True)] = 30.0
-    """Minutes for which a served prefix, or a session that sends nothing, is remembered."""
+    """Minutes for which a served prefix, or an idle session, is remembered."""
     cache_block_size: Annotated[int, Range(1, 65536)] = 64
     """Tokens in a block of the prefix index."""
     max_index_blocks: Annotated[int, Range(1)] = 131_072
@@ -43,7 +43,7 @@ class RouterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", for
     max_sessions: Annotated[int, Range(1)] = 65_536
     """Sessions that the policy `session` remembers."""
     balance_abs_threshold: Annotated[float, Range(0, math.inf)] = 32.0
-    """The policy `cache_aware` looks at load alone where the requests of two workers differ by more than this number
+    """The policy `cache_aware` uses load alone where the requests of two workers differ by more than this number
     and by more than `balance_rel_threshold`."""
     balance_rel_threshold: Annotated[float, Range(0, math.inf)] = 0.5
     """Share of the requests of the most loaded worker, see `balance_abs_threshold`. FastDeploy's 1 and 0.2 leave few
@@ -55,7 +55,7 @@ class RouterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", for
     waiting_weight: Annotated[float, Range(0, math.inf)] = 1.0
     """Weight of a request that waits for its first token, where a running one has 1, for the policy `metrics_score`."""
     prefix_hash_blocks: Annotated[int, Range(1)] = 1
-    """Leading blocks of a prompt that the policy `prefix_hash` looks at."""
+    """Leading blocks of a prompt that the policy `prefix_hash` hashes."""
     prefix_hash_slack: Annotated[float, Range(0, math.inf)] = 0.25
     """Share by which the load of a worker may exceed the mean before the policy `prefix_hash` passes it over."""
     health_failure_threshold: Annotated[int, Range(1)] = 1
@@ -86,7 +86,7 @@ class RouterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", for
 
     @property
     def eviction_duration(self) -> float:
-        """Seconds for which a served prefix, or a session that sends nothing, is remembered."""
+        """Seconds for which a served prefix, or an idle session, is remembered."""
         return self.eviction_duration_mins * 60.0
 
 
@@ -107,7 +107,7 @@ def router_config(settings: Mapping[str, Any]) -> RouterConfig:
 
 
 class GatewayConfig(ListenConfig, frozen=True, kw_only=True):
-    """Settings of `fdcore route` beside the router's own. Without API keys, those of clients go on to the workers."""
+    """Settings of `fdcore route` in addition to the router's. Without API keys, the clients' are sent to workers."""
 
     workers: tuple[str, ...] = ()
     """Addresses of mixed workers."""
@@ -116,13 +116,13 @@ class GatewayConfig(ListenConfig, frozen=True, kw_only=True):
     decode: tuple[str, ...] = ()
     """Addresses of decode workers."""
     transfer_secret_file: str | None = None
-    """File with the secret that prefill and decode workers share with the router; None takes the user's own."""
+    """File with the secret that prefill and decode workers share with the router; None uses the user's own."""
     worker_api_keys: tuple[str, ...] = ()
     """API keys of the workers; the first one is sent."""
     worker_ca_certs: str | None = None
-    """Authorities that certificates of workers may come from; None takes those of the system."""
+    """Certificate authorities trusted for the certificates of workers; None uses those of the system."""
     tokenizer: str | None = None
-    """Model whose tokenizer the workers use; None asks a worker which model it serves."""
+    """Model whose tokenizer the workers use; None queries a worker for the model it serves."""
     admin_host: str = "127.0.0.1"
     admin_port: Annotated[int, Range(0, 65535)] = 8081
     router_secret: str = ""

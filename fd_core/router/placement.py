@@ -31,20 +31,20 @@ PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill",
 
 @dataclass(frozen=True, slots=True)
 class WorkerPool:
-    """Workers of one role that may be chosen, and what is found once for all of them together."""
+    """Workers of one role that may be chosen, and results computed once for all of them."""
 
     members: tuple[Member, ...]
     workers: tuple[RouterWorker, ...]
     places: Numbers = field(compare=False)
-    """Places of the workers, shape [n]."""
+    """Indices of the workers, shape [n]."""
     worked_out: dict[Callable[..., Any], Any] = field(default_factory=dict, compare=False)
-    """What policies found for these workers, see `Candidates.once`."""
+    """Results that policies computed for these workers, see `Candidates.once`."""
 
     def __len__(self) -> int:
         return len(self.members)
 
     def where(self, chosen: Iterable[bool]) -> WorkerPool:
-        """Return the pool of those that are `chosen`, which says it of each."""
+        """Return the pool of the workers whose flag in `chosen` is true."""
         chosen = [*chosen]
         if all(chosen):
             return self
@@ -54,9 +54,9 @@ class WorkerPool:
 
 Pools = Mapping[Role, WorkerPool]
 _MODELS = 64
-"""Models for which it is kept who may be chosen."""
+"""Models whose eligible workers are cached."""
 _SHORTEST_WAIT = 1.0
-"""Seconds: a client is never asked to try again sooner."""
+"""Seconds: the shortest Retry-After sent to a client."""
 _SECOND_DRAW = 2.0**26
 """A float holds 53 random bits: the upper half and the lower half are two numbers."""
 
@@ -68,7 +68,7 @@ class Placement:
     members: tuple[Member, ...]
     """One for each role of `PARTS[mode]`."""
     keys: tuple[bytes, ...]
-    """Keys of the prompt's full blocks, if a policy looks at them."""
+    """Keys of the prompt's full blocks, if a policy uses them."""
     hits: int
     """Leading prompt blocks that the prefill side is believed to hold."""
     missing: int
@@ -77,10 +77,10 @@ class Placement:
 
 @dataclass(slots=True)
 class Placer:
-    """Finds the eligible workers and asks the policies. Nothing changes but what the policies remember.
+    """Finds the eligible workers and calls the policies. Nothing changes but the state that policies keep.
 
-    Who is eligible is found again only when that could have changed, so a request costs nearly the same whether there
-    are ten workers or a thousand: what is done for each of them is done by numpy, for all at once.
+    Eligible workers are computed again only if they could have changed, so a request costs nearly the same for ten
+    workers as for a thousand: operations on each of them are done by numpy, for all at once.
     """
 
     config: RouterConfig
@@ -97,9 +97,9 @@ class Placer:
     _adapters: frozenset[str] = frozenset()
     """Models of all workers that are adapters."""
     _version: int = -1
-    """That of the registry, for which both are kept."""
+    """Version of the registry for which both are cached."""
     _until: float = -math.inf
-    """When time alone changes who is healthy: the next circuit breaker lets a request through."""
+    """Time at which health changes next without an event, because a circuit breaker lets a request through."""
 
     def __post_init__(self) -> None:
         self.hasher = block_hasher(self.config.cache_block_size)
@@ -116,7 +116,7 @@ class Placer:
                 return NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
             pools = free
         options = [PARTS[mode] for mode in _modes(pools)]
-        # Where there is a choice, the mode that has fewer requests for each of its workers.
+        # If both are possible, the mode with fewer requests for each of its workers.
         roles = min(options, key=lambda roles: self._crowding(pools, roles)) if len(options) > 1 else options[0]
         keys: tuple[bytes, ...] = ()
         if any(self.policies[role].uses_prefix for role in roles):
@@ -125,7 +125,7 @@ class Placer:
         hits, missing = 0, request.length
         for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
             member, chosen = self._choose(role, pools[role], request, keys, now, number)
-            if not members:  # who computes the prompt
+            if not members:  # the worker that computes the prompt
                 hits = chosen.hits
                 left = request.length - chosen.expected_hits * self.config.cache_block_size
                 missing = min(request.length, max(1, left))  # the last token always is
@@ -133,7 +133,7 @@ class Placer:
         return Placement(tuple(members), keys, hits, missing)
 
     def possible(self) -> bool:
-        """Whether a mixed or a decode worker is healthy and fit for its role."""
+        """Return True if a mixed or a decode worker is healthy and fit for its role."""
         fit = [one for one in self.registry if one.state is WorkerState.HEALTHY and not one.unfit]
         return _sufficient({role: [one for one in fit if one.worker.role == role] for role in ROLES})
 
@@ -221,13 +221,13 @@ class Placer:
         return np.where(silent, self.index.match(keys, now), held) if silent.any() else held
 
     def _adapter(self, request: RouteRequest) -> str:
-        """Return the adapter that a request asks for, empty if no worker says that its model is one."""
+        """Return the adapter that a request names, empty if no worker reports its model as an adapter."""
         name = request.model or ""
         return name if name in self._adapters else ""
 
 
 def _serving(model: str, pools: Mapping[Role, list[Member]]) -> dict[Role, list[Member]]:
-    """Return the workers without those of other models, if one is known to serve `model`, which others refuse."""
+    """Return the workers without those that would refuse `model`, if some worker is known to serve it."""
 
     def named(role: Role) -> bool:
         return any(one.models is not None and model in one.models for one in pools[role])

@@ -1,4 +1,4 @@
-"""Router policies: which worker gets a request. The first look at load alone, others at the request as well.
+"""Router policies: the choice of a worker for a request. The first use load alone, others the request as well.
 
 A policy is pure: it sees frozen values, among them one random number and a reading of the clock, and returns one of the
 candidates. Plugins offer policies through `fd_core.hookspecs.fd_register_router_policies`.
@@ -50,7 +50,7 @@ class Candidate(msgspec.Struct, frozen=True):
     worker: RouterWorker
     load: WorkerLoad
     hits: int = 0
-    """Leading prompt blocks that the worker is believed to hold; 0 unless the policy says `uses_prefix`."""
+    """Leading prompt blocks that the worker is believed to hold; 0 unless the policy sets `uses_prefix`."""
     expected_hits: int = 0
     """Leading prompt blocks that the worker holds or computes for another request; at least `hits`."""
 
@@ -58,7 +58,7 @@ class Candidate(msgspec.Struct, frozen=True):
 class Candidates(Sequence[Candidate]):
     """The workers that may be chosen, at least one, and never changed.
 
-    Behaves as a tuple of `Candidate`, each of which is made when it is asked for. A policy that wants to be fast among
+    Behaves as a tuple of `Candidate`, each of which is made on access. A policy that wants to be fast among
     a thousand workers compares columns instead: arrays of shape [n], read-only, one element for each candidate.
     """
 
@@ -83,7 +83,7 @@ class Candidates(Sequence[Candidate]):
         expected_hits: Numbers | None = None,
         worked_out: dict[Callable[..., Any], Any] | None = None,
     ) -> None:
-        """`loads` has shape [fields of `WorkerLoad`, n]; `worked_out` is what `once` has found for these workers."""
+        """`loads` has shape [fields of `WorkerLoad`, n]; `worked_out` holds the results of `once` for these workers."""
         for given in (loads, hits, expected_hits):
             if given is not None:
                 given.flags.writeable = False
@@ -113,7 +113,7 @@ class Candidates(Sequence[Candidate]):
 
     @property
     def hits(self) -> Numbers:
-        """Leading prompt blocks that each is believed to hold; 0 unless the policy says `uses_prefix`."""
+        """Leading prompt blocks that each is believed to hold; 0 unless the policy sets `uses_prefix`."""
         return np.zeros(len(self.workers), np.int64) if self._hits is None else self._hits
 
     @property
@@ -150,7 +150,7 @@ class Candidates(Sequence[Candidate]):
         return iter(self._all())
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
-        """Return the place of a candidate; raises `ValueError` for anything else."""
+        """Return the index of a candidate; raises `ValueError` for anything else."""
         for place, made in self._made.items():
             if made is value and start <= place:
                 return place
@@ -169,14 +169,14 @@ class Candidates(Sequence[Candidate]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingContext:
-    """What a policy sees: one request, and the workers that could take it."""
+    """Input of a policy: one request, and the workers that could take it."""
 
     candidates: Candidates
     """At least one: the healthy workers of one role on which this request has not failed."""
     tokens: IntArray
     """The prompt, int32 of shape [n], never empty, read-only."""
     keys: tuple[bytes, ...]
-    """Keys of the prompt's full blocks; empty unless the policy says `uses_prefix`."""
+    """Keys of the prompt's full blocks; empty unless the policy sets `uses_prefix`."""
     session: str | None
     """Name that all requests of one conversation or user carry, if there is one."""
     random: float
@@ -189,7 +189,7 @@ class RouterPolicy(abc.ABC):
     """Chooses one worker for each request; the router makes one instance for each role."""
 
     uses_prefix: ClassVar[bool] = False
-    """Whether the policy reads `RoutingContext.keys` and the hits of candidates, which cost time."""
+    """True if the policy reads `RoutingContext.keys` and the hits of candidates, which cost time."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
@@ -198,10 +198,10 @@ class RouterPolicy(abc.ABC):
     def choose(self, context: RoutingContext) -> Candidate:
         """Return one of `context.candidates`. Equal calls in equal states give equal answers."""
 
-    def departed(self, worker: RouterWorker) -> None:  # noqa: B027 - most policies need not know
-        """Forget an incarnation that is gone or was replaced."""
+    def departed(self, worker: RouterWorker) -> None:  # noqa: B027 - most policies keep no state of workers
+        """Forget an incarnation that was lost or replaced."""
 
-    def sweep(self, now: float) -> None:  # noqa: B027 - most policies remember nothing
+    def sweep(self, now: float) -> None:  # noqa: B027 - most policies keep no state
         """Forget what has expired; called every `eviction-interval-secs`."""
 
 
@@ -241,7 +241,7 @@ class Random(RouterPolicy):
 
 
 class RoundRobin(RouterPolicy):
-    """One worker after the other, by address; workers that come or go do not disturb the order of the others."""
+    """One worker after the other, by address; workers that join or leave do not disturb the order of the others."""
 
     _last = ""
 
@@ -338,7 +338,7 @@ class Expiring(Generic[Key, Value]):
             self._entries.popitem(last=False)
 
     def has(self, key: Key, now: float) -> bool:
-        """Whether an entry is there and has not expired."""
+        """Return True if an entry exists and has not expired."""
         entry = self._entries.get(key)
         return entry is not None and now - entry[0] < self._duration
 
@@ -358,7 +358,7 @@ class Expiring(Generic[Key, Value]):
 _MISSING_WEIGHT: Final = 6
 """Cost of a prompt token that a worker has to compute, where a token that others wait for there costs 1. The token
 takes its own time, its block evicts another one, and both are paid again when the conversation goes on. Between 4 (the
-first token comes soonest) and 8 (the most hits) the choice is flat on recorded conversations, see
+first token is soonest) and 8 (the most hits) the choice is flat on recorded conversations, see
 `benchmarks/NOTES.md`."""
 _REQUEST_TOKENS: Final = 256
 """Prompt tokens that slow other requests of a worker down as much as one request that decodes there."""
@@ -392,10 +392,10 @@ class CacheAware(RouterPolicy):
 
 
 class PrefixHash(RouterPolicy):
-    """Prompts that begin alike go to the same worker; the policy remembers nothing.
+    """Prompts with equal beginnings go to the same worker; the policy is stateless.
 
     Each prefix ranks the workers by a hash of both (highest random weight, Thaler and Ravishankar 1998), so a worker
-    that comes or goes moves only its own share. The first worker in that order whose load stays within
+    that joins or leaves moves only its own share. The first worker in that order whose load stays within
     `prefix-hash-slack` of the mean takes the request (bounded loads, Mirrokni, Thorup and Zadimoghaddam 2018).
     """
 
@@ -413,8 +413,8 @@ class PrefixHash(RouterPolicy):
 class SessionAffinity(RouterPolicy):
     """Requests of one session go to the worker of its last request, all others to the least loaded worker.
 
-    A session that sends nothing for `eviction-duration-mins` is forgotten; beyond `max-sessions` the session that was
-    silent longest is.
+    A session that is idle for `eviction-duration-mins` is forgotten; beyond `max-sessions` the session that was
+    idle longest is.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -431,7 +431,7 @@ class SessionAffinity(RouterPolicy):
         return chosen
 
     def sweep(self, now: float) -> None:
-        """Forget sessions that were silent for too long."""
+        """Forget sessions that were idle for too long."""
         self._homes.sweep(now)
 
 

@@ -1,4 +1,4 @@
-"""Which workers hold a block, by what they served or report: for each block one number, in which each has a bit.
+"""Index of the workers that hold a block, by what they served or report: one integer per block, one bit per worker.
 
 Each engine of a worker that has several is a worker here. So a prompt is compared with what a thousand workers hold in
 a few operations a block, and not once for each worker.
@@ -20,14 +20,14 @@ from fd_core.types import IntArray
 from fd_core.types.kv_events import BEGINNING, TOKEN_BYTES, Cleared, KVEvent, Removed, Stored
 
 _FEW: Final = 8
-"""So many bits are looked at one by one."""
+"""Number of bits up to which they are iterated one by one."""
 
 
 class Holders:
     """The blocks of every worker."""
 
     def __init__(self, places: Places) -> None:
-        """`places` are of the bits; whoever gives one on discards the blocks of its worker before."""
+        """`places` assigns the bits; before a bit is reused, the caller discards the blocks of its previous worker."""
         self._places = places
         self._of: dict[bytes, int] = {}
 
@@ -57,7 +57,7 @@ class Holders:
                 of[key] = holders ^ bit
 
     def leading(self, keys: Sequence[bytes]) -> Numbers:
-        """Return leading blocks by place, given none is held without those before; logarithmic in the blocks."""
+        """Return leading blocks by index, if no block is held without those before it; logarithmic in the blocks."""
         found: list[tuple[int, int]] = []
         first = self._of.get(keys[0], 0) if keys else 0
         open_ = [(1, len(keys), first)] if first else []
@@ -75,7 +75,7 @@ class Holders:
         return self._by_place(found)
 
     def unbroken(self, keys: Iterable[bytes]) -> Numbers:
-        """Return the same, block by block, where blocks may be held without those before; reads one key ahead."""
+        """Return the same, block by block, if blocks may be held without those before; reads one key ahead."""
         here, found, count = -1, [], 0
         for key in keys if self._of else ():
             on = here & self._of.get(key, 0)
@@ -118,7 +118,7 @@ class PrefixIndex:
     """Prompt blocks that each worker served, and so is believed to hold.
 
     A block is believed to be held for `duration` seconds, and at most `capacity` blocks of each worker are. Recording
-    costs time in proportion to the blocks of the prompt, matching to their logarithm, whatever the index holds. The end
+    costs time in proportion to the blocks of the prompt, matching to their logarithm, at any size of the index. The end
     of a prefix leaves before its beginning, so the index always holds whole paths from the root. The readings of the
     clock that are passed in never go backwards.
     """
@@ -127,11 +127,11 @@ class PrefixIndex:
         self._duration = duration
         self._capacity = capacity
         self._held: dict[RouterWorker, OrderedDict[bytes, float]] = {}
-        """When each block was last served, the one that was served longest ago first."""
+        """Time at which each block was last served, least recently served first."""
         self._places = places
         self._holders = Holders(places)
         self._served: deque[tuple[float, RouterWorker]] = deque()
-        """Who served when: whose blocks expire next."""
+        """Workers by time served, in the order in which their blocks expire."""
 
     def __len__(self) -> int:
         """Blocks that take memory, of all workers together."""
@@ -159,12 +159,12 @@ class PrefixIndex:
             self._served.append((now, worker))
 
     def match(self, keys: Sequence[bytes], now: float) -> Numbers:
-        """Return how many leading blocks each worker is believed to hold, by place."""
+        """Return how many leading blocks each worker is believed to hold, by index."""
         self.sweep(now)
         return self._holders.leading(keys)
 
     def remove(self, worker: RouterWorker) -> None:
-        """Forget all blocks of `worker`: it is gone, or came back empty."""
+        """Forget all blocks of `worker`: it was lost, or restarted with an empty cache."""
         held = self._held.pop(worker, None)
         if held is not None:
             self._holders.discard(self._holders.bit(worker), held)
@@ -197,10 +197,10 @@ class PrefixIndex:
 
 
 class PrefixesInFlight:
-    """Prompts that workers have been given and that have not ended there: what they are about to hold.
+    """Prompts assigned to workers that have not ended there: blocks that the workers are about to hold.
 
     A radix tree for each worker, kept as counts: how many prompts end at a block, and how many blocks follow it. A
-    prompt costs time in proportion to the blocks that no other prompt in flight shares with it, whatever is in flight;
+    prompt costs time in proportion to the blocks that no other prompt in flight shares with it, however many these are;
     matching costs the logarithm of its blocks. Nothing of a prompt is remembered after its end.
     """
 
@@ -213,11 +213,11 @@ class PrefixesInFlight:
         return sum(map(len, self._nodes.values()))
 
     def __contains__(self, worker: RouterWorker) -> bool:
-        """Whether `worker` has been given a prompt that has not ended there."""
+        """Return True if `worker` has been given a prompt that has not ended there."""
         return worker in self._nodes
 
     def begin(self, worker: RouterWorker, keys: tuple[bytes, ...]) -> None:
-        """`worker` was given a prompt of these blocks; `end` has to follow."""
+        """Add a prompt of these blocks that was assigned to `worker`; `end` has to follow."""
         if not keys:
             return
         nodes = self._nodes.setdefault(worker, {})
@@ -230,7 +230,7 @@ class PrefixesInFlight:
         self._holders.add(self._holders.bit(worker), new)
 
     def end(self, worker: RouterWorker, keys: tuple[bytes, ...]) -> None:
-        """`worker` is through with a prompt that began, well or not."""
+        """A prompt of `worker` that began has ended, with success or not."""
         if not keys:
             return
         nodes = self._nodes[worker]
@@ -247,20 +247,20 @@ class PrefixesInFlight:
             del self._nodes[worker]
 
     def match(self, keys: Sequence[bytes]) -> Numbers:
-        """Return how many leading blocks of a prompt each worker is computing for others, by place."""
+        """Return how many leading blocks of a prompt each worker is computing for others, by index."""
         return self._holders.leading(keys)
 
 
 MAX_BLOCK_SIZE: Final = 1 << 16
-"""Tokens; larger block sizes are taken for nonsense."""
+"""Tokens; larger block sizes are treated as invalid."""
 MAX_ENGINES: Final = 1 << 10
-"""Of one worker; more are taken for nonsense."""
+"""Engines of one worker; more are treated as invalid."""
 _AHEAD: Final = 16
 """Blocks that are hashed together: one by one takes twice as long."""
 
 
 class HashedPrompt:
-    """One prompt, hashed with any block size: once for each size, and as far as blocks are asked for."""
+    """One prompt, hashed with any block size: once for each size, and only as far as blocks are needed."""
 
     def __init__(self, tokens: IntArray, hasher: PrefixHasher, keys: Sequence[bytes]) -> None:
         """`tokens`: int32 of shape [n]; `keys`: keys of the first blocks by `hasher`, as far as they are known."""
@@ -268,7 +268,7 @@ class HashedPrompt:
         self._chains = {hasher.block_size: (hasher, list(keys))}
 
     def keys(self, block_size: int) -> Iterator[bytes]:
-        """Yield the keys of the full blocks of this size, hashed a few ahead of those that are asked for."""
+        """Yield the keys of the full blocks of this size, hashed a few ahead of those that are consumed."""
         if block_size not in self._chains:
             self._chains[block_size] = (block_hasher(block_size), [])
         hasher, chain = self._chains[block_size]
@@ -297,11 +297,11 @@ class ReportedKV:
         self._sizes: dict[Hashable, int] = {}
         """Tokens in a block of each engine that reports, by its name in `Places`."""
         self._further: dict[RouterWorker, tuple[Hashable, ...]] = {}
-        """Names of the engines behind the first, of workers that have several; the first has the worker's."""
+        """Names of the engines after the first, of workers that have several; the first has the worker's."""
         self._found: _EnginesThatReport | None = None
-        """The same by place, until somebody begins or ends."""
+        """The same by index, until a worker begins or stops to report."""
         self._holders: dict[int, Holders] = {}
-        """Who holds a block, by the size of blocks."""
+        """Holders of each block, by block size."""
         self._num_events: dict[RouterWorker, int] = {}
 
     def __len__(self) -> int:
@@ -328,7 +328,7 @@ class ReportedKV:
         return True
 
     def apply(self, worker: RouterWorker, event: KVEvent) -> bool:
-        """Follow an event; return whether reports still count. `ValueError` if it does not fit, or for too many."""
+        """Apply an event; return True while reports still count. `ValueError` if it does not fit, or for too many."""
         mirrors = self._mirrors.get(worker)
         if mirrors is None:
             return False
@@ -349,12 +349,12 @@ class ReportedKV:
             self._places.leave(name)
 
     def remove(self, worker: RouterWorker) -> None:
-        """Forget an incarnation that is gone."""
+        """Forget an incarnation that was lost."""
         self.end(worker)
         self._num_events.pop(worker, None)
 
     def leading_tokens(self, prompt: HashedPrompt) -> tuple[Numbers, npt.NDArray[np.bool_]]:
-        """Return how many leading tokens each worker holds, and who is silent (and has 0), both by place."""
+        """Return the leading tokens that each worker holds, and which do not report (and have 0), both by index."""
         tokens = np.zeros(len(self._places), np.int64)
         if self._found is None or len(self._found.sizes) != len(tokens):
             sizes = np.zeros(len(tokens), np.int64)
@@ -374,17 +374,17 @@ class ReportedKV:
         return None if mirrors is None else sum(map(len, mirrors))
 
     def num_events(self, worker: RouterWorker) -> int:
-        """Return how many events of this incarnation were taken."""
+        """Return how many events of this incarnation were applied."""
         return self._num_events.get(worker, 0)
 
 
 class _EnginesThatReport(NamedTuple):
     sizes: Numbers
-    """Tokens in a block, by place; 0 for whoever does not report."""
+    """Tokens in a block, by index; 0 for engines that do not report."""
     owners: Numbers
-    """Place of the worker of each engine behind the first."""
+    """Index of the worker of each engine after the first."""
     further: Numbers
-    """Places of those engines."""
+    """Indices of those engines."""
 
 
 class _Mirror:

@@ -1,7 +1,7 @@
-"""The router: the gateway asks it for workers, and tells it what became of each request.
+"""The router: chooses workers for the gateway's requests, and receives the outcome of each.
 
 selection = router.select(request, now, rng)      # Selection, or NoWorker
-with selection:                                   # releases at the end, however that comes
+with selection:                                   # releases at the end, also after an error
     router.prefilled(selection, now)              # for a pair: its prefill side did its part, or failed, or declined
     ...                                           # stream; selection.first_token() before its first byte goes out
     router.served(selection, now)                 # or router.failed(selection, worker, now)
@@ -39,11 +39,11 @@ from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker, 
 from fd_core.types.metrics import counter, gauge
 
 _FAILURES: Final = 2
-"""Workers that may fail on one request: what a second one fails on as well is the request's fault."""
+"""Workers that may fail on one request: a failure on a second one is attributed to the request."""
 
 
 class Router:
-    """Chooses workers and accounts for what they were given. `now` is one monotonic clock, `rng` uniform in [0, 1)."""
+    """Chooses workers and accounts for their load. `now` is one monotonic clock, `rng` uniform in [0, 1)."""
 
     def __init__(self, config: RouterConfig, policy_class: Callable[[str], type[RouterPolicy]]) -> None:
         """`policy_class` finds a policy by name, or raises `PluginError`. `ConfigError` for numbers out of range."""
@@ -85,7 +85,7 @@ class Router:
         return worker
 
     def deregister(self, url: str, now: float) -> RouterWorker | None:
-        """Give a worker no more requests; it is gone once its last one ends. None if no worker has that address."""
+        """Drain a worker: it gets no more requests and leaves after its last one. None if no worker has the address."""
         worker = self.registry.deregister(url, now)
         if worker is not None and self._loads.of(worker) == IDLE:
             self._on_idle(worker)
@@ -101,7 +101,7 @@ class Router:
         role: str | None = None,
         kv_port: int | None = None,
     ) -> RouterWorker:
-        """Take the result of a health check, see `Registry.health`; a worker unfit for its role is not chosen."""
+        """Apply the result of a health check, see `Registry.health`; a worker unfit for its role is not chosen."""
         after = self.registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
         if worker != after:
             self._forget(worker)
@@ -120,15 +120,15 @@ class Router:
         self._index.remove(worker)
 
     def workers(self) -> tuple[RouterWorker, ...]:
-        """Return every incarnation whose health is to be checked: all that are there, draining ones too."""
+        """Return every incarnation whose health is to be checked, draining ones included."""
         return tuple(member.worker for member in self.registry)
 
     def ready(self) -> bool:
-        """Whether anybody can serve requests: a mixed worker, a pair, or a decode worker alone."""
+        """Return True if requests can be served: by a mixed worker, a pair, or a decode worker alone."""
         return self._placer.possible()
 
     def uses_prefix(self, worker: RouterWorker) -> bool:
-        """Whether the policy that chooses among workers of this role looks at the prefixes that they hold."""
+        """Return True if the policy that chooses among workers of this role uses the prefixes that they hold."""
         return self._policies[worker.role].uses_prefix
 
     def select(self, request: RouteRequest, now: float, rng: float) -> Selection | NoWorker:
@@ -153,13 +153,13 @@ class Router:
         return following
 
     def prefilled(self, selection: Selection, now: float) -> None:
-        """Record the prefix for the prefill side, whatever becomes of the answer; `ValueError` if there is no pair."""
+        """Record the prefix for the prefill side, even if the answer fails; `ValueError` if there is no pair."""
         if selection.mode != "pd":
             raise ValueError("a mixed worker has no prefill side of its own")
         self._did_well(selection, selection.prefill, now)
 
     def served(self, selection: Selection, now: float) -> None:
-        """Record the prefix for the worker that gave the answer: it ended well, so whoever failed on it is to blame."""
+        """Record the prefix for the worker that answered: it succeeded, so workers that failed before are to blame."""
         if self._did_well(selection, selection.decode, now):
             for suspect in selection.suspects:
                 member = self.registry.member(suspect)
@@ -167,14 +167,14 @@ class Router:
                     member.circuit.convict(now)
 
     def declined(self, selection: Selection, worker: RouterWorker) -> None:
-        """Note that `worker` had no room or serves another model: it is not at fault, but a retry goes elsewhere."""
+        """Record that `worker` had no room or serves another model: it is not at fault, but a retry avoids it."""
         self._judge(selection, worker, "declined")
 
     def failed(self, selection: Selection, worker: RouterWorker, now: float, *, severe: bool = False) -> None:
-        """Note that `worker`, one of the selection's, failed; `severe` if it cannot even be reached.
+        """Record that `worker`, one of the selection's, failed; `severe` if it cannot even be reached.
 
-        A worker that was reached may have failed because of the request, so its breaker learns of it only if another
-        worker `served` the same request: nothing that fails everywhere makes a worker unselectable.
+        A worker that was reached may have failed because of the request, so its breaker counts it only if another
+        worker `served` the same request: a request that fails everywhere makes no worker unselectable.
         """
         counts, member = self._judge(selection, worker, "failed")
         if severe and member is not None:
@@ -302,7 +302,7 @@ class Router:
             self._forget(worker)
 
     def _forget(self, worker: RouterWorker) -> None:
-        """Forget an incarnation; requests that run there stay counted until their selections give them back."""
+        """Forget an incarnation; its running requests stay counted until their selections are released."""
         self._index.remove(worker)
         self.reported_kv.remove(worker)
         self._by_worker.pop(worker, None)
@@ -311,7 +311,7 @@ class Router:
         self._leave(worker)
 
     def _leave(self, worker: RouterWorker) -> None:
-        """Give on the place of an incarnation that is gone, unless requests that run there are still counted."""
+        """Free the index of a lost incarnation, unless requests that run there are still counted."""
         if self._loads.of(worker) == IDLE and worker not in self._in_flight:
             self._places.leave(worker)
 
@@ -320,7 +320,7 @@ class Router:
             setattr(counts, outcome, getattr(counts, outcome) + 1)
 
     def _counts(self, worker: RouterWorker) -> Iterable[SelectionCounts]:
-        """Return the counts that a selection of `worker` changes: those of its role and, while it is there, its own."""
+        """Return the counts that a selection of `worker` changes: those of its role and, if registered, its own."""
         if self.registry.member(worker) is None:
             return (self._by_role[worker.role],)
         return self._by_role[worker.role], self._by_worker.setdefault(worker, SelectionCounts())
@@ -331,7 +331,7 @@ _HIT_BLOCKS: Final = counter("hit_blocks", "Prompt blocks that the chosen worker
 
 
 class SelectionCounts(msgspec.Struct):
-    """What became of selections, of one worker or of all workers of a role; every count only grows."""
+    """Outcomes of selections, of one worker or of all workers of a role; every count only grows."""
 
     selected: Annotated[int, counter("selected", "Attempts given to the worker.")] = 0
     served: Annotated[int, counter("served", "Attempts whose answer ended well.")] = 0
@@ -366,23 +366,23 @@ class WorkerSnapshot:
     worker: RouterWorker
     state: WorkerState
     since: float
-    """When the worker came into that state, by the clock that is passed in."""
+    """Time at which the worker entered that state, by the clock that is passed in."""
     circuit: BreakerState
     load: WorkerLoad
     tally: SelectionCounts
     index_blocks: Annotated[int, gauge("index_blocks", "Prompt blocks that the worker is believed to hold.")]
     """Blocks of prompts that the worker served, of the router's block size."""
     held_blocks: int | None
-    """Blocks that the worker reports to hold, of its own block size; None if it does not report."""
+    """Blocks that the worker reports to hold, of the worker's block size; None if it does not report."""
     kv_events: Annotated[int, counter("kv_events", "KV events taken from the worker.")]
     kv_port: int | None
     """Port on which a prefill worker listens for decode workers, if it named one."""
     unfit: str
-    """Why the worker is not chosen for its role although it is healthy, in words."""
+    """Reason why the worker is not chosen for its role although it is healthy."""
 
     @property
     def healthy(self) -> Annotated[bool, gauge("healthy", "1 while health checks of the worker pass, 0 otherwise.")]:
-        """Whether health checks pass."""
+        """True if health checks pass."""
         return self.state is WorkerState.HEALTHY
 
     @property
@@ -391,14 +391,14 @@ class WorkerSnapshot:
     ) -> Annotated[
         bool, gauge("circuit_closed", "1 while the worker's circuit breaker lets requests through, else 0.")
     ]:
-        """Whether the circuit breaker lets requests through."""
+        """True if the circuit breaker lets requests through."""
         return self.circuit == "closed"
 
     @property
     def tells_kv(
         self,
     ) -> Annotated[bool, gauge("tells_kv", "1 while the worker reports the KV that it holds, else 0.")]:
-        """Whether the worker reports what it holds."""
+        """True if the worker reports the KV blocks that it holds."""
         return self.held_blocks is not None
 
     @property

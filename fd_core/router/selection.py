@@ -21,19 +21,19 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Places:
-    """The place of each worker in arrays and in sets of bits, from the first question for it until `leave`."""
+    """The index of each worker in arrays and in bit sets, assigned on first use and kept until `leave`."""
 
     def __init__(self) -> None:
         self._of: dict[Hashable, int] = {}
         self._free: list[int] = []
-        """Places of workers that left, a heap: there are no more places than there were workers at one time."""
+        """Free indices, a heap: there are no more indices than there were workers at one time."""
 
     def __len__(self) -> int:
-        """Length of arrays in which every place has its own element."""
+        """Length of arrays with one element for every index."""
         return len(self._of) + len(self._free)
 
     def of(self, worker: Hashable) -> int:
-        """Return the place of one worker."""
+        """Return the index of one worker."""
         place = self._of.get(worker)
         if place is None:
             place = heapq.heappop(self._free) if self._free else len(self._of)
@@ -41,11 +41,11 @@ class Places:
         return place
 
     def among(self, workers: Iterable[Hashable]) -> Numbers:
-        """Return the places of several workers, shape [n]."""
+        """Return the indices of several workers, shape [n]."""
         return np.array([*map(self.of, workers)], np.int64)
 
     def leave(self, worker: Hashable) -> None:
-        """Give on the place of a worker of which nothing is kept any longer."""
+        """Free the index of a worker without any state left."""
         place = self._of.pop(worker, None)
         if place is not None:
             heapq.heappush(self._free, place)
@@ -88,22 +88,22 @@ class WorkerLoads:
         self._by_worker: dict[RouterWorker, WorkerLoad] = {}
         self._places = places
         self._columns = np.zeros((len(msgspec.structs.fields(WorkerLoad)), 16), np.int64)
-        """The same by field and place."""
+        """The same by field and index."""
         self._on_idle = on_idle
         self.faults = 0
-        """Releases and verdicts that came twice or too late: always 0 if the callers are right."""
+        """Duplicate or late releases and verdicts: always 0 if the callers are right."""
 
     def of(self, worker: RouterWorker) -> WorkerLoad:
-        """Return the load of one incarnation, gone or not."""
+        """Return the load of one incarnation, also of one that was lost."""
         return self._by_worker.get(worker, IDLE)
 
     def at(self, places: Numbers) -> Numbers:
-        """Return the loads of workers by their places, as they are now: shape [fields of `WorkerLoad`, n]."""
+        """Return the current loads of workers by their indices: shape [fields of `WorkerLoad`, n]."""
         self._make_room()
         return self._columns.take(places, axis=1)
 
     def by_worker(self) -> dict[RouterWorker, WorkerLoad]:
-        """Return the load of every incarnation that has one, gone or not."""
+        """Return the load of every incarnation that has one, lost ones included."""
         return dict(self._by_worker)
 
     def add(self, worker: RouterWorker, load: WorkerLoad) -> None:
@@ -111,7 +111,7 @@ class WorkerLoads:
         self._set(worker, self.of(worker).plus(load))
 
     def subtract(self, worker: RouterWorker, load: WorkerLoad) -> None:
-        """Give back what was added."""
+        """Release load that was added."""
         left = self._by_worker[worker].minus(load)
         self._set(worker, left)
         if left != IDLE:
@@ -143,11 +143,11 @@ Reason = Literal[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteRequest:
-    """What the router sees of a request. Raises `BadRequest` if there is no prompt."""
+    """The router's view of a request. Raises `BadRequest` if there is no prompt."""
 
     tokens: IntArray
     """Prompt, int32 of shape [n], n at least 1, tokenized as the workers tokenize it; a gateway without a tokenizer
-    gives numbers of its own that are equal where the text is, such as the bytes of the text."""
+    supplies numbers that are equal where the text is, such as the bytes of the text."""
     session: str | None = None
     salt: str = ""
     """Requests of different salts share no prefix."""
@@ -155,11 +155,11 @@ class RouteRequest:
     """Length of the prompt for the accounting, in tokens; None counts `tokens`."""
     model: str | None = None
     tokenized: bool = True
-    """Whether `tokens` are token ids of the workers, and not numbers of the gateway's own."""
+    """True if `tokens` are token ids of the workers, False for numbers that the gateway made up."""
     output_tokens: int = 0
-    """Most tokens of all answers together, as far as the request says it."""
+    """Most tokens of all answers together, if the request limits them."""
     home: RouterWorker | None = None
-    """Worker that alone has what the request goes on from; None takes any worker."""
+    """Worker that alone stores the conversation that the request continues; None allows any worker."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):
@@ -194,13 +194,13 @@ class NoWorker:
 
 @dataclass(slots=True, eq=False)
 class Selection:
-    """The guard of one attempt, made by `Router.select` and `retry`: what its workers are given, until `release`."""
+    """The guard of one attempt, made by `Router.select` and `retry`: the load of its workers, until `release`."""
 
     request: RouteRequest
     workers: tuple[RouterWorker, ...]
     """The prefill side and the decode side of a pair, in this order; otherwise the one worker."""
     held: dict[RouterWorker, WorkerLoad]
-    """What counts on each worker at this moment."""
+    """Load counted on each worker at this moment."""
     loads: WorkerLoads
     on_release: Callable[[Selection], None]
     keys: tuple[bytes, ...] = ()
@@ -219,7 +219,7 @@ class Selection:
     failures: int = 0
     """Attempts, this one included, in which the side that answers failed although it could be reached."""
     started: bool = False
-    """Whether the answer has begun; then the request may not be retried."""
+    """True once the answer has begun; then the request may not be retried."""
     released: bool = False
     verdicts: dict[RouterWorker, Verdict] = field(default_factory=dict)
 
@@ -239,7 +239,7 @@ class Selection:
         return "pd" if len(self.workers) > 1 else "mixed" if self.decode.role == "mixed" else "alone"
 
     def first_token(self) -> None:
-        """Give back what counted for prefill: the first token came. May be called for every token."""
+        """Release the prefill load: the first token has arrived. May be called for every token."""
         if self.started:
             return
         self.started = True
@@ -251,7 +251,7 @@ class Selection:
                 self.loads.subtract(worker, held.minus(self.held[worker]))
 
     def release(self) -> bool:
-        """Give back the rest: the stream ended. A second call is counted as a fault and returns False."""
+        """Release the remaining load: the stream ended. A second call is counted as a fault and returns False."""
         if self.released:
             self.loads.faults += 1
             return False

@@ -1,6 +1,6 @@
 """The registry of workers: their incarnations, their health and their circuit breakers.
 
-A worker that comes back is a new incarnation: `RouterWorker.incarnation` is never given twice, and whatever was counted
+A worker that returns is a new incarnation: `RouterWorker.incarnation` is never reused, and anything counted
 or remembered for an earlier incarnation does not touch a later one.
 
     (none) --register--> UNKNOWN --checks pass--> HEALTHY <--> UNHEALTHY    (back to HEALTHY: a new incarnation)
@@ -46,11 +46,11 @@ class RouterWorker(msgspec.Struct, frozen=True, cache_hash=True):
     """Base address without a slash at the end, such as `http://127.0.0.1:8001`."""
     role: Role
     incarnation: int
-    """Never given twice by one registry, whatever the address."""
+    """Never reused by one registry, not even for another address."""
 
 
 class Circuit(Breaker):
-    """A worker's circuit breaker; a request that was let through may also end without a verdict on the worker."""
+    """A worker's circuit breaker; a request that it let through may also end without a verdict on the worker."""
 
     def __init__(self, *, first: float, longest: float, patience: int, on_turn: Callable[[], None]) -> None:
         """`on_turn` is called whenever the state changes."""
@@ -58,7 +58,7 @@ class Circuit(Breaker):
         super().__init__(first=first, longest=longest, patience=patience)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Tell of another state."""
+        """Report a change of state."""
         super().__setattr__(name, value)
         if name == "state":
             self._on_turn()
@@ -76,13 +76,13 @@ class Circuit(Breaker):
 
 @dataclass(slots=True)
 class Member:
-    """What the registry holds of one incarnation."""
+    """Registry entry of one incarnation."""
 
     worker: RouterWorker
     instance: str | None
     circuit: Circuit
     since: float
-    """When the worker came into its state, by the clock that is passed in."""
+    """Time at which the worker entered its state, by the clock that is passed in."""
     state: WorkerState = WorkerState.UNKNOWN
     passed: int = 0
     missed: int = 0
@@ -97,17 +97,17 @@ class Member:
     """Those of them that are adapters, whose prompts share no KV with others."""
 
     def turn(self, state: WorkerState, now: float) -> None:
-        """Change the state, and remember since when; does nothing where the state is the same."""
+        """Change the state, with its time; does nothing if the state is the same."""
         if state is not self.state:
             self.state, self.since = state, now
 
     def open_to_requests(self, now: float) -> bool:
-        """Whether the worker may be chosen."""
+        """Return True if the worker may be chosen."""
         return self.state is WorkerState.HEALTHY and self.circuit.ready(now) and not self.unfit
 
     @property
     def unfit(self) -> str:
-        """Why the worker cannot have the role that it was given, in words; empty if nothing speaks against it."""
+        """Reason why the worker is unfit for its configured role; empty if it is fit."""
         if self.says not in (None, self.worker.role):
             return f"it was registered as a {self.worker.role} worker and says that its role is {self.says}"
         if self.worker.role == "prefill" and self.kv_port is None and self.state is WorkerState.HEALTHY:
@@ -116,7 +116,7 @@ class Member:
 
     @property
     def broken(self) -> bool:
-        """Whether the worker passes its health checks but has failed requests of late."""
+        """True if the worker passes its health checks but has recently failed requests."""
         return self.state is WorkerState.HEALTHY and self.circuit.state != "closed"
 
 
@@ -126,7 +126,7 @@ class Registry:
 
     config: RouterConfig
     version: int = 0
-    """Grows whenever the answer to who may be chosen could change, but for the passing of time."""
+    """Grows whenever the set of eligible workers could change, except by the passing of time."""
     _members: dict[str, Member] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -135,7 +135,7 @@ class Registry:
         return iter(self._members.values())
 
     def member(self, worker: RouterWorker) -> Member | None:
-        """Return the entry of this incarnation; None if it is gone or was replaced."""
+        """Return the entry of this incarnation; None if it was lost or replaced."""
         member = self._members.get(worker.url)
         return member if member is not None and member.worker == worker else None
 
@@ -160,7 +160,7 @@ class Registry:
         return self._enter(url, role, now, instance).worker
 
     def deregister(self, url: str, now: float) -> RouterWorker | None:
-        """Give a worker no more requests. It drains until `idle`; returns None if no worker has that address."""
+        """Stop sending requests to a worker. It drains until `idle`; returns None if no worker has that address."""
         worker = self.at(url)
         if worker is not None:
             self._members[worker.url].turn(WorkerState.DRAINING, now)
@@ -168,21 +168,21 @@ class Registry:
         return worker
 
     def leaving(self, worker: RouterWorker) -> None:
-        """Note that `worker` says that it shuts down: it is chosen only where no other one can be, until it is gone."""
+        """Mark `worker` as shutting down: it is chosen only if no other one can be, until it is gone."""
         member = self.member(worker)
         if member is not None and not member.leaving:
             member.leaving = True
             self._changed()
 
     def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
-        """Note a worker's models, the only ones it gets; prompts of `adapters` match those of the same adapter."""
+        """Record a worker's models, the only ones it gets; prompts of `adapters` match those of the same adapter."""
         member, known = self.member(worker), (frozenset(models), frozenset(adapters))
         if member is not None and (member.models, member.adapters) != known:
             member.models, member.adapters = known
             self._changed()
 
     def idle(self, worker: RouterWorker) -> bool:
-        """Note that nothing runs on `worker`; return whether it had been draining, and so is gone."""
+        """Record that nothing runs on `worker`; return True if it had been draining, and so is gone."""
         member = self.member(worker)
         if member is None or member.state is not WorkerState.DRAINING:
             return False
@@ -201,7 +201,7 @@ class Registry:
         role: str | None = None,
         kv_port: int | None = None,
     ) -> RouterWorker:
-        """Take the result of a health check; return the incarnation at the address, a new one for a new process."""
+        """Apply the result of a health check; return the incarnation at the address, a new one for a new process."""
         member = self.member(worker)
         if member is None or member.state is WorkerState.DRAINING:
             return worker

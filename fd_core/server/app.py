@@ -73,7 +73,7 @@ def create_app(
             folder,
             supervisor,
             longest=config.max_body_bytes,
-            at_once=max(1, info.max_num_seqs // 2),  # the other slots are for those who wait for their answer
+            at_once=max(1, info.max_num_seqs // 2),  # the other slots are for requests that wait for their answer
         )
     state = ServerState(
         config,

@@ -24,7 +24,7 @@ from fd_core.server.state import ServerState
 from fd_core.text.fair_thread import CLIENT
 
 _ALWAYS: Final = frozenset({"/v1/abort_requests", "/ping"})
-"""Paths that take POST and are served to the end."""
+"""Paths that accept POST and are served while the server drains."""
 _TENANT: Final = TENANT_HEADER.lower().encode()
 _LEAVING: Final = ((b"connection", b"close"), (DRAINING_HEADER.lower().encode(), b"1"))
 
@@ -32,9 +32,9 @@ _LEAVING: Final = ((b"connection", b"close"), (DRAINING_HEADER.lower().encode(),
 class Gate:
     """ASGI middleware. Sets `request.state.request_id`: the client's X-Request-Id if it is usable, else a fresh one.
 
-    The id goes back in the response's header. `request.state.owner` says whose key was sent, see `ApiKey.owner`, "" for
-    anybody's. `request.state.record` is the request's `RequestRecord`. `request.state.arrived` is when the request's
-    head was read, in seconds of `time.perf_counter`. Nothing of a request but its access log is ever logged here.
+    The id is returned in the response's header. `request.state.owner` is the owner of the key, see `ApiKey.owner`, ""
+    without one. `request.state.record` is the request's `RequestRecord`. `request.state.arrived` is when the request's
+    head was read, in seconds of `time.perf_counter`. No part of a request is logged here except in its access log.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState, hosts: HostRules) -> None:
@@ -72,7 +72,7 @@ class Gate:
                 if self._drain.leaving:
                     message["headers"] += _LEAVING
                 path = getattr(scope.get("route"), "path", None)
-                # Clients cannot make up metric labels: this is the route's own path.
+                # The route's own path: clients cannot make up metric labels.
                 self._answers[path if isinstance(path, str) else "other", status] += 1
             await send(message)
             ended = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -99,7 +99,7 @@ class Gate:
                     await self._app(scope, receive, numbered)
                 finally:
                     self._drain.running -= 1
-        except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
+        except Exception as error:  # noqa: BLE001  # the outermost edge: the client gets an answer to every error
             answer = to_api_error(error)
             if status:
                 raise ConnectionAbortedError("an answer broke off after it had begun") from None
@@ -114,7 +114,7 @@ class Gate:
                 log_access(client, method, path, status if ended else CLIENT_LEFT, seconds, record)
 
     def _enter(self, scope: Scope, method: str, headers: Mapping[bytes, bytes], record: RequestRecord) -> None:
-        """Find out whose request it is, and what it may do. Raises `ApiError`: 401, 403, 404, 405, 429."""
+        """Identify the owner of the request and check its rights. Raises `ApiError`: 401, 403, 404, 405, 429."""
         access, path, owner = self._access, scope["path"], scope.get(OWNER)
         if owner is not None:
             record.key = access.of_owner(owner)
@@ -131,7 +131,7 @@ class Gate:
             access.enter(record, method, path, time.monotonic())
 
     def _tenant(self, record: RequestRecord, method: str, path: str, header: bytes) -> Tenant | None:
-        """Return for whom a router asks. Raises `ApiError` (403) for a header that the sender's key did not sign."""
+        """Return the tenant that a router names. Raises `ApiError` (403) unless the sender's key signed the header."""
         if record.key is None and self._access.has_keys:  # an open path: nothing there depends on the tenant
             return None
         secret = None if record.key is None else record.key.digest
@@ -145,12 +145,12 @@ class Gate:
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """Return the HTTP answer for an error, in the shape of the API that is served at `path`."""
+    """Return the HTTP response for an error, in the format of the API that is served at `path`."""
     return Response(error.body_at(path), error.status, error.headers, media_type="application/json")
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """Answer an error that is meant for the client in the shape of the API that it asked."""
+    """Return an error response for the client in the format of the API that it called."""
     if isinstance(error, HTTPException) and error.status_code == 404:  # from routing: no handler of a path raises it
         error = no_such_path(request.url.path)
     return error_response(to_api_error(error), request.url.path)

@@ -45,19 +45,19 @@ from fd_core.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 5
-"""How long aborted answers may take to reach their clients once the drain is over."""
+"""Timeout for sending aborted answers to their clients once the drain has ended, in seconds."""
 _UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
-"""Asks for another protocol, which a server may ignore, and Java's client does; the parser would drop the body."""
+"""Requests another protocol, as Java's client does; a server may ignore it, but the parser would drop the body."""
 _SLICE: Final = 4096
 """Bytes that are parsed at a time while a head is not complete."""
 _EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
 """Warnings of the library that any client can cause, as often as it likes."""
 _AGAIN_SECONDS: Final = 10.0
-"""Seconds between registrations; a repeated one changes nothing, but tells a restarted router of this server."""
+"""Seconds between registrations; a repeated one changes nothing, but registers this server at a restarted router."""
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=3)
 _SILENT: Final = "it does not answer"
 _ABSENT: Final = frozenset({_SILENT, aiohttp.ClientConnectorError.__name__})
-"""Troubles that an address has at which there is no router."""
+"""Errors that mean that there is no router at an address."""
 
 
 async def serve_http(
@@ -75,8 +75,8 @@ async def serve_http(
 ) -> None:
     """Serve until SIGINT, SIGTERM or `stop`; then drain and return. The client and `spans` stay open.
 
-    Drain: /ready says at once that the server leaves, after `config.drain_delay` new requests are refused with 503,
-    running ones go on for `config.drain_seconds`, the rest is aborted and its clients get what there is. A second
+    Drain: /ready reports the shutdown at once, after `config.drain_delay` new requests are refused with 503,
+    running ones continue for `config.drain_seconds`, the rest is aborted and its clients get the partial text. A second
     signal aborts at once. Raises `ConfigError` for port, certificate or a registration that cannot work.
     """
     tls = ServingTls.of(config)
@@ -185,7 +185,7 @@ class _Server(uvicorn.Server):
         self._on_started()
 
     def close_connections_behind_answers(self) -> None:
-        """Let answers that have begun be the last ones of their connections."""
+        """Close connections after the answers that have begun."""
         for connection in self.server_state.connections:
             cycle = getattr(connection, "cycle", None)
             if cycle is not None and not cycle.response_complete:
@@ -195,7 +195,7 @@ class _Server(uvicorn.Server):
 async def _drain(
     state: ServerState, server: _Server, registration: Registration | None, stop: asyncio.Event, hurry: asyncio.Event
 ) -> None:
-    """Wait for `stop`, leave, refuse, and wait until nothing runs or the time for it is over; abort what is left."""
+    """Wait for `stop`, announce the drain, refuse requests, and wait until idle or timed out; then abort the rest."""
 
     def prefills_for_others() -> bool:
         leases = state.client.stats.leases
@@ -217,7 +217,7 @@ async def _drain(
 
 
 def _worth_a_line(record: logging.LogRecord) -> bool:
-    """Tell what the library logs of itself from what clients cause, and from requests that a shutdown cancels."""
+    """Return False for log records that clients cause, and for requests that a shutdown cancels."""
     cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not cancelled and not str(record.msg).startswith(_EACH_TIME)
 
@@ -235,7 +235,7 @@ class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
         self._head_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and count what arrived while the head is not complete, in slices so that one read is no exception."""
+        """Parse, and count bytes until the head is complete, in slices so that a large read is counted too."""
         if b"pgrade:" in data and self._waits_for != "body":
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"x-upgrade:", head) + end + rest
@@ -251,7 +251,7 @@ class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
                 self.end(self.head_too_large())
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP in the shape of every other error."""
+        """Respond to input that is not HTTP, in the format of every other error."""
         self.end(self.not_http())
 
     def on_message_begin(self) -> None:
@@ -260,7 +260,7 @@ class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Stop counting: the body has a limit of its own."""
+        """Stop counting: the body has a separate limit."""
         self._in_head = False
         if not self.url.startswith(b"/"):
             self._take_host_of_target()
@@ -276,7 +276,7 @@ class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
         self.answer_complete()
 
     def _take_host_of_target(self) -> None:
-        """A request for a whole URL means the host in it, whatever the header says (RFC 9112, section 3.2.2)."""
+        """Use the host of an absolute request URL, which overrides the Host header (RFC 9112, section 3.2.2)."""
         try:
             host = httptools.parse_url(self.url).host
         except httptools.HttpParserInvalidURLError:
@@ -300,14 +300,14 @@ class Registration:
         self._instance = instance
         self._task: asyncio.Task[None] | None = None
         self._said: dict[str, str] = {}
-        """The troubles that were logged and are not over, by place."""
+        """Failures that were logged and are not resolved, by address."""
 
     def start(self, supervisor: Supervisor | None = None) -> None:
         """Begin; returns at once."""
         self._task = (supervisor or Supervisor()).start("registration", self._stay)
 
     async def leave(self) -> None:
-        """Ask for no more requests; call it before they are refused. Safe to call without a start, or twice."""
+        """Deregister; call it before requests are refused. Safe to call without a start, or twice."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -320,7 +320,7 @@ class Registration:
             await asyncio.sleep(_AGAIN_SECONDS if answered else 1.0)
 
     async def _post(self, what: str) -> bool:
-        """Post to each router; return True if one took it. An absent one is no failure while another answers."""
+        """Post to each router; return True if one accepted. An absent one is no failure if another answers."""
         target = URL(self._router)
         try:
             found = await ThreadedResolver().resolve(target.host or "", target.port or 0, socket.AF_UNSPEC)
@@ -342,7 +342,7 @@ class Registration:
         return "" in troubles.values()
 
     async def _tell(self, what: str, place: ResolveResult) -> str:
-        """Send one message to the router at one address; return why it was not taken, empty if it was."""
+        """Send one message to the router at one address; return the reason of a failure, empty on success."""
         body = {"url": self._url, "role": self._role, "instance": self._instance()}
         connector = aiohttp.TCPConnector(resolver=_Known(place), ssl=self._trusted)
         headers = {"Authorization": f"Bearer {self._secret}"}
@@ -359,7 +359,7 @@ class Registration:
 
 
 class _Known(AbstractResolver):
-    """Knows one address for every name, so that the name in the request and in its certificate stays the same."""
+    """Resolves every name to one address, so that the name in the request and in its certificate stays the same."""
 
     def __init__(self, place: ResolveResult) -> None:
         self._place = place
@@ -370,13 +370,13 @@ class _Known(AbstractResolver):
         return [self._place]
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 def registration_of(
     config: ServerConfig, url: str, instance: Callable[[], str], role: str = "mixed"
 ) -> Registration | None:
-    """Return the registration asked for, or None; `instance` is called each time. Raises `ConfigError`."""
+    """Return the configured registration, or None; `instance` is called each time. Raises `ConfigError`."""
     if config.router is None:
         return None
     if not config.router.startswith(("http://", "https://")):

@@ -1,6 +1,6 @@
-"""What the handlers of one server share, who may still enter, the grammars that requests ask for, and metrics.
+"""State shared by the handlers of one server: admission, compiled grammars, and metrics.
 
-Metrics are gauges and counters read from the engine when asked, and histograms fed by the streams. Everything here runs
+Metrics are gauges and counters read from the engine on each scrape, and histograms fed by the streams. Everything runs
 on the event loop's thread, so nothing is locked.
 """
 
@@ -54,17 +54,17 @@ from fd_core.types import RequestSpec
 from fd_core.types.metrics import counter, gauge
 
 MAX_BYTES: Final = 64 * 2**20
-"""Of all that is kept, as JSON."""
+"""Most bytes of all stored answers, as JSON."""
 _WAIT_SECONDS: Final = 30.0
-"""For a slot, a process and the work together."""
+"""Timeout for a slot, a process and the work together."""
 _WARM_UP_SECONDS: Final = 2.0
-"""Pause after the start of a server, whose first requests need the processors themselves."""
+"""Pause after the start of a server, whose first requests need all CPUs."""
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
 _WAITS: Final = (0.001, 0.005, 0.02, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _FINISHED: Final = {"disconnect": "abort"}
-"""vLLM's word for an outcome, where it is another one."""
+"""vLLM's name of an outcome, if it differs."""
 _END_TO_END: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -85,7 +85,7 @@ class _OwnerAnswers:
 
 
 class ResponseStore:
-    """At most `capacity` answers and `max_bytes`, each seen by its owner; whoever keeps most loses the oldest."""
+    """At most `capacity` answers and `max_bytes`, each visible to its owner; the largest owner loses its oldest one."""
 
     def __init__(self, capacity: int, max_bytes: int = MAX_BYTES) -> None:
         self.capacity = capacity
@@ -140,17 +140,17 @@ class GrammarChecker:
     """Makes grammars in other processes, so that a bad one is a 400 and delays no one else; one for each server."""
 
     def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
-        """`info` is that of the engine whose requests are checked."""
+        """`info` describes the engine whose requests are checked."""
         self._served = info.structured_output
         self._pool = CompilePool(partial(vocabulary_table, tokenizer, info.vocab_size, info.eos_token_ids))
 
     def warm_up(self) -> None:
-        """Start a process soon, so that the first request with a form need not wait for it."""
+        """Start a process soon, so that the first request with a grammar need not wait for it."""
         if self._served:
             self._pool.warm_up(_WARM_UP_SECONDS)
 
     async def checked(self, form: FormAsked) -> FormOutcome:
-        """Return the compiled grammar of a form. Raises `ApiError`: 400 names the place at fault, 503 while busy."""
+        """Return the compiled grammar of a constraint. Raises `ApiError`: 400 names the fault, 503 while busy."""
         if not self._served:
             raise unsupported(f"{form.field}: structured output is switched off here", form.field)
         try:
@@ -170,7 +170,7 @@ class GrammarChecker:
 
 
 class ActiveRequests:
-    """Which engine requests belong to which HTTP request; several at a time may have the same request id."""
+    """Engine requests of each HTTP request; several at a time may have the same request id."""
 
     def __init__(self) -> None:
         self._engine_ids: dict[str, dict[str, str]] = {}
@@ -196,10 +196,10 @@ class ActiveRequests:
             del self._engine_ids[request_id]
 
     def engine_ids(self, given: str, reaches: Callable[[str], bool]) -> list[str]:
-        """Return the engine ids behind a request id or the `id` of an answer; empty if none is active.
+        """Return the engine ids of a request id or the `id` of an answer; empty if none is active.
 
-        Only requests whose owner the caller `reaches` are looked at: which ids others use changes nothing. A request id
-        may look like the `id` of another answer; both are meant then, whichever worker has them.
+        Only requests whose owner the caller `reaches` are considered: ids of other owners change nothing. A request id
+        may look like the `id` of another answer; both are meant then, even on different workers.
         """
         names = (given, *(given.removeprefix(prefix) for prefix in _PREFIXES if given.startswith(prefix)))
         return [each for name in names for each, owner in self._engine_ids.get(name, {}).items() if reaches(owner)]
@@ -215,18 +215,18 @@ class ActiveRequests:
 
 
 class ServedName(NamedTuple):
-    """A name under which the model answers, and what computes its texts."""
+    """A name of the model, and the identity of the weights that serve it."""
 
     name: str
     adapter: str
-    """Digest of the LoRA adapter that the name stands for; empty for the model itself."""
+    """Digest of the LoRA adapter of that name; empty for the model itself."""
     fingerprint: str
     """OpenAI's `system_fingerprint`: equal where equal requests with a seed get equal texts."""
 
 
 @dataclass
 class ServerState:
-    """The engine, or the engines, behind one HTTP server."""
+    """The state of one HTTP server, including its engine or engines."""
 
     config: ServerConfig
     client: EngineClient
@@ -252,7 +252,7 @@ class ServerState:
     spans: RequestSpans | None = None
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
     _names: dict[str, ServedName] = field(init=False, default_factory=dict)
-    """What answers under each name, the main one first."""
+    """Model or adapter served under each name, the main one first."""
     _named_for: EngineInfo | None = field(init=False, default=None)
 
     @property
@@ -267,12 +267,12 @@ class ServerState:
 
     @property
     def trusts_templates(self) -> bool:
-        """Whether requests may bring a template."""
+        """True if requests may supply a chat template."""
         return self.config.trust_request_chat_template
 
     @property
     def incarnation(self) -> str:
-        """Names this process and its engine's start: whoever answers under another name has an empty cache."""
+        """Identifies this process and its engine's start: a server with another identity has an empty cache."""
         return f"{self.instance}.{self.client.info.epoch}"
 
     @property
@@ -293,7 +293,7 @@ class ServerState:
         return self._names
 
     def served(self, asked: str | None) -> ServedName:
-        """Return what answers under a name, or under the main one; `ApiError` (404) for a model that is not served."""
+        """Return the model or adapter of a name, or the main one; `ApiError` (404) for a model that is not served."""
         names = self.names
         if not asked:
             return next(iter(names.values()))
@@ -305,17 +305,17 @@ class ServerState:
 
     @property
     def degraded(self) -> str:
-        """What is missing while requests are served: engines, background tasks; empty if nothing is."""
+        """Missing engines and failing background tasks while requests are served; empty if there are none."""
         return "; ".join(filter(None, (self.client.missing, self.supervisor.failing)))
 
     def not_ready(self) -> str | None:
-        """Say why requests are refused, or return None if they are served."""
+        """Return the reason why requests are refused, or None if they are served."""
         if self.drain.leaving:
             return "the server is shutting down"
         return None if self.client.alive else self.client.missing
 
     def admit(self, count: int) -> None:
-        """Raise `ApiError` (503) if `count` more generations cannot be taken, 400 if none ever is."""
+        """Raise `ApiError` (503) without room for `count` more generations, 400 if there is never any."""
         if self.client.info.role == "prefill":
             message = "this prefill worker only computes prompts; send requests to a decode worker or to the router"
             raise ApiError(400, message, code="prefill_worker")
@@ -336,7 +336,7 @@ def state_of(request: Request) -> ServerState:
 
 @dataclass(slots=True)
 class TokenTimes:
-    """When the tokens of one generation came, in seconds of `time.perf_counter`."""
+    """Times at which one generation's request, first and last tokens arrived, in seconds of `time.perf_counter`."""
 
     arrived: float
     first: float = 0.0
@@ -344,7 +344,7 @@ class TokenTimes:
 
 
 class EngineStarts(msgspec.Struct, frozen=True):
-    """Deaths and restarts of one engine, as its client knows them."""
+    """Deaths and restarts of one engine, as counted by its client."""
 
     up: Annotated[int, gauge("engine_up", "1 while the engine answers, 0 otherwise.")]
     epoch: Annotated[int, gauge("engine_epoch", "Number of starts of the engine.")]
@@ -358,7 +358,7 @@ class EngineStarts(msgspec.Struct, frozen=True):
 
 
 class ServerMetrics(Collector):
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one server, in a separate registry."""
 
     def __init__(
         self,
@@ -368,7 +368,7 @@ class ServerMetrics(Collector):
         refusals: Mapping[tuple[str, str], int] = MappingProxyType({}),
         counters: Iterable[object] | None = None,
     ) -> None:
-        """`vllm_model` labels vLLM's names, None leaves them out; `counters` are statistics of what listens."""
+        """`vllm_model` labels vLLM's names, None omits them; `counters` are statistics of the listeners."""
         self._client = client
         self._vllm_model = vllm_model
         self.ttft = Histogram(
@@ -448,7 +448,7 @@ class ServerMetrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def tokens_came(self, times: TokenTimes, count: int, *, first: bool) -> None:
-        """Count the time until a generation's `first` tokens came, or since those before."""
+        """Observe the time until a generation's `first` tokens, or since the previous ones."""
         moment = time.perf_counter()
         if first:
             histogram, seconds, count = self.ttft, moment - times.arrived, 1
@@ -494,12 +494,12 @@ class ServerMetrics(Collector):
             histogram.total += value
 
     def durations(self) -> dict[str, dict[str, Sequence[float]]]:
-        """Return the histograms by what they measure: upper bounds in seconds, and counts with one more at the end."""
+        """Return the histograms by metric: upper bounds in seconds, and counts with one more at the end."""
         measured = {"time_to_first_token": self.ttft, "inter_token": self.inter_token, "end_to_end": self.end_to_end}
         return {name: {"bounds": each.bounds, "counts": each.counts} for name, each in measured.items()}
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: names are known without asking an engine."""
+        """Return nothing: names are known without querying an engine."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -525,7 +525,7 @@ class ServerMetrics(Collector):
         return count_family(f"fdcore_adapter_{name}", text, ["adapter"], loaded)
 
     def _as_vllm(self, model: Mapping[str, str]) -> Iterator[Metric]:
-        """Yield what vLLM has a name for under that name; of several engines, what the server counts has no engine."""
+        """Yield vLLM's metrics under its names; with several engines, the server's own counts have no engine label."""
         engines = [({**model, "engine": str(index)}, each) for index, each in enumerate(self._client.engines)]
         yield from metric_families("vllm:", [(labels, each.stats) for labels, each in engines], lambda spec: spec.vllm)
         labels = engines[0][0] if len(engines) == 1 else model

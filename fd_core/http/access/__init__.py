@@ -1,5 +1,5 @@
-"""Who may ask, for how much, and what is written down about it; the same for a server and for a router.
+"""Authentication, rate limits and the access log; the same for a server and for a router.
 
-`keys` reads keys, recognises them and counts what each may take, `control` answers for what is refused, and `record` is
-what is known of one request, with its line in the log.
+`keys` reads and recognises keys and counts their usage, `control` rejects requests, and `record` is
+the record of one request, with its line in the log.
 """

@@ -1,4 +1,4 @@
-"""Who may ask, and how much: the keys of a server or a router, their limits, and the answers to what is refused."""
+"""Access control: the keys of a server or a router, their limits, and the responses to rejected requests."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _FIELDS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minut
 
 
 class AccessControl:
-    """The keys in force, and what each has taken; used from one event loop."""
+    """The keys in force, and their usage; used from one event loop."""
 
     def __init__(self, config: ListenConfig = _OPEN_TO_ALL) -> None:
-        """Take the keys of a server's or a router's settings. Raises `ConfigError` for a file that is wrong."""
+        """Read the keys from a server's or a router's settings. Raises `ConfigError` for an invalid file."""
         self._plain = config.api_keys
         self._file = None if config.api_key_file is None else Path(config.api_key_file)
         self.reloadable = self._file is not None
@@ -60,7 +60,7 @@ class AccessControl:
         return (*map(ApiKey.of, self._plain), *named)
 
     async def reload(self) -> None:
-        """Read the file again. One that is wrong changes nothing but the log."""
+        """Read the file again. An invalid one is logged and changes nothing."""
         if self._file is None:
             return
         try:
@@ -78,7 +78,7 @@ class AccessControl:
         log.info("%s was read again: %d API keys", self._file, len(ring))
 
     def identify(self, method: str, path: str, authorization: bytes | None, api_key: bytes | None) -> ApiKey | None:
-        """Return whose request it is, None for anybody's. Raises `ApiError` (401) where a key is required."""
+        """Return the key of a request, None without one. Raises `ApiError` (401) if an accepted key is required."""
         if not self.has_keys:
             return None
         found = find_route(path)
@@ -105,7 +105,7 @@ class AccessControl:
 
     @staticmethod
     def authorize(record: RequestRecord, method: str, path: str) -> str:
-        """Return the template of the route that a known key asks for; `ApiError`: 404, 405, 403 without the right."""
+        """Return the route's template for a request with a known key; `ApiError`: 404, 405, 403 without the right."""
         found = find_route(path)
         if found is None:
             raise no_such_path(path)
@@ -121,13 +121,13 @@ class AccessControl:
         return template
 
     def salt(self, owner: str, given: str | None) -> str:
-        """Return the salt of an owner's prompts in the prefix cache, so that times show no client what others sent."""
+        """Return the salt of an owner's prompts in the prefix cache, so that timing reveals no prompts of others."""
         return given or "" if self._share_prefixes or not owner else scoped(owner, given)
 
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
-        """Let a request begin; its record has to be closed. Raises `ApiError` (429) if its key has no room for it."""
+        """Admit a request; its record has to be closed. Raises `ApiError` (429) if a limit of its key is reached."""
         key = record.key
-        # To look, and to end work, must always be possible.
+        # Reads, and requests that end work, must always be possible.
         ends = path in ("/v1/abort_requests", "/ping") or path.endswith("/cancel")
         if key is None or key.limits == _NO_LIMITS or method != "POST" or ends:
             return
@@ -162,7 +162,7 @@ class AccessControl:
         return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
 
     def reserve(self, record: RequestRecord, tokens: int) -> None:
-        """Take the tokens that a request may need. Raises `ApiError` (429)."""
+        """Reserve the tokens that a request may need. Raises `ApiError` (429)."""
         try:
             record.reserve(tokens)
         except LimitReached as error:
@@ -180,7 +180,7 @@ def allow_header(path: str) -> dict[str, str]:
 
 
 def limit_headers(account: KeyAccount | None, now: float) -> dict[str, str]:
-    """Return the headers that tell OpenAI's clients what is left of the minute; none without an account."""
+    """Return the headers in which OpenAI's clients read the minute's remaining limits; none without an account."""
     headers: dict[str, str] = {}
     if account is None:
         return headers
@@ -205,17 +205,17 @@ def _duration(seconds: float) -> str:
 
 Right = Literal["probe", "page", "key", "admin", "secret"]
 """`probe`: no key. `page`: no key unless pages are protected. `key`: any accepted key. `admin`: an admin key. `secret`:
-the handler checks a secret of its own."""
+the handler checks a separate secret."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """What one path accepts."""
+    """Methods and access right of one path."""
 
     right: Right
     methods: tuple[str, ...] = ("POST",)
     forwarded: bool = False
-    """Whether a router passes the request on to one worker."""
+    """True if a router passes the request on to one worker."""
 
     allowed: tuple[str, ...] = field(init=False)
 

@@ -1,9 +1,9 @@
-"""API keys: reading their files, recognising the one that a client sent, and what each may take.
+"""API keys: reading their files, recognising the one that a client sent, and counting their usage.
 
-There is no clock: moments are passed in.
+There is no clock: readings are passed in.
 
-The minute of a limit slides: of any 60 seconds, what was admitted within them never exceeds the limit. A request takes
-its tokens when it begins, as many as it may read and write, and gives back at its end what it did not use.
+The window of a limit slides: in any 60 seconds, the admitted usage never exceeds the limit. A request reserves
+its tokens when it begins, as many as it may read and write, and returns unused ones at its end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fd_core.errors import ConfigError
 
 WINDOW_SECONDS: Final = 60.0
 _SLOT_SECONDS: Final = 0.25
-"""What is admitted within one slot counts until the whole slot is a minute old."""
+"""Resolution of the window: usage admitted within one slot counts until the whole slot is a minute old."""
 
 Limited = Literal["requests", "tokens", "parallel"]
 _Limit = Annotated[int, Meta(ge=1, le=10**12)]
@@ -51,7 +51,7 @@ _MOST: Final = 10**12
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one key may take; None sets no limit."""
+    """Limits of one key; None sets no limit."""
 
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
@@ -77,7 +77,7 @@ class LimitReached(Exception):
 
 
 class SlidingWindow:
-    """Sums what was added within the last minute, in memory that has a bound."""
+    """Sum of the additions within the last minute, in bounded memory."""
 
     __slots__ = ("_latest", "_slots", "used")
 
@@ -87,7 +87,7 @@ class SlidingWindow:
         self.used = 0
 
     def advance(self, now: float) -> None:
-        """Forget what is older than a minute. A clock that goes back stands still."""
+        """Forget entries older than a minute. If the clock goes back, time stands still."""
         self._latest = max(self._latest, now)
         for slot in list(self._slots):
             if _end_of(slot) > self._latest:
@@ -103,13 +103,13 @@ class SlidingWindow:
         return slot
 
     def give_back(self, slot: int, amount: int) -> None:
-        """Take back what was added to a slot; no more than nothing if a minute has passed since."""
+        """Subtract from a slot; no effect if its minute has passed."""
         if slot in self._slots:
             self._slots[slot] -= amount
             self.used -= amount
 
     def wait(self, now: float, excess: int) -> float:
-        """Return the seconds until `excess` of what is used is forgotten."""
+        """Return the seconds until `excess` of the sum has expired."""
         self.advance(now)
         for slot, amount in self._slots.items():
             excess -= amount
@@ -118,23 +118,23 @@ class SlidingWindow:
         return 0.0
 
     def reset(self, now: float) -> float:
-        """Return the seconds until nothing is used, if nothing is added."""
+        """Return the seconds until the sum is zero, if nothing is added."""
         self.advance(now)
         return max((_end_of(slot) - self._latest for slot, amount in self._slots.items() if amount), default=0.0)
 
 
 class KeyAccount:
-    """What the requests of one key have taken."""
+    """Usage of one key."""
 
     def __init__(self, limits: KeyLimits) -> None:
         self.limits = limits
-        """May be replaced; what was taken before still counts."""
+        """May be replaced; earlier usage still counts."""
         self.running = 0
         self.requests = SlidingWindow()
         self.tokens = SlidingWindow()
 
     def enter(self, now: float) -> None:
-        """Let a request begin, which counts in `running`. Raises `LimitReached`; one that is refused takes nothing."""
+        """Admit a request, which counts in `running`. Raises `LimitReached`; a rejected request uses nothing."""
         limits = self.limits
         if limits.parallel_requests is not None and self.running >= limits.parallel_requests:
             raise LimitReached("parallel", limits.parallel_requests, self.running, 1, 1.0)
@@ -144,7 +144,7 @@ class KeyAccount:
         self.running += 1
 
     def reserve(self, now: float, tokens: int) -> Reservation:
-        """Take tokens in advance. Raises `LimitReached`."""
+        """Reserve tokens. Raises `LimitReached`."""
         limit = self.limits.tokens_per_minute
         if limit is None:
             return Reservation(self, None, tokens)
@@ -153,7 +153,7 @@ class KeyAccount:
 
 
 class Reservation:
-    """Tokens that one request took in advance."""
+    """Tokens that one request reserved."""
 
     __slots__ = ("_account", "_open", "_slot", "tokens")
 
@@ -164,7 +164,7 @@ class Reservation:
         self.tokens = tokens
 
     def settle(self, now: float, used: int) -> None:
-        """Give back, once, what was not used; what was used beyond that is taken now, whatever the limit says."""
+        """Return unused tokens, once; usage beyond the reservation is charged now, even above the limit."""
         if not self._open or self._slot is None:
             return
         self._open = False
@@ -182,7 +182,7 @@ def _require(limited: Limited, window: SlidingWindow, limit: int, now: float, as
 
 
 def _end_of(slot: int) -> float:
-    """Return the moment from which on nothing of a slot counts."""
+    """Return the time at which a slot has expired."""
     return (slot + 1) * _SLOT_SECONDS + WINDOW_SECONDS
 
 
@@ -194,7 +194,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     """For logs and metrics; a key without a name has none."""
     admin: bool = False
-    """Whether it may act on the requests of others."""
+    """True if the key may act on the requests of others."""
     limits: KeyLimits = KeyLimits()
 
     @staticmethod
@@ -204,22 +204,22 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """Whose data it is: a digest of the name, so that the key can be replaced, or else of the key."""
+        """Owner of the key's data: a digest of the name, so that the key can be replaced, or else of the key."""
         if self.name:
             return hashlib.blake2b(self.name.encode(), digest_size=16, person=b"fd_core key name").hexdigest()
         return hashlib.blake2b(self.digest, digest_size=16, person=b"fd_core owner").hexdigest()
 
 
 def scoped(owner: str, name: str | None) -> str:
-    """Return a name that a client chose as a name among its owner's only; as it is where there are no keys."""
+    """Return a client's name, scoped to its owner; unchanged if there are no keys."""
     return f"{owner}/{name or ''}" if owner else name or ""
 
 
 class KeyRing:
     """The accepted keys. Without any, every request is accepted.
 
-    Keys are found by a digest that is keyed with a secret of this process: nobody outside can tell which keys it brings
-    close to each other, so the time that a search takes says nothing about them, however many there are.
+    Keys are found by a digest that is keyed with a secret of this process: clients cannot predict which keys it brings
+    close to each other, so the time that a search takes reveals nothing about them, however many there are.
     """
 
     def __init__(self, keys: Iterable[ApiKey | str]) -> None:
@@ -270,7 +270,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class _Wrong(Exception):
-    """What is wrong with one entry, and in which field."""
+    """Error in one entry, with the field at fault."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -296,7 +296,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     except UnicodeDecodeError:
         raise _error(f"{path} is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
-        # A parser names places and single characters, never a whole key.
+        # A parser names positions and single characters, never a whole key.
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise _error(f"{path} is not valid {kind[1:].upper()}: {reason}") from None
     entries = table.get("keys") if isinstance(table, dict) else None
@@ -371,7 +371,7 @@ def _entry(entry: Any) -> ApiKey:
         if field not in _FIELDS:
             close = difflib.get_close_matches(field[:64], _FIELDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(_FIELDS)}"
-            # Whoever mixes up the two sides of a line has written a key where a field's name belongs.
+            # A user who swaps the two sides of a line has written a key in the position of a field's name.
             raise _Wrong(field if _FIELD.fullmatch(field) else "", f"a field has no such name ({hint})")
     name = entry.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -431,7 +431,7 @@ def _json_starts(data: bytes) -> list[int]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object; a field that is given twice is refused, as TOML refuses it."""
+    """Return an object; a duplicate field is rejected, as in TOML."""
     table: dict[str, Any] = {}
     for name, value in pairs:
         if name in table:

@@ -1,6 +1,6 @@
-"""What is known about one request while it is answered, what it took, and its line in the access log.
+"""Record of one request while it is answered, its usage, and its line in the access log.
 
-A router learns what an answer took from its `usage`, or from a comment that workers put into a stream.
+A router reads the usage of an answer from its `usage`, or from a comment that workers put into a stream.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from fd_core.http.access.keys import ApiKey, KeyAccount, Reservation
 TENANT_HEADER: Final = "X-FD-Tenant"
 _HEADER: Final = re.compile(r"([0-9a-f]{32}) (admin|user) (\d{0,13}) ([0-9a-f]{64})")
 CLIENT_LEFT: Final = 499
-"""Status of a request whose client left before the answer ended."""
+"""Status of a request whose client disconnected before the answer ended."""
 log = logging.getLogger(ACCESS_LOGGER)
 USAGE_HEADER: Final = "X-FD-Usage"
-"""Header with which a router asks a worker for the comment."""
+"""Header with which a router requests the comment from a worker."""
 _COMMENT: Final = re.compile(rb"^: usage (\d{1,12}) (\d{1,12})\n\n", re.MULTILINE)
 _MARK: Final = b": usage "
 _EVENT: Final = b"\ndata: "
 
 
 class Tenant(NamedTuple):
-    """A key of a router's, as a worker sees it: whose work a request that the router passes on is.
+    """A key of a router, as a worker sees it: the owner of a request that the router passes on.
 
-    A worker sees one key, the router's. The header, signed with that key, names the client's key behind it for one
+    A worker sees one key, the router's. The header, signed with that key, names the client's key for one
     request only: method, path and request id are signed as well. A tenant owns a part of what the carrying key owns and
-    nothing else, so whoever forges a header with a key of their own gains nothing by it.
+    nothing else, so a client that forges a header with another key gains nothing by it.
     """
 
     owner: str
@@ -45,7 +45,7 @@ class Tenant(NamedTuple):
 
     @staticmethod
     def of(key: ApiKey) -> Tenant:
-        """Return the tenant that a key of the router's stands for."""
+        """Return the tenant of a key of the router."""
         return Tenant(key.owner, key.admin, key.limits.tokens_per_minute)
 
 
@@ -97,7 +97,7 @@ def log_access(client: str, method: str, path: str, status: int, seconds: float,
 
 
 class _Usage(msgspec.Struct):
-    """What OpenAI's and Anthropic's answers say."""
+    """Usage in OpenAI's and Anthropic's responses."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -114,12 +114,12 @@ _decoder: Final = msgspec.json.Decoder(_Metered)
 
 
 def usage_comment(tokens_in: int, tokens_out: int) -> bytes:
-    """Return the comment that tells what a stream took; clients of server-sent events pass over it."""
+    """Return the comment that reports the usage of a stream; clients of server-sent events ignore it."""
     return b"%b%d %d\n\n" % (_MARK, tokens_in, tokens_out)
 
 
 class UsageMeter:
-    """Reads what one answer took while it passes."""
+    """Reads the usage of one answer as it passes."""
 
     __slots__ = ("_events", "_told")
 
@@ -128,7 +128,7 @@ class UsageMeter:
         self._events = 0
 
     def whole(self, body: bytes) -> None:
-        """Read the usage of a whole answer; one that tells none, such as an error, took nothing."""
+        """Read the usage of a whole answer; one that reports none, such as an error, used no tokens."""
         self._told = 0, 0
         try:
             usage = _decoder.decode(body).usage
@@ -139,7 +139,7 @@ class UsageMeter:
             self._told = read, usage.completion_tokens or usage.output_tokens
 
     def piece(self, events: bytes) -> bytes:
-        """Take whole events of a stream; return them without the comment, which is not meant for clients."""
+        """Process whole events of a stream; return them without the comment, which is not meant for clients."""
         self._events += events.count(_EVENT) + events.startswith(_EVENT[1:])
         if _MARK in events and (found := _COMMENT.search(events)) is not None:
             self._told = int(found[1]), int(found[2])
@@ -147,7 +147,7 @@ class UsageMeter:
         return events
 
     def tokens(self, prompt: int) -> tuple[int, int] | None:
-        """Return the tokens read and written, None if not told; of a stream that does not tell, events count."""
+        """Return the tokens read and written, None if not reported; for a stream without a report, count events."""
         if self._told is None and self._events:
             return prompt, self._events
         return self._told
@@ -159,24 +159,24 @@ class RequestRecord:
 
     request_id: str = ""
     key: ApiKey | None = None
-    """None where there are no keys, or the path needs none."""
+    """None if there are no keys, or the path needs none."""
     tenant: Tenant | None = None
-    """The key of a router behind this one; None if the client came directly."""
+    """The client's key at the router that sent this request; None if the client connected directly."""
     account: KeyAccount | None = None
-    """What the key has taken, while this request counts in it; None for a key without limits."""
+    """Usage of the key while this request counts in it; None for a key without limits."""
     tokens_in: int = 0
     tokens_out: int = 0
     reservation: Reservation | None = None
 
     @property
     def owner(self) -> str:
-        """Whose request it is, see `ApiKey.owner`; "" for anybody's. A tenant has a part of what its router has."""
+        """Owner of the request, see `ApiKey.owner`; "" without a key. A tenant owns a part of its router's data."""
         own = "" if self.key is None else self.key.owner
         return own if self.tenant is None else f"{own}.{self.tenant.owner}"
 
     @property
     def is_admin(self) -> bool:
-        """Whether it may change what all keys use. Without keys everybody may."""
+        """True if the request may change state shared by all keys. Always true without keys."""
         return (self.key is None or self.key.admin) and (self.tenant is None or self.tenant.admin)
 
     def may_abort(self, owner: str) -> bool:
@@ -193,7 +193,7 @@ class RequestRecord:
         return None if self.account is None else self.account.limits.tokens_per_minute
 
     def reserve(self, tokens: int) -> None:
-        """Take tokens in advance. Raises `LimitReached`."""
+        """Reserve tokens. Raises `LimitReached`."""
         if self.account is not None:
             self.reservation = self.account.reserve(time.monotonic(), tokens)
 
@@ -203,12 +203,12 @@ class RequestRecord:
         self.tokens_out += tokens_out
 
     def settle(self) -> None:
-        """Give back what was reserved and not used."""
+        """Return unused tokens of the reservation."""
         if self.reservation is not None:
             self.reservation.settle(time.monotonic(), self.tokens_in + self.tokens_out)
 
     def close(self) -> None:
-        """Make room for the next request of the key; again without effect."""
+        """End the request's share of the parallel requests of its key; further calls have no effect."""
         if self.account is not None:
             self.account.running -= 1
             self.account = None

@@ -1,1 +1,1 @@
-"""Who may come in, how many at a time, and for how long: what servers and routers do before a request is read."""
+"""Admission of connections, their number and their timeouts: checks of servers and routers before a request is read."""

@@ -1,6 +1,6 @@
 """The connections of one listening socket: a bound on their number, and an end for those that do not move.
 
-GET /health has a port and a thread of its own as well: a busy event loop does not delay it, and a stuck one shows.
+GET /health has a separate port and thread as well: a busy event loop does not delay it, and a stuck one shows.
 
 A connection waits for a request, receives a body, or is answered; only the answering of a request has no deadline.
 
@@ -44,31 +44,31 @@ Reason = Literal["head", "keep_alive", "body", "write", "crowd"]
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Most bytes of the request line and headers of a request; libraries may count each line, or up to one read more."""
 BYTES_PER_SECOND: Final = 64 * 1024
-"""A body may take a second longer for each of these bytes that came, an answer for each that was taken."""
+"""Bytes that extend the deadline by a second: received of a body, or accepted by the client of an answer."""
 _RESERVED_DESCRIPTORS: Final = 256
-"""Kept for files, stores, workers and the engine; of a small limit a quarter is kept."""
+"""Reserved for files, stores, workers and the engine; a quarter of a small limit is reserved."""
 _MOST_CONNECTIONS: Final = 10_000
 _CROWD_SECONDS: Final = 1.0
-"""A connection that waits for longer than this makes room for a new one where there is no other."""
+"""A connection idle for longer than this is closed for a new one if the limit is reached."""
 _AT_ONCE: Final = 64
-"""Connections accepted before others have their turn on the event loop."""
+"""Connections accepted before the event loop runs other callbacks."""
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Closing connections that wait for a request may help."""
 _PAUSE_SECONDS: Final = 0.5
-"""Pause after a failure to accept: whatever is missing does not come back at once."""
+"""Pause after a failure to accept: a missing resource is not available again at once."""
 _REFRESH_SECONDS: Final = 5.0
-"""Pause between two looks at the files of the certificate."""
+"""Interval between polls of the certificate files."""
 _MOST_REFUSALS: Final = 16
-"""Refusals on their way, which take descriptors of the reserve; further connections are closed without a word."""
+"""Refusals in progress, which use reserved descriptors; further connections are closed without a response."""
 _BEAT_SECONDS: Final = 0.25
 _STUCK_SECONDS: Final = 10.0
-"""An event loop that has not beaten for so long is taken for stuck; no request may hold it for a tenth of a second."""
+"""Heartbeat timeout of an event loop, after which it is stuck; no request may block it for a tenth of a second."""
 _PROBE_SECONDS: Final = 2.0
 _MOST_PROBES: Final = 64
 
 
 class ConnectionStats(msgspec.Struct):
-    """What became of connections; every count only grows."""
+    """Outcomes of connections; every count only grows."""
 
     open: Annotated[int, gauge("connections", "Connections of clients that are open.")] = 0
     limit: Annotated[int, gauge("connections_limit", "Most connections of clients at a time.")] = 0
@@ -110,7 +110,7 @@ def last_answer(status: int, body: bytes, headers: Mapping[str, str] = MappingPr
 
 @lru_cache(maxsize=4096)
 def source_of(address: str) -> str:
-    """Return whose an address is: of IPv6, a network of 64 bits, since one machine may use all addresses in it."""
+    """Return the source of an address: for IPv6 its /64 network, since one machine may use all addresses in it."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -133,10 +133,10 @@ class Connections:
             "body": config.timeout_body,
             "write": config.timeout_write,
         }
-        """Seconds after which a connection is closed on which nothing moves, by what it waits for."""
+        """Timeouts of connections without progress, in seconds, by wait reason."""
         self.stats = ConnectionStats(limit=limit)
         self._opening: set[WatchedProtocol] = set()
-        """Connections that were accepted and not made yet: their TLS handshake goes on."""
+        """Accepted connections whose TLS handshake is in progress."""
         self._open: set[WatchedProtocol] = set()
         self._sources: Counter[str] = Counter()
         self.waiting: dict[WatchedProtocol, float] = {}
@@ -153,7 +153,7 @@ class Connections:
         self._timer.cancel()
 
     def entered(self, connection: WatchedProtocol) -> None:
-        """Note that a connection was made; it waits for its first request."""
+        """Record that a connection was made; it waits for its first request."""
         self._opening.discard(connection)
         self._open.add(connection)
         self.stats.open = len(self._open)
@@ -203,7 +203,7 @@ class Connections:
         return len(longest)
 
     def complain(self, what: str, example: str = "") -> None:
-        """Log a warning, the same one at most once a minute, whatever the `example` is."""
+        """Log a warning, the same one at most once a minute, even with another `example`."""
         if (now := self.now()) >= self._next_line.get(what, 0.0):
             self._next_line[what] = now + 60.0
             log.warning("%s%s (logged once a minute)", what, example)
@@ -218,12 +218,12 @@ class Connections:
 
 
 class WatchedProtocol(asyncio.Protocol):
-    """Base of watched protocols, before the class that reads HTTP, which notes ends of heads, bodies and answers."""
+    """Base of watched protocols, before the class that parses HTTP, which reports ends of heads, bodies and answers."""
 
     watch: Connections
     """To be set before the connection is made."""
     source: str
-    """Whose address it is from, see `source_of`; `Connections.admit` sets it."""
+    """Source of the connection, see `source_of`; `Connections.admit` sets it."""
 
     def connection_made(self, transport: Any) -> None:
         """Begin to watch."""
@@ -243,7 +243,7 @@ class WatchedProtocol(asyncio.Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Note that something moves."""
+        """Record progress of the connection."""
         if self._waits_for == "keep_alive":
             self._waits_for, self._since = "head", self.watch.now()
         elif self._waits_for == "body":
@@ -251,29 +251,29 @@ class WatchedProtocol(asyncio.Protocol):
         super().data_received(data)
 
     def pause_writing(self) -> None:
-        """Note that the client does not take its answer."""
+        """Record that the client does not read its answer."""
         self._stuck_since, self._stuck_bytes = self.watch.now(), self._transport.get_write_buffer_size()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Note that the client has taken its answer."""
+        """Record that the client has read its answer."""
         self._stuck_since = None
         super().resume_writing()
 
     def head_complete(self) -> None:
-        """Note that a request begins."""
+        """Record that a request begins."""
         self._waits_for, self._since, self._received = "body", self.watch.now(), 0
         self._pending += 1
         self.watch.waiting.pop(self, None)
 
     def body_complete(self) -> None:
-        """Note that nothing is missing of the request."""
+        """Record that the request is complete."""
         self._waits_for = None
         if not self._pending:
             self._wait()
 
     def answer_complete(self) -> None:
-        """Note that the answer was handed over; the rest of an unfinished body keeps its deadline."""
+        """Record that the answer was handed over; the rest of an unfinished body keeps its deadline."""
         self._pending -= 1
         if not self._pending and self._waits_for is None:
             self._wait()
@@ -283,7 +283,7 @@ class WatchedProtocol(asyncio.Protocol):
         self.watch.waiting[self] = self._since
 
     def overdue(self, now: float, elapsed: float) -> Reason | None:
-        """Return what has taken too long, if anything has; `elapsed` seconds have passed since the last look."""
+        """Return the reason if a timeout expired; `elapsed` seconds have passed since the last check."""
         patience = self.watch.patience
         if self._stuck_since is None and self._transport.is_closing():
             self._stuck_since, self._stuck_bytes = now, self._transport.get_write_buffer_size()
@@ -295,11 +295,11 @@ class WatchedProtocol(asyncio.Protocol):
         if waits_for is None:
             return None
         if waits_for == "body" and not self._transport.is_reading():
-            self._since += elapsed  # the server holds the client up, not the other way round
+            self._since += elapsed  # the server delays the client, not the other way round
         return waits_for if now - self._since > patience[waits_for] + self._received / BYTES_PER_SECOND else None
 
     def not_http(self) -> ApiError:
-        """Log what came and cannot be read, and return its answer."""
+        """Log input that is not HTTP, and return the error for it."""
         self.watch.complain("what came on a connection is not HTTP")
         return ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http")
 
@@ -313,14 +313,14 @@ class WatchedProtocol(asyncio.Protocol):
         self._transport.close()
 
     def expire(self, reason: Reason) -> None:
-        """Close the connection, whatever is still to be sent; whoever works on its request is told that it is lost."""
+        """Close the connection and drop unsent data; the handler of its request is notified that it is lost."""
         self.watch.stats.closed[reason] += 1
         self.watch.left(self)
         self._transport.abort()
 
 
 class Listener:
-    """Serves a bound socket. Where too many connections are open, a new one is answered with 503."""
+    """Serves a bound socket. If too many connections are open, a new one gets a 503."""
 
     def __init__(
         self, sock: socket.socket, make: Callable[[], WatchedProtocol], connections: Connections, tls: ServingTls | None
@@ -341,7 +341,7 @@ class Listener:
         self._refreshing = self._loop.call_later(_REFRESH_SECONDS, self._refresh)
 
     def close(self) -> None:
-        """Accept no more; connections go on."""
+        """Accept no more; open connections continue."""
         if self._closed:
             return
         self._closed = True
@@ -354,7 +354,7 @@ class Listener:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait for what `close` cancelled, and watch no longer."""
+        """Wait for the tasks that `close` cancelled, and stop watching."""
         await asyncio.gather(*self._openings, return_exceptions=True)
         self._connections.close()
 
@@ -408,7 +408,7 @@ class Listener:
 
 
 class _Refusal(asyncio.Protocol):
-    """Answers a connection for which there is no room, and takes what the client sends until it has read that."""
+    """Rejects a connection beyond the limit, and discards the client's input until it has read the response."""
 
     def __init__(self, refusals: set[_Refusal]) -> None:
         self._refusals = refusals
@@ -418,7 +418,7 @@ class _Refusal(asyncio.Protocol):
         transport.write(last_answer(error.status, error.body(), error.headers))
         if transport.can_write_eof():
             transport.write_eof()
-        # Closed at once, unread bytes of the request would make the kernel throw the answer away.
+        # If closed at once, unread bytes of the request would make the kernel discard the answer.
         self._timer = asyncio.get_running_loop().call_later(2.0, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -436,7 +436,7 @@ def attended(
     hurry: asyncio.Event,
     dead: Callable[[], str],
 ) -> Iterator[None]:
-    """Take signals for the block, read the keys again on SIGHUP, and serve the health port, see `liveness`."""
+    """Handle signals for the block, read the keys again on SIGHUP, and serve the health port, see `liveness`."""
     reload = access.reload if access.reloadable else None
     with signals_stop(stop, hurry), hangup_reloads(reload, supervisor), liveness(config, dead):
         yield
@@ -444,7 +444,7 @@ def attended(
 
 @contextlib.contextmanager
 def liveness(config: ListenConfig, dead: Callable[[], str]) -> Iterator[None]:
-    """Serve /health on `config.health_port`, if given; `dead` says why the server is. Raises `ConfigError`."""
+    """Serve /health on `config.health_port`, if given; `dead` returns why the server is dead. Raises `ConfigError`."""
     if config.health_port is None:
         yield
         return
@@ -458,10 +458,10 @@ def liveness(config: ListenConfig, dead: Callable[[], str]) -> Iterator[None]:
 
 
 class _Liveness:
-    """A thread with an event loop of its own, and a beat on the loop of the server."""
+    """A thread with a separate event loop, and a heartbeat on the loop of the server."""
 
     def __init__(self, sock: socket.socket, dead: Callable[[], str]) -> None:
-        sock.listen()  # at once, so that nobody is refused until the thread runs
+        sock.listen()  # at once, so that no client is refused until the thread runs
         self._sock = sock
         self._dead = dead
         self._open = 0
@@ -498,7 +498,7 @@ class _Liveness:
                     writer.write(self._response(line))
                     await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
-            pass  # whoever asks so gets no answer
+            pass  # such clients get no answer
         finally:
             self._open -= 1
             writer.close()

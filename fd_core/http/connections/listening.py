@@ -1,4 +1,4 @@
-"""Sockets and signals that every server of the project shares, and who holds a port that is taken."""
+"""Sockets and signals shared by every server of the project, and the process that uses a port."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fd_core.http.hosts import is_loopback
 from fd_core.http.supervision import Supervisor
 
 _MOST_DESCRIPTORS: Final = 2**20
-"""Far more than a server uses; where a limit of billions is allowed, programs that go through all are held up by it."""
+"""Far more than a server uses; with a limit of billions, programs that iterate over all descriptors are delayed."""
 log = logging.getLogger(__name__)
 
-ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # told apart, not bound
+ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # compared, not bound
 """Hosts that mean every address of the machine."""
 _LISTENS: Final = "0A"
-"""How /proc/net/tcp writes the state of a socket that listens."""
+"""State of a listening socket in /proc/net/tcp."""
 
 
 def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = "--host") -> socket.socket:
@@ -40,7 +40,7 @@ def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = 
     except (OSError, UnicodeError) as error:  # no name of a host may be longer than 63 letters between dots
         reason = error.strerror if isinstance(error, OSError) else "it is not the name of a host"
         raise ConfigError(f"the host {host!r:.300} cannot be resolved: {reason}", field=host_flag) from error
-    # A reusable address can be bound twice until somebody listens, so it is the second choice, needed only while
+    # A reusable address can be bound twice until a socket listens, so it is the second choice, needed only while
     # connections of an earlier server linger.
     for reuse in (0, 1):
         sock = socket.socket(family, kind, protocol)
@@ -57,7 +57,7 @@ def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = 
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process and those that it starts have as many descriptors as they are allowed."""
+    """Raise the descriptor limit of this process and its children to the hard limit, at most `_MOST_DESCRIPTORS`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -67,7 +67,7 @@ def raise_descriptor_limit() -> None:
 def cannot_listen(
     host: str, port: int, error: OSError, *, flag: str = "--port", host_flag: str = "--host"
 ) -> ConfigError:
-    """Return the error of a port that cannot be had, with who has it where the system tells."""
+    """Return the error of a port that is not available, with the process that uses it if the system reports it."""
     reason, hint = (error.strerror or str(error)).lower(), f"choose another with {flag}"
     if error.errno == errno.EADDRINUSE:
         holder = port_holder(port)
@@ -82,7 +82,7 @@ def cannot_listen(
 
 @contextlib.contextmanager
 def port_errors(host: str, sock: socket.socket, flag: str = "--port") -> Iterator[None]:
-    """Listen on a bound socket within the block; whoever was quicker becomes a `ConfigError` that names the flag."""
+    """Listen on a bound socket within the block; if the port is taken, a `ConfigError` names the flag."""
     try:
         # Connections inherit this, so that those which linger do not keep a restarted server from its port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -142,13 +142,13 @@ def url_of(host: str, sock: socket.socket, *, secure: bool = False) -> str:
 
 
 def settle() -> None:
-    """Tell the garbage collector to leave alone what has been loaded: visiting it would stop every stream for 0.1 s."""
+    """Exempt all loaded objects from garbage collection: visiting them would stop every stream for 0.1 s."""
     gc.collect()
     gc.freeze()
 
 
 def warn_if_open(host: str, *, keys: bool) -> None:
-    """Warn about a server that others can reach and that asks for no key."""
+    """Warn about a server that other machines can reach and that requires no key."""
     if not keys and not is_loopback(host):
         log.warning(
             "%s can be reached from other machines and no API key is set: whoever can reach it may use it; "

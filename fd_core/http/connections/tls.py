@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class ServingTls:
-    """The certificate of a server. New connections get what the files hold now; others go on as they are."""
+    """The certificate of a server. New connections use the current files; open ones continue unchanged."""
 
     def __init__(self, config: ListenConfig) -> None:
         """Raises `ConfigError` that names the flag if a file is missing, damaged, or does not fit the others."""
@@ -40,7 +40,7 @@ class ServingTls:
         return None
 
     def refresh(self) -> None:
-        """Read the files again if they have changed; what cannot be used is logged and changes nothing."""
+        """Read the files again if they have changed; invalid files are logged and change nothing."""
         stamps = self._read_stamps()
         if stamps == self._stamps:
             return

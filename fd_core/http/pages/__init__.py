@@ -1,1 +1,1 @@
-"""Pages for people: one HTML file each, with styles and scripts inside, so that a page loads nothing from elsewhere."""
+"""HTML pages: one file each, with inline styles and scripts, so that a page loads nothing from other hosts."""

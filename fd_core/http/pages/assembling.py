@@ -1,4 +1,4 @@
-"""Puts a page together from its template, its styles and its scripts, and says what a browser may do with it."""
+"""Assembles a page from its template, styles and scripts, and sets its content security policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def assemble(
     own: Sequence[str] = ("page.css",),
     values: Mapping[str, str] | None = None,
 ) -> str:
-    """Return `page.html` of a package with styles, scripts and `{name}` in their places, and a policy that fits."""
+    """Return `page.html` of a package with styles, scripts and `{name}` filled in, and a matching policy."""
     parts: dict[str, list[str]] = {"style": [], "script": []}
     for folder, names in ((__package__, shared), (package, own)):
         for name in names:
@@ -33,13 +33,13 @@ def assemble(
             return "\n".join(parts[mark[1]])
         return given.get(mark[2], mark[0])
 
-    # One pass: what a value says may look like a mark.
+    # One pass: a value may contain text that looks like a mark.
     page = _MARK.sub(filled, files(package).joinpath("page.html").read_text("utf-8"))
     return page.replace("{policy}", _policy(page), 1)
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """Return headers of a page that a server sends: it asks only its own server, and no other page may embed it."""
+    """Return headers of a page that a server sends: it may call only its own server, and no other page may embed it."""
     return {
         "Content-Security-Policy": f"{_policy(page)}; connect-src 'self'; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",

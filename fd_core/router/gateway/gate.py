@@ -1,4 +1,4 @@
-"""The gate that every request passes: request id, API key, path, and an answer to errors that nobody expected.
+"""The gate that every request passes: request id, API key, path, and a response to unexpected errors.
 
 On the admin port, workers that know the router's secret POST /register and /deregister.
 """
@@ -41,12 +41,12 @@ from fd_core.text.fair_thread import CLIENT
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
 _ADAPTERS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
-"""Paths whose text leaves nothing in a worker's cache, and so is no prompt to the router."""
+"""Paths whose text leaves nothing in a worker's cache, and so is not routed as a prompt."""
 _MAX_BODY_BYTES: Final = 16 * 1024
 
 
 class RouterGate:
-    """Handler of the gateway's port. Nothing of a request but its access log is ever logged here."""
+    """Handler of the gateway's port. It never logs any part of a request except in the access log."""
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
@@ -75,10 +75,10 @@ class RouterGate:
         try:
             added |= self._hosts.check(visit_of(request))
             answer = await self._answer(request, record, added)
-        except ConnectionError:  # the client is gone: nobody reads an answer
+        except ConnectionError:  # the client disconnected: an answer has no reader
             request.protocol.force_close()
             return web.Response(status=CLIENT_LEFT)
-        except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
+        except Exception as error:  # noqa: BLE001  # the outermost edge: the client gets an answer to every error
             answer = error_response(to_api_error(error), request.path)
             if request.writer.output_size > 0:
                 request.protocol.force_close()
@@ -160,7 +160,7 @@ class RouterGate:
             state=self._state,
             request=request,
             added=added,
-            # What was authorized is what is sent: no second reading of an encoded path.
+            # The authorized path is the one sent: encoded paths are not decoded twice.
             target=quote(request.path) + ("?" + query if (query := request.rel_url.raw_query_string) else ""),
             headers=headers,
             body=body,
@@ -276,7 +276,7 @@ class Admin:
     """Handler of the admin port."""
 
     def __init__(self, state: GatewayState, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when a worker came or went."""
+        """`on_change` is called when a worker registers or deregisters."""
         self._router = state.router
         self._ring = KeyRing([state.config.router_secret])
         self._on_change = on_change

@@ -33,7 +33,7 @@ from fd_core.text.prompt_reader import ModelText, find_text
 log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 0.5
-"""Time for answers that are on their way to clients at the end of the drain."""
+"""Grace period for answers in transit to clients at the end of the drain."""
 _LEARN_SECONDS: Final = 1.0
 """Pause between two questions for the model that the workers serve."""
 _KEEPALIVE_SECONDS: Final = 3.0
@@ -57,8 +57,8 @@ async def serve_gateway(
 ) -> None:
     """Serve until SIGINT, SIGTERM or `stop`; then drain. Raises `ConfigError` for a port or certificate.
 
-    `text` is how the workers read text; if it is None and `learns`, a worker is asked which model it serves, and that
-    model is looked for on this machine. `ticket_key` is needed for pairs. `spans` are closed by whoever opened them.
+    `text` is how the workers read text; if it is None and `learns`, a worker reports the model it serves, and that
+    model is looked for on this machine. `ticket_key` is needed for pairs. `spans` are closed by the caller.
     """
     tls = ServingTls.of(config)
     trusted = client_context(config.worker_ca_certs, "--worker-ca-certs", config)

@@ -1,4 +1,4 @@
-"""For who runs the server: abort requests, load and unload adapters, see what it does in health, metrics and a page."""
+"""Operator's endpoints: abort requests, load and unload adapters, health, metrics and the live page."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _LOAD: Final = BodyFormat(LoadAdapterRequest)
 _UNLOAD: Final = BodyFormat(UnloadAdapterRequest)
 KV_EVENTS_PATH: Final = "/kv_events"
 OFFER_HEADER: Final = "X-KV-Events"
-"""In the answer of /health: this server tells what it holds."""
+"""Header in the response of /health: this server publishes KV events."""
 WAIT_SECONDS: Final = 10.0
-"""An answer without news is given after so long."""
+"""Timeout of a poll without new events, in seconds."""
 
 
 @router.post("/v1/abort_requests", **endpoint("Abort requests", AbortRequest, AbortAnswer))
@@ -62,7 +62,7 @@ async def abort_requests(request: Request) -> Response:
 
 @router.post("/v1/load_lora_adapter", **endpoint("Load a LoRA adapter", LoadAdapterRequest, AdapterAnswer))
 async def load_adapter(request: Request) -> Response:
-    """Serve the adapter in a folder below --lora-folder under a name of its own, as vLLM does."""
+    """Serve the adapter in a folder below --lora-folder under a separate name, as vLLM does."""
     folder = _adapter_folder(request)
     state, body, headers = await _LOAD.read(request)
     if body.lora_name in state.names:
@@ -74,7 +74,7 @@ async def load_adapter(request: Request) -> Response:
 
 @router.post("/v1/unload_lora_adapter", **endpoint("Unload a LoRA adapter", UnloadAdapterRequest, AdapterAnswer))
 async def unload_adapter(request: Request) -> Response:
-    """Take no more requests for an adapter; those that use it go on to their ends."""
+    """Unload an adapter: new requests for it are refused, running ones continue to their ends."""
     _adapter_folder(request)
     state, body, headers = await _UNLOAD.read(request)
     found = state.names.get(body.lora_name)
@@ -123,7 +123,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", **endpoint("Whether requests are served", None, HealthAnswer, errors=(), unhealthy=True))
 async def ready(request: Request) -> Response:
-    """Answer 200 while requests are served, by whichever engine, 503 with the reason otherwise."""
+    """Answer 200 while requests are served, by any of the engines, 503 with the reason otherwise."""
     state = state_of(request)
     reason = state.not_ready()
     return _health(state.degraded, "ok") if reason is None else _health(reason, "not ready")
@@ -131,7 +131,7 @@ async def ready(request: Request) -> Response:
 
 @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
 async def ping(request: Request) -> Response:
-    """Answer as /health, where SageMaker and others look for it."""
+    """Answer as /health, at the path that SageMaker and others poll."""
     return await health(request)
 
 
@@ -164,7 +164,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    """Return a page that shows what the server does now, and a playground."""
+    """Return a page that shows the current state of the server, and a playground."""
     return Response(_page(), headers=page_headers(_page()), media_type="text/html")
 
 
@@ -217,7 +217,7 @@ async def kv_events(request: Request) -> Response:
     given = request.query_params.get("after")
     if given is not None and not (given.isascii() and given.isdecimal() and len(given) <= 18):
         raise invalid("after is not the number of an event", "after")
-    # The number may be another process's.
+    # The number may belong to another process.
     after = int(given) if given is not None and request.query_params.get("instance") == state.incarnation else None
     await told.wait(after, WAIT_SECONDS)
     if told.closed:

@@ -122,7 +122,7 @@ async def create_completion(request: Request) -> Response:
 
 
 class _CompletionFormat(ResponseFormat):
-    """Spells text completions; with `echo` the prompts' texts go first."""
+    """Formats text completions; with `echo` the prompts' texts are sent first."""
 
     answer = responses.CompletionAnswer
     id_prefix = "cmpl-"

@@ -41,13 +41,13 @@ _BEFORE: Final = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 _BEHIND: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""What Qwen3-Reranker was trained on, before and behind a pair."""
+"""Suffix of the prompt that Qwen3-Reranker was trained on, after a pair."""
 router = APIRouter(route_class=DirectRoute)
 EMBEDDINGS: Final = BodyFormat(pooling.EmbeddingRequest, POOLED)
 SCORE: Final = BodyFormat(pooling.ScoreRequest, POOLED)
 RERANK: Final = BodyFormat(pooling.RerankRequest, POOLED)
 _AT_ONCE: Final = 16
-"""Vectors that are encoded while everybody else waits."""
+"""Vectors that are encoded without yielding to the event loop."""
 
 
 async def read_texts(state: PromptState, given: Any, field: str, add_special: bool = True) -> list[PromptText]:
@@ -61,7 +61,7 @@ async def read_texts(state: PromptState, given: Any, field: str, add_special: bo
 
 
 def pairs_of(body: ScoreRequest | RerankRequest) -> tuple[list[tuple[str, str]], str]:
-    """Return each text with its partner, the only one or that of its place, and the field of the second side."""
+    """Return each text with its partner, the only one or the one of its index, and the field of the second side."""
     if isinstance(body, RerankRequest):
         return [(body.query, each if isinstance(each, str) else each.text) for each in body.documents], "documents"
     sides: list[list[str]] = []
@@ -90,7 +90,7 @@ def distinct(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 class PooledTexts:
-    """What one HTTP request wants of its texts; nothing of it runs once its methods have returned."""
+    """Tokenization and pooling of the texts of one HTTP request; nothing keeps running once its methods return."""
 
     def __init__(self, state: ServerState, request: Request, body: PooledRequest) -> None:
         """Raises `ApiError`: 404 for a model that is not served, 503 without room for a text."""
@@ -103,7 +103,7 @@ class PooledTexts:
         state.admit(1)
 
     async def vectors(self, prompts: Sequence[PromptText], field: str, dimensions: int | None = None) -> list[Floats]:
-        """Return a vector of each prompt, as the model's settings and the request want it."""
+        """Return a vector of each prompt, with the model's settings and the options of the request."""
         info = self._state.client.info
         check_dimensions(dimensions, info.state_size)
         pooled = await self._pool([each.ids for each in prompts], Pooling(info.vectors.pooling), field)
@@ -217,7 +217,7 @@ class PooledTexts:
 
 @router.post("/v1/embeddings", **endpoint("Make vectors of texts", pooling.EmbeddingRequest, pooling.EmbeddingAnswer))
 async def create_embeddings(request: Request) -> Response:
-    """Return a vector of each text, in the order given."""
+    """Return a vector of each text, in the same order."""
     state, body, headers = await EMBEDDINGS.read(request)
     texts = PooledTexts(state, request, body)
     reading = read_texts(state, body.input, "input", body.add_special_tokens is not False)

@@ -95,7 +95,7 @@ async def detokenize(request: Request) -> Response:
     "/tokenizer_info", **endpoint("What the tokenizer is", None, responses.TokenizerInfoAnswer, errors=(401, 404))
 )
 async def tokenizer_info(request: Request) -> Response:
-    """Tell control tokens and the chat template, as vLLM does, if the operator allows it."""
+    """Return control tokens and the chat template, as vLLM does, if the operator allows it."""
     state = state_of(request)
     if not state.config.enable_tokenizer_info_endpoint:
         message = (

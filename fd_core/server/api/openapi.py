@@ -45,8 +45,8 @@ _EVENT: Final = {
 
 
 class DirectRoute(APIRoute):
-    """A route that hands the request to an endpoint which takes nothing else: nothing is looked up or cleaned up for
-    it, and what it raises is answered by the `Gate`."""
+    """A route that passes the request to an endpoint without other parameters: no dependencies are resolved, and
+    the `Gate` handles its exceptions."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
@@ -68,7 +68,7 @@ def endpoint(
     errors: tuple[int, ...] | None = None,
     unhealthy: bool = False,
 ) -> dict[str, Any]:
-    """Return what a route's decorator needs to describe an endpoint, with the errors of reading a `body`."""
+    """Return the arguments of a route's decorator that describe an endpoint, with the errors of reading a `body`."""
     listed = errors if errors is not None else tuple(_ERRORS) if body is not None else (401,)
     limited = {429} if 401 in listed else set()
     listed = tuple(sorted({*listed, *limited, 403, 421}))

@@ -1,4 +1,4 @@
-"""What each key and all keys together keep: accounts against their limits, and an index in memory. No I/O."""
+"""Usage of each key and of all keys together: accounts against their limits, and an index in memory. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_SHARES: Final = 4
 
 
 class Account:
-    """Use of one resource of the store, such as bytes. Every use is taken before it happens."""
+    """Use of one resource of the store, such as bytes. Every use is reserved before it happens."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Account:
         self.add(owner, more)
 
     def add(self, owner: str, change: int) -> None:
-        """Count what is there already; a negative `change` gives back."""
+        """Add existing use; a negative `change` frees it."""
         self.used += change
         self._by_owner[owner] += change
         if not self._by_owner[owner]:
@@ -86,7 +86,7 @@ class _IndexEntry(NamedTuple, Generic[T]):
 
 
 class OwnedIndex(Generic[T]):
-    """Values by id, each with an owner, who alone sees it, and a kind; the cost of a page does not grow with them."""
+    """Values by id and kind, each visible only to its owner; the cost of a page does not grow with their number."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _IndexEntry[T]] = {}

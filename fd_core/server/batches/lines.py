@@ -18,7 +18,7 @@ import msgspec
 from fd_core.errors import ConfigError
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-"""Where the requests of a batch may go; a server that does not serve one of them answers 404 for the line."""
+"""Endpoints that the requests of a batch may call; the line gets a 404 if the server does not serve its endpoint."""
 _LONGEST_ID: Final = 512
 
 
@@ -30,7 +30,7 @@ class LineError(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
-    """What the server answered."""
+    """Response of the server to one line."""
 
     status_code: int
     request_id: str
@@ -41,14 +41,14 @@ class BatchAnswer(msgspec.Struct, kw_only=True):
     """One line of the output."""
 
     id: str
-    """Names the line of the input, so that an interrupted run goes on where it stopped."""
+    """Id of the input line, so that an interrupted run resumes where it stopped."""
     custom_id: str | None
     response: BatchResponse | None = None
     error: LineError | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether the request succeeded."""
+        """True if the request succeeded."""
         return self.response is not None and self.response.status_code == 200
 
 
@@ -83,7 +83,7 @@ _asked: Final = msgspec.json.Decoder(_Asked)
 
 
 def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) -> Iterator[BatchLine]:
-    """Yield the requests of a file, which have to go to `endpoint`; a line that cannot be sent comes with its error."""
+    """Yield the requests of a file, which have to go to `endpoint`; a line that cannot be sent has its error set."""
     number, seen = 0, dict[str, int]()
     while line := file.readline(longest + 1):
         number += 1
@@ -101,7 +101,7 @@ def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) ->
 
 
 def answered(request: BatchLine, status: int, request_id: str, body: bytes) -> BatchAnswer:
-    """Return the line for what a server answered."""
+    """Return the output line for a response of the server."""
     return BatchAnswer(
         id=request.id, custom_id=request.custom_id, response=BatchResponse(status, request_id, msgspec.Raw(body))
     )
@@ -155,7 +155,7 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
     """Answers go to `PATH.partial`, which becomes `PATH` at the end; a later run finds those before it in `known`."""
 
     def __init__(self, path: Path, account: Callable[[int], None] = lambda _: None) -> None:
-        """`account` is told growth in bytes and may raise. Raises `ConfigError` for a file that is no output."""
+        """`account` receives growth in bytes and may raise. Raises `ConfigError` for a file that is no output."""
         self.path = path
         self.known: dict[str, BatchAnswer] = {}
         """By id; the answers themselves are left out."""
@@ -188,7 +188,7 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
         self._file.close()
 
     def write(self, answer: BatchAnswer) -> None:
-        """Append an answer. Raises `OSError` if it could not be written whole, and leaves nothing of it."""
+        """Append an answer. Raises `OSError` if it could not be written whole, and removes the part written."""
         line = as_line(answer)
         self._account(len(line))
         try:
@@ -202,7 +202,7 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
         self.size += len(line)
 
     def sync(self) -> None:
-        """Have the disk write what is there."""
+        """Flush the file to disk."""
         os.fsync(self._file.fileno())
 
     def finish(self) -> None:
@@ -213,7 +213,7 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
 
 
 def cut_torn_line(file: IO[bytes]) -> int:
-    """Cut off what follows the last whole line, which a process that died or a disk that failed may leave."""
+    """Truncate after the last whole line, since a process that died or a disk that failed may leave a partial one."""
     end = file.seek(0, os.SEEK_END)
     begin = end
     while begin:

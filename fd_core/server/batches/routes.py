@@ -70,7 +70,7 @@ class BatchList(msgspec.Struct, kw_only=True):
 
 
 class DeletedFile(msgspec.Struct):
-    """A file that is gone."""
+    """Result of deleting a file."""
 
     id: str
     object: str = "file"
@@ -82,7 +82,7 @@ _BODY: Final = BodyFormat(BatchRequest)
 
 @router.post("/v1/files", include_in_schema=False)
 async def upload(request: Request) -> Response:
-    """Keep the file of a form with the fields `purpose` and `file`."""
+    """Store the file of a form with the fields `purpose` and `file`."""
     store, owner = await _store(request), request.state.owner
     refuse_encoding(request.headers.getlist("content-encoding"))
     boundary = boundary_of(request.headers.get("content-type", ""))
@@ -122,7 +122,7 @@ async def get_file(request: Request, file_id: str) -> Response:
 
 @router.get("/v1/files/{file_id}/content", include_in_schema=False)
 async def get_content(request: Request, file_id: str) -> Response:
-    """Return what a file holds."""
+    """Return the content of a file."""
     return _ContentResponse((await _store(request)).read(file_id, request.state.owner))
 
 
@@ -178,7 +178,7 @@ async def get_batch(request: Request, batch_id: str) -> Response:
 
 @router.post("/v1/batches/{batch_id}/cancel", **endpoint("Cancel a batch", None, StoredBatch, errors=(401, 404)))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """End a batch; what was answered becomes its files."""
+    """Cancel a batch; the answers so far become its files."""
     try:
         return json_response(await _service(request).cancel(batch_id, request.state.owner))
     except OSError as error:
@@ -217,7 +217,7 @@ async def _store(request: Request) -> BatchStore:
 
 
 def _read_form(path: Path, boundary: bytes, size: int) -> tuple[int, int, str]:
-    """Return begin, size and name of the file in a form on disk; `ApiError` (400) for a form that is wrong."""
+    """Return offset, size and name of the file in a form on disk; `ApiError` (400) for an invalid form."""
     if not size:
         raise invalid("the form is empty", "file", "invalid_form")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as body:
@@ -257,7 +257,7 @@ class FormField(NamedTuple):
 
 
 def boundary_of(content_type: str) -> bytes | None:
-    """Return what separates the fields of a form, None of other bodies; `ApiError` (400) if none may be so."""
+    """Return the boundary between the fields of a form, None for other bodies; `ApiError` (400) if it is invalid."""
     kind, given = parameters(content_type)
     if kind != "multipart/form-data" or "boundary" not in given:
         return None
@@ -267,7 +267,7 @@ def boundary_of(content_type: str) -> bytes | None:
 
 
 def read_form(body: bytes | mmap.mmap, boundary: bytes) -> dict[str, FormField]:
-    """Return where the fields of a form lie, by name; nothing is copied. Raises `ApiError` (400) if it is malformed."""
+    """Return the offsets of a form's fields, by name; nothing is copied. Raises `ApiError` (400) if it is malformed."""
     line = b"--" + boundary
     fields: dict[str, FormField] = {}
     at = _find(body, line, 0)

@@ -19,9 +19,9 @@ T = TypeVar("T")
 _PAUSE_SECONDS: Final = 5.0
 """Longest wait before a request is sent again that found no room or no engine."""
 _READ_BYTES: Final = 1 << 20
-"""What is read of the file at once, at most, but for one line."""
+"""Most bytes read from the file at once; a single line may be longer."""
 OWNER: Final = "fd_core.owner"
-"""Key of a scope whose request the server makes itself, for the owner it names; no client can set one."""
+"""Key of a scope whose request the server itself makes for the owner in its value; clients cannot set it."""
 
 
 class AsgiAnswer(NamedTuple):
@@ -56,7 +56,7 @@ async def ask(app: ASGIApp, path: str, body: bytes, request_id: str, owner: str)
     async def receive() -> Message:
         nonlocal sent
         if sent:
-            await asyncio.Event().wait()  # who asks here stays until the answer is there
+            await asyncio.Event().wait()  # a second call blocks until the answer is complete
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -72,7 +72,7 @@ async def ask(app: ASGIApp, path: str, body: bytes, request_id: str, owner: str)
 
 
 class BatchProgress(msgspec.Struct):
-    """How far a run is."""
+    """Progress of a run, in requests."""
 
     total: int
     completed: int = 0
@@ -85,7 +85,7 @@ class BatchProgress(msgspec.Struct):
 
 
 class Pause:
-    """The moment until which a batch sends nothing, because a limit refused a request. Moments are passed in."""
+    """Time until which a batch sends nothing, because a limit refused a request. Clock readings are passed in."""
 
     def __init__(self) -> None:
         self._until = -math.inf
@@ -119,7 +119,7 @@ async def run_requests(
     slots: asyncio.Semaphore,
     known: Collection[str] = frozenset(),
 ) -> None:
-    """Send `requests` but the `known`, each in one of `slots`, which runs share, and give answers to `take`."""
+    """Send `requests` except the `known`, each in one of the `slots` that runs share, and pass answers to `take`."""
     loop, pause, tries = asyncio.get_running_loop(), Pause(), Counter[str]()
     lines: deque[BatchLine] = deque()
     running, over, ended = 0, False, asyncio.Event()

@@ -1,4 +1,4 @@
-"""Runs the batches of a store alongside the requests of clients, keys in turn, and goes on after a restart."""
+"""Runs the batches of a store alongside the requests of clients, keys in turn, and resumes after a restart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_REQUESTS: Final = 50_000
 
 
 class BatchService:
-    """Owner of the store and of one task for each key, on one event loop: keys take turns, a key's batches queue."""
+    """Owner of the store and of one task for each key, on one event loop: round-robin over keys, FIFO within a key."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class BatchService:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._resuming: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Timeout] = {}
-        """What ends the work on a batch, by its id."""
+        """Timeout whose expiry ends the work on a batch, by batch id."""
 
     async def open(self) -> BatchStore:
         """Return the store. Raises `ApiError` (503) if another server has it, or the disk fails."""
@@ -57,7 +57,7 @@ class BatchService:
             return self._store or self._opened(await in_thread(self._open_store))
 
     def resume(self) -> None:
-        """Go on with what an earlier server left, if it left anything. Called before the first request."""
+        """Resume the unfinished batches of an earlier server. Called before the first request."""
         if not self._folder.exists():
             return
         try:
@@ -67,7 +67,7 @@ class BatchService:
             self._resuming = self._supervisor.start("batch_store", self.open)
 
     async def begin(self, batch: StoredBatch, owner: str) -> None:
-        """Take a new batch of an owner. Raises `ApiError` (429, 503)."""
+        """Enqueue a new batch of an owner. Raises `ApiError` (429, 503)."""
         store = await self.open()
         store.begin(batch, owner)
         self._work_for(store, owner)
@@ -86,7 +86,7 @@ class BatchService:
         return store.conclude(batch_id)
 
     async def close(self) -> None:
-        """Stop working; a batch that is not over goes on when a server takes the store again."""
+        """Stop working; an unfinished batch is resumed when a server opens the store again."""
         await cancelled(*self._tasks.values(), *([] if self._resuming is None else [self._resuming]))
         if self._store is not None:
             self._store.close()
@@ -102,7 +102,7 @@ class BatchService:
             self._tasks[owner] = self._supervisor.start("batches", partial(self._work, store, owner), part=owner)
 
     async def _work(self, store: BatchStore, owner: str) -> None:
-        """Run the batches of an owner until none is left. Raises `OSError` if the disk fails: a later try goes on."""
+        """Run the batches of an owner until none is left. Raises `OSError` if the disk fails: a retry resumes."""
         while (batch := store.next_batch(owner)) is not None:
             errors = None
             try:
@@ -110,7 +110,7 @@ class BatchService:
                     errors = await self._run(store, batch)
             except OSError:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the others
+            except Exception as error:  # noqa: BLE001 - any error ends this batch and not the others
                 reason = failure_reason(error)
                 log.error("the batch %s failed: %s", batch.id, reason)
                 code = error.code or "server_error" if isinstance(error, ApiError) else "server_error"
@@ -119,7 +119,7 @@ class BatchService:
         del self._tasks[owner]
 
     async def _run(self, store: BatchStore, batch: StoredBatch) -> BatchErrors | None:
-        """Run a batch from wherever it is to its end, its cancellation or its last moment; return what is wrong."""
+        """Run a batch from its current state until it ends, is cancelled or expires; return its errors."""
         left = batch.expires_at - time.time()
         try:
             async with asyncio.timeout(max(0.0, left)) as self._running[batch.id]:
@@ -178,7 +178,7 @@ class BatchService:
 
 
 def _validate(source: Path, longest: int, endpoint: str, stop: threading.Event) -> tuple[list[BatchError], int]:
-    """Return what is wrong with the lines of a file, and how many requests it has; `stop` ends the work."""
+    """Return the errors in the lines of a file, and its number of requests; `stop` ends the work."""
     errors: list[BatchError] = []
     total = 0
     with source.open("rb") as file:

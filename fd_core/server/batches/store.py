@@ -2,8 +2,8 @@
 
 `ID.json` describes a file or a batch and names its owner, `ID.data` is the content of a file. Both appear whole or not
 at all: they are written under a temporary name and renamed. A file exists from the moment at which its content has its
-name. Everything is counted before it is written and counted anew when a server takes the folder; lists and
-descriptions come from the index.
+name. Everything is counted before it is written and counted again when a server opens the folder; lists and
+descriptions are read from the index.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StoredFile(msgspec.Struct, kw_only=True):
 
 
 class BatchCounts(msgspec.Struct):
-    """How many requests of a batch are over."""
+    """Numbers of requests of a batch, total and finished."""
 
     total: int = 0
     completed: int = 0
@@ -72,7 +72,7 @@ class BatchCounts(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct):
-    """What is wrong with a line of the input."""
+    """Error in a line of the input."""
 
     code: str
     message: str
@@ -113,7 +113,7 @@ class StoredBatch(msgspec.Struct, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Return True if nothing changes any more."""
+        """True if the batch is in a final state."""
         return self.status in _ENDED
 
 
@@ -124,12 +124,12 @@ class _Ownership(msgspec.Struct):
 
 
 class BatchStore:
-    """Owner of one folder. All methods are called from one thread, but for those of `Upload` that say otherwise."""
+    """Owner of one folder. All methods are called from one thread, except where those of `Upload` state otherwise."""
 
     def __init__(
         self, folder: Path, limit: int, key_limit: int | None = None, keys: Callable[[], int] = lambda: 0
     ) -> None:
-        """Take the folder and read it, which takes its time. Raises `ApiError` (503) if another server has it."""
+        """Lock the folder and read it, which may take long. Raises `ApiError` (503) if another server has locked it."""
         self.folder = folder
         more = "delete some, or start the server with a larger --batch-store-limit or --batch-store-key-limit"
         self.bytes = Account("bytes", limit, keys, more, key_limit)
@@ -167,7 +167,7 @@ class BatchStore:
             undo.pop_all()
 
     def close(self) -> None:
-        """Let another server have the folder."""
+        """Unlock the folder for another server."""
         self._lock.close()
 
     def file(self, file_id: str, owner: str) -> StoredFile:
@@ -228,7 +228,7 @@ class BatchStore:
         self._add_batch(batch, owner)
 
     def save(self, batch_id: str, **changes: Any) -> StoredBatch:
-        """Return a batch with `changes`, once they are on disk. Raises `OSError`, and then nothing has changed."""
+        """Return a batch with `changes`, once they are on disk. Raises `OSError` without changing anything."""
         owner = self.batches.owner(batch_id)
         batch = msgspec.structs.replace(self.batches[batch_id], **changes)
         self._describe(batch, owner)
@@ -338,13 +338,13 @@ class BatchStore:
         self._described[value.id] = len(text)
 
     def _remove_description(self, name: str, owner: str) -> None:
-        """Remove a description; one that the disk does not let go counts until a server takes the folder again."""
+        """Remove a description; one that cannot be deleted counts until a server opens the folder again."""
         size = self._described.pop(name, 0)
         if _removed(self.folder / f"{name}.json"):
             self.bytes.add(owner, -size)
 
     def _load(self) -> None:
-        """Read what is in the folder, count it, and remove what no file or batch is made of."""
+        """Read and count the content of the folder, and remove files that belong to no file or batch."""
         sizes = {path: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}
         for batch, owner in _described(sizes, StoredBatch, _BATCH):
             self._add_batch(batch, owner)
@@ -393,7 +393,7 @@ class BatchStore:
             self.bytes.add(owner, size)
 
     def release(self, file_id: str) -> None:
-        """Note that a content is no longer read."""
+        """Record that a content is no longer read."""
         self._readers[file_id] -= 1
         if not self._readers[file_id]:
             del self._readers[file_id]
@@ -425,7 +425,7 @@ class StoredContent(AbstractContextManager["StoredContent"]):
 
 
 class Upload(AbstractContextManager["Upload"]):
-    """A file that is being received, under a temporary name; a context manager that removes what was not kept."""
+    """An upload in progress, under a temporary name; a context manager that removes it unless it was kept."""
 
     def __init__(self, store: BatchStore, owner: str) -> None:
         self.path = store.folder / f"{secrets.token_hex(12)}.upload"
@@ -468,7 +468,7 @@ class Upload(AbstractContextManager["Upload"]):
         file.truncate(size)
 
     def keep(self, size: int, filename: str, purpose: str) -> StoredFile:
-        """Make what was received, which has `size` bytes now, a file. Raises `ApiError` (429, 503)."""
+        """Turn the received data, now of `size` bytes, into a file. Raises `ApiError` (429, 503)."""
         store, owner = self._store, self._owner
         store.bytes.add(owner, size - self.size)
         self.size = size
@@ -539,7 +539,7 @@ def _lines_of(path: Path) -> int:
 
 
 def _write(file: IO[bytes], data: bytes) -> None:
-    """Write all of `data`; a file without a buffer may take less at once."""
+    """Write all of `data`; an unbuffered file may write less per call."""
     view = memoryview(data)
     while view:
         if not (written := file.write(view)):

@@ -1,1 +1,1 @@
-"""The page at `/`: what the server does now, and a playground that asks it."""
+"""The page at `/`: current state of the server, and a playground that sends requests to it."""

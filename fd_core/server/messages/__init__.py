@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: what it asks for becomes a chat, what comes of it its blocks and events."""
+"""Anthropic's Messages API: its requests are converted to chats, the results to its blocks and events."""

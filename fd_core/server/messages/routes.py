@@ -35,14 +35,14 @@ _DELTAS: Final = {
 }
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _USUAL_EFFORT: Final = "high"
-"""What requests that name no effort ask for."""
+"""Effort of requests that name none."""
 
 
 @router.post(
     "/v1/messages", **endpoint("Answer with blocks", schemas.MessagesRequest, schemas.MessagesAnswer, stream=True)
 )
 async def create_message(request: Request) -> Response:
-    """Generate the assistant's next message, in Anthropic's shape."""
+    """Generate the assistant's next message, in Anthropic's format."""
     state, body, headers = await BODY.read(request)
     asked = jobs.conversation_job(state, as_chat(state, body), request, demanded_form(body), jobs.MESSAGES_NAMES)
     job = await response_format.unless_gone(request, asked)
@@ -144,7 +144,7 @@ def _shown(block: response_format.AnswerBlock, *, whole: bool) -> dict[str, Any]
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; none where they are half an object, or nothing that JSON can carry."""
+    """Return the arguments of a call; empty if they are not a complete JSON object, or not valid JSON."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError):
@@ -153,7 +153,7 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _stop(choice: ChoiceStream, finish_reason: str, stop_reason: str | int | None) -> tuple[str, str | None]:
-    """Return why a message ended. Raises `ApiError` for one that was aborted: no reason of the API's says so."""
+    """Return why a message ended. Raises `ApiError` for one that was aborted: the API has no reason for that."""
     if stop_reason is FinishReason.ABORT:
         raise ApiError(499, "the request was aborted; its text is not whole", kind="api_error", code="aborted")
     if finish_reason == "length":
@@ -175,7 +175,7 @@ def _event(kind: str, fields: dict[str, Any]) -> bytes:
 
 
 def as_chat(state: jobs.PromptState, body: CountRequest) -> ChatRequest:
-    """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
+    """Convert a request to a chat. Raises `ApiError` (400) for fields that this server does not support."""
     effort = None if body.output_config is None else body.output_config.effort
     if effort == _USUAL_EFFORT and not state.prompt_reader.takes_effort:
         effort = None
@@ -210,7 +210,7 @@ def as_chat(state: jobs.PromptState, body: CountRequest) -> ChatRequest:
 
 
 def demanded_form(body: CountRequest) -> FormAsked | None:
-    """Return the schema that the answer has to fit, if one is given."""
+    """Return the schema that the answer has to match, if there is one."""
     newer = None if body.output_config is None else body.output_config.format
     wanted, place = (
         (body.output_format, "output_format.schema") if newer is None else (newer, "output_config.format.schema")
@@ -219,7 +219,7 @@ def demanded_form(body: CountRequest) -> FormAsked | None:
 
 
 def _messages(turn: Turn, place: str) -> list[Message]:
-    """Return the chat's messages for one turn: what tools answered comes before what the user says beside it."""
+    """Return the chat's messages for one turn: tool results precede the user's text in the same turn."""
     if isinstance(turn.content, str):
         return [Message(role=turn.role, content=turn.content)]
     texts, thoughts, calls, answers = [], [], [], []

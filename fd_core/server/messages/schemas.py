@@ -1,4 +1,4 @@
-"""What the Messages API accepts and answers."""
+"""Requests and responses of the Messages API."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class OfferedTool(msgspec.Struct, kw_only=True):
 
 
 class CallChoice(msgspec.Struct, kw_only=True):
-    """Whether a tool has to be called."""
+    """Tool choice: if the model may, must or must not call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -67,7 +67,7 @@ class CallChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model thinks before it answers."""
+    """Reasoning of the model before its answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: TokenCount | None = None
@@ -82,20 +82,20 @@ class OutputFormat(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """What the answer has to look like."""
+    """Output format and effort."""
 
     format: OutputFormat | None = None
     effort: Effort | None = None
 
 
 class Metadata(msgspec.Struct, kw_only=True):
-    """Who asks."""
+    """Metadata of the caller."""
 
     user_id: str | None = None
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
-    """The body of /v1/messages/count_tokens: what makes up a prompt."""
+    """The body of /v1/messages/count_tokens: the parts of a prompt."""
 
     model: str
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MESSAGES.messages)]

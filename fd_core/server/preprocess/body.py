@@ -1,6 +1,6 @@
 """Reading and decoding the body of a request: bounded while it arrives, strict in types, clear in its errors.
 
-What a body holds is counted before anything is made of it: decoders hold the interpreter while they work.
+The elements of a body are counted before it is decoded: decoders hold the interpreter while they work.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _array: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _CONTAINERS: Final = b"{["
 _BRACE: Final = _CONTAINERS[0]
 SMALL_BYTES: Final = 64 * 1024
-"""A body of this size is decoded in a few milliseconds whatever it holds."""
+"""A body of this size is decoded in a few milliseconds, with any content."""
 _MAX_CONTAINERS: Final = 32_768
 """Objects and arrays of one text, each of which takes about half a microsecond."""
 _MAX_NAMES: Final = 65_536
@@ -66,7 +66,7 @@ class BodyFormat(Generic[T]):
         self._known = KnownFields(schema)
 
     async def read(self, request: Request) -> tuple[ServerState, T, dict[str, str]]:
-        """Return the server's state, the decoded body, and headers of the answer; `ApiError` says what is wrong."""
+        """Return the server's state, the decoded body, and headers of the answer; `ApiError` describes the error."""
         state: ServerState = request.app.state.fd
         headers = request.headers
         kind = headers.get("content-type", "")
@@ -144,7 +144,7 @@ class BodyFormat(Generic[T]):
 
 
 def _with_integers(value: Any) -> Any:
-    """Return a decoded value with whole numbers as integers, which fields for any number take as well."""
+    """Return a decoded value with whole numbers as integers, which fields for any number accept as well."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, list):
@@ -164,7 +164,7 @@ def require_json(content_type: str) -> None:
 
 
 def _explain(error: msgspec.ValidationError) -> ApiError:
-    """Say a decoding error with the field first. The library's text never quotes values."""
+    """Convert a decoding error, the field first. The library's text never quotes values."""
     text = str(error)
     missing = _MISSING.search(text)
     place = _PATH.search(text)
@@ -185,7 +185,7 @@ def _lower(text: str) -> str:
 
 
 class UnknownFieldLog:
-    """Tells the operator of unknown fields: each once, all of a request in one line, a line every ten seconds."""
+    """Logs unknown fields for the operator: each once, all of a request in one line, a line every ten seconds."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -239,7 +239,7 @@ def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
 
 
 class JsonShape(NamedTuple):
-    """Counts of what a JSON text holds, most of it outside its strings."""
+    """Counts of the elements of a JSON text, most of them outside its strings."""
 
     containers: int
     """Objects and arrays."""
@@ -258,7 +258,7 @@ async def decodable(body: bytes, ids: int) -> bool:
 
 
 def shape_of(body: bytes) -> JsonShape:
-    """Count what stands outside strings; of what is no JSON, any counts may be returned."""
+    """Count elements outside strings; if the body is not JSON, the counts are arbitrary."""
     data = np.frombuffer(body, np.uint8)
     containers = names = commas = escapes = 0
     inside = False
@@ -287,7 +287,7 @@ def _quotes(part: npt.NDArray[np.uint8], before: int) -> tuple[npt.NDArray[np.bo
         return quotes, 0
     places = np.arange(len(part))
     others = np.maximum.accumulate(np.where(escapes, -1 - before, places))
-    """The last place up to here without a backslash."""
+    """The last index up to here without a backslash."""
     found = np.flatnonzero(quotes)
     last = np.where(found > 0, others[found - 1], -1 - before)
     quotes[found[(found - 1 - last) % 2 == 1]] = False

@@ -1,6 +1,6 @@
-"""From a decoded request to a `Job`: prompts, sampling, structured output, tools, and what the answer shows.
+"""Conversion of a decoded request to a `Job`: prompts, sampling, structured output, tools, and contents of the answer.
 
-Tools are what a prompt shows, how its answer is read, and grammars that hold a model to the calls that are demanded.
+Tools determine the prompt, the parser of its answer, and grammars that hold a model to the calls that are demanded.
 `fd_core.text.prompt_reader` makes prompts token ids.
 """
 
@@ -47,7 +47,7 @@ _ALIASES: Final = {
 }
 _OF_TOOLS: Final = {r"(tools\[\d*\]|tool_choice)\.function": r"\1"}
 RESPONSES_NAMES: Final = {"max_completion_tokens": "max_output_tokens", "messages": "input", **_OF_TOOLS}
-"""What the Responses API calls fields of a chat, by patterns that match their beginnings."""
+"""Names of chat fields in the Responses API, by patterns that match the beginning of a field path."""
 MESSAGES_NAMES: Final = {r"(tools\[\d*\])\.function\.parameters": r"\1.input_schema", **_OF_TOOLS}
 """The same for the Messages API."""
 
@@ -61,7 +61,7 @@ class OfferedTools(NamedTuple):
     forced: Sequence[str]
     """Names of which one has to be called; empty if the model may choose."""
     strict: frozenset[str]
-    """Names of tools whose arguments keep their schema in any case."""
+    """Names of tools whose arguments must match their schema in every call."""
 
 
 def offered_tools(
@@ -88,7 +88,7 @@ def offered_tools(
 
 
 def answer_reading(state: ServerState, body: requests.ChatRequest, tools: OfferedTools | None) -> AnswerReading:
-    """Return how answers are read. Raises `ApiError` (400) for tools where the server has no parser of calls."""
+    """Return the parsers of answers. Raises `ApiError` (400) for tools if the server has no parser of calls."""
     parsers = state.parsers
     if tools is not None and parsers.tools is None:
         raise unsupported(
@@ -118,7 +118,7 @@ def _forced(choice: requests.ToolChoice | None, schemas: Mapping[str, Any]) -> S
 def demanded_form(
     state: ServerState, tools: OfferedTools | None, reading: AnswerReading | None, form: FormAsked | None
 ) -> FormAsked | None:
-    """Return the form of calls that have to be made, and of what else the answer may be; None if there is none."""
+    """Return the output constraint for required calls and for the rest of the answer; None if there is none."""
     if tools is None or reading is None or reading.tools is None or not (tools.forced or tools.strict or form):
         return None
     parser, field = reading.tools, "tool_choice" if tools.forced else "tools[].function.strict"
@@ -203,14 +203,14 @@ def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int,
 
 
 class PromptState(Protocol):
-    """What prompts are read with, at a server and at a router that counts what its workers will read."""
+    """State needed to read prompts, at a server and at a router that counts the tokens its workers will read."""
 
     prompt_reader: PromptReader
     parsers: Parsers
 
     @property
     def context(self) -> int | None:
-        """Most tokens of prompt and text together; None where a router does not know it."""
+        """Most tokens of prompt and text together; None if a router does not know it."""
 
     @property
     def max_n(self) -> int:
@@ -218,12 +218,12 @@ class PromptState(Protocol):
 
     @property
     def trusts_templates(self) -> bool:
-        """Whether requests may bring a template."""
+        """True if requests may supply a chat template."""
 
 
 async def completion_prompts(state: PromptState, body: requests.CompletionRequest) -> list[PromptText]:
     """Return prompts: texts or ids; `ApiError` (400) for too many, `BadRequest` for unreadable ones."""
-    by_ids = bool(body.prompt_token_ids) or body.prompt is None  # an empty list asks for nothing
+    by_ids = bool(body.prompt_token_ids) or body.prompt is None  # an empty list requests nothing
     reader, field = state.prompt_reader, "prompt_token_ids" if by_ids else "prompt"
     given = required(body.prompt_token_ids if by_ids else body.prompt, "prompt")
     texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
@@ -239,7 +239,7 @@ async def chat_prompt(
     body: requests.ChatRequest | requests.TokenizeRequest,
     tools: OfferedTools | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> tuple[int, ...]:
-    """Return the ids of what a request wants answered. Raises `ApiError` (400), and `BadRequest` of the template."""
+    """Return the token ids of a request's prompt. Raises `ApiError` (400), and `BadRequest` of the template."""
     reader = state.prompt_reader
     if isinstance(body, requests.ChatRequest) and (body.prompt_token_ids or body.disable_chat_template):
         if body.prompt_token_ids:
@@ -315,7 +315,7 @@ def require_role(role: str, field: str) -> None:
 
 
 def require_effort(reader: PromptReader, effort: str | None, field: str) -> None:
-    """Raise `ApiError` (400) for an effort that the model cannot be told; `none` and `medium` ask for nothing."""
+    """Raise `ApiError` (400) for an effort that the model does not support; `none` and `medium` need no support."""
     if effort not in (None, "none", "medium") and not reader.takes_effort:
         raise unsupported(
             f"{field} is not supported: the chat template of this model has no place for an effort of reasoning", field
@@ -349,13 +349,13 @@ def _check(place: str, message: requests.Message) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A checked request: everything that one HTTP request wants generated, and what its answer shows."""
+    """A validated request: all generations of one HTTP request, and the contents of its answer."""
 
     record: RequestRecord
     owner: str
-    """Whose request it is, see `ApiKey.owner`."""
+    """Owner of the request, see `ApiKey.owner`."""
     arrived: float
-    """When the server received the request, in seconds of `time.perf_counter`."""
+    """Time at which the server received the request, in seconds of `time.perf_counter`."""
     path: str
     """Path of the API that was called, if spans are made."""
     trace: Mapping[str, str]
@@ -377,17 +377,17 @@ class Job:
     include_stop: bool
     skip_special: bool
     reading: AnswerReading | None
-    """How answers are read; None for plain text."""
+    """Parsers of the answer's text; None for plain text."""
     logprobs: int | None
-    """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
+    """Most likely tokens shown alongside each chosen token; None shows no log-probabilities."""
     prompt_logprobs: int | None
-    """Most likely tokens shown beside each token of the prompt; None shows none."""
+    """Most likely tokens shown alongside each token of the prompt; None shows none."""
     token_ids: bool
     tokens_as_ids: bool
     usage_in_stream: bool
     usage_in_events: bool
     prompt_only: bool
-    """Whether the answer shows nothing of the text: one token is computed and dropped."""
+    """True if the answer contains no generated text: one token is computed and dropped."""
     warnings: tuple[Unenforced, ...]
 
     @property
@@ -397,7 +397,7 @@ class Job:
 
     @property
     def bare_ids(self) -> bool:
-        """Whether the model's template demands bare ids of calls."""
+        """True if the model's template requires bare call ids."""
         return self.reading is not None and self.reading.tools is not None and self.reading.tools.bare_ids
 
 
@@ -408,7 +408,7 @@ async def conversation_job(
     form: FormAsked | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Job:
-    """Return what a conversation wants generated, with all checks; errors have the client's field in `names`."""
+    """Return the validated job of a conversation; errors name the client's field, by `names`."""
     try:
         form = form or form_asked(body)
         served = state.served(body.model)
@@ -455,7 +455,7 @@ def build_job(
     called: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> Job:
-    """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker."""
+    """Return the job of a request; `ApiError` (400, 403) if it is not valid for the model or this worker."""
     options, info = body.stream_options, state.client.info
     if options is not None and not body.stream:
         raise invalid("stream_options is given, but stream is not true", "stream_options")
@@ -554,7 +554,7 @@ def named_as_sent(error: ApiError | BadRequest, names: Mapping[str, str]) -> Api
 
 
 def as_sent(param: str, message: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """Return a field as the client named it, and a message with that name; messages may name what stands around it."""
+    """Return a field as the client named it, and a message with that name; messages may name enclosing fields."""
     for usual, name in names.items():
         if found := re.match(rf"{usual}\b", param):
             begin = found.expand(name)

@@ -23,9 +23,9 @@ from fd_core.types.checks import check_ids, check_tokens
 
 _MASK: Final = 2**64 - 1
 _GREEDY_BELOW: Final = 1e-5
-"""Smaller temperatures would overflow float32 where logits are divided; they are taken as 0."""
+"""Smaller temperatures would overflow float32 where logits are divided; they are treated as 0."""
 _MAX_BAD_CHARS: Final = 8192
-"""Of all banned words together: they are made tokens while others wait."""
+"""Limit for all banned words together: they are tokenized while other requests wait."""
 _READ: Final = frozenset(
     """
     max_tokens min_tokens temperature top_k seed logit_bias logprobs stop_token_ids allowed_token_ids
@@ -47,7 +47,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 class TextCost(NamedTuple):
-    """What a request for texts reads and writes at most."""
+    """Most tokens that a request for texts reads and writes."""
 
     outputs: Sequence[int]
     n: int
@@ -119,7 +119,7 @@ def sampling_params(
     logprobs: int | None,
     tokenizer: Tokenizer | None = None,
 ) -> list[SamplingParams]:
-    """Return what each prompt's first choice is sampled with. Raises `ApiError` (400) for what does not fit."""
+    """Return the sampling parameters of each prompt's first choice. Raises `ApiError` (400) for invalid ones."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     if tokenizer is not None and (request.bad_words or request.bad_words_token_ids):
         bad_words = _bad_word_ids(request, info, tokenizer)
@@ -149,7 +149,7 @@ def sampling_params(
         raise invalid("seed must fit in 64 bits: -2^63 to 2^64-1", "seed")
     min_tokens = request.min_tokens or 0 if request.min_new_tokens is None else _min_tokens(request)
     scored = request.prompt_logprobs
-    if isinstance(request, CompletionRequest) and request.echo:  # the echo tells them as well
+    if isinstance(request, CompletionRequest) and request.echo:  # the echo includes them as well
         scored = max((each for each in (scored, logprobs) if each is not None), default=None)
     params = []
     for allowed in outputs:
@@ -177,7 +177,7 @@ def sampling_params(
 
 
 def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
-    """Return how many tokens are asked for, and by which field."""
+    """Return the requested number of tokens, and the field that sets it."""
     newer, older = request.max_completion_tokens, request.max_tokens
     if newer is not None and older is not None and newer != older:
         raise invalid(
@@ -192,7 +192,7 @@ def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
 
 
 def _min_tokens(request: GenerationRequest) -> int:
-    """Return how many tokens come before one may end the text."""
+    """Return the number of tokens before one may end the text."""
     one, other = request.min_tokens, request.min_new_tokens
     if one is not None and other is not None and one != other:
         raise invalid(f"min_tokens is {one} and min_new_tokens {other}; give one of them", "min_new_tokens")

@@ -1,4 +1,4 @@
-"""Fields that ask for a text of a given form, in the words of OpenAI, vLLM, FastDeploy and SGLang; what they mean."""
+"""Fields for structured output, as named by OpenAI, vLLM, FastDeploy and SGLang, and their conversion."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormatField(msgspec.Struct, kw_only=True):
-    """What an answer looks like."""
+    """Output constraint of an answer."""
 
     type: str
     """`text`, `json_object`, `json_schema` or `structural_tag`."""
     json_schema: JsonSchemaFormat | None = None
     schema: Schema | None = None
-    """With `json_object`, as llama.cpp spells a schema."""
+    """With `json_object`, as in llama.cpp's API."""
     structures: list[Any] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's field of this name: one form, and how JSON is written."""
+    """vLLM's field of this name: one constraint, and the white space of JSON."""
 
     json: Schema | str | None = None
     regex: str | None = None
@@ -82,7 +82,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: str | None = None
-    """What may stand between the parts of JSON; one blank behind commas and colons if left out."""
+    """White space allowed between the parts of JSON; one blank after commas and colons if left out."""
     disable_any_whitespace: bool | None = None
     """White space is fixed in any case, unless a pattern is given."""
     disable_fallback: bool | None = None
@@ -90,10 +90,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 class StructuredFields(msgspec.Struct, kw_only=True):
-    """Fields that completions and chat share; at most one form may be asked for."""
+    """Fields that completions and chat share; a request may have at most one output constraint."""
 
     prompt_logprobs: NumLogprobs | None = None
-    """Most likely tokens told beside each token of the prompt; 0 tells the prompt's own only. Not of the form."""
+    """Most likely tokens shown for each token of the prompt; 0 shows only the prompt's own. No output constraint."""
     response_format: ResponseFormatField | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = None
@@ -112,13 +112,13 @@ class StructuredFields(msgspec.Struct, kw_only=True):
 _ASKING: Final = tuple(
     name for name in StructuredFields.__struct_fields__ if name not in ("prompt_logprobs", "guided_whitespace_pattern")
 )
-"""Fields that ask for a form."""
+"""Fields that set an output constraint."""
 _asked: Final = attrgetter(*_ASKING)
 _NOTHING: Final = (None,) * len(_ASKING)
 
 
 def form_asked(fields: StructuredFields) -> FormAsked | None:
-    """Return the form that a request asks for, None for any text; `ApiError` (400) if it asks for more than one."""
+    """Return the output constraint of a request, None for any text; `ApiError` (400) for more than one."""
     if _asked(fields) == _NOTHING:
         return None
     found = [form for form in _forms(fields) if form is not None]

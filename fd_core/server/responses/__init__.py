@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: what it asks for becomes a chat, what comes of it its items and numbered events."""
+"""OpenAI's Responses API: its requests are converted to chats, the results to its items and numbered events."""

@@ -1,4 +1,4 @@
-"""POST /v1/responses, whose requests become chats, and GET and DELETE of answers that are kept."""
+"""POST /v1/responses, whose requests are converted to chats, and GET and DELETE of stored responses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text"
     "/v1/responses", **endpoint("Answer with items", schemas.ResponsesRequest, schemas.ResponseAnswer, stream=True)
 )
 async def create_response(request: Request) -> Response:
-    """Generate an answer to a conversation, in the shape of the Responses API."""
+    """Generate an answer to a conversation, in the format of the Responses API."""
     state, body, headers = await BODY.read(request)
     chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
@@ -76,7 +76,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 def _said(answer: schemas.ResponseAnswer) -> Message:
-    """Return what an answer adds to its conversation: one message of the assistant."""
+    """Return the part of a conversation that an answer adds: one message of the assistant."""
     said = Message(role="assistant", content="")
     for item in answer.output:
         if item["type"] == "message":
@@ -95,7 +95,7 @@ def _not_kept(response_id: str) -> ApiError:
 
 
 class _ResponsesFormat(response_format.AnswerFormat):
-    """Spells one answer of the Responses API; `keep`, if there is one, gets the answer when it is complete."""
+    """Formats one answer of the Responses API; `keep`, if given, is called with the complete answer."""
 
     def __init__(
         self, job: Job, body: schemas.ResponsesRequest, keep: Callable[[schemas.ResponseAnswer], None] | None
@@ -132,7 +132,7 @@ class _ResponsesFormat(response_format.AnswerFormat):
 
     def last(self, usage: Usage) -> bytes:
         answer = self._complete(usage)
-        # There is no event of its own for a response that was cancelled.
+        # The API has no event for a response that was cancelled.
         kind = "completed" if answer.status == "completed" else "incomplete"
         return self._event(f"response.{kind}", response=answer)
 
@@ -257,7 +257,7 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _given(value: msgspec.Struct) -> dict[str, Any]:
-    """Return what was given of a struct and of the structs within it."""
+    """Return the fields set in a struct and in the structs within it."""
     fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
     return {
         name: _given(field) if isinstance(field, msgspec.Struct) else field
@@ -267,7 +267,7 @@ def _given(value: msgspec.Struct) -> dict[str, Any]:
 
 
 def earlier_messages(body: schemas.ResponsesRequest, store: ResponseStore, owner: str) -> tuple[Message, ...]:
-    """Return the conversation that a request goes on from. Raises `ApiError` (400, 404)."""
+    """Return the conversation that a request continues. Raises `ApiError` (400, 404)."""
     if not store.capacity:
         for field, given in (("store", body.store), ("previous_response_id", body.previous_response_id)):
             if given:
@@ -286,7 +286,7 @@ def earlier_messages(body: schemas.ResponsesRequest, store: ResponseStore, owner
 
 
 def as_chat(body: schemas.ResponsesRequest, earlier: Sequence[Message]) -> ChatRequest:
-    """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
+    """Convert a request to a chat. Raises `ApiError` (400) for fields that this server does not support."""
     _check(body)
     messages = [*earlier, *_messages(body.input)]
     instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
@@ -309,7 +309,7 @@ def as_chat(body: schemas.ResponsesRequest, earlier: Sequence[Message]) -> ChatR
 
 
 def demanded_form(body: schemas.ResponsesRequest) -> FormAsked | None:
-    """Return the form that the answer has to have, None for any text."""
+    """Return the output constraint of the answer, None for any text."""
     form = None if body.text is None else body.text.format
     if form is None or form.type == "text":
         return None

@@ -1,4 +1,4 @@
-"""What the Responses API accepts; its answers are made of plain objects, for they repeat what was asked."""
+"""Requests of the Responses API; its responses are plain objects, because they repeat the request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FlatChoice(msgspec.Struct, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
-    """What the text of an answer has to be."""
+    """Format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -68,14 +68,14 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 
 class TextConfig(msgspec.Struct, kw_only=True):
-    """How the answer is written."""
+    """Format and verbosity of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class ReasoningConfig(msgspec.Struct, kw_only=True):
-    """How the model thinks."""
+    """Reasoning of the model."""
 
     effort: Effort | None = None
     summary: str | None = None

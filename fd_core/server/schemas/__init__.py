@@ -1,1 +1,1 @@
-"""What clients send and get, as structs."""
+"""Requests and responses of the HTTP API, as structs."""

@@ -1,4 +1,4 @@
-"""What the endpoints for vectors and scores accept and answer."""
+"""Requests and responses of the endpoints for embeddings and scores."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ScoreRequest(PooledRequest, kw_only=True):
     documents: str | list[str] | None = None
     """Another name of `text_2`."""
     instruction: Annotated[str, Meta(max_length=4096)] | None = None
-    """What a model that judges pairs is to look for."""
+    """Instruction for a model that scores pairs."""
 
 
 class RerankDocument(msgspec.Struct):
@@ -59,7 +59,7 @@ class RerankRequest(PooledRequest, kw_only=True):
     top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     """Best documents that are answered; 0 and null answer all."""
     return_documents: bool | None = None
-    """Whether the answer repeats the documents; true if left out."""
+    """True if the response repeats the documents, the default."""
     instruction: Annotated[str, Meta(max_length=4096)] | None = None
 
 
@@ -89,7 +89,7 @@ class EmbeddingAnswer(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """How well two texts fit."""
+    """Score of one pair of texts."""
 
     object: Literal["score"] = "score"
     index: int
@@ -109,7 +109,7 @@ class ScoreAnswer(msgspec.Struct, kw_only=True):
 
 
 class RankedDocument(msgspec.Struct):
-    """A document that was given."""
+    """A document of the request."""
 
     text: str
 
@@ -118,7 +118,7 @@ class RerankResult(msgspec.Struct, kw_only=True):
     """One document and how well it answers the query."""
 
     index: int
-    """Its place in the request."""
+    """Its index in the request."""
     relevance_score: float
     document: RankedDocument | msgspec.UnsetType = msgspec.UNSET
 

@@ -1,4 +1,4 @@
-"""What the server accepts. Ranges stated here are checked while decoding and appear in the OpenAPI document."""
+"""Request bodies of the server. Ranges stated here are checked while decoding and appear in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_ALLOWED: Final = 2**20
 
 
 class ApiLimits(NamedTuple):
-    """What requests of one API may hold, each with its reference; `docs/serve/apis.md` has the same table."""
+    """Limits on the requests of one API, each with its reference; `docs/serve/apis.md` has the same table."""
 
     tool_name: int
     messages: int
@@ -49,7 +49,7 @@ class ToolFunction(msgspec.Struct, kw_only=True):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments; any object if left out."""
     strict: bool | None = None
-    """Whether a call keeps the schema in any case."""
+    """True if a call must always match the schema."""
 
 
 class Tool(msgspec.Struct, kw_only=True):
@@ -123,11 +123,11 @@ Prompt = Annotated[
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream carries besides text."""
+    """Contents of a stream besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Every event tells the usage so far."""
+    """Every event includes the usage so far."""
 
 
 class GenerationRequest(StructuredFields, kw_only=True):
@@ -167,11 +167,11 @@ class GenerationRequest(StructuredFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens as `token_id:ID`."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Most tokens of a prompt that are read; -1 reads as many as the context holds beside the output."""
+    """Most tokens of a prompt that are read; -1 reads as many as the context holds in addition to the output."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where a prompt is cut that is longer: `left`, the default, keeps its end."""
+    """Side on which a longer prompt is truncated: `left`, the default, keeps its end."""
     add_special_tokens: bool | None = None
-    """Add what the model wants around a text, such as BOS; true for texts if left out, false for conversations, whose
+    """Add the model's special tokens to a text, such as BOS; true for texts if left out, false for conversations, whose
     template does it."""
     priority: Priority | None = None
     """Lower runs first under the `priority` policy."""
@@ -194,7 +194,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """A piece of a message; only text, and what the assistant refused before, is understood."""
+    """A part of a message; only text, and earlier refusals of the assistant, are supported."""
 
     type: str
     text: str | None = None
@@ -212,7 +212,7 @@ class Message(msgspec.Struct, kw_only=True):
     tool_call_id: str | None = None
     """Of a tool's message: the call that it answers."""
     reasoning_content: str | None = None
-    """What the assistant thought before it said `content`, for templates that show it."""
+    """Reasoning of the assistant before its `content`, for templates that show it."""
     reasoning: str | None = None
     """Another name of `reasoning_content`."""
     function_call: dict[str, Any] | None = None
@@ -233,7 +233,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    """The text goes on with the last message instead of beginning another."""
+    """The text continues the last message instead of beginning another."""
     disable_chat_template: bool | None = None
     """The prompt is the plain text of the only message."""
     chat_template: ChatTemplateSource | None = None
@@ -241,7 +241,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Documents | None = None
-    """What the answer may draw on, for templates that have a place for it."""
+    """Documents that the answer may draw on, for templates that support them."""
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -249,7 +249,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     enable_thinking: bool | None = None
     """Another way to set `enable_thinking` of `chat_template_kwargs`."""
     reasoning_effort: Effort | None = None
-    """How much to reason, for templates that can be told; without such a template only `none` and `medium`."""
+    """Reasoning effort, for templates that support it; without such a template only `none` and `medium`."""
     reasoning_max_tokens: Count | None = None
     """Tokens of reasoning after which it is ended."""
     thinking_token_budget: Count | None = None
@@ -300,7 +300,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=255)]
     lora_int_id: int | None = None
-    """vLLM's number of the adapter; the name says it all."""
+    """vLLM's number of the adapter; not needed, because the name identifies it."""
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""What the server answers, as values that encode to JSON and describe themselves in the OpenAPI document."""
+"""Responses of the server, as values that encode to JSON and describe themselves in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fd_core.structured.workers.messages import Unenforced
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """How much of the prompt came from the prefix cache."""
+    """Prompt tokens served from the prefix cache."""
 
     cached_tokens: int
 
@@ -25,10 +25,10 @@ class Usage(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities in the shape of the completions API."""
+    """Log-probabilities in the format of the completions API."""
 
     text_offset: list[int]
-    """Where in the choice's text each token begins, in characters."""
+    """Offset of each token in the choice's text, in characters."""
     token_logprobs: list[float | None]
     """Null for the first token of an echoed prompt."""
     tokens: list[str]
@@ -37,11 +37,11 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct, gc=False):
-    """One token of a prompt, or one that was likely in its place."""
+    """One token of a prompt, or a likely alternative at its position."""
 
     logprob: float
     rank: int | None
-    """Its place among all tokens, 1 for the most likely."""
+    """Its rank among all tokens, 1 for the most likely."""
     decoded_token: str
 
 
@@ -54,7 +54,7 @@ class TopLogprob(msgspec.Struct, gc=False):
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """One chosen token and the likely ones beside it."""
+    """One chosen token and the most likely alternatives."""
 
     token: str
     logprob: float
@@ -63,14 +63,14 @@ class TokenLogprob(msgspec.Struct, gc=False):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Log-probabilities in the shape of the chat API."""
+    """Log-probabilities in the format of the chat API."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class _Ending(msgspec.Struct, kw_only=True):
-    """How a choice ended; ids are there only if the request asked for them."""
+    """End of a choice; token ids are included only if the request asked for them."""
 
     index: int
     finish_reason: str
@@ -87,7 +87,7 @@ class CompletionChoice(_Ending, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
-    """For each token of the prompt by id, null for the first; there only if the request asked for them."""
+    """For each token of the prompt by id, null for the first; present only if requested."""
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):
@@ -99,7 +99,7 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
     """Unix time, seconds."""
     model: str
     system_fingerprint: str
-    """Names what computes: equal where equal requests with a seed get equal texts."""
+    """Identifies model and engine: if equal, equal requests with a seed get equal texts."""
     choices: list[CompletionChoice]
     usage: Usage
     warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
@@ -107,7 +107,7 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct):
-    """A function and what it is called with."""
+    """A function and its arguments."""
 
     name: str
     arguments: str
@@ -115,7 +115,7 @@ class FunctionCall(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """One call that the model asks for."""
+    """One call that the model requests."""
 
     id: str
     type: Literal["function"] = "function"
@@ -123,7 +123,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """What the assistant says."""
+    """Message of the assistant."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -150,13 +150,13 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     """Unix time, seconds."""
     model: str
     system_fingerprint: str
-    """Names what computes: equal where equal requests with a seed get equal texts."""
+    """Identifies model and engine: if equal, equal requests with a seed get equal texts."""
     choices: list[ChatChoice]
     usage: Usage
     warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
     """Parts of schemas without `strict` that could not be enforced; there only if there are any."""
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
-    """For each token of the rendered prompt by id, null for the first; there only if the request asked for them."""
+    """For each token of the rendered prompt by id, null for the first; present only if requested."""
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -199,7 +199,7 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True):
 
 
 class AddedTokenInfo(msgspec.Struct):
-    """A token that was added to the vocabulary, in the words of tokenizer_config.json."""
+    """An added token of the vocabulary, with the fields of tokenizer_config.json."""
 
     content: str
     lstrip: bool
@@ -210,7 +210,7 @@ class AddedTokenInfo(msgspec.Struct):
 
 
 class TokenizerInfoAnswer(msgspec.Struct, kw_only=True):
-    """What a client needs to know of the tokenizer; `/tokenize` does the rest."""
+    """Properties of the tokenizer that clients need; `/tokenize` does the rest."""
 
     tokenizer_class: str = "PreTrainedTokenizerFast"
     """The class of transformers that reads such a tokenizer."""
@@ -231,20 +231,20 @@ class DetokenizeAnswer(msgspec.Struct):
 
 
 class AbortAnswer(msgspec.Struct):
-    """Which requests were aborted; ids that were not running or waiting are listed apart."""
+    """Ids of the aborted requests; ids that were neither running nor waiting are listed separately."""
 
     aborted: list[str]
     not_found: list[str]
 
 
 class AdapterAnswer(msgspec.Struct):
-    """What became of a request to load or unload an adapter."""
+    """Result of a request to load or unload an adapter."""
 
     message: str
 
 
 class LoadAnswer(msgspec.Struct):
-    """How busy the server is, in requests."""
+    """Load of the server, in requests."""
 
     server_load: int
     """All that have not ended."""
@@ -253,7 +253,7 @@ class LoadAnswer(msgspec.Struct):
 
 
 class ModelInfoAnswer(msgspec.Struct):
-    """The model, in the words of SGLang."""
+    """The model, in SGLang's format."""
 
     model_path: str
     tokenizer_path: str

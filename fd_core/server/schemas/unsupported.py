@@ -1,6 +1,6 @@
-"""Fields that other servers know and this one does not serve: refused by name, never ignored.
+"""Fields of other servers that are not supported here: refused by name, never ignored.
 
-Each is refused unless its value asks for nothing (null, or what is listed with it). Fields that cannot change the
+Each is refused unless its value has no effect (null, or the values listed with it). Fields that cannot change the
 text are accepted and do nothing. Any other unknown field is ignored and named in the answer's header
 `X-Ignored-Fields`, so that a misspelt field is found. A path such as `messages[].audio` names a field within an object.
 """
@@ -14,7 +14,7 @@ from fd_core.server.schemas.requests import ChatRequest
 
 
 class Refusal(NamedTuple):
-    """Why a field is refused, and the values that ask for nothing."""
+    """Reason why a field is refused, and the values without effect."""
 
     reason: str
     neutral: tuple[Any, ...] = ()
@@ -161,7 +161,7 @@ _FROM_CHATS: Mapping[str, Refusal] = {
 
 
 def beside_chats(own: Mapping[str, Refusal]) -> Mapping[str, Refusal]:
-    """Return refusals for another API over chats: `own`, and all that chats take or refuse and it does not read."""
+    """Return refusals for another API over chats: `own`, and all fields of chats that it does not read."""
     return {**_FROM_CHATS, **own}
 
 

@@ -1,6 +1,6 @@
 """From engine deltas to chunks of text: one `ChoiceStream` for each text, one `Generation` for each HTTP request.
 
-A `Generation` owns its engine requests: whatever ends it (success, an error, a client that left, cancellation),
+A `Generation` owns its engine requests: however it ends (success, an error, a client that left, cancellation),
 leaving its block closes them all, and the engine aborts those that still ran.
 """
 
@@ -45,7 +45,7 @@ _CALL_EVENTS: Final = (CallBegun, ArgumentsDelta, CallEnded)
 
 
 class TextChunk(NamedTuple):
-    """What a delta adds to a choice."""
+    """Part of a choice that one delta adds."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -62,11 +62,11 @@ class ScoredPrompt:
     rows: tuple[TokenLogprobs, ...] | None = None
     """Of the prompt's tokens but the first."""
     complete: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once nothing more is to come."""
+    """Set once no more rows will be added."""
 
 
 class AnswerReader:
-    """What the text of one choice means: content, reasoning and calls."""
+    """Parser of the text of one choice into content, reasoning and calls."""
 
     __slots__ = ("_parser", "_reading", "called", "reasoning_tokens")
 
@@ -77,7 +77,7 @@ class AnswerReader:
         self.reasoning_tokens = 0
 
     def read(self, chunk: TextChunk) -> TextChunk:
-        """Return the chunk with what its text means."""
+        """Return the chunk with its parsed events."""
         reading = self._reading
         events = self._parser.push(chunk.text)
         if chunk.finish_reason is not None:
@@ -135,9 +135,9 @@ class ChoiceStream:
         """Tokens generated, up to and including the one that ended the text."""
         self.cached_tokens = 0
         self.phases: tuple[float, ...] = ()
-        """Where its time in the engine went, as `Delta.phases`; empty if nothing tells."""
+        """Time in each phase in the engine, as `Delta.phases`; empty if unknown."""
         self.prefill: PrefillOutcome | None = None
-        """What became of a prompt that another worker was to compute; known with the first token."""
+        """Outcome of a prefill assigned to another worker; known with the first token."""
         self.finished: str | None = None
         self.times = TokenTimes(job.arrived)
         reading = job.reading
@@ -160,7 +160,7 @@ class ChoiceStream:
 
     @property
     def called(self) -> bool:
-        """Whether the model has called a tool, with all arguments."""
+        """True if the model has called a tool, with all arguments."""
         return self.answer is not None and self.answer.called
 
     @property
@@ -169,7 +169,7 @@ class ChoiceStream:
         return 0 if self.answer is None else self.answer.reasoning_tokens
 
     async def next(self) -> TextChunk | None:
-        """Return the next chunk, None after the last; raises `EngineDead`, and `ApiError` if it could not go on."""
+        """Return the next chunk, None after the last; raises `EngineDead`, and `ApiError` if generation failed."""
         scores = self.scores
         if scores is not None and self.index != self.prompt_index * self._job.n:
             await scores.complete.wait()
@@ -218,7 +218,7 @@ class ChoiceStream:
         if reason is None:
             return TextChunk(text, ids, logprobs)
         if reason is FinishReason.ABORT:
-            # Typed clients refuse reasons that are not OpenAI's; of those, this one says that the text is not whole.
+            # Typed clients reject reasons that are not OpenAI's; of those, this one marks an incomplete text.
             return TextChunk(text, ids, logprobs, FinishReason.LENGTH, FinishReason.ABORT)
         stop_id = (
             ids[-1] if reason is FinishReason.STOP and ids and ids[-1] in self.spec.params.stop_token_ids else None
@@ -226,7 +226,7 @@ class ChoiceStream:
         return TextChunk(text, ids, logprobs, reason.value, stop_id)
 
     def _failure(self, reason: str) -> ApiError:
-        """Return the error of a text that the engine could not go on with: a 400 if the request leaves no way on."""
+        """Return the error of a text that the engine could not continue: a 400 if the request allows no next token."""
         params = self.spec.params
         narrowed = params.grammar or params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias
         if reason.startswith(GRAMMAR_FAULT) or (
@@ -236,7 +236,7 @@ class ChoiceStream:
         return ApiError(500, f"the generation failed: {reason}", kind="server_error")
 
     def end(self, outcome: str) -> None:
-        """End a text that has not ended: its engine request is closed, and what became of it is counted."""
+        """End an unfinished text: close its engine request and count its outcome."""
         if not self.deltas.done:
             self.deltas.leave()
         self.finished = outcome

@@ -1,4 +1,4 @@
-"""How API families spell their responses, bytes of events or whole values, and the ASGI response that sends them.
+"""Formats of the API families, events as bytes or whole values, and the ASGI response that sends them.
 
 The Responses and the Messages API show an answer as blocks: runs of reasoning, of content, or one tool call, each
 opened, filled and closed in turn.
@@ -37,11 +37,11 @@ from fd_core.types import TokenLogprobs
 _DONE: Final = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 _SLICE: Final = 128
-"""Tokens whose log-probabilities are spelled while everybody else waits."""
+"""Tokens whose log-probabilities are encoded without yielding to the event loop."""
 _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 """Legal inside JSON, but some clients split the lines of a stream at them."""
 _FLOOR: Final = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Replaces minus infinity, which JSON cannot represent."""
 _STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -49,7 +49,7 @@ _STREAM_HEADERS: Final = {
 }
 _USAGE_HEADER: Final = USAGE_HEADER.lower().encode()
 _LONG_BYTES: Final = 8192
-"""What a shorter body asks for is read before anybody could leave."""
+"""Shorter bodies are processed before a client could disconnect."""
 BlockKind = Literal["reasoning", "content", "call"]
 
 
@@ -63,12 +63,12 @@ class CollectedText:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     scores: msgspec.Raw | None = None
-    """The log-probabilities as the API shapes them; None where none are shown."""
+    """Log-probabilities in the format of the API; None if none are shown."""
     finish_reason: str = ""
     stop_reason: str | int | None = None
 
     def add(self, chunk: TextChunk) -> None:
-        """Take the next chunk."""
+        """Add the next chunk."""
         self.texts.append(chunk.text)
         self.events += chunk.events
         self.token_ids += chunk.token_ids
@@ -83,19 +83,19 @@ class CollectedText:
 
 
 class AnswerFormat(abc.ABC):
-    """Spells the response to one request, whole or as a stream."""
+    """Formats the response to one request, whole or as a stream."""
 
     job: Job
 
-    async def prepare(self, choice: ChoiceStream) -> None:  # noqa: B027  # most shapes tell nothing of the kind
-        """Spell what is told of a choice's prompt, in slices: the loop feeds every stream. Comes before `first`."""
+    async def prepare(self, choice: ChoiceStream) -> None:  # noqa: B027  # most formats show no prompt scores
+        """Encode the scores of a choice's prompt in slices: the loop feeds every stream. Called before `first`."""
 
     async def score(self, collected: CollectedText) -> None:  # noqa: B027
-        """Spell what is told of a choice's tokens, in slices, before the `whole` answer."""
+        """Encode the scores of a choice's tokens, in slices, before the `whole` answer."""
 
     @abc.abstractmethod
     def first(self, choice: ChoiceStream, usage: responses.Usage | None) -> bytes:
-        """Return the events before a choice's first chunk; `usage` is the one so far, if every event tells it."""
+        """Return the events before a choice's first chunk; `usage` is the one so far, if every event includes it."""
 
     @abc.abstractmethod
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None) -> bytes:
@@ -110,12 +110,12 @@ class AnswerFormat(abc.ABC):
         """Return the answer to a request that did not ask for a stream, as a value that encodes to JSON."""
 
     def broken(self, error: ApiError) -> bytes:
-        """Return the event that ends a stream which cannot go on."""
+        """Return the error event that ends a stream."""
         return b"event: error\ndata: " + error.body() + b"\n\n"
 
 
 class ResponseFormat(AnswerFormat):
-    """Spells completions and chats; events are glued from prepared bytes and the text, no objects per token."""
+    """Formats completions and chats; events are concatenated from prepared bytes and the text, no objects per token."""
 
     answer: ClassVar[type[msgspec.Struct]]
     id_prefix: ClassVar[str]
@@ -140,11 +140,11 @@ class ResponseFormat(AnswerFormat):
         self._heads: dict[int, bytes] = {}
         self.scored = job.logprobs is not None or job.token_ids
         self.prompt_scores: dict[int, Any] = {}
-        """What is told of each prompt in vLLM's shape, if it was asked for."""
+        """Scores of each prompt in vLLM's format, if requested."""
 
     @abc.abstractmethod
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> msgspec.Struct:
-        """Return the log-probabilities of a chunk as the API shapes them."""
+        """Return the log-probabilities of a chunk in the format of the API."""
 
     @abc.abstractmethod
     def choice(self, collected: CollectedText) -> msgspec.Struct:
@@ -171,7 +171,7 @@ class ResponseFormat(AnswerFormat):
         return head
 
     def full_event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None, begun: bytes) -> bytes:
-        """Return the event that ends what a chunk adds; `begun` is its JSON up to the end of the text."""
+        """Return the event of a chunk; `begun` is its JSON up to the end of the text."""
         job = self.job
         scores = b"null" if job.logprobs is None else _encode(self.logprobs(choice, chunk))
         parts = [begun, b',"logprobs":', scores, b',"finish_reason":']
@@ -185,7 +185,7 @@ class ResponseFormat(AnswerFormat):
     def lead(
         self, choice: ChoiceStream, usage: responses.Usage | None, content: bytes, scores: bytes = b"null"
     ) -> bytes:
-        """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
+        """Return an event that precedes the first chunk; `content` is JSON such as `,"text":""`."""
         job = self.job
         ids = b',"prompt_token_ids":' + _encode(job.prompts[choice.prompt_index]) if job.token_ids else b""
         end = b',"logprobs":' + scores + b',"finish_reason":null'
@@ -196,12 +196,12 @@ class ResponseFormat(AnswerFormat):
         return event + b'],"warnings":' + _encode(job.warnings) + end_of_event.removeprefix(b"]")
 
     def last(self, usage: responses.Usage) -> bytes:
-        """Return the usage, if it is asked for, and the end."""
+        """Return the usage, if requested, and the end."""
         told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
         return told + _DONE
 
     async def prepare(self, choice: ChoiceStream) -> None:
-        """Spell the log-probabilities of a choice's prompt."""
+        """Encode the log-probabilities of a choice's prompt."""
         top, prompt = self.job.prompt_logprobs, choice.prompt_index
         rows = None if choice.scores is None else choice.scores.rows
         if top is None or rows is None or prompt in self.prompt_scores:
@@ -214,7 +214,7 @@ class ResponseFormat(AnswerFormat):
         self.prompt_scores[prompt] = msgspec.Raw(b"[%b]" % b",".join(pieces))
 
     async def score(self, collected: CollectedText) -> None:
-        """Spell the log-probabilities of a choice's tokens."""
+        """Encode the log-probabilities of a choice's tokens."""
         if self.job.logprobs is None:
             return
         lists = self.begun_scores(collected.choice)
@@ -244,12 +244,12 @@ class ResponseFormat(AnswerFormat):
 
 
 def end_with(usage: responses.Usage) -> bytes:
-    """Return JSON behind the choices of an event that tells the usage so far."""
+    """Return the JSON after the choices of an event that includes the usage so far."""
     return b'],"usage":' + _encode(usage) + b"}\n\n"
 
 
 def slices(count: int) -> Sequence[slice]:
-    """Return slices that take `count` tokens one after the other."""
+    """Return consecutive slices that cover `count` tokens."""
     return [slice(begin, begin + _SLICE) for begin in range(0, count, _SLICE)]
 
 
@@ -263,7 +263,7 @@ def json_text(text: str) -> bytes:
 def chat_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int, as_ids: bool = False
 ) -> responses.ChatLogprobs:
-    """Return the chat shape for tokens with the `top` most likely of each; `as_ids` names tokens by their ids."""
+    """Return log-probabilities in chat format with the `top` most likely of each; `as_ids` names tokens by id."""
     content = []
     for token_id, row in zip(ids, rows, strict=True):
         likely = [_top(tokenizer, *pair, as_ids) for pair in zip(row.top_ids[:top], row.top[:top], strict=True)]
@@ -287,7 +287,7 @@ class EncodedLists:
             self._others = dict(begun._others)
 
     def add(self, part: msgspec.Struct) -> None:
-        """Put the lists of `part` behind those before."""
+        """Append the lists of `part`."""
         for name in part.__struct_fields__:
             value = getattr(part, name)
             if not isinstance(value, list):
@@ -306,7 +306,7 @@ class EncodedLists:
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int
 ) -> list[dict[int, responses.PromptLogprob]]:
-    """Return what is told of tokens of a prompt: for each of them itself and the `top` most likely there."""
+    """Return the scores of a prompt's tokens: for each position the token itself and the `top` most likely ones."""
     answer: list[dict[int, responses.PromptLogprob]] = []
     for token_id, row in zip(ids, rows, strict=True):
         ranks = dict(zip(row.top_ids[:top], range(1, top + 1), strict=False)) | {token_id: row.rank}
@@ -321,7 +321,7 @@ def prompt_logprobs(
 
 
 class CompletionLogprobsBuilder:
-    """Makes the completions shape for one choice, chunk by chunk; it knows where in the text each token begins."""
+    """Builds log-probabilities in completions format for one choice, chunk by chunk, with each token's offset."""
 
     __slots__ = ("_as_ids", "_offset", "_text", "_tokenizer", "_top")
 
@@ -333,7 +333,7 @@ class CompletionLogprobsBuilder:
         self._text = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
 
     def build(self, ids: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> responses.CompletionLogprobs:
-        """Return the shape for the next tokens; a token without log-probabilities, as a text's first, has null."""
+        """Return the next tokens' log-probabilities; null for a token without, such as the first of a text."""
         answer = responses.CompletionLogprobs([], [], [], [])
         for token_id, row in zip(ids, rows, strict=True):
             name = self._name(token_id)
@@ -372,9 +372,9 @@ def _finite(logprob: float) -> float:
 
 
 class GenerationResponse(Response):
-    """Generates and answers. The engine's work begins and ends within `__call__`, so nothing can be left behind.
+    """Generates and answers. The engine's work begins and ends within `__call__`, so no request can leak.
 
-    The status goes out with the first token: whatever fails before is answered with a proper HTTP status and may be
+    The status is sent with the first token: an error before that is answered with a proper HTTP status and may be
     tried again elsewhere. Later failures become an `error` event, and no `[DONE]` follows.
     """
 
@@ -415,10 +415,10 @@ class GenerationResponse(Response):
                 lead = b""
                 if not begun:
                     begun = True
-                    if choice.prefill is not None:  # tells a router what became of the prefill that it wanted elsewhere
+                    if choice.prefill is not None:  # reports the outcome of a remote prefill to the router
                         headers[OUTCOME_HEADER] = choice.prefill
                     if choice.scores is not None:
-                        async with preparing:  # choices of one prompt share what is told of it
+                        async with preparing:  # choices of one prompt share its scores
                             await response_format.prepare(choice)
                     lead = response_format.first(choice, usage)
                 await emit(lead + response_format.event(choice, chunk, usage))
@@ -426,7 +426,7 @@ class GenerationResponse(Response):
         try:
             async with UntilDisconnect(receive) as client, Generation(self._state, job) as generation:
                 await generation.each(follow)
-        except Exception as error:  # the stream's outer edge: whatever happened, the client is told
+        except Exception as error:  # the stream's outer edge: the client gets every error
             if not started:
                 raise
             await emit(response_format.broken(to_api_error(error)), last=True)
@@ -435,7 +435,7 @@ class GenerationResponse(Response):
             return
         usage = generation.used
         told = b""
-        if _USAGE_HEADER in dict(scope["headers"]):  # a router asks what the answer took
+        if _USAGE_HEADER in dict(scope["headers"]):  # a router requests the usage of the answer
             told = usage_comment(usage.prompt_tokens, usage.completion_tokens)
         await emit(told + response_format.last(usage), last=True)
 
@@ -468,7 +468,7 @@ T = TypeVar("T")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return what comes of `work`, begun after the body; cancelled, with `ApiError` (499), if the client leaves."""
+    """Return the result of `work`, begun after the body; cancelled, with `ApiError` (499), if the client is gone."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) <= len(str(_LONG_BYTES)) and int(length) <= _LONG_BYTES:
         return await work
@@ -481,7 +481,7 @@ class UntilDisconnect:
     """Runs a block until it ends or the client disconnects; then `gone` is true and the block was cancelled.
 
     Works as `asyncio.timeout` does: the task is cancelled once, and the cancellation ends with the block unless
-    somebody else cancelled the task as well. The body of the request must have been read before. Leave the block
+    other code cancelled the task as well. The body of the request must have been read before. Leave the block
     before the last part of the answer is sent: servers report the end of an answer as a disconnect too.
     """
 
@@ -516,7 +516,7 @@ class UntilDisconnect:
 
 @dataclass(slots=True)
 class AnswerBlock:
-    """One block, as far as it came."""
+    """One block, as far as it has been generated."""
 
     index: int
     kind: BlockKind
@@ -540,13 +540,13 @@ class BlockStep(NamedTuple):
 
 @dataclass(slots=True)
 class BlockWriter:
-    """Turns events into steps."""
+    """Converts events to steps."""
 
     blocks: list[AnswerBlock] = field(default_factory=list)
     _open: AnswerBlock | None = None
 
     def write(self, events: Iterable[Event]) -> Iterator[BlockStep]:
-        """Yield what the next events do."""
+        """Yield the steps of the next events."""
         for event in events:
             if isinstance(event, CallBegun):
                 yield from self._begin("call", event.name)

@@ -1,1 +1,1 @@
-"""A request's way through the router, to a worker and back."""
+"""Path of a request through the router, to a worker and back."""

@@ -1,4 +1,4 @@
-"""Questions to every worker: which one keeps a response, POST /v1/abort_requests, and changes of adapters."""
+"""Requests to every worker: find the one that stores a response, POST /v1/abort_requests, and changes of adapters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _following: Final = msgspec.json.Decoder(_Following)
 async def keeper(
     state: GatewayState, request: web.BaseRequest, body: bytes, record: RequestRecord
 ) -> RouterWorker | None:
-    """Return the worker that keeps the response a request names, asked with the client's key; None if there is none."""
+    """Return the worker that stores the response a request names, queried with the client's key; None if none does."""
     name = _named(request.path, body)
     if not name:
         return None
@@ -78,7 +78,7 @@ _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 async def abort(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
-    """Return the ids that the workers aborted and those that none has; a refusal if none answered otherwise."""
+    """Return the ids that the workers aborted and those unknown to all; a refusal if every worker refused."""
     told = await _ask_all(state, path, body, headers, record, _TIMEOUT)
     answers = []
     for each in told:
@@ -109,7 +109,7 @@ async def _ask_all(
     record: RequestRecord,
     timeout: aiohttp.ClientTimeout,
 ) -> list[web.Response]:
-    """Return the answers of all workers that answer clients; 503 stands for one that could not be asked."""
+    """Return the responses of all workers that serve clients; 503 stands for a worker that could not be reached."""
 
     async def ask(worker: RouterWorker) -> web.Response:
         try:

@@ -36,7 +36,7 @@ from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.types import PrefillOutcome
 
 _NO_MODEL: Final = (b'"model_not_found"', b'"not_found_error"')
-"""How workers say that they do not serve a model: as OpenAI's, and as Anthropic's clients read it."""
+"""Error codes of workers for a model that they do not serve: in OpenAI's and in Anthropic's format."""
 _ELSEWHERE_BYTES: Final = 64 * 1024
 """Bytes of a refusal that are kept, in case no other worker answers better."""
 _ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -62,7 +62,7 @@ def error_event(error: ApiError, path: str) -> bytes:
 
 
 def refusal(answer: NoWorker) -> ApiError:
-    """Return the error for a client whose request got no worker."""
+    """Return the error for a client whose request was assigned no worker."""
     wait = answer.retry_after if answer.retry_after is not None else 1.0
     seconds = max(1, math.ceil(wait))
     if answer.status == 503:
@@ -112,7 +112,7 @@ AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent"
 def to_worker(
     state: GatewayState, given: CIMultiDictProxy[str], record: RequestRecord, method: str, path: str
 ) -> CIMultiDict[str]:
-    """Return headers for a worker: the client's key goes on unless it is the gateway's; then its signed tenant does."""
+    """Return headers for a worker: the client's key, or, if that is the gateway's, its signed tenant instead."""
     headers = _without(given, _REQUEST_ONLY)
     headers["X-Request-Id"] = record.request_id
     if record.key is not None:
@@ -127,7 +127,7 @@ def to_worker(
 
 
 def to_client(given: CIMultiDictProxy[str], added: Mapping[str, str]) -> CIMultiDict[str]:
-    """Return the headers of the answer to the client, `added` in place of the worker's of the same names."""
+    """Return the headers of the answer to the client; `added` replace those of the worker with the same names."""
     headers = _without(given, _ANSWER_ONLY)
     headers.update(added)
     return headers
@@ -141,7 +141,7 @@ def _without(given: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDi
 
 
 _NOT_TOLD: Final = "not_told"
-"""Outcome where the decode worker names none: it does not know tickets, or ignores them."""
+"""Outcome if the decode worker reports none: it does not support tickets, or ignores them."""
 _OUTCOMES: Final = frozenset(get_args(PrefillOutcome))
 
 
@@ -171,7 +171,7 @@ def ticket_headers(
 
 
 def outcome_of(headers: Mapping[str, str]) -> str:
-    """Return what the prefill side of a pair did, from the headers of the decode worker's answer."""
+    """Return the outcome of a pair's prefill side, from the headers of the decode worker's answer."""
     outcome = headers.get(OUTCOME_HEADER, "")
     return outcome if outcome in _OUTCOMES else _NOT_TOLD
 
@@ -182,7 +182,7 @@ class _TryElsewhere(Exception):
 
 @dataclass(slots=True)
 class Exchange:
-    """One client's request: it is sent to the workers that the router chooses, which is told what became of it."""
+    """One client's request: sends it to the workers that the router chooses, and reports the outcome to the router."""
 
     state: GatewayState
     request: web.BaseRequest
@@ -196,10 +196,10 @@ class Exchange:
     """Memory that the body holds."""
     asked: RouteRequest
     arrived: float
-    """When the headers of the request were read, by `time.monotonic`."""
+    """Time at which the headers of the request were read, by `time.monotonic`."""
     record: RequestRecord
     meter: UsageMeter | None = None
-    """Reads what the answer took, if anybody wants to know."""
+    """Reads the usage of the answer, if it is needed."""
     span: RequestSpan | None = None
     attempts: Attempts[web.Response] = field(init=False)
 
@@ -207,7 +207,7 @@ class Exchange:
         self.attempts = Attempts(self.state.router, self.asked)
 
     async def forward(self) -> web.StreamResponse:
-        """Return the answer, sent or about to be sent. No selection is held by then, whatever happens."""
+        """Return the answer, sent or about to be sent. No selection is held by then, even after an error."""
         spans = self.state.spans
         if spans is None:
             return await self._forward()
@@ -236,7 +236,7 @@ class Exchange:
             raise
         finally:
             took = None if self.meter is None else self.meter.tokens(self.asked.length)
-            if took is not None:  # of an answer that nobody saw whole, nothing is given back
+            if took is not None:  # if an answer was not read to its end, nothing is given back
                 self.record.count(*took)
                 self.record.settle()
         result = self.attempts.result
@@ -323,7 +323,7 @@ class Exchange:
                     raise
 
     def _to_client(self, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
-        """Return the headers of the answer; where the router has keys, they tell its limits and not the worker's."""
+        """Return the headers of the answer; if the router has keys, they state its limits instead of the worker's."""
         headers = to_client(response.headers, self.added)
         if self.state.access.ring:
             for name in [each for each in headers if each.lower().startswith("x-ratelimit-")]:

@@ -1,4 +1,4 @@
-"""The answer of one worker: held back until its first bytes can be sent, then passed on as it comes.
+"""The answer of one worker: held back until its first bytes can be sent, then streamed as it arrives.
 
 Of server-sent events only whole ones are passed on, so that an error event can follow.
 """
@@ -30,20 +30,20 @@ class SilenceTimer:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Measure from here on: the next piece of the answer is waited for."""
+        """Start the timer: the next chunk of the answer is awaited."""
         self._since = self._loop.time()
 
     def stop(self) -> None:
-        """Measure no more: a piece came, and until the next `start` only the client holds the answer up."""
+        """Stop the timer: a chunk arrived, and until the next `start` only the client can delay the answer."""
         self._since = None
 
     @property
     def expired(self) -> bool:
-        """Whether the `TimeoutError` of the answer means that its worker was given up."""
+        """True if the `TimeoutError` of the answer means that its worker was given up."""
         return self._limit.expired()
 
     def expire(self, silence: float) -> bool:
-        """End the answer if its worker has been silent for `silence` seconds; return whether it was."""
+        """End the answer if its worker has been silent for `silence` seconds; return True if it was."""
         now = self._loop.time()
         if self._since is None or now - self._since < silence:
             return False
@@ -67,11 +67,11 @@ class WorkerTimeouts:
         return _within(self._streams, worker.url)
 
     def expire_first_bytes(self, worker: RouterWorker) -> int:
-        """End every wait for first bytes of `worker`, so that the requests go elsewhere; return their number."""
+        """End every wait for first bytes of `worker`, so that the requests go to others; return their number."""
         return sum(timer.expire(0.0) for timer in self._first_bytes.get(worker.url, ()))
 
     def expire_streams(self, worker: RouterWorker, silence: float) -> int:
-        """End every answer of which nothing came from `worker` for `silence` seconds; return their number."""
+        """End every answer that received nothing from `worker` for `silence` seconds; return their number."""
         return sum(timer.expire(silence) for timer in self._streams.get(worker.url, ()))
 
 
@@ -95,7 +95,7 @@ async def _within(
 TROUBLE: Final = (aiohttp.ClientError, TimeoutError, OSError)
 """Exceptions that a request to a worker may raise."""
 _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors of the system for want of descriptors, memory or ports."""
+"""Errors of the system for lack of descriptors, memory or ports."""
 _HELD_BYTES: Final = 1 << 20
 """A JSON answer up to this size is sent once it is whole, so that until then another worker can give it."""
 _DONE: Final = b"[DONE]"
@@ -104,7 +104,7 @@ _MAX_HELD_BYTES: Final = 1 << 20
 
 
 def is_own_lack(error: BaseException) -> bool:
-    """Whether no connection could be made for want of something here, which says nothing about the worker."""
+    """Return True if no connection could be made for lack of local resources, which is not the worker's fault."""
     return isinstance(error, OSError) and error.errno in _LACKS
 
 
@@ -122,7 +122,7 @@ class EventCutter:
         self._last = b""
 
     def push(self, chunk: bytes) -> bytes:
-        """Take a chunk; return the bytes that may go to the client, none if no event has ended."""
+        """Process a chunk; return the bytes that may be sent to the client, none if no event has ended."""
         if chunk.endswith(b"\n\n"):
             return self._pass(chunk)
         border = len(self._edge)
@@ -146,12 +146,12 @@ class EventCutter:
 
     @property
     def done(self) -> bool:
-        """Whether the last event passed on is `[DONE]`, which says that the answer is complete."""
+        """True if the last event passed on is `[DONE]`, which marks a complete answer."""
         return self._last.rstrip().endswith(_DONE)
 
     @property
     def told_error(self) -> bool:
-        """Whether the last event passed on is an error. Generated text cannot look like one: its quotes are escaped."""
+        """True if the last event passed on is an error. Generated text cannot look like one: its quotes are escaped."""
         last = self._last.rstrip().replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
         return b'"error"' in last
 
@@ -167,7 +167,7 @@ class EventCutter:
 
 
 class UpstreamAnswer:
-    """An answer whose headers have come. `begin` returns the first bytes to send, `rest` yields all others."""
+    """An answer whose headers have arrived. `begin` returns the first bytes to send, `rest` yields all others."""
 
     def __init__(self, response: aiohttp.ClientResponse, *, ends_with_done: bool) -> None:
         """`ends_with_done`: a stream of this path is complete only with a last event `[DONE]`."""
@@ -179,21 +179,21 @@ class UpstreamAnswer:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer consists of server-sent events."""
+        """True if the answer consists of server-sent events."""
         return self._cutter is not None
 
     @property
     def whole(self) -> bool:
-        """Whether `begin` returned the whole answer."""
+        """True if `begin` returned the whole answer."""
         return self._ended and not self.is_stream
 
     @property
     def told_error(self) -> bool:
-        """Whether the answer ended with an error event of the worker."""
+        """True if the answer ended with an error event of the worker."""
         return self._cutter is not None and self._cutter.told_error
 
     async def begin(self) -> bytes:
-        """Return the first bytes. Raises `WorkerLost` if a stream ends without any, and what `TROUBLE` names."""
+        """Return the first bytes. Raises `WorkerLost` if a stream ends without any, and the errors in `TROUBLE`."""
         content = self._response.content
         if self._cutter is not None:
             while chunk := await content.readany():

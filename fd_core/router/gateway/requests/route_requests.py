@@ -1,4 +1,4 @@
-"""What the router needs to know of a client's request to choose a worker. Everything else is the worker's to judge."""
+"""Fields of a client's request that the router needs to choose a worker. The worker validates everything else."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Body(msgspec.Struct):
 
     @property
     def output_tokens(self) -> int:
-        """The most tokens that the request says its answers may have; 0 if it does not say it."""
+        """Most tokens that the request allows for its answers; 0 if it sets no limit."""
         asked = (self.max_completion_tokens, self.max_tokens, self.max_output_tokens)
         most = next((each for each in asked if type(each) is int and each > 0), 0)
         return most * (self.n if type(self.n) is int and self.n > 0 else 1)
@@ -74,7 +74,7 @@ class _Body(msgspec.Struct):
 
     @property
     def conversation(self) -> list[Any]:
-        """The messages, behind the system's, which the Messages API sends beside them."""
+        """The messages, after the system prompt, which the Messages API sends in a separate field."""
         return [{"role": "system", "content": self.system}, *self.messages] if self.system else self.messages
 
     @property
@@ -89,17 +89,17 @@ _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class RouteRequestReader:
-    """Turns bodies into what the router chooses by. It never yields an empty prompt, and it never refuses a body."""
+    """Converts bodies to routing requests. It never yields an empty prompt, and it never rejects a body."""
 
     def __init__(self, text: ModelText | None) -> None:
         """Without `text`, prompts are compared by the bytes of their text."""
         self._prompts = None if text is None else PromptReader(text.tokenizer, text.template, max_chars=_MAX_CHARS)
         self.description = f"Prompts are compared by the {f'tokens of {text.name}' if text else 'bytes of their text'}."
-        """The line of the live page that says how prompts are compared."""
+        """Line of the live page that states how prompts are compared."""
 
     @property
     def fingerprint(self) -> str | None:
-        """How text becomes tokens, see `PromptReader.fingerprint`; None if prompts are compared by their bytes."""
+        """Digest of the tokenization, see `PromptReader.fingerprint`; None if prompts are compared by their bytes."""
         return None if self._prompts is None else self._prompts.fingerprint
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class RouteRequestReader:
             self._prompts.close()
 
     async def read(self, body: bytes, session: str | None = None) -> RouteRequest:
-        """Return what the router is asked for a body; `session` comes from a header and wins over the body's."""
+        """Return the routing request for a body; `session` is from a header and takes precedence over the body's."""
         if not await decodable(body, _MAX_IDS):  # which a worker refuses
             return _by_bytes(body, session, "")
         if self._prompts is None:
@@ -117,7 +117,7 @@ class RouteRequestReader:
 
     @staticmethod
     async def model(body: bytes) -> str | None:
-        """Return the name of the model that a body asks for, if the body can be read."""
+        """Return the name of the model that a body requests, if the body can be read."""
         try:
             return _name(_decoder.decode(body).model) if await decodable(body, _MAX_IDS) else None
         except _UNREADABLE:
@@ -164,7 +164,7 @@ class RouteRequestReader:
 
 
 def _bytes_of(asked: _Body) -> bytes:
-    """Return bytes that begin alike where prompts begin alike, whatever other fields say."""
+    """Return bytes with equal prefixes for prompts with equal prefixes, independent of all other fields."""
     if isinstance(asked.messages, list):
         return b"".join(msgspec.json.encode(message, order="sorted") + b"\n" for message in asked.conversation)
     prompt = asked.text
@@ -206,11 +206,11 @@ class Cost(NamedTuple):
 
 @dataclass
 class CostReader:
-    """Counts what requests may take. Without `text` a token of a text is taken as `BYTES_PER_TOKEN` bytes."""
+    """Counts the tokens that requests may use. Without `text`, a token is assumed to have `BYTES_PER_TOKEN` bytes."""
 
     text: ModelText | None
     context: int | None = None
-    """Most tokens of prompt and text together, once a worker has told it."""
+    """Most tokens of prompt and text together, once a worker has reported it."""
     max_n: int = MAX_CHOICES
     trusts_templates: bool = False
     parsers: Parsers = field(default_factory=Parsers)
@@ -218,7 +218,7 @@ class CostReader:
 
     def __post_init__(self) -> None:
         text = find_text(BYTES, offline=True) if self.text is None else self.text
-        # Which ids there are is the workers' to judge: their models may have more than the tokenizer names.
+        # Workers validate token ids: their models may have more than the tokenizer names.
         self.prompt_reader = PromptReader(text.tokenizer, text.template, vocab_size=1 << 31)
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class CostReader:
         self.prompt_reader.close()
 
     async def cost(self, path: str, content_type: str, body: bytes, limit: int | None) -> Cost:
-        """Return what a request takes of its key's `limit`; `ApiError` or `BadRequest` if no worker serves it."""
+        """Return what a request uses of its key's `limit`; `ApiError` or `BadRequest` if no worker serves it."""
         body_format = _FORMATS.get(path)
         if body_format is None:
             return Cost(0, 0)
@@ -248,17 +248,17 @@ class CostReader:
         return Cost(sum(lengths), counted.tokens)
 
     def _as_chat(self, decoded: ChatRequest | CountRequest | ResponsesRequest) -> ChatRequest:
-        """Return a request as the chat that a worker makes of it; what it goes on from is known to its worker only."""
+        """Return the chat that a worker makes of a request, without the stored conversation that it continues."""
         if isinstance(decoded, ChatRequest):
             return decoded
         if isinstance(decoded, ResponsesRequest):
             return responses.as_chat(decoded, ())
-        if self.text is None:  # bytes have no template that could tell an effort
+        if self.text is None:  # without a tokenizer there is no template to apply an effort
             decoded = msgspec.structs.replace(decoded, output_config=None)
         return messages.as_chat(self, decoded)
 
     def _countable(self, request: Any) -> Any:
-        """Return a request without what only a worker may judge: templates of clients, and those of its model."""
+        """Return a request without fields that only a worker may judge: templates of clients, and the model's own."""
         if isinstance(request, CompletionRequest):
             return request if self.text is not None else msgspec.structs.replace(request, truncate_prompt_tokens=None)
         if request.chat_template:

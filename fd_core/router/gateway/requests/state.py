@@ -1,4 +1,4 @@
-"""What the parts of one gateway share, and its metrics."""
+"""State shared by the parts of one gateway, and its metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FIRST_BYTE: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5
 
 
 class GatewayCounts(msgspec.Struct):
-    """What became of requests, as far as only the gateway sees it; every count only grows."""
+    """Outcomes of requests that only the gateway observes; every count only grows."""
 
     disconnects: Annotated[int, counter("disconnects", "Clients that left before their answer ended.")] = 0
     attempts_lost: Annotated[
@@ -80,7 +80,7 @@ class GatewayMetrics:
         self._process = ProcessCollector(registry=CollectorRegistry())
 
     async def text(self) -> bytes:
-        """Return everything in Prometheus' text format, written on another thread: a worker takes 0.1 ms."""
+        """Return all metrics in Prometheus' text format, written on another thread: a worker takes 0.1 ms."""
         snapshot = self._router.snapshot()
         others = [*self._others(snapshot), *self._process.collect()]
         return await asyncio.to_thread(lambda: generate_latest(Collected(_of_workers(snapshot), others)))
@@ -111,7 +111,7 @@ def _of_workers(snapshot: RouterSnapshot) -> Iterable[Metric]:
 
 
 class PairingLog:
-    """Says in the log when decode workers begin to compute prompts themselves, and when pairs are back."""
+    """Logs when decode workers begin to compute prompts themselves, and when pairs are available again."""
 
     def __init__(self) -> None:
         self._alone = False
@@ -143,9 +143,9 @@ class GatewayState:
     bodies: BodyBudget
     """Memory for bodies, until a worker has answered and no other one needs them."""
     access: AccessControl = field(default_factory=AccessControl)
-    """The router's API keys and what they may take."""
+    """The router's API keys and their usage."""
     costs: CostReader = field(default_factory=lambda: CostReader(None))
-    """Counts what requests of keys with a limit of tokens may take; replaced together with `reader`."""
+    """Counts the tokens of requests whose keys limit them; replaced together with `reader`."""
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
     pairing: PairingLog = field(default_factory=PairingLog)
     supervisor: Supervisor = field(default_factory=Supervisor)

@@ -1,1 +1,1 @@
-"""What the router asks its workers: health, models, KV events."""
+"""Polling of workers: health, models, KV events."""

@@ -1,7 +1,7 @@
 """Health checks of the workers and the KV events that they report; the router gets both. No counter changes here.
 
-One task follows the KV events of one incarnation by long polls: each asks for the events that follow the last one.
-Whenever something goes wrong, the router goes by the prefixes that the worker served, and the task begins anew with all
+One task follows the KV events of one incarnation by long polls: each requests the events that follow the last one.
+After any error, the router uses the prefixes that the worker served, and the task starts over with all blocks
 that the worker holds.
 """
 
@@ -30,9 +30,9 @@ from fd_core.server.api.admin import KV_EVENTS_PATH, OFFER_HEADER, WAIT_SECONDS
 from fd_core.types.kv_events import KVPage
 
 _STANDSTILL_SECONDS: Final = 1.0
-"""A delay of a check by more than this is not the worker's."""
+"""A check delayed by more than this is attributed to this process, not to the worker."""
 _MODELS_SECONDS: Final = 60.0
-"""Time between two questions for the models of a worker: adapters may come and go."""
+"""Interval between queries for the models of a worker: adapters may be loaded and unloaded."""
 _TASK: Final = "health_checks"
 
 log = logging.getLogger(__name__)
@@ -56,16 +56,16 @@ class HealthChecks:
         self._router = state.router
         self._on_offer = on_offer
         self._asked: dict[RouterWorker, float] = {}
-        """When each worker was last asked for its models."""
+        """Time of the last request for the models of each worker."""
         self._running: dict[RouterWorker, asyncio.Task[None]] = {}
         self._unreached = Unreached(state.config.unreachable_seconds)
         self._complaints: dict[str, str] = {}
-        """Why a worker cannot have its role, as it was logged, by address."""
+        """Reason why a worker is unfit for its role, as logged, by address."""
         self._lacks = False
-        """Whether the last check could not be made for want of something here."""
+        """True if the last check failed for lack of resources on this machine."""
         self._wake = asyncio.Event()
         self._round = -math.inf
-        """When the last round of checks began."""
+        """Start of the last round of checks."""
         self._timeout = aiohttp.ClientTimeout(total=state.router.config.health_check_timeout_secs)
 
     def wake(self) -> None:
@@ -82,7 +82,7 @@ class HealthChecks:
                 due = now - self._round >= interval
                 if due:
                     if now - self._round > interval + _STANDSTILL_SECONDS:
-                        self._unreached.forget()  # this process stood still, not the workers
+                        self._unreached.forget()  # this process was suspended, not the workers
                     self._round = now
                 self._begin(due)
                 with contextlib.suppress(TimeoutError):
@@ -146,7 +146,7 @@ class HealthChecks:
         now = time.monotonic()
         if not reached and now - begun > self._router.config.health_check_timeout_secs + _STANDSTILL_SECONDS:
             self._unreached.reached(worker.url)
-            return  # a check that outlasts its own limit tells that this process stood still
+            return  # a check that exceeds its own limit shows that this process was suspended
         after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
         member = self._router.registry.member(after)
         state = _state(member)
@@ -160,7 +160,7 @@ class HealthChecks:
             log.info("worker %s is %s%s%s", after.url, state.value, told, "" if ok else why)
         self._complain(after, "" if member is None else member.unfit)
         if reached:
-            # A worker that answers at all, even that it is not healthy, may still go on with the requests that it has.
+            # A worker that responds at all, even as unhealthy, may still finish its running requests.
             self._unreached.reached(worker.url)
             if ok and now - self._asked.get(after, -math.inf) >= _MODELS_SECONDS:
                 self._asked[after] = now
@@ -169,7 +169,7 @@ class HealthChecks:
                     self._router.serves(after, *models)
             return
         if state is WorkerState.UNHEALTHY:
-            # Requests that wait for their first byte are better served elsewhere.
+            # Requests without a first byte are retried elsewhere.
             self._state.timeouts.expire_first_bytes(worker)
         if self._unreached.missed(worker.url, begun, now):
             patience = self._state.config.unreachable_seconds
@@ -204,7 +204,7 @@ _models: Final = msgspec.json.Decoder(_ModelList)
 
 
 async def union(state: GatewayState, headers: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return each model once, as every healthy worker says now. Raises `ApiError` if none can be asked, or refused."""
+    """Return each model of the healthy workers once. Raises `ApiError` if no worker can be queried, or one refused."""
     workers = [w.worker for w in state.router.snapshot().workers if w.state is WorkerState.HEALTHY]
     if not workers:
         raise unavailable("no worker is healthy", "none_healthy", retry_after=1)
@@ -255,7 +255,7 @@ async def _of(state: GatewayState, worker: RouterWorker, headers: Mapping[str, s
 
 
 class _Broken(ValueError):
-    """The worker's events cannot be used; the text of the exception is for people and quotes none of them."""
+    """The worker's events cannot be used; the text of the exception is readable and quotes none of them."""
 
 
 class _Follower:
@@ -275,7 +275,7 @@ class _Follower:
             try:
                 await self._listen(fingerprint)
             except TROUBLE as error:
-                if self._failures > 1:  # one answer that does not come is no trouble: a worker may have just begun
+                if self._failures > 1:  # one missing answer is no error: the worker may have just started
                     self._report(worker, f"it does not answer ({type(error).__name__})")
             except ValueError as error:
                 self._report(worker, str(error))
@@ -283,7 +283,7 @@ class _Follower:
                 self._router.reported_kv.end(worker)
 
     async def _listen(self, fingerprint: str) -> None:
-        """Take the worker's blocks, then its events while they count. Raises `ValueError` or one of `TROUBLE`."""
+        """Fetch the worker's blocks, then its events while they count. Raises `ValueError` or one of `TROUBLE`."""
         page = await self._ask(None)
         if page.reading != fingerprint:
             raise _Broken("its tokenizer or its chat template is not that of --tokenizer")
@@ -296,7 +296,7 @@ class _Follower:
             for event in page.events:
                 if not reported.apply(self._worker, event):
                     return
-                await asyncio.sleep(0)  # requests come first
+                await asyncio.sleep(0)  # requests have priority
             self._failures = 0
             self._report(self._worker, "")
             await asyncio.sleep(_TOGETHER_SECONDS)
@@ -330,7 +330,7 @@ class KVFollowers:
         self._state = state
         self._following: set[RouterWorker] = set()
         self._logged: dict[str, str] = {}
-        """The trouble that was logged last, by address."""
+        """The failure that was logged last, by address."""
 
     def offered(self, worker: RouterWorker) -> None:
         """Follow a healthy worker that offers KV events, if the policy can use them."""

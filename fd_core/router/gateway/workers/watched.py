@@ -20,7 +20,7 @@ from fd_core.http.hosts import Visit
 from fd_core.router.gateway.requests.forwarding import error_response
 
 _QUIET: Final = logging.Logger("fd_core.router.gateway.http", logging.CRITICAL + 1)
-"""For the HTTP library, which would log what it cannot parse, keys and prompts included."""
+"""For the HTTP library, which would log input that it cannot parse, keys and prompts included."""
 
 
 class GatewayHttp:
@@ -34,7 +34,7 @@ class GatewayHttp:
         connections: Connections,
         tls: ServingTls | None,
     ) -> None:
-        """Begins to listen; raises `OSError` if somebody else does."""
+        """Begin to listen; raises `OSError` if the address is in use."""
         loop = asyncio.get_running_loop()
         bounded = partial(_bounded, handler)
         self._server = web.Server(bounded, request_factory=_make_request, handler_cancellation=True)
@@ -56,7 +56,7 @@ class GatewayHttp:
         self._listener = Listener(sock, protocol, connections, tls)
 
     async def close(self, seconds: float) -> None:
-        """Listen no longer, and give answers that are on their way some time."""
+        """Stop listening, with a grace period for answers in transit."""
         self._listener.close()
         await asyncio.sleep(0)  # what has arrived begins before connections without a request are closed
         self._server.pre_shutdown()
@@ -89,7 +89,7 @@ class _WatchedHandler(WatchedProtocol, web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Answer what cannot be read in the shape of every other error."""
+        """Respond to unreadable input in the format of every other error."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
         error = self.head_too_large() if isinstance(exc, LineTooLong) else self.not_http()
@@ -133,9 +133,9 @@ def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: 
 
 
 def visit_of(request: web.BaseRequest) -> Visit:
-    """Return what a request says of where it comes from."""
+    """Return the host and the origin of a request."""
     hosts = request.headers.getall("Host", [])
     if "://" in request.raw_path.partition("?")[0]:
-        hosts = [request.url.authority]  # it means this host, whatever the header says (RFC 9112, section 3.2.2)
+        hosts = [request.url.authority]  # an absolute URL overrides the Host header (RFC 9112, section 3.2.2)
     address = request.protocol.sockname
     return Visit.of(request.method, hosts, address[0] if isinstance(address, tuple) else None, request.headers.get)
