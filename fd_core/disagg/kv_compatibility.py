@@ -1,4 +1,4 @@
-"""What two workers must have in common before the KV of one is of any use to the other."""
+"""Properties in which two workers must agree before one can use the other's KV."""
 
 from __future__ import annotations
 

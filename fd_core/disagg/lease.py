@@ -1,10 +1,10 @@
-"""What both sides of a lease share: the actions that its machines ask for, its clock and its limits; pure.
+"""Code shared by both sides of a lease: the actions of its state machines, its clock and its limits; pure.
 
-Either side is a machine, `DecodeLease` or `PrefillLease`: an event goes in, with its time if needed, and a list of
-actions comes out. Nothing that the other side says raises an exception, and an event after the end of the lease
-changes nothing. A lost message costs no more than time, because each side that was quiet for a while repeats what the
-other may have missed: the decode side repeats `Open` until it hears something, and then `Credit`; the prefill side
-repeats `Commit`. A lost piece is not repeated, because its block may be in use again: the lease expires.
+Each side is a state machine, `DecodeLease` or `PrefillLease`, that maps an event, with its time if needed, to a list of
+actions. No message of the peer raises an exception, and an event after the end of the lease changes nothing. A lost
+message costs only time, because a side that sent nothing for a while repeats what the peer may have missed: the decode
+side repeats `Open` until it receives a message, and then `Credit`; the prefill side repeats `Commit`. A lost piece is
+not repeated, because its block may be in use again: the lease expires.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fd_core.disagg.messages import MAX_NUMBER, MAX_TEXT, FromDecode, FromPrefil
 from fd_core.types import PrefillOutcome
 
 End = Literal["confirmed", "refused", "aborted", "gave_up", "failed", "expired"]
-"""What became of a lease for the prefill side: `aborted` by the decode side, `gave_up` by its own engine."""
+"""Outcome of a lease for the prefill side: `aborted` by the decode side, `gave_up` by its own engine."""
 
 LEASE_NAME: Final = re.compile("[0-9a-f]{32}")
 TOKEN_BYTES: Final = 4
@@ -30,7 +30,7 @@ MAX_WINDOW: Final = 256
 _MIN_SILENCE: Final = 0.05
 _MAX_SILENCE: Final = 3600.0
 _WORDS_IN_SILENCE: Final = 4
-"""How often a side speaks before the other would take it for dead."""
+"""Messages that a side sends before its peer would consider it dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class PrefillEnd:
     end: End
     reason: str
     abort: bool
-    """Whether the request that computes the job is to be aborted, if there is one."""
+    """True if the request that computes the job, if any, has to be aborted."""
 
 
 Action = Say | TakePiece | SendPiece | DecodeEnd | PrefillEnd
@@ -118,7 +118,7 @@ def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
 
 
 class Clock:
-    """How long a side has not heard the other and has been quiet itself, in seconds."""
+    """Times since a side last received from its peer and last sent to it, in seconds."""
 
     def __init__(self, silence: float, longest: float, now: float) -> None:
         self._silence = silence
@@ -128,7 +128,7 @@ class Clock:
 
     @property
     def next(self) -> float:
-        """When `late` or `quiet` may change at the latest."""
+        """Return the next time at which `late` or `quiet` may change."""
         return min(self._end, self._deaf, self._word)
 
     def heard(self, now: float) -> None:
@@ -150,5 +150,5 @@ class Clock:
         return "the other side is silent" if now >= self._deaf else None
 
     def quiet(self, now: float) -> bool:
-        """Whether this side should say something again."""
+        """Return True if this side is due to send a message."""
         return now >= self._word

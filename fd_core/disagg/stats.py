@@ -1,4 +1,4 @@
-"""What transfers did, in numbers."""
+"""Statistics of transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DROPPED: Final = "Transfer messages dropped because they were not sealed with t
 
 
 class SideStats(msgspec.Struct, kw_only=True):
-    """What both sides count."""
+    """Counters that both sides have."""
 
     dropped_frames: Annotated[int, counter("kv_transfer_dropped_frames", _DROPPED)] = 0
     late_messages: int = 0

@@ -1,4 +1,4 @@
-"""What both sides of transfers share: a port to the engine, and the thread behind it that serves its leases in turn."""
+"""Code shared by both sides of transfers: a port to the engine, and the thread that serves its leases in turn."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         super().__init__(queue)
         self._stuck_seconds = stuck_seconds
         self._turned_at = clock()
-        """When the thread turned last, or the first operation began behind which it has to."""
+        """Time of the thread's last iteration, or of the first operation that requires one since."""
         self._clock = clock
         self._stats = stats
         self._logger = OnceLogger()

@@ -1,18 +1,18 @@
-"""What the scheduler wants done outside a step, most of it with KV, and what became of it.
+"""Operations that the scheduler requests outside a step, most of them on KV, and their completions.
 
 Effects are values: `Scheduler.plan` and `Scheduler.commit` return them, the engine's loop hands their operations to its
-`fd_core.effects.port.EffectPort`, which performs them on other threads, and brings the completions back before the next
-plan. Nothing here waits for anything. `fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg`
+`fd_core.effects.port.EffectPort`, which performs them on other threads, and returns the completions before the next
+plan. Nothing here blocks. `fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg`
 performs `Fetch`, `Send` and `GiveUp`; `fd_core.structured` performs `CompileGrammar`.
 
-An operation is a number chosen by the scheduler, unique within an engine. What the scheduler may assume:
+An operation is a number chosen by the scheduler, unique within an engine. The scheduler may assume:
 
 - A `Lookup` is answered by one `Found`, a `Load` by one `Loaded`, a `Save` by one `Saved`, a `Fetch` by one `Fetched`,
   a `Send` by one `Sent`, a `CompileGrammar` by one `GrammarReady`, in any order, each within its deadline.
-- `Cancel` hurries the answer, it does not replace it: blocks of an operation belong to it until it is completed.
-- What `Saved` says about the host tier needs no `Lookup`: a `Load` that follows finds those blocks there, unless others
-  evicted them meanwhile. A `Load` may always come back short, and says how much it brought.
-- The other completions answer nothing and may come at any time, while the engine is idle too.
+- `Cancel` speeds up the completion, it does not replace it: blocks of an operation belong to it until it is completed.
+- After `Saved`, the blocks that it reports in the host tier need no `Lookup`: a `Load` that follows finds them there,
+  unless others evicted them meanwhile. A `Load` may always be partial, and reports how much it loaded.
+- The other completions answer no operation and may arrive at any time, also while the engine is idle.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Save(msgspec.Struct, frozen=True):
     keys: tuple[bytes, ...]
     blocks: IntArray
     persist: bool
-    """Whether the blocks are also written to the KV store, some time after the copy to the host."""
+    """True if the blocks are also written to the KV store, some time after the copy to the host."""
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class Loaded(msgspec.Struct, frozen=True):
     blocks: int
     """Leading blocks that hold exactly the KV of their keys."""
     from_host: int = 0
-    """How many of them came from the host tier."""
+    """Number of them that were loaded from the host tier."""
     seconds: float = 0.0
     """From the effect to the last copy."""
 
@@ -86,7 +86,7 @@ class Saved(msgspec.Struct, frozen=True):
     blocks: int
     """Leading blocks that were copied to the host."""
     host: int = 0
-    """How many of them the host tier holds: a `Load` of these keys needs no `Lookup`."""
+    """Number of them that the host tier holds: a `Load` of these keys needs no `Lookup`."""
 
 
 class NotStored(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ class NotStored(msgspec.Struct, frozen=True):
 
 
 class LoadPaceMeasured(msgspec.Struct, frozen=True):
-    """What loading costs at present, in seconds; None where nothing was measured lately."""
+    """Current cost of loading, in seconds; None where there is no recent measurement."""
 
     host_block: float | None = None
     """To copy one block from the host tier to the device."""
@@ -107,7 +107,7 @@ class LoadPaceMeasured(msgspec.Struct, frozen=True):
 
 
 class PrefillPaceMeasured(msgspec.Struct, frozen=True):
-    """What computing a prompt costs at present."""
+    """Current cost of computing a prompt."""
 
     token: float
     """Seconds for one token."""
@@ -187,7 +187,7 @@ class GiveUp(msgspec.Struct, frozen=True):
     reason: str = ""
     """For people; never holds a prompt."""
     refused: bool = False
-    """Whether the engine did not take the job, which is what the decode worker is told then."""
+    """True if the engine rejected the job; the decode worker then receives a refusal."""
 
 
 class CompileGrammar(msgspec.Struct, frozen=True):
@@ -224,7 +224,7 @@ Completion = (
 
 
 class LoadDecision(msgspec.Struct, frozen=True):
-    """Whether to load KV or to compute it again for one request, and why; told to the trace."""
+    """Decision to load KV or to recompute it for one request, with its reasons; for the trace."""
 
     request_id: str
     load: bool
@@ -238,12 +238,12 @@ class LoadDecision(msgspec.Struct, frozen=True):
 
 
 class Effects(msgspec.Struct, frozen=True):
-    """What one call of the scheduler wants done, in order."""
+    """Effects that one call of the scheduler requests, in order."""
 
     operations: tuple[Effect, ...] = ()
     decisions: tuple[LoadDecision, ...] = ()
     events: tuple[KVEvent, ...] = ()
-    """Which prefixes the device came to hold and lost."""
+    """Prefixes that the device gained and lost."""
 
 
 NO_EFFECTS = Effects()

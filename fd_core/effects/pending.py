@@ -50,7 +50,7 @@ class PendingOperations(Generic[_Answer]):
         return len(self._pending)
 
     def __contains__(self, number: int) -> bool:
-        """Whether somebody still waits for an operation."""
+        """Return True if an operation is still pending."""
         return self._awaited(number) is not None
 
     def numbers(self, *kinds: type[_Answer]) -> list[int]:

@@ -91,7 +91,7 @@ class EffectPort(ABC, Generic[_Stats]):
     performs: ClassVar[tuple[type[Effect], ...]] = ()
     """Types of the effects that this port performs, `Cancel` left out: every port takes that."""
     idle = False
-    """Whether `tend` has nothing to do until the port performs something."""
+    """True if `tend` has nothing to do until the port performs an operation."""
 
     def __init__(self, queue: CompletionQueue) -> None:
         """Put completions into `queue`; the ports of one engine share theirs."""

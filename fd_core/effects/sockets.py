@@ -18,7 +18,7 @@ import zmq
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 Endpoint = tuple[str, bool]
-"""What a socket binds or connects to, and whether it is IPv6: for `Socket.ipv6`."""
+"""Address that a socket binds or connects to, and True if it is IPv6: for `Socket.ipv6`."""
 
 _BATCH: Final = 64
 """Messages in one go, so that no other socket, and nothing else that its thread does, has to wait long."""

@@ -107,11 +107,11 @@ class BlockPool:
         return self.num_blocks - self.num_free - self.num_fenced
 
     def knows(self, key: bytes) -> bool:
-        """Whether a block holds the content named by `key`, if only a fenced one."""
+        """Return True if any block, even a fenced one, holds the content named by `key`."""
         return key in self._block_of
 
     def holds(self, block: int, key: bytes) -> bool:
-        """Whether a block holds the content named by `key`."""
+        """Return True if `block` holds the content named by `key`."""
         return self._block_of.get(key) == block
 
     def match(self, keys: Iterable[bytes]) -> IntArray:

@@ -25,7 +25,7 @@ class Breaker:
         self._failures = 0
 
     def ready(self, now: float) -> bool:
-        """Whether `admit` would let a call through."""
+        """Return True if `admit` would let a call through."""
         return self.state == "closed" or (self.state == "open" and now >= self.until)
 
     def admit(self, now: float) -> bool:

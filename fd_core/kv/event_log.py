@@ -28,12 +28,12 @@ class KVEventLog:
         self._size = 0
         self._next = 0
         self.closed = False
-        """Whether the log gets no more events."""
+        """True if no more events will be appended."""
         self._waiting: set[asyncio.Event] = set()
 
     @property
     def engines(self) -> int:
-        """How many engines tell."""
+        """Return the number of engines that publish events."""
         return len(self._stored)
 
     def extend(self, events: Iterable[KVEvent], engine: int = 0) -> None:

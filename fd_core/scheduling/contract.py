@@ -1,9 +1,9 @@
-"""What a whole scheduler is: the settings that it is made from, a few methods, and what it holds.
+"""Scheduler contract: construction settings, a few methods, and the resources that a scheduler holds.
 
-A scheduler decides what each step computes, and what the answer to a step means for each request. It is pure: no I/O,
+A scheduler decides what each step computes and applies each step's output to its requests. It is pure: no I/O,
 no clock, no randomness, no threads. It takes frozen values and returns frozen values.
-`docs/extend/write-a-scheduler.md` shows a whole plugin, made of the parts in this package;
-`fdcore conformance --scheduler NAME` proves that it keeps the law.
+`docs/extend/write-a-scheduler.md` shows a complete plugin, built from the parts in this package;
+`fdcore conformance --scheduler NAME` proves that it holds the invariants.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class SchedulerSetup:
     drafts: DraftControl | None = None
     """Decides how many drafts a request may verify; None without speculation."""
     keep_kv: KeepKV | None = None
-    """Which KV is kept outside the device; None keeps none."""
+    """Requests whose KV is stored outside the device; None stores none."""
     paired: bool = False
-    """Whether prompts may be computed by other workers, or for them. Needs a hasher."""
+    """True if prompts may be computed by other workers, or for them. Needs a hasher."""
     kv_events: bool = False
-    """Whether effects tell which prefixes the device holds. Needs a hasher."""
+    """True if effects include events for the prefixes that the device holds. Needs a hasher."""
     epoch: int = 1
     clock: Callable[[], float] | None = None
-    """Seconds, to tell where the time of requests goes; nothing may be decided by it. None does not tell."""
+    """Clock in seconds, for phase durations of requests; must not influence decisions. None turns durations off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerHoldings:
-    """What a scheduler holds at one moment. Requests are counted by their state, blocks by what they are used for."""
+    """Snapshot of the resources that a scheduler holds: requests by state, blocks by use."""
 
     waiting: int = 0
     loading: int = 0
@@ -79,7 +79,7 @@ class SchedulerHoldings:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is held. A cached prefix is held by nobody."""
+        """Return True if nothing is held. Cached prefixes do not count as held."""
         requests = self.waiting + self.loading + self.running + self.draining
         return not (requests or self.owned or self.fenced or self.operations)
 
@@ -98,7 +98,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     transfers: TransferCounters | None = None
     """KV that travels between workers; None for a worker that prefills and decodes."""
     phases: PhaseCounters | None = None
-    """Where the time of requests went; None from a scheduler that does not tell."""
+    """Time that requests spent in each phase; None if the scheduler does not measure it."""
 
 
 class Scheduler(abc.ABC):
@@ -109,8 +109,8 @@ class Scheduler(abc.ABC):
     """
 
     lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """What it does not do, with reasons: `prefix_caching` (it shares no KV), `storage` (it keeps no KV outside the
-    device), `pairs` (it works with no other prefill or decode worker). Nothing of sections 1 to 4 can be lacked."""
+    """Unsupported features, with reasons: `prefix_caching` (shares no KV), `storage` (stores no KV outside the
+    device), `pairs` (works with no other prefill or decode worker). Sections 1 to 4 are mandatory in full."""
 
     def __init__(self, setup: SchedulerSetup) -> None:
         self.limits = setup.limits
@@ -163,7 +163,7 @@ class Scheduler(abc.ABC):
 
     @property
     def has_work(self) -> bool:
-        """Whether a plan, an answer or a completion may still be needed. Asked before every step."""
+        """Return True if a plan, an output or a completion may still be needed. Called before every step."""
         return not self.held().idle
 
     def stats(self) -> SchedulerStats:

@@ -27,7 +27,7 @@ __all__ = ["TRANSITIONS", "Event", "QueuedRequest", "Request", "State"]
 
 
 class State(enum.IntEnum):
-    """Where a request is in its life."""
+    """Lifecycle state of a request."""
 
     WAITING = 0
     RUNNING = 1
@@ -37,7 +37,7 @@ class State(enum.IntEnum):
 
 
 class Event(enum.Enum):
-    """What can happen to a request."""
+    """Events of the request lifecycle."""
 
     ADMIT = enum.auto()
     REVOKE = enum.auto()
@@ -69,7 +69,7 @@ TRANSITIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """What a scheduling policy knows of a request that waits."""
+    """View of a waiting request that scheduling policies receive."""
 
     arrival: int
     """Order of arrival; unique."""
@@ -81,7 +81,7 @@ class QueuedRequest:
     """Lower values are more important."""
     tenant: str
     preempted: bool
-    """Whether the request ran before and was preempted."""
+    """True if the request ran before and was preempted."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -92,7 +92,7 @@ class Request:
     arrival: int
     max_model_len: InitVar[int]
     root: bytes
-    """Where the chain of its block keys begins."""
+    """Root of the chain of its block keys."""
     prompt_len: int = field(init=False)
     limit: int = field(init=False)
     """Number of tokens at which the request ends for its length."""
@@ -109,9 +109,9 @@ class Request:
     rank: tuple[int, ...] | None = None
     """Place among the waiting requests, given by the policy once."""
     waits_as: QueuedRequest | None = None
-    """What the policy knows of the request, as long as it stands in the queue."""
+    """View of the request for the policy while it is in the waiting queue."""
     delivered_first: bool = False
-    """Whether the first delta with tokens was delivered."""
+    """True once the first delta with tokens was delivered."""
     cached_tokens: int | None = None
     """Tokens found in the prefix cache at the first admission."""
     announced: int = 0
@@ -121,7 +121,7 @@ class Request:
     compiling: int | None = None
     """Operation that compiles the grammar; the request waits for its completion."""
     asked_store: bool = False
-    """Whether the scheduler asked, since the request waits, how much of its prefix is stored outside the device."""
+    """True if a lookup of its prefix outside the device was issued since the request began to wait."""
     lookup: int | None = None
     """Operation that looks for the prefix outside the device; the request waits for its completion."""
     save: int | None = None
@@ -136,7 +136,7 @@ class Request:
     fetch: int | None = None
     """Operation that has another worker compute the prompt while the request is LOADING."""
     prefill: PrefillOutcome | None = None
-    """What became of the prefill on another worker, if the request asked for one."""
+    """Outcome of the prefill on another worker, if one was requested."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities of the prompt that were computed; None if they are not wanted, or were delivered."""
     pooled: PooledState | None = None
@@ -168,7 +168,7 @@ class Request:
 
     @property
     def needs_every_position(self) -> bool:
-        """Whether each position of the prompt has to be computed here, be its KV known or not."""
+        """Return True if every prompt position has to be computed here, even where its KV is available."""
         return self.prompt_logprobs is not None or (self.pooled is not None and self.pooled.mean)
 
     @property

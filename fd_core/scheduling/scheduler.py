@@ -146,7 +146,7 @@ class ContinuousBatchingScheduler(Scheduler):
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended, a slot is still draining, or an operation on KV is not over."""
+        """Return True if a request has not ended, a slot is draining, or a KV operation is open."""
         return bool(self._requests or self._operations.open or self._operations.effects or self._slots.num_draining)
 
     def plan(self) -> tuple[StepPlan | None, effects.Effects]:

@@ -66,7 +66,7 @@ class GrammarError(ValueError):
 
 
 class CompilerStats(msgspec.Struct, kw_only=True):
-    """What one compiler did since its start."""
+    """Statistics of one compiler since its start."""
 
     compiled: Annotated[int, counter("grammars_compiled", "Grammars compiled, refused ones included.")] = 0
     refused: Annotated[int, counter("grammars_refused", "Grammars that could not be compiled.")] = 0
@@ -97,7 +97,7 @@ class CompiledGrammar:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the lexer has reached its limit. Takes microseconds."""
+        """Return True if the lexer has reached its limit. Takes microseconds."""
         return self._first is not None and not self._matcher.validate_tokens([self._first])
 
     def anew(self) -> CompiledGrammar:
@@ -129,7 +129,7 @@ class GrammarCompiler:
         self._ready_vocabulary()
 
     def is_cached(self, grammar: str) -> bool:
-        """Whether `compiled` answers at once."""
+        """Return True if `compiled` returns at once."""
         return _usable(self._cache.get(grammar))
 
     def compiled(self, grammar: str) -> CompiledGrammar:
@@ -270,7 +270,7 @@ def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int
 
 
 class _Vocabulary:
-    """What `LLTokenizer` reads."""
+    """Interface that `LLTokenizer` reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

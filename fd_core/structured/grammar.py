@@ -176,11 +176,11 @@ class CallsForm(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
     markers: Sequence[str] = ()
     """Free text has none of them where control tokens begin calls."""
     answer_begin: str = ""
-    """What stands before an answer without calls."""
+    """Prefix of an answer without calls."""
     several: bool = False
-    """Whether more than one call may be made, if the format allows it."""
+    """True if more than one call is allowed, where the format supports it."""
     space: bool = False
-    """Whether white space may stand before calls that are demanded."""
+    """True if white space may precede required calls."""
     instead: FormAsked | None = None
     """A form that an answer without calls has."""
 

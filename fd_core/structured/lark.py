@@ -111,7 +111,7 @@ class LarkText:
         return f"{self.terminal(f'({free}) {plain}')} {self.spelled(end[control.start() :])}"
 
     def begins_with_control(self, text: str) -> bool:
-        """Whether the first thing in a text is a control token."""
+        """Return True if a text begins with a control token."""
         return bool(self._find.match(text))
 
     def text(self, start: str) -> str:

@@ -1,13 +1,13 @@
-"""What one text may say next: the grammar, the reasoning before it and the ends behind it, as masks over tokens.
+"""Token masks of one text: the reasoning before the grammar, the grammar, and the end tokens after it.
 
     reasoning --end sequence--> grammar --an end token, exactly where the grammar accepts--> ended
 
-Everything here is a function of the tokens so far: whoever consumes the same tokens gets the same masks, in whatever
-steps, after a restart too. Where the grammar leaves one way to go on, the mask allows one token, the one in which the
-tokenizer itself would write that way; such tokens are forced, and drafts of them are always kept.
+Everything here is a function of the tokens so far: the same tokens give the same masks, however they are split into
+steps, and after a restart too. Where the grammar leaves one continuation, the mask allows one token, the one with which
+the tokenizer itself would encode it; such tokens are forced, and drafts of them are always accepted.
 
-Texts of one grammar share a lexer, which any of them may exhaust. So whatever is asked of the grammar is asked again of
-a lexer of its own if the shared one turns out to be exhausted; a text ends if its own does not suffice for it either.
+Texts of one grammar share a lexer, which any of them may exhaust. So a query of the grammar is repeated with a private
+lexer if the shared one turns out to be exhausted; a text ends if its private lexer does not suffice either.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def mask_words(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a text is, but for the state inside the grammar."""
+    """Position of a text, except for the state inside the grammar."""
 
     reasoning: bool
     matched: int = 0
@@ -57,7 +57,7 @@ class TokenMatcher:
         self._compiled = grammar
         self._grammar = None if grammar is None else grammar.matcher()
         self._tokens: list[int] = []
-        """What the grammar consumed."""
+        """Tokens that the grammar consumed."""
         self.trouble: str | None = None
         """Why a mask is empty, if the grammar could not say what it allows."""
         self._lost: str | None = None
@@ -138,7 +138,7 @@ class TokenMatcher:
         return question(*about, **named)
 
     def _is_broken(self) -> bool:
-        """Whether the grammar's answers mean nothing any more."""
+        """Return True if the grammar's results are no longer valid."""
         grammar, compiled = self._grammar, self._compiled
         return grammar is not None and compiled is not None and (grammar.is_error() or compiled.exhausted)
 

@@ -253,7 +253,7 @@ MAX_REPEATS: Final = 50_000
 _PATTERN_PARTS: Final = re.compile(
     r"\\[pPxu]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d{1,9}),?(\d{0,9})\}|[()]|.", re.DOTALL
 )
-"""What a regular expression consists of: escapes, classes, repetitions, parentheses and characters."""
+"""Elements of a regular expression: escapes, classes, repetitions, parentheses and characters."""
 
 
 def require_schema(schema: Any, field: str) -> Any:

@@ -181,7 +181,7 @@ class ChatTemplate:
 
     @cached_property
     def knows_tools(self) -> bool:
-        """Whether the template has a place for tools. Raises `ModelError` if it does not compile."""
+        """Return True if the template supports tools. Raises `ModelError` if it does not compile."""
         _ = self._compiled
         return "tools" in jinja2.meta.find_undeclared_variables(Sandbox().parse(self.source))
 

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 CLIENT: Final[ContextVar[str]] = ContextVar("client", default="")
-"""Whose request the current task answers: a name for the key, or for the address where there is none."""
+"""Client of the current task: a name derived from its key, or from its address if it has no key."""
 
 T = TypeVar("T")
 

@@ -42,7 +42,7 @@ _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True, slots=True)
 class _Pre:
-    """How text is split before merging, and what the original tokenizer does besides."""
+    """Pre-tokenization: how text is split before merging, and further steps of the original tokenizer."""
 
     patterns: tuple[str, ...]
     nfc: bool = False

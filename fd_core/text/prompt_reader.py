@@ -34,7 +34,7 @@ _COUNTED_CHARS: Final = 1_000_000
 """Tools cut long documents to contexts by the tokens that a server counts."""
 _ROLE_ALIASES: Final = {"developer": "system"}
 _TURN_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-"""What a template sees of a message; clients send more."""
+"""Message fields that a template receives; clients send more."""
 _MAX_TEMPLATES: Final = 16
 _MAX_TOKEN_ID: Final = 2**31 - 1
 
@@ -82,7 +82,7 @@ class PromptReader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """How texts become tokens, by what comes out for samples: a name that is equal where they are read alike."""
+        """Fingerprint of the tokenization, from the tokens of sample texts: equal for tokenizers that agree on them."""
         ids = [self._tokenizer.encode(_SAMPLE_TEXT, add_special=special) for special in (True, False)]
         if self._template is not None:
             try:
@@ -94,7 +94,7 @@ class PromptReader:
 
     @property
     def template_source(self) -> str | None:
-        """What renders conversations, in Jinja; None where nothing does."""
+        """Jinja source of the chat template; None if there is none."""
         return None if self._template is None else self._template.source or None
 
     async def run(self, size: int, read: Callable[[], T], *, at_once: bool = True) -> T:
@@ -124,12 +124,12 @@ class PromptReader:
 
     @property
     def switches_reasoning(self) -> bool:
-        """Whether the chat template can switch reasoning on and off."""
+        """Return True if the chat template can switch reasoning on and off."""
         return self._template is not None and self._template.mentions("enable_thinking")
 
     @property
     def takes_effort(self) -> bool:
-        """Whether the chat template can be told how much to reason."""
+        """Return True if the chat template accepts a reasoning effort."""
         return self._template is not None and self._template.mentions("reasoning_effort")
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class PromptReader:
 
     @cached_property
     def _fits(self) -> bool:
-        """Whether every id that the tokenizer has is one of the model's."""
+        """Return True if every id of the tokenizer is in the model's vocabulary."""
         return self._tokenizer.vocab_size <= self._vocab_size
 
     def _too_long(self, chars: int, field: str) -> BadRequest:

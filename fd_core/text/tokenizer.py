@@ -154,7 +154,7 @@ class Tokenizer:
 
 
 def _panicked(error: BaseException) -> bool:
-    """Whether the library gave up, such as on a regular expression that takes too long; that is no `Exception`."""
+    """Return True if the library panicked, such as on a regular expression that takes too long; no `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
@@ -267,7 +267,7 @@ _SPACE = "\u2581"
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How tokens become bytes, so that text can be decoded token by token.
+    """Conversion of tokens to bytes, so that text can be decoded token by token.
 
     `to_bytes` is `byte_level` or `sentencepiece`. With `drops_first_space`, a text that begins at the first token
     loses one leading space, which the encoder put there.

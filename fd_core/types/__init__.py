@@ -70,11 +70,11 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the next token of a request is chosen and when the request ends.
+    """Sampling and stopping parameters of a request.
 
-    `seed` together with the position of a token decides every random choice, so a request's text depends on
-    nothing but model, prompt, these parameters and the seed. The fields' ranges hold where values are decoded;
-    `fd_core.types.checks.check_sampling` checks values that were made in Python.
+    `seed` and the position of a token determine every random choice, so a request's text depends only on the
+    model, the prompt, these parameters and the seed. The fields' ranges are enforced where values are decoded;
+    `fd_core.types.checks.check_sampling` checks values that were constructed in Python.
     """
 
     max_tokens: TokenCount = 16
@@ -103,24 +103,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str | None = None
-    """What the text must match, in llguidance's own form, which `fd_core.structured.grammar` makes; None for any text.
-    An end-of-sequence or stop token may come exactly where the text matches as a whole."""
+    """Grammar that the text must match, in llguidance's syntax, see `fd_core.structured.grammar`; None for any text.
+    An end-of-sequence or stop token is allowed exactly where the text matches as a whole."""
     reasoning: Reasoning | None = None
     """Set for a text that begins with reasoning, to which the grammar does not apply."""
 
     @property
     def greedy(self) -> bool:
-        """Whether no random number is needed."""
+        """Return True if no random number is needed."""
         return self.temperature == 0.0
 
     @property
     def penalized(self) -> bool:
-        """Whether logits depend on which tokens were seen before."""
+        """Return True if logits depend on earlier tokens through penalties."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 class Pooling(msgspec.Struct, frozen=True):
-    """What a request wants of its prompt instead of a text: one vector."""
+    """Parameters of a request for one vector of its prompt instead of generated text."""
 
     kind: Literal["last", "mean", "tokens"]
     """`last` and `mean`: the final hidden state of the last token, or the mean of all, normalized as the output
@@ -161,19 +161,19 @@ class PrefillTrace(msgspec.Struct, frozen=True):
 
     traceparent: str
     ended: float
-    """When, in seconds since 1970."""
+    """Time of the end, in seconds since 1970."""
     seconds: float
     """From the lease to its end."""
     num_tokens: int
     """Tokens whose KV was wanted."""
     end: str
-    """What became of the lease, see `fd_core.disagg.lease.End`."""
+    """Outcome of the lease, see `fd_core.disagg.lease.End`."""
 
 
 PrefillOutcome = Literal["transferred", "held", "refused", "lost", "expired", "damaged", "aborted"]
-"""What became of a prefill on another worker. `held`: nothing was asked, because the decode worker had the prefix;
-`lost`: the prefill worker broke off or could not be reached; `damaged`: what arrived was not what was sent. Unless the
-KV was `transferred` or `held`, the decode worker computes the prompt itself."""
+"""Outcome of a prefill on another worker. `held`: nothing was requested, because the decode worker had the prefix;
+`lost`: the prefill worker disconnected or was unreachable; `damaged`: the received KV differed from the KV sent.
+Unless the KV was `transferred` or `held`, the decode worker computes the prompt itself."""
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -209,7 +209,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
     name: str
     digest: str
-    """What `RequestSpec.adapter` says: its config and weights by their hex SHA-256."""
+    """Value of `RequestSpec.adapter`: hex SHA-256 of its config and weights."""
     path: str
     rank: int
 
@@ -240,13 +240,13 @@ class Admission:
     token_ids: IntArray
     """int32[n]: prompt and, after a preemption, the tokens delivered so far."""
     prompt_len: int
-    """How many of `token_ids` are the client's prompt."""
+    """Number of `token_ids` that are the client's prompt."""
     params: SamplingParams
     eos_token_ids: tuple[int, ...]
     computed: int
     """Tokens at the front whose KV is already in the granted blocks."""
     request_id: str = ""
-    """Whose stay it is, for traces; the runner has no use for it."""
+    """Id of the request, for traces; the runner does not use it."""
     pooling: Pooling | None = None
     adapter: str = ""
 
@@ -270,7 +270,7 @@ class Revocation:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes. Rows are slots with work; row arrays have length `n`.
+    """Work of one step. Rows are slots with work; row arrays have length `n`.
 
     The runner applies, in this order: admissions, grants, revocations, rows. A revoked slot has no row.
     """
@@ -336,7 +336,7 @@ class PromptLogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """What a step has of the vectors of requests that want one."""
+    """Vectors of a step, for requests that asked for one."""
 
     slots: IntArray
     """int32[n]"""
@@ -378,7 +378,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Phase(enum.IntEnum):
-    """What a request does or waits for."""
+    """Activity or wait reason of a request."""
 
     COMPUTING = 0
     """A step computes tokens of it, or will once the steps before it are answered."""
@@ -407,7 +407,7 @@ PHASE_NAMES: Final = tuple(phase.name.lower() for phase in Phase)
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """What one step delivered to one request.
+    """Output of one step for one request.
 
     A step makes one for each request, and none is part of a cycle: the garbage collector leaves them alone.
     """
@@ -423,7 +423,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc
     error: str | None = None
     """Set with finish reason `error`."""
     prefill: PrefillOutcome | None = None
-    """What became of a prefill that another worker was to compute; set in the first delta."""
+    """Outcome of a prefill that another worker was to compute; set in the first delta."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """One for each token of the prompt but the first, if the request asked for them; set in the first delta."""
     pooled: bytes | None = None

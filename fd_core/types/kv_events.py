@@ -37,7 +37,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
     tokens: bytes
     """Token ids of the blocks, int32 in little-endian order, [len(keys) * block size]."""
     engine: int = 0
-    """Which of the server's engines stores them."""
+    """Index of the server's engine that stores them."""
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
@@ -139,7 +139,7 @@ class _Block(msgspec.Struct):
     stored: bool = True
     """False for a block that is only on the path to a stored one."""
     children: int = 0
-    """How many blocks have this one as their parent."""
+    """Number of blocks whose parent is this one."""
 
 
 class StoredBlocks:

@@ -26,7 +26,7 @@ Samples = Sequence[tuple[tuple[str, ...], float]]
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """What a field or a property says about the metric that it is."""
+    """Metric metadata of a field or a property."""
 
     kind: Literal["counter", "gauge", "state"]
     """A `state` is a gauge for each possible value of the field: 1 at the current one, 0 elsewhere."""

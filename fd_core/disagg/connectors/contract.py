@@ -1,23 +1,23 @@
-"""What a connector does: it moves sealed values from one process to another. Everything else is the core's.
+"""Connector contract: moves sealed values from one process to another. Everything else is done by the core.
 
-The core seals each piece, bounds how many are on their way, checks what arrives and tells both sides apart by lease. A
-connector sees opaque bytes, decides nothing and may fail at any time: whatever it does wrong ends that lease, and the
-decode side computes the prompt itself. Two ends belong together:
+The core seals each piece, bounds the number in flight, verifies received pieces and separates transfers by lease. A
+connector handles opaque bytes, decides nothing and may fail at any time: any fault of it ends that lease, and the
+decode side computes the prompt itself. A connector has two ends:
 
     decode side:  inbox = connector.open_inbox(...)       inbox.address -> Open.address
     prefill side: outbox = connector.open_outbox(address, ...)
-    prefill side: reference, frames = outbox.put(index, parts)      -> KVPiece.reference, and frames behind the message
+    prefill side: reference, frames = outbox.put(index, parts)      -> KVPiece.reference, and frames after the message
     decode side:  value = inbox.take(index, reference, frames)      -> checked, copied to the device, then
                   inbox.done(index, reference)                      -> before its `Credit` is given
 
-A piece is on its way from its `put` until the credit that its `done` allows. Pieces are put in ascending order and
+A piece is in flight from its `put` until the credit that its `done` allows. Pieces are put in ascending order and
 taken in any order. Each end is used from one thread, a connector object from several. No call takes longer than the
 `timeout` of the settings; a call that fails raises `ConnectorError` and nothing else.
 
 Three ways to carry values fit this contract. In band: the frames hold the values, an inbox has no memory. Through a
-third party: a place that both sides reach. Into the inbox's own memory: `open_inbox` registers `window` places,
-`address` says how to write to them, `put` writes and `reference` names the place; if a write goes on after `put`,
-`take` waits for its end.
+third party: a location that both sides reach. Into the inbox's own memory: `open_inbox` registers `window` buffers,
+`address` describes how to write to them, `put` writes and `reference` names the buffer; if a write continues after
+`put`, `take` waits for its completion.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ConnectorError(FdError):
 
 
 class ConnectorSettings(NamedTuple):
-    """What every connector is made from; a connector ignores what it does not need."""
+    """Settings of every connector; a connector ignores those that it does not need."""
 
     make_store: Callable[[], KVStore] | None = None
     """Makes another store object for `--kv-store`, which the caller closes; None without `--kv-store`."""
@@ -63,7 +63,7 @@ class ConnectorSettings(NamedTuple):
 
 
 class PutResult(NamedTuple):
-    """What `KVOutbox.put` did with a value."""
+    """Result of `KVOutbox.put`."""
 
     reference: bytes
     """Tells the other end where the value is; at most `MAX_REFERENCE_BYTES`."""
@@ -112,7 +112,7 @@ class Connector(abc.ABC):
     """Makes the ends of leases. An engine has one object, and closes it after all its ends."""
 
     name: str
-    """What users write after `--kv-connector`."""
+    """Value of `--kv-connector` that selects it."""
 
     def __init__(self, settings: ConnectorSettings) -> None:
         """Keep the settings and connect to nothing. Raises `ConfigError` if they lack what the connector needs."""

@@ -141,7 +141,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class _SegmentAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a segment is found; other users cannot open the segment with it."""
+    """Address of a segment; other users cannot open the segment with it."""
 
     host: str
     """Identifier of the host's current boot."""

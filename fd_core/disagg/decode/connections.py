@@ -22,7 +22,7 @@ from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Bytes
 
 _KEEP_SECONDS: Final = 30.0
-"""How long a connection without a lease is kept."""
+"""Idle timeout of a connection without a lease."""
 _LINGER_MS: Final = 200
 """For what was said last."""
 _CONNECT_MS: Final = 3000
@@ -72,7 +72,7 @@ class PrefillLink(ABC):
     def __init__(self) -> None:
         self.leases: set[str] = set()
         self.idle_since = 0.0
-        """When the last lease ended."""
+        """Time at which the last lease ended."""
 
     @abstractmethod
     def say(self, message: FromDecode) -> None:

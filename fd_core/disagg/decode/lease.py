@@ -28,11 +28,11 @@ class DecodeLease:
         self._credited = 0
         self._commit: Commit | None = None
         self._progress = now
-        """When the commit was heard, or a piece copied since."""
+        """Time at which the commit was received, or a piece copied since."""
 
     @property
     def next_tick(self) -> float:
-        """When `tick` has something to do at the latest."""
+        """Return the time by which `tick` has to be called next."""
         return min(self._clock.next, self._stuck) if self.outcome is None else math.inf
 
     def heard(self, message: FromPrefill, now: float) -> list[Action]:
@@ -97,7 +97,7 @@ class DecodeLease:
 
     @property
     def _stuck(self) -> float:
-        """When a piece that did not come has to be taken for lost: all were sent before the commit."""
+        """Return the time at which a missing piece counts as lost: all were sent before the commit."""
         waits = self._commit is not None and not self._taking
         return self._progress + self._opening.silence if waits else math.inf
 

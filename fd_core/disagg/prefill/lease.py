@@ -30,7 +30,7 @@ class PrefillLease:
 
     @property
     def next_tick(self) -> float:
-        """When `tick` has something to do at the latest."""
+        """Return the time by which `tick` has to be called next."""
         return min(self._clock.next, self._stuck) if self.ended is None else math.inf
 
     def accept(self, now: float) -> list[Action]:
@@ -119,7 +119,7 @@ class PrefillLease:
 
     @property
     def _stuck(self) -> float:
-        """When a piece without credit has to be taken for lost."""
+        """Return the time at which a piece without credit counts as lost."""
         return self._progress + self._opening.silence if len(self._sent) > self._credited else math.inf
 
     def _heard_credit(self, taken: int, now: float) -> list[Action]:

@@ -54,7 +54,7 @@ class _PrefillSide:
     machine: PrefillLease
     outbox: KVOutbox
     route: bytes
-    """How the socket names the connection that the decode side spoke on last."""
+    """Socket's routing id of the connection on which the decode side last sent a message."""
     began: float
     sources: dict[int, tuple[int, IntArray]] = field(default_factory=dict)
     """Operation and block by index, for pieces that were not copied."""
@@ -109,7 +109,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._pending: PendingOperations[Sent] = PendingOperations(queue.put)
         self._over: OrderedDict[str, None] = OrderedDict()
         self._asked_at = clock()
-        """When the engine asked for completions last: an engine that does not turn computes nothing."""
+        """Time at which the engine last polled completions: an engine whose loop stopped computes nothing."""
         self._connections = listen(
             self._loop, self._wire, self._stats, host, port, hear=self._hear, turn_down=self._turn_down_unfit
         )

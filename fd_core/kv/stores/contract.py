@@ -53,7 +53,7 @@ class StoreError(FdError):
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """How full a store is; None where the store cannot tell cheaply."""
+    """Fill level of a store; None where the store cannot determine it cheaply."""
 
     values: int | None = None
     bytes: int | None = None
@@ -88,7 +88,7 @@ class KVStore(abc.ABC):
     name: str
     """The scheme that users write before the colon of `--kv-store`."""
     shared: bool = True
-    """Whether stores of the same location in other processes hold the same values."""
+    """True if stores of the same location in other processes hold the same values."""
 
     def __init__(self, location: StoreLocation) -> None:
         """Read the location, without connecting to anything or creating anything.

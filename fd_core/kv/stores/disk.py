@@ -44,7 +44,7 @@ from fd_core.kv.stores.location import StoreLocation
 PARTIAL: Final = "partial"
 
 _FILE_BYTES: Final = 512
-"""What the system takes for a file beside its content: an inode and its entry in a folder, about."""
+"""Approximate file system overhead of a file in bytes, excluding its content: an inode and a directory entry."""
 _MAX_BLOCK: Final = 1 << 16
 """Servers of files tell how much they like to move at once, which is not what a file takes."""
 _SECTOR: Final = 512
@@ -137,14 +137,14 @@ def _open_folder(root: int, name: str) -> int:
 
 
 class Room(msgspec.Struct, frozen=True):
-    """What the file system of a folder has left."""
+    """Free capacity of the file system of a folder."""
 
     block: int
     """Bytes of a block: a file takes whole ones."""
     free: int
     """Bytes that the user may still take."""
     full_of_files: bool
-    """Whether no further file can be made, however small."""
+    """True if no further file can be created, not even an empty one."""
 
 
 def room_in(root: int) -> Room:
@@ -341,7 +341,7 @@ class DiskStore(KVStore):
         self.path = user_path(location.rest, "--kv-store")
         self._limit = location.size("max_bytes")
         self.counted = False
-        """Whether this engine counted the folder: what others recorded may be wrong."""
+        """True if this engine counted the folder itself: totals recorded by other engines may be wrong."""
         self._closed = False
 
     def open(self, timeout: float) -> str:

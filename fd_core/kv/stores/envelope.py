@@ -38,7 +38,7 @@ _MAX_PAYLOAD_BYTES: Final = 2**32 - 1
 
 
 class Damage(enum.StrEnum):
-    """What is wrong with a stored value; the label of the damage metric."""
+    """Kind of damage of a stored value; the label of the damage metric."""
 
     SHORT = "short"
     """Shorter than a header."""

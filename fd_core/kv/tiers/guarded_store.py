@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _SEVERE = (Trouble.TIMEOUT, Trouble.UNREACHABLE)
 _GRACE_SECONDS = 0.1
-"""How late a call may return before it is taken to hang."""
+"""Grace period after a call's timeout before the call counts as hung."""
 
 
 class GuardedStore:
@@ -37,9 +37,9 @@ class GuardedStore:
         self._breaker = Breaker()
         self._lock = threading.Lock()
         self._due: float | None = None
-        """When the call in progress should be back."""
+        """Deadline of the call in progress."""
         self._hung = False
-        """Whether the call in progress was counted as a timeout already."""
+        """True if the call in progress was already counted as a timeout."""
 
     @property
     def state(self) -> BreakerState:
@@ -47,7 +47,7 @@ class GuardedStore:
         return self._breaker.state
 
     def ready(self) -> bool:
-        """Whether a call would be made at once: the breaker admits it, and no call hangs. Any thread."""
+        """Return True if a call would be made at once: the breaker admits it and no call hangs. Thread-safe."""
         if self._store is None:
             return False
         now = self._clock()

@@ -65,7 +65,7 @@ class HostTier:
         self._written.difference_update(keys)
 
     def is_written(self, key: bytes) -> bool:
-        """Whether `key` is in this tier, and the KV store has its block or is about to get it."""
+        """Return True if `key` is in this tier and its block is in the KV store or queued for it."""
         return key in self._written
 
     def clear(self) -> None:

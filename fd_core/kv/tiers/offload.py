@@ -242,7 +242,7 @@ class KVOffload(EffectPort[TierStats]):
             self._store.close()
 
     def _nothing_to_find(self) -> bool:
-        """Whether neither tier can have anything, so that a question needs no thread."""
+        """Return True if neither tier can hold anything, so that a lookup needs no thread."""
         if self._closed:
             return True
         return not (len(self._host) or self._reader.store.ready() or self._pending.numbers(Saved))

@@ -22,7 +22,7 @@ from fd_core.types.metrics import one_more
 
 
 class LoadJob(msgspec.Struct, eq=False):
-    """How far a load came. The thread that copies owns all of it but `missing`, which the thread that reads owns."""
+    """Progress of a load. Owned by the copying thread, except `missing`, which the reading thread owns."""
 
     effect: Load
     began: float

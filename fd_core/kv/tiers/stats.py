@@ -1,4 +1,4 @@
-"""What the tiers did, in numbers."""
+"""Statistics of the KV tiers."""
 
 from __future__ import annotations
 

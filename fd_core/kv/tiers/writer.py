@@ -16,7 +16,7 @@ from fd_core.kv.tiers.host import HostArray
 from fd_core.kv.tiers.stats import TierStats
 
 _GRACE_SECONDS = 0.3
-"""How much longer than it was told a call of the store may take while the writer closes."""
+"""Grace period in seconds after the timeout of a store call, while the writer closes."""
 _NEVER = float("inf")
 _MAX_FORGOTTEN = 1024
 """Keys that may wait to be deleted; a damaged value beyond them stays until it is read again."""
@@ -52,7 +52,7 @@ class WriteBehind:
         self._give_up_at = _NEVER
 
     def accepts(self, size: int) -> bool:
-        """Whether `offer` would take a block of `size` bytes. Reliable on the one thread that calls `offer`."""
+        """Return True if `offer` would take a block of `size` bytes. Reliable on the one thread that calls `offer`."""
         return self.pending_bytes + size <= self.limit_bytes and self._store.ready()
 
     def offer(self, key: bytes, array: HostArray) -> bool:

@@ -78,7 +78,7 @@ class LoadOrRecompute:
 
 
 class OffloadCounters(msgspec.Struct, kw_only=True):
-    """What happened since the start; only grows."""
+    """Counters since the start; monotonic."""
 
     loads: Annotated[int, counter("kv_loads", "Requests that waited for KV from the host tier or the store.")] = 0
     loaded_tokens: Annotated[int, counter("kv_restored_tokens", "Tokens not computed because their KV was loaded.")] = 0
@@ -97,20 +97,20 @@ class OffloadCounters(msgspec.Struct, kw_only=True):
 
 
 class KeepKV(msgspec.Struct, frozen=True):
-    """Which requests leave their KV outside the device."""
+    """Selection of the requests whose KV is stored outside the device."""
 
     preempted: bool = True
     """Requests that are preempted for want of blocks."""
     finished: bool = False
     """Requests that end, for later prompts with the same prefix."""
     persist: bool = False
-    """Whether a store keeps the KV beyond the host tier."""
+    """True if a KV store persists the KV beyond the host tier."""
     shared: bool = True
-    """Whether KV may be found that this scheduler never saved: without a store there is none."""
+    """True if lookups may find KV that this scheduler never saved; without a store there is none."""
 
     @property
     def anything(self) -> bool:
-        """Whether KV is stored outside the device at all."""
+        """Return True if any KV is stored outside the device."""
         return self.preempted or self.finished
 
 
@@ -125,7 +125,7 @@ class KVOffloading:
     counters: OffloadCounters = field(default_factory=OffloadCounters)
     load_or_recompute: LoadOrRecompute = field(default_factory=LoadOrRecompute)
     stores: bool = field(init=False)
-    """Whether anything may be stored outside the device now."""
+    """True if any KV may be stored outside the device now."""
     _in_part: set[int] = field(default_factory=set)
     """Saves that left out blocks which are stored already."""
     _remembered: dict[bytes, None] = field(default_factory=dict)

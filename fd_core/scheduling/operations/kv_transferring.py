@@ -20,7 +20,7 @@ from fd_core.types.metrics import counter
 
 
 class TransferCounters(msgspec.Struct, kw_only=True):
-    """What happened since the start; only grows."""
+    """Counters since the start; monotonic."""
 
     outcomes: Annotated[
         dict[PrefillOutcome, int],
@@ -46,17 +46,17 @@ class KVTransferring:
     operations: Operations
     block_size: int
     paired: bool
-    """Whether this worker knows others; a worker that knows none computes every prompt itself."""
+    """True if this worker is paired with others; an unpaired worker computes every prompt itself."""
     counters: TransferCounters = field(default_factory=TransferCounters)
 
     def wants(self, request: Request) -> bool:
-        """Whether another worker is to compute a prompt, which is tried once and before the first token."""
+        """Return True if another worker should compute the prompt; tried once, before the first token."""
         if not self.paired or not request.spec.prefill_at or request.needs_every_position:
             return False
         return request.prefill is None and not request.num_generated
 
     def worth_fetching(self, request: Request, first: int) -> bool:
-        """Whether a block is left to fetch behind the `first` ones; the last token is computed here in any case."""
+        """Return True if blocks remain to fetch after the `first` ones; the last token is always computed here."""
         if request.num_tokens - 1 - first * self.block_size >= self.block_size:
             return True
         self._is_over(request, "held")

@@ -27,9 +27,9 @@ class Operations:
         self.open: dict[int, tuple[Effect, Request | None, IntArray | None]] = {}
         """The effect of each open operation, the request that waits for it, and the blocks that it holds."""
         self.effects: list[Effect] = []
-        """What waits to be returned: operations, and what no completion answers."""
+        """Effects to return from the next call: operations, and effects without a completion."""
         self.decisions: list[LoadDecision] = []
-        """What waits to be told to the trace."""
+        """Load decisions to return from the next call, for the trace."""
 
     def begin(self, effect: _Operation, request: Request, blocks: IntArray | None = None) -> int:
         """Begin an operation, which has the number `next` and holds `blocks`; return the number."""

@@ -1,11 +1,11 @@
-"""How many drafts a request may verify in its next step.
+"""Number of draft tokens that a request may verify in its next step.
 
-Drafts come from a drafter, or from a grammar that leaves one way to go on. The latter are always kept, so a request
-that has no others is always allowed them; a request that has neither is never expected to have any.
+Draft tokens are proposed by a drafter, or forced by a grammar that leaves one continuation. The latter are always
+accepted, so a request that has only those is always allowed them; a request that has neither is planned without any.
 
-A draft costs one token of the step and pays one token if it is kept. So a request's share follows how often its
-drafts were kept lately, and all drafts together stay below the number of tokens at which a step stops being bound by
-reading weights and starts to pay for each one.
+A draft token costs one token of the step and yields one token if it is accepted. So a request's share follows its
+recent acceptance rate, and all draft tokens together stay below the number of tokens at which a step stops being bound
+by reading weights and each further token costs time.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class DraftControl:
         self._cheap_tokens = cheap_tokens
         self._drafter = drafter
         self.learning = drafter and max_drafts > 0
-        """Whether a drafter makes drafts, of which many may be rejected."""
+        """True if a drafter proposes draft tokens, of which many may be rejected."""
         self._most = np.full(num_slots, max_drafts if drafter else 0, np.int32)
         self.possible = bool(self._most.any())
-        """Whether any slot may come to hold drafts."""
+        """True if any slot may hold draft tokens."""
         self._rate = np.ones(num_slots, np.float64)
         self._drafted = np.zeros(max_drafts, np.int64)
         self._accepted = np.zeros(max_drafts, np.int64)

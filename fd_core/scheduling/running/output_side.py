@@ -33,7 +33,7 @@ _Rows = npt.NDArray[np.intp] | slice
 
 
 class OutputCounters(msgspec.Struct, kw_only=True):
-    """What was delivered or dropped since the start; only grows."""
+    """Outputs delivered and dropped since the start; monotonic."""
 
     generated_tokens: Annotated[
         int, counter("generated_tokens", "Tokens generated and delivered.", vllm=("generation_tokens",))

@@ -57,7 +57,7 @@ class PlanBuilder:
     def __init__(self, epoch: int, step: int, budget: int) -> None:
         self.budget = Budget(budget)
         self.preempted = False
-        """Whether this pass preempted a request for want of blocks."""
+        """True if this pass preempted a request because blocks ran out."""
         self.num_rows = 0
         self.rows = _NO_ROWS
         """Slots of the plan that was built, as an index: arrays of another integer type take several times as long."""

@@ -30,7 +30,7 @@ from fd_core.types.metrics import counter
 
 
 class SchedulerCounters(msgspec.Struct, kw_only=True):
-    """What happened since the start; only grows."""
+    """Counters since the start; monotonic."""
 
     steps: Annotated[int, counter("steps", "Steps planned.")] = 0
     budget_used: Annotated[int, counter("budget_used_tokens", "Tokens computed, over all steps.")] = 0

@@ -65,7 +65,7 @@ class SlotTable:
         self.delivering_gen = np.full(num_slots, -1, np.int32)
         """The gen whose outputs are delivered; -1 for a free slot, and after the end of a request that still drains."""
         self.awaits_first = np.zeros(num_slots, np.bool_)
-        """Whether the request was delivered no token yet."""
+        """True while no token of the request was delivered."""
         self.arrival = np.zeros(num_slots, np.int64)
         """Order of arrival of the request; the largest is the youngest."""
         self.priority = np.zeros(num_slots, np.int64)

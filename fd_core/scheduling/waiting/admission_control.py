@@ -26,7 +26,7 @@ _MOMENTS: Final = 8
 _LEARN: Final = 0.1
 """Weight of one return in the average cost of returns."""
 _RECOMPUTED_TOKEN: Final = 0.5
-"""What computing a token again costs of generating one: many of them share a step, and its reading of the weights."""
+"""Cost of recomputing a token relative to generating one: many share a step, and its reading of the weights."""
 
 
 class UsageForecast:
@@ -127,7 +127,7 @@ class AdmissionControl:
         return self.forecast.remaining(slots.num_planned[rows] - prompts, slots.limit[rows] - prompts)
 
     def admits(self, slots: SlotTable, request: Request, needed: int, free: int) -> bool:
-        """Whether `free` blocks hold the `needed` ones and all growth; if so, the request counts from now on."""
+        """Return True if `free` blocks cover `needed` and all growth; the request then counts from now on."""
         if needed > free:
             return False
         if self.bound is None:

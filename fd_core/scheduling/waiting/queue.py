@@ -24,7 +24,7 @@ from fd_core.scheduling.requests import Request
 from fd_core.types import Phase
 
 WaitFor = bytes | int
-"""What ends a wait: the key of a prefix block that a running request computes, or the number of an operation."""
+"""Event that ends a wait: the key of a prefix block that a running request computes, or an operation number."""
 
 _SLACK = 64
 """Entries of requests that left which may stay in a heap of any size."""
@@ -48,7 +48,7 @@ class WaitingQueue:
         self._policy = policy
         self._times = times
         self.turns_move = type(policy).turn is not SchedulingPolicy.turn
-        """Whether what the policy sees may change the turn of a flow."""
+        """True if the policy may change the turn of a flow on events."""
         self._flows: dict[str | None, _Flow] = {}
         """Each has an entry in `_turns`."""
         self._turns: list[tuple[int, tuple[str, ...]]] = []
@@ -57,7 +57,7 @@ class WaitingQueue:
         """Flow of each ready request, by arrival."""
         self._parked: dict[WaitFor, dict[int, Request]] = {}
         self._parked_for: dict[int, tuple[WaitFor, int | None]] = {}
-        """What each parked request waits for, and until which step, by arrival."""
+        """Wait reason of each parked request and the step that bounds the wait, by arrival."""
         self._deadlines: list[tuple[int, int]] = []
         """Step at which a parked request is woken at the latest, and its arrival."""
 
@@ -145,7 +145,7 @@ class WaitingQueue:
             heapq.heappush(self._deadlines, (until_step, request.arrival))
 
     def wake(self, waits_for: WaitFor) -> None:
-        """What some requests wait for has come: make them ready."""
+        """Make the requests ready that wait for the event `waits_for`."""
         woken = self._parked.pop(waits_for, None)
         if woken is not None:
             for arrival, request in woken.items():

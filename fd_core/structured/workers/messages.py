@@ -1,4 +1,4 @@
-"""What a server and its grammar processes send to each other, over `fd_core.launching.message_stream`."""
+"""Messages between a server and its grammar processes, over `fd_core.launching.message_stream`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Unenforced(msgspec.Struct, frozen=True):
 
 
 class FormOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a task: a grammar that can be compiled, or why there is none."""
+    """Outcome of a task: a grammar that can be compiled, or the reason why there is none."""
 
     grammar: str = ""
     warnings: tuple[Unenforced, ...] = ()

@@ -56,7 +56,7 @@ class CompilePool:
         self._slots = _TaskSlots(_PROCESSES, _SLOTS)
         self._running: dict[bytes, asyncio.Task[FormOutcome]] = {}
         self._waiters: Counter[bytes] = Counter()
-        """How many wait for each of them."""
+        """Number of waiters of each of them."""
         self._cache: OrderedDict[bytes, FormOutcome] = OrderedDict()
         self._cached_bytes = 0
         self._warming: asyncio.Task[None] | None = None

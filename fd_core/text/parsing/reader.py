@@ -116,7 +116,7 @@ class TextReader(abc.ABC):
 
     @property
     def at_end(self) -> bool:
-        """Whether everything was read and nothing will come."""
+        """Return True if everything was read and no more text will arrive."""
         return self._ended and self._at >= len(self._text)
 
     def rest(self) -> str:

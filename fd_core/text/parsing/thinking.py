@@ -23,7 +23,7 @@ class _Between(TextReader, ReasoningParser):
     around: ClassVar[tuple[str, ...]] = ()
     """Markers around content."""
     unasked: ClassVar[bool] = False
-    """Whether an answer begins with reasoning although no marker says so."""
+    """True if an answer begins with reasoning even without a marker."""
 
     def __init__(self, prompt_tail: str) -> None:
         ReasoningParser.__init__(self, prompt_tail)
@@ -33,7 +33,7 @@ class _Between(TextReader, ReasoningParser):
 
     @classmethod
     def begins_reasoning(cls, prompt_tail: str, switched: bool) -> bool:
-        """Whether the prompt opened reasoning, or left it to the model."""
+        """Return True if the prompt opened reasoning, or left it to the model."""
         return cls._opened_by(prompt_tail) or (switched and cls.end not in prompt_tail)
 
     @classmethod

@@ -37,7 +37,7 @@ class HarmonyTools(JsonCallReader):
     )
     answer_begin = f"{_CHANNEL}final{_MESSAGE}"
     calls: ClassVar[bool] = True
-    """Whether messages to functions are calls; otherwise they are content."""
+    """True if messages to functions are calls; otherwise they are content."""
 
     @classmethod
     def form(cls, name: str) -> CallForm:

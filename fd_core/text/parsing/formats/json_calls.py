@@ -21,8 +21,8 @@ _BETWEEN: Final = (",", ";", "[", "]", "}", "```json", "```python", "```")
 """Stands around calls that follow one another."""
 _SCALAR: Final = re.compile(r"[A-Za-z0-9+.-]+")
 _INSIDE: Final = re.compile(r'[^"{}\[\]<`]+')
-"""What neither begins nor ends anything in JSON. `<` and a backtick stand outside of strings in no JSON: a marker of
-the format begins there, and the JSON has broken off."""
+"""Characters that neither begin nor end a JSON value. `<` and a backtick never occur in JSON outside of strings: they
+begin a marker of the format, and the JSON was cut off."""
 _IN_STRING: Final = re.compile(r'[^"\\]+')
 _FENCE: Final = "```"
 _OPENING: Final = ("{", "[")
@@ -113,7 +113,7 @@ class JsonCallReader(ToolReader):
         yield from self.rest_of_call()
 
     def rest_of_call(self) -> Steps[None]:
-        """Where a call broke off, take what follows for its arguments, up to the next marker or the end of a block."""
+        """Read the text after a broken-off call as its arguments, up to the next marker or the end of a block."""
         if not self.call_open:
             return
         if end := (yield from self.until(_FENCE, *self.markers, say=self.say_arguments, space=True)):

@@ -64,7 +64,7 @@ class TaggedCallReader(ToolReader):
 
 
 class _Quotes:
-    """Whether JSON that comes in pieces is within a string."""
+    """Tracks if streamed JSON is within a string."""
 
     def __init__(self) -> None:
         self.seen = 0
