@@ -36,15 +36,15 @@ __all__ = ["Scheduler", "SchedulerHoldings", "SchedulerSetup", "SchedulerStats"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSetup:
-    """Everything that one scheduler is made from; an engine makes one for each epoch."""
+    """Construction settings of a scheduler; an engine creates one scheduler for each epoch."""
 
     limits: Limits
     policy: SchedulingPolicy
     """Order of the waiting requests."""
     victims: VictimPolicy
-    """Choice of whom to preempt."""
+    """Chooses the request to preempt."""
     hasher: PrefixHasher | None = None
-    """Names prefixes; None turns prefix caching off."""
+    """Hashes prefixes; None turns prefix caching off."""
     drafts: DraftControl | None = None
     """Decides how many drafts a request may verify; None without speculation."""
     keep_kv: KeepKV | None = None
@@ -64,10 +64,10 @@ class SchedulerHoldings:
 
     waiting: int = 0
     loading: int = 0
-    """Requests in slots whose KV is on its way from outside the device."""
+    """Requests in slots whose KV is being loaded from outside the device."""
     running: int = 0
     draining: int = 0
-    """Revoked slots whose release was not confirmed."""
+    """Preempted or aborted slots whose release was not acknowledged."""
     owned: int = 0
     """KV blocks in the tables of requests, each counted once."""
     fenced: int = 0
@@ -96,15 +96,15 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     pace: Pace | None = None
     """Measured costs of computing and loading; None if no KV is stored outside the device."""
     transfers: TransferCounters | None = None
-    """KV that travels between workers; None for a worker that prefills and decodes."""
+    """KV transfers between workers; None for a worker that prefills and decodes."""
     phases: PhaseCounters | None = None
     """Time that requests spent in each phase; None if the scheduler does not measure it."""
 
 
 class Scheduler(abc.ABC):
-    """Plans steps and takes in their answers, for one engine and one epoch. Called from one thread.
+    """Plans steps and applies their outputs, for one engine and one epoch. Called from one thread.
 
-    `plan` is called for each step, `commit` for each answer in the order of the plans; up to
+    `plan` is called for each step, `commit` for each output in the order of the plans; up to
     `limits.pipeline_depth` plans are in flight.
     """
 
@@ -117,33 +117,33 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def add(self, spec: RequestSpec) -> Effects:
-        """Queue a request; return what is to be done outside steps before the request can enter a slot.
+        """Queue a request; return the operations to perform outside steps before it can enter a slot.
 
         Raises `BadRequest` if the request can never run here, see `fd_core.scheduling.requests.check_spec`.
         """
 
     @abc.abstractmethod
     def abort(self, request_id: str) -> Delta | None:
-        """Ask for the end of a request; return its last delta if it ended at once, as it does while it waits or loads.
+        """Request the end of a request; return its last delta if it ended at once, as it does while it waits or loads.
 
-        A running request is revoked by the next plan; its last delta comes with the answer. Unknown ids and repeated
+        A running request is aborted by the next plan; its last delta follows with that output. Unknown ids and repeated
         aborts are ignored.
         """
 
     @abc.abstractmethod
     def plan(self) -> tuple[StepPlan | None, Effects]:
-        """Decide the next step, None if a step could do nothing now; return also what is to be done outside steps."""
+        """Decide the next step, None if a step could do nothing now; also return operations outside steps."""
 
     @abc.abstractmethod
     def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], Effects]:
-        """Apply the answer to `plan`; return what the clients are told and what is to be done outside steps.
+        """Apply the output of `plan`; return the deltas for clients and the operations to perform outside steps.
 
         There is at most one delta for each request. Raises `fd_core.signals.MalformedOutput` if the backend broke the
         protocol.
         """
 
     def complete(self, completion: Completion) -> Delta | None:
-        """An operation is over, or what is known of stored KV changed; return the last delta of a request that ends.
+        """Apply a completion, or a change in what is known of stored KV; return the last delta of a request that ends.
 
         A scheduler without operations does nothing.
         """
@@ -154,7 +154,7 @@ class Scheduler(abc.ABC):
         """Return the ids of all requests that have not ended."""
 
     def phases(self, request_id: str) -> tuple[float, ...] | None:
-        """Return the seconds of a request that has not ended, by the number of the `Phase`; None if nothing tells."""
+        """Return the seconds of a request that has not ended, by the number of the `Phase`; None if not measured."""
         return None
 
     @abc.abstractmethod
@@ -167,9 +167,9 @@ class Scheduler(abc.ABC):
         return not self.held().idle
 
     def stats(self) -> SchedulerStats:
-        """Return gauges and counters as they are now; the gauges alone, unless a scheduler counts more.
+        """Return current gauges and counters; the gauges alone, unless a scheduler counts more.
 
-        Outputs that were dropped have to be counted, in `outputs.stale_outputs`.
+        Dropped outputs must be counted, in `outputs.stale_outputs`.
         """
         held = self.held()
         slots = SlotStats(running=held.running, loading=held.loading, draining=held.draining, waiting=held.waiting)

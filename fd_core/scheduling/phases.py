@@ -43,9 +43,9 @@ class PhaseTimes:
     """Phase durations of one request."""
 
     seconds: list[float]
-    """By the number of the phase, without the phase that goes on."""
+    """Seconds by the number of the phase, without the current phase."""
     phase: Phase | None = None
-    """The phase that goes on; None in line, and before the request came."""
+    """The current phase; None while queued, and before the request arrived."""
     since: float = 0.0
     """Time at which the current phase began."""
     joined: list[float] | None = None
@@ -53,10 +53,10 @@ class PhaseTimes:
 
 
 class PhaseClock:
-    """Tells the phases of one scheduler's requests apart. Each operation takes O(1)."""
+    """Measures phase durations of one scheduler's requests. Each operation takes O(1)."""
 
     def __init__(self, clock: Callable[[], float] | None) -> None:
-        """`clock`: seconds; None tells nothing."""
+        """`clock`: seconds; None turns measurement off."""
         self._tells = clock is not None
         self._clock = clock or float
         self._line = Phase.SLOT
@@ -67,7 +67,7 @@ class PhaseClock:
         self._totals = [0.0] * len(Phase)
 
     def line_waits_for(self, phase: Phase) -> None:
-        """Everyone in line waits for `phase` from now on."""
+        """Set the wait reason of all queued requests to `phase`."""
         self.looked_at = True
         if phase is not self._line:
             now = self._clock()
@@ -75,13 +75,13 @@ class PhaseClock:
             self._line_since, self._line = now, phase
 
     def enter(self, times: PhaseTimes, phase: Phase | None) -> None:
-        """A request does or waits for something else from now on; None: it stands in line."""
+        """Move a request to another phase; None: it is queued."""
         if phase is None or phase is not times.phase:
             self._settle(times)
             times.phase, times.joined = phase, None if phase is not None else [*self._line_seconds]
 
     def told(self, times: PhaseTimes) -> tuple[float, ...] | None:
-        """Return all seconds of a request until now by the number of the phase; None without a clock."""
+        """Return the seconds of a request until now by the number of the phase; None without a clock."""
         if not self._tells:
             return None
         self._settle(times)
@@ -94,7 +94,7 @@ class PhaseClock:
         return PhaseCounters(seconds=dict(zip(PHASE_NAMES, self._totals, strict=True)))
 
     def _settle(self, times: PhaseTimes) -> None:
-        """Add what went on until now to what is over."""
+        """Add the time of the current phase until now to the total."""
         now, line = self._clock(), self._line_seconds
         line[self._line] += now - self._line_since
         self._line_since = now

@@ -27,7 +27,7 @@ _RECOVERY = 0.02
 
 
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Drafts verified and kept since the start, by position: 0 is the draft right after the last token."""
+    """Drafts verified and accepted since the start, by position: 0 is the draft right after the last token."""
 
     proposed_per_position: Annotated[
         tuple[int, ...],
@@ -67,10 +67,10 @@ class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftControl:
-    """Acceptance rates by slot, and the number of drafts that follows from them."""
+    """Acceptance rates by slot, and the draft counts derived from them."""
 
     def __init__(self, num_slots: int, max_drafts: int, cheap_tokens: int, *, drafter: bool = True) -> None:
-        """`cheap_tokens`: step size up to which a token is nearly free. No `drafter`: grammars alone have drafts."""
+        """`cheap_tokens`: step size up to which a token is nearly free. No `drafter`: only grammars provide drafts."""
         self.max_drafts = max_drafts
         self._cheap_tokens = cheap_tokens
         self._drafter = drafter
@@ -84,7 +84,7 @@ class DraftControl:
         self._accepted = np.zeros(max_drafts, np.int64)
 
     def stats(self) -> DraftStats:
-        """Return counters, which are of a drafter's drafts: how many a grammar forces, the runner counts."""
+        """Return counters of a drafter's drafts; the runner counts those that a grammar forces."""
         if not self._drafter:
             return DraftStats()
         return DraftStats(
@@ -92,13 +92,13 @@ class DraftControl:
         )
 
     def admit(self, slot: int, grammar: bool = False) -> None:
-        """A residency begins: no acceptance rate is known, so all drafts are welcome."""
+        """Start a running request: its acceptance rate is unknown, so the maximum of drafts is allowed."""
         self._rate[slot] = 1.0
         self._most[slot] = self.max_drafts if grammar or self._drafter else 0
         self.possible = bool(self._most.any())
 
     def most(self, slots: npt.NDArray[np.intp]) -> IntArray:
-        """Return int32[n]: how many drafts the runner may come to hold for each of `slots`."""
+        """Return int32[n]: the maximum of drafts that the runner may hold for each of `slots`."""
         most: IntArray = self._most[slots]
         return most
 
@@ -109,7 +109,7 @@ class DraftControl:
         return deal(wanted, max(self._cheap_tokens - len(slots), 0))
 
     def observe(self, slots: npt.NDArray[np.intp], drafted: IntArray, accepted: IntArray) -> None:
-        """Learn from a step: `drafted` and `accepted` int32[n] of its decoding `slots`."""
+        """Update rates from a step: `drafted` and `accepted` int32[n] of its decoding `slots`."""
         if not self.learning:
             return
         some = drafted > 0
