@@ -56,11 +56,11 @@ class SendPiece:
 
 @dataclass(frozen=True, slots=True)
 class DecodeEnd:
-    """The lease is over: none of its blocks may be written from here on."""
+    """The lease is over: none of its blocks may be written from now on."""
 
     outcome: PrefillOutcome
     reason: str
-    """For people; empty if the KV was transferred."""
+    """Human-readable; empty if the KV was transferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ Action = Say | TakePiece | SendPiece | DecodeEnd | PrefillEnd
 
 
 def commit_digest(digests: Mapping[int, bytes]) -> bytes:
-    """Return what a `Commit` says of pieces: BLAKE2b-16 over index and digest of each, in the order of the index."""
+    """Return the digest of a `Commit` over pieces: BLAKE2b-16 over index and digest of each, in index order."""
     total = hashlib.blake2b(digest_size=16)
     for index in sorted(digests):
         total.update(index.to_bytes(4, "little") + digests[index])
@@ -85,12 +85,12 @@ def commit_digest(digests: Mapping[int, bytes]) -> bytes:
 
 
 def wanted(opening: Open) -> range:
-    """Return the indices of the pieces that are asked for: those of all blocks but the leading `held_blocks`."""
+    """Return the indices of the requested pieces: those of all blocks but the leading `held_blocks`."""
     return range(opening.job.held_blocks, -(-opening.job.num_tokens // opening.compatibility.block_size))
 
 
 def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
-    """Say for people why no lease can be opened like that, None if one can."""
+    """Return the reason why `Open` is invalid, as text; None if it is valid."""
     job, compatibility = opening.job, opening.compatibility
     numbers = [value for value in msgspec.structs.astuple(compatibility) if isinstance(value, int)]
     if not LEASE_NAME.fullmatch(job.lease):
@@ -132,19 +132,19 @@ class Clock:
         return min(self._end, self._deaf, self._word)
 
     def heard(self, now: float) -> None:
-        """The other side said something."""
+        """Record a message from the other side."""
         self._deaf = now + self._silence
 
     def said(self, now: float) -> None:
-        """This side said something."""
+        """Record a message of this side."""
         self._word = now + self._silence / _WORDS_IN_SILENCE
 
     def postpone(self, now: float) -> None:
-        """Look again soon whether a word may be said."""
+        """Check again soon if a message may be sent."""
         self._word = now + self._silence / _WORDS_IN_SILENCE**2
 
     def late(self, now: float) -> str | None:
-        """Say why the lease has expired, None if it has not."""
+        """Return the reason why the lease has expired, None if it has not."""
         if now >= self._end:
             return "the lease took longer than any may"
         return "the other side is silent" if now >= self._deaf else None

@@ -31,15 +31,15 @@ _Reason = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """The decode side leases blocks to the prefill side and asks it for the KV of a prompt."""
+    """The decode side leases blocks to the prefill side and requests the KV of a prompt."""
 
     job: PrefillJob
     """The job to compute; its `lease` is a unique name that is never reused."""
     compatibility: KVCompatibility
     window: int
-    """Pieces that may be on their way without a `Credit`, at least 1."""
+    """Pieces that may be in flight without a `Credit`, at least 1."""
     silence: float
-    """Seconds without a word from the other side after which the lease is over."""
+    """Seconds without a message from the other side after which the lease is over."""
     connector: str
     address: bytes
     """Address of the decode side's end in the format of that connector, at most a few kilobytes."""
@@ -63,7 +63,7 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
 
     lease: _LeaseName
     reason: _Reason
-    """For people; never holds a prompt."""
+    """Human-readable; never holds a prompt."""
 
 
 class KVPiece(msgspec.Struct, frozen=True, tag="piece"):
@@ -71,7 +71,7 @@ class KVPiece(msgspec.Struct, frozen=True, tag="piece"):
 
     lease: _LeaseName
     index: _Number
-    """Place of the block among those of the prompt, at least `PrefillJob.held_blocks`."""
+    """Index of the block in the prompt, at least `PrefillJob.held_blocks`."""
     digest: _Digest
     """Digest of the sealed value, as `wire` computes it."""
     reference: Annotated[bytes, msgspec.Meta(max_length=MAX_REFERENCE_BYTES)] = b""
@@ -90,7 +90,7 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
-    """So many pieces were taken in all; the prefill side may send `window` more than that."""
+    """Cumulative number of pieces taken; the prefill side may send `window` more than that."""
 
     lease: _LeaseName
     taken: _Number
@@ -103,17 +103,17 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """There is nothing new, but the lease goes on as far as the speaker is concerned."""
+    """Heartbeat: nothing new, but the lease is still alive for the sender."""
 
     lease: _LeaseName
 
 
 class AbortLease(msgspec.Struct, frozen=True, tag="abort"):
-    """The lease is over for the speaker, or the speaker knows none of that name."""
+    """The lease is over for the sender, or unknown to it."""
 
     lease: _LeaseName
     reason: _Reason = ""
-    """For people; never holds a prompt."""
+    """Human-readable; never holds a prompt."""
 
 
 FromDecode = Open | Credit | Confirm | Alive | AbortLease

@@ -24,7 +24,7 @@ from fd_core.types.kv_events import KVEvent
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """Ask how many of the leading `keys` are stored outside the device."""
+    """Look up how many of the leading `keys` are stored outside the device."""
 
     operation: int
     keys: tuple[bytes, ...]
@@ -42,7 +42,7 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Copy settled device `blocks`, int32[len(keys)], to the host tier under `keys`; nobody writes them meanwhile."""
+    """Copy settled device `blocks`, int32[len(keys)], to the host tier under `keys`; they are not written meanwhile."""
 
     operation: int
     keys: tuple[bytes, ...]
@@ -52,13 +52,13 @@ class Save(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """Nobody waits for an operation any more; unknown and completed ones are ignored."""
+    """No request waits for the operation any more; unknown and completed ones are ignored."""
 
     operation: int
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Answer to a `Lookup`."""
+    """Completion of a `Lookup`."""
 
     operation: int
     host: int
@@ -68,7 +68,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Answer to a `Load`: whatever was not loaded is as it was or worthless."""
+    """Completion of a `Load`: blocks that were not loaded are unchanged or invalid."""
 
     operation: int
     blocks: int
@@ -76,11 +76,11 @@ class Loaded(msgspec.Struct, frozen=True):
     from_host: int = 0
     """Number of them that were loaded from the host tier."""
     seconds: float = 0.0
-    """From the effect to the last copy."""
+    """Time from the effect to the last copy."""
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """Answer to a `Save`: its device blocks are not read any more."""
+    """Completion of a `Save`: its device blocks are not read any more."""
 
     operation: int
     blocks: int
@@ -99,11 +99,11 @@ class LoadPaceMeasured(msgspec.Struct, frozen=True):
     """Current cost of loading, in seconds; None where there is no recent measurement."""
 
     host_block: float | None = None
-    """To copy one block from the host tier to the device."""
+    """Time to copy one block from the host tier to the device."""
     store_block: float | None = None
-    """To fetch and check one block of the store; its copy to the device overlaps with the next fetch."""
+    """Time to fetch and check one block of the store; its copy to the device overlaps with the next fetch."""
     store_latency: float | None = None
-    """To ask the store one question."""
+    """Time of one store query."""
 
 
 class PrefillPaceMeasured(msgspec.Struct, frozen=True):
@@ -121,7 +121,7 @@ class Fetch(msgspec.Struct, frozen=True):
     """`host:port` of the prefill worker's transfers."""
     job: PrefillJob
     blocks: IntArray
-    """int32[m]: device blocks behind `job.held_blocks`, up to the one of the last token; they belong to the operation
+    """int32[m]: device blocks after `job.held_blocks`, up to the one of the last token; they belong to the operation
     until it is completed."""
     slot: int = 0
     """The slot that waits for the blocks, for traces."""
@@ -129,35 +129,35 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """Answer to a `Fetch`: unless it was transferred, the blocks are as they were or worthless."""
+    """Completion of a `Fetch`: unless it was transferred, the blocks are unchanged or invalid."""
 
     operation: int
     outcome: PrefillOutcome
     cached: int = 0
     """Tokens whose KV the prefill worker had in its prefix cache."""
     seconds: float = 0.0
-    """From the effect to the last copy."""
+    """Time from the effect to the last copy."""
     reason: str = ""
-    """Why the transfer failed, for people; empty if it did not. Never holds a prompt."""
+    """Human-readable reason of a failed transfer; empty if it succeeded. Never holds a prompt."""
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send settled device `blocks` to the decode worker that owns the lease; nobody writes the blocks meanwhile."""
+    """Send settled device `blocks` to the decode worker that owns the lease; they are not written meanwhile."""
 
     operation: int
     lease: str
     first: int
-    """Place of `blocks[0]` among the blocks of the prompt."""
+    """Index of `blocks[0]` among the blocks of the prompt."""
     blocks: IntArray
     """int32[m], m may be 0 if `tokens` is given."""
     tokens: int | None = None
     """Set with the last blocks: tokens whose KV was sent in all."""
     cached: int = 0
-    """With `tokens`: how many of them came from the prefix cache."""
+    """With `tokens`: number of them found in the prefix cache."""
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """Answer to a `Send`: its device blocks are not read any more, whether or not they were wanted."""
+    """Completion of a `Send`: its device blocks are not read any more, even if they were not requested."""
 
     operation: int
 
@@ -169,29 +169,29 @@ class PrefillJobArrived(msgspec.Struct, frozen=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True):
-    """The lease of a job that arrived is over before its KV was complete: nobody needs the rest of the prompt."""
+    """The lease of a job that arrived is over before its KV was complete: the rest of the prompt is not needed."""
 
     lease: str
 
 
 class PrefillTraced(msgspec.Struct, frozen=True):
-    """A job that is traced is over; the scheduler does not hear of it."""
+    """A traced job is over; for the trace, not for the scheduler."""
 
     trace: PrefillTrace
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """The request that computes for a lease ended without all its KV, or the engine does not take the job at all."""
+    """The request that computes for a lease ended without all its KV, or the engine rejected the job."""
 
     lease: str
     reason: str = ""
-    """For people; never holds a prompt."""
+    """Human-readable; never holds a prompt."""
     refused: bool = False
     """True if the engine rejected the job; the decode worker then receives a refusal."""
 
 
 class CompileGrammar(msgspec.Struct, frozen=True):
-    """Compile the grammar of a request that waits, so that no step has to."""
+    """Compile the grammar of a waiting request, so that no step has to."""
 
     operation: int
     grammar: str
@@ -199,11 +199,11 @@ class CompileGrammar(msgspec.Struct, frozen=True):
 
 
 class GrammarReady(msgspec.Struct, frozen=True):
-    """Answer to a `CompileGrammar`: the runner finds the grammar compiled, or compiles it if it was forgotten."""
+    """Completion of a `CompileGrammar`: the runner finds the grammar compiled, or compiles it if it was evicted."""
 
     operation: int
     error: str | None = None
-    """Why the grammar cannot be used, for people; the request that waits for it ends."""
+    """Human-readable reason why the grammar cannot be used; the request that waits for it ends."""
 
 
 Effect = Lookup | Load | Save | Fetch | Send | GiveUp | CompileGrammar | Cancel
@@ -234,7 +234,7 @@ class LoadDecision(msgspec.Struct, frozen=True):
     """Tokens that need not be computed if the blocks are loaded."""
     load_seconds: float | None
     recompute_seconds: float | None
-    """None while unknown; what is unknown is tried."""
+    """None while unknown; an unknown cost is measured by trying."""
 
 
 class Effects(msgspec.Struct, frozen=True):

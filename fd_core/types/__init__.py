@@ -1,6 +1,6 @@
 """Frozen values that cross boundaries between scheduler, runner, engine and clients.
 
-Integer arrays inside these values are numpy arrays with `writeable=False`; whoever needs to change one copies it.
+Integer arrays inside these values are numpy arrays with `writeable=False`; copy an array to change it.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A text that begins with reasoning, which ends behind the first occurrence of some token ids."""
+    """A text that begins with reasoning, which ends after the first occurrence of some token ids."""
 
     end: tuple[int, ...]
-    """At least one id. A grammar begins exactly behind them."""
+    """At least one id. A grammar begins exactly after them."""
     max_tokens: Count | None = None
     """Reasoning tokens after which the end is forced; None forces nothing."""
 
@@ -97,9 +97,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that the text never contains, each not empty; what the prompt ends with does not count."""
     logprobs: NumLogprobs | None = None
-    """Number of most likely tokens reported beside the chosen one; 0 reports the chosen one only, None nothing."""
+    """Number of most likely tokens reported with the chosen one; 0 reports the chosen one only, None nothing."""
     prompt_logprobs: NumLogprobs | None = None
-    """The same for the tokens of the prompt, from the second on; they come with the first token of the text."""
+    """The same for the tokens of the prompt, from the second on; delivered with the first token of the text."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str | None = None
@@ -124,7 +124,7 @@ class Pooling(msgspec.Struct, frozen=True):
 
     kind: Literal["last", "mean", "tokens"]
     """`last` and `mean`: the final hidden state of the last token, or the mean of all, normalized as the output
-    projection takes them. `tokens`: the log-probabilities of `token_ids` behind the prompt."""
+    projection takes them. `tokens`: the log-probabilities of `token_ids` after the prompt."""
     token_ids: tuple[int, ...] = ()
 
 
@@ -139,7 +139,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     priority: int = 0
     tenant: str = ""
     traceparent: str = ""
-    """Names the span of the request, see W3C Trace Context; empty if nobody traces it."""
+    """Span of the request, see W3C Trace Context; empty if it is not traced."""
     lease: str = ""
     """Name of the decode worker's lease on its blocks, 32 hexadecimal digits; empty until that worker names it."""
     adapter: str = ""
@@ -190,12 +190,12 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
     delivered: tuple[int, ...] = ()
-    """Tokens of the text that earlier epochs of the engine delivered; this one goes on behind them. Limits, penalties
+    """Tokens of the text that earlier epochs of the engine delivered; this one continues after them. Limits, penalties
     and random numbers count from the prompt, as if the engine had never died."""
     prefill_at: str = ""
     """`host:port` of the prefill worker that computes the prompt; empty computes it here."""
     traceparent: str = ""
-    """Names the span of the request, for the worker at `prefill_at`; empty if nobody traces it."""
+    """Span of the request, for the worker at `prefill_at`; empty if it is not traced."""
     pooling: Pooling | None = None
     """Set for a request that ends with its prefill; the one token that it samples is dropped."""
     prefill_job: PrefillJob | None = None
@@ -289,7 +289,7 @@ class StepPlan:
     num_drafts: IntArray
     """int32[n], drafts among them; the runner uses fewer if it has fewer."""
     samples: npt.NDArray[np.bool_]
-    """bool[n], whether the row yields a token; false for an unfinished prefill chunk."""
+    """bool[n], True if the row yields a token; False for an unfinished prefill chunk."""
     admissions: tuple[Admission, ...] = ()
     grants: tuple[BlockGrant, ...] = ()
     revocations: tuple[Revocation, ...] = ()
@@ -350,7 +350,7 @@ class PooledRows:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The one answer to one plan."""
+    """The output of one plan."""
 
     epoch: int
     step: int
@@ -374,28 +374,28 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_ids: tuple[int, ...] = ()
     top: tuple[float, ...] = ()
     rank: int | None = None
-    """Place of the token among all, 1 for the most likely; told of prompts only."""
+    """Rank of the token among all, 1 for the most likely; set for prompts only."""
 
 
 class Phase(enum.IntEnum):
     """Activity or wait reason of a request."""
 
     COMPUTING = 0
-    """A step computes tokens of it, or will once the steps before it are answered."""
+    """A step computes tokens of it, or will once the steps before it have outputs."""
     SLOT = 1
-    """Every slot is taken."""
+    """All slots are occupied."""
     BLOCKS = 2
     """There are too few free KV blocks."""
     BUDGET = 3
-    """The step token budget goes to others."""
+    """Other requests use up the step token budget."""
     SCHEDULER = 4
-    """The scheduler has not looked at it yet, or keeps it out by a rule of its own."""
+    """The scheduler has not considered it yet, or holds it back by a rule of its policy."""
     PREFIX = 5
     """Another request computes a prefix of it."""
     GRAMMAR = 6
-    """Its grammar is compiled."""
+    """Its grammar is being compiled."""
     STORE = 7
-    """KV outside the device is looked up or loaded."""
+    """KV outside the device is being looked up or loaded."""
     TRANSFER = 8
     """A prefill worker computes its prompt and sends the KV."""
     PREEMPTED = 9
@@ -429,5 +429,5 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc
     pooled: bytes | None = None
     """The vector of a request that asked for one, float32, little-endian."""
     phases: tuple[float, ...] | None = None
-    """Seconds since the request came to the engine, by what it did or waited for (`Phase`);
-    set in the first delta with tokens and in the last one, unless the scheduler does not tell."""
+    """Seconds since the request reached the engine, by phase (`Phase`);
+    set in the first delta with tokens and in the last one, unless the scheduler does not measure."""

@@ -57,7 +57,7 @@ class ConnectorSettings(NamedTuple):
     """Settings of every connector; a connector ignores those that it does not need."""
 
     make_store: Callable[[], KVStore] | None = None
-    """Makes another store object for `--kv-store`, which the caller closes; None without `--kv-store`."""
+    """Creates another store object for `--kv-store`, which the caller closes; None without `--kv-store`."""
     timeout: float = 1.0
     """Seconds that one call may take."""
 
@@ -66,16 +66,16 @@ class PutResult(NamedTuple):
     """Result of `KVOutbox.put`."""
 
     reference: bytes
-    """Tells the other end where the value is; at most `MAX_REFERENCE_BYTES`."""
+    """Reference of the value for the other end; at most `MAX_REFERENCE_BYTES`."""
     frames: tuple[Bytes, ...] = ()
-    """Buffers to be sent behind the message; nobody changes them until they were sent."""
+    """Buffers to be sent after the message; not modified until they were sent."""
 
 
 class KVInbox(abc.ABC):
     """The decode side's end for one lease; it owns the memory that pieces arrive in."""
 
     address: bytes
-    """Tells the prefill side where to write; at most `MAX_ADDRESS_BYTES`. The address is no secret: alone it must not
+    """Write address for the prefill side; at most `MAX_ADDRESS_BYTES`. The address is no secret: alone it must not
     give access to the memory."""
 
     @abc.abstractmethod
@@ -87,10 +87,10 @@ class KVInbox(abc.ABC):
         """
 
     def done(self, index: int, reference: bytes) -> None:  # noqa: B027 - nothing to do where memory is not reused
-        """Learn that the value was copied and its place may be used again; called once for each taken piece."""
+        """Mark the value as copied, so that its buffer may be reused; called once for each taken piece."""
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held
-        """End the lease; whatever the other side still writes harms nobody. Idempotent, never raises."""
+        """End the lease; later writes of the other side do no harm. Idempotent, never raises."""
 
 
 class KVOutbox(abc.ABC):
@@ -100,8 +100,8 @@ class KVOutbox(abc.ABC):
     def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
         """Send the sealed value of piece `index`, the concatenation of `parts`, or leave it where the inbox finds it.
 
-        Called in ascending order of `index`, with at most `window` pieces on their way, this one included. `parts` may
-        change afterwards unless they come back as `frames`. Raises `ConnectorError` for a value over `value_bytes`.
+        Called in ascending order of `index`, with at most `window` pieces in flight, this one included. `parts` may
+        change afterwards unless they are returned as `frames`. Raises `ConnectorError` for a value over `value_bytes`.
         """
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held
@@ -115,14 +115,14 @@ class Connector(abc.ABC):
     """Value of `--kv-connector` that selects it."""
 
     def __init__(self, settings: ConnectorSettings) -> None:
-        """Keep the settings and connect to nothing. Raises `ConfigError` if they lack what the connector needs."""
+        """Store the settings and connect to nothing. Raises `ConfigError` if they lack what the connector needs."""
         self.settings = settings
 
     @abc.abstractmethod
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
-        """Return the decode side's end for a lease with `window` pieces of up to `value_bytes` on their way at once.
+        """Return the decode side's end for a lease with `window` pieces of up to `value_bytes` in flight at once.
 
-        `pieces` are the indices that may come, at least `window` of them.
+        `pieces` are the indices that may arrive, at least `window` of them.
         """
 
     @abc.abstractmethod

@@ -264,7 +264,7 @@ class DiskReservations:
         return int(text) if text.isdigit() else None
 
     def _record(self, used: int) -> None:
-        # Always of one length, so that no digit of a longer number stays behind.
+        # Fixed length, so that no digit of a longer number is left over.
         os.pwrite(self._usage, b"%020d" % used, 0)
 
     @contextlib.contextmanager
@@ -359,7 +359,7 @@ class DiskStore(KVStore):
         )
 
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
-        """Read each file into memory of its own, exactly as large."""
+        """Read each file into separate memory of its exact size."""
         deadline = Deadline(timeout)
         found: list[Bytes | None] = [None] * len(keys)
         with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:

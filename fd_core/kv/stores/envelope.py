@@ -49,7 +49,7 @@ class Damage(enum.StrEnum):
     COMPRESSION = "compression"
     """Compressed in an unknown way, or not in the way that the header names."""
     LENGTH = "length"
-    """Truncated, with extra bytes behind it, or not of the length that the caller expects."""
+    """Truncated, with trailing bytes, or not of the length that the caller expects."""
     KEY = "key"
     """Sealed for another key."""
     DIGEST = "digest"
@@ -86,7 +86,7 @@ class Envelope:
         self._draw = draw
 
     def seal(self, key: bytes, payload: Bytes) -> tuple[Bytes, Bytes]:
-        """Return header and payload, to be stored behind one another under `key` of at most 32 bytes.
+        """Return header and payload, to be stored one after the other under `key` of at most 32 bytes.
 
         The payload is the very buffer that was given, unless compression made it smaller. The two together are never
         longer than `HEADER_BYTES` and the payload.

@@ -1,4 +1,4 @@
-"""A KV store behind deadline and circuit breaker: failed calls are counted, and no exception gets further."""
+"""A KV store with timeout and circuit breaker: failed calls are counted, and no exception propagates."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _GRACE_SECONDS = 0.1
 
 
 class GuardedStore:
-    """Calls the store for one thread; any thread may ask whether a call would be made.
+    """Calls the store for one thread; any thread may check if a call would be made.
 
-    Nothing that is logged holds a key, a value or the text of an error, which a stranger's store wrote.
+    Log lines never hold a key, a value or the text of an error, which a plugin's store wrote.
     """
 
     def __init__(self, store: KVStore | None, logger: OnceLogger, clock: Callable[[], float]) -> None:
@@ -31,7 +31,7 @@ class GuardedStore:
         self._store = store
         self._shown = "" if store is None else store.location.shown
         self.errors: dict[str, int] = {}
-        """Failed calls by trouble; replaced, never changed."""
+        """Failed calls by reason; replaced, never mutated."""
         self._logger = logger
         self._clock = clock
         self._breaker = Breaker()

@@ -38,7 +38,7 @@ class WriteBehind:
     batch: int
     put_seconds: float
     lost: Callable[[Sequence[bytes]], None]
-    """Told the keys of blocks that were accepted and may not have been written, on any thread."""
+    """Called with the keys of blocks that were accepted and may not have been written, on any thread."""
     clock: Callable[[], float]
     pending_bytes: int = 0
     """Bytes of blocks that were accepted and neither written nor dropped."""
@@ -76,7 +76,7 @@ class WriteBehind:
             self._stats.dropped_blocks += count
 
     def forget(self, key: bytes) -> None:
-        """Have a key deleted from the store, unless a block is written under it anyway; best effort."""
+        """Queue a key for deletion from the store, unless a block is written under it anyway; best effort."""
         with self._lock:
             if key in self._queued or key in self._forgotten or len(self._forgotten) >= _MAX_FORGOTTEN:
                 return
