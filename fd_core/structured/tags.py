@@ -52,7 +52,7 @@ def _unfit(place: str, words: str) -> BadRequest:
 class _Tag(NamedTuple):
     begin: str
     behind: str
-    """The expression of what stands behind `begin`."""
+    """The expression of the text after `begin`."""
     place: str
 
 
@@ -86,7 +86,7 @@ class _Formats:
         """The fields of each format, and what makes its expression."""
 
     def part(self, given: Any, place: str, ends: Sequence[str], last: bool) -> str:
-        """Return the expression of a format and one of `ends` behind it."""
+        """Return the expression of a format and one of `ends` after it."""
         given = _mapping(given, place)
         kind = given.get("type")
         if not isinstance(kind, str) or kind not in self._makers:
@@ -112,7 +112,7 @@ class _Formats:
     def triggered(
         self, tags: Sequence[_Tag], given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool
     ) -> str:
-        """Return the expression of free text in which triggers begin tags, and of one of `ends` behind it."""
+        """Return the expression of free text in which triggers begin tags, and of one of `ends` after it."""
         triggers = _texts(given.get("triggers"), f"{place}.triggers")
         begun: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         for tag in tags:
@@ -255,7 +255,7 @@ class _Formats:
     ) -> str:
         """Return the expression of free text in which each key of `begun` is followed by one of its expressions.
 
-        If there is any `first`, one of those comes before all text.
+        If `first` is not empty, one of those precedes all text.
         """
         lark = self._lark
         if once and first:

@@ -32,7 +32,7 @@ class TextDelta(NamedTuple):
 
 
 class IncrementalDetokenizer:
-    """Turns the tokens of one generation into text as they come.
+    """Incrementally turns the tokens of one generation into text.
 
     Of several stop strings the one that is complete first wins; of those complete at the same character, the
     longest. `include_stop` lets the text end with the stop string. `keep` names control tokens that are text all the

@@ -1,4 +1,4 @@
-"""A thread whose work takes turns by client, so that whoever brings much of it delays nobody else for long."""
+"""A thread that serves clients in turn, so that a client with much work does not delay others for long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class FairThread:
-    """One thread. The first work of each client that waits comes before the second of any."""
+    """One thread. The first job of each waiting client runs before the second of any."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
@@ -26,7 +26,7 @@ class FairThread:
         """Work by client, the client whose turn is next at the beginning."""
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return `work()` in the turn of the `CLIENT`; whoever is cancelled before it comes has nothing done."""
+        """Return `work()` in the turn of the `CLIENT`; a job cancelled before its turn does not run."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(CLIENT.get(), deque()).append((future, work))
@@ -52,5 +52,5 @@ class FairThread:
             return
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # a panic in Rust is no Exception; whoever waits gets it
+        except BaseException as error:  # noqa: BLE001  # a panic in Rust is no Exception; the waiting caller gets it
             future.set_exception(error)

@@ -170,7 +170,7 @@ def _kind(kind: str, key: Any) -> str:
 
 
 _COMPILE_SECONDS: Final = 0.5
-"""Processor time: the engine takes it once more, beside its steps."""
+"""Processor time: the engine takes it once more, alongside its steps."""
 _EXPLAIN_SECONDS: Final = 1.0
 """Processor time after which no further parts are tried."""
 

@@ -67,7 +67,7 @@ class CompilePool:
             self._warming = asyncio.create_task(self._warm(after))
 
     async def run(self, asked: FormAsked) -> FormOutcome:
-        """Return what became of a form. Equal forms are compiled once, however many requests wait for them.
+        """Return the outcome of an output constraint. Equal ones are compiled once for all requests that wait for them.
 
         Raises `BadRequest` if it cannot be sent, or the model's vocabulary not be used; `OSError`, `EOFError` or
         `TimeoutError` if no process can be started.
@@ -92,7 +92,7 @@ class CompilePool:
             if not self._waiters[digest]:
                 del self._waiters[digest]
                 self._running.pop(digest, None)
-                running.cancel()  # nobody waits for it any more
+                running.cancel()  # no request waits for it any more
 
     def close(self) -> None:
         """Kill every process, and wait until they are gone."""

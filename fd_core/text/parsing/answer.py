@@ -41,7 +41,7 @@ class AnswerReading:
 
 
 class AnswerParser(OutputParser):
-    """Puts a tool parser behind a reasoning parser."""
+    """Chains a reasoning parser and a tool parser."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         if tools is not None and tools.reads_reasoning:

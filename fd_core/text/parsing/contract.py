@@ -46,7 +46,7 @@ class CallForm(NamedTuple):
     opening: str = ""
     """Stands before the first call."""
     closing: str = ""
-    """Stands behind the last one."""
+    """Follows the last one."""
     arguments: TaggedArguments | Literal["json", "python"] = "json"
     """Syntax of arguments: one JSON object, or keyword arguments as in Python, `a=1, b='x'`."""
     anywhere: bool = True
@@ -60,7 +60,7 @@ class FreePart(NamedTuple):
     end: str
     """Ends the text."""
     behind: str
-    """Stands between `end` and what comes next."""
+    """Separator between `end` and the next part."""
 
 
 class OutputParser(abc.ABC):
@@ -99,7 +99,7 @@ class ToolParser(OutputParser):
     bare_ids: ClassVar[bool] = False
     """True if the templates of such models require ids of nine letters and digits."""
     before_calls: ClassVar[tuple[FreePart, ...]] = ()
-    """For formats that write everything as messages: those that may come before calls, such as reasoning."""
+    """For formats that write everything as messages: those that may precede calls, such as reasoning."""
     answer_begin: ClassVar[str] = ""
     """For such formats: what the message begins with that is the answer in place of calls."""
 

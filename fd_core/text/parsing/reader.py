@@ -13,11 +13,11 @@ from fd_core.text.parsing.contract import ToolParser, ToolSchemas
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 
 SPACE: Final = " \t\r\n"
-"""White space that formats put beside their markers."""
+"""White space that formats put around their markers."""
 
 _SPACES: Final = re.compile(f"[{SPACE}]+")
 _SURE: Final = 3
-"""Characters of a marker behind a call that are taken for half of one."""
+"""Characters of a marker after a call that are taken for half of one."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -25,7 +25,7 @@ Steps = Generator[None, None, T]
 
 
 class TextReader(abc.ABC):
-    """Text that comes in pieces, read by `run`.
+    """Streamed text, read by `run`.
 
     `run` is resumed for each piece and once more when the text has ended. What it reads goes out through `say_...`.
     A place that may have to be read again is kept by `mark` until `go_back` or `forget`.
@@ -43,7 +43,7 @@ class TextReader(abc.ABC):
         self._calls = 0
         self.call_open = self._arguments = self._after_call = False
         self._space_behind = ""
-        """White space behind a marker, which is content if content follows."""
+        """White space after a marker, which is content if content follows."""
         self.space_before = ""
         """White space that `until` took for part of the last marker."""
         self._steps = self.run()
@@ -188,7 +188,7 @@ class TextReader(abc.ABC):
         self.skip(-len(word))
 
     def literal(self, *words: str) -> Steps[str]:
-        """Return the longest of `words` that comes next, and read it; empty, and nothing read, if none does."""
+        """Return the longest of `words` that follows, and read it; empty, and nothing read, if none does."""
         longest = max(map(len, words))
         while True:
             ahead = self._text[self._at : self._at + longest]
@@ -207,7 +207,7 @@ class TextReader(abc.ABC):
         return "".join(read)
 
     def until(self, *markers: str, say: Callable[[str], None], space: bool = False, before: str = "") -> Steps[str]:
-        """Say text until one of `markers` comes; return the marker, which is read, or nothing at the end.
+        """Emit text until one of `markers` follows; return the marker, which is read, or nothing at the end.
 
         Of markers that begin at one place the longest is found. With `space`, white space before a marker belongs
         to it; `before` is white space that was read already. A marker that the end cut off is not said.
@@ -241,7 +241,7 @@ class TextReader(abc.ABC):
             yield
 
     def content_until(self, *begins: str) -> Steps[str]:
-        """Say content until one of `begins` comes, see `until`.
+        """Emit content until one of `begins` follows, see `until`.
 
         Other markers of the format are left out. So is, behind a call, what is left of its end: white space alone,
         closing brackets and half a marker.
@@ -276,7 +276,7 @@ class ToolReader(TextReader, ToolParser):
 
 
 def escaped(text: str) -> str:
-    """Return a text as it stands in a string of JSON."""
+    """Return a text as it is written in a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

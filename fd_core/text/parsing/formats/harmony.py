@@ -1,4 +1,4 @@
-"""The harmony format of gpt-oss: messages with a header, whose channel says what a message is for."""
+"""The harmony format of gpt-oss: messages with a header, whose channel gives the purpose of a message."""
 
 from __future__ import annotations
 
