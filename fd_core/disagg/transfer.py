@@ -118,7 +118,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
     def _close_end(self, end: KVInbox | KVOutbox) -> None:
         try:
             end.close()
-        except Exception as error:  # noqa: BLE001 - a stranger's connector, which promises not to raise
+        except Exception as error:  # noqa: BLE001 - a plugin's connector, which promises not to raise
             self._failed("connector", "close", error)
 
     def _failed(self, part: str, call: str, error: Exception) -> None:

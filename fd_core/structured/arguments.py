@@ -82,7 +82,7 @@ class _Values:
         self._parts = 0
 
     def fields(self, schema: Any, place: str) -> _Fields | None:
-        """Return what an object may have; None if its schema says more than that."""
+        """Return the properties that an object may have; None if its schema has further constraints."""
         if not isinstance(schema, Mapping) or not _OBJECT.issuperset(_told(schema)):
             return None
         known, more = schema.get("properties"), schema.get("additionalProperties")

@@ -60,7 +60,7 @@ class _Formats:
     """Makes expressions of formats.
 
     A format whose text is free ends with the first of `ends`, which are the marks of the tag around it; without any, it
-    has to be `last`, since nothing would say where it ends.
+    has to be `last`, since no marker would end it.
     """
 
     def __init__(self, lark: LarkText) -> None:

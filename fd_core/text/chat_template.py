@@ -1,6 +1,6 @@
 """Chat templates: they turn a conversation into the prompt format that the model was trained on.
 
-A template comes with the checkpoint and is an untrusted program: `fd_core.text.sandbox` limits what it can do, and
+A template is shipped with the checkpoint and is an untrusted program: `fd_core.text.sandbox` limits what it can do, and
 `fd_core.text.template_budget` what it can take.
 """
 

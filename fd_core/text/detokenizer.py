@@ -5,7 +5,7 @@ Laws, each a property test:
 2. No text ends within a character, and none holds the stop string or anything after it.
 3. Text is held back only where it may be the beginning of a stop string, or bytes of an unfinished character.
 
-A push costs the same whatever came before it: bytes come from a table, at most one unfinished character and one
+A push costs the same whatever preceded it: bytes are read from a table, at most one unfinished character and one
 unfinished stop string are kept.
 """
 

@@ -47,7 +47,7 @@ class _Pre:
     patterns: tuple[str, ...]
     nfc: bool = False
     whole_words: bool = False
-    """A word that is a token is taken whole, whatever the merges say (`ignore_merges`)."""
+    """A word that is a token is used whole, regardless of the merges (`ignore_merges`)."""
     adds_bos: bool = False
 
 

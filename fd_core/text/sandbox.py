@@ -142,7 +142,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(__obj, Macro | BlockReference):
             return super().call(__context, __obj, *args, **kwargs)
         weight = sum(map(budget.weigh, (*args, *kwargs.values())))
-        # jinja wraps str.format in a function of its own
+        # jinja wraps str.format in a separate function
         method = getattr(__obj, "__wrapped__", __obj)
         owner, name = getattr(method, "__self__", None), str(getattr(method, "__name__", ""))
         for kind, allowed in _METHODS:
@@ -164,7 +164,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Meter(NodeTransformer):
-    """Puts what templates do with syntax behind filters that keep to the limits."""
+    """Routes syntax of templates through filters that enforce the limits."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - the visitor looks methods up by node name
         cost = _cost(node.body)
@@ -447,7 +447,7 @@ def _check_str_call(owner: str, name: str, args: tuple[Any, ...], kwargs: Mappin
 
 
 def _check_pieces(text: str) -> None:
-    """Raise `TooMuch` for a text that may have too many words or lines, each of which is a value of its own."""
+    """Raise `TooMuch` for a text that may have too many words or lines, each of which is a separate value."""
     if len(text) > 2 * MAX_ITEMS:
         the_budget().make(16 * len(text))
 

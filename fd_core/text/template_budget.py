@@ -165,7 +165,7 @@ the_budget = _current.get
 
 @contextlib.contextmanager
 def metered() -> Iterator[TemplateBudget]:
-    """Charge what runs in the block to a budget of its own, which it returns."""
+    """Charge the work of the block to a separate budget, which it returns."""
     budget = TemplateBudget(BRIEF_STEPS, _BRIEF_BYTES) if _brief.get() else TemplateBudget()
     before = _current.set(budget)
     try:

@@ -187,7 +187,7 @@ def _from_json(source: JsonTokenizerSource) -> Tokenizer:
         )
     try:
         backend = tokenizers.Tokenizer.from_buffer(source.content)
-    except BaseException as error:  # the library has no class of its own for what it cannot read
+    except BaseException as error:  # the library has no exception type for files that it cannot read
         if not isinstance(error, Exception) and not _panicked(error):
             raise
         raise ModelError(f"{source.origin} is not a usable tokenizer: {str(error)[:300]}", field="tokenizer") from error
@@ -243,7 +243,7 @@ def _missing_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) 
 
 
 def _added_token(given: Any, special: bool = False) -> tokenizers.AddedToken | None:
-    """Return a token that settings give as a text or as an object; it is special if either says so."""
+    """Return a token that settings give as a text or as an object; it is special if either declares it so."""
     text = token_text(given)
     if not text:
         return None

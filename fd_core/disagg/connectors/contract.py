@@ -129,7 +129,7 @@ class Connector(abc.ABC):
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         """Return the prefill side's end. Raises `ConnectorError` if that inbox cannot be reached from this process.
 
-        `address` comes from another process and may be anything.
+        `address` was sent by another process and may be anything.
         """
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held

@@ -186,7 +186,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         window = min(self._window, len(pieces))
         try:
             inbox = self._connector.open_inbox(name, pieces=pieces, window=window, value_bytes=self._wire.value_bytes)
-        except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+        except Exception as error:  # noqa: BLE001 - a plugin's connector: any exception is a failed call
             self._failed("connector", "open_inbox", error)
             self._complete(Fetched(operation, "lost", reason="the connector could not open this worker's end"))
             return
@@ -256,7 +256,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         piece, values = lease.to_copy.popleft()
         try:
             value = lease.inbox.take(piece.index, piece.reference, values)
-        except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+        except Exception as error:  # noqa: BLE001 - a plugin's connector: any exception is a failed call
             self._failed("connector", "take", error)
             self._act(lease, lease.machine.spoiled(piece.index, "the connector could not take it"))
             return

@@ -179,7 +179,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             outbox = connector.open_outbox(
                 name, opening.address, window=opening.window, value_bytes=self._wire.value_bytes
             )
-        except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+        except Exception as error:  # noqa: BLE001 - a plugin's connector: any exception is a failed call
             self._failed("connector", "open_outbox", error)
             reason = f": {error}" if isinstance(error, FdError) else ""
             reason = f"the prefill worker cannot use the connector {opening.connector}{reason}"
@@ -304,7 +304,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                 reference, frames = lease.outbox.put(index, parts)
                 if len(reference) > MAX_REFERENCE_BYTES:
                     raise ValueError("a reference is too long")
-            except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+            except Exception as error:  # noqa: BLE001 - a plugin's connector: any exception is a failed call
                 self._failed("connector", "put", error)
                 self._act(lease, lease.machine.failed("the connector could not send a piece"))
                 return

@@ -9,10 +9,10 @@ envelope detects. The deadline is checked between values; a call into the kernel
 file system that went away, cannot be interrupted. Every name is opened relative to the folder that holds it, and never
 if it is a link. Other files in the folder are never touched.
 
-Space is counted in bytes as the file system gives them, in whole blocks and with what a file takes beside its content:
+Space is counted in bytes as the file system gives them, in whole blocks and with a file's overhead beyond its content:
 a value of 100 bytes takes 4,608. It is reserved before a value is written: the reservation is the file in `partial`,
 made under the lock with the value's space in its name. So a count of the folder under the lock counts everything, and
-what a killed engine leaves behind makes the number too large, never too small. When space runs out, everything is
+files left by a killed engine make the number too large, never too small. When space runs out, everything is
 counted afresh and the least recently used values are deleted, whichever engine wrote them. Space runs out at the limit,
 or earlier where the file system does.
 """
@@ -250,7 +250,7 @@ class DiskReservations:
             return name, file, space
 
     def give_back(self, space: int) -> None:
-        """Record that so many bytes of space came free, unless the deadline has passed: the next count finds out."""
+        """Record that so many bytes of space were freed, unless the deadline has passed: the next count corrects it."""
         if not space:
             return
         with contextlib.suppress(StoreError), self._locked():

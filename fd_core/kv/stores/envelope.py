@@ -1,6 +1,6 @@
 """The envelope of every stored value: it proves that a value is whole, under its own key, and sealed with our secret.
 
-A stored value is a header of 80 bytes and the payload behind it. Stores are best effort and others may write to them:
+A stored value is a header of 80 bytes and the payload after it. Stores are best effort and others may write to them:
 nothing about a value is believed before its digest was checked, and no part of a damaged value is used.
 """
 
@@ -77,7 +77,7 @@ class Envelope:
     ) -> None:
         """`secret`: 32 bytes, see `fd_core.kv.stores.secret.derive`; `compression` of what is sealed from here on.
 
-        `draw` returns so many bytes, never the same twice: whoever can foresee them, or sees them repeated, can forge.
+        `draw` returns so many bytes, never the same twice: predictable or repeated bytes allow forgery.
         """
         if len(secret) != _SECRET_BYTES:
             raise ValueError(f"the secret has {len(secret)} bytes instead of {_SECRET_BYTES}")

@@ -72,7 +72,7 @@ class GuardedStore:
             result = do(self._store, timeout)
         except StoreError as error:
             self._fails(error.trouble if isinstance(error.trouble, Trouble) else Trouble.OTHER)
-        except Exception as error:  # noqa: BLE001 - a stranger's store: whatever it raises is a failed call
+        except Exception as error:  # noqa: BLE001 - a plugin's store: any exception is a failed call
             kind = f"{what}: {type(error).__name__}"
             self._logger.warn(f"KV store {self._shown} broke its contract in {kind}; the call counts as failed")
             self._fails(Trouble.OTHER)

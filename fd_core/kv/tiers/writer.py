@@ -64,7 +64,7 @@ class WriteBehind:
         with self._lock:
             self._queue.append((key, array))
             self._queued.add(key)
-            # The block replaces what is stored; deleted behind it, it would be lost.
+            # The block replaces the stored value; a deletion after it would lose the block.
             self._forgotten.discard(key)
             self.pending_bytes += array.nbytes
         self.loop.post(self._write)
@@ -139,5 +139,5 @@ class WriteBehind:
                 self.pending_bytes -= array.nbytes
             self._stats.written_blocks += stored
             self._stats.dropped_blocks += len(batch) - stored
-        if stored < len(batch):  # the store does not say which of them it has
+        if stored < len(batch):  # the store does not report which of them it has
             self.lost([key for key, _ in batch])

@@ -27,7 +27,7 @@ def faulty_place(schema: Any, reason: str, refusal: Callable[[Any], str | None])
     """Return the path below `schema` of the smallest part that is at fault, "" for all of it, and why that is refused.
 
     Such a part is refused for the same `reason`, or if that is a contradiction, for another one that it needs.
-    `refusal` says why a schema is refused, None if it is not.
+    `refusal` returns why a schema is rejected, None if it is not.
     """
     path, tries = "", 0
     shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, Mapping) and name in schema}
@@ -179,7 +179,7 @@ class GrammarMaking:
     """Makes one grammar, within bounds of processor time."""
 
     def __init__(self, refusal: Callable[[str], str | None]) -> None:
-        """`refusal` says why a grammar cannot be compiled, None if it can."""
+        """`refusal` returns why a grammar cannot be compiled, None if it can."""
         self._compile = refusal
         self._began = time.thread_time()
 

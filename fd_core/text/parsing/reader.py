@@ -126,7 +126,7 @@ class TextReader(abc.ABC):
         return rest
 
     def mark(self, before: str = "") -> None:
-        """Keep this place; `before` is text before it that `say_read` says as well."""
+        """Mark this position; `before` is text before it that `say_read` emits as well."""
         self._kept, self._kept_before = self._at, [before]
 
     def forget(self) -> None:
@@ -210,7 +210,7 @@ class TextReader(abc.ABC):
         """Emit text until one of `markers` follows; return the marker, which is read, or nothing at the end.
 
         Of markers that begin at one place the longest is found. With `space`, white space before a marker belongs
-        to it; `before` is white space that was read already. A marker that the end cut off is not said.
+        to it; `before` is white space that was read already. A marker that the end cut off is not emitted.
         """
         pattern, beginning, longest = _patterns(markers)
         spaces = [before]
@@ -243,7 +243,7 @@ class TextReader(abc.ABC):
     def content_until(self, *begins: str) -> Steps[str]:
         """Emit content until one of `begins` follows, see `until`.
 
-        Other markers of the format are left out. So is, behind a call, what is left of its end: white space alone,
+        Other markers of the format are dropped. So is, after a call, the rest of its end: white space alone,
         closing brackets and half a marker.
         """
         before, self._space_behind = self._space_behind, ""
