@@ -29,7 +29,7 @@ def structural_tag(tag: Mapping[str, Any], *, field: str = "structural_tag") -> 
     """Return the grammar of a text that consists of formats.
 
     `tag` is `{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`, or `{"format": ...}` with one of
-    XGrammar's formats, which may hold others; those of tokens are not served. Raises `BadRequest` that names the place.
+    XGrammar's formats, which may be nested; those of tokens are unsupported. Raises `BadRequest` with the location.
     """
     require_shallow(tag, field)
     lark = LarkText()
@@ -83,7 +83,7 @@ class _Formats:
             "tags_with_separator": ("tags separator at_least_one stop_after_first", self._separated),
             "dispatch": ("rules loop excludes", self._dispatch),
         }
-        """The fields of each format, and what makes its expression."""
+        """The fields of each format, and the method that makes its expression."""
 
     def part(self, given: Any, place: str, ends: Sequence[str], last: bool) -> str:
         """Return the expression of a format and one of `ends` after it."""

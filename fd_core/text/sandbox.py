@@ -2,8 +2,8 @@
 
 Jinja's own sandbox keeps a template away from Python's internals and from changing its input. It does not keep it
 from looping for hours or from filling the memory. Here filters, tests and methods are those of a list, each charged
-for what it walks and what it makes; operators, loops, calls and output likewise. What could build much from little
-(a factor, a width, a separator) is checked before it is done.
+for the data it reads and creates; operators, loops, calls and output likewise. Operands that multiply a size
+(a factor, a width, a separator) are checked first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CALL_STEPS: Final = 10
 _NODES_A_STEP: Final = 6
 _MAX_WIDTH: Final = 10_000
 _MAX_SLOW_CHARS: Final = 100_000
-"""Limit for what is done character by character, or by a regular expression."""
+"""Limit for operations character by character, or by a regular expression."""
 _MAX_DIGITS: Final = 100
 _WIDE: Final = re.compile(r"\d{5,}")
 

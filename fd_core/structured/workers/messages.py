@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 INVALID: Final = "invalid_grammar"
-"""The code of errors about a form."""
+"""Error code of invalid output constraints."""
 CPU_SECONDS: Final = 2
 """Processor time that one task may take, up to one second more as the system counts it."""
 
@@ -16,7 +16,7 @@ class Unenforced(msgspec.Struct, frozen=True):
     """A part of a schema that an answer may not keep."""
 
     param: str
-    """Its place in the request."""
+    """Its location in the request."""
     message: str
 
 
@@ -27,6 +27,6 @@ class FormOutcome(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[Unenforced, ...] = ()
     cpu_seconds: float = 0.0
     message: str = ""
-    """Why there is no grammar, for people; empty if there is one."""
+    """Human-readable reason why there is no grammar; empty if there is one."""
     field: str | None = None
     code: str | None = None

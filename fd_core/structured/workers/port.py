@@ -92,7 +92,7 @@ class GrammarPort(EffectPort[CompilerStats]):
             self._pending.finish(GrammarReady(effect.operation, self._try(effect.grammar)))
 
     def _try(self, grammar: str) -> str | None:
-        """Have a grammar compiled; return why it cannot be used."""
+        """Compile a grammar; return the reason why it cannot be used."""
         try:
             self._compiler.matcher(grammar)
         except GrammarError as error:

@@ -42,9 +42,9 @@ class CallForm(NamedTuple):
     begin: str
     end: str
     between: str | None
-    """Stands between two calls; None if an answer has one at most."""
+    """Separator between two calls; None if an answer has one at most."""
     opening: str = ""
-    """Stands before the first call."""
+    """Precedes the first call."""
     closing: str = ""
     """Follows the last one."""
     arguments: TaggedArguments | Literal["json", "python"] = "json"
@@ -101,7 +101,7 @@ class ToolParser(OutputParser):
     before_calls: ClassVar[tuple[FreePart, ...]] = ()
     """For formats that write everything as messages: those that may precede calls, such as reasoning."""
     answer_begin: ClassVar[str] = ""
-    """For such formats: what the message begins with that is the answer in place of calls."""
+    """For such formats: beginning of the message that is the answer instead of calls."""
 
     def __init__(self, tools: ToolSchemas) -> None:
         self.tools = tools
@@ -116,7 +116,7 @@ class ToolParser(OutputParser):
 
 
 class ReasoningParser(OutputParser):
-    """Tells reasoning from content. What it yields as `Content` a tool parser may read further."""
+    """Separates reasoning from content. A tool parser may parse its `Content` further."""
 
     end: ClassVar[str] = ""
     """The marker that ends reasoning; empty if there is no single one, and then reasoning has no budget."""

@@ -21,14 +21,14 @@ _SURE: Final = 3
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Reads on: yields where it needs more text, returns what it found."""
+"""Parsing steps: yield where more text is needed, return the result."""
 
 
 class TextReader(abc.ABC):
     """Streamed text, read by `run`.
 
-    `run` is resumed for each piece and once more when the text has ended. What it reads goes out through `say_...`.
-    A place that may have to be read again is kept by `mark` until `go_back` or `forget`.
+    `run` is resumed for each piece and once more when the text has ended. It emits events through `say_...`.
+    A position that may have to be read again is stored by `mark` until `go_back` or `forget`.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -76,7 +76,7 @@ class TextReader(abc.ABC):
         events, self._events = self._events, []
         return joined(events) if len(events) > 1 else events
 
-    # What was read goes out.
+    # Output.
 
     def say_content(self, text: str) -> None:
         """Yield content."""
@@ -109,7 +109,7 @@ class TextReader(abc.ABC):
         self.call_open, self._after_call = False, True
 
     def drop(self, text: str) -> None:
-        """Say nothing of text that belongs to the format."""
+        """Emit nothing for text that belongs to the format."""
         del text
 
     # Reading.
@@ -120,7 +120,7 @@ class TextReader(abc.ABC):
         return self._ended and self._at >= len(self._text)
 
     def rest(self) -> str:
-        """Return all text that is here, and read it."""
+        """Return all text received so far, and read it."""
         rest = self._text[self._at :]
         self._at = len(self._text)
         return rest
@@ -130,11 +130,11 @@ class TextReader(abc.ABC):
         self._kept, self._kept_before = self._at, [before]
 
     def forget(self) -> None:
-        """Keep no place any more."""
+        """Discard the mark."""
         self._kept, self._kept_before = None, []
 
     def go_back(self) -> None:
-        """Return to the place that was kept."""
+        """Return to the mark."""
         if self._kept is not None:
             before = "".join(self._kept_before)
             self._text = before + self._text[self._kept :] if before else self._text
@@ -142,7 +142,7 @@ class TextReader(abc.ABC):
             self.forget()
 
     def say_read(self, *, cut: bool = True) -> None:
-        """Say what was read since `mark`, without markers; with `cut`, not if the end cut off what may be markup."""
+        """Emit what was read since `mark`, without markers; with `cut`, not if the end cut off possible markup."""
         if self._kept is not None and not (cut and self.at_end and self._cut_off):
             read = "".join(self._kept_before) + self._text[self._kept : self._at]
             if read.strip(SPACE):
@@ -166,7 +166,7 @@ class TextReader(abc.ABC):
         return character
 
     def skip(self, count: int) -> None:
-        """Read characters that were seen."""
+        """Read characters that were peeked."""
         self._at += count
 
     def here(self, pattern: re.Pattern[str]) -> str:
