@@ -50,11 +50,11 @@ class PendingOperations(Generic[_Answer]):
         return len(self._pending)
 
     def __contains__(self, number: int) -> bool:
-        """Return True if an operation is still pending."""
+        """Return True if a request still waits for an operation."""
         return self._awaited(number) is not None
 
     def numbers(self, *kinds: type[_Answer]) -> list[int]:
-        """Return the numbers of pending operations, ascending; only those with completions of `kinds` if given."""
+        """Return the numbers of operations that requests wait for, ascending; of completions of `kinds` if given."""
         with self._lock:
             return sorted(
                 number
@@ -73,7 +73,7 @@ class PendingOperations(Generic[_Answer]):
                 heapq.heappush(self._deadlines, (deadline, number))
 
     def advance(self, answer: _Answer) -> bool:
-        """Replace the completion that an operation would get now; return True if it is still pending."""
+        """Replace the completion that an operation would get now; return True if a request still waits for it."""
         with self._lock:
             pending = self._awaited(answer.operation)
             if pending is None:
