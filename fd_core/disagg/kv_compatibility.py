@@ -1,4 +1,4 @@
-"""What two workers must have in common before the KV of one is of any use to the other."""
+"""Properties in which two workers must agree before one can use the other's KV."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ FORMAT_VERSION: Final = 2
 
 
 class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV of one worker, as far as another has to know it. Every field has to be equal on both sides."""
+    """KV properties of one worker that another has to check. Every field has to be equal on both sides."""
 
     version: int = FORMAT_VERSION
     """Format of messages and pieces."""
     model: str
-    """Digest of everything that decides the KV of given tokens: weights, tokenizer, dtype, layout."""
+    """Digest of everything that determines the KV of given tokens: weights, tokenizer, dtype, layout."""
     dtype: str
     block_size: int
     num_layers: int
@@ -32,14 +32,14 @@ _NAMES: Final = {
     "head_dim": "the size of a head",
     "model": "the model (weights, tokenizer, dtype or layout of the KV)",
 }
-"""Every field with its name for people, in the order in which differences are looked for. The digest of the model
-comes last because it differs whenever most of the others do."""
+"""Every field with its display name, in the order in which differences are searched. The digest of the model
+is last because it differs whenever most of the others do."""
 _MAX_SHOWN: Final = 20
-"""Characters: longer values are not shown to people."""
+"""Characters: longer values are not displayed."""
 
 
 def difference(prefill: KVCompatibility, decode: KVCompatibility) -> str | None:
-    """Say for people what differs, with both values where these are short; None if the two workers fit together."""
+    """Return the first difference as text, with both values if they are short; None if the workers are compatible."""
     for field, name in _NAMES.items():
         at_prefill, at_decode = str(getattr(prefill, field)), str(getattr(decode, field))
         if at_prefill == at_decode:

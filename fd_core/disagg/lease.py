@@ -1,10 +1,10 @@
-"""What both sides of a lease share: the actions that its machines ask for, its clock and its limits; pure.
+"""Code shared by both sides of a lease: the actions of its state machines, its clock and its limits; pure.
 
-Either side is a machine, `DecodeLease` or `PrefillLease`: an event goes in, with its time if needed, and a list of
-actions comes out. Nothing that the other side says raises an exception, and an event after the end of the lease
-changes nothing. A lost message costs no more than time, because each side that was quiet for a while repeats what the
-other may have missed: the decode side repeats `Open` until it hears something, and then `Credit`; the prefill side
-repeats `Commit`. A lost piece is not repeated, because its block may be in use again: the lease expires.
+Each side is a state machine, `DecodeLease` or `PrefillLease`, that maps an event, with its time if needed, to a list of
+actions. No message of the peer raises an exception, and an event after the end of the lease changes nothing. A lost
+message costs only time, because a side that sent nothing for a while repeats what the peer may have missed: the decode
+side repeats `Open` until it receives a message, and then `Credit`; the prefill side repeats `Commit`. A lost piece is
+not repeated, because its block may be in use again: the lease expires.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fd_core.disagg.messages import MAX_NUMBER, MAX_TEXT, FromDecode, FromPrefil
 from fd_core.types import PrefillOutcome
 
 End = Literal["confirmed", "refused", "aborted", "gave_up", "failed", "expired"]
-"""What became of a lease for the prefill side: `aborted` by the decode side, `gave_up` by its own engine."""
+"""Outcome of a lease for the prefill side: `aborted` by the decode side, `gave_up` by its own engine."""
 
 LEASE_NAME: Final = re.compile("[0-9a-f]{32}")
 TOKEN_BYTES: Final = 4
@@ -30,7 +30,7 @@ MAX_WINDOW: Final = 256
 _MIN_SILENCE: Final = 0.05
 _MAX_SILENCE: Final = 3600.0
 _WORDS_IN_SILENCE: Final = 4
-"""How often a side speaks before the other would take it for dead."""
+"""Messages that a side sends before its peer would consider it dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class SendPiece:
 
 @dataclass(frozen=True, slots=True)
 class DecodeEnd:
-    """The lease is over: none of its blocks may be written from here on."""
+    """The lease is over: none of its blocks may be written from now on."""
 
     outcome: PrefillOutcome
     reason: str
-    """For people; empty if the KV was transferred."""
+    """Human-readable; empty if the KV was transferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ class PrefillEnd:
     end: End
     reason: str
     abort: bool
-    """Whether the request that computes the job is to be aborted, if there is one."""
+    """True if the request that computes the job, if any, has to be aborted."""
 
 
 Action = Say | TakePiece | SendPiece | DecodeEnd | PrefillEnd
 
 
 def commit_digest(digests: Mapping[int, bytes]) -> bytes:
-    """Return what a `Commit` says of pieces: BLAKE2b-16 over index and digest of each, in the order of the index."""
+    """Return the digest of a `Commit` over pieces: BLAKE2b-16 over index and digest of each, in index order."""
     total = hashlib.blake2b(digest_size=16)
     for index in sorted(digests):
         total.update(index.to_bytes(4, "little") + digests[index])
@@ -85,12 +85,12 @@ def commit_digest(digests: Mapping[int, bytes]) -> bytes:
 
 
 def wanted(opening: Open) -> range:
-    """Return the indices of the pieces that are asked for: those of all blocks but the leading `held_blocks`."""
+    """Return the indices of the requested pieces: those of all blocks but the leading `held_blocks`."""
     return range(opening.job.held_blocks, -(-opening.job.num_tokens // opening.compatibility.block_size))
 
 
 def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
-    """Say for people why no lease can be opened like that, None if one can."""
+    """Return the reason why `Open` is invalid, as text; None if it is valid."""
     job, compatibility = opening.job, opening.compatibility
     numbers = [value for value in msgspec.structs.astuple(compatibility) if isinstance(value, int)]
     if not LEASE_NAME.fullmatch(job.lease):
@@ -118,7 +118,7 @@ def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
 
 
 class Clock:
-    """How long a side has not heard the other and has been quiet itself, in seconds."""
+    """Times since a side last received from its peer and last sent to it, in seconds."""
 
     def __init__(self, silence: float, longest: float, now: float) -> None:
         self._silence = silence
@@ -128,27 +128,27 @@ class Clock:
 
     @property
     def next(self) -> float:
-        """When `late` or `quiet` may change at the latest."""
+        """Return the next time at which `late` or `quiet` may change."""
         return min(self._end, self._deaf, self._word)
 
     def heard(self, now: float) -> None:
-        """The other side said something."""
+        """Record a message from the other side."""
         self._deaf = now + self._silence
 
     def said(self, now: float) -> None:
-        """This side said something."""
+        """Record a message of this side."""
         self._word = now + self._silence / _WORDS_IN_SILENCE
 
     def postpone(self, now: float) -> None:
-        """Look again soon whether a word may be said."""
+        """Check again soon if a message may be sent."""
         self._word = now + self._silence / _WORDS_IN_SILENCE**2
 
     def late(self, now: float) -> str | None:
-        """Say why the lease has expired, None if it has not."""
+        """Return the reason why the lease has expired, None if it has not."""
         if now >= self._end:
             return "the lease took longer than any may"
         return "the other side is silent" if now >= self._deaf else None
 
     def quiet(self, now: float) -> bool:
-        """Whether this side should say something again."""
+        """Return True if this side is due to send a message."""
         return now >= self._word

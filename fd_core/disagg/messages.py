@@ -1,4 +1,4 @@
-"""What the two sides of a lease say to each other; encoded with msgspec and sealed, see `wire`.
+"""Messages between the two sides of a lease; encoded with msgspec and sealed, see `wire`.
 
     decode: Open ------------> prefill        the job, compatibility, where the KV goes
     decode <------- Accept or Refuse
@@ -7,7 +7,7 @@
     either: Alive (nothing new, still here), AbortLease (the lease is over)
 
 Every message names its lease. Each may be lost, repeated or reordered without harm: a repeated message changes nothing,
-and a lease that misses a message expires. The limits of `Open`, which are answered in words, are in `lease.flaw`.
+and a lease that misses a message expires. `lease.flaw` checks the limits of `Open`; a refusal gives the reason in text.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _Reason = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """The decode side leases blocks to the prefill side and asks it for the KV of a prompt."""
+    """The decode side leases blocks to the prefill side and requests the KV of a prompt."""
 
     job: PrefillJob
-    """What is to be computed; its `lease` is a name that is never given twice."""
+    """The job to compute; its `lease` is a unique name that is never reused."""
     compatibility: KVCompatibility
     window: int
-    """Pieces that may be on their way without a `Credit`, at least 1."""
+    """Pieces that may be in flight without a `Credit`, at least 1."""
     silence: float
-    """Seconds without a word from the other side after which the lease is over."""
+    """Seconds without a message from the other side after which the lease is over."""
     connector: str
     address: bytes
-    """What that connector needs to reach the decode side's end; its own format, at most a few kilobytes."""
+    """Address of the decode side's end in the format of that connector, at most a few kilobytes."""
     request_id: str = ""
     """The decode side's name for the request, for the logs of both."""
 
@@ -63,7 +63,7 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
 
     lease: _LeaseName
     reason: _Reason
-    """For people; never holds a prompt."""
+    """Human-readable; never holds a prompt."""
 
 
 class KVPiece(msgspec.Struct, frozen=True, tag="piece"):
@@ -71,11 +71,11 @@ class KVPiece(msgspec.Struct, frozen=True, tag="piece"):
 
     lease: _LeaseName
     index: _Number
-    """Place of the block among those of the prompt, at least `PrefillJob.held_blocks`."""
+    """Index of the block in the prompt, at least `PrefillJob.held_blocks`."""
     digest: _Digest
     """Digest of the sealed value, as `wire` computes it."""
     reference: Annotated[bytes, msgspec.Meta(max_length=MAX_REFERENCE_BYTES)] = b""
-    """Where the connector left the value; empty if the value is a frame behind this message."""
+    """Reference by which the connector finds the value; empty if the value is a frame after this message."""
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
@@ -86,11 +86,11 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     digest: _Digest
     """Digest over the digests of all pieces in the order of their index."""
     cached: _Number = 0
-    """How many of the tokens the prefill side had in its prefix cache."""
+    """Number of the tokens that were in the prefix cache of the prefill side."""
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
-    """So many pieces were taken in all; the prefill side may send `window` more than that."""
+    """Cumulative number of pieces taken; the prefill side may send `window` more than that."""
 
     lease: _LeaseName
     taken: _Number
@@ -103,17 +103,17 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """There is nothing new, but the lease goes on as far as the speaker is concerned."""
+    """Heartbeat: nothing new, but the lease is still alive for the sender."""
 
     lease: _LeaseName
 
 
 class AbortLease(msgspec.Struct, frozen=True, tag="abort"):
-    """The lease is over for the speaker, or the speaker knows none of that name."""
+    """The lease is over for the sender, or unknown to it."""
 
     lease: _LeaseName
     reason: _Reason = ""
-    """For people; never holds a prompt."""
+    """Human-readable; never holds a prompt."""
 
 
 FromDecode = Open | Credit | Confirm | Alive | AbortLease

@@ -1,4 +1,4 @@
-"""What transfers did, in numbers."""
+"""Statistics of transfers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _DROPPED: Final = "Transfer messages dropped because they were not sealed with t
 
 
 class SideStats(msgspec.Struct, kw_only=True):
-    """What both sides count."""
+    """Counters that both sides have."""
 
     dropped_frames: Annotated[int, counter("kv_transfer_dropped_frames", _DROPPED)] = 0
     late_messages: int = 0
-    """Messages for leases that were over or never given."""
+    """Messages for leases that were over or unknown."""
     errors: dict[str, int] = {}
-    """Failed calls, by what failed: connector, cache."""
+    """Failed calls by component: connector, cache."""
 
 
 class ReceiverStats(SideStats, kw_only=True):
-    """Counters of the decode side since its start, and gauges of this moment."""
+    """Counters of the decode side since its start, and current gauges."""
 
     open_leases: int = 0
     """Gauge: fetches that were not completed."""
@@ -40,7 +40,7 @@ class ReceiverStats(SideStats, kw_only=True):
 
 
 class SenderStats(SideStats, kw_only=True):
-    """Counters of the prefill side since its start, and gauges of this moment."""
+    """Counters of the prefill side since its start, and current gauges."""
 
     open_leases: int = 0
     leases: int = 0
@@ -48,7 +48,7 @@ class SenderStats(SideStats, kw_only=True):
         dict[str, int],
         counter("kv_leases_refused", "Leases of decode workers that were refused, by reason.", label="reason"),
     ] = {}
-    """By what was wrong: malformed, terms (the two workers do not fit together), busy, connector, engine."""
+    """By reason: malformed, terms (the two workers are incompatible), busy, connector, engine."""
     ended: Annotated[
         dict[str, int], counter("kv_leases_ended", "Leases of decode workers that ended, by cause.", label="how")
     ] = {}

@@ -1,4 +1,4 @@
-"""The ticket by which a router tells a decode worker which prefill worker computes the prompt of a request.
+"""Ticket by which a router assigns the prompt of a request at a decode worker to a prefill worker.
 
 A ticket is signed with a key derived from the secret that the workers share, so that clients cannot send a worker to an
 address of their choice. It is valid for one request id.
@@ -14,11 +14,11 @@ from typing import Final
 TICKET_HEADER: Final = "X-FD-Prefill"
 """Header of a request to a decode worker: the ticket."""
 OUTCOME_HEADER: Final = "X-FD-Prefill-Outcome"
-"""Header of a decode worker's answer: one of `fd_core.effects.operations.Outcome`."""
+"""Header of a decode worker's response: one of `fd_core.effects.operations.Outcome`."""
 KV_PORT_HEADER: Final = "X-FD-KV-Port"
-"""Header of a prefill worker's answer to a health check: the port of its transfers, at the host of its API."""
+"""Header of a prefill worker's response to a health check: the port of its transfers, at the host of its API."""
 ROLE_HEADER: Final = "X-FD-Role"
-"""Header of any worker's answer to a health check: mixed, prefill or decode."""
+"""Header of any worker's response to a health check: mixed, prefill or decode."""
 
 _PEER: Final = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,64}\]):[0-9]{1,5}")
 
@@ -38,6 +38,6 @@ def read_ticket(key: bytes, request_id: str, ticket: str) -> str | None:
 
 
 def _mac(key: bytes, request_id: str, peer: str) -> str:
-    """Return the MAC of both texts: the length tells where the first ends. Any text has bytes, lone surrogates too."""
+    """Return the MAC of both texts; the length marks the end of the first. Lone surrogates are encoded, too."""
     name, place = (text.encode("utf-8", "surrogatepass") for text in (request_id, peer))
     return hmac.new(key, len(name).to_bytes(8, "little") + name + place, hashlib.sha256).hexdigest()

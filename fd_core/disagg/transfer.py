@@ -1,4 +1,4 @@
-"""What both sides of transfers share: a port to the engine, and the thread behind it that serves its leases in turn."""
+"""Code shared by both sides of transfers: a port to the engine, and the thread that serves its leases in turn."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 ENGINE_ENDS: Final = "the engine ends"
 _CLOSE_SECONDS: Final = 2.0
-"""For a copy that is under way, and for what is said last."""
+"""Timeout for a copy in progress and for pending messages."""
 _JOIN_SECONDS: Final = 0.5
-"""For the thread to say that all is over."""
+"""Timeout of joining the thread."""
 
 
 class _Machine(Protocol):
@@ -53,11 +53,11 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         stuck_seconds: float,
         make_loop: Callable[..., ThreadLoop],
     ) -> None:
-        """Name the thread, which the side starts; after `stuck_seconds` without a turn it is stuck in a call."""
+        """Name the thread, which the side starts; after `stuck_seconds` without an iteration it is stuck in a call."""
         super().__init__(queue)
         self._stuck_seconds = stuck_seconds
         self._turned_at = clock()
-        """When the thread turned last, or the first operation began behind which it has to."""
+        """Time of the thread's last iteration, or of the first operation that requires one since."""
         self._clock = clock
         self._stats = stats
         self._logger = OnceLogger()
@@ -86,7 +86,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
             connector.close()
 
     def _watch(self, pending: int) -> None:
-        """Complete every operation if the thread is stuck in a call, so that nobody waits until the call returns."""
+        """Complete every operation if the thread is stuck in a call, so that no request waits for its return."""
         now = self._clock()
         if not pending:
             self._turned_at = now
@@ -95,7 +95,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
 
     @abstractmethod
     def _complete_all(self, reason: str) -> None:
-        """Complete every operation before its time. Either thread."""
+        """Complete every operation early. Thread-safe."""
 
     # The thread of transfers ------------------------------------------------------------------------------
 
@@ -109,16 +109,16 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
 
     @abstractmethod
     def _end_all(self) -> None:
-        """End every lease and give up the connections, as the thread ends."""
+        """End every lease and close the connections, as the thread ends."""
 
     def _tidy(self, now: float) -> float:
-        """Give up what was long without use; return the seconds until there may be more of it."""
+        """Close what was idle for long; return the seconds until the next idle timeout."""
         return math.inf
 
     def _close_end(self, end: KVInbox | KVOutbox) -> None:
         try:
             end.close()
-        except Exception as error:  # noqa: BLE001 - a stranger's connector, which promises not to raise
+        except Exception as error:  # noqa: BLE001 - a plugin's connector, which promises not to raise
             self._failed("connector", "close", error)
 
     def _failed(self, part: str, call: str, error: Exception) -> None:
@@ -130,7 +130,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         )
 
     def _turn(self) -> float:
-        """Copy some pieces and do what is due; return the seconds until there is more to do."""
+        """Copy some pieces and do what is due; return the seconds until more is due."""
         self._turned_at = self._clock()
         if self._copying:
             lease = next(iter(self._copying))

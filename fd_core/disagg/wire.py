@@ -1,6 +1,6 @@
-"""Messages and pieces as bytes, sealed: whoever lacks the secret can neither make one, nor change it, nor move it.
+"""Messages and pieces as bytes, sealed: without the secret they cannot be forged, changed or moved.
 
-A message is one frame, an envelope under a key that names the side that speaks. A piece is an envelope of its own,
+A message is one frame, an envelope under a key that names the sending side. A piece is a separate envelope,
 under its lease and index; the connector decides how it travels. No frame is decoded before its envelope was opened, and
 no message is used before its limits were checked. Frames are not encrypted.
 """
@@ -32,11 +32,11 @@ _Told = TypeVar("_Told", bound=Refuse | AbortLease)
 
 
 class Unsealed(Exception):
-    """A frame was not sealed with the common secret, or comes from the wrong side."""
+    """A frame was not sealed with the common secret, or is from the wrong side."""
 
 
 class Unfit(Exception):
-    """A message is none, or beyond a limit. `lease` names the lease of an `Open`, which is answered."""
+    """A frame is no message, or one beyond a limit. `lease` names the lease of an `Open`, which is answered."""
 
     def __init__(self, reason: str, lease: str | None = None) -> None:
         super().__init__(reason)
@@ -45,7 +45,7 @@ class Unfit(Exception):
 
 
 class Wire:
-    """Seals and opens messages and pieces. Safe to use from several threads at once but for one pair of sides."""
+    """Seals and opens messages and pieces. Thread-safe, but for one pair of sides."""
 
     def __init__(self, envelope: Envelope, block: BlockFormat, *, max_tokens: int = MAX_NUMBER) -> None:
         """`envelope` must not compress; `block` is what a piece holds; `max_tokens` bounds what `Open` may ask for."""
@@ -62,9 +62,9 @@ class Wire:
         self.value_bytes = block.bytes + HEADER_BYTES
         """Length of a sealed piece."""
         self.max_frame = self.value_bytes + _OVERHEAD
-        """Bytes that the decode side takes in one frame."""
+        """Limit of one frame that the decode side receives, in bytes."""
         self.max_request_frame = max(_ROOM_FOR_TOKENS, TOKEN_BYTES * min(max_tokens, 2**28)) + _OVERHEAD
-        """Bytes that the prefill side takes in one frame."""
+        """Limit of one frame that the prefill side receives, in bytes."""
 
     def seal_from_decode(self, message: FromDecode) -> bytes:
         """Return the frame of a message of the decode side; that of an `Open` is within the limits, see `check`."""

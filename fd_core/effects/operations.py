@@ -1,18 +1,18 @@
-"""What the scheduler wants done outside a step, most of it with KV, and what became of it.
+"""Operations that the scheduler requests outside a step, most of them on KV, and their completions.
 
 Effects are values: `Scheduler.plan` and `Scheduler.commit` return them, the engine's loop hands their operations to its
-`fd_core.effects.port.EffectPort`, which performs them on other threads, and brings the completions back before the next
-plan. Nothing here waits for anything. `fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg`
+`fd_core.effects.port.EffectPort`, which performs them on other threads, and returns the completions before the next
+plan. Nothing here blocks. `fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg`
 performs `Fetch`, `Send` and `GiveUp`; `fd_core.structured` performs `CompileGrammar`.
 
-An operation is a number chosen by the scheduler, unique within an engine. What the scheduler may assume:
+An operation is a number chosen by the scheduler, unique within an engine. The scheduler may assume:
 
 - A `Lookup` is answered by one `Found`, a `Load` by one `Loaded`, a `Save` by one `Saved`, a `Fetch` by one `Fetched`,
   a `Send` by one `Sent`, a `CompileGrammar` by one `GrammarReady`, in any order, each within its deadline.
-- `Cancel` hurries the answer, it does not replace it: blocks of an operation belong to it until it is completed.
-- What `Saved` says about the host tier needs no `Lookup`: a `Load` that follows finds those blocks there, unless others
-  evicted them meanwhile. A `Load` may always come back short, and says how much it brought.
-- The other completions answer nothing and may come at any time, while the engine is idle too.
+- `Cancel` speeds up the completion, it does not replace it: blocks of an operation belong to it until it is completed.
+- After `Saved`, the blocks that it reports in the host tier need no `Lookup`: a `Load` that follows finds them there,
+  unless others evicted them meanwhile. A `Load` may always be partial, and reports how much it loaded.
+- The other completions answer no operation and may arrive at any time, also while the engine is idle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fd_core.types.kv_events import KVEvent
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """Ask how many of the leading `keys` are stored outside the device."""
+    """Look up how many of the leading `keys` are stored outside the device."""
 
     operation: int
     keys: tuple[bytes, ...]
@@ -42,23 +42,23 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Copy settled device `blocks`, int32[len(keys)], to the host tier under `keys`; nobody writes them meanwhile."""
+    """Copy settled device `blocks`, int32[len(keys)], to the host tier under `keys`; they are not written meanwhile."""
 
     operation: int
     keys: tuple[bytes, ...]
     blocks: IntArray
     persist: bool
-    """Whether the blocks are also written to the KV store, some time after the copy to the host."""
+    """True if the blocks are also written to the KV store, some time after the copy to the host."""
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """Nobody waits for an operation any more; unknown and completed ones are ignored."""
+    """No request waits for the operation any more; unknown and completed ones are ignored."""
 
     operation: int
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Answer to a `Lookup`."""
+    """Completion of a `Lookup`."""
 
     operation: int
     host: int
@@ -68,25 +68,25 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Answer to a `Load`: whatever was not loaded is as it was or worthless."""
+    """Completion of a `Load`: blocks that were not loaded are unchanged or invalid."""
 
     operation: int
     blocks: int
     """Leading blocks that hold exactly the KV of their keys."""
     from_host: int = 0
-    """How many of them came from the host tier."""
+    """Number of them that were loaded from the host tier."""
     seconds: float = 0.0
-    """From the effect to the last copy."""
+    """Time from the effect to the last copy."""
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """Answer to a `Save`: its device blocks are not read any more."""
+    """Completion of a `Save`: its device blocks are not read any more."""
 
     operation: int
     blocks: int
     """Leading blocks that were copied to the host."""
     host: int = 0
-    """How many of them the host tier holds: a `Load` of these keys needs no `Lookup`."""
+    """Number of them that the host tier holds: a `Load` of these keys needs no `Lookup`."""
 
 
 class NotStored(msgspec.Struct, frozen=True):
@@ -96,18 +96,18 @@ class NotStored(msgspec.Struct, frozen=True):
 
 
 class LoadPaceMeasured(msgspec.Struct, frozen=True):
-    """What loading costs at present, in seconds; None where nothing was measured lately."""
+    """Current cost of loading, in seconds; None where there is no recent measurement."""
 
     host_block: float | None = None
-    """To copy one block from the host tier to the device."""
+    """Time to copy one block from the host tier to the device."""
     store_block: float | None = None
-    """To fetch and check one block of the store; its copy to the device overlaps with the next fetch."""
+    """Time to fetch and check one block of the store; its copy to the device overlaps with the next fetch."""
     store_latency: float | None = None
-    """To ask the store one question."""
+    """Time of one store query."""
 
 
 class PrefillPaceMeasured(msgspec.Struct, frozen=True):
-    """What computing a prompt costs at present."""
+    """Current cost of computing a prompt."""
 
     token: float
     """Seconds for one token."""
@@ -121,7 +121,7 @@ class Fetch(msgspec.Struct, frozen=True):
     """`host:port` of the prefill worker's transfers."""
     job: PrefillJob
     blocks: IntArray
-    """int32[m]: device blocks behind `job.held_blocks`, up to the one of the last token; they belong to the operation
+    """int32[m]: device blocks after `job.held_blocks`, up to the one of the last token; they belong to the operation
     until it is completed."""
     slot: int = 0
     """The slot that waits for the blocks, for traces."""
@@ -129,35 +129,35 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """Answer to a `Fetch`: unless it was transferred, the blocks are as they were or worthless."""
+    """Completion of a `Fetch`: unless it was transferred, the blocks are unchanged or invalid."""
 
     operation: int
     outcome: PrefillOutcome
     cached: int = 0
     """Tokens whose KV the prefill worker had in its prefix cache."""
     seconds: float = 0.0
-    """From the effect to the last copy."""
+    """Time from the effect to the last copy."""
     reason: str = ""
-    """Why the transfer failed, for people; empty if it did not. Never holds a prompt."""
+    """Human-readable reason of a failed transfer; empty if it succeeded. Never holds a prompt."""
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send settled device `blocks` to the decode worker that owns the lease; nobody writes the blocks meanwhile."""
+    """Send settled device `blocks` to the decode worker that owns the lease; they are not written meanwhile."""
 
     operation: int
     lease: str
     first: int
-    """Place of `blocks[0]` among the blocks of the prompt."""
+    """Index of `blocks[0]` among the blocks of the prompt."""
     blocks: IntArray
     """int32[m], m may be 0 if `tokens` is given."""
     tokens: int | None = None
     """Set with the last blocks: tokens whose KV was sent in all."""
     cached: int = 0
-    """With `tokens`: how many of them came from the prefix cache."""
+    """With `tokens`: number of them found in the prefix cache."""
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """Answer to a `Send`: its device blocks are not read any more, whether or not they were wanted."""
+    """Completion of a `Send`: its device blocks are not read any more, even if they were not requested."""
 
     operation: int
 
@@ -169,29 +169,29 @@ class PrefillJobArrived(msgspec.Struct, frozen=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True):
-    """The lease of a job that arrived is over before its KV was complete: nobody needs the rest of the prompt."""
+    """The lease of a job that arrived is over before its KV was complete: the rest of the prompt is not needed."""
 
     lease: str
 
 
 class PrefillTraced(msgspec.Struct, frozen=True):
-    """A job that is traced is over; the scheduler does not hear of it."""
+    """A traced job is over; for the trace, not for the scheduler."""
 
     trace: PrefillTrace
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """The request that computes for a lease ended without all its KV, or the engine does not take the job at all."""
+    """The request that computes for a lease ended without all its KV, or the engine rejected the job."""
 
     lease: str
     reason: str = ""
-    """For people; never holds a prompt."""
+    """Human-readable; never holds a prompt."""
     refused: bool = False
-    """Whether the engine did not take the job, which is what the decode worker is told then."""
+    """True if the engine rejected the job; the decode worker then receives a refusal."""
 
 
 class CompileGrammar(msgspec.Struct, frozen=True):
-    """Compile the grammar of a request that waits, so that no step has to."""
+    """Compile the grammar of a waiting request, so that no step has to."""
 
     operation: int
     grammar: str
@@ -199,11 +199,11 @@ class CompileGrammar(msgspec.Struct, frozen=True):
 
 
 class GrammarReady(msgspec.Struct, frozen=True):
-    """Answer to a `CompileGrammar`: the runner finds the grammar compiled, or compiles it if it was forgotten."""
+    """Completion of a `CompileGrammar`: the runner finds the grammar compiled, or compiles it if it was evicted."""
 
     operation: int
     error: str | None = None
-    """Why the grammar cannot be used, for people; the request that waits for it ends."""
+    """Human-readable reason why the grammar cannot be used; the request that waits for it ends."""
 
 
 Effect = Lookup | Load | Save | Fetch | Send | GiveUp | CompileGrammar | Cancel
@@ -224,7 +224,7 @@ Completion = (
 
 
 class LoadDecision(msgspec.Struct, frozen=True):
-    """Whether to load KV or to compute it again for one request, and why; told to the trace."""
+    """Decision to load KV or to recompute it for one request, with its reasons; for the trace."""
 
     request_id: str
     load: bool
@@ -234,16 +234,16 @@ class LoadDecision(msgspec.Struct, frozen=True):
     """Tokens that need not be computed if the blocks are loaded."""
     load_seconds: float | None
     recompute_seconds: float | None
-    """None while unknown; what is unknown is tried."""
+    """None while unknown; an unknown cost is measured by trying."""
 
 
 class Effects(msgspec.Struct, frozen=True):
-    """What one call of the scheduler wants done, in order."""
+    """Effects that one call of the scheduler requests, in order."""
 
     operations: tuple[Effect, ...] = ()
     decisions: tuple[LoadDecision, ...] = ()
     events: tuple[KVEvent, ...] = ()
-    """Which prefixes the device came to hold and lost."""
+    """Prefixes that the device gained and lost."""
 
 
 NO_EFFECTS = Effects()

@@ -25,9 +25,9 @@ class _Pending(Generic[_Answer]):
     copying: bool = False
     """A device block is being read or written."""
     ending: bool = False
-    """Nobody waits any more; completed as soon as no copy is under way."""
+    """No request waits any more; completed as soon as no copy is in progress."""
     settled: bool = False
-    """The copy that is under way does not change the completion."""
+    """The copy in progress does not change the completion."""
 
 
 class PendingOperations(Generic[_Answer]):
@@ -35,11 +35,11 @@ class PendingOperations(Generic[_Answer]):
 
     Any thread may use it. One lock, held for a few assignments and never during a copy, a call of a store or a message,
     decides every race: a device block is touched between `begin_copy` and `end_copy`, and an operation that ends
-    meanwhile is completed by `end_copy`. So nobody waits for a copy, and no copy outlives its operation.
+    meanwhile is completed by `end_copy`. So no caller waits for a copy, and no copy outlives its operation.
     """
 
     def __init__(self, complete: Callable[[_Answer], None]) -> None:
-        """`complete` takes each completion, on any thread and with the lock held, such as `CompletionQueue.put`."""
+        """`complete` receives each completion, on any thread and with the lock held, such as `CompletionQueue.put`."""
         self._complete = complete
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending[_Answer]] = {}
@@ -50,11 +50,11 @@ class PendingOperations(Generic[_Answer]):
         return len(self._pending)
 
     def __contains__(self, number: int) -> bool:
-        """Whether somebody still waits for an operation."""
+        """Return True if a request still waits for an operation."""
         return self._awaited(number) is not None
 
     def numbers(self, *kinds: type[_Answer]) -> list[int]:
-        """Return the numbers of operations that somebody waits for, ascending; of completions of `kinds` if given."""
+        """Return the numbers of operations that requests wait for, ascending; of completions of `kinds` if given."""
         with self._lock:
             return sorted(
                 number
@@ -73,7 +73,7 @@ class PendingOperations(Generic[_Answer]):
                 heapq.heappush(self._deadlines, (deadline, number))
 
     def advance(self, answer: _Answer) -> bool:
-        """Replace the completion that an operation would get now; return whether somebody still waits for it."""
+        """Replace the completion that an operation would get now; return True if a request still waits for it."""
         with self._lock:
             pending = self._awaited(answer.operation)
             if pending is None:
@@ -82,7 +82,7 @@ class PendingOperations(Generic[_Answer]):
             return True
 
     def finish(self, answer: _Answer) -> bool:
-        """Complete an operation with `answer`, after the copy that is under way; False if it has ended before."""
+        """Complete an operation with `answer`, after the copy in progress; False if it has ended before."""
         with self._lock:
             pending = self._awaited(answer.operation)
             if pending is None:
@@ -93,7 +93,7 @@ class PendingOperations(Generic[_Answer]):
             return True
 
     def end(self, number: int) -> bool:
-        """Complete an operation as far as it came, after the copy that is under way; False if it has ended before."""
+        """Complete an operation with its progress so far, after the copy in progress; False if it has ended before."""
         with self._lock:
             pending = self._awaited(number)
             if pending is None:
@@ -102,7 +102,7 @@ class PendingOperations(Generic[_Answer]):
             return True
 
     def expire(self, now: float) -> list[_Answer]:
-        """End the operations that are past their deadline; return how far each of them came."""
+        """End the operations that are past their deadline; return the completion of each of them."""
         if not self._deadlines or self._deadlines[0][0] > now:
             return []
         expired = []
@@ -115,7 +115,7 @@ class PendingOperations(Generic[_Answer]):
         return expired
 
     def begin_copy(self, number: int) -> bool:
-        """Ask whether a device block of an operation may be touched; if so, `end_copy` must follow."""
+        """Return True if a device block of an operation may be touched; if so, `end_copy` must follow."""
         with self._lock:
             pending = self._awaited(number)
             if pending is None:

@@ -1,8 +1,8 @@
-"""The port between an engine's loop and what is done outside steps: effects go out, completions come in, nothing waits.
+"""Port between an engine's loop and work outside steps: takes effects, returns completions, never blocks.
 
-What performs an effect (storage and host tier, transfers between workers, the compiler of grammars) is behind the port,
-on threads of its own.
-The engine joins those that it has with `JoinedEffectPort`.
+The components that perform effects (storage and host tier, transfers between workers, the compiler of grammars) run
+on separate threads.
+An engine joins its ports with `JoinedEffectPort`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fd_core.types import IntArray
 _log = logging.getLogger(__name__)
 
 _MOST_LOGGED: Final = 64
-"""Sentences: some come from another process."""
+"""Limit of distinct warnings: some originate in another process."""
 
 _Stats = TypeVar("_Stats", covariant=True)
 _Offload = TypeVar("_Offload", covariant=True)
@@ -32,7 +32,7 @@ _Compiler = TypeVar("_Compiler", covariant=True)
 
 
 class CompletionQueue:
-    """Completions on their way to the engine's thread, from whichever thread and port."""
+    """Completions for the engine's thread, from any thread and port."""
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
         """`wake` is called, on any thread, when the queue is no longer empty: it ends the sleep of an idle engine."""
@@ -42,7 +42,7 @@ class CompletionQueue:
         self._filled = threading.Event()
 
     def put(self, completion: Completion) -> None:
-        """Add a completion. Any thread."""
+        """Add a completion. Thread-safe."""
         with self._lock:
             was_empty = not self._waiting
             self._waiting.append(completion)
@@ -66,7 +66,7 @@ class CompletionQueue:
 
 
 class OnceLogger:
-    """Logs each warning once. Any thread may use it."""
+    """Logs each warning once. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,9 +89,9 @@ class EffectPort(ABC, Generic[_Stats]):
     """
 
     performs: ClassVar[tuple[type[Effect], ...]] = ()
-    """Types of the effects that this port performs, `Cancel` left out: every port takes that."""
+    """Types of the effects that this port performs, without `Cancel`, which every port handles."""
     idle = False
-    """Whether `tend` has nothing to do until the port performs something."""
+    """True if `tend` has nothing to do until the port performs an operation."""
 
     def __init__(self, queue: CompletionQueue) -> None:
         """Put completions into `queue`; the ports of one engine share theirs."""
@@ -102,7 +102,7 @@ class EffectPort(ABC, Generic[_Stats]):
         """Begin effects in order. A `Cancel` of an operation that is unknown here or over is ignored."""
 
     def tend(self) -> None:
-        """Complete the operations that are past their deadline, and whatever else comes with time."""
+        """Complete the operations that are past their deadline, and do other periodic work."""
 
     def completions(self) -> list[Completion]:
         """Return the completions since the last call, those of operations that are past their deadline included."""
@@ -171,7 +171,7 @@ class JoinedEffectPort(EffectPort[tuple[_Offload | None, _Transfer | None, _Comp
 
 
 class LockedKVCache(KVCache):
-    """Lets several threads copy blocks of one cache, which bears only one copy at a time."""
+    """Serializes the copies of several threads from one cache, which supports only one copy at a time."""
 
     def __init__(self, cache: KVCache) -> None:
         self.shape = cache.shape

@@ -1,10 +1,10 @@
-"""ZeroMQ sockets, which carry messages between machines: those of transfers, and of the ranks of one model.
+"""ZeroMQ sockets for messages between machines: those of transfers, and of the ranks of one model.
 
-Between a process and its child `fd_core.launching.message_stream` does. Ranks keep to ZeroMQ on one machine, too: their
+A process and its child use `fd_core.launching.message_stream`. Ranks use ZeroMQ on one machine, too: their
 launcher may start them on others, which takes CURVE, and their standard input is the launcher's, so that the stream
-would be a second transport in the same place. It would save little of a step, which takes milliseconds: a plan of 5 kB
-and the digest that answers it take 80 us over ZeroMQ, 120 us with CURVE, and 39 us over the stream (medians of 3,000
-between two processes on one machine).
+would be a second transport for the same purpose. It would save little of a step, which takes milliseconds: a plan of
+5 kB and the digest that answers it take 80 us over ZeroMQ, 120 us with CURVE, and 39 us over the stream (medians of
+3,000 between two processes on one machine).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import zmq
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 Endpoint = tuple[str, bool]
-"""What a socket binds or connects to, and whether it is IPv6: for `Socket.ipv6`."""
+"""Address that a socket binds or connects to, and True if it is IPv6: for `Socket.ipv6`."""
 
 _BATCH: Final = 64
-"""Messages in one go, so that no other socket, and nothing else that its thread does, has to wait long."""
+"""Messages per batch, so that other sockets and other work of the thread do not wait long."""
 
 
 def open_socket(context: Context, kind: int) -> Socket:
-    """Return a socket that queues all that is sent, whose senders bound it, and drops the rest when it is closed."""
+    """Return a socket that queues all messages, which the callers bound, and drops the rest when it is closed."""
     opened = context.socket(kind)
     opened.sndhwm = 0
     opened.linger = 0
@@ -39,7 +39,7 @@ def tcp_endpoint(address: str, port: int | str) -> Endpoint:
 
 
 def arrived(source: Socket) -> Iterator[list[zmq.Frame]]:
-    """Yield messages that arrived, some at a time, as long as `source` is open."""
+    """Yield messages that arrived, in batches, as long as `source` is open."""
     with contextlib.suppress(zmq.Again):
         for _ in range(_BATCH):
             if source.closed:

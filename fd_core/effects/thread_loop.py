@@ -1,4 +1,4 @@
-"""A thread that does jobs in the order in which they were posted, reads sockets, and works bit by bit in between."""
+"""A thread that runs jobs in FIFO order, reads sockets, and does incremental work in between."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_SLEEP: Final = 60.0
 
 
 class ThreadLoop:
-    """A daemon thread with jobs and ZeroMQ sockets. Posting never waits; an exception is shown and ends only its job.
+    """A daemon thread with jobs and ZeroMQ sockets. Posting never blocks; an exception is logged and ends only its job.
 
     A job that is stuck does not keep the process alive.
     """
@@ -33,7 +33,7 @@ class ThreadLoop:
         self._jobs: deque[Job] = deque()
         self._lock = threading.Lock()
         self._stopping = False
-        self._rung = True  # a thread that does not run needs no bell
+        self._rung = True  # no wake-up needed before the thread runs
         self._bell: socket.socket | None = None
         self._poller = zmq.Poller()
         self._readers: dict[Any, Job] = {}
@@ -43,7 +43,7 @@ class ThreadLoop:
         self._thread.start()
 
     def post(self, job: Job) -> bool:
-        """Have `job` done after all that were posted before; False if it never will be. Any thread."""
+        """Run `job` after all that were posted before; return False if it never will run. Thread-safe."""
         with self._lock:
             if self._stopping:
                 return False
@@ -52,29 +52,29 @@ class ThreadLoop:
             return True
 
     def stop(self) -> None:
-        """Have the thread end after the jobs that were posted before. Any thread."""
+        """Stop the thread after the jobs that were posted before. Thread-safe."""
         with self._lock:
             self._stopping = True
             self._ring()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the thread's end; return whether it came within `seconds`."""
+        """Join the thread; return True if it ended within `seconds`."""
         if self._thread.ident is not None:
             self._thread.join(max(0.0, seconds))
         return not self._thread.is_alive()
 
     def watch(self, source: zmq.Socket[bytes], read: Job) -> None:
-        """Have `read` called whenever there is something to read. On the thread, or before it starts."""
+        """Register `read` to be called whenever there is something to read. On the thread, or before it starts."""
         self._poller.register(source, zmq.POLLIN)
         self._readers[source] = read
 
     def forget(self, source: zmq.Socket[bytes]) -> None:
-        """End the watch over a socket. On the thread."""
+        """Unregister a socket. On the thread."""
         self._poller.unregister(source)
         del self._readers[source]
 
     def run_one(self) -> bool:
-        """Do the oldest job on the caller's thread, if there is one; for tests, with a loop that was not started."""
+        """Run the oldest job on the caller's thread, if there is one; for tests, with a loop that was not started."""
         if not self._jobs:
             return False
         self._do(self._jobs.popleft())
@@ -96,9 +96,9 @@ class ThreadLoop:
         seconds = 0.0
         try:
             while True:
-                # Rounded up: a thread that wakes before its time turns in vain until then.
+                # Rounded up: a thread that wakes early would spin until then.
                 for source, _ in self._poller.poll(math.ceil(min(seconds, _LONGEST_SLEEP) * 1000)):
-                    # One reader may have taken another's socket away.
+                    # One reader may have closed another's socket.
                     if (read := self._readers.get(source)) is not None:
                         self._do(read)
                 with self._lock:
@@ -117,7 +117,7 @@ class ThreadLoop:
                     seconds = 1.0 if pause is None else max(0.0, pause)
         finally:
             with self._lock:
-                self._stopping = True  # whatever ended the loop: nothing that is posted from here on would be done
+                self._stopping = True  # whatever the cause: jobs that are posted from now on would never run
             if self._end is not None:
                 self._do(self._end)
             with self._lock:
@@ -128,6 +128,6 @@ class ThreadLoop:
     def _do(self, job: Callable[[], _Result]) -> _Result | None:
         try:
             return job()
-        except Exception as error:  # noqa: BLE001 - a fault of this program, shown as such; later jobs go on
+        except Exception as error:  # noqa: BLE001 - a bug of this program, logged as such; later jobs continue
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
             return None

@@ -1,1 +1,1 @@
-"""KV blocks: who owns which, and which prefixes they hold. No I/O, no clock, no locks."""
+"""KV blocks: their owners, and the prefixes that they hold. No I/O, no clock, no locks."""

@@ -5,13 +5,13 @@
                             \\_______________________________________________^
                               release, when the fence was answered already
 
-A block is *owned* while its reference count, the number of its owners, is above zero. It is *fenced* when nobody owns
-it any more but a step that may still touch it has not been answered, or an operation outside steps has it *pinned*: a
+A block is *owned* while its reference count, the number of its owners, is above zero. It is *fenced* when it has no
+owner, but a step that may still touch it has no output yet, or an operation outside steps has it *pinned*: a
 copy to the host, a load, a transfer to or from another worker. Everything else is *free*; a free block may keep the
 content of a known prefix until it is needed for something else, least recently used first.
 
-A block that keeps a known prefix is complete and not written again, so what has it pinned only reads it: who matches
-that prefix may own it meanwhile.
+A block that keeps a known prefix is complete and not written again, so an operation that has it pinned only reads it: a
+request that matches it may own it meanwhile.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlockPool:
     """Owner of the block numbers 0 to `num_blocks - 1`."""
 
     def __init__(self, num_blocks: int, recorder: Recorder | None = None) -> None:
-        """`recorder` is told which prefixes are known no longer."""
+        """`recorder` receives the prefixes that are no longer known."""
         self.num_blocks = num_blocks
         self._recorder = recorder
         self._references = np.zeros(num_blocks, np.int32)
@@ -76,7 +76,7 @@ class BlockPool:
         """Blocks that would be free but for their pins, in the order of their release."""
         self._answered = -1
         self.num_freed = 0
-        """Blocks that came free since the start, each as often as it did; only grows."""
+        """Blocks freed since the start, each counted as often as it was; monotonic."""
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
@@ -93,7 +93,7 @@ class BlockPool:
 
     @property
     def num_fenced(self) -> int:
-        """Blocks that come free when steps and operations in flight are answered."""
+        """Blocks that are freed when steps and operations in flight complete."""
         return self._num_fenced + len(self._pinned)
 
     @property
@@ -107,17 +107,17 @@ class BlockPool:
         return self.num_blocks - self.num_free - self.num_fenced
 
     def knows(self, key: bytes) -> bool:
-        """Whether a block holds the content named by `key`, if only a fenced one."""
+        """Return True if any block, even a fenced one, holds the content named by `key`."""
         return key in self._block_of
 
     def holds(self, block: int, key: bytes) -> bool:
-        """Whether a block holds the content named by `key`."""
+        """Return True if `block` holds the content named by `key`."""
         return self._block_of.get(key) == block
 
     def match(self, keys: Iterable[bytes]) -> IntArray:
         """Return the blocks that hold the longest known prefix of the chain `keys`; takes and evicts nothing.
 
-        A block that is fenced by a step does not match: it gets no owner before that step was answered. One that is
+        A block that is fenced by a step does not match: it gets no owner before that step has an output. One that is
         only pinned does.
         """
         block_of = self._block_of
@@ -178,7 +178,7 @@ class BlockPool:
                 self._num_fenced += len(group)
 
     def answered(self, step: int) -> None:
-        """Free what was fenced by steps up to `step`: their outputs arrived."""
+        """Free the blocks that were fenced by steps up to `step`: their outputs arrived."""
         self._answered = max(self._answered, step)
         if not self._fenced:
             return
@@ -192,13 +192,13 @@ class BlockPool:
         self._fenced = waiting
 
     def pin(self, blocks: IntArray) -> None:
-        """An operation outside steps begins to read or write owned `blocks`, each at most once."""
+        """Pin owned `blocks`, each at most once, while an operation outside steps reads or writes them."""
         if (self._references[blocks] <= 0).any():
             raise RuntimeError(f"blocks that nobody owns cannot be pinned: {blocks.tolist()}")
         self._pins[blocks] += 1
 
     def unpin(self, blocks: IntArray) -> None:
-        """The operation is over; blocks that waited only for it come free."""
+        """Unpin the blocks of a completed operation; those that waited only for it are freed."""
         if (self._pins[blocks] <= 0).any():
             raise RuntimeError(f"blocks without pin: {blocks.tolist()}")
         self._pins[blocks] -= 1

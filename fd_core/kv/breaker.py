@@ -1,4 +1,4 @@
-"""A circuit breaker: after a failure whoever failed is left alone for a while, then one call tries it again."""
+"""A circuit breaker: after a failure the dependency is not called for a while, then one call probes it again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BreakerState = Literal["closed", "open", "half_open"]
 
 
 class Breaker:
-    """Decides whether a call may be made. Pure: the clock's reading, in seconds, is passed in.
+    """Decides if a call may be made. Pure: the clock's reading, in seconds, is passed in.
 
     It opens at the first severe failure or after `patience` others in a row, for `first` seconds, and twice as long,
     up to `longest`, each time the one call that is let through afterwards fails again.
@@ -25,11 +25,11 @@ class Breaker:
         self._failures = 0
 
     def ready(self, now: float) -> bool:
-        """Whether `admit` would let a call through."""
+        """Return True if `admit` would let a call through."""
         return self.state == "closed" or (self.state == "open" and now >= self.until)
 
     def admit(self, now: float) -> bool:
-        """Ask for a call. Whoever is let through reports `success` or `failure` once."""
+        """Request a call. A caller that is admitted reports `success` or `failure` once."""
         if not self.ready(now):
             return False
         if self.state == "open":
@@ -37,7 +37,7 @@ class Breaker:
         return True
 
     def success(self) -> None:
-        """Report a call that went well; one that was let through before the breaker opened proves nothing."""
+        """Report a successful call; one that was admitted before the breaker opened proves nothing."""
         if self.state == "half_open":
             self.state = "closed"
         if self.state == "closed":
@@ -45,7 +45,7 @@ class Breaker:
             self._pause = self._first
 
     def failure(self, now: float, *, severe: bool) -> bool:
-        """Report a call that failed; return whether that opened the breaker."""
+        """Report a failed call; return True if that opened the breaker."""
         if self.state == "open":
             return False
         self._failures += 1

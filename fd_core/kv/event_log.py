@@ -1,4 +1,4 @@
-"""The log of the KV events of a server's engines, in the server's process, for routers that follow them."""
+"""Log of the KV events of a server's engines, in the server's process, for routers that follow them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from fd_core.types.kv_events import Cleared, KVEvent, StoredBlocks
 
 _CAPACITY: Final = 1 << 14
-"""Blocks in the events that the log keeps; a reader that is further behind begins anew."""
+"""Blocks in the events that the log keeps; a reader that lags further starts over."""
 
 
 class KVEventLog:
@@ -28,16 +28,16 @@ class KVEventLog:
         self._size = 0
         self._next = 0
         self.closed = False
-        """Whether the log gets no more events."""
+        """True if no more events will be appended."""
         self._waiting: set[asyncio.Event] = set()
 
     @property
     def engines(self) -> int:
-        """How many engines tell."""
+        """Return the number of engines that publish events."""
         return len(self._stored)
 
     def extend(self, events: Iterable[KVEvent], engine: int = 0) -> None:
-        """Append events that an engine told."""
+        """Append events that an engine published."""
         for event in _of(engine, events):
             self._stored[engine].apply(event)
             size = 1 if isinstance(event, Cleared) else len(event.keys)
@@ -49,14 +49,14 @@ class KVEventLog:
         self._wake()
 
     def restart(self, engine: int = 0) -> None:
-        """Note that an engine is gone, and its KV with it."""
+        """Record that an engine was lost, and its KV with it."""
         self.extend((Cleared(),), engine)
 
     def read(self, after: int | None) -> tuple[int, tuple[KVEvent, ...]]:
         """Return the number of the next event and the events from number `after` on.
 
         Without a number, or if the log lacks events from that number on, the events of each engine begin with `Cleared`
-        and tell all its stored blocks.
+        and list all its stored blocks.
         """
         first = self._next - len(self._events)
         if after is None or not first <= after <= self._next:
@@ -79,7 +79,7 @@ class KVEventLog:
             self._waiting.discard(woken)
 
     def close(self) -> None:
-        """End every `wait`: the server ends."""
+        """End every `wait`, at shutdown of the server."""
         self.closed = True
         self._wake()
 

@@ -1,4 +1,4 @@
-"""The scheduler and the policies that come with the core, offered through the same hooks as a stranger's."""
+"""Built-in schedulers and policies, registered through the same hooks as those of plugins."""
 
 from __future__ import annotations
 

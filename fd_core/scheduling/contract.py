@@ -1,9 +1,9 @@
-"""What a whole scheduler is: the settings that it is made from, a few methods, and what it holds.
+"""Scheduler contract: construction settings, a few methods, and the resources that a scheduler holds.
 
-A scheduler decides what each step computes, and what the answer to a step means for each request. It is pure: no I/O,
+A scheduler decides what each step computes and applies each step's output to its requests. It is pure: no I/O,
 no clock, no randomness, no threads. It takes frozen values and returns frozen values.
-`docs/extend/write-a-scheduler.md` shows a whole plugin, made of the parts in this package;
-`fdcore conformance --scheduler NAME` proves that it keeps the law.
+`docs/extend/write-a-scheduler.md` shows a complete plugin, built from the parts in this package;
+`fdcore conformance --scheduler NAME` proves that it holds the invariants.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ __all__ = ["Scheduler", "SchedulerHoldings", "SchedulerSetup", "SchedulerStats"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSetup:
-    """Everything that one scheduler is made from; an engine makes one for each epoch."""
+    """Construction settings of a scheduler; an engine creates one scheduler for each epoch."""
 
     limits: Limits
     policy: SchedulingPolicy
     """Order of the waiting requests."""
     victims: VictimPolicy
-    """Choice of whom to preempt."""
+    """Chooses the request to preempt."""
     hasher: PrefixHasher | None = None
-    """Names prefixes; None turns prefix caching off."""
+    """Hashes prefixes; None turns prefix caching off."""
     drafts: DraftControl | None = None
     """Decides how many drafts a request may verify; None without speculation."""
     keep_kv: KeepKV | None = None
-    """Which KV is kept outside the device; None keeps none."""
+    """Requests whose KV is stored outside the device; None stores none."""
     paired: bool = False
-    """Whether prompts may be computed by other workers, or for them. Needs a hasher."""
+    """True if prompts may be computed by other workers, or for them. Needs a hasher."""
     kv_events: bool = False
-    """Whether effects tell which prefixes the device holds. Needs a hasher."""
+    """True if effects include events for the prefixes that the device holds. Needs a hasher."""
     epoch: int = 1
     clock: Callable[[], float] | None = None
-    """Seconds, to tell where the time of requests goes; nothing may be decided by it. None does not tell."""
+    """Clock in seconds, for phase durations of requests; must not influence decisions. None turns durations off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerHoldings:
-    """What a scheduler holds at one moment. Requests are counted by their state, blocks by what they are used for."""
+    """Snapshot of the resources that a scheduler holds: requests by state, blocks by use."""
 
     waiting: int = 0
     loading: int = 0
-    """Requests in slots whose KV is on its way from outside the device."""
+    """Requests in slots whose KV is being loaded from outside the device."""
     running: int = 0
     draining: int = 0
-    """Revoked slots whose release was not confirmed."""
+    """Preempted or aborted slots whose release was not acknowledged."""
     owned: int = 0
     """KV blocks in the tables of requests, each counted once."""
     fenced: int = 0
@@ -79,7 +79,7 @@ class SchedulerHoldings:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is held. A cached prefix is held by nobody."""
+        """Return True if nothing is held. Cached prefixes do not count as held."""
         requests = self.waiting + self.loading + self.running + self.draining
         return not (requests or self.owned or self.fenced or self.operations)
 
@@ -96,54 +96,54 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     pace: Pace | None = None
     """Measured costs of computing and loading; None if no KV is stored outside the device."""
     transfers: TransferCounters | None = None
-    """KV that travels between workers; None for a worker that prefills and decodes."""
+    """KV transfers between workers; None for a worker that prefills and decodes."""
     phases: PhaseCounters | None = None
-    """Where the time of requests went; None from a scheduler that does not tell."""
+    """Time that requests spent in each phase; None if the scheduler does not measure it."""
 
 
 class Scheduler(abc.ABC):
-    """Plans steps and takes in their answers, for one engine and one epoch. Called from one thread.
+    """Plans steps and applies their outputs, for one engine and one epoch. Called from one thread.
 
-    `plan` is called for each step, `commit` for each answer in the order of the plans; up to
+    `plan` is called for each step, `commit` for each output in the order of the plans; up to
     `limits.pipeline_depth` plans are in flight.
     """
 
     lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """What it does not do, with reasons: `prefix_caching` (it shares no KV), `storage` (it keeps no KV outside the
-    device), `pairs` (it works with no other prefill or decode worker). Nothing of sections 1 to 4 can be lacked."""
+    """Unsupported features, with reasons: `prefix_caching` (shares no KV), `storage` (stores no KV outside the
+    device), `pairs` (works with no other prefill or decode worker). Sections 1 to 4 are mandatory in full."""
 
     def __init__(self, setup: SchedulerSetup) -> None:
         self.limits = setup.limits
 
     @abc.abstractmethod
     def add(self, spec: RequestSpec) -> Effects:
-        """Queue a request; return what is to be done outside steps before the request can enter a slot.
+        """Queue a request; return the operations to perform outside steps before it can enter a slot.
 
         Raises `BadRequest` if the request can never run here, see `fd_core.scheduling.requests.check_spec`.
         """
 
     @abc.abstractmethod
     def abort(self, request_id: str) -> Delta | None:
-        """Ask for the end of a request; return its last delta if it ended at once, as it does while it waits or loads.
+        """Request the end of a request; return its last delta if it ended at once, as it does while it waits or loads.
 
-        A running request is revoked by the next plan; its last delta comes with the answer. Unknown ids and repeated
+        A running request is aborted by the next plan; its last delta follows with that output. Unknown ids and repeated
         aborts are ignored.
         """
 
     @abc.abstractmethod
     def plan(self) -> tuple[StepPlan | None, Effects]:
-        """Decide the next step, None if a step could do nothing now; return also what is to be done outside steps."""
+        """Decide the next step, None if a step could do nothing now; also return operations outside steps."""
 
     @abc.abstractmethod
     def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], Effects]:
-        """Apply the answer to `plan`; return what the clients are told and what is to be done outside steps.
+        """Apply the output of `plan`; return the deltas for clients and the operations to perform outside steps.
 
         There is at most one delta for each request. Raises `fd_core.signals.MalformedOutput` if the backend broke the
         protocol.
         """
 
     def complete(self, completion: Completion) -> Delta | None:
-        """An operation is over, or what is known of stored KV changed; return the last delta of a request that ends.
+        """Apply a completion, or a change in what is known of stored KV; return the last delta of a request that ends.
 
         A scheduler without operations does nothing.
         """
@@ -154,7 +154,7 @@ class Scheduler(abc.ABC):
         """Return the ids of all requests that have not ended."""
 
     def phases(self, request_id: str) -> tuple[float, ...] | None:
-        """Return the seconds of a request that has not ended, by the number of the `Phase`; None if nothing tells."""
+        """Return the seconds of a request that has not ended, by the number of the `Phase`; None if not measured."""
         return None
 
     @abc.abstractmethod
@@ -163,13 +163,13 @@ class Scheduler(abc.ABC):
 
     @property
     def has_work(self) -> bool:
-        """Whether a plan, an answer or a completion may still be needed. Asked before every step."""
+        """Return True if a plan, an output or a completion may still be needed. Called before every step."""
         return not self.held().idle
 
     def stats(self) -> SchedulerStats:
-        """Return gauges and counters as they are now; the gauges alone, unless a scheduler counts more.
+        """Return current gauges and counters; the gauges alone, unless a scheduler counts more.
 
-        Outputs that were dropped have to be counted, in `outputs.stale_outputs`.
+        Dropped outputs must be counted, in `outputs.stale_outputs`.
         """
         held = self.held()
         slots = SlotStats(running=held.running, loading=held.loading, draining=held.draining, waiting=held.waiting)

@@ -1,12 +1,12 @@
-"""Where the time of each request goes: into steps, or into a wait for one of several reasons.
+"""Phase durations of each request: time in steps, and time waiting by wait reason.
 
-    in line     slot, blocks, budget, scheduler: what keeps out the first in line keeps out everyone behind it
+    queued      slot, blocks, budget, scheduler: the reason that blocks the head of the queue blocks all after it
     parked      prefix, grammar, store: each request waits for its own event
-    in a slot   store, transfer: its KV is on its way; blocks, budget: a step leaves it out; computing: it is in a step
-    preempted   from its revocation until it holds a slot again
+    in a slot   store, transfer: its KV is in flight; blocks, budget: a step leaves it out; computing: it is in a step
+    preempted   from the preemption until it holds a slot again
 
-All in line change their reason at once, so the line keeps seconds by reason, and a request keeps what they were when it
-joined: no plan looks at everyone who waits. Time is told by whoever owns the scheduler, and decides nothing here.
+All queued requests change their wait reason at once, so the queue accumulates seconds by reason, and a request stores
+their values when it joins: no plan visits every waiting request. No decision depends on the clock, a caller's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fd_core.types import PHASE_NAMES, Phase
 from fd_core.types.metrics import counter
 
 _LINE: Final = (Phase.SLOT, Phase.BLOCKS, Phase.BUDGET, Phase.SCHEDULER)
-"""What those in line may wait for."""
+"""Wait reasons of queued requests."""
 
 
 class PhaseCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of requests went since the start; only grows."""
+    """Seconds of all requests by phase since the start; monotonic."""
 
     seconds: Annotated[
         dict[str, float],
@@ -40,34 +40,34 @@ class PhaseCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False, repr=False)
 class PhaseTimes:
-    """Where the time of one request went."""
+    """Phase durations of one request."""
 
     seconds: list[float]
-    """By the number of the phase, without the phase that goes on."""
+    """Seconds by the number of the phase, without the current phase."""
     phase: Phase | None = None
-    """The phase that goes on; None in line, and before the request came."""
+    """The current phase; None while queued, and before the request arrived."""
     since: float = 0.0
-    """When it began."""
+    """Time at which the current phase began."""
     joined: list[float] | None = None
-    """What the line's seconds were when the request joined it; None out of line."""
+    """Seconds of the queue by reason when the request joined it; None if it is not queued."""
 
 
 class PhaseClock:
-    """Tells the phases of one scheduler's requests apart. Each operation takes O(1)."""
+    """Measures phase durations of one scheduler's requests. Each operation takes O(1)."""
 
     def __init__(self, clock: Callable[[], float] | None) -> None:
-        """`clock`: seconds; None tells nothing."""
+        """`clock`: seconds; None turns measurement off."""
         self._tells = clock is not None
         self._clock = clock or float
         self._line = Phase.SLOT
         self.looked_at = False
-        """Whether it was said, since this was set to false, what the line waits for."""
+        """True if the wait reason of the queue was set since this flag was last cleared."""
         self._line_since = self._clock()
         self._line_seconds = [0.0] * len(Phase)
         self._totals = [0.0] * len(Phase)
 
     def line_waits_for(self, phase: Phase) -> None:
-        """Everyone in line waits for `phase` from now on."""
+        """Set the wait reason of all queued requests to `phase`."""
         self.looked_at = True
         if phase is not self._line:
             now = self._clock()
@@ -75,13 +75,13 @@ class PhaseClock:
             self._line_since, self._line = now, phase
 
     def enter(self, times: PhaseTimes, phase: Phase | None) -> None:
-        """A request does or waits for something else from now on; None: it stands in line."""
+        """Move a request to another phase; None: it is queued."""
         if phase is None or phase is not times.phase:
             self._settle(times)
             times.phase, times.joined = phase, None if phase is not None else [*self._line_seconds]
 
     def told(self, times: PhaseTimes) -> tuple[float, ...] | None:
-        """Return all seconds of a request until now by the number of the phase; None without a clock."""
+        """Return the seconds of a request until now by the number of the phase; None without a clock."""
         if not self._tells:
             return None
         self._settle(times)
@@ -94,7 +94,7 @@ class PhaseClock:
         return PhaseCounters(seconds=dict(zip(PHASE_NAMES, self._totals, strict=True)))
 
     def _settle(self, times: PhaseTimes) -> None:
-        """Add what went on until now to what is over."""
+        """Add the time of the current phase until now to the total."""
         now, line = self._clock(), self._line_seconds
         line[self._line] += now - self._line_since
         self._line_since = now

@@ -1,6 +1,6 @@
 """Scheduling policies: which waiting request is admitted first.
 
-A policy is pure: it sees frozen values and returns an order. Plugins offer their own through
+A policy is pure: it receives frozen values and returns an order. Plugins register their own through
 `fd_core.hookspecs.fd_register_scheduling_policies`.
 """
 
@@ -21,42 +21,42 @@ Rank = tuple[int, ...]
 
 
 class SchedulingPolicy(abc.ABC):
-    """Orders waiting requests, and says who may not be preempted while others can.
+    """Orders waiting requests, and restricts the preemption candidates.
 
     Requests wait in flows. Within a flow the smallest rank is first; among flows, the flow with the smallest turn is
-    served next. A policy that knows nothing of flows has one.
+    served next. A policy without flows has one.
     """
 
     name: str
 
     @abc.abstractmethod
     def rank(self, request: QueuedRequest) -> Rank:
-        """Return the sort key of a request that arrives; the smallest in its flow is admitted first.
+        """Return the sort key of a new request; the smallest in its flow is admitted first.
 
-        The queue asks once for each request: a preempted request keeps its rank, and with it its place before every
+        The queue calls this once for each request: a preempted request keeps its rank, and so its position before every
         younger request.
         """
 
     def flow(self, request: QueuedRequest) -> str | None:
-        """Return the flow in which a request waits; asked when the request arrives and when it was preempted."""
+        """Return the flow in which a request waits; called when the request arrives and when it was preempted."""
         return ""
 
     def turn(self, flow: str | None) -> int:
-        """Return the sort key of a flow; it may only change in `arrived`, `admitted` and `ended`, which see a request
+        """Return the sort key of a flow; it may only change in `arrived`, `admitted` and `ended`, called for a request
         that waits in that flow, or waited there before it was preempted."""
         return 0
 
     def arrived(self, request: QueuedRequest) -> None:  # noqa: B027 - most policies need not know
-        """A new request begins to wait."""
+        """Handle a new request that begins to wait."""
 
     def admitted(self, request: QueuedRequest) -> None:  # noqa: B027
-        """A request left the queue for a slot; also when it returns after a preemption."""
+        """Handle a request that left the queue for a slot; also when it returns after a preemption."""
 
     def ended(self, request: QueuedRequest, num_computed: int) -> None:  # noqa: B027
-        """A request that had been admitted ended: `num_computed` prompt and generated tokens were used in all."""
+        """Handle the end of an admitted request: `num_computed` prompt and generated tokens were used in all."""
 
     def expendable(self, running: RunningRequests) -> npt.NDArray[np.intp]:
-        """Return indices into `running`, at least one: the requests among which a victim is chosen."""
+        """Return indices into `running`, at least one: the preemption candidates."""
         return np.arange(len(running.slots))
 
 
@@ -80,27 +80,27 @@ class Priority(SchedulingPolicy):
         return (request.priority, request.arrival)
 
     def expendable(self, running: RunningRequests) -> npt.NDArray[np.intp]:
-        """The requests with the largest priority value."""
+        """Return the requests with the largest priority value."""
         return np.flatnonzero(running.priorities == running.priorities.max())
 
 
 class FairShare(SchedulingPolicy):
-    """An equal share of tokens for each tenant that asks, however many requests the tenant sends.
+    """An equal share of tokens for each active tenant, however many requests the tenant sends.
 
-    Start-time fair queuing (Goyal et al., 1996) with tokens as the service: each tenant has a clock that runs ahead by
-    the tokens of its admitted requests, and the tenant whose clock is furthest behind is served next. Output tokens are
+    Start-time fair queuing (Goyal et al., 1996) with tokens as the service: each tenant's clock advances by the tokens
+    of its admitted requests, and the tenant with the lowest clock is served next. Output tokens are
     not known at admission, so the charge is the usual length of an output, and is corrected when the request ends
-    (Sheng et al., 2024, correct in each step). A tenant that was idle saves nothing up.
+    (Sheng et al., 2024, correct in each step). An idle tenant accumulates no credit.
     """
 
     name = "fair"
 
     _USUAL_OUTPUT: Final = 256
-    """Output tokens that are expected before the first request ended."""
+    """Expected output tokens before the first request ended."""
     _MEMORY: Final = 0.9
     """Weight of the past in the average length of outputs."""
     _RETURNING: Final = None
-    """The flow of preempted requests, which go first: their tokens are charged already."""
+    """The flow of preempted requests, which go first: their tokens are already charged."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -124,14 +124,14 @@ class FairShare(SchedulingPolicy):
         return -1 if flow is None else max(self._clocks.get(flow, 0), 0)
 
     def arrived(self, request: QueuedRequest) -> None:
-        """A tenant that was idle begins where the others are."""
+        """Start the clock of a tenant that was idle at the current virtual time."""
         tenant = request.tenant
         if tenant not in self._unfinished:
             self._clocks[tenant] = max(self._clocks.get(tenant, 0), self._now)
         self._unfinished[tenant] = self._unfinished.get(tenant, 0) + 1
 
     def admitted(self, request: QueuedRequest) -> None:
-        """The clock of the tenant runs ahead by the tokens that the request will probably use."""
+        """Advance the clock of the tenant by the tokens that the request will probably use."""
         if request.arrival in self._charges:
             return
         tenant = request.tenant
@@ -141,7 +141,7 @@ class FairShare(SchedulingPolicy):
         self._clocks[tenant] += charge
 
     def ended(self, request: QueuedRequest, num_computed: int) -> None:
-        """The charge becomes what was used; a request that ended before its admission is charged nothing."""
+        """Replace the charge by the actual use; a request that ended before its admission is charged nothing."""
         tenant = request.tenant
         admitted = self._charges.pop(request.arrival, None)
         if admitted is not None:
@@ -154,4 +154,4 @@ class FairShare(SchedulingPolicy):
             if self._clocks[tenant] <= self._now:
                 del self._clocks[tenant]
         if not self._unfinished:
-            self._clocks.clear()  # nobody competes, so nobody is ahead of others
+            self._clocks.clear()  # no tenant is active, so no clock is ahead

@@ -1,8 +1,8 @@
-"""Known prefixes, as the scheduler uses them: which blocks hold one, and which blocks soon will.
+"""Known prefixes, as the scheduler uses them: the blocks that hold one, and the blocks that soon will.
 
-Pure. A prompt that begins like a prompt whose prefill is under way waits for that prefill instead of computing the same
+Pure. A prompt that shares a prefix with a prompt in prefill waits for that prefill instead of computing the same KV
 again. So the keys of the blocks that running prefills will complete are counted here until they are registered or given
-up; each key that is not awaited any more is told to `on_end`.
+up; `on_end` is called with each key that is no longer awaited.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fd_core.types.kv_events import Recorder
 
 @dataclass
 class Prefixes:
-    """Names the blocks of the requests of one scheduler; knows nothing if there is no hasher."""
+    """Hashes the blocks of the requests of one scheduler; finds nothing if there is no hasher."""
 
     hasher: PrefixHasher | None
     _pool: BlockPool
     _recorder: Recorder | None
-    """Told which prefixes become known."""
+    """Records prefixes that become known."""
     _on_end: Callable[[bytes], None]
-    """Told which keys no running request will complete."""
+    """Called with keys that no running request will complete."""
     computing: dict[bytes, int] = field(default_factory=dict)
-    """Block keys that running prefills and loads are about to complete, with how many requests."""
+    """Block keys that running prefills and loads are about to complete, with the number of requests."""
 
     @property
     def num_computing(self) -> int:
@@ -38,13 +38,13 @@ class Prefixes:
         return len(self.computing)
 
     def root(self, salt: str, adapter: str) -> bytes:
-        """Return where the chain of a request begins."""
+        """Return the root of a request's key chain."""
         if self.hasher is None:
             return b""
         return self.hasher.root(salt, adapter) if salt or adapter else self.hasher.plain_root
 
     def extend(self, request: Request) -> None:
-        """Compute the keys of the full blocks of a request's tokens, as far as they are missing."""
+        """Compute the missing keys of the full blocks of a request's tokens."""
         if self.hasher is not None:
             tokens = request.tokens.view()
             if len(tokens) >= (len(request.chain) + 1) * self.hasher.block_size:
@@ -60,7 +60,7 @@ class Prefixes:
         """Return the blocks that hold the longest known prefix.
 
         `last` are blocks that another request was admitted with in the same plan, which owns them: prompts that arrive
-        together often begin alike, and a key names everything before its block.
+        together often share a prefix, and a key identifies everything before its block.
         """
         count = len(last)
         if 0 < count <= len(keys) and self._pool.holds(int(last[-1]), keys[count - 1]):
@@ -69,10 +69,10 @@ class Prefixes:
         return self._pool.match(keys)
 
     def awaited(self, keys: Sequence[bytes]) -> tuple[bytes, int] | None:
-        """Return what a prompt had better wait for: the key of its last block that running requests will complete.
+        """Return the key that a prompt should wait for: that of its last block that running requests will complete.
 
-        Returns also the number of blocks up to there; None if nobody computes a block of the prompt. Who computes a
-        block owns all blocks before it, so the last one is found by bisection, without a look at each block.
+        Returns also the number of blocks up to there; None if no request computes a block of the prompt. A request that
+        computes a block owns all blocks before it, so the last one is found by bisection, without checking each block.
         """
         if not self.computing:
             return None
@@ -86,13 +86,13 @@ class Prefixes:
         return None if last < 0 or self._pool.knows(keys[last]) else (keys[last], last + 1)
 
     def announce(self, request: Request, first: int, upto: int) -> None:
-        """A request is going to compute or load its blocks from `first` to `upto`."""
+        """Announce that a request will compute or load its blocks from `first` to `upto`."""
         for key in request.chain[first:upto]:
             self.computing[key] = self.computing.get(key, 0) + 1
         request.announced = upto
 
     def complete(self, request: Request, table: IntArray, first: int, upto: int) -> None:
-        """Entries `first` to `upto` of a request's block `table` hold settled KV of its tokens: name them."""
+        """Register entries `first` to `upto` of a request's block `table`, which hold settled KV of its tokens."""
         if self.hasher is None:
             return
         if len(request.chain) < upto:
@@ -109,7 +109,7 @@ class Prefixes:
             self._recorder.stored(chain, tokens, self.hasher.block_size, first, upto, self._pool.knows)
 
     def give_up(self, request: Request, first: int) -> None:
-        """A request leaves its slot without having completed the blocks that it announced from `first` on."""
+        """Withdraw the blocks announced from `first` on by a request that leaves its slot without completing them."""
         for key in request.chain[first : request.announced]:
             self._end(key)
             if key not in self.computing:

@@ -1,12 +1,12 @@
-"""The life of a request, as a table of transitions.
+"""The lifecycle of a request, as a table of transitions.
 
     WAITING --admit--> RUNNING --revoke--> DRAINING --released--> WAITING (preempted) or FINISHED (aborted)
        |                 ^  |                  |
        +-load-> LOADING -+  +----- finish -----+--> FINISHED (end of text, length, error)
 
-LOADING is an admission whose KV is still on its way from outside the device; the runner hears of the request
+LOADING is an admission whose KV is still being loaded from outside the device; the runner is notified of the request
 afterwards. A request leaves DRAINING only on the release of its own gen. If the last token of a request arrives while
-it drains, the client is told the end at once, and the slot follows on the release.
+it drains, the client receives the end at once, and the slot follows on the release.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["TRANSITIONS", "Event", "QueuedRequest", "Request", "State"]
 
 
 class State(enum.IntEnum):
-    """Where a request is in its life."""
+    """Lifecycle state of a request."""
 
     WAITING = 0
     RUNNING = 1
@@ -37,7 +37,7 @@ class State(enum.IntEnum):
 
 
 class Event(enum.Enum):
-    """What can happen to a request."""
+    """Events of the request lifecycle."""
 
     ADMIT = enum.auto()
     REVOKE = enum.auto()
@@ -69,7 +69,7 @@ TRANSITIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """What a scheduling policy knows of a request that waits."""
+    """View of a waiting request that scheduling policies receive."""
 
     arrival: int
     """Order of arrival; unique."""
@@ -81,7 +81,7 @@ class QueuedRequest:
     """Lower values are more important."""
     tenant: str
     preempted: bool
-    """Whether the request ran before and was preempted."""
+    """True if the request ran before and was preempted."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -92,10 +92,10 @@ class Request:
     arrival: int
     max_model_len: InitVar[int]
     root: bytes
-    """Where the chain of its block keys begins."""
+    """Root of the chain of its block keys."""
     prompt_len: int = field(init=False)
     limit: int = field(init=False)
-    """Number of tokens at which the request ends for its length."""
+    """Number of tokens at which the request ends with reason length."""
     tokens: TokenBuffer = field(init=False)
     """Prompt and delivered tokens."""
     chain: list[bytes] = field(default_factory=list)
@@ -104,14 +104,14 @@ class Request:
     slot: int | None = None
     abort_wanted: bool = False
     ended: FinishReason | None = None
-    """Set once the client was told the end, also while the slot still drains."""
+    """Set once the client received the end, also while the slot still drains."""
     preemptions: int = 0
     rank: tuple[int, ...] | None = None
-    """Place among the waiting requests, given by the policy once."""
+    """Sort key among the waiting requests, assigned by the policy once."""
     waits_as: QueuedRequest | None = None
-    """What the policy knows of the request, as long as it stands in the queue."""
+    """View of the request for the policy while it is in the waiting queue."""
     delivered_first: bool = False
-    """Whether the first delta with tokens was delivered."""
+    """True once the first delta with tokens was delivered."""
     cached_tokens: int | None = None
     """Tokens found in the prefix cache at the first admission."""
     announced: int = 0
@@ -121,7 +121,7 @@ class Request:
     compiling: int | None = None
     """Operation that compiles the grammar; the request waits for its completion."""
     asked_store: bool = False
-    """Whether the scheduler asked, since the request waits, how much of its prefix is stored outside the device."""
+    """True if a lookup of its prefix outside the device was issued since the request began to wait."""
     lookup: int | None = None
     """Operation that looks for the prefix outside the device; the request waits for its completion."""
     save: int | None = None
@@ -131,16 +131,16 @@ class Request:
     stored_on_host: int = 0
     """Leading blocks that the host tier stores, at most `stored`."""
     load: int | None = None
-    """Operation that brings KV back while the request is LOADING."""
+    """Operation that loads KV while the request is LOADING."""
 
     fetch: int | None = None
     """Operation that has another worker compute the prompt while the request is LOADING."""
     prefill: PrefillOutcome | None = None
-    """What became of the prefill on another worker, if the request asked for one."""
+    """Outcome of the prefill on another worker, if one was requested."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Log-probabilities of the prompt that were computed; None if they are not wanted, or were delivered."""
+    """Prompt log-probabilities computed so far; None if they were not requested, or were delivered."""
     pooled: PooledState | None = None
-    """The vector that the request wants of its prompt, as far as it was computed; None if it wants none."""
+    """The vector of the prompt, as far as it was computed; None if none was requested."""
     sent: int = field(init=False)
     """Leading blocks of a prefill job that were sent to the decode worker, or that the decode worker holds."""
     sent_all: bool = False
@@ -163,12 +163,12 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Prompt and delivered tokens."""
-        # Out of a slot, all tokens stand in the buffer.
+        # Without a slot, all tokens are in the buffer.
         return self.tokens.taken if self.slot is None else self.tokens.count
 
     @property
     def needs_every_position(self) -> bool:
-        """Whether each position of the prompt has to be computed here, be its KV known or not."""
+        """Return True if every prompt position has to be computed here, even where its KV is available."""
         return self.prompt_logprobs is not None or (self.pooled is not None and self.pooled.mean)
 
     @property
@@ -177,7 +177,7 @@ class Request:
         return self.num_tokens - self.prompt_len
 
     def queued(self) -> QueuedRequest:
-        """Return what a scheduling policy may know."""
+        """Return the view of the request for scheduling policies."""
         spec, length = self.spec, self.num_tokens
         left = self.limit - length
         return QueuedRequest(self.arrival, length, left, spec.priority, spec.tenant, self.preemptions > 0)
@@ -191,7 +191,7 @@ class Request:
 
 
 def check_spec(spec: RequestSpec, max_model_len: int) -> None:
-    """Raise `BadRequest` if a request can never run: it has no prompt, too long a one, or nothing left to generate."""
+    """Raise `BadRequest` if a request can never run: empty or too long a prompt, or no token left to generate."""
     if not len(spec.prompt):
         raise BadRequest("the prompt has no tokens", field="prompt")
     if len(spec.prompt) >= max_model_len:
@@ -210,17 +210,17 @@ def check_spec(spec: RequestSpec, max_model_len: int) -> None:
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt but for its first token, by position: what is computed again replaces them."""
+    """Log-probabilities of a prompt except its first token, by position: recomputed positions are replaced."""
 
     def __init__(self, prompt_len: int, top_n: int) -> None:
-        """`top_n` most likely tokens are kept for each position."""
+        """`top_n` most likely tokens are stored for each position."""
         self._chosen = np.full(prompt_len - 1, np.nan, np.float32)
         self._top_ids = np.zeros((prompt_len - 1, top_n), np.int32)
         self._top = np.zeros((prompt_len - 1, top_n), np.float32)
         self._ranks = np.zeros(prompt_len - 1, np.int32)
 
     def take(self, rows: PromptLogprobRows, mine: IntArray) -> None:
-        """Keep rows `mine` int[n] of what a step computed."""
+        """Store rows `mine` int[n] of a step's results."""
         places, top_n = rows.positions[mine] - 1, self._top.shape[1]
         self._chosen[places] = rows.chosen[mine]
         self._top_ids[places] = rows.top_ids[mine, :top_n]
@@ -228,7 +228,7 @@ class PromptLogprobs:
         self._ranks[places] = rows.ranks[mine]
 
     def delivered(self) -> tuple[TokenLogprobs, ...]:
-        """Return them in the order of the prompt."""
+        """Return them in prompt order."""
         columns = self._chosen.tolist(), self._top_ids.tolist(), self._top.tolist(), self._ranks.tolist()
         return tuple(
             TokenLogprobs(chosen, tuple(ids), tuple(top), rank) for chosen, ids, top, rank in zip(*columns, strict=True)
@@ -236,7 +236,7 @@ class PromptLogprobs:
 
 
 class PooledState:
-    """The vector of a request's prompt; a mean begins anew where the prompt does, as after a preemption."""
+    """The vector of a request's prompt; a mean restarts where the prompt does, as after a preemption."""
 
     def __init__(self, *, mean: bool) -> None:
         self.mean = mean

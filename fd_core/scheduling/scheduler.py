@@ -1,12 +1,12 @@
-"""The scheduler: decides what each step computes, and what the answer to a step means for each request.
+"""The scheduler: decides what each step computes, and applies each step's output to its requests.
 
-Pure: no I/O, no clock, no randomness. `plan` is called for each step, `commit` for each answer, in the same order. Both
-return what is to be done outside steps as effects; `complete` says what became of the operations among them.
+Pure: no I/O, no clock, no randomness. `plan` is called for each step, `commit` for each output, in the same order. Both
+return operations outside steps as effects; `complete` applies their completions.
 
     add, abort ---> Admissions --> Residencies --> Planner --> plan
                         ^           (slots, blocks)              |
     complete -----------+------------>  ^                        v
-                                        +---- OutputSide <---- answer
+                                                                            +---- OutputSide <---- output
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fd_core.types.metrics import snapshot
 
 @dataclass(frozen=True, slots=True)
 class SchedulerProbe:
-    """The parts of one scheduler as they are, for audits and tests: who changes them may break every law."""
+    """The live parts of one scheduler, for audits and tests: changing them may break every invariant."""
 
     slots: SlotTable
     pool: BlockPool
@@ -105,7 +105,7 @@ class ContinuousBatchingScheduler(Scheduler):
         )
         self._arrivals = 0
         self._aborting: list[Request] = []
-        """Running requests to revoke in the next plan."""
+        """Running requests to abort in the next plan."""
 
     def add(self, spec: RequestSpec) -> effects.Effects:
         """Queue a request."""
@@ -123,7 +123,7 @@ class ContinuousBatchingScheduler(Scheduler):
         return self._effects()
 
     def abort(self, request_id: str) -> Delta | None:
-        """End a request that waits or loads, and have one that runs revoked by the next plan."""
+        """End a request that waits or loads, and abort a running one with the next plan."""
         request = self._requests.get(request_id)
         if request is None or request.abort_wanted:
             return None
@@ -146,7 +146,7 @@ class ContinuousBatchingScheduler(Scheduler):
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended, a slot is still draining, or an operation on KV is not over."""
+        """Return True if a request has not ended, a slot is draining, or a KV operation is open."""
         return bool(self._requests or self._operations.open or self._operations.effects or self._slots.num_draining)
 
     def plan(self) -> tuple[StepPlan | None, effects.Effects]:
@@ -156,23 +156,23 @@ class ContinuousBatchingScheduler(Scheduler):
             plan = self._planner.plan(self._aborting)
             self._aborting.clear()
         else:
-            self._times.line_waits_for(Phase.SCHEDULER)  # whoever comes next
+            self._times.line_waits_for(Phase.SCHEDULER)  # applies to requests that arrive next
         return plan, self._effects()
 
     def admit(self, draft: PlanBuilder, step: int) -> None:
         """Move waiting requests into free slots of the plan of step `step`, while budget, slots and blocks allow.
 
-        Every plan that revokes nobody calls it, after all rows that are running were charged. A scheduler that lets
-        requests in at other times overrides it; whoever it keeps out is looked at again by the next plan.
+        Every plan without revocations calls it, after all running rows were charged. A scheduler that admits
+        requests at other times overrides it; requests that it does not admit are considered again by the next plan.
         """
         self._admissions.admit(draft, step)
 
     def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], effects.Effects]:
-        """Apply the answer to `plan`."""
+        """Apply the output of `plan`."""
         return self._output_side.commit(plan, output), self._effects()
 
     def complete(self, completion: effects.Completion) -> Delta | None:
-        """An operation is over, or what is known of stored KV changed; return the last delta of a request that ends."""
+        """Apply a completion, or a change of what is known of stored KV; return the last delta of a request it ends."""
         match completion:
             case effects.Found():
                 self._offloading.found(completion)
@@ -199,7 +199,7 @@ class ContinuousBatchingScheduler(Scheduler):
         return None
 
     def stats(self) -> SchedulerStats:
-        """Return gauges and counters as they are now."""
+        """Return current gauges and counters."""
         slots = self._slots
         running, loading, draining = (int(column.sum()) for column in (slots.running, slots.loading, slots.draining))
         return SchedulerStats(
@@ -215,7 +215,7 @@ class ContinuousBatchingScheduler(Scheduler):
         )
 
     def phases(self, request_id: str) -> tuple[float, ...] | None:
-        """Return the seconds of a request that has not ended, by what it did or waited for."""
+        """Return the seconds of a request that has not ended, by phase."""
         request = self._requests.get(request_id)
         return None if request is None else self._times.told(request.times)
 
@@ -235,7 +235,7 @@ class ContinuousBatchingScheduler(Scheduler):
         )
 
     def _grammar_ready(self, answer: effects.GrammarReady) -> Delta | None:
-        """Let the request that waits for a grammar go on, or end it if the grammar cannot be used."""
+        """Resume the request that waits for a grammar, or end it if the grammar cannot be used."""
         _, request = self._operations.end(answer.operation, effects.CompileGrammar)
         if request is not None:
             request.compiling = None

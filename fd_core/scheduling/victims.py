@@ -1,6 +1,6 @@
 """Victim policies: which running request is preempted when KV blocks run out.
 
-Pure, as scheduling policies are. Plugins offer their own through `fd_core.hookspecs.fd_register_victim_policies`.
+Pure, as scheduling policies are. Plugins register their own through `fd_core.hookspecs.fd_register_victim_policies`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["FewestTokens", "LatestArrival", "RunningRequests", "VictimPolicy"]
 
 @dataclass(frozen=True, slots=True)
 class RunningRequests:
-    """Running requests, a row each, among which a victim is chosen."""
+    """Running requests, one per row, from which a victim is chosen."""
 
     slots: npt.NDArray[np.intp]
     """intp[n]"""
@@ -27,7 +27,7 @@ class RunningRequests:
     priorities: npt.NDArray[np.int64]
     """int64[n]: lower values are more important."""
     num_tokens: IntArray
-    """int32[n]: tokens to compute again if the request is preempted and nothing of it is kept."""
+    """int32[n]: tokens to recompute if the request is preempted and none of its KV is stored."""
     num_gained: IntArray
     """int32[n]: tokens delivered since the request was admitted to its slot."""
     preempted_before: npt.NDArray[np.bool_]
@@ -55,20 +55,20 @@ class VictimPolicy(abc.ABC):
 
     @abc.abstractmethod
     def choose(self, running: RunningRequests) -> int:
-        """Return the row of `running`, which has at least one, that is preempted."""
+        """Return the row of `running`, which has at least one, to preempt."""
 
 
 class FewestTokens(VictimPolicy):
-    """The request that is cheapest to bring back: the one with the fewest tokens to compute again.
+    """The request that is cheapest to resume: the one with the fewest tokens to recompute.
 
     A request that was preempted before and has not filled a block since is spared while there is another request, so
-    that no request is sent to and fro without progress. Among equals the youngest is chosen.
+    that no request is preempted repeatedly without progress. Ties go to the youngest.
     """
 
     name = "cheapest"
 
     def choose(self, running: RunningRequests) -> int:
-        """Spared requests last, then the fewest tokens, then the youngest."""
+        """Order by: not spared, then the fewest tokens, then the youngest."""
         spared = running.preempted_before & (running.num_gained < running.block_size)
         return int(np.lexsort((-running.arrivals, running.num_tokens, spared))[0])
 
@@ -79,5 +79,5 @@ class LatestArrival(VictimPolicy):
     name = "youngest"
 
     def choose(self, running: RunningRequests) -> int:
-        """The latest arrival."""
+        """Return the latest arrival."""
         return int(np.argmax(running.arrivals))

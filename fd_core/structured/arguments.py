@@ -1,7 +1,7 @@
-"""Grammars of arguments that are not written as one JSON object, by the schema of a tool.
+"""Grammars of arguments that are not written as one JSON object, from the schema of a tool.
 
-What such a format cannot say, or what cannot be held to a schema, is refused with its place. Properties come in the
-order of the schema; an object has no others unless `additionalProperties` says so or it names none.
+Schemas that such a format cannot express or enforce are rejected with their location. Properties are in the
+order of the schema; an object has no others unless `additionalProperties` allows it or it names none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REFERENCE: Final = frozenset({"$ref"}) | _NOTES
 _LIST_OF_ONE: Final = frozenset({"allOf"}) | _NOTES
 _UNION: Final = frozenset({"anyOf", "oneOf", *_DEFINITIONS}) | _NOTES
 _MAX_PARTS: Final = 20_000
-"""Parts of a schema, those that are referred to counted each time."""
+"""Limit of parts of a schema, referenced ones counted each time."""
 _MAX_LEVELS: Final = 64
 _DATE: Final = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _TIME: Final = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -69,11 +69,11 @@ class _Fields(NamedTuple):
     known: Mapping[str, Any]
     required: frozenset[str]
     more: Any
-    """Schema of others; None if there are none."""
+    """Schema of additional properties; None if there are none."""
 
 
 class _Values:
-    """Reads the schema of one tool. Methods raise `BadRequest` that names a place."""
+    """Reads the schema of one tool. Methods raise `BadRequest` that names a location."""
 
     def __init__(self, lark: LarkText, schema: Mapping[str, Any], place: str) -> None:
         self.lark = lark
@@ -82,7 +82,7 @@ class _Values:
         self._parts = 0
 
     def fields(self, schema: Any, place: str) -> _Fields | None:
-        """Return what an object may have; None if its schema says more than that."""
+        """Return the properties that an object may have; None if its schema has further constraints."""
         if not isinstance(schema, Mapping) or not _OBJECT.issuperset(_told(schema)):
             return None
         known, more = schema.get("properties"), schema.get("additionalProperties")
@@ -107,7 +107,7 @@ class _Values:
         return found
 
     def follow(self, schema: Any, place: str) -> Any:
-        """Return the schema that is meant by a reference, or by a list of one."""
+        """Return the schema that a reference, or a list of one, stands for."""
         self._parts += 1
         if self._parts > _MAX_PARTS:
             raise wrong(self.place, f"the schema has more than {_MAX_PARTS:,} parts")
@@ -232,13 +232,13 @@ class TaggedGrammar(_Values):
         return " ".join(parts)
 
     def _value(self, schema: Any, place: str) -> str:
-        """Return the rule for a value and what stands behind it."""
+        """Return the rule for a value and the text after it."""
         strings, others = self.split(schema, place)
         kinds = kinds_of(schema, self.root) - {"string"}
         options: list[str] = []
         if strings:
-            # A lexeme goes on as far as any can. So where text may be a string or something else, each is one lexeme
-            # with what stands behind it, or they differ in their first character.
+            # A lexeme extends as far as any can. So where text may be a string or something else, each is one lexeme
+            # with the text after it, or they differ in their first character.
             unlike = dict(_LIKE)
             for other in others:
                 options += self._beside_strings(other, unlike)
@@ -291,7 +291,7 @@ class KeywordGrammar(_Values):
     def __init__(self, lark: LarkText, schema: Mapping[str, Any], place: str) -> None:
         super().__init__(lark, schema, place)
         self._referred: dict[str, str] = {}
-        """Rules of what is referred to, so that a schema may contain itself."""
+        """Rules of referenced schemas, so that a schema may contain itself."""
 
     def arguments(self) -> str:
         """Return the expression for all arguments. Raises `BadRequest`."""
@@ -314,7 +314,7 @@ class KeywordGrammar(_Values):
         """Return the rule of a value."""
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if schema in ({}, True):
-            reference = ""  # anything at all, which contains itself as well
+            reference = ""  # any value, which contains itself as well
         if not isinstance(reference, str):
             return self._value(schema, place, level)
         if reference not in self._referred:
@@ -374,7 +374,7 @@ class KeywordGrammar(_Values):
 def _with_commas(lark: LarkText, parts: Sequence[tuple[str, bool]], another: str | None) -> str:
     """Return the expression of `parts` in order, needed ones in any case, then of more of `another`, with commas."""
     behind = f'(", " {another})*' if another else ""
-    first = f"({another} {behind})?" if another else ""  # where nothing stands before
+    first = f"({another} {behind})?" if another else ""  # no part before it
     for rule, needed in reversed(parts):
         after = lark.rule(behind) if behind else ""
         alone = f"{rule} {after}"

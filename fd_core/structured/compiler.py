@@ -1,7 +1,7 @@
-"""Compiles grammars, within bounds, and keeps the compiled ones: a cache with a bound of its own.
+"""Compiles grammars, within bounds, and keeps the compiled ones in a bounded cache.
 
 Time is bounded by llguidance's fuel, which counts work, so that a grammar that compiles on one machine compiles on all.
-Compiling releases the interpreter's lock; whoever must not wait has a thread do it (`fd_core.structured.workers.port`).
+Compiling releases the GIL; callers that must not block compile on a thread (`fd_core.structured.workers.port`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from fd_core.text.tokenizer import Tokenizer
 
 LARGE_GRAMMAR: Final = 16 * 1024
-"""Characters of a grammar that takes so long to compile that it must not take its time from the steps."""
+"""Characters of a grammar whose compilation takes too long to compete with steps for a processor."""
 
 
 def yield_to_others(*, is_large: bool) -> None:
     """Have the calling thread leave most of a processor to others, and all that they need for a large grammar."""
-    # Where the system cannot tell threads apart, nothing changes.
+    # No effect on systems without priorities per thread.
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19 if is_large else 5)
 
@@ -47,11 +47,11 @@ LIMITS: Final = LLParserLimits(
 """About 20 ms for the regexes of a grammar, 10 ms for the worst mask, and 100 MB for the worst lexer."""
 _MAX_CACHED: Final = 512
 _MAX_CACHED_BYTES: Final = 16 * 2**20
-"""Of the texts of cached grammars; what is compiled of them grows with their size."""
+"""Limit of the texts of cached grammars; the compiled grammars grow with their size."""
 _MAX_ANEW_SECONDS: Final = 0.05
-"""A grammar that takes longer to compile is not compiled anew within a step."""
+"""A grammar that takes longer to compile is not recompiled within a step."""
 _MAX_WORDS: Final = 400
-"""Characters of a reason that is shown to people."""
+"""Characters of a reason that is displayed."""
 _LISTING: Final = re.compile(r"\s*(\d+ *\|.*|\^)\s*$")
 """Lines of the grammar that the library shows with an error, and the mark below them: the place is named before."""
 _IN_WORDS: Final = {
@@ -62,11 +62,11 @@ _IN_WORDS: Final = {
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be used; the text says why, for people."""
+    """A grammar cannot be used; the text is a human-readable reason."""
 
 
 class CompilerStats(msgspec.Struct, kw_only=True):
-    """What one compiler did since its start."""
+    """Statistics of one compiler since its start."""
 
     compiled: Annotated[int, counter("grammars_compiled", "Grammars compiled, refused ones included.")] = 0
     refused: Annotated[int, counter("grammars_refused", "Grammars that could not be compiled.")] = 0
@@ -78,14 +78,14 @@ class CompilerStats(msgspec.Struct, kw_only=True):
 class CompiledGrammar:
     """Makes matchers of one grammar, which share a lexer.
 
-    The lexer grows with all texts, up to a limit. Beyond it, it knows no way on for any of them, and only their next
-    masks would say why.
+    The lexer grows with all texts, up to a limit. Beyond it, it allows no continuation for any of them, and only their
+    next masks would give the reason.
     """
 
     def __init__(
         self, matcher: LLMatcher, first: int | None, seconds: float, anew: Callable[[], CompiledGrammar]
     ) -> None:
-        """`first` is a token that a text may begin with; `seconds` are those that compiling took."""
+        """`first` is a token that a text may begin with; `seconds` is the time that compiling took."""
         self._matcher = matcher
         self._first = first
         self._seconds = seconds
@@ -97,11 +97,11 @@ class CompiledGrammar:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the lexer has reached its limit. Takes microseconds."""
+        """Return True if the lexer has reached its limit. Takes microseconds."""
         return self._first is not None and not self._matcher.validate_tokens([self._first])
 
     def anew(self) -> CompiledGrammar:
-        """Compile it again, with a lexer of its own; `GrammarError` if that may hold a step up for too long."""
+        """Recompile it, with a separate lexer; `GrammarError` if that may delay a step for too long."""
         if self._seconds > _MAX_ANEW_SECONDS:
             raise GrammarError(
                 "what requests of the same grammar share of it has become too large, and it takes too long to compile "
@@ -111,10 +111,10 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiled grammars of one model. Any thread may use it."""
+    """Compiled grammars of one model. Thread-safe."""
 
     def __init__(self, vocabulary: Callable[[], LLTokenizer], limits: LLParserLimits = LIMITS) -> None:
-        """`vocabulary` is called once, when it is first needed, because it takes some time."""
+        """`vocabulary` is called once, on first use, because it takes some time."""
         self._make_vocabulary = vocabulary
         self._limits = limits
         self._vocabulary: LLTokenizer | None = None
@@ -125,15 +125,15 @@ class GrammarCompiler:
         self._stats = CompilerStats()
 
     def warm_up(self) -> None:
-        """Make the vocabulary, so that the first grammar need not wait for it. Raises what making it raises."""
+        """Create the vocabulary, so that the first grammar need not wait for it. Raises the errors of `vocabulary`."""
         self._ready_vocabulary()
 
     def is_cached(self, grammar: str) -> bool:
-        """Whether `compiled` answers at once."""
+        """Return True if `compiled` returns at once."""
         return _usable(self._cache.get(grammar))
 
     def compiled(self, grammar: str) -> CompiledGrammar:
-        """Return a grammar, compiled anew if its lexer is exhausted; `GrammarError` if that goes beyond the bounds."""
+        """Return a grammar, recompiled if its lexer is exhausted; `GrammarError` if that exceeds the bounds."""
         with self._lock:
             found = self._cache.get(grammar)
             if found is not None:
@@ -155,7 +155,7 @@ class GrammarCompiler:
         return self.compiled(grammar).matcher()
 
     def refusal(self, grammar: str) -> str | None:
-        """Say why a grammar cannot be compiled, None if it can; nothing is kept or counted."""
+        """Return the reason why a grammar cannot be compiled, None if it can; nothing is cached or counted."""
         vocabulary = self._ready_vocabulary()
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=self._limits)
         fault, _ = _begin(matcher, vocabulary.eos_tokens)
@@ -200,7 +200,7 @@ def _required(found: CompiledGrammar | GrammarError) -> CompiledGrammar:
 
 
 def _begin(matcher: LLMatcher, ends: Sequence[int]) -> tuple[str | None, int | None]:
-    """Say why no text can begin as a new matcher's grammar wants, None if one can, and give a token that begins one.
+    """Return why a new matcher's grammar allows no text, None if it allows one, and a token that begins one.
 
     The first mask and the text forced at the beginning are computed for it: a grammar that goes round in circles
     compiles, and shows its fault there.
@@ -223,7 +223,7 @@ def _begin(matcher: LLMatcher, ends: Sequence[int]) -> tuple[str | None, int | N
 
 
 def for_people(error: str) -> str:
-    """Return the reason without the state of the library, which may hold what was generated."""
+    """Return the reason without the state of the library, which may contain generated text."""
     said = error.partition("\n<state>")[0].replace("<non-verbose/>", "").splitlines()
     reason = " ".join(" ".join(line for line in said if not _LISTING.match(line)).split())
     reason = _IN_WORDS.get(reason, reason)
@@ -238,7 +238,7 @@ class VocabularyTable(msgspec.Struct, frozen=True):
     """The tokens of a model as data, for a process without its tokenizer."""
 
     tokens: list[bytes]
-    """By id."""
+    """Bytes of the tokens, by id."""
     special: list[int]
     """Sorted ids of control tokens, which match no text."""
     ends: list[int]
@@ -270,7 +270,7 @@ def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int
 
 
 class _Vocabulary:
-    """What `LLTokenizer` reads."""
+    """Interface that `LLTokenizer` reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

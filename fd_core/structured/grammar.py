@@ -1,4 +1,4 @@
-"""The form that a request asks for, as data: any process can make the grammar of it."""
+"""Output constraints of a request, as data: any process can make the grammar of one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class CallAsked(NamedTuple):
 
     form: CallForm
     schema: dict[str, Any]
-    """Of the arguments."""
+    """Schema of the arguments."""
     place: str
-    """Of the schema in the request."""
+    """Location of the schema in the request."""
     name: str = ""
     is_strict: bool = True
-    """False leaves open what cannot be enforced of the schema."""
+    """False ignores the parts of the schema that cannot be enforced."""
 
 
 def _messages(lark: LarkText, messages: Sequence[FreePart], markers: Sequence[str]) -> list[str]:
@@ -80,7 +80,7 @@ def json_schema(
 ) -> str:
     """Return the grammar of the JSON values that fit a schema, whose property order is that of the answer.
 
-    JSON is written on one line with one blank behind commas and colons, or with what matches `whitespace_pattern`
+    JSON is written on one line with one blank after commas and colons, or with text that matches `whitespace_pattern`
     wherever white space is allowed. Raises `BadRequest` that names `field`.
     """
     if schema is False:
@@ -124,9 +124,9 @@ class SchemaForm(msgspec.Struct, frozen=True, kw_only=True, tag="schema"):
     schema: Schema
     whitespace_pattern: str | None = None
     spaces_field: str = ""
-    """Place of the pattern in the request, if there is one."""
+    """Location of the pattern in the request, if there is one."""
     is_strict: bool = True
-    """False leaves open what cannot be enforced."""
+    """False ignores the parts that cannot be enforced."""
 
     def grammar(self, field: str) -> str:
         """Return the grammar. Raises `BadRequest`."""
@@ -172,20 +172,20 @@ class CallsForm(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
     control_tokens: dict[str, int]
     is_demanded: bool
     before: Sequence[FreePart] = ()
-    """Any number of these messages may come first; their text has none of `markers`."""
+    """Any number of these messages may precede the calls; their text has none of `markers`."""
     markers: Sequence[str] = ()
     """Free text has none of them where control tokens begin calls."""
     answer_begin: str = ""
-    """What stands before an answer without calls."""
+    """Prefix of an answer without calls."""
     several: bool = False
-    """Whether more than one call may be made, if the format allows it."""
+    """True if more than one call is allowed, where the format supports it."""
     space: bool = False
-    """Whether white space may stand before calls that are demanded."""
+    """True if white space may precede required calls."""
     instead: FormAsked | None = None
-    """A form that an answer without calls has."""
+    """Output constraint of an answer without calls."""
 
     def grammar(self, field: str) -> str:
-        """Return the grammar. Raises `BadRequest` that names the place of a schema that cannot be held."""
+        """Return the grammar. Raises `BadRequest` that names the location of a schema that cannot be enforced."""
         lark = LarkText(self.control_tokens)
         text = lark.text(self._demanded(lark) if self.is_demanded else self._chosen(lark))
         require_small(text, "the grammar of all tools together", "tools")
@@ -217,11 +217,11 @@ Form = SchemaForm | TextForm | ChoiceForm | TagForm | CallsForm
 
 
 class FormAsked(msgspec.Struct, frozen=True):
-    """A form, and the field of the request that asks for it."""
+    """An output constraint, and the field of the request that specifies it."""
 
     field: str
     form: Form
 
     def grammar(self) -> str:
-        """Return the grammar, which nobody has compiled yet. Raises `BadRequest` that names the place."""
+        """Return the grammar, not yet compiled. Raises `BadRequest` that names the location."""
         return self.form.grammar(self.field)

@@ -1,4 +1,4 @@
-"""Writes a grammar in Lark's syntax, as llguidance reads it, out of parts that know nothing of each other."""
+"""Writes a grammar in llguidance's Lark syntax out of independent parts."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class LarkText:
         return self._named("T", "", body)
 
     def later(self) -> str:
-        """Return a name for a rule that is told by `tell`: for rules that contain themselves."""
+        """Return a name for a rule that `tell` defines later: for rules that contain themselves."""
         name = f"r{len(self._lines)}"
         self._lines.append("")
         return name
 
     def tell(self, name: str, body: str) -> None:
-        """Say what a rule of `later` is."""
+        """Define a rule of `later`."""
         self._lines[int(name[1:])] = f"{name}: {body}"
 
     def either(self, options: Iterable[str]) -> str:
@@ -67,7 +67,7 @@ class LarkText:
         return self.rule(f"%json {json.dumps({'x-guidance': JSON_STYLE, **schema})}")
 
     def grammar(self, text: str, field: str = "grammar") -> str:
-        """Return a grammar of its own as a part of this one; `BadRequest` with `field` if it has parts itself."""
+        """Return a separate grammar as a part of this one; `BadRequest` with `field` if it has parts itself."""
         name, parts = f"inner_{len(self._inner)}", [{"lark_grammar": text}]
         if text.startswith("{"):
             parts = json.loads(text)["grammars"]
@@ -111,7 +111,7 @@ class LarkText:
         return f"{self.terminal(f'({free}) {plain}')} {self.spelled(end[control.start() :])}"
 
     def begins_with_control(self, text: str) -> bool:
-        """Whether the first thing in a text is a control token."""
+        """Return True if a text begins with a control token."""
         return bool(self._find.match(text))
 
     def text(self, start: str) -> str:

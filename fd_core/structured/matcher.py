@@ -1,13 +1,13 @@
-"""What one text may say next: the grammar, the reasoning before it and the ends behind it, as masks over tokens.
+"""Token masks of one text: the reasoning before the grammar, the grammar, and the end tokens after it.
 
     reasoning --end sequence--> grammar --an end token, exactly where the grammar accepts--> ended
 
-Everything here is a function of the tokens so far: whoever consumes the same tokens gets the same masks, in whatever
-steps, after a restart too. Where the grammar leaves one way to go on, the mask allows one token, the one in which the
-tokenizer itself would write that way; such tokens are forced, and drafts of them are always kept.
+Everything here is a function of the tokens so far: the same tokens give the same masks, however they are split into
+steps, and after a restart too. Where the grammar leaves one continuation, the mask allows one token, the one with which
+the tokenizer itself would encode it; such tokens are forced, and drafts of them are always accepted.
 
-Texts of one grammar share a lexer, which any of them may exhaust. So whatever is asked of the grammar is asked again of
-a lexer of its own if the shared one turns out to be exhausted; a text ends if its own does not suffice for it either.
+Texts of one grammar share a lexer, which any of them may exhaust. So a query of the grammar is repeated with a private
+lexer if the shared one turns out to be exhausted; a text ends if its private lexer does not suffice either.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def mask_words(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a text is, but for the state inside the grammar."""
+    """Position of a text, except for the state inside the grammar."""
 
     reasoning: bool
     matched: int = 0
-    """Ids of the end sequence that the text ends with, while it reasons."""
+    """Number of ids of the end sequence that the text ends with, while it reasons."""
     spent: int = 0
     """Reasoning tokens so far."""
     in_grammar: int = 0
@@ -57,11 +57,11 @@ class TokenMatcher:
         self._compiled = grammar
         self._grammar = None if grammar is None else grammar.matcher()
         self._tokens: list[int] = []
-        """What the grammar consumed."""
+        """Tokens that the grammar consumed."""
         self.trouble: str | None = None
-        """Why a mask is empty, if the grammar could not say what it allows."""
+        """Reason of an empty mask, if the grammar could not compute it."""
         self._lost: str | None = None
-        """Why there is no new lexer in place of an exhausted one."""
+        """Reason why there is no new lexer in place of an exhausted one."""
         self._ends = frozenset(ends)
         self._end_ids = np.array(sorted(end for end in self._ends if end < vocab_size), np.int64)
         if grammar is not None and not len(self._end_ids):
@@ -73,7 +73,7 @@ class TokenMatcher:
         self._place = _Place(reasoning is not None)
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """The text went on with `tokens`. Raises `GrammarError` if it may not."""
+        """Append `tokens` to the text. Raises `GrammarError` if they are not allowed."""
         for token in tokens:
             if not self._asked(self._push, token):
                 if self._is_broken():
@@ -81,7 +81,7 @@ class TokenMatcher:
                 raise GrammarError(f"token {token} was chosen, but the grammar does not allow it")
 
     def allowed(self, drafts: Sequence[int]) -> int:
-        """Return how many of the leading `drafts` the text may go on with; none behind one that ends the text."""
+        """Return how many of the leading `drafts` the text may continue with; none after one that ends the text."""
         place, count = self._place, 0
         for draft in drafts:
             only = self._asked(self._only)
@@ -92,7 +92,7 @@ class TokenMatcher:
         return count
 
     def forced(self, limit: int) -> list[int]:
-        """Return up to `limit` tokens that the text must go on with."""
+        """Return up to `limit` tokens that the text must continue with."""
         place = self._place
         tokens: list[int] = []
         while len(tokens) < limit and not self._place.ended:
@@ -107,16 +107,16 @@ class TokenMatcher:
         return tokens
 
     def write_masks(self, drafts: Sequence[int], masks: IntArray) -> npt.NDArray[np.bool_]:
-        """Write a mask for the place behind each of the first 0 to len(drafts) `drafts`, which are allowed ones.
+        """Write a mask for the position after each of the first 0 to len(drafts) `drafts`, which are allowed ones.
 
-        `masks` is int32[1 + len(drafts), words], rows in C order. Returns bool[1 + len(drafts)]: whether the place has
-        a mask; elsewhere everything is allowed, and its row means nothing. A mask of zeros allows no token.
+        `masks` is int32[1 + len(drafts), words], rows in C order. Returns bool[1 + len(drafts)]: True if a position has
+        a mask; elsewhere everything is allowed, and its row is undefined. A mask of zeros allows no token.
         """
         place = self._place
         masked = np.zeros(len(drafts) + 1, np.bool_)
         for index in range(len(drafts) + 1):
             masked[index] = self._asked(self._write_mask, masks[index])
-            if self._is_broken():  # there is no way on, or finding it takes too much work
+            if self._is_broken():  # no continuation, or finding it takes too much work
                 self.trouble = self._reason_broken()
                 masks[index] = 0
                 break
@@ -128,7 +128,7 @@ class TokenMatcher:
     # Inside -----------------------------------------------------------------------------------------------
 
     def _asked(self, question: Callable[P, T], *about: P.args, **named: P.kwargs) -> T:
-        """Return the answer to a question about this place, from a lexer that can give it if there is one."""
+        """Return the result of a query at this position, from a lexer that can compute it if there is one."""
         place, answer = self._place, question(*about, **named)
         if not self._is_broken():
             return answer
@@ -138,7 +138,7 @@ class TokenMatcher:
         return question(*about, **named)
 
     def _is_broken(self) -> bool:
-        """Whether the grammar's answers mean nothing any more."""
+        """Return True if the grammar's results are no longer valid."""
         grammar, compiled = self._grammar, self._compiled
         return grammar is not None and compiled is not None and (grammar.is_error() or compiled.exhausted)
 
@@ -148,7 +148,7 @@ class TokenMatcher:
         return self._lost or said
 
     def _renew(self) -> None:
-        """Follow the text with a new matcher, and with a lexer of its own where the one it had is exhausted."""
+        """Follow the text with a new matcher, and with a separate lexer where the one it had is exhausted."""
         compiled = self._compiled
         if compiled is None:
             return
@@ -162,7 +162,7 @@ class TokenMatcher:
         self._grammar.consume_tokens(self._tokens)
 
     def _write_mask(self, row: IntArray) -> bool:
-        """Write the mask of this place into int32[words]; False if everything is allowed."""
+        """Write the mask of this position into int32[words]; False if everything is allowed."""
         place = self._place
         if place.ended:
             return False
@@ -186,7 +186,7 @@ class TokenMatcher:
         return True
 
     def _only(self) -> list[int]:
-        """Return the tokens that must come next, if the next one is forced; the text may be freer behind it."""
+        """Return the tokens that must follow, if the next one is forced; the text may be freer after them."""
         place = self._place
         if place.ended:
             return []
@@ -204,7 +204,7 @@ class TokenMatcher:
         return tokens[: grammar.validate_tokens(tokens)] if tokens else []
 
     def _push(self, token: int) -> bool:
-        """Go one token on; False, and no change, if the grammar does not allow it."""
+        """Advance by one token; False, and no change, if the grammar does not allow it."""
         place = self._place
         if place.ended:
             return True
@@ -227,7 +227,7 @@ class TokenMatcher:
         return True
 
     def _reason(self, token: int) -> _Place:
-        """Return the place behind a reasoning token: the end sequence is looked for as Knuth, Morris and Pratt do."""
+        """Return the position after a reasoning token: the end sequence is searched by Knuth-Morris-Pratt."""
         place, end = self._place, self._reasoning.end if self._reasoning is not None else ()
         if token in self._ends:
             return _Place(False, ended=True)
@@ -240,7 +240,7 @@ class TokenMatcher:
         return _Place(True, matched, place.spent + 1)
 
     def _return_to(self, place: _Place) -> None:
-        """Take back what was pushed since the text was at `place`."""
+        """Undo the tokens pushed since the text was at `place`."""
         behind = len(self._tokens) - place.in_grammar
         self._place = place
         del self._tokens[place.in_grammar :]

@@ -1,7 +1,7 @@
-"""Schemas as the compiler has to read them.
+"""Normalization of JSON schemas for the grammar compiler.
 
-It refuses words that ask for nothing: they are left out. It writes other answers than some schemas allow: those are
-narrowed to what it writes right, or refused.
+The compiler rejects keywords without effect: they are left out. It allows other values than some schemas: those are
+narrowed to what it handles exactly, or rejected.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, Final
 from fd_core.errors import BadRequest
 
 NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-"""Words whose object names schemas."""
+"""Keywords whose object names schemas."""
 _DATA: Final = frozenset({"const", "enum", "default", "examples", "example", "x-guidance"})
-"""Words whose value is no schema."""
+"""Keywords whose value is not a schema."""
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "uniqueItems": (False,),
     "minContains": (0,),
@@ -33,7 +33,7 @@ _FORMATS: Final = frozenset(
     uri-template uuid json-pointer regex relative-json-pointer
     """.split()
 )
-"""Those that JSON Schema defines; others are remarks."""
+"""Keywords that JSON Schema defines; others are annotations."""
 _LOWEST: Final = ("minimum", "exclusiveMinimum")
 _HIGHEST: Final = ("maximum", "exclusiveMaximum")
 _COUNTS: Final = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -48,14 +48,14 @@ _MAX_STEPS: Final = 100_000
 
 
 def wrong(place: str, reason: str) -> BadRequest:
-    """Return the error for what stands at `place` of a request."""
+    """Return the error for the value at `place` of a request."""
     return BadRequest(f"{place}: {reason}", field=place)
 
 
 def compilable(schema: Any, field: str) -> Any:
     """Return a schema that the compiler reads as JSON Schema means it.
 
-    Every value that fits it fits the given one. Raises `BadRequest` that names the place of what cannot be held.
+    Every value that fits it fits the given one. Raises `BadRequest` with the location of a part that is unsupported.
     """
     return {} if schema is True else _read(schema, field, _Options(schema))
 
@@ -139,7 +139,7 @@ def _inwards(bound: float, place: str, *, up: bool) -> float:
 
 
 class _Options:
-    """Tells the options of every `oneOf` of one schema apart, within a budget of steps."""
+    """Decides if the options of every `oneOf` of one schema are disjoint, within a budget of steps."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -239,7 +239,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 MAX_GRAMMAR_BYTES: Final = 128 * 1024
-"""Of a schema, a regex, a grammar or all choices together."""
+"""Limit of a schema, a regex, a grammar or all choices together."""
 MAX_DEPTH: Final = 64
 """Levels of nested objects and lists in a schema, or of parentheses in a grammar."""
 MAX_CHOICES: Final = 4096
@@ -253,7 +253,7 @@ MAX_REPEATS: Final = 50_000
 _PATTERN_PARTS: Final = re.compile(
     r"\\[pPxu]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d{1,9}),?(\d{0,9})\}|[()]|.", re.DOTALL
 )
-"""What a regular expression consists of: escapes, classes, repetitions, parentheses and characters."""
+"""Elements of a regular expression: escapes, classes, repetitions, parentheses and characters."""
 
 
 def require_schema(schema: Any, field: str) -> Any:

@@ -29,7 +29,7 @@ def structural_tag(tag: Mapping[str, Any], *, field: str = "structural_tag") -> 
     """Return the grammar of a text that consists of formats.
 
     `tag` is `{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`, or `{"format": ...}` with one of
-    XGrammar's formats, which may hold others; those of tokens are not served. Raises `BadRequest` that names the place.
+    XGrammar's formats, which may be nested; those of tokens are unsupported. Raises `BadRequest` with the location.
     """
     require_shallow(tag, field)
     lark = LarkText()
@@ -52,7 +52,7 @@ def _unfit(place: str, words: str) -> BadRequest:
 class _Tag(NamedTuple):
     begin: str
     behind: str
-    """The expression of what stands behind `begin`."""
+    """The expression of the text after `begin`."""
     place: str
 
 
@@ -60,7 +60,7 @@ class _Formats:
     """Makes expressions of formats.
 
     A format whose text is free ends with the first of `ends`, which are the marks of the tag around it; without any, it
-    has to be `last`, since nothing would say where it ends.
+    has to be `last`, since no marker would end it.
     """
 
     def __init__(self, lark: LarkText) -> None:
@@ -83,10 +83,10 @@ class _Formats:
             "tags_with_separator": ("tags separator at_least_one stop_after_first", self._separated),
             "dispatch": ("rules loop excludes", self._dispatch),
         }
-        """The fields of each format, and what makes its expression."""
+        """The fields of each format, and the method that makes its expression."""
 
     def part(self, given: Any, place: str, ends: Sequence[str], last: bool) -> str:
-        """Return the expression of a format and one of `ends` behind it."""
+        """Return the expression of a format and one of `ends` after it."""
         given = _mapping(given, place)
         kind = given.get("type")
         if not isinstance(kind, str) or kind not in self._makers:
@@ -112,7 +112,7 @@ class _Formats:
     def triggered(
         self, tags: Sequence[_Tag], given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool
     ) -> str:
-        """Return the expression of free text in which triggers begin tags, and of one of `ends` behind it."""
+        """Return the expression of free text in which triggers begin tags, and of one of `ends` after it."""
         triggers = _texts(given.get("triggers"), f"{place}.triggers")
         begun: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         for tag in tags:
@@ -255,7 +255,7 @@ class _Formats:
     ) -> str:
         """Return the expression of free text in which each key of `begun` is followed by one of its expressions.
 
-        If there is any `first`, one of those comes before all text.
+        If `first` is not empty, one of those precedes all text.
         """
         lark = self._lark
         if once and first:

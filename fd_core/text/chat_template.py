@@ -1,6 +1,6 @@
 """Chat templates: they turn a conversation into the prompt format that the model was trained on.
 
-A template comes with the checkpoint and is an untrusted program: `fd_core.text.sandbox` limits what it can do, and
+A template is shipped with the checkpoint and is an untrusted program: `fd_core.text.sandbox` limits what it can do, and
 `fd_core.text.template_budget` what it can take.
 """
 
@@ -34,7 +34,7 @@ _MAX_ERROR_CHARS = 500
 _MAX_PATTERN_CHARS = 200
 _TRIAL = ({"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."})
 _END = "\U000f4a7bend of the final message\U000f4a7b"
-"""Stands behind a message that is to be continued; characters for private use, which no text should hold."""
+"""Follows a message that is to be continued; private-use characters, which no text should contain."""
 _MAX_CONTAINERS: Final = 32_768
 """Each of them is made while nothing else runs in this process."""
 _MAX_DIGITS: Final = 100
@@ -66,7 +66,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> Self | None:
-        """Return the template of `source`, else the one that came with the tokenizer, if any did.
+        """Return the template of `source`, else the one that is shipped with the tokenizer, if any.
 
         Raises `ModelError` with the line if it does not compile, or if already a short conversation goes beyond the
         limits.
@@ -181,7 +181,7 @@ class ChatTemplate:
 
     @cached_property
     def knows_tools(self) -> bool:
-        """Whether the template has a place for tools. Raises `ModelError` if it does not compile."""
+        """Return True if the template supports tools. Raises `ModelError` if it does not compile."""
         _ = self._compiled
         return "tools" in jinja2.meta.find_undeclared_variables(Sandbox().parse(self.source))
 
@@ -302,7 +302,7 @@ def _tool_calls(calls: Any, field: str, parse: bool) -> list[Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Return what JSON text stands for; the text itself if it is no JSON, or if a template could not write it."""
+    """Return the value of JSON text; the text itself if it is not JSON, or if a template could not write it."""
     try:
         value = json.loads(text.strip() or "{}", parse_int=_short_integer)
         if "\\u" in text:

@@ -5,7 +5,7 @@ Laws, each a property test:
 2. No text ends within a character, and none holds the stop string or anything after it.
 3. Text is held back only where it may be the beginning of a stop string, or bytes of an unfinished character.
 
-A push costs the same whatever came before it: bytes come from a table, at most one unfinished character and one
+A push costs the same whatever preceded it: bytes are read from a table, at most one unfinished character and one
 unfinished stop string are kept.
 """
 
@@ -32,7 +32,7 @@ class TextDelta(NamedTuple):
 
 
 class IncrementalDetokenizer:
-    """Turns the tokens of one generation into text as they come.
+    """Incrementally turns the tokens of one generation into text.
 
     Of several stop strings the one that is complete first wins; of those complete at the same character, the
     longest. `include_stop` lets the text end with the stop string. `keep` names control tokens that are text all the

@@ -1,4 +1,4 @@
-"""A thread whose work takes turns by client, so that whoever brings much of it delays nobody else for long."""
+"""A thread that serves clients in turn, so that a client with much work does not delay others for long."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 CLIENT: Final[ContextVar[str]] = ContextVar("client", default="")
-"""Whose request the current task answers: a name for the key, or for the address where there is none."""
+"""Client of the current task: a name derived from its key, or from its address if it has no key."""
 
 T = TypeVar("T")
 
 
 class FairThread:
-    """One thread. The first work of each client that waits comes before the second of any."""
+    """One thread. The first job of each waiting client runs before the second of any."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
@@ -26,7 +26,7 @@ class FairThread:
         """Work by client, the client whose turn is next at the beginning."""
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return `work()` in the turn of the `CLIENT`; whoever is cancelled before it comes has nothing done."""
+        """Return `work()` in the turn of the `CLIENT`; a job cancelled before its turn does not run."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(CLIENT.get(), deque()).append((future, work))
@@ -52,5 +52,5 @@ class FairThread:
             return
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # a panic in Rust is no Exception; whoever waits gets it
+        except BaseException as error:  # noqa: BLE001  # a panic in Rust is no Exception; the waiting caller gets it
             future.set_exception(error)

@@ -42,12 +42,12 @@ _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True, slots=True)
 class _Pre:
-    """How text is split before merging, and what the original tokenizer does besides."""
+    """Pre-tokenization: how text is split before merging, and further steps of the original tokenizer."""
 
     patterns: tuple[str, ...]
     nfc: bool = False
     whole_words: bool = False
-    """A word that is a token is taken whole, whatever the merges say (`ignore_merges`)."""
+    """A word that is a token is used whole, regardless of the merges (`ignore_merges`)."""
     adds_bos: bool = False
 
 

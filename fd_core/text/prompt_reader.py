@@ -1,7 +1,7 @@
-"""Reading prompts: texts, lists of token ids and conversations become token ids. Server and router share this code.
+"""Prompt reading: converts texts, token id lists and conversations to token ids. Server and router share this code.
 
-What a server refuses on purpose, such as roles that it does not serve, is the server's; what a conversation becomes is
-decided here, so that a router counts the same tokens as its workers.
+Restrictions of a server, such as unsupported roles, are checked in the server; conversations are converted
+here, so that a router counts the same tokens as its workers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from fd_core.types.checks import check_ids
 
 _INLINE_CHARS: Final = 8192
-"""Longer texts are read on a thread: the event loop feeds every stream."""
+"""Longer texts are read on a thread, because the event loop feeds every stream."""
 LONG_CHARS: Final = 131_072
-"""Longer texts have a thread of their own, so that shorter ones never wait for seconds."""
+"""Longer texts are read on a separate thread, so that shorter ones never wait for seconds."""
 _COUNTED_CHARS: Final = 1_000_000
 """Tools cut long documents to contexts by the tokens that a server counts."""
 _ROLE_ALIASES: Final = {"developer": "system"}
 _TURN_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-"""What a template sees of a message; clients send more."""
+"""Message fields that a template receives; clients send more."""
 _MAX_TEMPLATES: Final = 16
 _MAX_TOKEN_ID: Final = 2**31 - 1
 
@@ -82,7 +82,7 @@ class PromptReader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """How texts become tokens, by what comes out for samples: a name that is equal where they are read alike."""
+        """Fingerprint of the tokenization, from the tokens of sample texts: equal for tokenizers that agree on them."""
         ids = [self._tokenizer.encode(_SAMPLE_TEXT, add_special=special) for special in (True, False)]
         if self._template is not None:
             try:
@@ -94,14 +94,14 @@ class PromptReader:
 
     @property
     def template_source(self) -> str | None:
-        """What renders conversations, in Jinja; None where nothing does."""
+        """Jinja source of the chat template; None if there is none."""
         return None if self._template is None else self._template.source or None
 
     async def run(self, size: int, read: Callable[[], T], *, at_once: bool = True) -> T:
         """Return `read()` of a prompt of `size` characters: at once, or from a thread where it would block for long.
 
-        What may take long over a short text, as templates may, is not read `at_once` in any case. Whoever is cancelled
-        before the turn comes is not read.
+        Short texts that may take long, as templates may, are never read `at_once`. A read cancelled
+        before its turn does not run.
         """
         if at_once and size <= _INLINE_CHARS:
             return read()
@@ -124,12 +124,12 @@ class PromptReader:
 
     @property
     def switches_reasoning(self) -> bool:
-        """Whether the chat template can switch reasoning on and off."""
+        """Return True if the chat template can switch reasoning on and off."""
         return self._template is not None and self._template.mentions("enable_thinking")
 
     @property
     def takes_effort(self) -> bool:
-        """Whether the chat template can be told how much to reason."""
+        """Return True if the chat template accepts a reasoning effort."""
         return self._template is not None and self._template.mentions("reasoning_effort")
 
     def close(self) -> None:
@@ -173,9 +173,9 @@ class PromptReader:
         one of the model's templates.
 
         Control tokens come from the template; `add_special` adds what the model wants around a text as well.
-        `continue_final_message`, `documents` and `tools` are those of `ChatTemplate.render`. Raises `BadRequest` for
-        what the template refuses or cannot render, for a template of the caller's that is wrong, and where there is
-        none.
+        `continue_final_message`, `documents` and `tools` are those of `ChatTemplate.render`. Raises `BadRequest` if
+        the template rejects or cannot render the conversation, if the caller's template is invalid, and if there is
+        no template.
         """
         turns, size = [], 0
         for message in messages:
@@ -219,7 +219,7 @@ class PromptReader:
 
     @cached_property
     def _fits(self) -> bool:
-        """Whether every id that the tokenizer has is one of the model's."""
+        """Return True if every id of the tokenizer is in the model's vocabulary."""
         return self._tokenizer.vocab_size <= self._vocab_size
 
     def _too_long(self, chars: int, field: str) -> BadRequest:
@@ -251,7 +251,7 @@ def template_kwargs(
 ) -> Mapping[str, Any] | None:
     """Return the variables of a template that a request sets: in `chat_template_kwargs`, or by a name of their own.
 
-    An effort of `none` switches reasoning off, unless the request says otherwise.
+    An effort of `none` switches reasoning off, unless the request sets it otherwise.
     """
     named: dict[str, Any] = {}
     if isinstance(reasoning_effort, str):

@@ -2,8 +2,8 @@
 
 Jinja's own sandbox keeps a template away from Python's internals and from changing its input. It does not keep it
 from looping for hours or from filling the memory. Here filters, tests and methods are those of a list, each charged
-for what it walks and what it makes; operators, loops, calls and output likewise. What could build much from little
-(a factor, a width, a separator) is checked before it is done.
+for the data it reads and creates; operators, loops, calls and output likewise. Operands that multiply a size
+(a factor, a width, a separator) are checked first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CALL_STEPS: Final = 10
 _NODES_A_STEP: Final = 6
 _MAX_WIDTH: Final = 10_000
 _MAX_SLOW_CHARS: Final = 100_000
-"""Limit for what is done character by character, or by a regular expression."""
+"""Limit for operations character by character, or by a regular expression."""
 _MAX_DIGITS: Final = 100
 _WIDE: Final = re.compile(r"\d{5,}")
 
@@ -142,7 +142,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(__obj, Macro | BlockReference):
             return super().call(__context, __obj, *args, **kwargs)
         weight = sum(map(budget.weigh, (*args, *kwargs.values())))
-        # jinja wraps str.format in a function of its own
+        # jinja wraps str.format in a separate function
         method = getattr(__obj, "__wrapped__", __obj)
         owner, name = getattr(method, "__self__", None), str(getattr(method, "__name__", ""))
         for kind, allowed in _METHODS:
@@ -164,7 +164,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Meter(NodeTransformer):
-    """Puts what templates do with syntax behind filters that keep to the limits."""
+    """Routes syntax of templates through filters that enforce the limits."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - the visitor looks methods up by node name
         cost = _cost(node.body)
@@ -447,7 +447,7 @@ def _check_str_call(owner: str, name: str, args: tuple[Any, ...], kwargs: Mappin
 
 
 def _check_pieces(text: str) -> None:
-    """Raise `TooMuch` for a text that may have too many words or lines, each of which is a value of its own."""
+    """Raise `TooMuch` for a text that may have too many words or lines, each of which is a separate value."""
     if len(text) > 2 * MAX_ITEMS:
         the_budget().make(16 * len(text))
 

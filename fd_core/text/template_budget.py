@@ -1,8 +1,8 @@
-"""What one rendering of a template may take: steps, which stand for time, and bytes, which stand for memory.
+"""Budget of one template rendering: steps, which stand for time, and bytes, which stand for memory.
 
-Everything that a template does is charged before it is done, or where its cost is bounded by what was charged, after.
-Values may hold the same value many times, so that a few hundred bytes stand for a tree of billions of nodes: whatever
-walks a value is charged for the whole tree, and the walk that counts it ends where the budget does.
+Every operation of a template is charged before it runs, or after it where earlier charges bound its cost.
+Values may hold the same value many times, so that a few hundred bytes stand for a tree of billions of nodes: an
+operation that walks a value is charged for the whole tree, and the walk that counts it stops when the budget is spent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TooMuch(Exception):
 
 
 class TemplateBudget:
-    """What one rendering may still take."""
+    """Remaining budget of one rendering."""
 
     def __init__(self, steps: int = MAX_STEPS, size: int = MAX_BYTES) -> None:
         self._steps = steps
@@ -165,7 +165,7 @@ the_budget = _current.get
 
 @contextlib.contextmanager
 def metered() -> Iterator[TemplateBudget]:
-    """Charge what runs in the block to a budget of its own, which it returns."""
+    """Charge the work of the block to a separate budget, which it returns."""
     budget = TemplateBudget(BRIEF_STEPS, _BRIEF_BYTES) if _brief.get() else TemplateBudget()
     before = _current.set(budget)
     try:

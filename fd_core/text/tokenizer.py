@@ -154,7 +154,7 @@ class Tokenizer:
 
 
 def _panicked(error: BaseException) -> bool:
-    """Whether the library gave up, such as on a regular expression that takes too long; that is no `Exception`."""
+    """Return True if the library panicked, such as on a regular expression that takes too long; no `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
@@ -187,7 +187,7 @@ def _from_json(source: JsonTokenizerSource) -> Tokenizer:
         )
     try:
         backend = tokenizers.Tokenizer.from_buffer(source.content)
-    except BaseException as error:  # the library has no class of its own for what it cannot read
+    except BaseException as error:  # the library has no exception type for files that it cannot read
         if not isinstance(error, Exception) and not _panicked(error):
             raise
         raise ModelError(f"{source.origin} is not a usable tokenizer: {str(error)[:300]}", field="tokenizer") from error
@@ -243,7 +243,7 @@ def _missing_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) 
 
 
 def _added_token(given: Any, special: bool = False) -> tokenizers.AddedToken | None:
-    """Return a token that settings give as a text or as an object; it is special if either says so."""
+    """Return a token that settings give as a text or as an object; it is special if either declares it so."""
     text = token_text(given)
     if not text:
         return None
@@ -267,7 +267,7 @@ _SPACE = "\u2581"
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How tokens become bytes, so that text can be decoded token by token.
+    """Conversion of tokens to bytes, so that text can be decoded token by token.
 
     `to_bytes` is `byte_level` or `sentencepiece`. With `drops_first_space`, a text that begins at the first token
     loses one leading space, which the encoder put there.

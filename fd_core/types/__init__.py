@@ -1,6 +1,6 @@
 """Frozen values that cross boundaries between scheduler, runner, engine and clients.
 
-Integer arrays inside these values are numpy arrays with `writeable=False`; whoever needs to change one copies it.
+Integer arrays inside these values are numpy arrays with `writeable=False`; copy an array to change it.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A text that begins with reasoning, which ends behind the first occurrence of some token ids."""
+    """A text that begins with reasoning, which ends after the first occurrence of some token ids."""
 
     end: tuple[int, ...]
-    """At least one id. A grammar begins exactly behind them."""
+    """At least one id. A grammar begins exactly after them."""
     max_tokens: Count | None = None
     """Reasoning tokens after which the end is forced; None forces nothing."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the next token of a request is chosen and when the request ends.
+    """Sampling and stopping parameters of a request.
 
-    `seed` together with the position of a token decides every random choice, so a request's text depends on
-    nothing but model, prompt, these parameters and the seed. The fields' ranges hold where values are decoded;
-    `fd_core.types.checks.check_sampling` checks values that were made in Python.
+    `seed` and the position of a token determine every random choice, so a request's text depends only on the
+    model, the prompt, these parameters and the seed. The fields' ranges are enforced where values are decoded;
+    `fd_core.types.checks.check_sampling` checks values that were constructed in Python.
     """
 
     max_tokens: TokenCount = 16
@@ -97,34 +97,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that the text never contains, each not empty; what the prompt ends with does not count."""
     logprobs: NumLogprobs | None = None
-    """Number of most likely tokens reported beside the chosen one; 0 reports the chosen one only, None nothing."""
+    """Number of most likely tokens reported with the chosen one; 0 reports the chosen one only, None nothing."""
     prompt_logprobs: NumLogprobs | None = None
-    """The same for the tokens of the prompt, from the second on; they come with the first token of the text."""
+    """The same for the tokens of the prompt, from the second on; delivered with the first token of the text."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str | None = None
-    """What the text must match, in llguidance's own form, which `fd_core.structured.grammar` makes; None for any text.
-    An end-of-sequence or stop token may come exactly where the text matches as a whole."""
+    """Grammar that the text must match, in llguidance's syntax, see `fd_core.structured.grammar`; None for any text.
+    An end-of-sequence or stop token is allowed exactly where the text matches as a whole."""
     reasoning: Reasoning | None = None
     """Set for a text that begins with reasoning, to which the grammar does not apply."""
 
     @property
     def greedy(self) -> bool:
-        """Whether no random number is needed."""
+        """Return True if no random number is needed."""
         return self.temperature == 0.0
 
     @property
     def penalized(self) -> bool:
-        """Whether logits depend on which tokens were seen before."""
+        """Return True if logits depend on earlier tokens through penalties."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 class Pooling(msgspec.Struct, frozen=True):
-    """What a request wants of its prompt instead of a text: one vector."""
+    """Parameters of a request for one vector of its prompt instead of generated text."""
 
     kind: Literal["last", "mean", "tokens"]
     """`last` and `mean`: the final hidden state of the last token, or the mean of all, normalized as the output
-    projection takes them. `tokens`: the log-probabilities of `token_ids` behind the prompt."""
+    projection takes them. `tokens`: the log-probabilities of `token_ids` after the prompt."""
     token_ids: tuple[int, ...] = ()
 
 
@@ -139,7 +139,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     priority: int = 0
     tenant: str = ""
     traceparent: str = ""
-    """Names the span of the request, see W3C Trace Context; empty if nobody traces it."""
+    """Span of the request, see W3C Trace Context; empty if it is not traced."""
     lease: str = ""
     """Name of the decode worker's lease on its blocks, 32 hexadecimal digits; empty until that worker names it."""
     adapter: str = ""
@@ -161,19 +161,19 @@ class PrefillTrace(msgspec.Struct, frozen=True):
 
     traceparent: str
     ended: float
-    """When, in seconds since 1970."""
+    """Time of the end, in seconds since 1970."""
     seconds: float
     """From the lease to its end."""
     num_tokens: int
     """Tokens whose KV was wanted."""
     end: str
-    """What became of the lease, see `fd_core.disagg.lease.End`."""
+    """Outcome of the lease, see `fd_core.disagg.lease.End`."""
 
 
 PrefillOutcome = Literal["transferred", "held", "refused", "lost", "expired", "damaged", "aborted"]
-"""What became of a prefill on another worker. `held`: nothing was asked, because the decode worker had the prefix;
-`lost`: the prefill worker broke off or could not be reached; `damaged`: what arrived was not what was sent. Unless the
-KV was `transferred` or `held`, the decode worker computes the prompt itself."""
+"""Outcome of a prefill on another worker. `held`: nothing was requested, because the decode worker had the prefix;
+`lost`: the prefill worker disconnected or was unreachable; `damaged`: the received KV differed from the KV sent.
+Unless the KV was `transferred` or `held`, the decode worker computes the prompt itself."""
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -190,12 +190,12 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
     delivered: tuple[int, ...] = ()
-    """Tokens of the text that earlier epochs of the engine delivered; this one goes on behind them. Limits, penalties
+    """Tokens of the text that earlier epochs of the engine delivered; this one continues after them. Limits, penalties
     and random numbers count from the prompt, as if the engine had never died."""
     prefill_at: str = ""
     """`host:port` of the prefill worker that computes the prompt; empty computes it here."""
     traceparent: str = ""
-    """Names the span of the request, for the worker at `prefill_at`; empty if nobody traces it."""
+    """Span of the request, for the worker at `prefill_at`; empty if it is not traced."""
     pooling: Pooling | None = None
     """Set for a request that ends with its prefill; the one token that it samples is dropped."""
     prefill_job: PrefillJob | None = None
@@ -209,7 +209,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
     name: str
     digest: str
-    """What `RequestSpec.adapter` says: its config and weights by their hex SHA-256."""
+    """Value of `RequestSpec.adapter`: hex SHA-256 of its config and weights."""
     path: str
     rank: int
 
@@ -240,13 +240,13 @@ class Admission:
     token_ids: IntArray
     """int32[n]: prompt and, after a preemption, the tokens delivered so far."""
     prompt_len: int
-    """How many of `token_ids` are the client's prompt."""
+    """Number of `token_ids` that are the client's prompt."""
     params: SamplingParams
     eos_token_ids: tuple[int, ...]
     computed: int
     """Tokens at the front whose KV is already in the granted blocks."""
     request_id: str = ""
-    """Whose stay it is, for traces; the runner has no use for it."""
+    """Id of the request, for traces; the runner does not use it."""
     pooling: Pooling | None = None
     adapter: str = ""
 
@@ -270,7 +270,7 @@ class Revocation:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes. Rows are slots with work; row arrays have length `n`.
+    """Work of one step. Rows are slots with work; row arrays have length `n`.
 
     The runner applies, in this order: admissions, grants, revocations, rows. A revoked slot has no row.
     """
@@ -289,7 +289,7 @@ class StepPlan:
     num_drafts: IntArray
     """int32[n], drafts among them; the runner uses fewer if it has fewer."""
     samples: npt.NDArray[np.bool_]
-    """bool[n], whether the row yields a token; false for an unfinished prefill chunk."""
+    """bool[n], True if the row yields a token; False for an unfinished prefill chunk."""
     admissions: tuple[Admission, ...] = ()
     grants: tuple[BlockGrant, ...] = ()
     revocations: tuple[Revocation, ...] = ()
@@ -336,7 +336,7 @@ class PromptLogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """What a step has of the vectors of requests that want one."""
+    """Vectors of a step, for requests that asked for one."""
 
     slots: IntArray
     """int32[n]"""
@@ -350,7 +350,7 @@ class PooledRows:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The one answer to one plan."""
+    """The output of one plan."""
 
     epoch: int
     step: int
@@ -374,28 +374,28 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_ids: tuple[int, ...] = ()
     top: tuple[float, ...] = ()
     rank: int | None = None
-    """Place of the token among all, 1 for the most likely; told of prompts only."""
+    """Rank of the token among all, 1 for the most likely; set for prompts only."""
 
 
 class Phase(enum.IntEnum):
-    """What a request does or waits for."""
+    """Activity or wait reason of a request."""
 
     COMPUTING = 0
-    """A step computes tokens of it, or will once the steps before it are answered."""
+    """A step computes tokens of it, or will once the steps before it have outputs."""
     SLOT = 1
-    """Every slot is taken."""
+    """All slots are occupied."""
     BLOCKS = 2
     """There are too few free KV blocks."""
     BUDGET = 3
-    """The step token budget goes to others."""
+    """Other requests use up the step token budget."""
     SCHEDULER = 4
-    """The scheduler has not looked at it yet, or keeps it out by a rule of its own."""
+    """The scheduler has not considered it yet, or holds it back by a rule of its policy."""
     PREFIX = 5
     """Another request computes a prefix of it."""
     GRAMMAR = 6
-    """Its grammar is compiled."""
+    """Its grammar is being compiled."""
     STORE = 7
-    """KV outside the device is looked up or loaded."""
+    """KV outside the device is being looked up or loaded."""
     TRANSFER = 8
     """A prefill worker computes its prompt and sends the KV."""
     PREEMPTED = 9
@@ -407,7 +407,7 @@ PHASE_NAMES: Final = tuple(phase.name.lower() for phase in Phase)
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """What one step delivered to one request.
+    """Output of one step for one request.
 
     A step makes one for each request, and none is part of a cycle: the garbage collector leaves them alone.
     """
@@ -423,11 +423,11 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc
     error: str | None = None
     """Set with finish reason `error`."""
     prefill: PrefillOutcome | None = None
-    """What became of a prefill that another worker was to compute; set in the first delta."""
+    """Outcome of a prefill that another worker was to compute; set in the first delta."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """One for each token of the prompt but the first, if the request asked for them; set in the first delta."""
     pooled: bytes | None = None
     """The vector of a request that asked for one, float32, little-endian."""
     phases: tuple[float, ...] | None = None
-    """Seconds since the request came to the engine, by what it did or waited for (`Phase`);
-    set in the first delta with tokens and in the last one, unless the scheduler does not tell."""
+    """Seconds since the request reached the engine, by phase (`Phase`);
+    set in the first delta with tokens and in the last one, unless the scheduler does not measure."""

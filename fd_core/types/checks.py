@@ -19,7 +19,7 @@ _PATH: Final = re.compile(r" - at `\$\.(?P<path>[^`]*)`")
 
 
 def check_ids(ids: Collection[Any], rows: int, field: str, text_of: Callable[[int], str] = lambda token_id: "") -> None:
-    """Raise `BadRequest` for the first of `ids` that is no integer from 0 to `rows` - 1.
+    """Raise `BadRequest` for the first of `ids` that is not an integer from 0 to `rows` - 1.
 
     Kernels index the model's embedding, which has `rows` rows, by these ids. A tokenizer may have more tokens than
     that; `text_of` returns the text of a token for the error.
@@ -44,7 +44,7 @@ def _is_integer(value: object) -> bool:
 
 
 def check_request_ids(spec: RequestSpec, rows: int) -> None:
-    """Raise `BadRequest` for a request with a token id that the model has no row for, wherever it stands."""
+    """Raise `BadRequest` for a request with any token id that the model has no row for."""
     check_ids(spec.prompt, rows, "prompt")
     check_ids(spec.delivered, rows, "delivered")
     if spec.pooling is not None:
@@ -53,7 +53,7 @@ def check_request_ids(spec: RequestSpec, rows: int) -> None:
 
 
 def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> None:
-    """Raise `BadRequest` that names the field which is out of its range, or an id beyond the vocabulary."""
+    """Raise `BadRequest` that names a field that is out of its range, or an id beyond the vocabulary."""
     for name in SamplingParams.__struct_fields__:
         value = getattr(params, name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -92,7 +92,7 @@ def check_tokens(params: SamplingParams, vocab_size: int | None = None) -> None:
 
 
 def check_structure(params: SamplingParams) -> None:
-    """Raise `BadRequest` for what contradicts a grammar, which alone says where the text may end."""
+    """Raise `BadRequest` for parameters that contradict a grammar, which alone decides where the text may end."""
     if params.reasoning is not None and not params.reasoning.end:
         raise BadRequest("reasoning.end: it must hold at least one token id", field="reasoning.end")
     if params.grammar is None:

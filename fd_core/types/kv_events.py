@@ -1,14 +1,14 @@
-"""KV events: which known prefixes a device stores, for routers that send requests there.
+"""KV events: the known prefixes that a device stores, for routers that send requests there.
 
-`Recorder` turns what happens in the block pool into events. `StoredBlocks` follows events and can replace all of them
-by few that lead to the same blocks, for a reader that comes late. Events name token ids, because every reader computes
+`Recorder` turns changes of the block pool into events. `StoredBlocks` follows events and can replace all of them
+by few that lead to the same blocks, for a reader that joins late. Events contain token ids, as every reader computes
 keys of prefixes in its own way: the keys here depend on a secret. Pure.
 
-The law of the events: when blocks are stored, their parent is stored already or is the beginning of a prompt. A block
+Invariant of the events: when blocks are stored, their parent is stored already or is the beginning of a prompt. A block
 may be stored while the block before it is not (another copy of that block was the known one, and was evicted). For such
-a block the whole path is told as stored, and then the missing blocks of the path as removed.
+a block the whole path is published as stored, and then the missing blocks of the path as removed.
 
-A server with several engines tells of all of them. Each event names its engine, and the law holds for each by itself.
+A server with several engines publishes events of all. Each event names its engine; the invariant holds per engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BEGINNING: Final = b""
 """Parent of the first block of a prompt."""
 TOKEN_BYTES: Final = 4
 _LIMIT: Final = 1 << 16
-"""Most blocks in events that nobody took."""
+"""Limit of blocks in events that were not taken."""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
@@ -37,11 +37,11 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
     tokens: bytes
     """Token ids of the blocks, int32 in little-endian order, [len(keys) * block size]."""
     engine: int = 0
-    """Which of the server's engines stores them."""
+    """Index of the server's engine that stores them."""
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
-    """Blocks were evicted; blocks behind them may still be stored."""
+    """Blocks were evicted; their descendants may still be stored."""
 
     keys: tuple[bytes, ...]
     engine: int = 0
@@ -57,7 +57,7 @@ KVEvent = Stored | Removed | Cleared
 
 
 class KVPage(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's answer to a router that asks for KV events."""
+    """A worker's response to a router that polls KV events."""
 
     instance: str
     """Id of the worker's process, as in its health check."""
@@ -68,19 +68,19 @@ class KVPage(msgspec.Struct, frozen=True, kw_only=True):
     next: int
     """Number of the first event of the next page."""
     events: tuple[KVEvent, ...] = ()
-    """Events in order; on a reader's first page, or when it comes too late, those of an engine begin with `Cleared`."""
+    """Events in order; on a reader's first page, or if it lags too far, those of an engine begin with `Cleared`."""
     engines: int = 1
 
 
 class Recorder:
-    """Records which known prefixes a block pool gets and loses, until `take` is called.
+    """Records which known prefixes a block pool gains and loses, until `take` is called.
 
-    If nobody takes the events, they are dropped and recording begins again with `Cleared`. Prompts with a salt are not
-    recorded: nobody else may see their tokens.
+    Events that are not taken are dropped and recording begins again with `Cleared`. Prompts with a salt are not
+    recorded: no other client may see their tokens.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:
-        """`limit`: most blocks in events that nobody took."""
+        """`limit`: limit of blocks in events that were not taken."""
         self._limit = limit
         self._events: list[KVEvent] = []
         self._size = 0
@@ -139,7 +139,7 @@ class _Block(msgspec.Struct):
     stored: bool = True
     """False for a block that is only on the path to a stored one."""
     children: int = 0
-    """How many blocks have this one as their parent."""
+    """Number of blocks whose parent is this one."""
 
 
 class StoredBlocks:
@@ -148,7 +148,7 @@ class StoredBlocks:
     def __init__(self, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
         self._blocks: dict[bytes, _Block] = {}
-        """Blocks by key, each behind its parent."""
+        """Blocks by key, each after its parent."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class StoredBlocks:
         return (key for key, block in self._blocks.items() if block.stored)
 
     def apply(self, event: KVEvent) -> None:
-        """Follow one event. Raises `ValueError` for an event that breaks the law of the events."""
+        """Apply one event. Raises `ValueError` for an event that breaks the invariant of the events."""
         match event:
             case Stored(parent, keys, tokens):
                 if parent != BEGINNING and parent not in self:

@@ -3,8 +3,8 @@
     class SchedulerCounters(msgspec.Struct):
         steps: Annotated[int, counter("steps", "Steps answered.")] = 0
 
-A struct may nest those of other owners, and a property may declare a metric by its return type. Pure: whoever serves
-metrics turns what `read_metrics` yields into a format.
+A struct may nest those of other owners, and a property may declare a metric by its return type. Pure: the metrics
+endpoint turns what `read_metrics` yields into a format.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 T = TypeVar("T")
 
 Samples = Sequence[tuple[tuple[str, ...], float]]
-"""Values of a metric's labels, in the order of `MetricSpec.label_names`, and the number that belongs to them."""
+"""Values of a metric's labels, in the order of `MetricSpec.label_names`, and the sample's value."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """What a field or a property says about the metric that it is."""
+    """Metric metadata of a field or a property."""
 
     kind: Literal["counter", "gauge", "state"]
     """A `state` is a gauge for each possible value of the field: 1 at the current one, 0 elsewhere."""
@@ -34,13 +34,13 @@ class MetricSpec:
     """Without prefix, and without the suffix that a format gives counters."""
     help: str
     label: str | None = None
-    """Label that tells the entries of a mapping, the positions of a sequence or the values of a state apart."""
+    """Label that distinguishes the entries of a mapping, the positions of a sequence or the values of a state."""
     values: tuple[str, ...] = ()
     """Values of `label` that always have a sample, so that the first count is seen as growth."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels with one value; several fields may share a name and differ here."""
     vllm: tuple[str, ...] = ()
-    """Names that vLLM has for it, for dashboards and routers that look for these."""
+    """Names of the same metric in vLLM, for dashboards and routers that use these."""
     only_with: str | None = None
     """Field of the same struct without which, None or empty, the metric has no sample."""
 
@@ -66,11 +66,11 @@ class MetricSpec:
 
 
 counter = partial(MetricSpec, "counter")
-"""Declares a number that only grows within an epoch; takes the further fields of `MetricSpec`."""
+"""Declares a number that only grows within an epoch; takes the other fields of `MetricSpec`."""
 gauge = partial(MetricSpec, "gauge")
-"""Declares a number of this moment; takes the further fields of `MetricSpec`."""
+"""Declares a current value; takes the other fields of `MetricSpec`."""
 state = partial(MetricSpec, "state")
-"""Declares which of `values` a field has at this moment; takes the further fields of `MetricSpec`."""
+"""Declares which of `values` a field currently has; takes the other fields of `MetricSpec`."""
 
 
 def read_metrics(stats: Any) -> Iterator[tuple[MetricSpec, Samples]]:
@@ -94,7 +94,7 @@ def declared_metrics(stats: type[Any]) -> Iterator[MetricSpec]:
 
 
 snapshot = copy.deepcopy
-"""Returns a copy of statistics that later counting leaves alone."""
+"""Returns a copy of statistics that later counting does not change."""
 
 
 def one_more(counts: Mapping[str, int], label: str) -> dict[str, int]:

@@ -1,1 +1,1 @@
-"""Connectors: how a sealed piece of KV gets from the memory of a prefill worker into that of a decode worker."""
+"""Connectors: transfer of sealed pieces of KV from the memory of a prefill worker to that of a decode worker."""

@@ -1,23 +1,23 @@
-"""What a connector does: it moves sealed values from one process to another. Everything else is the core's.
+"""Connector contract: moves sealed values from one process to another. Everything else is done by the core.
 
-The core seals each piece, bounds how many are on their way, checks what arrives and tells both sides apart by lease. A
-connector sees opaque bytes, decides nothing and may fail at any time: whatever it does wrong ends that lease, and the
-decode side computes the prompt itself. Two ends belong together:
+The core seals each piece, bounds the number in flight, verifies received pieces and separates transfers by lease. A
+connector handles opaque bytes, decides nothing and may fail at any time: any fault of it ends that lease, and the
+decode side computes the prompt itself. A connector has two ends:
 
     decode side:  inbox = connector.open_inbox(...)       inbox.address -> Open.address
     prefill side: outbox = connector.open_outbox(address, ...)
-    prefill side: reference, frames = outbox.put(index, parts)      -> KVPiece.reference, and frames behind the message
+    prefill side: reference, frames = outbox.put(index, parts)      -> KVPiece.reference, and frames after the message
     decode side:  value = inbox.take(index, reference, frames)      -> checked, copied to the device, then
                   inbox.done(index, reference)                      -> before its `Credit` is given
 
-A piece is on its way from its `put` until the credit that its `done` allows. Pieces are put in ascending order and
+A piece is in flight from its `put` until the credit that its `done` allows. Pieces are put in ascending order and
 taken in any order. Each end is used from one thread, a connector object from several. No call takes longer than the
 `timeout` of the settings; a call that fails raises `ConnectorError` and nothing else.
 
 Three ways to carry values fit this contract. In band: the frames hold the values, an inbox has no memory. Through a
-third party: a place that both sides reach. Into the inbox's own memory: `open_inbox` registers `window` places,
-`address` says how to write to them, `put` writes and `reference` names the place; if a write goes on after `put`,
-`take` waits for its end.
+third party: a location that both sides reach. Into the inbox's own memory: `open_inbox` registers `window` buffers,
+`address` describes how to write to them, `put` writes and `reference` names the buffer; if a write continues after
+`put`, `take` waits for its completion.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ class ConnectorError(FdError):
 
 
 class ConnectorSettings(NamedTuple):
-    """What every connector is made from; a connector ignores what it does not need."""
+    """Settings of every connector; a connector ignores those that it does not need."""
 
     make_store: Callable[[], KVStore] | None = None
-    """Makes another store object for `--kv-store`, which the caller closes; None without `--kv-store`."""
+    """Creates another store object for `--kv-store`, which the caller closes; None without `--kv-store`."""
     timeout: float = 1.0
     """Seconds that one call may take."""
 
 
 class PutResult(NamedTuple):
-    """What `KVOutbox.put` did with a value."""
+    """Result of `KVOutbox.put`."""
 
     reference: bytes
-    """Tells the other end where the value is; at most `MAX_REFERENCE_BYTES`."""
+    """Reference of the value for the other end; at most `MAX_REFERENCE_BYTES`."""
     frames: tuple[Bytes, ...] = ()
-    """Buffers to be sent behind the message; nobody changes them until they were sent."""
+    """Buffers to be sent after the message; not modified until they were sent."""
 
 
 class KVInbox(abc.ABC):
     """The decode side's end for one lease; it owns the memory that pieces arrive in."""
 
     address: bytes
-    """Tells the prefill side where to write; at most `MAX_ADDRESS_BYTES`. The address is no secret: alone it must not
+    """Write address for the prefill side; at most `MAX_ADDRESS_BYTES`. The address is no secret: alone it must not
     give access to the memory."""
 
     @abc.abstractmethod
@@ -87,10 +87,10 @@ class KVInbox(abc.ABC):
         """
 
     def done(self, index: int, reference: bytes) -> None:  # noqa: B027 - nothing to do where memory is not reused
-        """Learn that the value was copied and its place may be used again; called once for each taken piece."""
+        """Mark the value as copied, so that its buffer may be reused; called once for each taken piece."""
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held
-        """End the lease; whatever the other side still writes harms nobody. Idempotent, never raises."""
+        """End the lease; later writes of the other side do no harm. Idempotent, never raises."""
 
 
 class KVOutbox(abc.ABC):
@@ -100,8 +100,8 @@ class KVOutbox(abc.ABC):
     def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
         """Send the sealed value of piece `index`, the concatenation of `parts`, or leave it where the inbox finds it.
 
-        Called in ascending order of `index`, with at most `window` pieces on their way, this one included. `parts` may
-        change afterwards unless they come back as `frames`. Raises `ConnectorError` for a value over `value_bytes`.
+        Called in ascending order of `index`, with at most `window` pieces in flight, this one included. `parts` may
+        change afterwards unless they are returned as `frames`. Raises `ConnectorError` for a value over `value_bytes`.
         """
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held
@@ -112,24 +112,24 @@ class Connector(abc.ABC):
     """Makes the ends of leases. An engine has one object, and closes it after all its ends."""
 
     name: str
-    """What users write after `--kv-connector`."""
+    """Value of `--kv-connector` that selects it."""
 
     def __init__(self, settings: ConnectorSettings) -> None:
-        """Keep the settings and connect to nothing. Raises `ConfigError` if they lack what the connector needs."""
+        """Store the settings and connect to nothing. Raises `ConfigError` if they lack what the connector needs."""
         self.settings = settings
 
     @abc.abstractmethod
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
-        """Return the decode side's end for a lease with `window` pieces of up to `value_bytes` on their way at once.
+        """Return the decode side's end for a lease with `window` pieces of up to `value_bytes` in flight at once.
 
-        `pieces` are the indices that may come, at least `window` of them.
+        `pieces` are the indices that may arrive, at least `window` of them.
         """
 
     @abc.abstractmethod
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         """Return the prefill side's end. Raises `ConnectorError` if that inbox cannot be reached from this process.
 
-        `address` comes from another process and may be anything.
+        `address` was sent by another process and may be anything.
         """
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held

@@ -1,8 +1,8 @@
-"""Through a third party: values lie in the KV store of `--kv-store` until the decode side has taken them.
+"""Through a third party: values are in the KV store of `--kv-store` until the decode side has taken them.
 
-Each value has a key of its own, made of lease and index. The decode side deletes the values that it took, and when it
-closes, all others of the lease that may be there; the prefill side deletes all that it put when it closes. Values stay
-behind only if both sides or the store die: at most `window` for each lease, until the store evicts them.
+Each value has a separate key, made of lease and index. The decode side deletes the values that it took, and when it
+closes, all others of the lease that may be there; the prefill side deletes all that it put when it closes. Values are
+left over only if both sides or the store die: at most `window` for each lease, until the store evicts them.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _KVStoreInbox(contract.KVInbox):
         if self._closed:
             return
         self._closed = True
-        # Pieces are put in order, so behind the last known there are fewer than `window` others.
+        # Pieces are put in order, so after the last known there are fewer than `window` others.
         possible = set(self._pieces[: self._known + self._window]) - self._deleted
         with contextlib.suppress(contract.ConnectorError):
             self._store.delete(_key(self._lease, index) for index in (_GREETING, *sorted(possible)))

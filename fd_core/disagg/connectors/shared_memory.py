@@ -1,10 +1,10 @@
-"""Shared memory: both workers map one segment for each lease, with a place for each piece on its way.
+"""Shared memory: both workers map one segment for each lease, with a buffer for each piece in flight.
 
-    bytes 0 .. window - 1     state of each place: free, or full from its `put` until its `done`
-    then `window` places      of `value_bytes` each, aligned to 64 bytes
+    bytes 0 .. window - 1     state of each buffer: free, or full from its `put` until its `done`
+    then `window` buffers     of `value_bytes` each, aligned to 64 bytes
 
-The prefill side writes to a free place and marks it full; the decode side reads the place and marks it free. Place and
-length of a value travel in its reference, behind the seal of the message, so nothing in the memory has to be trusted.
+The prefill side writes to a free buffer and marks it full; the decode side reads the buffer and marks it free. Index
+and length of a value travel in its reference, inside the sealed message, so nothing in the memory has to be trusted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fd_core.errors import ConfigError
 
 _ALIGNMENT: Final = 64
 _REFERENCE: Final = struct.Struct("<II")
-"""Place, length in bytes."""
+"""Buffer index, length in bytes."""
 _FREE: Final = 0
 _FULL: Final = 1
 
@@ -62,7 +62,7 @@ class SharedMemoryConnector(contract.Connector):
             )
 
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> contract.KVInbox:
-        """Return an inbox with a segment of `window` places."""
+        """Return an inbox with a segment of `window` buffers."""
         return _SharedMemoryInbox(lease, _SegmentLayout(window, value_bytes))
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> contract.KVOutbox:
@@ -141,24 +141,24 @@ _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class _SegmentAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a segment is found; other users cannot open the segment with it."""
+    """Address of a segment; other users cannot open the segment with it."""
 
     host: str
     """Identifier of the host's current boot."""
     processes: int
-    """Inode of the PID namespace that `process` counts in."""
+    """Inode of the PID namespace that `process` belongs to."""
     process: _Number
     descriptor: _Number
     token: Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
-    """Part of the file's name, which tells the segment from another file that got the same descriptor number."""
+    """Part of the file's name, which distinguishes the segment from another file with the same descriptor number."""
 
 
 class Segment:
-    """Memory that two processes map: one creates it, the other attaches to it, and it goes with the last of them.
+    """Memory that two processes map: one creates it, the other attaches to it, and it is freed with the last of them.
 
-    It is an anonymous file (memfd), so it has no name that somebody could take first or that a crash could leave
-    behind. The other process opens the file through the creator's descriptor, which the system permits to the same user
-    only, and looks at what it found before it opens it. The file is sealed: nobody can shorten it while a process uses
+    It is an anonymous file (memfd), so it has no name that another process could take first or that a crash could leave
+    over. The other process opens the file through the creator's descriptor, which the system permits to the same user
+    only, and checks the file before it opens it. The file is sealed: no process can shorten it while another uses
     it. Not safe to use from several threads at once.
     """
 
@@ -176,7 +176,7 @@ class Segment:
         self._closed = False
 
     def close(self) -> None:
-        """Unmap the memory. Views of `bytes` that somebody still holds stay valid and keep the memory mapped."""
+        """Unmap the memory. Views of `bytes` that are still referenced stay valid and keep the memory mapped."""
         if self._closed:
             return
         self._closed = True
@@ -187,7 +187,7 @@ class Segment:
 
 
 def create(lease: str, size: int) -> Segment:
-    """Make a segment of `size` zero bytes for a lease. Raises `ConnectorError` if there is not enough memory."""
+    """Create a segment of `size` zero bytes for a lease. Raises `ConnectorError` if there is not enough memory."""
     if size > _MAX_BYTES:
         message = f"a lease would take {size:,} bytes of shared memory, which is over the limit of {_MAX_BYTES:,}"
         raise contract.ConnectorError(message, hint="use --kv-connector tcp")
@@ -210,7 +210,7 @@ def create(lease: str, size: int) -> Segment:
 
 
 def attach(lease: str, address: bytes, size: int) -> Segment:
-    """Find the segment of a lease that another process made. Raises `ConnectorError` for whatever else is there."""
+    """Find the segment of a lease that another process created. Raises `ConnectorError` if anything else is there."""
     if len(address) > contract.MAX_ADDRESS_BYTES:
         raise contract.ConnectorError("the address of shared memory is too long")
     try:

@@ -1,4 +1,4 @@
-"""In band: values travel as frames behind the messages that announce them, on the connection of the workers."""
+"""In band: values travel as frames after the messages that announce them, on the connection of the workers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fd_core.disagg.connectors import contract
 
 
 class TCPConnector(contract.Connector):
-    """For workers that reach each other in any way: one copy, where the decode side joins the frames of a value."""
+    """For workers with any network connection: one copy, where the decode side joins the frames of a value."""
 
     name = "tcp"
 
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> contract.KVInbox:
-        """Return an inbox without memory of its own: values lie in the frames of messages."""
+        """Return an inbox without memory: values stay in the frames of messages."""
         return _TCPEnd(value_bytes)
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> contract.KVOutbox:

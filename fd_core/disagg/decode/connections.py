@@ -22,9 +22,9 @@ from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Bytes
 
 _KEEP_SECONDS: Final = 30.0
-"""How long a connection without a lease is kept."""
+"""Idle timeout of a connection without a lease."""
 _LINGER_MS: Final = 200
-"""For what was said last."""
+"""Time to send pending messages at close, in milliseconds."""
 _CONNECT_MS: Final = 3000
 _MAX_FRAMES: Final = 16
 _MAX_PORT: Final = 65535
@@ -40,7 +40,7 @@ _EVENTS: Final = _LOSSES | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host, without brackets, and port of `host:port`. Raises `ValueError` for what is none."""
+    """Return host, without brackets, and port of `host:port`. Raises `ValueError` if it is malformed."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) <= _MAX_PORT:
@@ -72,7 +72,7 @@ class PrefillLink(ABC):
     def __init__(self) -> None:
         self.leases: set[str] = set()
         self.idle_since = 0.0
-        """When the last lease ended."""
+        """Time at which the last lease ended."""
 
     @abstractmethod
     def say(self, message: FromDecode) -> None:
@@ -87,7 +87,7 @@ class Peer(PrefillLink):
         self.address = address
         self._wire = wire
         self.endpoints: list[Endpoint] = []
-        """Those that were not tried."""
+        """Endpoints that were not tried yet."""
         self.socket: Socket | None = None
         self.monitor: Socket | None = None
         self._connected = False
@@ -103,7 +103,7 @@ class Peer(PrefillLink):
         self.close()
         while self.endpoints and not self._connected:
             endpoint, six = self.endpoints.pop(0)
-            dealer = open_socket(context, zmq.DEALER)  # leases are bounded, and with them what is said
+            dealer = open_socket(context, zmq.DEALER)  # leases are bounded, and so are their messages
             dealer.ipv6 = six
             dealer.maxmsgsize = self._wire.max_frame
             dealer.connect_timeout = _CONNECT_MS
@@ -116,7 +116,7 @@ class Peer(PrefillLink):
         return False
 
     def loss(self) -> str | None:
-        """Say what became of the connection, None as long as nothing bad did."""
+        """Return the reason why the connection was lost, None if it was not."""
         while self.monitor is not None:
             try:
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
@@ -129,7 +129,7 @@ class Peer(PrefillLink):
         return None
 
     def close(self) -> None:
-        """Close the sockets; what was said last may still leave."""
+        """Close the sockets; pending messages may still be sent."""
         if self.socket is not None and self.monitor is not None:
             self.socket.disable_monitor()
             self.monitor.close(linger=0)
@@ -138,9 +138,9 @@ class Peer(PrefillLink):
 
 
 class PrefillConnections:
-    """Links to prefill workers by address: a connection to each for all leases there, closed when long without one.
+    """Links to prefill workers by address: one connection for all leases there, closed after an idle timeout.
 
-    Everything here belongs to the thread of the loop. What is said may be lost, repeated and reordered.
+    Everything here belongs to the thread of the loop. Messages may be lost, repeated and reordered.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class PrefillConnections:
         reopen: Callable[[str], None],
         gone: Callable[[str, str], None],
     ) -> None:
-        """`hear` takes a message and frames, `reopen` a lease to say `Open` again for, `gone` a lost one and why."""
+        """`hear` receives a message and frames, `reopen` a lease to repeat `Open` for, `gone` a lost one and why."""
         self._loop = loop
         self._wire = wire
         self._stats = stats
@@ -167,7 +167,7 @@ class PrefillConnections:
         return len(self._peers)
 
     def get(self, address: str) -> PrefillLink:
-        """Return the link to `host:port`, a new one if the last was lost. Raises `ValueError` for no address."""
+        """Return the link to `host:port`, a new one if the last was lost. Raises `ValueError` if it is malformed."""
         peer = self._peers.get(address)
         if peer is None:
             host, port = split_address(address)
@@ -178,7 +178,7 @@ class PrefillConnections:
         return peer
 
     def tidy(self, now: float) -> float:
-        """Close connections that were long without a lease; return the seconds until the next one may have to be."""
+        """Close idle connections; return the seconds until the next one may time out."""
         idle = [peer for peer in self._peers.values() if not peer.leases]
         for peer in idle:
             if now >= peer.idle_since + _KEEP_SECONDS:

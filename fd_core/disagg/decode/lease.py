@@ -1,4 +1,4 @@
-"""The decode side of a lease: it owns the blocks, and alone decides whether the KV that came may be used; pure."""
+"""The decode side of a lease: it owns the blocks, and alone decides if received KV may be used; pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fd_core.types import PrefillOutcome
 
 
 class DecodeLease:
-    """One lease as the decode worker sees it, which says `opening` when it makes this."""
+    """One lease on the decode worker, which sends `opening` when it creates this."""
 
     def __init__(self, opening: Open, *, longest: float, now: float) -> None:
-        """Want the pieces of an `opening` without a `flaw`; the lease is over after `longest` seconds."""
+        """Expect the pieces of a valid `opening`, see `flaw`; the lease is over after `longest` seconds."""
         self.outcome: PrefillOutcome | None = None
         self.cached = 0
         """Tokens whose KV the prefill side had in its prefix cache, known with its `Commit`."""
@@ -28,15 +28,15 @@ class DecodeLease:
         self._credited = 0
         self._commit: Commit | None = None
         self._progress = now
-        """When the commit was heard, or a piece copied since."""
+        """Time at which the commit was received, or a piece copied since."""
 
     @property
     def next_tick(self) -> float:
-        """When `tick` has something to do at the latest."""
+        """Return the time by which `tick` has to be called next."""
         return min(self._clock.next, self._stuck) if self.outcome is None else math.inf
 
     def heard(self, message: FromPrefill, now: float) -> list[Action]:
-        """Take in what the prefill side says, in whatever order it arrives."""
+        """Handle a message of the prefill side, in any order of arrival."""
         if self.outcome is not None:
             return []
         self._met = True
@@ -54,7 +54,7 @@ class DecodeLease:
                 return []
 
     def copied(self, index: int, digest: bytes, now: float) -> list[Action]:
-        """Learn that a `Take` was checked and copied; `digest` is of what was copied."""
+        """Record that a `Take` was checked and copied; `digest` is that of the copied value."""
         if self.outcome is not None or index not in self._taking:
             return []
         self._taking.remove(index)
@@ -67,21 +67,21 @@ class DecodeLease:
         return self._credit(now)
 
     def spoiled(self, index: int, reason: str) -> list[Action]:
-        """Learn that a `Take` could not be done or failed its check."""
+        """Record that a `Take` failed or did not pass its check."""
         if self.outcome is not None or index not in self._taking:
             return []
         return self._break("damaged", f"piece {index}: {reason}")
 
     def gone(self, reason: str) -> list[Action]:
-        """Learn that the prefill side cannot be reached any more."""
+        """Record that the prefill side is disconnected."""
         return [] if self.outcome is not None else self._end("lost", reason)
 
     def abort(self) -> list[Action]:
-        """End it, as nobody wants the prompt any more."""
+        """End the lease, as the prompt is no longer needed."""
         return [] if self.outcome is not None else self._break("aborted", "nobody waits for it any more")
 
     def tick(self, now: float) -> list[Action]:
-        """Do what is due: end the lease, or say a word."""
+        """Do what is due: end the lease, or send a message."""
         if self.outcome is not None:
             return []
         if late := self._clock.late(now):
@@ -97,7 +97,7 @@ class DecodeLease:
 
     @property
     def _stuck(self) -> float:
-        """When a piece that did not come has to be taken for lost: all were sent before the commit."""
+        """Return the time at which a missing piece counts as lost: all were sent before the commit."""
         waits = self._commit is not None and not self._taking
         return self._progress + self._opening.silence if waits else math.inf
 

@@ -1,4 +1,4 @@
-"""The decode side of transfers: fetches go in, prompts that prefill workers computed come out, and nothing waits."""
+"""The decode side of transfers: completes fetches with prompts that prefill workers computed; no call blocks."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from fd_core.types.metrics import one_more
 _log = logging.getLogger(__name__)
 
 _GRACE_SECONDS: Final = 1.0
-"""For the thread to end a lease whose time is over. If it does not, it is stuck in a call."""
+"""Time for the thread to end an expired lease. If it does not, it is stuck in a call."""
 _LONGEST_ID: Final = 256
-"""Characters of a request's name that the prefill side is told."""
+"""Characters of a request's name that are sent to the prefill side."""
 _EXPECTED: Final = frozenset({"transferred", "held", "aborted"})
-"""Outcomes that nobody has to be told the reason of."""
+"""Outcomes whose reason is not logged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,10 +80,10 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
     ) -> None:
         """Start the thread.
 
-        `cache` bears `import_blocks` from that thread at any time. `window` pieces of a lease may be on their way at
-        once; after `silence` seconds without a word from a prefill worker its leases expire. The connector is closed
-        with the receiver. `connect` makes links for loops of `make_loop`, `name_lease` 32 hexadecimal digits that no
-        receiver ever gave a lease before.
+        `cache` supports `import_blocks` from that thread at any time. `window` pieces of a lease may be in flight at
+        once; after `silence` seconds without a message from a prefill worker its leases expire. The connector is closed
+        with the receiver. `connect` creates links for loops of `make_loop`, `name_lease` 32 hexadecimal digits that no
+        receiver ever used for a lease before.
         """
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"a window of {window} pieces is not within 1 to {MAX_WINDOW}")
@@ -109,7 +109,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
     # The engine's thread ----------------------------------------------------------------------------------
 
     def perform(self, effects: Iterable[Effect]) -> None:
-        """Begin fetches and hurry cancelled ones."""
+        """Begin fetches and cancel others."""
         for effect in effects:
             match effect:
                 case Fetch():
@@ -186,7 +186,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         window = min(self._window, len(pieces))
         try:
             inbox = self._connector.open_inbox(name, pieces=pieces, window=window, value_bytes=self._wire.value_bytes)
-        except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+        except Exception as error:  # noqa: BLE001 - a plugin's connector: any exception is a failed call
             self._failed("connector", "open_inbox", error)
             self._complete(Fetched(operation, "lost", reason="the connector could not open this worker's end"))
             return
@@ -256,7 +256,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         piece, values = lease.to_copy.popleft()
         try:
             value = lease.inbox.take(piece.index, piece.reference, values)
-        except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+        except Exception as error:  # noqa: BLE001 - a plugin's connector: any exception is a failed call
             self._failed("connector", "take", error)
             self._act(lease, lease.machine.spoiled(piece.index, "the connector could not take it"))
             return

@@ -18,13 +18,13 @@ from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes
 
 _LINGER_MS: Final = 200
-"""For what was said last."""
+"""Time to send pending messages at close, in milliseconds."""
 
 
 class DecodeConnections:
-    """A ROUTER for all decode workers. A route is how the ROUTER names the connection that a message came on.
+    """A ROUTER for all decode workers. A route is the ROUTER's id of the connection on which a message arrived.
 
-    Everything here belongs to the thread of the loop. What is said may be lost, repeated and reordered.
+    Everything here belongs to the thread of the loop. Messages may be lost, repeated and reordered.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class DecodeConnections:
     ) -> None:
         """Listen at `host:port`, 0 for any free port. Raises `ConfigError` if that is not possible.
 
-        `hear` takes the route and each message. `turn_down` takes route, lease and reason where a message is sealed but
-        beyond a limit; whoever cannot seal is not answered.
+        `hear` receives the route and each message. `turn_down` receives route, lease and reason of a message that is
+        sealed but beyond a limit; unauthenticated messages are not answered.
         """
         self._loop = loop
         self._hear = hear
@@ -53,10 +53,10 @@ class DecodeConnections:
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"{host} is no address of this machine", field="--transfer-host") from error
         self._context: Context = zmq.Context(1)
-        self._socket = open_socket(self._context, zmq.ROUTER)  # windows bound what a lease may have on its way
+        self._socket = open_socket(self._context, zmq.ROUTER)  # windows bound the pieces of a lease in flight
         endpoint, self._socket.ipv6 = tcp_endpoint(str(address), port or "*")
         try:
-            self._socket.router_mandatory = True  # a decode worker that is gone shows when it is spoken to
+            self._socket.router_mandatory = True  # a send to a disconnected decode worker fails
             self._socket.maxmsgsize = wire.max_request_frame
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -71,16 +71,16 @@ class DecodeConnections:
         loop.watch(self._socket, self._read)
 
     def say(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
-        """Send a message and frames behind it, which are not copied; return whether it left."""
+        """Send a message and frames after it, which are not copied; return True if it was sent."""
         sealed = self._wire.seal_from_prefill(message)
         try:
             self._socket.send_multipart([route, sealed, *frames], zmq.NOBLOCK, copy=not frames)
-        except zmq.ZMQError:  # the connection is gone
+        except zmq.ZMQError:  # disconnected
             return False
         return True
 
     def close(self) -> None:
-        """Stop listening; what was said last may still leave."""
+        """Stop listening; pending messages may still be sent."""
         self._loop.forget(self._socket)
         self._close()
 

@@ -10,7 +10,7 @@ from fd_core.disagg.lease import Action, Clock, End, PrefillEnd, Say, SendPiece,
 
 
 class PrefillLease:
-    """One lease as the prefill worker sees it."""
+    """One lease on the prefill worker."""
 
     def __init__(self, opening: messages.Open, *, longest: float, now: float) -> None:
         """Owe the pieces of an `opening` without a `flaw`; the lease is over after `longest` seconds."""
@@ -30,24 +30,24 @@ class PrefillLease:
 
     @property
     def next_tick(self) -> float:
-        """When `tick` has something to do at the latest."""
+        """Return the time by which `tick` has to be called next."""
         return min(self._clock.next, self._stuck) if self.ended is None else math.inf
 
     def accept(self, now: float) -> list[Action]:
-        """Promise to compute the job."""
+        """Accept the job."""
         if self.ended is not None:
             return []
         self._accepted = True
         return self._say(messages.Accept(self._name), now)
 
     def refuse(self, reason: str) -> list[Action]:
-        """Say that the job will not be computed."""
+        """Reject the job, with a reason for the decode side."""
         if self.ended is not None:
             return []
         return [Say(messages.Refuse(self._name, reason)), *self._end("refused", reason, abort=False)]
 
     def heard(self, message: messages.FromDecode, now: float) -> list[Action]:
-        """Take in what the decode side says, in whatever order it arrives."""
+        """Handle a message of the decode side, in any order of arrival."""
         if self.ended is not None:
             return []
         self._clock.heard(now)
@@ -64,7 +64,7 @@ class PrefillLease:
                 return []
 
     def ready(self, first: int, count: int) -> list[Action]:
-        """Learn that `count` blocks from `first` on may be read; blocks that nobody wants do no harm."""
+        """Record that `count` blocks from `first` on may be read; blocks that were not requested are ignored."""
         if self.ended is not None:
             return []
         for index in range(max(first, self._pieces.start), min(first + count, self._pieces.stop)):
@@ -74,7 +74,7 @@ class PrefillLease:
         return self._flow()
 
     def put(self, index: int, digest: bytes, reference: bytes, now: float) -> list[Action]:
-        """Learn that a piece was handed to the connector: the digest of the value, and where the connector left it."""
+        """Record that a piece was handed to the connector: the digest of the value, and the connector's reference."""
         if self.ended is not None or index not in self._putting:
             return []
         self._putting.remove(index)
@@ -84,7 +84,7 @@ class PrefillLease:
         return [*said, *self._commit(now)]
 
     def finished(self, tokens: int, cached: int, now: float) -> list[Action]:
-        """Learn that `ready` named all blocks: they hold the KV of `tokens`, `cached` of which were not computed."""
+        """Record that `ready` named all blocks: they hold the KV of `tokens`, `cached` of which were not computed."""
         if self.ended is not None or self._final is not None:
             return []
         self._final = tokens, cached
@@ -93,15 +93,15 @@ class PrefillLease:
         return self._commit(now)
 
     def gave_up(self, reason: str) -> list[Action]:
-        """Learn that the request ended without all its KV."""
+        """Record that the request ended without all its KV."""
         return [] if self.ended is not None else self._break("gave_up", reason, abort=False)
 
     def failed(self, reason: str) -> list[Action]:
-        """Learn that a piece could not be sent, or that the decode side cannot be reached any more."""
+        """Record that a piece could not be sent, or that the decode side is disconnected."""
         return [] if self.ended is not None else self._break("failed", reason)
 
     def tick(self, now: float, *, working: bool) -> list[Action]:
-        """Do what is due: end the lease, or say a word; while blocks are to be computed, only if the engine works."""
+        """Do what is due: end the lease, or send a message; while blocks remain, only if the engine works."""
         if self.ended is not None:
             return []
         if late := self._clock.late(now):
@@ -119,7 +119,7 @@ class PrefillLease:
 
     @property
     def _stuck(self) -> float:
-        """When a piece without credit has to be taken for lost."""
+        """Return the time at which a piece without credit counts as lost."""
         return self._progress + self._opening.silence if len(self._sent) > self._credited else math.inf
 
     def _heard_credit(self, taken: int, now: float) -> list[Action]:

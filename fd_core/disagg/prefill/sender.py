@@ -1,4 +1,4 @@
-"""The prefill side of transfers: jobs of decode workers come out, blocks that the engine computed go in."""
+"""The prefill side of transfers: yields jobs of decode workers, and sends the blocks that the engine computed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STUCK_SECONDS: Final = 70.0
 _AT_ONCE: Final = 8
 """Blocks that are copied to the host in one call, before messages are read again."""
 _REMEMBERED: Final = 4096
-"""Leases that ended lately: an `Open` that was repeated on its way must not open one again."""
+"""Leases that ended recently: a delayed duplicate of an `Open` must not reopen one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +54,7 @@ class _PrefillSide:
     machine: PrefillLease
     outbox: KVOutbox
     route: bytes
-    """How the socket names the connection that the decode side spoke on last."""
+    """Socket's routing id of the connection on which the decode side last sent a message."""
     began: float
     sources: dict[int, tuple[int, IntArray]] = field(default_factory=dict)
     """Operation and block by index, for pieces that were not copied."""
@@ -95,7 +95,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
     ) -> None:
         """Listen at `host:port`, 0 for any free port, and start the thread. Raises `ConfigError` if it cannot listen.
 
-        `cache` bears `export_blocks` from that thread at any time. `make_connector` makes the connector of a name or
+        `cache` supports `export_blocks` from that thread at any time. `make_connector` makes the connector of a name or
         raises an `FdError`. It is called on that thread, once for a name that it knows, and its connectors are closed
         with the sender. `listen` makes links for loops of `make_loop`.
         """
@@ -109,7 +109,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._pending: PendingOperations[Sent] = PendingOperations(queue.put)
         self._over: OrderedDict[str, None] = OrderedDict()
         self._asked_at = clock()
-        """When the engine asked for completions last: an engine that does not turn computes nothing."""
+        """Time at which the engine last polled completions: an engine whose loop stopped computes nothing."""
         self._connections = listen(
             self._loop, self._wire, self._stats, host, port, hear=self._hear, turn_down=self._turn_down_unfit
         )
@@ -119,7 +119,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
     # The engine's thread ----------------------------------------------------------------------------------
 
     def perform(self, effects: Iterable[Effect]) -> None:
-        """Begin sends, hurry cancelled ones, end leases."""
+        """Begin and cancel sends, and end leases."""
         for effect in effects:
             match effect:
                 case Send(operation):
@@ -134,7 +134,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                         self._loop.post(partial(self._cancel, operation))
 
     def tend(self) -> None:
-        """Note that the engine asks: while it does not, decode workers are not told that this worker is alive."""
+        """Record that the engine polls: while it does not, no `Alive` is sent to decode workers."""
         self._asked_at = self._clock()
         self._watch(len(self._pending))
 
@@ -179,7 +179,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             outbox = connector.open_outbox(
                 name, opening.address, window=opening.window, value_bytes=self._wire.value_bytes
             )
-        except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+        except Exception as error:  # noqa: BLE001 - a plugin's connector: any exception is a failed call
             self._failed("connector", "open_outbox", error)
             reason = f": {error}" if isinstance(error, FdError) else ""
             reason = f"the prefill worker cannot use the connector {opening.connector}{reason}"
@@ -191,7 +191,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._due = min(self._due, machine.next_tick)
         self._stats.leases += 1
         self._queue.put(PrefillJobArrived(opening.job))
-        # Afterwards, for the decode worker may turn out to be gone, which ends the lease.
+        # Last, because the decode worker may turn out to be disconnected, which ends the lease.
         self._act(lease, machine.accept(now))
 
     def _turn_down_unfit(self, route: bytes, lease: str, reason: str) -> None:
@@ -208,7 +208,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         if lease is None:
             self._pending.end(operation)
             return
-        if operation not in self._pending:  # cancelled before it came here
+        if operation not in self._pending:  # cancelled before it arrived here
             self._act(lease, lease.machine.failed(_BROKE_OFF))
             return
         for at in range(len(effect.blocks)):
@@ -234,7 +234,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             self._act(lease, lease.machine.gave_up(effect.reason or _BROKE_OFF))
 
     def _cancel(self, operation: int) -> None:
-        """End the lease of a send that was completed without having been done."""
+        """End the lease of a send that was completed without being performed."""
         for lease in list(self._leases.values()):
             if operation in lease.uncopied:
                 self._act(lease, lease.machine.failed(_BROKE_OFF))
@@ -304,7 +304,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                 reference, frames = lease.outbox.put(index, parts)
                 if len(reference) > MAX_REFERENCE_BYTES:
                     raise ValueError("a reference is too long")
-            except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+            except Exception as error:  # noqa: BLE001 - a plugin's connector: any exception is a failed call
                 self._failed("connector", "put", error)
                 self._act(lease, lease.machine.failed("the connector could not send a piece"))
                 return

@@ -1,1 +1,1 @@
-"""Where KV outlives the device: the store contract, the envelope of stored values, and the embedded stores."""
+"""KV storage outside the device: the store contract, the envelope of stored values, and the embedded stores."""

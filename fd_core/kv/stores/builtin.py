@@ -1,4 +1,4 @@
-"""The KV stores that come with the core, offered through the same hook as a stranger's."""
+"""Built-in KV stores, registered through the same hook as those of plugins."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The store contract: a store keeps named values outside the engine, for as long as it likes.
 
-A store moves opaque bytes. What the bytes mean, and whether they are whole and written by someone who knows the secret,
-is checked by the envelope (`fd_core.kv.stores.envelope`), the same for every store. A store is best effort: it may
-forget, refuse and fail, and it may be full of values that others wrote; it may not hang.
+A store moves opaque bytes. Their meaning, integrity and authenticity are checked
+by the envelope (`fd_core.kv.stores.envelope`), the same for every store. A store is best effort: it may
+forget, refuse and fail, and it may be full of values that other programs wrote; it may not hang.
 
 The core calls a store from its own threads, never while planning, and from two threads at most: one that reads
-(`longest_prefix`, `get`), one that writes (`put`, `delete`). Every call is told how long it may take.
+(`longest_prefix`, `get`), one that writes (`put`, `delete`). Every call receives its timeout.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["MAX_KEY_BYTES", "Bytes", "Deadline", "KVStore", "StoreError", "Store
 MAX_KEY_BYTES: Final = 32
 
 Bytes = bytes | bytearray | memoryview
-"""A contiguous buffer of bytes; nobody writes to it after it was passed on."""
+"""A contiguous buffer of bytes; not written to after it was passed on."""
 
 
 class Trouble(enum.StrEnum):
-    """Why a call of a store failed; the label of the failure metric."""
+    """Reason of a failed store call; the label of the failure metric."""
 
     TIMEOUT = "timeout"
     UNREACHABLE = "unreachable"
@@ -39,7 +39,7 @@ class Trouble(enum.StrEnum):
     FULL = "full"
     READ_ONLY = "read_only"
     MALFORMED = "malformed"
-    """There is something under a key that is no value, such as another type."""
+    """The data under a key is not a value, such as another type."""
     OTHER = "other"
 
 
@@ -53,7 +53,7 @@ class StoreError(FdError):
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """How full a store is; None where the store cannot tell cheaply."""
+    """Fill level of a store; None where the store cannot determine it cheaply."""
 
     values: int | None = None
     bytes: int | None = None
@@ -88,7 +88,7 @@ class KVStore(abc.ABC):
     name: str
     """The scheme that users write before the colon of `--kv-store`."""
     shared: bool = True
-    """Whether stores of the same location in other processes hold the same values."""
+    """True if stores of the same location in other processes hold the same values."""
 
     def __init__(self, location: StoreLocation) -> None:
         """Read the location, without connecting to anything or creating anything.

@@ -9,10 +9,10 @@ envelope detects. The deadline is checked between values; a call into the kernel
 file system that went away, cannot be interrupted. Every name is opened relative to the folder that holds it, and never
 if it is a link. Other files in the folder are never touched.
 
-Space is counted in bytes as the file system gives them, in whole blocks and with what a file takes beside its content:
+Space is counted in bytes as the file system gives them, in whole blocks and with a file's overhead beyond its content:
 a value of 100 bytes takes 4,608. It is reserved before a value is written: the reservation is the file in `partial`,
 made under the lock with the value's space in its name. So a count of the folder under the lock counts everything, and
-what a killed engine leaves behind makes the number too large, never too small. When space runs out, everything is
+files left by a killed engine make the number too large, never too small. When space runs out, everything is
 counted afresh and the least recently used values are deleted, whichever engine wrote them. Space runs out at the limit,
 or earlier where the file system does.
 """
@@ -44,7 +44,7 @@ from fd_core.kv.stores.location import StoreLocation
 PARTIAL: Final = "partial"
 
 _FILE_BYTES: Final = 512
-"""What the system takes for a file beside its content: an inode and its entry in a folder, about."""
+"""Approximate file system overhead of a file in bytes, excluding its content: an inode and a directory entry."""
 _MAX_BLOCK: Final = 1 << 16
 """Servers of files tell how much they like to move at once, which is not what a file takes."""
 _SECTOR: Final = 512
@@ -137,14 +137,14 @@ def _open_folder(root: int, name: str) -> int:
 
 
 class Room(msgspec.Struct, frozen=True):
-    """What the file system of a folder has left."""
+    """Free capacity of the file system of a folder."""
 
     block: int
     """Bytes of a block: a file takes whole ones."""
     free: int
     """Bytes that the user may still take."""
     full_of_files: bool
-    """Whether no further file can be made, however small."""
+    """True if no further file can be created, not even an empty one."""
 
 
 def room_in(root: int) -> Room:
@@ -250,7 +250,7 @@ class DiskReservations:
             return name, file, space
 
     def give_back(self, space: int) -> None:
-        """Record that so many bytes of space came free, unless the deadline has passed: the next count finds out."""
+        """Record that so many bytes of space were freed, unless the deadline has passed: the next count corrects it."""
         if not space:
             return
         with contextlib.suppress(StoreError), self._locked():
@@ -264,7 +264,7 @@ class DiskReservations:
         return int(text) if text.isdigit() else None
 
     def _record(self, used: int) -> None:
-        # Always of one length, so that no digit of a longer number stays behind.
+        # Fixed length, so that no digit of a longer number is left over.
         os.pwrite(self._usage, b"%020d" % used, 0)
 
     @contextlib.contextmanager
@@ -341,7 +341,7 @@ class DiskStore(KVStore):
         self.path = user_path(location.rest, "--kv-store")
         self._limit = location.size("max_bytes")
         self.counted = False
-        """Whether this engine counted the folder: what others recorded may be wrong."""
+        """True if this engine counted the folder itself: totals recorded by other engines may be wrong."""
         self._closed = False
 
     def open(self, timeout: float) -> str:
@@ -359,7 +359,7 @@ class DiskStore(KVStore):
         )
 
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
-        """Read each file into memory of its own, exactly as large."""
+        """Read each file into separate memory of its exact size."""
         deadline = Deadline(timeout)
         found: list[Bytes | None] = [None] * len(keys)
         with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:

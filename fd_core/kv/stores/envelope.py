@@ -1,6 +1,6 @@
 """The envelope of every stored value: it proves that a value is whole, under its own key, and sealed with our secret.
 
-A stored value is a header of 80 bytes and the payload behind it. Stores are best effort and others may write to them:
+A stored value is a header of 80 bytes and the payload after it. Stores are best effort and others may write to them:
 nothing about a value is believed before its digest was checked, and no part of a damaged value is used.
 """
 
@@ -38,7 +38,7 @@ _MAX_PAYLOAD_BYTES: Final = 2**32 - 1
 
 
 class Damage(enum.StrEnum):
-    """What is wrong with a stored value; the label of the damage metric."""
+    """Kind of damage of a stored value; the label of the damage metric."""
 
     SHORT = "short"
     """Shorter than a header."""
@@ -49,7 +49,7 @@ class Damage(enum.StrEnum):
     COMPRESSION = "compression"
     """Compressed in an unknown way, or not in the way that the header names."""
     LENGTH = "length"
-    """Truncated, with extra bytes behind it, or not of the length that the caller expects."""
+    """Truncated, with trailing bytes, or not of the length that the caller expects."""
     KEY = "key"
     """Sealed for another key."""
     DIGEST = "digest"
@@ -77,7 +77,7 @@ class Envelope:
     ) -> None:
         """`secret`: 32 bytes, see `fd_core.kv.stores.secret.derive`; `compression` of what is sealed from here on.
 
-        `draw` returns so many bytes, never the same twice: whoever can foresee them, or sees them repeated, can forge.
+        `draw` returns so many bytes, never the same twice: predictable or repeated bytes allow forgery.
         """
         if len(secret) != _SECRET_BYTES:
             raise ValueError(f"the secret has {len(secret)} bytes instead of {_SECRET_BYTES}")
@@ -86,7 +86,7 @@ class Envelope:
         self._draw = draw
 
     def seal(self, key: bytes, payload: Bytes) -> tuple[Bytes, Bytes]:
-        """Return header and payload, to be stored behind one another under `key` of at most 32 bytes.
+        """Return header and payload, to be stored one after the other under `key` of at most 32 bytes.
 
         The payload is the very buffer that was given, unless compression made it smaller. The two together are never
         longer than `HEADER_BYTES` and the payload.

@@ -27,7 +27,7 @@ class StoreLocation:
 
     @property
     def rest(self) -> str:
-        """The text behind the scheme's colon."""
+        """The text after the scheme's colon."""
         return self.text[len(self.scheme) + 1 :]
 
     @property

@@ -27,14 +27,14 @@ A group may read: that is how clusters hand out secrets.
 
 
 def derive(secret: bytes, purpose: str) -> bytes:
-    """Return 32 bytes that tell nothing about other purposes or `secret`: HKDF with SHA-256 (RFC 5869)."""
+    """Return 32 bytes that reveal nothing about other purposes or `secret`: HKDF with SHA-256 (RFC 5869)."""
     return HKDF(SHA256(), length=32, salt=None, info=f"fd_core KV store {purpose}".encode()).derive(secret)
 
 
 def load_secret(file: str | Path | None = None, *, field: str = "--kv-store-secret-file") -> bytes:
     """Return the secret in `file`, or this user's own from the cache folder, which is made at the first call.
 
-    A line end behind the secret does not count. Engines that share a store must have the same secret, and so must
+    A line end after the secret does not count. Engines that share a store must have the same secret, and so must
     prefill and decode workers and their router. `field` is the flag that errors name. Raises `ConfigError` if the
     secret cannot be read or made, is open to others, or is shorter than 16 or longer than 4096 bytes.
     """

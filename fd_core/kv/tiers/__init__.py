@@ -1,1 +1,1 @@
-"""KV outside the device: the host tier, the way to the store, and what loading from either costs."""
+"""KV outside the device: the host tier, access to the store, and the cost of loading from either."""

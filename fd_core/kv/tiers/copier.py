@@ -26,7 +26,7 @@ from fd_core.ops.contract import KVCache
 class Copier:
     """Performs saves, and the host tier's part of loads and lookups, as jobs of `loop`, in their order.
 
-    Blocks are copied one by one: each host array is then memory of its own, freed with its block, and an operation that
+    Blocks are copied one by one: each host array is then separate memory, freed with its block, and an operation that
     ends early waits for one block at most.
     """
 
@@ -41,7 +41,7 @@ class Copier:
     _logger: OnceLogger
     _clock: Callable[[], float]
     _tell: Callable[[NotStored], None]
-    """Takes the keys of blocks that were to be written to the store and may not be there."""
+    """Called with the keys of blocks that were to be written to the store and may not be there."""
     import_rate: Rate = field(default_factory=Rate)
 
     def __post_init__(self) -> None:
@@ -49,12 +49,12 @@ class Copier:
         """Blocks that fit into the host tier; a longer prefix keeps its beginning there."""
 
     def lost(self, keys: Sequence[bytes]) -> None:
-        """Tell that the store may not have got the blocks of `keys` after all. Any thread."""
+        """Report that the store may not have received the blocks of `keys`. Thread-safe."""
         self.loop.post(partial(self._host.unmark_written, keys))
         self._tell(NotStored(tuple(keys)))
 
     def look_up(self, lookup: Lookup) -> None:
-        """Look in the host tier, and ask the store for the rest."""
+        """Look up keys in the host tier, and the rest in the store."""
         keys = lookup.keys
         missing = [index for index, key in enumerate(keys) if key not in self._host]
         host = missing[0] if missing else len(keys)
@@ -148,7 +148,7 @@ class Copier:
         self._advance(job)
 
     def _advance(self, job: LoadJob) -> None:
-        """Copy the blocks of the prefix that are on the host; end the load if no more are to come."""
+        """Copy the blocks of the prefix that are on the host; end the load if no more will arrive."""
         while (index := job.answer.blocks) < job.end:
             array = job.arrays[index]
             if array is None:

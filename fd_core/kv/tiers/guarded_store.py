@@ -1,4 +1,4 @@
-"""A KV store behind deadline and circuit breaker: failed calls are counted, and no exception gets further."""
+"""A KV store with timeout and circuit breaker: failed calls are counted, and no exception propagates."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _SEVERE = (Trouble.TIMEOUT, Trouble.UNREACHABLE)
 _GRACE_SECONDS = 0.1
-"""How late a call may return before it is taken to hang."""
+"""Grace period after a call's timeout before the call counts as hung."""
 
 
 class GuardedStore:
-    """Calls the store for one thread; any thread may ask whether a call would be made.
+    """Calls the store for one thread; any thread may check if a call would be made.
 
-    Nothing that is logged holds a key, a value or the text of an error, which a stranger's store wrote.
+    Log lines never hold a key, a value or the text of an error, which a plugin's store wrote.
     """
 
     def __init__(self, store: KVStore | None, logger: OnceLogger, clock: Callable[[], float]) -> None:
@@ -31,15 +31,15 @@ class GuardedStore:
         self._store = store
         self._shown = "" if store is None else store.location.shown
         self.errors: dict[str, int] = {}
-        """Failed calls by trouble; replaced, never changed."""
+        """Failed calls by reason; replaced, never mutated."""
         self._logger = logger
         self._clock = clock
         self._breaker = Breaker()
         self._lock = threading.Lock()
         self._due: float | None = None
-        """When the call in progress should be back."""
+        """Deadline of the call in progress."""
         self._hung = False
-        """Whether the call in progress was counted as a timeout already."""
+        """True if the call in progress was already counted as a timeout."""
 
     @property
     def state(self) -> BreakerState:
@@ -47,7 +47,7 @@ class GuardedStore:
         return self._breaker.state
 
     def ready(self) -> bool:
-        """Whether a call would be made at once: the breaker admits it, and no call hangs. Any thread."""
+        """Return True if a call would be made at once: the breaker admits it and no call hangs. Thread-safe."""
         if self._store is None:
             return False
         now = self._clock()
@@ -72,7 +72,7 @@ class GuardedStore:
             result = do(self._store, timeout)
         except StoreError as error:
             self._fails(error.trouble if isinstance(error.trouble, Trouble) else Trouble.OTHER)
-        except Exception as error:  # noqa: BLE001 - a stranger's store: whatever it raises is a failed call
+        except Exception as error:  # noqa: BLE001 - a plugin's store: any exception is a failed call
             kind = f"{what}: {type(error).__name__}"
             self._logger.warn(f"KV store {self._shown} broke its contract in {kind}; the call counts as failed")
             self._fails(Trouble.OTHER)

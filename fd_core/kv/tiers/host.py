@@ -56,16 +56,16 @@ class HostTier:
                 self._arrays.move_to_end(key)
 
     def mark_written(self, key: bytes) -> None:
-        """Remember, as long as `key` is in this tier, that the KV store has its block or is about to get it."""
+        """Record, as long as `key` is in this tier, that its block is in the KV store or queued for it."""
         if key in self._arrays:
             self._written.add(key)
 
     def unmark_written(self, keys: Iterable[bytes]) -> None:
-        """Forget that `mark_written` was called for `keys`."""
+        """Undo `mark_written` for `keys`."""
         self._written.difference_update(keys)
 
     def is_written(self, key: bytes) -> bool:
-        """Whether `key` is in this tier, and the KV store has its block or is about to get it."""
+        """Return True if `key` is in this tier and its block is in the KV store or queued for it."""
         return key in self._written
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""KV outside the device, behind the engine's port: host tier and store, and the threads that copy, read and write."""
+"""KV outside the device, as an effect port: host tier and store, and the threads that copy, read and write."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _LOOKUP_SHARE = 0.25
 _FETCH_SHARE = 0.5
 """Share of the time for a load that one batch of the load may take."""
 _JOIN_SECONDS = 0.5
-"""For a thread to end its job when it was told to."""
+"""Timeout of joining a thread after it was asked to stop."""
 _FLUSH_SECONDS = 3.0
-"""For what waits to be written when the engine ends."""
+"""Time to flush pending writes when the engine ends."""
 
 
 class SealedStore(NamedTuple):
@@ -65,7 +65,7 @@ class KVOffload(EffectPort[TierStats]):
     thread, completions are collected, and the few locks that both sides take are held for some assignments only.
 
     A `Lookup` is completed within a quarter of `load_seconds`, a `Load` and a `Save` within `load_seconds`, counted
-    from `perform`, plus the copy of the one block that is under way then. What came too late, failed or was damaged is
+    from `perform`, plus the copy of the one block in progress then. Blocks that were late, failed or damaged are
     simply not part of the completion.
     """
 
@@ -99,7 +99,7 @@ class KVOffload(EffectPort[TierStats]):
         self._stats = TierStats()
         logger = OnceLogger()
         self._pace: tuple[float | None, ...] = (None, None, None)
-        """Fields of the `LoadPaceMeasured` that was told last."""
+        """Fields of the last `LoadPaceMeasured` sent."""
         self._host = HostTier(host_bytes)
         envelope = Envelope(bytes(32)) if store is None else store.envelope  # without a store it seals nothing
         # Two guards, so that a store that only writes badly is still read.
@@ -153,7 +153,7 @@ class KVOffload(EffectPort[TierStats]):
         return copier if self._store is None else (*copier, self._reader.loop, self._writer.loop)
 
     def perform(self, effects: Iterable[Effect]) -> None:
-        """Begin what the scheduler wants done."""
+        """Begin the effects that the scheduler requested."""
         now = self._clock()
         for effect in effects:
             answer: Found | Loaded | Saved
@@ -186,7 +186,7 @@ class KVOffload(EffectPort[TierStats]):
                 self._queue.put(answer)
 
     def tend(self) -> None:
-        """Complete operations that are past their deadline, and tell the pace of loading whenever it changed."""
+        """Complete operations that are past their deadline, and publish the pace of loading whenever it changed."""
         now = self._clock()
         for answer in self._pending.expire(now):
             self._stats.lookups_expired += isinstance(answer, Found)
@@ -242,7 +242,7 @@ class KVOffload(EffectPort[TierStats]):
             self._store.close()
 
     def _nothing_to_find(self) -> bool:
-        """Whether neither tier can have anything, so that a question needs no thread."""
+        """Return True if neither tier can hold anything, so that a lookup needs no thread."""
         if self._closed:
             return True
         return not (len(self._host) or self._reader.store.ready() or self._pending.numbers(Saved))

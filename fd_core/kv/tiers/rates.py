@@ -1,4 +1,4 @@
-"""What loading has cost lately, so that the scheduler can compare it with computing."""
+"""Recent cost of loading, which the scheduler compares with the cost of computing."""
 
 from __future__ import annotations
 

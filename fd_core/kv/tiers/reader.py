@@ -22,12 +22,12 @@ from fd_core.types.metrics import one_more
 
 
 class LoadJob(msgspec.Struct, eq=False):
-    """How far a load came. The thread that copies owns all of it but `missing`, which the thread that reads owns."""
+    """Progress of a load. Owned by the copying thread, except `missing`, which the reading thread owns."""
 
     effect: Load
     began: float
     arrays: list[HostArray | None]
-    """By index of their key: the blocks on the host that are still to be copied, None for those on their way."""
+    """By index of their key: the blocks on the host that are still to be copied, None for those in flight."""
     end: int
     """Blocks that may still be loaded: the prefix ends before the first that is missing, damaged or not copied."""
     answer: Loaded
@@ -35,18 +35,18 @@ class LoadJob(msgspec.Struct, eq=False):
     missing: deque[int] = msgspec.field(default_factory=deque)
     """Indices of the keys that are still to be fetched from the store, ascending."""
     fetched: set[int] = set()
-    """Indices of the keys whose blocks came from the store."""
+    """Indices of the keys whose blocks were read from the store."""
 
 
 Deliver = Callable[[LoadJob, list[tuple[int, HostArray]], int | None], None]
-"""Takes blocks by index of their key and, if the prefix ends among them, the index where it does. Any thread."""
+"""Receives blocks by index of their key and, if the prefix ends among them, the index where it does. Thread-safe."""
 
 
 @dataclass
 class StoreReader:
     """Reads the store. Lookups and fetches are jobs of `loop`, posted by any thread and done in order.
 
-    A load is fetched batch by batch; whoever took a batch asks for the next, so that the values of one load that wait
+    A load is fetched batch by batch; the consumer of a batch requests the next, so that the values of one load waiting
     to be copied are bounded and loads take turns.
     """
 
@@ -60,7 +60,7 @@ class StoreReader:
     """Bounds one call, as `fetch_seconds` does."""
     fetch_seconds: float
     forget: Callable[[bytes], None]
-    """Told the key of each damaged value."""
+    """Called with the key of each damaged value."""
     clock: Callable[[], float]
     block_rate: Rate = field(default_factory=Rate)
     latency: Rate = field(default_factory=Rate)

@@ -1,4 +1,4 @@
-"""What the tiers did, in numbers."""
+"""Statistics of the KV tiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BREAKER_STATES: Final[dict[str, Any]] = {"label": "state", "values": get_args(B
 
 
 class TierStats(msgspec.Struct, kw_only=True):
-    """Counters since the start, and gauges of this moment."""
+    """Counters since the start, and current gauges."""
 
     host_blocks: Annotated[int, gauge("kv_host_blocks", "KV blocks in the host tier.")] = 0
     host_bytes: Annotated[int, gauge("kv_host_bytes", "KV bytes in the host tier.")] = 0
@@ -34,7 +34,7 @@ class TierStats(msgspec.Struct, kw_only=True):
     host_hit_blocks: Annotated[int, counter("kv_found_blocks", _FOUND, labels={"tier": "host"})] = 0
     """Leading blocks that lookups found in the host tier."""
     store_hit_blocks: Annotated[int, counter("kv_found_blocks", _FOUND, labels={"tier": "store"})] = 0
-    """Blocks that lookups found behind the leading ones of the host tier, in host tier and store together."""
+    """Blocks that lookups found after the leading ones of the host tier, in host tier and store together."""
     loads: int = 0
     load_expired: Annotated[int, counter("kv_loads_expired", "Loads of KV that ran out of time.")] = 0
     loaded_blocks_host: int = 0

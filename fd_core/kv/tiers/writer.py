@@ -16,7 +16,7 @@ from fd_core.kv.tiers.host import HostArray
 from fd_core.kv.tiers.stats import TierStats
 
 _GRACE_SECONDS = 0.3
-"""How much longer than it was told a call of the store may take while the writer closes."""
+"""Grace period in seconds after the timeout of a store call, while the writer closes."""
 _NEVER = float("inf")
 _MAX_FORGOTTEN = 1024
 """Keys that may wait to be deleted; a damaged value beyond them stays until it is read again."""
@@ -38,7 +38,7 @@ class WriteBehind:
     batch: int
     put_seconds: float
     lost: Callable[[Sequence[bytes]], None]
-    """Told the keys of blocks that were accepted and may not have been written, on any thread."""
+    """Called with the keys of blocks that were accepted and may not have been written, on any thread."""
     clock: Callable[[], float]
     pending_bytes: int = 0
     """Bytes of blocks that were accepted and neither written nor dropped."""
@@ -52,7 +52,7 @@ class WriteBehind:
         self._give_up_at = _NEVER
 
     def accepts(self, size: int) -> bool:
-        """Whether `offer` would take a block of `size` bytes. Reliable on the one thread that calls `offer`."""
+        """Return True if `offer` would take a block of `size` bytes. Reliable on the one thread that calls `offer`."""
         return self.pending_bytes + size <= self.limit_bytes and self._store.ready()
 
     def offer(self, key: bytes, array: HostArray) -> bool:
@@ -64,7 +64,7 @@ class WriteBehind:
         with self._lock:
             self._queue.append((key, array))
             self._queued.add(key)
-            # The block replaces what is stored; deleted behind it, it would be lost.
+            # The block replaces the stored value; a deletion after it would lose the block.
             self._forgotten.discard(key)
             self.pending_bytes += array.nbytes
         self.loop.post(self._write)
@@ -76,7 +76,7 @@ class WriteBehind:
             self._stats.dropped_blocks += count
 
     def forget(self, key: bytes) -> None:
-        """Have a key deleted from the store, unless a block is written under it anyway; best effort."""
+        """Queue a key for deletion from the store, unless a block is written under it anyway; best effort."""
         with self._lock:
             if key in self._queued or key in self._forgotten or len(self._forgotten) >= _MAX_FORGOTTEN:
                 return
@@ -139,5 +139,5 @@ class WriteBehind:
                 self.pending_bytes -= array.nbytes
             self._stats.written_blocks += stored
             self._stats.dropped_blocks += len(batch) - stored
-        if stored < len(batch):  # the store does not say which of them it has
+        if stored < len(batch):  # the store does not report which of them it has
             self.lost([key for key, _ in batch])

@@ -1,4 +1,4 @@
-"""KV that is stored outside the device, as the scheduler sees it: which request waits for what.
+"""KV storage outside the device, from the scheduler's side: wait reasons of requests, and saved and loaded blocks.
 
 waiting --ask--> Lookup --found--> load or recompute --load--> Load --loaded--> running
 running --save--> Save --saved--> the host tier stores it
@@ -40,27 +40,27 @@ class Pace(msgspec.Struct, frozen=True):
         gauge("kv_pace_store_block_seconds", "Measured time to load one KV block from the store, in seconds."),
     ] = None
     store_latency: float = 0.0
-    """Time until the first block of the store is on its way."""
+    """Time until the first block of the store arrives."""
 
 
 class LoadOrRecompute:
-    """Decides for one request at a time by estimates; each decline shrinks that of loading, so it is tried again."""
+    """Decides per request by estimates; each decision not to load shrinks the load estimate, so loading is retried."""
 
     def __init__(self) -> None:
         self.pace = Pace()
         self._trust = 1.0
 
     def prefill_measured(self, pace: effects.PrefillPaceMeasured) -> None:
-        """Learn what computing costs at present."""
+        """Update the cost of computing."""
         self.pace = msgspec.structs.replace(self.pace, prefill_token=pace.token)
 
     def load_measured(self, pace: effects.LoadPaceMeasured) -> None:
-        """Learn what loading costs at present."""
+        """Update the cost of loading."""
         latency = pace.store_latency or 0.0
         self.pace = Pace(self.pace.prefill_token, pace.host_block, pace.store_block, latency)
 
     def decide(self, request_id: str, host_blocks: int, store_blocks: int, block_size: int) -> effects.LoadDecision:
-        """Weigh bringing `host_blocks` and `store_blocks` back against computing their tokens."""
+        """Compare loading `host_blocks` and `store_blocks` with recomputing their tokens."""
         tokens = (host_blocks + store_blocks) * block_size
         recompute = None if self.pace.prefill_token is None else self.pace.prefill_token * tokens
         load = self._load_seconds(host_blocks, store_blocks)
@@ -78,7 +78,7 @@ class LoadOrRecompute:
 
 
 class OffloadCounters(msgspec.Struct, kw_only=True):
-    """What happened since the start; only grows."""
+    """Counters since the start; monotonic."""
 
     loads: Annotated[int, counter("kv_loads", "Requests that waited for KV from the host tier or the store.")] = 0
     loaded_tokens: Annotated[int, counter("kv_restored_tokens", "Tokens not computed because their KV was loaded.")] = 0
@@ -97,20 +97,20 @@ class OffloadCounters(msgspec.Struct, kw_only=True):
 
 
 class KeepKV(msgspec.Struct, frozen=True):
-    """Which requests leave their KV outside the device."""
+    """Selection of the requests whose KV is stored outside the device."""
 
     preempted: bool = True
-    """Requests that are preempted for want of blocks."""
+    """Requests that are preempted because blocks run out."""
     finished: bool = False
     """Requests that end, for later prompts with the same prefix."""
     persist: bool = False
-    """Whether a store keeps the KV beyond the host tier."""
+    """True if a KV store persists the KV beyond the host tier."""
     shared: bool = True
-    """Whether KV may be found that this scheduler never saved: without a store there is none."""
+    """True if lookups may find KV that this scheduler never saved; without a store there is none."""
 
     @property
     def anything(self) -> bool:
-        """Whether KV is stored outside the device at all."""
+        """Return True if any KV is stored outside the device."""
         return self.preempted or self.finished
 
 
@@ -125,9 +125,9 @@ class KVOffloading:
     counters: OffloadCounters = field(default_factory=OffloadCounters)
     load_or_recompute: LoadOrRecompute = field(default_factory=LoadOrRecompute)
     stores: bool = field(init=False)
-    """Whether anything may be stored outside the device now."""
+    """True if any KV may be stored outside the device now."""
     _in_part: set[int] = field(default_factory=set)
-    """Saves that left out blocks which are stored already."""
+    """Saves that skipped blocks which are stored already."""
     _remembered: dict[bytes, None] = field(default_factory=dict)
     """Keys believed to be in the store, oldest first."""
 
@@ -135,10 +135,10 @@ class KVOffloading:
         self.stores = self.keep.shared
 
     def begin_wait(self, request: Request, keys: Sequence[bytes]) -> int | None:
-        """Return the operation that a request waits for from now on, if there is one, to learn what is stored.
+        """Return the operation that a request now waits for to find out what is stored, if there is one.
 
-        The device itself may have the whole prefix: then nothing is asked, see `ask`. A preempted request waits for
-        the save of its own KV, whose completion says what the host tier stores, instead of asking.
+        The device itself may have the whole prefix: then no lookup is issued, see `ask`. A preempted request waits for
+        the save of its own KV, whose completion reports what the host tier stores, instead of a lookup.
         """
         request.asked_store = False
         if request.save is not None:
@@ -152,7 +152,7 @@ class KVOffloading:
         return None
 
     def ask(self, request: Request, keys: Sequence[bytes]) -> int | None:
-        """Ask how much of a waiting request's prefix is stored; None if that was asked since the request waits."""
+        """Look up how much of a waiting request's prefix is stored; None if done since it began to wait."""
         if request.asked_store or not (self.stores and self.keep.anything and keys):
             return None
         request.asked_store = True
@@ -161,7 +161,7 @@ class KVOffloading:
         return request.lookup
 
     def found(self, answer: effects.Found) -> None:
-        """A lookup was answered."""
+        """Apply the result of a lookup."""
         lookup, request = self.operations.end(answer.operation, effects.Lookup)
         self.not_stored(lookup.keys[answer.total :])
         if request is not None:
@@ -169,13 +169,13 @@ class KVOffloading:
             request.stored_on_host, request.stored = answer.host, answer.total
 
     def leave(self, request: Request) -> None:
-        """Hurry the answers that an aborted request waits for."""
+        """Cancel the operations that an aborted request waits for."""
         self.operations.cancel(request.lookup)
         self.operations.cancel(request.load)
         request.lookup = request.load = None
 
     def worth_loading(self, request: Request, first: int, count: int) -> int:
-        """Return how many of `count` prefix blocks to load behind the `first` ones that the device has; 0 for none."""
+        """Return how many of `count` prefix blocks to load after the `first` ones that the device has; 0 for none."""
         upto = min(request.stored, count)
         if upto <= first:
             return 0
@@ -189,13 +189,13 @@ class KVOffloading:
         return upto - first
 
     def load(self, request: Request, slot: int, keys: Sequence[bytes], blocks: IntArray) -> None:
-        """Bring `keys` of the request's chain into `blocks`, which `slot` owns."""
+        """Load `keys` of the request's chain into `blocks`, which `slot` owns."""
         load = effects.Load(self.operations.next, tuple(keys), blocks, slot, request.spec.request_id)
         request.load = self.operations.begin(load, request, blocks)
         self.counters.loads += 1
 
     def loaded(self, answer: effects.Loaded) -> tuple[Request, int, int] | None:
-        """A load is over; return its request, tokens in place and those not prefilled for it; None if it left."""
+        """Finish a load; return its request, tokens in place and those not prefilled for it; None if it left."""
         load, request = self.operations.end(answer.operation, effects.Load)
         if request is None:
             return None
@@ -204,12 +204,12 @@ class KVOffloading:
         count = min(answer.blocks, len(load.keys))
         self.counters.loaded_tokens += count * self.block_size
         self.counters.lost_tokens += (len(load.keys) - count) * self.block_size
-        self.not_stored(load.keys[count:])  # damaged or gone, perhaps: they are stored again once they are computed
+        self.not_stored(load.keys[count:])  # possibly damaged or evicted: stored again once they are computed
         tokens = (request.chain.index(load.keys[0]) + count) * self.block_size
         return request, tokens, tokens
 
     def save(self, request: Request, keys: Sequence[bytes], blocks: IntArray) -> int | None:
-        """Store settled blocks that the store lacks while they have an owner; return the operation if one begins."""
+        """Save settled blocks that the store lacks while they have an owner; return the operation if one begins."""
         chosen = [index for index, key in enumerate(keys) if not (self.keep.persist and key in self._remembered)]
         if not chosen:
             return None
@@ -227,7 +227,7 @@ class KVOffloading:
         return number
 
     def saved(self, answer: effects.Saved) -> None:
-        """A save no longer reads its blocks."""
+        """Finish a save: it no longer reads its blocks."""
         save, request = self.operations.end(answer.operation, effects.Save)
         count = min(answer.blocks, len(save.keys))
         self.counters.saved_tokens += count * self.block_size
@@ -235,12 +235,12 @@ class KVOffloading:
         if request is not None and request.save == answer.operation:
             request.save = None
             if answer.operation in self._in_part:
-                request.asked_store = False  # what was left out may be in either tier: a lookup tells
+                request.asked_store = False  # skipped blocks may be in either tier: needs a lookup
             else:
                 request.stored = request.stored_on_host = min(answer.host, count)
         self._in_part.discard(answer.operation)
 
     def not_stored(self, keys: Iterable[bytes]) -> None:
-        """Blocks did not get to the store, or left it: they are to be saved when they are used again."""
+        """Record that blocks were not stored, or were evicted: they are saved when they are used again."""
         for key in keys:
             self._remembered.pop(key, None)

@@ -1,8 +1,8 @@
-"""KV that travels between workers, as the scheduler sees it: which blocks are leased, and which are sent.
+"""KV transfer between workers, from the scheduler's side: which blocks are leased, and which are sent.
 
-On the decode side, a request whose prompt another worker computes is admitted as any other request, with all blocks
-that it and the running requests may still need. It waits in its slot until its KV has come, or will not come. On the
-prefill side, the settled blocks of a request leave one after the other while the rest of the prompt is computed.
+On the decode side, a request whose prompt another worker computes is admitted like any other request, with all blocks
+that it and the running requests may still need. It waits in its slot until its KV has arrived or the fetch failed. On
+the prefill side, the settled blocks of a request are sent one after the other while the rest of the prompt is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fd_core.types.metrics import counter
 
 
 class TransferCounters(msgspec.Struct, kw_only=True):
-    """What happened since the start; only grows."""
+    """Counters since the start; monotonic."""
 
     outcomes: Annotated[
         dict[PrefillOutcome, int],
@@ -46,24 +46,24 @@ class KVTransferring:
     operations: Operations
     block_size: int
     paired: bool
-    """Whether this worker knows others; a worker that knows none computes every prompt itself."""
+    """True if this worker is paired with others; an unpaired worker computes every prompt itself."""
     counters: TransferCounters = field(default_factory=TransferCounters)
 
     def wants(self, request: Request) -> bool:
-        """Whether another worker is to compute a prompt, which is tried once and before the first token."""
+        """Return True if another worker should compute the prompt; tried once, before the first token."""
         if not self.paired or not request.spec.prefill_at or request.needs_every_position:
             return False
         return request.prefill is None and not request.num_generated
 
     def worth_fetching(self, request: Request, first: int) -> bool:
-        """Whether a block is left to fetch behind the `first` ones; the last token is computed here in any case."""
+        """Return True if blocks remain to fetch after the `first` ones; the last token is always computed here."""
         if request.num_tokens - 1 - first * self.block_size >= self.block_size:
             return True
         self._is_over(request, "held")
         return False
 
     def fetch(self, request: Request, slot: int, blocks: IntArray, first: int) -> None:
-        """Lease `blocks` of a slot, behind its `first` ones, to the worker that computes the prompt."""
+        """Lease `blocks` of a slot, after its `first` ones, to the worker that computes the prompt."""
         spec = request.spec
         tokens = request.tokens.view(upto=request.num_tokens - 1).astype("<i4", copy=False).tobytes()
         job = PrefillJob(
@@ -73,14 +73,14 @@ class KVTransferring:
         request.fetch = self.operations.begin(fetch, request, blocks)
 
     def leave(self, request: Request) -> None:
-        """A loading request was aborted; the leased blocks stay pinned until the lease is over."""
+        """Cancel the fetch of an aborted request; the leased blocks stay pinned until the lease is over."""
         if request.fetch is not None:
             self.operations.cancel(request.fetch)
             request.fetch = None
             self._is_over(request, "aborted")
 
     def fetched(self, answer: Fetched) -> tuple[Request, int, int] | None:
-        """A fetch is over; return its request, tokens in place and those not prefilled for it; None if it left."""
+        """Finish a fetch; return its request, tokens in place and those not prefilled for it; None if it left."""
         fetch, request = self.operations.end(answer.operation, Fetch)
         if request is None:
             return None
@@ -98,13 +98,13 @@ class KVTransferring:
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
 
     def settled(self, request: Request, blocks: IntArray) -> None:
-        """The leading `blocks` of a prefill job hold settled KV: send those that were not sent."""
+        """Send those of the leading `blocks` of a prefill job, which hold settled KV, that were not sent yet."""
         job = request.spec.prefill_job
         if job is not None and len(blocks) > request.sent:
             self._send(request, job.lease, blocks, None)
 
     def finished(self, request: Request, blocks: IntArray, reason: FinishReason) -> None:
-        """A prefill job has computed its prompt, whose KV is in `blocks`, the last one included: send the rest."""
+        """Send the rest of a prefill job: its prompt is computed, with its KV in `blocks`, the last one included."""
         job = request.spec.prefill_job
         if job is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
             prompt = request.prompt_len
@@ -112,7 +112,7 @@ class KVTransferring:
             request.sent_all = True
 
     def ended(self, request: Request, reason: FinishReason) -> None:
-        """The request of a prefill job is over, however it ended."""
+        """End the prefill job of a request, whatever its finish reason."""
         job = request.spec.prefill_job
         if job is not None and not request.sent_all:
             self.counters.given_up += 1

@@ -1,8 +1,8 @@
-"""Operations outside steps: the registry of those that are open, with the KV blocks that they hold.
+"""Registry of open operations outside steps, with the KV blocks that they hold.
 
-Pure, as the scheduler is: operations leave as effects, and completions say what became of them
+Pure, as the scheduler is: operations leave as effects, and completions carry their outcomes
 (`fd_core.effects.operations`). A block that an operation reads or writes is pinned from the effect to the completion,
-so that the block is granted to no other request, whatever happens meanwhile to the request that the operation serves.
+so that the block is granted to no other request, even if the request that the operation serves ends meanwhile.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Operations:
         self.open: dict[int, tuple[Effect, Request | None, IntArray | None]] = {}
         """The effect of each open operation, the request that waits for it, and the blocks that it holds."""
         self.effects: list[Effect] = []
-        """What waits to be returned: operations, and what no completion answers."""
+        """Effects to return from the next call: operations, and effects without a completion."""
         self.decisions: list[LoadDecision] = []
-        """What waits to be told to the trace."""
+        """Load decisions to return from the next call, for the trace."""
 
     def begin(self, effect: _Operation, request: Request, blocks: IntArray | None = None) -> int:
-        """Begin an operation, which has the number `next` and holds `blocks`; return the number."""
+        """Begin an operation, with the number `next`, that holds `blocks`; return the number."""
         if blocks is not None:
             self._pool.pin(blocks)
             blocks.setflags(write=False)
@@ -43,7 +43,7 @@ class Operations:
         return number
 
     def cancel(self, number: int | None) -> None:
-        """Hurry an operation that no request waits for any more, if there is one; it holds its blocks until it ends."""
+        """Cancel an operation that no request waits for any more, if any; it holds its blocks until it ends."""
         if number is not None:
             effect, _, blocks = self.open[number]
             self.open[number] = effect, None, blocks

@@ -1,11 +1,11 @@
-"""How many drafts a request may verify in its next step.
+"""Number of draft tokens that a request may verify in its next step.
 
-Drafts come from a drafter, or from a grammar that leaves one way to go on. The latter are always kept, so a request
-that has no others is always allowed them; a request that has neither is never expected to have any.
+Draft tokens are proposed by a drafter, or forced by a grammar that leaves one continuation. The latter are always
+accepted, so a request that has only those is always allowed them; a request that has neither is planned without any.
 
-A draft costs one token of the step and pays one token if it is kept. So a request's share follows how often its
-drafts were kept lately, and all drafts together stay below the number of tokens at which a step stops being bound by
-reading weights and starts to pay for each one.
+A draft token costs one token of the step and yields one token if it is accepted. So a request's share follows its
+recent acceptance rate, and all draft tokens together stay below the number of tokens at which a step stops being bound
+by reading weights and each further token costs time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RECOVERY = 0.02
 
 
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Drafts verified and kept since the start, by position: 0 is the draft right after the last token."""
+    """Drafts verified and accepted since the start, by position: 0 is the draft right after the last token."""
 
     proposed_per_position: Annotated[
         tuple[int, ...],
@@ -67,24 +67,24 @@ class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftControl:
-    """Acceptance rates by slot, and the number of drafts that follows from them."""
+    """Acceptance rates by slot, and the draft counts derived from them."""
 
     def __init__(self, num_slots: int, max_drafts: int, cheap_tokens: int, *, drafter: bool = True) -> None:
-        """`cheap_tokens`: step size up to which a token is nearly free. No `drafter`: grammars alone have drafts."""
+        """`cheap_tokens`: step size up to which a token is nearly free. No `drafter`: only grammars provide drafts."""
         self.max_drafts = max_drafts
         self._cheap_tokens = cheap_tokens
         self._drafter = drafter
         self.learning = drafter and max_drafts > 0
-        """Whether a drafter makes drafts, of which many may be rejected."""
+        """True if a drafter proposes draft tokens, of which many may be rejected."""
         self._most = np.full(num_slots, max_drafts if drafter else 0, np.int32)
         self.possible = bool(self._most.any())
-        """Whether any slot may come to hold drafts."""
+        """True if any slot may hold draft tokens."""
         self._rate = np.ones(num_slots, np.float64)
         self._drafted = np.zeros(max_drafts, np.int64)
         self._accepted = np.zeros(max_drafts, np.int64)
 
     def stats(self) -> DraftStats:
-        """Return counters, which are of a drafter's drafts: how many a grammar forces, the runner counts."""
+        """Return counters of a drafter's drafts; the runner counts those that a grammar forces."""
         if not self._drafter:
             return DraftStats()
         return DraftStats(
@@ -92,13 +92,13 @@ class DraftControl:
         )
 
     def admit(self, slot: int, grammar: bool = False) -> None:
-        """A residency begins: no acceptance rate is known, so all drafts are welcome."""
+        """Start a running request: its acceptance rate is unknown, so the maximum of drafts is allowed."""
         self._rate[slot] = 1.0
         self._most[slot] = self.max_drafts if grammar or self._drafter else 0
         self.possible = bool(self._most.any())
 
     def most(self, slots: npt.NDArray[np.intp]) -> IntArray:
-        """Return int32[n]: how many drafts the runner may come to hold for each of `slots`."""
+        """Return int32[n]: the maximum of drafts that the runner may hold for each of `slots`."""
         most: IntArray = self._most[slots]
         return most
 
@@ -109,7 +109,7 @@ class DraftControl:
         return deal(wanted, max(self._cheap_tokens - len(slots), 0))
 
     def observe(self, slots: npt.NDArray[np.intp], drafted: IntArray, accepted: IntArray) -> None:
-        """Learn from a step: `drafted` and `accepted` int32[n] of its decoding `slots`."""
+        """Update rates from a step: `drafted` and `accepted` int32[n] of its decoding `slots`."""
         if not self.learning:
             return
         some = drafted > 0

@@ -1,7 +1,7 @@
-"""The output side: turns the answer to a step into tokens for requests, acknowledgements and ends.
+"""Output processing: turns the output of a step into tokens of requests, acknowledgements and ends.
 
-The law it keeps: outputs apply only if epoch, step and gen match; a draining request leaves only on the -9 of its own
-gen; an error in one row never swallows another row.
+Invariants: outputs apply only if epoch, step and gen match; a draining request leaves only on the -9 of its own
+gen; an error in one row never affects another row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Rows = npt.NDArray[np.intp] | slice
 
 
 class OutputCounters(msgspec.Struct, kw_only=True):
-    """What was delivered or dropped since the start; only grows."""
+    """Outputs delivered and dropped since the start; monotonic."""
 
     generated_tokens: Annotated[
         int, counter("generated_tokens", "Tokens generated and delivered.", vllm=("generation_tokens",))
@@ -59,12 +59,12 @@ class OutputSide:
     _residencies: Residencies
     _times: PhaseClock
     _on_released: Callable[[Request], None]
-    """Told of each request whose slot was released and that did not end."""
+    """Called with each request whose slot was released and that did not end."""
     counters: OutputCounters = field(default_factory=OutputCounters)
     _next_step: int = 0
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        """Apply the answer to `plan`; return a delta for each request at most. Raises `signals.MalformedOutput`."""
+        """Apply the output of `plan`; return at most one delta per request. Raises `signals.MalformedOutput`."""
         if (output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self._next_step:
             self.counters.stale_outputs += 1
             return []
@@ -74,7 +74,7 @@ class OutputSide:
         slots = self._slots
         # Arrays of another integer type take several times as long as an index.
         places = plan.slots.astype(np.intp)
-        # Rows whose residency still exists on both sides.
+        # Rows whose slot still runs the same request on both sides.
         same_runner = output.gens[places] == plan.gens
         current = same_runner & (slots.delivering_gen[places] == plan.gens)
         rows: _Rows = _ALL
@@ -99,7 +99,7 @@ class OutputSide:
         all_deliver = np.count_nonzero(delivers) == len(places)
         asked, given = (places, counts) if all_deliver else (places[delivers], counts[delivers])
         delivered, ended = self._append(asked, given, outcomes.tokens, output.logprobs)
-        # What is settled comes before who is done: the blocks that a last step completes are named like any others.
+        # Settle blocks before ending requests: the blocks that a last step completes are registered like any others.
         self._settle(plan, rows, places, counts, all_deliver)
         for slot, request, reason in ended:
             self._residencies.finish(slot, request, reason)
@@ -114,7 +114,7 @@ class OutputSide:
         return deltas
 
     def end(self, request: Request, reason: FinishReason) -> Delta:
-        """Return the last delta of a request that ended with nothing more to deliver."""
+        """Return the last delta of a request that ended with nothing left to deliver."""
         return self._delta(request, (), reason, None)
 
     def _append(
@@ -127,7 +127,7 @@ class OutputSide:
         width = 1 if tokens.shape[1] == 1 else int(counts.max())
         block = tokens[rows] if width == tokens.shape[1] else tokens[rows, :width]
         room = slots.limit[rows] - slots.num_tokens[rows]
-        if width == slots.stops.shape[1] == 1:  # most steps are such, and reductions take most of the time
+        if width == slots.stops.shape[1] == 1:  # the common case; reductions take most of the time
             stopped = block[:, 0] == slots.stops[:, 0][rows]  # an index of two dimensions takes twice as long
         else:
             counts = np.minimum(counts, room)
@@ -146,7 +146,7 @@ class OutputSide:
         cells = [*struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)]
         places = rows.tolist()
         names = [slots.names[slot] for slot in places]
-        # Most rows go on and deliver nothing but tokens; the deltas of the others are replaced below.
+        # Most rows continue and deliver only tokens; the deltas of the others are replaced below.
         deltas = [*map(Delta, names, cells)]
         if logprobs is None and (width == 1 or min(given_out) == width):
             rest = (ends | slots.awaits_first[rows]).nonzero()[0].tolist()
@@ -165,7 +165,7 @@ class OutputSide:
         return deltas, ended
 
     def _collect(self, output: StepOutput, rows: npt.NDArray[np.intp]) -> None:
-        """Keep what was read from the prompts in slots `rows` until their first token is delivered."""
+        """Store what was read from the prompts in slots `rows` until their first token is delivered."""
         if (scores := output.prompt_logprobs) is not None:
             for slot in set(scores.slots.tolist()).intersection(rows.tolist()):
                 collected = self._slots.request_in(slot).prompt_logprobs
@@ -181,7 +181,7 @@ class OutputSide:
     def _settle(
         self, plan: StepPlan, rows: _Rows, rows_of: npt.NDArray[np.intp], counts: IntArray, all_deliver: bool
     ) -> None:
-        """Positions computed by the step are settled, but for rejected drafts; requests that left have none."""
+        """Settle the positions computed by the step, except rejected drafts; requests that left have none."""
         slots = self._slots
         sampled = plan.samples[rows]
         if self._drafts.possible and (self._drafts.learning or np.count_nonzero(plan.num_drafts)):
@@ -189,7 +189,7 @@ class OutputSide:
             accepted = np.maximum(counts - 1, 0)
             self._drafts.observe(rows_of[sampled], drafted[sampled], accepted[sampled])
             rejected = np.where(sampled, drafted - accepted, 0)
-            # Neither rejected drafts nor their KV exist.
+            # Rejected drafts and their KV do not exist.
             slots.take_back(rows_of, rejected)
         if slots.num_draining:
             still = slots.running[rows_of]
@@ -203,7 +203,7 @@ class OutputSide:
             self._residencies.settle(rows_of, upto)
 
     def _acknowledge(self, plan: StepPlan, outcomes: signals.Outcomes, output: StepOutput) -> list[Delta]:
-        """Match every -9 with the one revocation that it answers."""
+        """Match every -9 with the preemption or abort that it acknowledges."""
         slots = self._slots
         expected = {revoked.slot: revoked.gen for revoked in plan.revocations}
         seen = set((outcomes.kinds == _RELEASED).nonzero()[0].tolist())
@@ -263,7 +263,7 @@ class OutputSide:
 
 
 def _logprobs_by_slot(rows: LogprobRows, requests: list[Request | None]) -> dict[int, tuple[TokenLogprobs, ...]]:
-    """Group rows by slot in column order; each request gets as many alternatives as it asked for."""
+    """Group rows by slot in column order; each request gets as many alternatives as it requested."""
     grouped: dict[int, list[TokenLogprobs]] = {}
     for index in np.lexsort((rows.columns, rows.slots)).tolist():
         slot = int(rows.slots[index])

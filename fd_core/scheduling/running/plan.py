@@ -1,7 +1,7 @@
-"""Collects the parts of a step plan while the scheduler decides, and deals out the step token budget.
+"""Collects the parts of a step plan while the scheduler decides, and distributes the step token budget.
 
-The charge is per request and exact: a prefill chunk, or one token plus the row's real drafts. Drafts are the first to
-shrink; a decode is left out only in rotation, the longest waiting first in.
+The charge is per request and exact: a prefill chunk, or one token plus the row's actual drafts. Drafts shrink first;
+decodes are left out only in rotation, the longest waiting first in.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Decodes:
     num_drafts: IntArray
     samples: npt.NDArray[np.bool_]
     membership: int
-    """`SlotTable.membership` at which the columns are right."""
+    """`SlotTable.membership` for which the columns are valid."""
     plans_left: int
     """Plans until every token of one of the slots is planned."""
 
@@ -52,12 +52,12 @@ class Budget:
 
 
 class PlanBuilder:
-    """A plan in the making; `build` freezes it."""
+    """Mutable builder of a step plan; `build` freezes it."""
 
     def __init__(self, epoch: int, step: int, budget: int) -> None:
         self.budget = Budget(budget)
         self.preempted = False
-        """Whether this pass preempted a request for want of blocks."""
+        """True if this pass preempted a request because blocks ran out."""
         self.num_rows = 0
         self.rows = _NO_ROWS
         """Slots of the plan that was built, as an index: arrays of another integer type take several times as long."""
@@ -95,7 +95,7 @@ class PlanBuilder:
         self._num_drafts.append(_NO_DRAFTS)
 
     def admit(self, slot: int, request: Request, table: SlotTable) -> None:
-        """Tell the runner about a new residency and the blocks that it begins with."""
+        """Notify the runner of an admitted request and its initial blocks."""
         admission = Admission(
             slot=slot,
             gen=int(table.gen[slot]),
@@ -119,7 +119,7 @@ class PlanBuilder:
         self._grants += map(BlockGrant, rows.tolist(), entries.tolist(), blocks[:, None])
 
     def revoke(self, slot: int, gen: int) -> None:
-        """Revoke a slot; blocks granted to it in the same pass are void."""
+        """Preempt or abort a slot; blocks granted to it in the same pass are void."""
         self._grants = [grant for grant in self._grants if grant.slot != slot]
         self._revocations.append(Revocation(slot, gen))
 
@@ -128,7 +128,7 @@ class PlanBuilder:
         if not (self._slots or self._revocations or self._admissions):
             return None
         decodes = self.decodes
-        if decodes is not None and len(self._slots) == 1:  # most plans of most engines
+        if decodes is not None and len(self._slots) == 1:  # the common case
             rows, num_tokens, num_drafts = decodes.rows, decodes.num_tokens, decodes.num_drafts
             slots, gens, samples = decodes.slots, decodes.gens, decodes.samples
             starts = table.num_computed[rows]
@@ -162,9 +162,9 @@ def allot_decodes(
 ) -> tuple[npt.NDArray[np.intp], IntArray]:
     """Charge decoding rows and return (indices of the rows that run, drafts granted to each of them).
 
-    `drafts` int32[n] is what each row would like, `last_step` int64[n] when it last ran. If not every row fits, those
-    that waited longest run, without drafts; among equals the turn goes round, so that all run equally often. Otherwise
-    every row runs and what is left goes to drafts, dealt evenly: a row keeps its drafts or gets the common cap,
+    `drafts` int32[n] is what each row requests, `last_step` int64[n] when it last ran. If not every row fits, those
+    that waited longest run, without drafts; ties rotate, so that all run equally often. Otherwise
+    every row runs and the remaining budget goes to drafts, dealt evenly: a row gets its drafts or the common cap,
     whichever is smaller, and the remainder goes to the earlier rows.
     """
     count = len(drafts)

@@ -1,7 +1,7 @@
-"""The plan of one step: who is revoked, who computes which tokens, and who is admitted, under the budget.
+"""Plans one step: preempted and aborted slots, the tokens of each row, and admissions, under the token budget.
 
-The order is the law of the budget: decodes first, drafts are the first to shrink, then unfinished prefills from the
-oldest to the youngest, then admissions. Arrivals, aborts and block growth never depend on budget being left.
+Budget order is an invariant: decodes first, drafts shrink first, then unfinished prefills from the
+oldest to the youngest, then admissions. Arrivals, aborts and block growth never depend on remaining budget.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Planner:
     _residencies: Residencies
     _times: PhaseClock
     _admit: Callable[[PlanBuilder, int], None]
-    """Moves waiting requests into free slots, told the plan and the number of the step."""
+    """Moves waiting requests into free slots; receives the plan and the number of the step."""
     _step: int = 0
     _left_out: list[int] = field(default_factory=list)
     """Running slots that the last plan left out."""
@@ -47,7 +47,7 @@ class Planner:
     """Every running slot, if all of them decoded in the last plan; the next one computes the same rows."""
 
     def plan(self, aborting: list[Request]) -> StepPlan | None:
-        """Decide the next step, or return None if a step could do nothing now; `aborting` requests are revoked."""
+        """Decide the next step, or return None if a step could do nothing now; `aborting` requests are aborted."""
         draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
         for slot in self._residencies.arrived:
             if self._slots.running[slot]:
@@ -84,7 +84,7 @@ class Planner:
         if plan is not None:
             self._slots.schedule(draft.rows, plan)
             if self._drafts.possible and self._limits.pipeline_depth > 1:
-                # Until the answer tells, the runner may hold as many drafts as it can.
+                # Until the output arrives, assume the maximum of drafts that the runner may hold.
                 sampling = draft.rows[plan.samples]
                 self._slots.hold_drafts(sampling, self._drafts.most(sampling))
             self._step += 1
@@ -95,10 +95,10 @@ class Planner:
         return plan
 
     def _of_this_plan(self, ready: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """Return which ready slots a plan takes where stages compute different plans at the same time.
+        """Return the ready slots of this plan where pipeline stages compute different plans at the same time.
 
-        The first stage needs the token that the last one samples, so a slot whose token is on its way waits. Each plan
-        in flight gets its share of the others, those first that waited longest.
+        The first stage needs the token that the last one samples, so a slot whose token is in flight waits. Each plan
+        in flight gets its share of the others, the longest waiting first.
         """
         slots = self._slots
         known = ready[slots.num_planned[ready] <= slots.num_tokens[ready]]
@@ -106,10 +106,10 @@ class Planner:
         return np.sort(known[np.argsort(slots.last_step[known], kind="stable")[:share]])
 
     def _grow(self, ready: npt.NDArray[np.intp], draft: PlanBuilder) -> npt.NDArray[np.intp]:
-        """Give every ready slot the block that its next token needs; return the slots that may run.
+        """Allocate the block that each ready slot's next token needs; return the slots that may run.
 
-        The oldest requests are served first. If blocks run out, blocks that come free soon are waited for before a
-        victim is chosen, so one shortage never preempts a chain of requests.
+        The oldest requests are served first. If blocks run out, the plan waits for blocks that are freed soon before it
+        chooses a victim, so one shortage never preempts a chain of requests.
         """
         slots = self._slots
         full = ready[slots.num_computed[ready] >= slots.num_blocks[ready] * self._limits.block_size]
@@ -146,7 +146,7 @@ class Planner:
     def _decode(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
         """Charge one token for each decode, all of them first.
 
-        If decodes alone would use up the budget, unfinished prefills take part in the rotation with one token each, so
+        If decodes alone would use up the budget, unfinished prefills join the rotation with one token each, so
         that they advance too.
         """
         slots = self._slots
@@ -155,7 +155,7 @@ class Planner:
             decoding = rows
         if not len(decoding):
             return
-        if len(decoding) < draft.budget.left and not self._drafts.possible:  # most steps of most engines
+        if len(decoding) < draft.budget.left and not self._drafts.possible:  # the common case
             count, plans_left = len(decoding), slots.limit[decoding] - slots.num_planned[decoding]
             draft.add_decodes(
                 Decodes(
@@ -204,7 +204,7 @@ class Planner:
                 draft.add_row(slot, chunk)
 
     def _note_left_out(self, ready: npt.NDArray[np.intp], rows: npt.NDArray[np.intp], chosen: set[int]) -> None:
-        """Tell which running requests wait for the next step, and what for: `rows` of the `ready` slots had blocks.
+        """Record the wait reason of running requests that this plan leaves out: `rows` of the `ready` slots had blocks.
 
         Where stages compute different plans, a slot that is not in this one is in another.
         """

@@ -1,8 +1,8 @@
-"""Residencies: the stay of a request in a slot, from its admission to the release of the slot.
+"""Slot occupancy: a request in a slot, from its admission to the release of the slot (`Residencies`).
 
-Ownership: a running or loading slot owns the blocks in its table. A slot that is revoked or finished gives its blocks
-to the pool, fenced by the last step that touches them and pinned while they are copied. A draining slot owns nothing
-but its place.
+Ownership: a running or loading slot owns the blocks in its table. A preempted, aborted or finished slot returns its
+blocks to the pool, fenced by the last step that touches them and pinned while they are copied. A draining slot owns
+only its index.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fd_core.types.metrics import counter
 
 
 class SchedulerCounters(msgspec.Struct, kw_only=True):
-    """What happened since the start; only grows."""
+    """Counters since the start; monotonic."""
 
     steps: Annotated[int, counter("steps", "Steps planned.")] = 0
     budget_used: Annotated[int, counter("budget_used_tokens", "Tokens computed, over all steps.")] = 0
@@ -72,17 +72,17 @@ class Residencies:
     _on_end: Callable[[Request, FinishReason], None]
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     arrived: list[int] = field(default_factory=list)
-    """Slots whose KV arrived; the next plan tells the runner of them."""
+    """Slots whose KV arrived; the next plan notifies the runner of them."""
 
     def load(self, slot: int, phase: Phase) -> None:
-        """The KV of a request is on its way, from where `phase` says; the slot waits for it."""
+        """Begin to load the KV of a request, from the source that `phase` names; the slot waits for it."""
         request = self.slots.request_in(slot)
         request.advance(Event.LOAD)
         self._times.enter(request.times, phase)
         self.slots.load(slot)
 
     def run(self, slot: int, request: Request, num_computed: int, num_cached: int) -> None:
-        """A request begins to run with the KV of `num_computed` tokens in place; `num_cached` were there before it."""
+        """Start a request with the KV of `num_computed` tokens in place, `num_cached` of which were cached before."""
         slots, counters = self.slots, self.counters
         self._times.enter(request.times, Phase.COMPUTING)
         slots.run(slot, num_computed)
@@ -107,7 +107,7 @@ class Residencies:
             self._send_settled(slot, request)
 
     def arrive(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        """The KV of the leading `num_tokens` arrived, the rest is computed; no prefill for it computed `num_cached`."""
+        """Apply loaded KV of the leading `num_tokens`; compute the rest. No prefill for it computed `num_cached`."""
         slot = slot_of(request)
         request.advance(Event.LOADED)
         arrived = num_tokens // self.slots.block_size
@@ -118,7 +118,7 @@ class Residencies:
         self.arrived.append(slot)
 
     def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
-        """The KV of slots `rows` is settled below positions `upto` int32[n]: name the blocks that this completes."""
+        """Register the blocks that are complete now that the KV of slots `rows` is settled below `upto` int32[n]."""
         slots = self.slots
         slots.settle(rows, upto)
         if self._prefixes.hasher is None:
@@ -132,7 +132,7 @@ class Residencies:
                 self._send_settled(slot, request)
 
     def _register(self, slot: int, request: Request, upto: int) -> None:
-        """Name the blocks of a slot below entry `upto` of its table, which are settled."""
+        """Register the settled blocks of a slot below entry `upto` of its table."""
         slots = self.slots
         self._prefixes.complete(request, slots.tables[slot], int(slots.num_registered[slot]), upto)
         slots.register(slot, upto)
@@ -143,7 +143,7 @@ class Residencies:
         self._transferring.settled(request, self.slots.blocks(slot, upto=upto))
 
     def preempt(self, slot: int, draft: PlanBuilder) -> None:
-        """Revoke a running slot for want of blocks; its request waits again once the slot is released."""
+        """Preempt a running slot because blocks ran out; its request waits again once the slot is released."""
         request = self.slots.request_in(slot)
         request.preemptions += 1
         self._times.enter(request.times, Phase.PREEMPTED)
@@ -154,7 +154,7 @@ class Residencies:
         self.revoke(slot, request, draft)
 
     def revoke(self, slot: int, request: Request, draft: PlanBuilder) -> None:
-        """Stop a running slot; it keeps its place until its -9, its blocks go to the pool, fenced."""
+        """Stop a running slot; it stays occupied until its -9, its blocks go to the pool, fenced."""
         request.advance(Event.REVOKE)
         self._give_up_blocks(slot, request)
         self.slots.drain(slot)
@@ -195,7 +195,7 @@ class Residencies:
         return request
 
     def abort_loading(self, request: Request) -> None:
-        """The runner never heard of this residency: slot and request are free at once, the blocks when their
+        """Free slot and request at once, since the runner was never notified of them, and the blocks when their
         operation is over."""
         self._offloading.leave(request)
         self._transferring.leave(request)
@@ -206,7 +206,7 @@ class Residencies:
         self._on_end(request, FinishReason.ABORT)
 
     def _save(self, slot: int, request: Request) -> int | None:
-        """Have the settled blocks of a request that leaves its slot copied while they still have an owner."""
+        """Start the copy of a leaving request's settled blocks while they still have an owner."""
         complete = int(self.slots.num_registered[slot])
         if not complete:
             return None

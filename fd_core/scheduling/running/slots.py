@@ -1,13 +1,13 @@
-"""The slot table: what the scheduler knows of each slot, as arrays, so that a step costs a few vector operations.
+"""The slot table: the scheduler's state of each slot, as arrays, so that a step costs a few vector operations.
 
 For a running slot, with steps in flight:
 
     0 ........ num_computed ....... num_planned ......... limit
-      num_tokens <= num_planned     tokens that exist once every step in flight is answered
+        num_tokens <= num_planned     tokens that exist once every step in flight has an output
       KV exists or is in flight below `num_computed`; `num_planned - num_computed` tokens wait for a step:
       one token is a decode, more are a prefill.
 
-Drafts in flight are counted as if all were accepted; `num_planned` and `num_computed` go back when some were rejected.
+Drafts in flight count as accepted; `num_planned` and `num_computed` are reduced when some were rejected.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ class SlotTable:
         self.names = [""] * num_slots
         """Id of the request in each slot, or of the last one."""
         self.membership = 0
-        """Changes whenever a slot begins or stops to run, or has fewer tokens planned."""
+        """Changes whenever a slot starts or stops running, or has fewer tokens planned."""
         self.running = np.zeros(num_slots, np.bool_)
         self.loading = np.zeros(num_slots, np.bool_)
-        """Slots whose KV is on its way from outside the device; the runner does not know of them yet."""
+        """Slots whose KV is being loaded from outside the device; the runner was not notified of them yet."""
         self.draining = np.zeros(num_slots, np.bool_)
         self.num_draining = 0
         self.gen = np.zeros(num_slots, np.int32)
         self.delivering_gen = np.full(num_slots, -1, np.int32)
         """The gen whose outputs are delivered; -1 for a free slot, and after the end of a request that still drains."""
         self.awaits_first = np.zeros(num_slots, np.bool_)
-        """Whether the request was delivered no token yet."""
+        """True while no token of the request was delivered."""
         self.arrival = np.zeros(num_slots, np.int64)
         """Order of arrival of the request; the largest is the youngest."""
         self.priority = np.zeros(num_slots, np.int64)
@@ -77,7 +77,7 @@ class SlotTable:
         self.num_planned = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
         self.num_settled = np.zeros(num_slots, np.int32)
-        """Positions whose KV was computed by an answered step."""
+        """Positions whose KV was computed by a step with an output."""
         self.drafts_ready = np.zeros(num_slots, np.int32)
         """Drafts that the runner holds for the next step, or may hold by then."""
         self.limit = np.zeros(num_slots, np.int32)
@@ -87,7 +87,7 @@ class SlotTable:
         """Leading blocks that were offered to the prefix index."""
         self.last_step = np.full(num_slots, -1, np.int64)
         self.stops = np.full((num_slots, 1), NO_CHOICE, np.int32)
-        """Token ids that end the request; widened when a request brings more."""
+        """Token ids that end the request; widened when a request has more."""
         self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         """Block tables; the first `num_blocks` entries of a row are valid."""
 
@@ -99,7 +99,7 @@ class SlotTable:
 
     @property
     def occupied(self) -> npt.NDArray[np.bool_]:
-        """bool[num_slots]: whether a request is in the slot, in whatever state."""
+        """bool[num_slots]: True if a request is in the slot, in any state."""
         return self.running | self.loading | self.draining
 
     def request_in(self, slot: int) -> Request:
@@ -110,7 +110,7 @@ class SlotTable:
         return request
 
     def occupy(self, slot: int, request: Request, matched: IntArray, blocks: IntArray) -> None:
-        """Begin a residency, a new gen: the slot owns the known prefix, `matched`, and the `blocks` behind it."""
+        """Occupy a slot under a new gen: it owns the known prefix, `matched`, and the `blocks` after it."""
         spec, known, count = request.spec, len(matched), len(matched) + len(blocks)
         self.requests[slot] = request
         self.names[slot] = spec.request_id
@@ -124,7 +124,7 @@ class SlotTable:
         self.arrival[slot] = request.arrival
         self.priority[slot] = spec.priority
         self.preempted_before[slot] = request.preemptions > 0
-        # Before it is in the slot, every token of a request stands in its own buffer.
+        # Before it is in the slot, every token of a request is in its own buffer.
         self.num_at_admission[slot] = self.num_tokens[slot] = self.num_planned[slot] = request.tokens.taken
         self.num_computed[slot] = self.num_settled[slot] = 0
         self.limit[slot] = request.limit
@@ -143,39 +143,39 @@ class SlotTable:
         self.stops[slot, : len(ids)] = ids
 
     def load(self, slot: int) -> None:
-        """The KV of a slot is on its way from outside the device."""
+        """Mark a slot as loading its KV from outside the device."""
         self.running[slot], self.loading[slot] = False, True
         self.membership += 1
 
     def run(self, slot: int, num_computed: int) -> None:
-        """A slot computes from now on, behind `num_computed` positions whose KV is in place."""
+        """Start computing in a slot, after `num_computed` positions whose KV is in place."""
         self.running[slot], self.loading[slot] = True, False
         self.membership += 1
         self.num_computed[slot] = self.num_settled[slot] = num_computed
 
     def drain(self, slot: int) -> None:
-        """A slot was revoked: it keeps its place until its -9."""
+        """Mark a preempted or aborted slot as draining: it stays occupied until its -9."""
         self.running[slot], self.draining[slot] = False, True
         self.num_draining += 1
         self.membership += 1
 
     def end(self, slot: int) -> None:
-        """The client of a draining slot has the end."""
+        """Record that the client of a draining slot received the end."""
         self.delivering_gen[slot] = -1
 
     def deliver_first(self, slot: int) -> None:
-        """The request in a slot is delivered its first token."""
+        """Record that the first token was delivered to the request in a slot."""
         self.request_in(slot).delivered_first = True
         self.awaits_first[slot] = False
 
     def take_blocks(self, slot: int) -> IntArray:
-        """Return the block table of a slot, which owns no block from now on."""
+        """Return the block table of a slot, which then owns no block."""
         table: IntArray = self.tables[slot, : self.num_blocks[slot]].copy()
         self.num_blocks[slot] = 0
         return table
 
     def vacate(self, slot: int) -> None:
-        """End a residency; the gen stays, so that late outputs are recognised."""
+        """Free a slot; the gen stays, so that late outputs are recognised."""
         request = self.requests[slot]
         if request is not None:
             request.slot = None
@@ -187,27 +187,27 @@ class SlotTable:
         self.membership += 1
 
     def schedule(self, rows: npt.NDArray[np.intp], plan: StepPlan) -> None:
-        """A plan computes the slots `rows`, with all of their drafts as if they were accepted."""
+        """Advance the slots `rows` by a plan, counting all of their drafts as accepted."""
         self.num_computed[rows] = plan.starts + plan.num_tokens
         self.num_planned[rows] += plan.samples + plan.num_drafts
         self.last_step[rows] = plan.step
 
     def hold_drafts(self, rows: npt.NDArray[np.intp], drafts: IntArray) -> None:
-        """The runner holds, or may hold, `drafts` int32[n] for the slots `rows`."""
+        """Record that the runner holds, or may hold, `drafts` int32[n] for the slots `rows`."""
         self.drafts_ready[rows] = drafts
 
     def take_back(self, rows: npt.NDArray[np.intp], rejected: IntArray) -> None:
-        """Of the slots `rows`, `rejected` int32[n] drafts do not exist, nor does their KV."""
+        """Subtract `rejected` int32[n] drafts of the slots `rows`: neither they nor their KV exist."""
         self.membership += 1
         self.num_planned[rows] -= rejected
         self.num_computed[rows] -= rejected
 
     def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
-        """The KV of the slots `rows` is settled below positions `upto` int32[n]."""
+        """Mark the KV of the slots `rows` as settled below positions `upto` int32[n]."""
         self.num_settled[rows] = upto
 
     def register(self, slot: int, upto: int) -> None:
-        """The leading `upto` blocks of a slot were offered to the prefix index."""
+        """Record that the leading `upto` blocks of a slot were offered to the prefix index."""
         self.num_registered[slot] = max(upto, int(self.num_registered[slot]))
 
     def append_tokens(self, rows: npt.NDArray[np.intp], tokens: IntArray, counts: IntArray) -> None:
@@ -236,7 +236,7 @@ class SlotTable:
         return (self.running & (self.num_planned < self.limit)).nonzero()[0]
 
     def running_requests(self) -> RunningRequests:
-        """Return what a victim policy may know of the running requests."""
+        """Return the view of the running requests for victim policies."""
         rows = np.flatnonzero(self.running)
         return RunningRequests(
             rows,

@@ -1,4 +1,4 @@
-"""The tokens of requests: a buffer for each request, and one matrix for what steps deliver to all slots at once."""
+"""The tokens of requests: a buffer for each request, and one matrix for the tokens that steps deliver to all slots."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import numpy.typing as npt
 from fd_core.types import IntArray
 
 _ROOM: Final = 64
-"""Tokens that fit behind the first ones before a buffer grows, and delivered ones before a buffer takes them; no step
+"""Spare tokens of a new buffer before it grows, and delivered tokens before a buffer takes them; no step
 delivers as many to one slot."""
 
 
 class TokenBuffer:
     """int32 token ids that are only ever appended, so that a view of the first ones never changes.
 
-    While its request holds a slot, the newest tokens may stand in the `DeliveredTokens` of the slots; whoever looks
-    sees them.
+    While its request holds a slot, the newest tokens may be in the `DeliveredTokens` of the slots; every read
+    includes them.
     """
 
     __slots__ = ("_data", "_delivered", "row", "slot", "taken")
 
     def __init__(self, tokens: Sequence[int] | IntArray, limit: int) -> None:
-        """`limit` is the number of tokens that the request may come to have; `tokens` are copied."""
+        """`limit` is the maximum number of tokens of the request; `tokens` are copied."""
         self.taken = len(tokens)
-        """Tokens that stand in the buffer."""
+        """Tokens that are in the buffer."""
         self._data = np.empty(max(min(self.taken + _ROOM, limit), self.taken), np.int32)
-        if isinstance(tokens, tuple):  # half of the time that an array takes to look at them one by one
+        if isinstance(tokens, tuple):  # half of the time that an array takes to convert them one by one
             tokens = np.frombuffer(struct.pack(f"={self.taken}i", *tokens), np.int32)
         self._data[: self.taken] = tokens
         self._delivered: DeliveredTokens | None = None
         self.row: npt.NDArray[np.intp] | None = None
-        """intp[slots]: how many tokens stand in the row of each slot, while the request holds one."""
+        """intp[slots]: number of tokens in the row of each slot, while the request holds one."""
         self.slot = -1
 
     @property
@@ -44,7 +44,7 @@ class TokenBuffer:
         return self.taken if self.row is None else self.taken + int(self.row[self.slot])
 
     def append(self, token_ids: Sequence[int] | IntArray) -> None:
-        """Append token ids; views that were handed out before stay as they are."""
+        """Append token ids; earlier views do not change."""
         self.take_delivered()
         self._append(token_ids)
 
@@ -56,16 +56,16 @@ class TokenBuffer:
         return view
 
     def attach(self, delivered: DeliveredTokens, slot: int) -> None:
-        """The request holds a slot from now on: its next tokens come by row `slot` of `delivered`."""
+        """Attach the request to its slot: its next tokens arrive in row `slot` of `delivered`."""
         self._delivered, self.row, self.slot = delivered, delivered.counts, slot
 
     def detach(self) -> None:
-        """The request leaves its slot; all its tokens stand in the buffer afterwards."""
+        """Detach the request from its slot; all its tokens are in the buffer afterwards."""
         self.take_delivered()
         self._delivered, self.row, self.slot = None, None, -1
 
     def take_delivered(self) -> None:
-        """Take the tokens that stand in the row of the request's slot."""
+        """Move the tokens in the row of the request's slot to the buffer."""
         if self.row is not None and self._delivered is not None and (count := int(self.row[self.slot])):
             self.row[self.slot] = 0
             self._append(self._delivered.tokens[self.slot, :count])
@@ -84,7 +84,7 @@ class DeliveredTokens:
     """Tokens that steps delivered to the slots and that the buffers of their requests have not taken yet.
 
     A step appends to thousands of requests. One write into one matrix costs less than a write into the buffer of each;
-    a buffer takes its row when somebody looks at its tokens, which is once in a KV block.
+    a buffer takes its row when its tokens are read, which is once in a KV block.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -93,10 +93,10 @@ class DeliveredTokens:
         self.counts = np.zeros(num_slots, np.intp)
         """intp[num_slots]: number of tokens in each row."""
         self.sure = _ROOM
-        """Tokens for which every row has room, or fewer than that."""
+        """Lower bound of the free columns of every row."""
 
     def crowded(self, rows: npt.NDArray[np.intp], width: int) -> list[int]:
-        """Return those of `rows` that have no room for `width` more tokens: their buffers have to take theirs first."""
+        """Return those of `rows` without room for `width` more tokens: their buffers have to take theirs first."""
         self.sure = self.tokens.shape[1] - int(self.counts.max())
         slots: list[int] = rows[self.counts[rows] + width > self.tokens.shape[1]].tolist()
         return slots
@@ -107,7 +107,7 @@ class DeliveredTokens:
         if tokens.shape[1] == 1:
             self.tokens[rows, first] = tokens[:, 0]
         else:
-            # Entries behind the count of a row are written, too: the next append writes over them.
+            # Entries after the count of a row are written, too: the next append overwrites them.
             self.tokens[rows[:, None], first[:, None] + np.arange(tokens.shape[1])] = tokens
         self.counts[rows] = first + counts
         self.sure -= tokens.shape[1]

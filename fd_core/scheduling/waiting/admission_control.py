@@ -1,11 +1,11 @@
 """Admission control: KV blocks are kept free for the tokens that running requests will still generate.
 
-Admitting whoever fits right now fills the pool with requests that soon take each other's blocks. So an admission looks
-ahead: it predicts how much longer each running request goes on, from what finished requests really used of what they
-asked for, and admits only if the largest demand to come fits (the idea of Past-Future scheduling, Gong et al., 2025).
+Admitting every request that fits right now fills the pool with requests that soon preempt each other. So an admission
+looks ahead: it predicts how much longer each running request continues, from the share of `max_tokens` that finished
+requests used, and admits only if the peak demand fits (the idea of Past-Future scheduling, Gong et al., 2025).
 
-How far it looks ahead depends on the cost of a wrong admission. A shortage preempts a request; if the admitted request
-generates as many tokens as its return costs before that happens, admitting it was worth it all the same.
+The horizon depends on the cost of a wrong admission. A shortage preempts a request; if the admitted request
+generates as many tokens as its return costs before that happens, admitting it still paid off.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from fd_core.scheduling.running.slots import SlotTable
 from fd_core.types import IntArray
 
 _MEMORY: Final = 20
-"""Requests that the share of `max_tokens` is averaged over, as the weight of the past; the first ones teach more."""
+"""Requests that the share of `max_tokens` is averaged over, as the weight of the past; the first ones count more."""
 _MOMENTS: Final = 8
-"""Moments at which the demand is added up."""
+"""Sample points at which the demand is added up."""
 _LEARN: Final = 0.1
 """Weight of one return in the average cost of returns."""
 _RECOMPUTED_TOKEN: Final = 0.5
-"""What computing a token again costs of generating one: many of them share a step, and its reading of the weights."""
+"""Cost of recomputing a token relative to generating one: many share a step, and its reading of the weights."""
 
 
 class UsageForecast:
-    """Learns which share of their `max_tokens` requests really generate."""
+    """Moving estimate of the share of `max_tokens` that requests really generate."""
 
     def __init__(self) -> None:
         self.share = 0.5
-        """Moving average; starts in the middle, knowing nothing."""
+        """Moving average; starts at one half, without data."""
         self._seen = 1
 
     def observe(self, generated: int, asked: int) -> None:
-        """A request ended after `generated` of the `asked` tokens."""
+        """Record a request that ended after `generated` of the `asked` tokens."""
         self._seen = min(self._seen + 1, _MEMORY)
         self.share += (min(generated / max(asked, 1), 1.0) - self.share) / self._seen
 
     def remaining(self, generated: IntArray, asked: IntArray) -> npt.NDArray[np.int64]:
-        """Predict int64[n] tokens still to come, at least 1; whoever outgrew the average goes on for half as long."""
+        """Predict int64[n] remaining tokens, at least 1; requests beyond the average continue for half their length."""
         expected = np.maximum(self.share * asked, 1.5 * generated)
         left: npt.NDArray[np.int64] = np.maximum(np.minimum(expected, asked) - generated, 1).astype(np.int64)
         return left
@@ -55,30 +55,30 @@ class UsageForecast:
 
 
 class ReturnCost:
-    """Learns which share of its tokens a preempted request computes again when it returns.
+    """Moving estimate of the share of its tokens that a preempted request recomputes when it returns.
 
     KV that is found in the prefix cache or loaded costs the other requests nothing: a load takes no part in steps.
     """
 
     def __init__(self, share: float) -> None:
-        """`share` is what to expect before the first return, from 0 to 1."""
+        """`share` is the expected value before the first return, from 0 to 1."""
         self.share = share
 
     def observe(self, recomputed: int, tokens: int) -> None:
-        """A preempted request returned with `tokens` tokens and has to compute `recomputed` of them again."""
+        """Record a preempted request that returned with `tokens` tokens and has to recompute `recomputed` of them."""
         self.share += _LEARN * (recomputed / max(tokens, 1) - self.share)
 
     def horizon(self, length: int, block_size: int) -> int:
-        """Return steps to look ahead, in which a request makes what its return may cost and fills a block at least."""
+        """Return steps to look ahead: enough to generate the possible cost of a return, at least a block."""
         return max(int(_RECOMPUTED_TOKEN * self.share * length), block_size)
 
 
 def peak_growth(length: IntArray, blocks: IntArray, remaining: npt.NDArray[np.int64], block_size: int) -> int:
-    """Return how many blocks beyond today's the requests will hold at their worst moment, at least 0.
+    """Return how many blocks beyond the current ones the requests will hold at their peak, at least 0.
 
     `length`, `blocks` int32[n] are tokens and blocks of each request, `remaining` int64[n] its predicted further
-    tokens; all grow by a token a step and give their blocks back when they end. The demand is greatest when somebody
-    is about to end; if there are many such moments, 8 of them are looked at, the first and the last included.
+    tokens; all grow by a token a step and free their blocks when they end. The demand peaks just before a request
+    ends; if there are many such moments, 8 of them are sampled, the first and the last included.
     """
     if not len(length):
         return 0
@@ -91,14 +91,14 @@ def peak_growth(length: IntArray, blocks: IntArray, remaining: npt.NDArray[np.in
 
 
 class AdmissionControl:
-    """Decides whether a request fits beside the running ones, now and while all of them grow."""
+    """Decides if a request fits alongside the running ones, now and while all of them grow."""
 
     def __init__(self, return_share: float) -> None:
-        """`return_share` is the share of its tokens that a preempted request is expected to compute again."""
+        """`return_share` is the share of its tokens that a preempted request is expected to recompute."""
         self.forecast = UsageForecast()
         self.return_cost = ReturnCost(return_share)
         self.bound: int | None = None
-        """Blocks that all may grow by, each at its own worst moment: where there is room for them, an admission costs
+        """Blocks that all may grow by, each at its own peak: where this many are free, an admission costs
         O(1). None where a plan's admissions begin."""
 
     def growth(self, slots: SlotTable, request: Request) -> int:
@@ -115,7 +115,7 @@ class AdmissionControl:
         return peak_growth(lengths, blocks, np.minimum(remaining, horizon), size)
 
     def largest_growth(self, slots: SlotTable) -> int:
-        """Return an upper bound of `growth` for the running requests alone: each at its own worst moment."""
+        """Return an upper bound of `growth` for the running requests alone: each at its own peak."""
         rows = np.flatnonzero(slots.running | slots.loading)
         if len(rows) == 0:
             return 0
@@ -127,7 +127,7 @@ class AdmissionControl:
         return self.forecast.remaining(slots.num_planned[rows] - prompts, slots.limit[rows] - prompts)
 
     def admits(self, slots: SlotTable, request: Request, needed: int, free: int) -> bool:
-        """Whether `free` blocks hold the `needed` ones and all growth; if so, the request counts from now on."""
+        """Return True if `free` blocks cover `needed` and all growth; the request then counts from now on."""
         if needed > free:
             return False
         if self.bound is None:

@@ -1,14 +1,14 @@
-"""Admissions: which waiting request enters a slot, and what the others wait for.
+"""Admission: which waiting request enters a slot, and the wait reasons of the others.
 
-A request that cannot enter is parked under its reason and looked at again when that reason ends:
+A request that cannot enter is parked under its reason and considered again when that reason ends:
 
-    stored KV         the answer of a lookup, or the completion of the save of its own KV
-    its grammar       that it is compiled
+    stored KV         the result of a lookup, or the completion of the save of its own KV
+    its grammar       the completion of its compilation
     a prefix          a running request computes it; the wait is bounded
-    blocks            the request is the first in line and does not fit; nobody overtakes it
-    a slot            every request waits; nothing is looked at
+    blocks            the head of the queue does not fit; no request overtakes it
+    a slot            every request waits; none is considered
 
-So planning costs what a step computes, however many requests wait and however long their prompts are.
+So planning costs what a step computes, independent of the number of waiting requests and the length of their prompts.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from fd_core.scheduling.waiting.queue import WaitingQueue
 from fd_core.types import IntArray, Phase
 
 _MAX_PARKED: Final = 256
-"""Waiting requests that one plan parks; later plans look at the others."""
+"""Waiting requests that one plan parks; later plans consider the others."""
 _MAX_SHARED: Final = 1 << 14
-"""Blocks of known prefixes that one plan gives to new requests: they cost the plan time, and the step no token."""
+"""Blocks of known prefixes that one plan assigns to new requests: they cost the plan time, and the step no token."""
 _PATIENCE: Final = 16
 """Steps that a request waits for a prefix beyond twice the steps that its prefill takes alone."""
 _RETRY_STEPS: Final = 16
-"""Steps after which the first in line is looked at again although no block came free."""
+"""Steps after which the head of the queue is considered again although no block was freed."""
 
 
 @dataclass
 class Admissions:
-    """The waiting requests of one scheduler, and their way into slots."""
+    """The waiting requests of one scheduler, and their admission to slots."""
 
     _limits: Limits
     _policy: SchedulingPolicy
@@ -63,12 +63,12 @@ class Admissions:
     _residencies: Residencies
     _times: PhaseClock
     _impatient: set[int] = field(default_factory=set)
-    """Requests, by arrival, that have waited long enough for a prefix and compute it themselves."""
+    """Requests, by arrival, whose prefix wait expired and that compute the prefix themselves."""
     _blocked: tuple[int, int, int] | None = None
-    """Arrival of the first in line that did not fit, blocks freed by then, and the step."""
+    """Arrival of the head of the queue that did not fit, blocks freed by then, and the step."""
 
     def wait(self, request: Request) -> None:
-        """A request begins to wait, new or after a preemption."""
+        """Enqueue a request, new or after a preemption."""
         self._prefixes.extend(request)
         grammar = request.spec.params.grammar
         operation = None
@@ -84,7 +84,7 @@ class Admissions:
             self._waiting.park(request, operation)
 
     def leave(self, request: Request) -> None:
-        """A waiting request was aborted."""
+        """Remove a waiting request that was aborted."""
         self._waiting.remove(request)
         self._offloading.leave(request)
         self._operations.cancel(request.compiling)
@@ -121,7 +121,7 @@ class Admissions:
                 continue
             matched = prefixes.match(keys, matched) if keys else nothing
             if len(matched) < len(keys) and self._offloading.stores and self._park_for_lookup(request, keys):
-                matched = nothing  # blocks without an owner may be gone when the next prompt is matched
+                matched = nothing  # blocks without an owner may be evicted before the next match
                 parked += 1
                 continue
             needed = -(-request.num_tokens // size) - len(matched)
@@ -149,10 +149,10 @@ class Admissions:
         return True
 
     def _park_for_lookup(self, request: Request, keys: Sequence[bytes]) -> bool:
-        """Park a request whose prefix the device has only in part, until it is known what is stored elsewhere."""
+        """Park a request whose prefix the device has only in part, until a lookup of the other tiers completes."""
         if self._transferring.wants(request):
             return False
-        # The device may have had all of it when the request began to wait, and lost it since.
+        # The device may have had the whole prefix when the request began to wait, and evicted it since.
         lookup = self._offloading.ask(request, keys)
         if lookup is None:
             return False
@@ -168,7 +168,7 @@ class Admissions:
         blocks: IntArray,
         draft: PlanBuilder,
     ) -> None:
-        """A request enters a slot: it computes at once, or waits there for its KV from outside the device."""
+        """Move a request into a slot: it computes at once, or waits there for its KV from outside the device."""
         residencies, first, queued = self._residencies, len(matched), request.waits_as or request.queued()
         self._waiting.remove(request)
         self._impatient.discard(request.arrival)

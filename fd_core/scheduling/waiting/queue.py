@@ -1,4 +1,4 @@
-"""The waiting requests: those that may be admitted, in the order of the policy, and those that wait for something.
+"""The waiting queue: requests that may be admitted, in the order of the policy, and requests that wait for an event.
 
     push --> ready --first, pop--> admitted
                |  ^
@@ -6,8 +6,8 @@
                v  |
              parked under the event that ends the wait
 
-A parked request costs nothing until its event comes: the answer to an operation outside steps, the end of the
-computation of a prefix block, or the step at which the wait has lasted long enough.
+A parked request costs nothing until its event occurs: the completion of an operation outside steps, the end of the
+computation of a prefix block, or the step that bounds the wait.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fd_core.scheduling.requests import Request
 from fd_core.types import Phase
 
 WaitFor = bytes | int
-"""What ends a wait: the key of a prefix block that a running request computes, or the number of an operation."""
+"""Event that ends a wait: the key of a prefix block that a running request computes, or an operation number."""
 
 _SLACK = 64
-"""Entries of requests that left which may stay in a heap of any size."""
+"""Stale entries of requests that left which a heap of any size may hold."""
 
 _Entry = tuple[tuple[int, ...], int]
 """Rank and arrival."""
@@ -48,16 +48,16 @@ class WaitingQueue:
         self._policy = policy
         self._times = times
         self.turns_move = type(policy).turn is not SchedulingPolicy.turn
-        """Whether what the policy sees may change the turn of a flow."""
+        """True if the policy may change the turn of a flow on events."""
         self._flows: dict[str | None, _Flow] = {}
         """Each has an entry in `_turns`."""
         self._turns: list[tuple[int, tuple[str, ...]]] = []
-        """Flows by turn, the flow without a name as (). An entry that is out of date moves when it comes to the top."""
+        """Flows by turn, the flow without a name as (). An outdated entry moves when it reaches the top."""
         self._flow_of: dict[int, str | None] = {}
         """Flow of each ready request, by arrival."""
         self._parked: dict[WaitFor, dict[int, Request]] = {}
         self._parked_for: dict[int, tuple[WaitFor, int | None]] = {}
-        """What each parked request waits for, and until which step, by arrival."""
+        """Wait reason of each parked request and the step that bounds the wait, by arrival."""
         self._deadlines: list[tuple[int, int]] = []
         """Step at which a parked request is woken at the latest, and its arrival."""
 
@@ -70,7 +70,7 @@ class WaitingQueue:
         return len(self._parked_for)
 
     def push(self, request: Request) -> None:
-        """Make a request ready; a preempted one returns to the place that its rank gives it."""
+        """Make a request ready; a preempted one returns to the position of its rank."""
         queued = request.waits_as or request.queued()
         request.waits_as = queued
         if request.rank is None:
@@ -88,7 +88,7 @@ class WaitingQueue:
         self._times.enter(request.times, Phase.PREEMPTED if request.preemptions else None)
 
     def turn_changed(self, request: Request) -> None:
-        """Follow the policy, which has seen something of a request's flow; a preempted request waited in two."""
+        """Update the turn after the policy handled an event of a request's flow; a preempted request waited in two."""
         queued = request.queued()
         names = {self._policy.flow(queued)}
         if queued.preempted:
@@ -115,7 +115,7 @@ class WaitingQueue:
         return None
 
     def remove(self, request: Request) -> None:
-        """Let go of a request, ready or parked."""
+        """Remove a request, ready or parked."""
         arrival, request.waits_as = request.arrival, None
         if arrival in self._flow_of:
             flow = self._flows[self._flow_of.pop(arrival)]
@@ -145,7 +145,7 @@ class WaitingQueue:
             heapq.heappush(self._deadlines, (until_step, request.arrival))
 
     def wake(self, waits_for: WaitFor) -> None:
-        """What some requests wait for has come: make them ready."""
+        """Make the requests ready that wait for the event `waits_for`."""
         woken = self._parked.pop(waits_for, None)
         if woken is not None:
             for arrival, request in woken.items():
@@ -166,7 +166,7 @@ class WaitingQueue:
         return expired
 
     def _enter(self, name: str | None) -> None:
-        """Note the turn of a flow as it is now."""
+        """Record the current turn of the flow."""
         names: Iterable[str | None] = (name,)
         if len(self._turns) > 4 * len(self._flows) + _SLACK:
             self._turns, names = [], self._flows

@@ -1,7 +1,7 @@
 """A process that makes and compiles grammars, run by `fd_core.launching.child`: `-m fd_core.structured.workers.child`.
 
-Standard input is a socket to the server: the vocabulary comes first, then one task after the other. When the socket
-closes, the process ends whatever it does, for the server is gone.
+Standard input is a socket to the server: the vocabulary is sent first, then one task after the other. When the socket
+closes, the process ends even during a task, because the server is gone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes the grammar of a form and compiles it once: what a process of the pool does."""
+"""Makes the grammar of an output constraint and compiles it once, in a process of the pool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def faulty_place(schema: Any, reason: str, refusal: Callable[[Any], str | None])
     """Return the path below `schema` of the smallest part that is at fault, "" for all of it, and why that is refused.
 
     Such a part is refused for the same `reason`, or if that is a contradiction, for another one that it needs.
-    `refusal` says why a schema is refused, None if it is not.
+    `refusal` returns why a schema is rejected, None if it is not.
     """
     path, tries = "", 0
     shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, Mapping) and name in schema}
@@ -69,9 +69,9 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 _MAX_PARTS: Final = 64
-"""Parts of a schema that are left open one by one; beyond, all of it is."""
+"""Limit of parts of a schema that are relaxed one by one; beyond it, the whole schema is."""
 _LAST: Final = ("required", "enum", "const", "items", "anyOf", "$ref", "properties", "type")
-"""Keywords that others are left out before, those that say most about a value at the end."""
+"""Keywords to leave out last, in this order, the most important at the end."""
 
 
 class SchemaFault(NamedTuple):
@@ -170,7 +170,7 @@ def _kind(kind: str, key: Any) -> str:
 
 
 _COMPILE_SECONDS: Final = 0.5
-"""Processor time: the engine takes it once more, beside its steps."""
+"""Processor time: the engine takes it once more, alongside its steps."""
 _EXPLAIN_SECONDS: Final = 1.0
 """Processor time after which no further parts are tried."""
 
@@ -179,12 +179,12 @@ class GrammarMaking:
     """Makes one grammar, within bounds of processor time."""
 
     def __init__(self, refusal: Callable[[str], str | None]) -> None:
-        """`refusal` says why a grammar cannot be compiled, None if it can."""
+        """`refusal` returns why a grammar cannot be compiled, None if it can."""
         self._compile = refusal
         self._began = time.thread_time()
 
     def outcome(self, asked: FormAsked) -> FormOutcome:
-        """Return the grammar of a form, or why there is none."""
+        """Return the grammar of an output constraint, or the reason why there is none."""
         made, fault = self._made(asked)
         warnings: list[Unenforced] = []
         if fault is not None:
@@ -196,7 +196,7 @@ class GrammarMaking:
         return FormOutcome(grammar=made, warnings=tuple(warnings), cpu_seconds=time.thread_time() - self._began)
 
     def _made(self, asked: FormAsked) -> tuple[str, BadRequest | None]:
-        """Return a grammar, or why it cannot be made and compiled."""
+        """Return a grammar, or the reason why it cannot be made and compiled."""
         try:
             made = asked.grammar()
         except BadRequest as error:
@@ -222,7 +222,7 @@ class GrammarMaking:
         return "", _of_tool(asked.form, BadRequest(f"{place}: {reason}", field=place, code=INVALID))
 
     def _relaxed(self, asked: FormAsked) -> tuple[FormAsked, list[Unenforced]]:
-        """Return the form with all open that is not strict and cannot be enforced."""
+        """Return the output constraint, relaxed where it is not strict and cannot be enforced."""
         form, field = asked.form, asked.field
         warnings: list[Unenforced] = []
         if isinstance(form, SchemaForm) and not form.is_strict:
@@ -257,7 +257,7 @@ class GrammarMaking:
         return None if error is None else SchemaFault(error.field or asked.field, str(error))
 
     def _explained(self, asked: FormAsked, reason: str) -> tuple[str, str]:
-        """Return the place of the smallest part that cannot be compiled, and the reason."""
+        """Return the location of the smallest part that cannot be compiled, and the reason."""
         form, place = asked.form, asked.field
         schema: Any = form.schema if isinstance(form, SchemaForm) else None
         for call in _calls(form):

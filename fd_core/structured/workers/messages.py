@@ -1,4 +1,4 @@
-"""What a server and its grammar processes send to each other, over `fd_core.launching.message_stream`."""
+"""Messages between a server and its grammar processes, over `fd_core.launching.message_stream`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 INVALID: Final = "invalid_grammar"
-"""The code of errors about a form."""
+"""Error code of invalid output constraints."""
 CPU_SECONDS: Final = 2
 """Processor time that one task may take, up to one second more as the system counts it."""
 
@@ -16,17 +16,17 @@ class Unenforced(msgspec.Struct, frozen=True):
     """A part of a schema that an answer may not keep."""
 
     param: str
-    """Its place in the request."""
+    """Its location in the request."""
     message: str
 
 
 class FormOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a task: a grammar that can be compiled, or why there is none."""
+    """Outcome of a task: a grammar that can be compiled, or the reason why there is none."""
 
     grammar: str = ""
     warnings: tuple[Unenforced, ...] = ()
     cpu_seconds: float = 0.0
     message: str = ""
-    """Why there is no grammar, for people; empty if there is one."""
+    """Human-readable reason why there is no grammar; empty if there is one."""
     field: str | None = None
     code: str | None = None

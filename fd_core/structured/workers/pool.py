@@ -34,9 +34,9 @@ _SLOTS: Final = 3
 """Tasks of one client at a time: fewer than there are processes, so that no client has all of them."""
 _START_SECONDS: Final = 60.0
 _HEAVY_SECONDS: Final = 0.05
-"""Processor time of a task after which its slot rests, for the engine compiles the same grammar again."""
+"""Processor time of a task after which its slot pauses, because the engine compiles the same grammar again."""
 _REST: Final = 4.0
-"""Times the processor time of the task that its slot rests."""
+"""Pause of a slot, as a multiple of its task's processor time."""
 _MAX_ANSWER: Final = 64 * 2**20
 """Bytes, more than a process makes within its limits."""
 _MAX_CACHED: Final = 512
@@ -56,7 +56,7 @@ class CompilePool:
         self._slots = _TaskSlots(_PROCESSES, _SLOTS)
         self._running: dict[bytes, asyncio.Task[FormOutcome]] = {}
         self._waiters: Counter[bytes] = Counter()
-        """How many wait for each of them."""
+        """Number of waiters of each of them."""
         self._cache: OrderedDict[bytes, FormOutcome] = OrderedDict()
         self._cached_bytes = 0
         self._warming: asyncio.Task[None] | None = None
@@ -67,7 +67,7 @@ class CompilePool:
             self._warming = asyncio.create_task(self._warm(after))
 
     async def run(self, asked: FormAsked) -> FormOutcome:
-        """Return what became of a form. Equal forms are compiled once, however many requests wait for them.
+        """Return the outcome of an output constraint. Equal ones are compiled once for all requests that wait for them.
 
         Raises `BadRequest` if it cannot be sent, or the model's vocabulary not be used; `OSError`, `EOFError` or
         `TimeoutError` if no process can be started.
@@ -92,10 +92,10 @@ class CompilePool:
             if not self._waiters[digest]:
                 del self._waiters[digest]
                 self._running.pop(digest, None)
-                running.cancel()  # nobody waits for it any more
+                running.cancel()  # no request waits for it any more
 
     def close(self) -> None:
-        """Kill every process, and wait until they are gone."""
+        """Kill every process and wait for its exit."""
         for task in (*self._running.values(), self._table, self._warming):
             if task is not None:
                 task.cancel()
@@ -237,13 +237,13 @@ class _Process:
         return self._process.wait()
 
     def kill(self) -> None:
-        """End it at once; `wait` returns when it is gone."""
+        """Kill it; `wait` returns when it has exited."""
         self._process.kill()
         self._socket.close()
 
 
 class _TaskSlots:
-    """Slots for tasks, which clients that wait get in turns."""
+    """Slots for tasks, granted to waiting clients in turn."""
 
     def __init__(self, total: int, each: int) -> None:
         self._free = total
@@ -267,7 +267,7 @@ class _TaskSlots:
             raise
 
     def free(self, client: str, rest: float) -> None:
-        """Give a slot back, which the client gets again after `rest` seconds."""
+        """Free a slot, which the client gets again after `rest` seconds."""
         self._free += 1
         if rest:
             asyncio.get_running_loop().call_later(rest, self._rested, client)

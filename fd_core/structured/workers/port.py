@@ -1,4 +1,4 @@
-"""The port that compiles grammars on threads of its own, so that neither a step nor another request waits for them."""
+"""Port that compiles grammars on separate threads, so that neither a step nor another request waits for them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GrammarPort(EffectPort[CompilerStats]):
         self._closed = False
 
     def perform(self, effects: Iterable[Effect]) -> None:
-        """Begin to compile, or forget that somebody waits."""
+        """Begin to compile, or cancel a compilation."""
         for effect in effects:
             match effect:
                 case CompileGrammar(operation, grammar) if self._compiler.is_cached(grammar):
@@ -74,7 +74,7 @@ class GrammarPort(EffectPort[CompilerStats]):
         return self._compiler.stats()
 
     def close(self) -> None:
-        """Complete every operation and end the thread; one that compiles for too long is left behind. Idempotent."""
+        """Complete every operation and end the thread, without joining one that compiles too long. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -92,7 +92,7 @@ class GrammarPort(EffectPort[CompilerStats]):
             self._pending.finish(GrammarReady(effect.operation, self._try(effect.grammar)))
 
     def _try(self, grammar: str) -> str | None:
-        """Have a grammar compiled; return why it cannot be used."""
+        """Compile a grammar; return the reason why it cannot be used."""
         try:
             self._compiler.matcher(grammar)
         except GrammarError as error:

@@ -20,13 +20,13 @@ class Parsers:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """How the answers to one request are read."""
+    """Parsing settings for the answers to one request."""
 
     reasoning: type[ReasoningParser] | None
     tools: type[ToolParser] | None
     schemas: ToolSchemas
     parallel: bool = True
-    """Whether an answer may have more than one call; others are left out."""
+    """True if an answer may have more than one call; otherwise further calls are dropped."""
     show_reasoning: bool = True
 
     @property
@@ -41,7 +41,7 @@ class AnswerReading:
 
 
 class AnswerParser(OutputParser):
-    """Puts a tool parser behind a reasoning parser."""
+    """Chains a reasoning parser and a tool parser."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         if tools is not None and tools.reads_reasoning:
@@ -91,7 +91,7 @@ _TOOLS: Final = (
     ("Environment: ipython", "llama3_json"),
     ("<tool_call>", "hermes"),
 )
-"""What stands in a template, and the parser of the tool calls of such models; the first that stands there counts."""
+"""Text found in a chat template, and the tool-call parser of such models; the first match counts."""
 
 _REASONING: Final = (
     ("<|channel|>", "gpt_oss"),

@@ -14,7 +14,7 @@ _MAX_PARTS: Final = 256
 
 
 def parameter_schema(schema: Mapping[str, Any], name: str) -> Any:
-    """Return the schema of one argument within that of all; {} if none is told."""
+    """Return the schema of one argument within that of all; {} if there is none."""
     schema = referred(schema, schema)
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if isinstance(properties, Mapping) and name in properties:

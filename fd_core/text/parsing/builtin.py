@@ -1,4 +1,4 @@
-"""The parsers that come with the core, offered through the same hooks as a stranger's."""
+"""Built-in parsers, registered through the same hooks as those of plugins."""
 
 from __future__ import annotations
 

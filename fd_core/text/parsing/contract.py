@@ -1,11 +1,11 @@
-"""What a parser is. A parser reads the text of one answer as it comes and says what it means.
+"""Parser contract. A parser reads the text of one answer incrementally and emits events.
 
-Laws, 8.1 to 8.6 of docs/understand/law.md, which `fdcore conformance --tool-parser NAME` or `--reasoning-parser NAME`
-proves:
-1. Whatever the cuts, the events of a stream, joined, are those of the whole text.
+Invariants 8.1 to 8.6 of docs/understand/law.md, which `fdcore conformance --tool-parser NAME` or `--reasoning-parser
+NAME` proves:
+1. However a stream is split, its events, joined, are those of the whole text.
 2. Text is held back only where it may be the beginning of a marker, or white space before one.
-3. No character is lost or repeated. What belongs to the format is no text: markers, and white space beside them.
-4. A text may end anywhere. What was said stays; a call that was cut off gets no `CallEnded`.
+3. No character is lost or repeated. Parts of the format are not text: markers, and the white space around them.
+4. A text may end anywhere. Emitted events stay valid; a call that was cut off gets no `CallEnded`.
 5. Markup, whole or cut off, is never content.
 6. Time is linear in the text.
 """
@@ -31,26 +31,26 @@ class TaggedArguments(NamedTuple):
     before_value: str
     after_value: str
     ends: tuple[str, ...]
-    """What ends a value wherever it stands, so that no string can hold it; `after_value` begins with one of them."""
+    """Strings that end a value at any position, so no value can contain them; `after_value` begins with one of them."""
 
 
 class CallForm(NamedTuple):
     """A call, written around its arguments."""
 
     trigger: str
-    """What no text but a call begins with; `begin` begins with it, or `opening` does if there is one."""
+    """Prefix that only calls begin with; `begin` starts with it, or `opening` if there is one."""
     begin: str
     end: str
     between: str | None
-    """Stands between two calls; None if an answer has one at most."""
+    """Separator between two calls; None if an answer has one at most."""
     opening: str = ""
-    """Stands before the first call."""
+    """Precedes the first call."""
     closing: str = ""
-    """Stands behind the last one."""
+    """Follows the last one."""
     arguments: TaggedArguments | Literal["json", "python"] = "json"
-    """How arguments are written: as one JSON object, or as those of a function of Python's, `a=1, b='x'`."""
+    """Syntax of arguments: one JSON object, or keyword arguments as in Python, `a=1, b='x'`."""
     anywhere: bool = True
-    """Whether calls may stand behind text; otherwise an answer is calls from its first character on, or has none."""
+    """True if calls may follow text; otherwise an answer is calls from its first character on, or has none."""
 
 
 class FreePart(NamedTuple):
@@ -60,14 +60,14 @@ class FreePart(NamedTuple):
     end: str
     """Ends the text."""
     behind: str
-    """Stands between `end` and what comes next."""
+    """Separator between `end` and the next part."""
 
 
 class OutputParser(abc.ABC):
     """Reads one answer. An instance serves one text; it does no I/O, has no clock, and never raises for a text."""
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """What the format writes between parts. Where they are control tokens they are kept for the parser."""
+    """Markers that the format writes between parts. Those that are control tokens are kept for the parser."""
     sample: ClassVar[str] = ""
     """An answer as such models write it, for the conformance kit, which puts other words in the places of these.
 
@@ -95,13 +95,13 @@ class ToolParser(OutputParser):
     """Finds tool calls in the content of an answer; made for requests that offer tools."""
 
     reads_reasoning: ClassVar[bool] = False
-    """Whether it finds reasoning as well; then no reasoning parser stands before it."""
+    """True if it parses reasoning as well; then no reasoning parser runs before it."""
     bare_ids: ClassVar[bool] = False
-    """Whether the templates of such models demand ids of nine letters and digits."""
+    """True if the templates of such models require ids of nine letters and digits."""
     before_calls: ClassVar[tuple[FreePart, ...]] = ()
-    """For formats that write everything as messages: those that may come before calls, such as reasoning."""
+    """For formats that write everything as messages: those that may precede calls, such as reasoning."""
     answer_begin: ClassVar[str] = ""
-    """For such formats: what the message begins with that is the answer in place of calls."""
+    """For such formats: beginning of the message that is the answer instead of calls."""
 
     def __init__(self, tools: ToolSchemas) -> None:
         self.tools = tools
@@ -116,7 +116,7 @@ class ToolParser(OutputParser):
 
 
 class ReasoningParser(OutputParser):
-    """Tells reasoning from content. What it yields as `Content` a tool parser may read further."""
+    """Separates reasoning from content. A tool parser may parse its `Content` further."""
 
     end: ClassVar[str] = ""
     """The marker that ends reasoning; empty if there is no single one, and then reasoning has no budget."""
@@ -126,8 +126,8 @@ class ReasoningParser(OutputParser):
 
     @classmethod
     def begins_reasoning(cls, prompt_tail: str, switched: bool) -> bool:
-        """Whether an answer to such a prompt begins with reasoning, so that a grammar has to wait for its end.
+        """Return True if an answer to such a prompt begins with reasoning, so that a grammar applies only after it.
 
-        `switched` says whether the chat template can switch reasoning off.
+        `switched` is True if the chat template can switch reasoning off.
         """
         return True

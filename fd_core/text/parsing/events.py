@@ -1,4 +1,4 @@
-"""What parsers yield: frozen pieces of an answer, in the order in which the model wrote them."""
+"""Events that parsers yield: frozen pieces of an answer, in the order in which the model generated them."""
 
 from __future__ import annotations
 

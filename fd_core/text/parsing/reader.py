@@ -13,22 +13,22 @@ from fd_core.text.parsing.contract import ToolParser, ToolSchemas
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 
 SPACE: Final = " \t\r\n"
-"""White space that formats put beside their markers."""
+"""White space that formats put around their markers."""
 
 _SPACES: Final = re.compile(f"[{SPACE}]+")
 _SURE: Final = 3
-"""Characters of a marker behind a call that are taken for half of one."""
+"""Characters of a marker after a call that are taken for half of one."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Reads on: yields where it needs more text, returns what it found."""
+"""Parsing steps: yield where more text is needed, return the result."""
 
 
 class TextReader(abc.ABC):
-    """Text that comes in pieces, read by `run`.
+    """Streamed text, read by `run`.
 
-    `run` is resumed for each piece and once more when the text has ended. What it reads goes out through `say_...`.
-    A place that may have to be read again is kept by `mark` until `go_back` or `forget`.
+    `run` is resumed for each piece and once more when the text has ended. It emits events through `say_...`.
+    A position that may have to be read again is stored by `mark` until `go_back` or `forget`.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -43,7 +43,7 @@ class TextReader(abc.ABC):
         self._calls = 0
         self.call_open = self._arguments = self._after_call = False
         self._space_behind = ""
-        """White space behind a marker, which is content if content follows."""
+        """White space after a marker, which is content if content follows."""
         self.space_before = ""
         """White space that `until` took for part of the last marker."""
         self._steps = self.run()
@@ -76,7 +76,7 @@ class TextReader(abc.ABC):
         events, self._events = self._events, []
         return joined(events) if len(events) > 1 else events
 
-    # What was read goes out.
+    # Output.
 
     def say_content(self, text: str) -> None:
         """Yield content."""
@@ -109,32 +109,32 @@ class TextReader(abc.ABC):
         self.call_open, self._after_call = False, True
 
     def drop(self, text: str) -> None:
-        """Say nothing of text that belongs to the format."""
+        """Emit nothing for text that belongs to the format."""
         del text
 
     # Reading.
 
     @property
     def at_end(self) -> bool:
-        """Whether everything was read and nothing will come."""
+        """Return True if everything was read and no more text will arrive."""
         return self._ended and self._at >= len(self._text)
 
     def rest(self) -> str:
-        """Return all text that is here, and read it."""
+        """Return all text received so far, and read it."""
         rest = self._text[self._at :]
         self._at = len(self._text)
         return rest
 
     def mark(self, before: str = "") -> None:
-        """Keep this place; `before` is text before it that `say_read` says as well."""
+        """Mark this position; `before` is text before it that `say_read` emits as well."""
         self._kept, self._kept_before = self._at, [before]
 
     def forget(self) -> None:
-        """Keep no place any more."""
+        """Discard the mark."""
         self._kept, self._kept_before = None, []
 
     def go_back(self) -> None:
-        """Return to the place that was kept."""
+        """Return to the mark."""
         if self._kept is not None:
             before = "".join(self._kept_before)
             self._text = before + self._text[self._kept :] if before else self._text
@@ -142,7 +142,7 @@ class TextReader(abc.ABC):
             self.forget()
 
     def say_read(self, *, cut: bool = True) -> None:
-        """Say what was read since `mark`, without markers; with `cut`, not if the end cut off what may be markup."""
+        """Emit what was read since `mark`, without markers; with `cut`, not if the end cut off possible markup."""
         if self._kept is not None and not (cut and self.at_end and self._cut_off):
             read = "".join(self._kept_before) + self._text[self._kept : self._at]
             if read.strip(SPACE):
@@ -166,7 +166,7 @@ class TextReader(abc.ABC):
         return character
 
     def skip(self, count: int) -> None:
-        """Read characters that were seen."""
+        """Read characters that were peeked."""
         self._at += count
 
     def here(self, pattern: re.Pattern[str]) -> str:
@@ -188,7 +188,7 @@ class TextReader(abc.ABC):
         self.skip(-len(word))
 
     def literal(self, *words: str) -> Steps[str]:
-        """Return the longest of `words` that comes next, and read it; empty, and nothing read, if none does."""
+        """Return the longest of `words` that follows, and read it; empty, and nothing read, if none does."""
         longest = max(map(len, words))
         while True:
             ahead = self._text[self._at : self._at + longest]
@@ -207,10 +207,10 @@ class TextReader(abc.ABC):
         return "".join(read)
 
     def until(self, *markers: str, say: Callable[[str], None], space: bool = False, before: str = "") -> Steps[str]:
-        """Say text until one of `markers` comes; return the marker, which is read, or nothing at the end.
+        """Emit text until one of `markers` follows; return the marker, which is read, or nothing at the end.
 
         Of markers that begin at one place the longest is found. With `space`, white space before a marker belongs
-        to it; `before` is white space that was read already. A marker that the end cut off is not said.
+        to it; `before` is white space that was read already. A marker that the end cut off is not emitted.
         """
         pattern, beginning, longest = _patterns(markers)
         spaces = [before]
@@ -241,9 +241,9 @@ class TextReader(abc.ABC):
             yield
 
     def content_until(self, *begins: str) -> Steps[str]:
-        """Say content until one of `begins` comes, see `until`.
+        """Emit content until one of `begins` follows, see `until`.
 
-        Other markers of the format are left out. So is, behind a call, what is left of its end: white space alone,
+        Other markers of the format are dropped. So is, after a call, the rest of its end: white space alone,
         closing brackets and half a marker.
         """
         before, self._space_behind = self._space_behind, ""
@@ -276,7 +276,7 @@ class ToolReader(TextReader, ToolParser):
 
 
 def escaped(text: str) -> str:
-    """Return a text as it stands in a string of JSON."""
+    """Return a text as it is written in a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -10,11 +10,11 @@ from fd_core.text.parsing.events import Content, Event
 from fd_core.text.parsing.reader import Steps, TextReader
 
 _OPENINGS: Final = ("{", "[", '"', "<", "`")
-"""JSON, a call or a block of code may begin with these. From there on markers may stand in strings and are kept."""
+"""JSON, a call or a block of code may begin with these. After them markers may be part of strings and are kept."""
 
 
 class _Between(TextReader, ReasoningParser):
-    """Reasoning stands between `begin` and `end`; white space beside the markers belongs to them."""
+    """Reasoning is enclosed in `begin` and `end`; white space around the markers belongs to them."""
 
     begin: ClassVar[str] = "<think>"
     end: ClassVar[str] = "</think>"
@@ -23,7 +23,7 @@ class _Between(TextReader, ReasoningParser):
     around: ClassVar[tuple[str, ...]] = ()
     """Markers around content."""
     unasked: ClassVar[bool] = False
-    """Whether an answer begins with reasoning although no marker says so."""
+    """True if an answer begins with reasoning even without a marker."""
 
     def __init__(self, prompt_tail: str) -> None:
         ReasoningParser.__init__(self, prompt_tail)
@@ -33,7 +33,7 @@ class _Between(TextReader, ReasoningParser):
 
     @classmethod
     def begins_reasoning(cls, prompt_tail: str, switched: bool) -> bool:
-        """Whether the prompt opened reasoning, or left it to the model."""
+        """Return True if the prompt opened reasoning, or left it to the model."""
         return cls._opened_by(prompt_tail) or (switched and cls.end not in prompt_tail)
 
     @classmethod
@@ -42,7 +42,7 @@ class _Between(TextReader, ReasoningParser):
         return begun > ended or (begun == ended and cls.unasked)
 
     def push(self, text: str) -> Sequence[Event]:
-        """Take more text; behind the reasoning it goes through as it is."""
+        """Take more text; after the reasoning it passes through unchanged."""
         if self._passing:
             return (Content(text),) if text else ()
         return super().push(text)
@@ -80,7 +80,7 @@ class QwenReasoning(_Between):
 
 
 class DeepSeekR1Reasoning(_Between):
-    """DeepSeek R1: the answer begins with reasoning, also where no `<think>` says so."""
+    """DeepSeek R1: the answer begins with reasoning, even without a `<think>`."""
 
     unasked = True
 
@@ -95,7 +95,7 @@ class MistralReasoning(_Between):
 
 
 class ErnieReasoning(_Between):
-    """ERNIE-4.5: reasoning ends with `</think>`, and the answer stands between `<response>` and `</response>`."""
+    """ERNIE-4.5: reasoning ends with `</think>`, and the answer is enclosed in `<response>` and `</response>`."""
 
     unasked = True
     around = ("<response>", "</response>")

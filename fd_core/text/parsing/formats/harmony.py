@@ -1,4 +1,4 @@
-"""The harmony format of gpt-oss: messages with a header, whose channel says what a message is for."""
+"""The harmony format of gpt-oss: messages with a header, whose channel gives the purpose of a message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HarmonyTools(JsonCallReader):
     )
     answer_begin = f"{_CHANNEL}final{_MESSAGE}"
     calls: ClassVar[bool] = True
-    """Whether messages to functions are calls; otherwise they are content."""
+    """True if messages to functions are calls; otherwise they are content."""
 
     @classmethod
     def form(cls, name: str) -> CallForm:

@@ -21,8 +21,8 @@ _BETWEEN: Final = (",", ";", "[", "]", "}", "```json", "```python", "```")
 """Stands around calls that follow one another."""
 _SCALAR: Final = re.compile(r"[A-Za-z0-9+.-]+")
 _INSIDE: Final = re.compile(r'[^"{}\[\]<`]+')
-"""What neither begins nor ends anything in JSON. `<` and a backtick stand outside of strings in no JSON: a marker of
-the format begins there, and the JSON has broken off."""
+"""Characters that neither begin nor end a JSON value. `<` and a backtick never occur in JSON outside of strings: they
+begin a marker of the format, and the JSON was cut off."""
 _IN_STRING: Final = re.compile(r'[^"\\]+')
 _FENCE: Final = "```"
 _OPENING: Final = ("{", "[")
@@ -105,7 +105,7 @@ class JsonCallReader(ToolReader):
         return begun
 
     def named_call(self, name: str, *before: str) -> Steps[None]:
-        """Read a call whose name is known and whose arguments are the JSON value behind `before`."""
+        """Read a call whose name is known and whose arguments are the JSON value after `before`."""
         self._begin(name)
         yield from self.skip_all(*before)
         if (yield from self.json_value()):
@@ -113,7 +113,7 @@ class JsonCallReader(ToolReader):
         yield from self.rest_of_call()
 
     def rest_of_call(self) -> Steps[None]:
-        """Where a call broke off, take what follows for its arguments, up to the next marker or the end of a block."""
+        """Read the text after a broken-off call as its arguments, up to the next marker or the end of a block."""
         if not self.call_open:
             return
         if end := (yield from self.until(_FENCE, *self.markers, say=self.say_arguments, space=True)):
@@ -140,7 +140,7 @@ class JsonCallReader(ToolReader):
         return key
 
     def _word(self) -> Steps[str | None]:
-        """Return the string that comes next, None if there is none or a marker stands in it."""
+        """Return the next string, None if there is none or it contains a marker."""
         if not (yield from self.literal('"')):
             return None
         read: list[str] = []
@@ -154,7 +154,7 @@ class JsonCallReader(ToolReader):
             read += (end, (yield from self.take()))
 
     def _value(self, say: Callable[[str], None], unquote: bool = False) -> Steps[_Value]:
-        """Read one value, saying it as it comes; with `unquote`, an object within a string is said as the object."""
+        """Read one value and emit it incrementally; `unquote`: emit an object within a string as the object."""
         read: list[str] = []
 
         def tell(text: str) -> None:
@@ -256,7 +256,7 @@ _TAG: Final = "<|python_tag|>"
 
 
 class LlamaJsonTools(JsonCallReader):
-    """An object with the name of a tool and its parameters is a call, wherever it stands; several follow a `;`."""
+    """An object with the name of a tool and its parameters is a call at any position; several follow a `;`."""
 
     markers = (_TAG,)
 

@@ -1,4 +1,4 @@
-"""Calls written as a Python list of function calls: `[f(a=1), g(b='x')]`, translated to JSON as they come."""
+"""Calls written as a Python list of function calls: `[f(a=1), g(b='x')]`, translated to JSON incrementally."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PythonicTools(ToolReader):
             yield from self._lists(explicit=True)
 
     def _lists(self, *, explicit: bool) -> Steps[None]:
-        """Read lists of calls that follow one another; behind a marker a call may have any name."""
+        """Read lists of calls that follow one another; after a marker a call may have any name."""
         self.mark(self.space_before if explicit else "")
         called, around = False, ""
         while True:
@@ -166,7 +166,7 @@ class PythonicTools(ToolReader):
                 self.say_arguments(escaped(character))
 
     def _escape(self) -> Steps[str]:
-        """Return what an escape behind its backslash stands for."""
+        """Return the text that the escape after a backslash stands for."""
         letter = yield from self.take()
         if letter not in _CODES:
             return _ESCAPES.get(letter, letter if letter in ("\\", "'", '"', "") else f"\\{letter}")

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand one by one between markers, and become a JSON object: GLM-4.5 and Qwen3-Coder."""
+"""Calls whose arguments are written one by one between markers, and become a JSON object: GLM-4.5 and Qwen3-Coder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME: Final = re.compile(r"[\w.-]+")
 
 
 class TaggedCallReader(ToolReader):
-    """Values of arguments that can only be strings go out as they come, others when they are complete."""
+    """Values of arguments that can only be strings are emitted incrementally, others when they are complete."""
 
     tagged: ClassVar[TaggedArguments]
     ends: ClassVar[tuple[str, ...]]
@@ -25,7 +25,7 @@ class TaggedCallReader(ToolReader):
 
     @abc.abstractmethod
     def key(self) -> Steps[str | None]:
-        """Return the key behind `before_key`, up to its value; None if the argument has broken off."""
+        """Return the key after `before_key`, up to its value; None if the argument has broken off."""
 
     def arguments_of(self, tool: str) -> Steps[None]:
         """Say the arguments of a call that has begun."""
@@ -44,7 +44,7 @@ class TaggedCallReader(ToolReader):
             self.skip(-len(marker))
 
     def _value(self, tool: str, key: str) -> Steps[bool]:
-        """Say the value that comes next; false if the text ended before it did."""
+        """Emit the next value; return False if the text ended before it did."""
         schema, ends = self.tools.get(tool, {}), self.tagged.ends
         kinds = kinds_of(parameter_schema(schema, key), schema)
         if kinds == {"string"}:
@@ -64,7 +64,7 @@ class TaggedCallReader(ToolReader):
 
 
 class _Quotes:
-    """Whether JSON that comes in pieces is within a string."""
+    """Tracks if streamed JSON is within a string."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -154,7 +154,7 @@ class QwenCoderTools(TaggedCallReader):
                 self.say_read()
 
     def key(self) -> Steps[str | None]:
-        """Return the key, and read the line break behind it."""
+        """Return the key, and read the line break after it."""
         key, closed = yield from self.text_until(">", *self.markers)
         if closed != ">":
             self.skip(-len(closed))
