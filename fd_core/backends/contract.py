@@ -72,7 +72,7 @@ class Model(Protocol):
 
     @property
     def generates(self) -> bool:
-        """Whether it has an output projection; false for a model that only makes vectors."""
+        """True if it has an output projection; false for a model that only makes vectors."""
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs."""

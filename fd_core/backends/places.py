@@ -15,7 +15,7 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 class EnginePlace(msgspec.Struct, frozen=True):
-    """What one engine's process is given; by default all that this process has."""
+    """Devices and cores of one engine's process; by default all that this process has."""
 
     name: str = "engine"
     """The engine's name in the log."""

@@ -24,7 +24,7 @@ _RANK_ALIGN = 16
 
 
 class LayerLoras(NamedTuple):
-    """What adapters add to each of `LayerSpec.adaptable`, see `Ops.place_loras`; None where none of them does."""
+    """Terms that adapters add to each of `LayerSpec.adaptable`, see `Ops.place_loras`; None where none of them does."""
 
     qkv: Any | None = None
     output: Any | None = None
@@ -147,7 +147,7 @@ class Decoder:
     activation: Activation
     softcap: float | None
     head_split: bool = False
-    """Whether `head` yields a rank's share of the logits."""
+    """True if `head` yields a rank's share of the logits."""
 
 
 @dataclass(eq=False)

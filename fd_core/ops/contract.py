@@ -1,4 +1,4 @@
-"""What a framework pack must provide so that every model runs on it.
+"""Contract of a framework pack: with it, every model runs on the pack.
 
 Models are written once over `Ops`. It has two layers: about a dozen primitives that a pack implements, and the
 fusions that models call, about five a layer, each with a default composed of the primitives. A pack or a device may
@@ -71,13 +71,13 @@ class KVShape:
     dtype: str = "auto"
     """`auto` for the pack's own dtype; `int8` for 8 bits, with a scale for each token, KV head, and key or value."""
     first_kv_head: int = 0
-    """Which of the model's KV heads is the first of these: ranks hold a share of them."""
+    """Index of the first of these among the model's KV heads: ranks hold a share of them."""
     first_layer: int = 0
-    """Which of the model's layers is the first of these: stages hold some of them."""
+    """Index of the first of these among the model's layers: stages hold some of them."""
 
     @property
     def quantized(self) -> bool:
-        """Whether keys and values have scales; see `Ops.write_kv`."""
+        """True if keys and values have scales; see `Ops.write_kv`."""
         return self.dtype == "int8"
 
     @property
@@ -233,7 +233,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """What adapters add to one linear in a step: up(down(x)) of the adapter that a token has.
+    """Terms that adapters add to one linear in a step: up(down(x)) of the adapter that a token has.
 
     Hu et al., "LoRA" (2021).
     """
@@ -246,7 +246,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class SampleInput:
-    """What sampling R rows needs, in the pack's own arrays; every row is one position of one request."""
+    """Inputs for sampling R rows, in the pack's own arrays; every row is one position of one request."""
 
     temperature: Array
     """float32[R], 0 for greedy."""
@@ -268,7 +268,7 @@ class SampleInput:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyInput:
-    """What penalties on n rows of logits need, in the pack's own arrays; every row is one position of one request."""
+    """Inputs for penalties on n rows of logits, in the pack's own arrays; every row is one position of one request."""
 
     rows: Array
     """int32[n], rows of the logits, each at most once."""
@@ -354,7 +354,7 @@ class Ops(abc.ABC):
         )
 
     stage: Stage = Stage()
-    """Which layers of the model are computed."""
+    """Range of the model's layers that are computed."""
 
     def cut(self, stage: Stage) -> None:
         """Compute one of several stages from now on; called before the first weight is prepared.

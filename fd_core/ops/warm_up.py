@@ -1,4 +1,4 @@
-"""What a pack wants computed before the first request, so that none pays for what happens once."""
+"""Computations that a pack runs before the first request, so that no request pays one-time costs."""
 
 from __future__ import annotations
 

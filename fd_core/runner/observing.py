@@ -35,7 +35,7 @@ _CLOSE_SECONDS: Final = 5.0
 
 
 class SampledRequest(msgspec.Struct, frozen=True):
-    """What a step sampled for one request."""
+    """Tokens that a step sampled for one request."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class SampledRequest(msgspec.Struct, frozen=True):
 
 
 class SampledStep(msgspec.Struct, frozen=True):
-    """What one step sampled, without prompts. Requests of which no token was sampled are left out."""
+    """Tokens that one step sampled, without prompts. Requests of which no token was sampled are left out."""
 
     epoch: int
     step: int

@@ -198,7 +198,7 @@ class Runner:
 
     @property
     def launches_ahead(self) -> bool:
-        """Whether steps may be launched while others are in flight."""
+        """True if steps may be launched while others are in flight."""
         return self.ops.queues
 
     def must_wait(self, plan: StepPlan) -> str | None:

@@ -135,11 +135,11 @@ _MODES: Final[dict[str, Literal["last", "mean"]]] = {"lasttoken": "last", "mean"
 
 
 class VectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model makes one vector of a text."""
+    """Method by which a model makes one vector of a text."""
 
     pooling: Literal["last", "mean"] = "last"
     normalize: bool = True
-    """Whether vectors are brought to length 1."""
+    """True if vectors are normalized to length 1."""
     judge: tuple[str, str] | None = None
     """Tokens that say no and yes, for a model that judges how well a document answers a query."""
 

@@ -84,7 +84,7 @@ class NativeOps(TorchOps):
 
     @property
     def instruction_set(self) -> str:
-        """What the kernels were compiled for, such as `avx512_bf16`."""
+        """Instruction set that the kernels were compiled for, such as `avx512_bf16`."""
         name: str = self.runtime.library.fd_instruction_set().decode()
         return name
 

@@ -22,7 +22,7 @@ FLAG: Final = "--speculative-config"
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What a drafter is made from, before limits are fixed."""
+    """Inputs from which a drafter is made, before limits are fixed."""
 
     num_slots: int
     vocab_size: int
@@ -73,7 +73,7 @@ class Drafter(abc.ABC):
     options: ClassVar[tuple[str, ...]] = ()
     """Options that it reads; others are refused."""
     uses_model: ClassVar[bool] = False
-    """Whether it reads `DraftContext.model_path`; then the user must name a model."""
+    """True if it reads `DraftContext.model_path`; then the user must name a model."""
     kv_shape: KVShape | None = None
     """Set at construction by a drafter with a KV cache of its own. Memory for as many blocks of this shape as the
     target has is kept free for it, which it takes in `allocate`."""

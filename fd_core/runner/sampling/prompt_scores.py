@@ -87,7 +87,7 @@ class PromptScorer:
 
 @dataclass(frozen=True, slots=True)
 class PooledPart:
-    """What one slot's vector is made of in a step."""
+    """Inputs of one slot's vector in a step."""
 
     slot: int
     start: int

@@ -159,7 +159,7 @@ class Bans:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was chosen from R rows of logits, still on the device."""
+    """Tokens chosen from R rows of logits, still on the device."""
 
     tokens: Array
     """int32[R]"""
@@ -195,7 +195,7 @@ class SamplingWork:
 
 @dataclass(slots=True)
 class _Extras:
-    """What only some requests need: single logits to be changed."""
+    """Inputs that only some requests need: changes of single logits."""
 
     free_from: int
     """Position of the first token that may end the text, after `min_tokens` others."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 EXTRA: Final = "fd-core[conformance]"
 PACKAGES: Final = ("pytest", "hypothesis")
-"""What the kit imports beyond the core's own dependencies."""
+"""Imports of the kit that are not dependencies of the core."""
 
 
 def require_packages() -> None:

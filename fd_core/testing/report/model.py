@@ -112,7 +112,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """Whether every test passed that no limit left out."""
+        """True if every test passed, except those that a limit excludes."""
         return self.error is None and bool(self.results) and not any(self.failures)
 
     @property

@@ -25,7 +25,7 @@ Operation = operations.Lookup | operations.Load | operations.Save | operations.F
 
 
 class OperationEnd(enum.Enum):
-    """How an operation ends."""
+    """Outcome of an operation."""
 
     WELL = enum.auto()
     IN_PART = enum.auto()

@@ -100,7 +100,7 @@ class RandomPlans:
         self._owners: Counter[int] = Counter()
         self._flying: deque[tuple[StepPlan, list[_Stay]]] = deque()
         self.seen: Counter[str] = Counter()
-        """What happened how often, so that a test can say that it did."""
+        """Counts of events, so that a test can assert that they occurred."""
 
     def run(self, plans: int) -> None:
         """Compute so many plans and judge what was delivered."""
