@@ -1,4 +1,4 @@
-"""What a vendor writes: a device and a framework pack under one name.
+"""Contract of a vendor's backend: a device and a framework pack under one name.
 
 The runner, the models and the protocol are the core's; a backend says whether it can run here, hands out its `Ops`
 and knows how much memory its device has left.
@@ -30,7 +30,7 @@ LoadProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether a backend can run here, and why."""
+    """Availability of a backend on this machine, and the reason."""
 
     available: bool
     reason: str
@@ -40,7 +40,7 @@ class Availability:
 
 
 class Model(Protocol):
-    """What the runner needs of a model; `fd_core.models` provides it for real checkpoints."""
+    """Interface of a model to the runner; `fd_core.models` provides it for real checkpoints."""
 
     @property
     def vocab_size(self) -> int:
@@ -115,15 +115,15 @@ class Backend(abc.ABC):
     """Step token budget where none is asked for: the fewest tokens that keep the device busy, for requests that decode
     wait for a step as long as its prompts take."""
     needs_checkpoint: ClassVar[bool] = True
-    """Whether `load_model` reads a checkpoint; false only for scripted models."""
+    """True if `load_model` reads a checkpoint; false only for scripted models."""
     auto_rank: ClassVar[int] = 0
     """`--backend auto` takes the available backend of the highest rank; below 0 it is never taken by itself."""
 
     attention_backends: ClassVar[tuple[str, ...]] = ()
-    """What `--attention-backend` may name beside `auto`; empty where there is one way to compute attention."""
+    """Values of `--attention-backend` besides `auto`; empty where there is one way to compute attention."""
 
     emulated: bool = False
-    """Whether this instance computes on another device than the one it is for. Set by the constructor and shown with
+    """True if this instance computes on another device than the one it is for. Set by the constructor and shown with
     every result, because an emulated result says nothing about the device."""
 
     dtype_reason: str = ""

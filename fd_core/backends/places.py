@@ -1,4 +1,4 @@
-"""Where each of several engines of one machine computes, so that none takes what another one has."""
+"""Device assignment for several engines of one machine, so that none takes what another one has."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class DecoderModel:
     adapters: Mapping[str, AdapterWeights] = field(default_factory=dict)
     """By digest."""
     loras: tuple[LayerLoras, ...] | None = None
-    """What adapters add to each layer, for steps in which tokens have some; None computes none."""
+    """Terms that adapters add to each layer, for steps in which tokens have some; None computes none."""
 
     def with_adapters(self, places: Sequence[Adapter | None]) -> DecoderModel:
         """Return the same model with adapters in the places 1 and up; it shares the weights, and those of adapters."""

@@ -239,7 +239,7 @@ class Lora:
     """
 
     deltas: Any
-    """What `Ops.place_loras` returned; what it takes will do as well."""
+    """Result of `Ops.place_loras`; its argument is accepted as well."""
     step: StepInput
     """Its `lora_places` and `lora_groups` are read."""
 
@@ -313,7 +313,7 @@ class Ops(abc.ABC):
     name: str
     """Name of the pack, such as `numpy` or `torch`."""
     framework: str
-    """Whose arrays it takes and returns: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
+    """Library of the arrays that it takes and returns: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""
     dtype: str
     """`float32`, `bfloat16` or `float16`: activations, weights that are not packed, and KV unless its shape says
@@ -325,18 +325,18 @@ class Ops(abc.ABC):
     weight_formats: Collection[str] = frozenset()
     """Formats of packed weights that `prepare_linear` takes; the reader expands the others."""
     expands_weights: bool = False
-    """Whether packed weights take as much memory as others: it keeps what they stand for, in `dtype`."""
+    """True if packed weights take as much memory as others: it keeps what they stand for, in `dtype`."""
     on_host: bool = False
-    """Whether its arrays are numpy arrays of the host: `from_host` and `to_host` return what they are given, and steps
+    """True if its arrays are numpy arrays of the host: `from_host` and `to_host` return what they are given, and steps
     are computed from the arrays that the runner gathered."""
     queues: bool = False
-    """Whether calls return before the device has computed, in order, what they queue: then a step can be launched while
+    """True if calls return before the device has computed, in order, what they queue: then a step can be launched while
     those before it are in flight. What the pack must wait for it waits for in the call, as in `fetch`."""
     warm_up_tokens: int | None = None
     """Length of the prefill that warms up; None for the longest there can be, which shows that its memory is there and
     compiles what depends on its size. A decode follows, and what `warm_up_steps` says."""
     parallel: Parallel = Parallel()
-    """Which rank of how many computes. Weights are prepared for it: linears that make heads or the inner width of a
+    """Rank and number of ranks. Weights are prepared for it: linears that make heads or the inner width of a
     feed-forward block have some of their rows; those that lead back have some of their columns, and their bias is rank
     0's alone. So what the latter return is a part of a sum over ranks. With `gathers` all of them have rows."""
 

@@ -65,7 +65,7 @@ class Parallel:
 
 
 class RankMeeting(msgspec.Struct, frozen=True):
-    """Where ranks that share no memory meet, as rank 0 tells the others."""
+    """Address where ranks that share no memory meet, as published by rank 0."""
 
     host: str
     port: int
@@ -75,7 +75,7 @@ class RankMeeting(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Which of a model's stages computes: each has some of the layers, and steps pass one after the other."""
+    """Stage of the model that computes: each has some of the layers, and steps pass one after the other."""
 
     index: int = 0
     """0 for the one that looks tokens up."""
@@ -108,7 +108,7 @@ class RankGroup(abc.ABC):
     """
 
     shares_memory: ClassVar[bool]
-    """Whether all ranks map the same memory, so that whoever knows its layout may exchange by itself."""
+    """True if all ranks map the same memory, so that code that knows its layout may exchange by itself."""
     host = "127.0.0.1"
     """Address under which the other ranks reach the machine of rank 0."""
 

@@ -40,7 +40,7 @@ from fd_core.types import (
 from fd_core.types.metrics import snapshot
 
 Readings = tuple[PromptScores | None, PooledParts | None]
-"""What a step read from prompts, on the device."""
+"""Prompt results of a step, on the device."""
 
 
 class RunnerAdapters:
@@ -51,7 +51,7 @@ class RunnerAdapters:
         self._cache = cache
         self._model = model
         self.places: list[Adapter | None] = []
-        """What is at each place, from 1 on."""
+        """Content of each index, from 1 on."""
         self._forwards: tuple[Forward, Forward] | None = None
 
     @property

@@ -30,7 +30,7 @@ class ModelConfig:
 
     values: Mapping[str, Any]
     prefix: str = ""
-    """Where the part stands in the whole, such as `rope_parameters.`."""
+    """Prefix of the part in the whole, such as `rope_parameters.`."""
     origin: str = "config.json"
 
     def count(self, field: str, default: int | None = None) -> int:

@@ -56,7 +56,7 @@ class Runtime:
         """Other ranks that compute the same model, if there are any."""
         self.group_handle: Any = None
         self._meet = MEET()
-        """What exchanges slots where the library cannot; none where ranks share memory."""
+        """Exchange of slots where the library has none; None where ranks share memory."""
         self.team = checked(library.fd_team_new(threads), f"{threads} threads")
 
     def __del__(self) -> None:

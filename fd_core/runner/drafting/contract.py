@@ -1,4 +1,4 @@
-"""What a drafter must provide, and what it is given."""
+"""Contract of a drafter, and its inputs."""
 
 from __future__ import annotations
 

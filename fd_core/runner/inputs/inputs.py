@@ -18,7 +18,7 @@ from fd_core.types import IntArray, StepPlan
 
 _Value = TypeVar("_Value")
 Fed = tuple[Array | None, Array]
-"""Where in a step's tokens some are put that the host does not know, int32[n], and whose they are, int32[n].
+"""Indices of a step's tokens that the host does not know, int32[n], and their slots, int32[n].
 
 The places are None for all tokens of a step: then there is a slot for each, the one behind the last for padding.
 """
@@ -74,7 +74,7 @@ class BudgetExceeded(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Which tokens of which slots a forward computes, and where it yields logits."""
+    """Tokens of each slot that a forward computes, and the positions where it yields logits."""
 
     slots: IntArray
     """int32[n]"""

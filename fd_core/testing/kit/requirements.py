@@ -1,4 +1,4 @@
-"""What the kit itself needs, and what a suite asks of the thing under test, with the reason why it may lack it."""
+"""Requirements of the kit, and of a suite on the code under test, with the reason why it may lack one."""
 
 from __future__ import annotations
 

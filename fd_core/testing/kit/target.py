@@ -164,7 +164,7 @@ class Target:
 
     @property
     def precision(self) -> str:
-        """Which margins hold: those of the dtype, or of `packed` weights, beside which activations may have 8 bits."""
+        """Margins that apply: those of the dtype, or of `packed` weights, with which activations may have 8 bits."""
         return self.ops.dtype if self.quantization == "auto" else "packed"
 
     @property

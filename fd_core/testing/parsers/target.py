@@ -18,7 +18,7 @@ NOW: Final = "now"
 
 
 class Words(NamedTuple):
-    """What stands in a sample, or what the kit writes in its place."""
+    """Content of a sample, or its replacement by the kit."""
 
     content: str = "I look."
     reasoning: str = "Hm."

@@ -102,7 +102,7 @@ class Followed:
 
     @property
     def needs_every_position(self) -> bool:
-        """Whether each position of the prompt says something that is still to be told, be its KV known or not."""
+        """True if each position of the prompt has a result that is still due, be its KV known or not."""
         mean = self.spec.pooling is not None and self.spec.pooling.kind == "mean"
         return not self.told_first and (self.scores_prompt or mean)
 

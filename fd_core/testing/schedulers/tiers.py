@@ -1,4 +1,4 @@
-"""What performs the effects of a scheduler in tests: a dict of blocks whose operations end when and as a test decides.
+"""Performs the effects of a scheduler in tests: a dict of blocks whose operations end when and as a test decides.
 
 Copies are made as late as the contract allows, at the completion, and what a load leaves behind is garbage: a block
 that somebody else uses too early, or uses although it was not loaded, changes a text.

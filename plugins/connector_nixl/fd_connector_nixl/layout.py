@@ -94,7 +94,7 @@ class Notice(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether nothing more will be written."""
+        """True if nothing more will be written."""
         return self.piece < 0
 
     def encode(self) -> bytes:

@@ -20,7 +20,7 @@ _MOST_MB: Final = 1 << 20
 
 
 class Settings(NamedTuple):
-    """How NIXL is started, and how much memory it may use."""
+    """Start options of NIXL, and the limit of its memory."""
 
     transports: str = "tcp"
     """Transports of UCX."""

@@ -38,7 +38,7 @@ class AdapterRoom(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceLora:
-    """What one adapter adds to a linear."""
+    """Term that one adapter adds to a linear."""
 
     parts: tuple[tuple[Array, Array] | None, ...]
     """Down [rank, in] and up [rank, out], which is scaled; None for parts that it leaves alone."""
@@ -135,7 +135,7 @@ class Kernels:
 
     @property
     def capturable(self) -> bool:
-        """Whether decodes may be captured: torch's composition of attention reads lengths on the host."""
+        """True if decodes may be captured: torch's composition of attention reads lengths on the host."""
         return self.attention is not None
 
 

@@ -176,7 +176,7 @@ class CudaLayer(NamedTuple):
 
     @property
     def quantized(self) -> bool:
-        """Whether keys and values have scales."""
+        """True if keys and values have scales."""
         return self.key_scales is not None
 
     @property

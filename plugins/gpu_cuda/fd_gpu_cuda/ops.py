@@ -270,7 +270,7 @@ class CudaOps(TorchOps):
 
     @property
     def adds_by_kernel(self) -> bool:
-        """Whether a kernel adds what adapters make."""
+        """True if a kernel adds the adapters' terms."""
         return self._kernels.lora is not None
 
     def prepare_lora(self, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool = False) -> Any:

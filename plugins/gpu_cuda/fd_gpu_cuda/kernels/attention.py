@@ -94,12 +94,12 @@ class HeadSizes(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether products are of float32, for which there are no tensor cores."""
+        """True if products are of float32, for which there are no tensor cores."""
         return self.q_bytes == 4
 
     @property
     def widened(self) -> bool:
-        """Whether keys are of fewer bits than queries."""
+        """True if keys have fewer bits than queries."""
         return self.kv_bytes < self.q_bytes
 
 
