@@ -416,7 +416,7 @@ _GRAIN: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class LinearShare:
-    """Share of a linear that a rank holds: of each of its parts these rows of the weight, or these columns; None for all."""
+    """A rank's share of a linear: of each of its parts these rows of the weight, or these columns; None for all."""
 
     rows: tuple[slice, ...] | None = None
     columns: slice | None = None

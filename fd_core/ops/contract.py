@@ -313,7 +313,7 @@ class Ops(abc.ABC):
     name: str
     """Name of the pack, such as `numpy` or `torch`."""
     framework: str
-    """Library of the arrays that it takes and returns: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
+    """Array library: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""
     dtype: str
     """`float32`, `bfloat16` or `float16`: activations, weights that are not packed, and KV unless its shape says

@@ -277,7 +277,7 @@ def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
 
 
 def _compressed_tensors(own: _Pieces) -> TensorView:
-    """What a module's tensors are tells most; the config's groups tell the sizes that are meant."""
+    """Derive the scheme mostly from the module's tensors; the config's groups give the intended sizes."""
     groups = own.settings.part("config_groups")
     parts = [groups.part(name) for name in groups.values] if groups is not None else []
     found = [part.part("weights") for part in parts if part is not None]

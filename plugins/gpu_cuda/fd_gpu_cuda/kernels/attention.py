@@ -59,7 +59,7 @@ _RESERVED_BYTES: Final = 18 * 1024
 
 
 class Tile(NamedTuple):
-    """What one program holds at a time."""
+    """Tile that one program holds at a time."""
 
     queries: int
     """Tokens of one row."""
@@ -72,7 +72,7 @@ class Tile(NamedTuple):
 
 
 class HeadSizes(NamedTuple):
-    """What a tile depends on."""
+    """Properties that determine a tile."""
 
     shared: int
     """Query heads that share a KV head."""
@@ -89,7 +89,7 @@ class HeadSizes(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """Whether a tile has elements beyond the head: what loads it holds a mask in registers."""
+        """True if a tile has elements beyond the head: its loads hold a mask in registers."""
         return self.padded != self.width
 
     @property
@@ -173,7 +173,7 @@ def splits_of(units: int, chunks: int, multiprocessors: int) -> int:
 
 
 LOG2_E = 1.4426950408889634
-"""What turns a score into an exponent of base 2."""
+"""Factor that turns a score into an exponent of base 2."""
 
 
 @triton.jit

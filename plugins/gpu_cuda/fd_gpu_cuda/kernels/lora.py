@@ -1,4 +1,4 @@
-"""Terms that adapters add to a linear, in two Triton launches: down to each adapter's rank, and back up into the product.
+"""LoRA terms of a linear, in two Triton launches: down to each adapter's rank, and back up into the product.
 
 The grouped products of Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023), with nothing about the groups on the
 host: one program takes a block of tokens and walks over the adapters that it finds among them. So a launch is the same
