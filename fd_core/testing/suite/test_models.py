@@ -107,7 +107,7 @@ ADAPTED_ERROR = {**LOGITS_ERROR, "float32": 2e-4}
 def test_adapters_in_one_batch_compute_what_merged_weights_compute(
     target: Target, ops: Ops, checkpoints: Path, require: Callable[..., None], case: str, way: str
 ) -> None:
-    """If weights are quantized, compare with the oracle with adapters: merged weights would be quantized after the sum."""
+    """With quantized weights, compare with the oracle with adapters: merged weights are quantized after the sum."""
     require(*abilities_of(case))
     folder = written(case, checkpoints)
     right = [partial(oracle_logits, folder, quantization=target.quantization)]

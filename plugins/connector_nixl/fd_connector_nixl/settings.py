@@ -31,7 +31,7 @@ class Settings(NamedTuple):
 
     @property
     def engine_config(self) -> str:
-        """Settings that NIXL hands on to UCX: one word for each variable, so a list has to come from UCX's own variables."""
+        """Settings that NIXL hands on to UCX: one word for each variable, so set lists in UCX's own variables."""
         pairs = (("TLS", self.transports), ("NET_DEVICES", self.devices))
         return ",".join(f"{name}={value}" for name, value in pairs if "," not in value)
 

@@ -85,7 +85,7 @@ class CudaOps(TorchOps):
     adapter_room: AdapterRoom | None = None
     """None where no adapters are configured."""
     tables_made = 0
-    """Graphs captured before the last one was made may read others."""
+    """Number of tables made. Graphs captured before the last table was made may read other tables."""
 
     def __init__(self, dtype: str, cuda: Cuda, kernels: Kernels) -> None:
         super().__init__(dtype, str(cuda.device))

@@ -33,7 +33,7 @@ PREFIX = [(11 * place) % 241 for place in range(80)]
 
 _MODES: Final = ("anything", "decodes", "trickle", "wide", "one row", "nothing")
 _SHARES: Final = (0.45, 0.25, 0.1, 0.1, 0.05, 0.05)
-"""Frequencies of plans with rows of every kind, decodes alone, prompts token by token, few large chunks, one row or none."""
+"""Shares of plans with rows of every kind, decodes alone, prompts token by token, few large chunks, one row or none."""
 
 
 @dataclass(slots=True)
