@@ -190,7 +190,7 @@ class Backend(abc.ABC):
         """Create the pack for the configured dtype and threads; may initialise the device."""
 
     def rehearse(self, steps: AbstractContextManager[None]) -> None:  # noqa: B027 - few backends measure
-        """Measure what steps take beside weights and KV, for `free_memory` to leave it out; by default nothing is.
+        """Measure memory that steps take besides weights and KV, for `free_memory` to leave out; by default nothing.
 
         Entering `steps` computes the largest steps that the settings allow, with a KV cache of a few blocks; leaving it
         gives back what they hold. Called once, when all weights are loaded, but for a model on several ranks: a rank

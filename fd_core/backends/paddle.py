@@ -32,7 +32,7 @@ class PaddleDevices:
 
     version: str
     names: tuple[str, ...] = ()
-    """Devices beside the processor, such as `xpu:0` and `metax_gpu:1`."""
+    """Devices other than the processor, such as `xpu:0` and `metax_gpu:1`."""
     built_for_cuda: bool = True
     problem: str = ""
     """Why Paddle could not be asked; empty if it answered."""

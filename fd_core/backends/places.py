@@ -26,7 +26,7 @@ class EnginePlace(msgspec.Struct, frozen=True):
 
 
 def places_on_cores(count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-    """Divide the processors that this process may use into `count` equal parts; what is left over is nobody's.
+    """Divide the processors that this process may use into `count` equal parts; the remainder is not assigned.
 
     A part lies together: threads of one core, then cores of one socket; the ranks of an engine share it. Raises
     `ConfigError` if there are too few.

@@ -378,7 +378,7 @@ class Ops(abc.ABC):
         return ()
 
     def warmed_up(self) -> None:  # noqa: B027 - most packs have nothing to do here
-        """Be told that the warm-up is over: from now on requests wait for what is computed."""
+        """Handle the end of the warm-up: from now on requests wait for what is computed."""
 
     def compilation_stats(self) -> CompilationStats | None:
         """Return which kernels were compiled so far, by this rank; None where nothing compiles. Waits for nothing."""

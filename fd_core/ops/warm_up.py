@@ -13,7 +13,7 @@ _GREEDY: Final = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class WarmUpRow:
-    """A request that nobody made: a prompt that one step computes and samples behind."""
+    """A synthetic request: a prompt that one step computes, and samples the next token."""
 
     tokens: int = 1
     """Length of the prompt. With one token the step is a decode."""

@@ -74,7 +74,7 @@ class NativeOps(TorchOps):
 
     name = "native"
     weight_formats = WEIGHT_FORMATS - {FP8}
-    # Nothing is compiled, and a longer prefill's memory is small beside weights; the longest would take seconds.
+    # Nothing is compiled, and a longer prefill's memory is small compared with weights; the longest would take seconds.
     warm_up_tokens = 256
 
     def __init__(self, library: ctypes.CDLL, dtype: str = "bfloat16", threads: int = 1) -> None:

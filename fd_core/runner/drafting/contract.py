@@ -93,7 +93,7 @@ class Drafter(abc.ABC):
     def extend(self, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
         """The requests in `slots` int32[n], each once, went on: row i of `tokens` int32[n, w] by its first counts[i].
 
-        `counts` is int32[n], at least 1; what is behind it means nothing.
+        `counts` is int32[n], at least 1; later entries are undefined.
         """
 
     @abc.abstractmethod

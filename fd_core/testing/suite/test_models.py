@@ -99,7 +99,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "queries": {"seed": 2, "rank": 6, "targets": ("q_proj", "v_proj")},
 }
 ADAPTED_ERROR = {**LOGITS_ERROR, "float32": 2e-4}
-"""Largest error of a logit beside merged weights, which are rounded once more."""
+"""Largest error of a logit compared with merged weights, which are rounded once more."""
 
 
 @pytest.mark.parametrize("way", thorough_but(["mixed", "chunked"], "mixed"))
