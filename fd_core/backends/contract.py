@@ -1,4 +1,4 @@
-"""What a vendor writes: a device and a framework pack under one name.
+"""Contract of a vendor's backend: a device and a framework pack under one name.
 
 The runner, the models and the protocol are the core's; a backend says whether it can run here, hands out its `Ops`
 and knows how much memory its device has left.
@@ -30,7 +30,7 @@ LoadProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether a backend can run here, and why."""
+    """Availability of a backend on this machine, and the reason."""
 
     available: bool
     reason: str
@@ -40,7 +40,7 @@ class Availability:
 
 
 class Model(Protocol):
-    """What the runner needs of a model; `fd_core.models` provides it for real checkpoints."""
+    """Interface of a model to the runner; `fd_core.models` provides it for real checkpoints."""
 
     @property
     def vocab_size(self) -> int:
@@ -72,7 +72,7 @@ class Model(Protocol):
 
     @property
     def generates(self) -> bool:
-        """Whether it has an output projection; false for a model that only makes vectors."""
+        """True if it has an output projection; false for a model that only makes vectors."""
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs."""
@@ -115,15 +115,15 @@ class Backend(abc.ABC):
     """Step token budget where none is asked for: the fewest tokens that keep the device busy, for requests that decode
     wait for a step as long as its prompts take."""
     needs_checkpoint: ClassVar[bool] = True
-    """Whether `load_model` reads a checkpoint; false only for scripted models."""
+    """True if `load_model` reads a checkpoint; false only for scripted models."""
     auto_rank: ClassVar[int] = 0
     """`--backend auto` takes the available backend of the highest rank; below 0 it is never taken by itself."""
 
     attention_backends: ClassVar[tuple[str, ...]] = ()
-    """What `--attention-backend` may name beside `auto`; empty where there is one way to compute attention."""
+    """Values of `--attention-backend` besides `auto`; empty where there is one way to compute attention."""
 
     emulated: bool = False
-    """Whether this instance computes on another device than the one it is for. Set by the constructor and shown with
+    """True if this instance computes on another device than the one it is for. Set by the constructor and shown with
     every result, because an emulated result says nothing about the device."""
 
     dtype_reason: str = ""
@@ -190,7 +190,7 @@ class Backend(abc.ABC):
         """Create the pack for the configured dtype and threads; may initialise the device."""
 
     def rehearse(self, steps: AbstractContextManager[None]) -> None:  # noqa: B027 - few backends measure
-        """Measure what steps take beside weights and KV, for `free_memory` to leave it out; by default nothing is.
+        """Measure memory that steps take besides weights and KV, for `free_memory` to leave out; by default nothing.
 
         Entering `steps` computes the largest steps that the settings allow, with a KV cache of a few blocks; leaving it
         gives back what they hold. Called once, when all weights are loaded, but for a model on several ranks: a rank

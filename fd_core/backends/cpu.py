@@ -18,7 +18,7 @@ class ProcessorBackend(Backend):
 
     default_pipeline_depth: ClassVar[int] = 1
     kernels: str
-    """What computes, for `describe`."""
+    """Description of the processor, for `describe`."""
 
     def free_memory(self) -> int:
         """Return a quarter of the memory that the system can give without swapping; of several ranks, a share of it."""

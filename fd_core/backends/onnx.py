@@ -21,7 +21,7 @@ class OnnxBackend(ProcessorBackend):
     """ONNX Runtime's names of the execution provider and of the device whose memory it computes on. One of another
     device has `places` of its own."""
     hint: ClassVar[str] = "pip install 'fd-core[onnx]'; where onnxruntime-gpu is installed, pip install onnx"
-    """How to install what the backend needs."""
+    """Installation hint for the backend's dependencies."""
     limits = MappingProxyType({"bfloat16": "ONNX Runtime's standard operators have float32 only on a CPU"})
 
     @classmethod

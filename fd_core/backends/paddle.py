@@ -32,7 +32,7 @@ class PaddleDevices:
 
     version: str
     names: tuple[str, ...] = ()
-    """Devices beside the processor, such as `xpu:0` and `metax_gpu:1`."""
+    """Devices other than the processor, such as `xpu:0` and `metax_gpu:1`."""
     built_for_cuda: bool = True
     problem: str = ""
     """Why Paddle could not be asked; empty if it answered."""
@@ -43,7 +43,7 @@ class PaddleDevices:
 
 
 def paddle_installed() -> bool:
-    """Whether some distribution provides `paddle`; it is not imported for the answer."""
+    """Return True if some distribution provides `paddle`; does not import it."""
     return not missing("paddle")
 
 
@@ -89,7 +89,7 @@ class PaddleBackend(Backend):
     title: ClassVar[str]
     """The device's name for users, such as `MetaX GPU`."""
     paddle_hint: ClassVar[str]
-    """How to install a Paddle that drives the device."""
+    """Installation hint for a Paddle that drives the device."""
     can_be_emulated: ClassVar[bool] = False
     """Without the device, compute on the processor with Paddle's CPU kernels in float32, when asked for by name."""
     longest_sort: ClassVar[int | None] = 8192

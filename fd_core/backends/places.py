@@ -1,4 +1,4 @@
-"""Where each of several engines of one machine computes, so that none takes what another one has."""
+"""Device assignment for several engines of one machine, so that none takes what another one has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 class EnginePlace(msgspec.Struct, frozen=True):
-    """What one engine's process is given; by default all that this process has."""
+    """Devices and cores of one engine's process; by default all that this process has."""
 
     name: str = "engine"
     """The engine's name in the log."""
@@ -26,7 +26,7 @@ class EnginePlace(msgspec.Struct, frozen=True):
 
 
 def places_on_cores(count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-    """Divide the processors that this process may use into `count` equal parts; what is left over is nobody's.
+    """Divide the processors that this process may use into `count` equal parts; the remainder is not assigned.
 
     A part lies together: threads of one core, then cores of one socket; the ranks of an engine share it. Raises
     `ConfigError` if there are too few.

@@ -1,4 +1,4 @@
-"""What backends look for before they compute, without importing a framework into this process."""
+"""Checks of backends before they compute, without importing a framework into this process."""
 
 from __future__ import annotations
 

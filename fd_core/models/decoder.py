@@ -24,7 +24,7 @@ _RANK_ALIGN = 16
 
 
 class LayerLoras(NamedTuple):
-    """What adapters add to each of `LayerSpec.adaptable`, see `Ops.place_loras`; None where none of them does."""
+    """Terms that adapters add to each of `LayerSpec.adaptable`, see `Ops.place_loras`; None where none of them does."""
 
     qkv: Any | None = None
     output: Any | None = None
@@ -147,7 +147,7 @@ class Decoder:
     activation: Activation
     softcap: float | None
     head_split: bool = False
-    """Whether `head` yields a rank's share of the logits."""
+    """True if `head` yields a rank's share of the logits."""
 
 
 @dataclass(eq=False)
@@ -168,7 +168,7 @@ class DecoderModel:
     adapters: Mapping[str, AdapterWeights] = field(default_factory=dict)
     """By digest."""
     loras: tuple[LayerLoras, ...] | None = None
-    """What adapters add to each layer, for steps in which tokens have some; None computes none."""
+    """Terms that adapters add to each layer, for steps in which tokens have some; None computes none."""
 
     def with_adapters(self, places: Sequence[Adapter | None]) -> DecoderModel:
         """Return the same model with adapters in the places 1 and up; it shares the weights, and those of adapters."""

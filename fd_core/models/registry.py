@@ -1,4 +1,4 @@
-"""Which architectures there are, and the door that loads one."""
+"""Registry of architectures, and the entry point that loads one."""
 
 from __future__ import annotations
 

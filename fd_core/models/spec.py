@@ -1,4 +1,4 @@
-"""What a decoder consists of, as data: names, shapes and geometry, before any weight is read.
+"""Parts of a decoder, as data: names, shapes and geometry, before any weight is read.
 
 Each family of models turns a config into `Traits`, what sets it apart; `decoder_spec` spells out the rest.
 
@@ -283,7 +283,7 @@ class DecoderSpec(_Parts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What sets an architecture apart from the plain decoder of Llama."""
+    """Differences between an architecture and the plain decoder of Llama."""
 
     rope: Callable[[int], RopeSpec]
     """For each layer."""
@@ -306,7 +306,7 @@ class Traits:
     """Added to every norm weight."""
     embedding_scale: float = 1.0
     tied: bool = False
-    """Whether the output projection is the embedding where the config does not say."""
+    """True if the output projection is the embedding where the config does not specify it."""
     activation: str = "hidden_act"
     """Field of the config that names the activation."""
     attention_softcap: float | None = None
@@ -416,7 +416,7 @@ _GRAIN: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class LinearShare:
-    """What a rank holds of a linear: of each of its parts these rows of the weight, or these columns; None for all."""
+    """A rank's share of a linear: of each of its parts these rows of the weight, or these columns; None for all."""
 
     rows: tuple[slice, ...] | None = None
     columns: slice | None = None

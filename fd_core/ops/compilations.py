@@ -1,4 +1,4 @@
-"""What a pack that compiles kernels when they are first called tells of them."""
+"""Compilation reports of a pack that compiles kernels on their first call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a framework pack must provide so that every model runs on it.
+"""Contract of a framework pack: with it, every model runs on the pack.
 
 Models are written once over `Ops`. It has two layers: about a dozen primitives that a pack implements, and the
 fusions that models call, about five a layer, each with a default composed of the primitives. A pack or a device may
@@ -71,13 +71,13 @@ class KVShape:
     dtype: str = "auto"
     """`auto` for the pack's own dtype; `int8` for 8 bits, with a scale for each token, KV head, and key or value."""
     first_kv_head: int = 0
-    """Which of the model's KV heads is the first of these: ranks hold a share of them."""
+    """Index of the first of these among the model's KV heads: ranks hold a share of them."""
     first_layer: int = 0
-    """Which of the model's layers is the first of these: stages hold some of them."""
+    """Index of the first of these among the model's layers: stages hold some of them."""
 
     @property
     def quantized(self) -> bool:
-        """Whether keys and values have scales; see `Ops.write_kv`."""
+        """True if keys and values have scales; see `Ops.write_kv`."""
         return self.dtype == "int8"
 
     @property
@@ -233,20 +233,20 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """What adapters add to one linear in a step: up(down(x)) of the adapter that a token has.
+    """Terms that adapters add to one linear in a step: up(down(x)) of the adapter that a token has.
 
     Hu et al., "LoRA" (2021).
     """
 
     deltas: Any
-    """What `Ops.place_loras` returned; what it takes will do as well."""
+    """Result of `Ops.place_loras`; its argument is accepted as well."""
     step: StepInput
     """Its `lora_places` and `lora_groups` are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleInput:
-    """What sampling R rows needs, in the pack's own arrays; every row is one position of one request."""
+    """Inputs for sampling R rows, in the pack's own arrays; every row is one position of one request."""
 
     temperature: Array
     """float32[R], 0 for greedy."""
@@ -268,7 +268,7 @@ class SampleInput:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyInput:
-    """What penalties on n rows of logits need, in the pack's own arrays; every row is one position of one request."""
+    """Inputs for penalties on n rows of logits, in the pack's own arrays; every row is one position of one request."""
 
     rows: Array
     """int32[n], rows of the logits, each at most once."""
@@ -313,7 +313,7 @@ class Ops(abc.ABC):
     name: str
     """Name of the pack, such as `numpy` or `torch`."""
     framework: str
-    """Whose arrays it takes and returns: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
+    """Array library: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""
     dtype: str
     """`float32`, `bfloat16` or `float16`: activations, weights that are not packed, and KV unless its shape says
@@ -325,18 +325,18 @@ class Ops(abc.ABC):
     weight_formats: Collection[str] = frozenset()
     """Formats of packed weights that `prepare_linear` takes; the reader expands the others."""
     expands_weights: bool = False
-    """Whether packed weights take as much memory as others: it keeps what they stand for, in `dtype`."""
+    """True if packed weights take as much memory as others: it keeps what they stand for, in `dtype`."""
     on_host: bool = False
-    """Whether its arrays are numpy arrays of the host: `from_host` and `to_host` return what they are given, and steps
+    """True if its arrays are numpy arrays of the host: `from_host` and `to_host` return what they are given, and steps
     are computed from the arrays that the runner gathered."""
     queues: bool = False
-    """Whether calls return before the device has computed, in order, what they queue: then a step can be launched while
+    """True if calls return before the device has computed, in order, what they queue: then a step can be launched while
     those before it are in flight. What the pack must wait for it waits for in the call, as in `fetch`."""
     warm_up_tokens: int | None = None
     """Length of the prefill that warms up; None for the longest there can be, which shows that its memory is there and
     compiles what depends on its size. A decode follows, and what `warm_up_steps` says."""
     parallel: Parallel = Parallel()
-    """Which rank of how many computes. Weights are prepared for it: linears that make heads or the inner width of a
+    """Rank and number of ranks. Weights are prepared for it: linears that make heads or the inner width of a
     feed-forward block have some of their rows; those that lead back have some of their columns, and their bias is rank
     0's alone. So what the latter return is a part of a sum over ranks. With `gathers` all of them have rows."""
 
@@ -354,7 +354,7 @@ class Ops(abc.ABC):
         )
 
     stage: Stage = Stage()
-    """Which layers of the model are computed."""
+    """Range of the model's layers that are computed."""
 
     def cut(self, stage: Stage) -> None:
         """Compute one of several stages from now on; called before the first weight is prepared.
@@ -378,7 +378,7 @@ class Ops(abc.ABC):
         return ()
 
     def warmed_up(self) -> None:  # noqa: B027 - most packs have nothing to do here
-        """Be told that the warm-up is over: from now on requests wait for what is computed."""
+        """Handle the end of the warm-up: from now on requests wait for what is computed."""
 
     def compilation_stats(self) -> CompilationStats | None:
         """Return which kernels were compiled so far, by this rank; None where nothing compiles. Waits for nothing."""

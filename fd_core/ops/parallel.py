@@ -39,7 +39,7 @@ SLOT_BYTES: Final = 1 << 29
 _SPINS: Final = 200
 _NAP_SECONDS: Final = 2e-5
 _STORES_IN_ORDER: Final = platform.machine() in ("x86_64", "AMD64", "i686")
-"""Whether other cores see what this one writes in the order in which it was written, without a fence."""
+"""Return True if other cores see what this one writes in the order in which it was written, without a fence."""
 
 
 class RanksApart(Exception):
@@ -48,12 +48,12 @@ class RanksApart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Which rank of how many computes; each holds a share of every layer."""
+    """Rank and number of ranks; each holds a share of every layer."""
 
     rank: int = 0
     size: int = 1
     gathers: bool = False
-    """Whether ranks divide the outputs of every linear and gather its inputs. Each sum is then taken on one rank, as
+    """True if ranks divide the outputs of every linear and gather its inputs. Each sum is then taken on one rank, as
     one rank alone takes it, and no bit depends on the number of ranks. Else the linears that lead back are divided by
     their inputs, and ranks add up their products."""
 
@@ -65,7 +65,7 @@ class Parallel:
 
 
 class RankMeeting(msgspec.Struct, frozen=True):
-    """Where ranks that share no memory meet, as rank 0 tells the others."""
+    """Address where ranks that share no memory meet, as published by rank 0."""
 
     host: str
     port: int
@@ -75,7 +75,7 @@ class RankMeeting(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Which of a model's stages computes: each has some of the layers, and steps pass one after the other."""
+    """Stage of the model that computes: each has some of the layers, and steps pass one after the other."""
 
     index: int = 0
     """0 for the one that looks tokens up."""
@@ -83,12 +83,12 @@ class Stage:
 
     @property
     def first(self) -> bool:
-        """Whether it begins with tokens; the others begin with what the stage before hands on."""
+        """True if it begins with tokens; the others begin with the output of the stage before."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether it ends with logits."""
+        """True if it ends with logits."""
         return self.index == self.count - 1
 
 
@@ -108,7 +108,7 @@ class RankGroup(abc.ABC):
     """
 
     shares_memory: ClassVar[bool]
-    """Whether all ranks map the same memory, so that whoever knows its layout may exchange by itself."""
+    """True if all ranks map the same memory, so that code that knows its layout may exchange by itself."""
     host = "127.0.0.1"
     """Address under which the other ranks reach the machine of rank 0."""
 
@@ -130,7 +130,7 @@ class RankGroup(abc.ABC):
 
     @property
     def abandoned(self) -> bool:
-        """Whether a rank has abandoned the group, or is gone."""
+        """True if a rank has abandoned the group or is lost."""
         return bool(self._abandoned[0])
 
     def require_order(self) -> None:  # noqa: B027 - most need nothing

@@ -1,4 +1,4 @@
-"""How long somebody else is waited for, where both may stand still together."""
+"""Timeout that does not count time during which both sides may be suspended together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pack wants computed before the first request, so that none pays for what happens once."""
+"""Computations that a pack runs before the first request, so that no request pays one-time costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GREEDY: Final = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class WarmUpRow:
-    """A request that nobody made: a prompt that one step computes and samples behind."""
+    """A synthetic request: a prompt that one step computes, and samples the next token."""
 
     tokens: int = 1
     """Length of the prompt. With one token the step is a decode."""

@@ -150,7 +150,7 @@ class WeightUse(msgspec.Struct, frozen=True):
     computed: str
     """A format of packed weights, or a dtype."""
     table: bool
-    """Whether rows are looked up instead of multiplied by."""
+    """True if rows are looked up instead of multiplied by."""
     parameters: int
     nbytes: int
     """In memory, about: a pack may pad, or keep scales in another type."""
@@ -169,7 +169,7 @@ def summed_uses(parts: Iterable[Iterable[WeightUse]]) -> tuple[WeightUse, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one linear: up @ down."""
+    """Term that an adapter adds to one linear: up @ down."""
 
     down: npt.NDArray[np.float32]
     """[rank, in]"""

@@ -18,7 +18,7 @@ class PersistentBatch:
         self.length = np.zeros(slots, np.int32)
         """Tokens of the text: those admitted and those sampled since."""
         self.num_drafts = np.zeros(slots, np.int32)
-        """Drafts, which stand in `tokens` right behind the known tokens."""
+        """Drafts, stored in `tokens` right after the known tokens."""
         self.tokens = np.zeros((slots, limits.max_model_len), np.int32)
         self.unsettled = np.zeros(slots, np.int32)
         """Tokens at the end of each text that only the device knows: one of each step in flight that samples."""
@@ -61,13 +61,13 @@ class PersistentBatch:
                 self.length[slots[live]] = places[live] + 1
 
     def drafts(self, slots: IntArray) -> IntArray:
-        """Return int32[n, k], the drafts of `slots`; what is behind those that each has means nothing."""
+        """Return int32[n, k], the drafts of `slots`; entries after those of each slot are undefined."""
         places = np.minimum(self.length[slots][:, None] + np.arange(self._max_drafts), self.tokens.shape[1] - 1)
         drafts: IntArray = self.tokens[slots[:, None], places]
         return drafts
 
     def guess(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
-        """Place drafts behind the known tokens: the first counts[i] of drafts[i] in slots[i], as far as they fit."""
+        """Place drafts after the known tokens: the first counts[i] of drafts[i] in slots[i], as far as they fit."""
         begin = self.length[slots]
         counts = np.minimum(counts, self.tokens.shape[1] - begin)
         for column in range(drafts.shape[1]):
@@ -93,7 +93,7 @@ class PersistentBatch:
         self.tokens[np.broadcast_to(slots[:, None], places.shape)[inside], places[inside]] = tokens[same][inside]
 
     def _around(self, lengths: IntArray) -> IntArray:
-        """Return the places that a step may change: of 1 + k tokens before each length and of k drafts behind it."""
+        """Return the places that a step may change: of 1 + k tokens before each length and of k drafts after it."""
         offsets = np.arange(-1 - self._max_drafts, self._max_drafts, dtype=np.int32)
         places: IntArray = np.maximum(lengths[:, None] + offsets, np.int32(0))
         return places

@@ -1,9 +1,9 @@
-"""Observers: who is told what each step sampled, beside the engine and never in its way.
+"""Observers: receive the samples of each step, outside the engine's loop and without blocking it.
 
     engine's loop                    observer's thread
     step_ended(...) --> bounded queue --> SampledStep --> Observer.observe
 
-The loop hands over values that nobody changes any more and goes on. If the observer falls behind, steps are dropped and
+The loop hands over values that no longer change and goes on. If the observer falls behind, steps are dropped and
 counted; what it raises is counted and logged once.
 """
 
@@ -35,18 +35,18 @@ _CLOSE_SECONDS: Final = 5.0
 
 
 class SampledRequest(msgspec.Struct, frozen=True):
-    """What a step sampled for one request."""
+    """Tokens that a step sampled for one request."""
 
     request_id: str
     token_ids: tuple[int, ...]
-    """Accepted drafts and one token more. Those behind the end of the request's text are not delivered."""
+    """Accepted drafts and one token more. Those after the end of the request's text are not delivered."""
     drafts_proposed: int
     """Drafts that the step was planned with."""
     drafts_accepted: int
 
 
 class SampledStep(msgspec.Struct, frozen=True):
-    """What one step sampled, without prompts. Requests of which no token was sampled are left out."""
+    """Tokens that one step sampled, without prompts. Requests of which no token was sampled are left out."""
 
     epoch: int
     step: int
@@ -58,7 +58,7 @@ class Observer(abc.ABC):
 
     @abc.abstractmethod
     def observe(self, step: SampledStep) -> None:
-        """Take in one step. Steps come in order; there are gaps where the observer fell behind."""
+        """Receive one step. Steps arrive in order; there are gaps where the observer fell behind."""
 
     def close(self) -> None:  # noqa: B027 - most observers hold nothing
         """Release what the observer holds; called after the last step."""

@@ -40,7 +40,7 @@ from fd_core.types import (
 from fd_core.types.metrics import snapshot
 
 Readings = tuple[PromptScores | None, PooledParts | None]
-"""What a step read from prompts, on the device."""
+"""Prompt results of a step, on the device."""
 
 
 class RunnerAdapters:
@@ -51,7 +51,7 @@ class RunnerAdapters:
         self._cache = cache
         self._model = model
         self.places: list[Adapter | None] = []
-        """What is at each place, from 1 on."""
+        """Content of each index, from 1 on."""
         self._forwards: tuple[Forward, Forward] | None = None
 
     @property
@@ -198,7 +198,7 @@ class Runner:
 
     @property
     def launches_ahead(self) -> bool:
-        """Whether steps may be launched while others are in flight."""
+        """True if steps may be launched while others are in flight."""
         return self.ops.queues
 
     def must_wait(self, plan: StepPlan) -> str | None:
@@ -309,13 +309,13 @@ class Runner:
         return seconds[0] / length
 
     def announce(self, plan: StepPlan) -> None:
-        """Be told of a plan when it is submitted, on the thread that submits, while others may be executed."""
+        """Receive a plan when it is submitted, on the thread that submits, while others may be executed."""
 
     def check(self) -> None:
-        """Raise `EngineDead` if what computes beside this process is gone; called while nothing is executed."""
+        """Raise `EngineDead` if a process that computes alongside this one is lost; called while nothing executes."""
 
     def close(self) -> None:
-        """End what computes beside this process."""
+        """End the processes that compute alongside this one."""
 
     def watch_forward(self, watch: Callable[[StepInput], None]) -> None:
         """Have `watch` called with the input of every forward pass from now on."""
@@ -427,7 +427,7 @@ class Runner:
             self._guess(some, np.zeros((len(some), self.limits.max_drafts), np.int32), np.zeros(len(some), np.int32))
 
     def _draft(self, drafter: Drafter, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
-        """Let the drafter guess behind the delivered tokens; leaves out whom it fails for."""
+        """Draft after the delivered tokens; leaves out slots for which the drafter fails."""
         try:
             drafter.extend(slots, tokens, counts)
         except SlotError as error:

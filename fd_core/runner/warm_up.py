@@ -12,7 +12,7 @@ from fd_core.types import Admission, BlockGrant, IntArray, SamplingParams, StepP
 
 
 def warm_up_plans(limits: Limits, length: int, more: Sequence[WarmUpStep] = ()) -> tuple[StepPlan, ...]:
-    """Return a prefill of `length` tokens in slot 0 and a decode behind it, then what else a pack wants.
+    """Return a prefill of `length` tokens in slot 0 and a decode after it, then what else a pack wants.
 
     All requests share the blocks 0 and up, which are overwritten. Steps beyond the limits are left out.
     """

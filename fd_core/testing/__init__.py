@@ -1,1 +1,1 @@
-"""What proves that a plugin keeps its contract. Nothing of the core imports it; it needs the extra `conformance`."""
+"""Test kits that check a plugin's contract. Nothing of the core imports it; it needs the extra `conformance`."""

@@ -59,7 +59,7 @@ class Checkpoint(ABC):
     ) -> None:
         """`stored` is everything that lies in the files, `views` what there is of it by Hugging Face name."""
         self.path = path
-        """What was opened: the folder or the file."""
+        """Path that was opened: the folder or the file."""
         self.config: Mapping[str, Any] = MappingProxyType(config)
         """The model's shape in the terms of a Hugging Face config.json."""
         self._views = views
@@ -106,7 +106,7 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def tokenizer(self) -> TokenizerSource:
-        """What `fd_core.text.load_tokenizer` builds the tokenizer from; `ModelError` if there is none."""
+        """Source from which `fd_core.text.load_tokenizer` builds the tokenizer; `ModelError` if there is none."""
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class ModelConfig:
 
     values: Mapping[str, Any]
     prefix: str = ""
-    """Where the part stands in the whole, such as `rope_parameters.`."""
+    """Prefix of the part in the whole, such as `rope_parameters.`."""
     origin: str = "config.json"
 
     def count(self, field: str, default: int | None = None) -> int:
@@ -135,11 +135,11 @@ _MODES: Final[dict[str, Literal["last", "mean"]]] = {"lasttoken": "last", "mean"
 
 
 class VectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model makes one vector of a text."""
+    """Method by which a model makes one vector of a text."""
 
     pooling: Literal["last", "mean"] = "last"
     normalize: bool = True
-    """Whether vectors are brought to length 1."""
+    """True if vectors are normalized to length 1."""
     judge: tuple[str, str] | None = None
     """Tokens that say no and yes, for a model that judges how well a document answers a query."""
 

@@ -62,7 +62,7 @@ class MappedFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies: `offset` counts from the beginning of the file, `dtype` is the format's name of the type."""
+    """Location of a tensor: `offset` counts from the start of the file, `dtype` is the format's name of the type."""
 
     file: MappedFile
     name: str

@@ -1,4 +1,4 @@
-"""Which GGUF tensor a Hugging Face name stands for, and what the converter did to it that has to be undone.
+"""GGUF tensor of each Hugging Face name, and the converter's changes to it that have to be undone.
 
 - llama: the rows of q and k were permuted for interleaved rope; Hugging Face's order is restored.
 - gemma3: norm weights had 1 added; it is taken away, because the model adds it as Hugging Face's does.

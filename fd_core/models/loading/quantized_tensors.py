@@ -26,7 +26,7 @@ from fd_core.ops.weights import FP8, RAW_TYPES, PackedTensor, RawTensor, Weight
 _CODES: Final = {"I8": "i1", "U8": "u1", "I32": "<i4", "I64": "<i8", FP8: "u1", **RAW_TYPES}
 _LARGEST_FP8_SCALE: Final = np.finfo(np.float32).max / 448
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the columns of a word lie in it."""
+"""Position of the columns of a word in it."""
 _FORMS: Final = tuple(
     """
     dense int-quantized pack-quantized float-quantized naive-quantized mixed-precision
@@ -277,7 +277,7 @@ def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
 
 
 def _compressed_tensors(own: _Pieces) -> TensorView:
-    """What a module's tensors are tells most; the config's groups tell the sizes that are meant."""
+    """Derive the scheme mostly from the module's tensors; the config's groups give the intended sizes."""
     groups = own.settings.part("config_groups")
     parts = [groups.part(name) for name in groups.values] if groups is not None else []
     found = [part.part("weights") for part in parts if part is not None]

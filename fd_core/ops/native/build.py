@@ -53,7 +53,7 @@ INSTRUCTION_SETS = tuple(isa for isa in _ISA_FLAGS if isa != "native_without_amx
 _NEEDED = {"amx": "amx_int8", "avx512": "avx512bw"} | {
     isa: isa for isa in ("avx512_bf16", "avx512_vnni", "avx_vnni", "avx2")
 }
-"""What Linux calls the newest instructions of a set."""
+"""Linux's name of the newest instructions of a set."""
 
 
 class BuildError(Exception):

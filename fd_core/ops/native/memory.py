@@ -45,7 +45,7 @@ class NativeLinear:
 
 @dataclass(frozen=True, slots=True)
 class NativeLora:
-    """What one adapter adds to a linear, as `fd::LoraDelta` has it."""
+    """Term that one adapter adds to a linear, laid out as `fd::LoraDelta`."""
 
     down: NativeLinear
     """[sum of ranks, in]"""

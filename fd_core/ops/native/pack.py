@@ -74,7 +74,7 @@ class NativeOps(TorchOps):
 
     name = "native"
     weight_formats = WEIGHT_FORMATS - {FP8}
-    # Nothing is compiled, and a longer prefill's memory is small beside weights; the longest would take seconds.
+    # Nothing is compiled, and a longer prefill's memory is small compared with weights; the longest would take seconds.
     warm_up_tokens = 256
 
     def __init__(self, library: ctypes.CDLL, dtype: str = "bfloat16", threads: int = 1) -> None:
@@ -84,7 +84,7 @@ class NativeOps(TorchOps):
 
     @property
     def instruction_set(self) -> str:
-        """What the kernels were compiled for, such as `avx512_bf16`."""
+        """Instruction set that the kernels were compiled for, such as `avx512_bf16`."""
         name: str = self.runtime.library.fd_instruction_set().decode()
         return name
 

@@ -19,7 +19,7 @@ from fd_core.ops.symbol import UnknownArray
 ROW_ALIGN = 64
 """Elements that rows are padded to, so that vectors may run over their ends."""
 RowsOf = Literal["tokens", "logits"]
-"""What has a row in a buffer: each token of a step, or each row of its logits."""
+"""Unit of a buffer's rows: each token of a step, or each row of its logits."""
 _NO_STEP = StepInput(None, None, None, None, None, None, None, max_query=0, max_context=0)
 
 
@@ -56,7 +56,7 @@ class Runtime:
         """Other ranks that compute the same model, if there are any."""
         self.group_handle: Any = None
         self._meet = MEET()
-        """What exchanges slots where the library cannot; none where ranks share memory."""
+        """Exchange of slots where the library has none; None where ranks share memory."""
         self.team = checked(library.fd_team_new(threads), f"{threads} threads")
 
     def __del__(self) -> None:
@@ -216,11 +216,11 @@ class ProgramRecorder(Program):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
         self.yields_logits = False
-        """Whether it ends with logits of some tokens; else with states of all."""
+        """True if it ends with logits of some tokens; else it ends with states of all."""
         self.logits_from_ranks = False
-        """Whether ranks write parts of the logits for each other."""
+        """True if ranks write parts of the logits for each other."""
         self.logits_in_parts = False
-        """Whether the logits are this rank's part of them."""
+        """True if the logits are this rank's part of them."""
         self._free: dict[tuple[int, bool, RowsOf], list[int]] = {}
 
     def input(self, x: Any, width: int, wide: bool) -> int:

@@ -134,7 +134,7 @@ class _PaddleGroup:
 
 
 class PaddleAttentionPlan:
-    """What attention derives from a step's metadata, once for all layers; computed on the host."""
+    """Attention inputs derived from a step's metadata, once for all layers; computed on the host."""
 
     def __init__(self, step: StepInput, block_size: int, place: Any) -> None:
         metadata = (step.query_start.numpy(), step.context_len.numpy(), step.block_tables.numpy())
@@ -152,7 +152,7 @@ class PaddleAttentionPlan:
             self._tokens = [tensor_of(group.tokens, place) for group in self._groups]
             order = np.concatenate([group.tokens for group in self._groups])
             self._back = tensor_of(np.argsort(order), place)
-            """Where each token of the step is among the groups' tokens."""
+            """Index of each token of the step among the groups' tokens."""
 
     def attend(self, q: Array, layer: PaddleLayer, heads: Heads) -> Array:
         """Return the attention of q [T, nh, d] as [T, nh * d]."""

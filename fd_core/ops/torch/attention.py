@@ -28,7 +28,7 @@ class TorchLayer(NamedTuple):
 
     @property
     def quantized(self) -> bool:
-        """Whether keys and values have scales."""
+        """True if keys and values have scales."""
         return bool(self.keys.dtype == torch.int8)
 
 
@@ -118,7 +118,7 @@ class _TorchGroup:
 
 
 class TorchAttentionPlan:
-    """What attention derives from a step's metadata, once for all layers."""
+    """Attention inputs derived from a step's metadata, once for all layers."""
 
     def __init__(self, step: StepInput, block_size: int) -> None:
         self._groups: list[_TorchGroup] = []

@@ -44,7 +44,7 @@ class TorchGroup(RankGroup):
             os.close(memory)
         self.meeting, self.host = meeting, meeting.host
         self.store = PrefixStore(meeting.token, store)
-        """What all ranks see, for others that have to meet."""
+        """Memory that all ranks see, for others that have to meet."""
         self._tensors = torch.from_numpy(self._slots)
         self._lock = threading.Lock()
         self._gloo: Any = None

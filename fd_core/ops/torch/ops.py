@@ -23,7 +23,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def as_torch(weight: Weight) -> Array:
-    """Return a tensor of the same type on the host, to copy from: it may be a mapped file, which nobody may write to.
+    """Return a tensor of the same type on the host, to copy from: it may be a mapped file, which is read-only.
 
     A packed weight becomes float32.
     """

@@ -1,4 +1,4 @@
-"""What a drafter must provide, and what it is given."""
+"""Contract of a drafter, and its inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAG: Final = "--speculative-config"
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What a drafter is made from, before limits are fixed."""
+    """Inputs from which a drafter is made, before limits are fixed."""
 
     num_slots: int
     vocab_size: int
@@ -73,7 +73,7 @@ class Drafter(abc.ABC):
     options: ClassVar[tuple[str, ...]] = ()
     """Options that it reads; others are refused."""
     uses_model: ClassVar[bool] = False
-    """Whether it reads `DraftContext.model_path`; then the user must name a model."""
+    """True if it reads `DraftContext.model_path`; then the user must name a model."""
     kv_shape: KVShape | None = None
     """Set at construction by a drafter with a KV cache of its own. Memory for as many blocks of this shape as the
     target has is kept free for it, which it takes in `allocate`."""
@@ -93,7 +93,7 @@ class Drafter(abc.ABC):
     def extend(self, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
         """The requests in `slots` int32[n], each once, went on: row i of `tokens` int32[n, w] by its first counts[i].
 
-        `counts` is int32[n], at least 1; what is behind it means nothing.
+        `counts` is int32[n], at least 1; later entries are undefined.
         """
 
     @abc.abstractmethod

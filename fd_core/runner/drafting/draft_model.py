@@ -17,7 +17,7 @@ from fd_core.types import IntArray
 
 
 class SlotBlocks:
-    """Block tables that grow on demand. The drafter is not told when a slot falls idle, so the slot that was unused for
+    """Block tables that grow on demand. The drafter gets no notice of idle slots, so the slot that was unused for
     the longest time loses its blocks first.
 
     A draft that cannot be made costs speed only, so no blocks are reserved. None are fenced either, because one drafter
@@ -92,7 +92,7 @@ class DraftModelDrafter(Drafter):
         self._cache = self._ops.allocate_kv(self.kv_shape, limits.num_kv_blocks)
         self._forward = self._ops.compile(self._model.forward)
         self._tokens = np.zeros((limits.max_num_seqs, limits.max_model_len), np.int32)
-        """Known tokens, and behind them the drafts of the last turn."""
+        """Known tokens, followed by the drafts of the last turn."""
         self._length = np.zeros(limits.max_num_seqs, np.int32)
         self._blocks = SlotBlocks(limits.max_num_seqs, limits.num_kv_blocks, limits.block_size, limits.max_model_len)
 

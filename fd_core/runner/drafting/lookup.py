@@ -48,7 +48,7 @@ class NgramDrafter(PerSlotDrafter):
 
 
 class SuffixDrafter(PerSlotDrafter):
-    """What followed the earliest occurrence of the longest suffix that occurred before.
+    """Return the tokens after the earliest occurrence of the longest suffix that occurred before.
 
     A suffix automaton of each request's text (Blumer et al., 1985), grown token by token in amortised constant time:
     the suffix link of its last state is exactly that suffix. Option: `min_match`, tokens that must agree (2).

@@ -18,7 +18,7 @@ from fd_core.types import IntArray, StepPlan
 
 _Value = TypeVar("_Value")
 Fed = tuple[Array | None, Array]
-"""Where in a step's tokens some are put that the host does not know, int32[n], and whose they are, int32[n].
+"""Indices of a step's tokens that the host does not know, int32[n], and their slots, int32[n].
 
 The places are None for all tokens of a step: then there is a slot for each, the one behind the last for padding.
 """
@@ -74,7 +74,7 @@ class BudgetExceeded(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Which tokens of which slots a forward computes, and where it yields logits."""
+    """Tokens of each slot that a forward computes, and the positions where it yields logits."""
 
     slots: IntArray
     """int32[n]"""
@@ -89,7 +89,7 @@ class Spans:
 
     Before a span that is shorter, tokens of the same request are computed once more; what is written of them goes to
     the spare block. So a span reads nothing but its own request, and no NaN of another one reaches it. Further rows lie
-    in the spare block as a whole, behind the others.
+    in the spare block as a whole, after the others.
     """
 
 
@@ -120,7 +120,7 @@ class Rows(Spans):
     """int32[R], column of the token matrix."""
 
     def cells(self, width: int) -> IntArray:
-        """Return int32[N, width], the row of logits behind each cell of the sampling rows; the last one repeats."""
+        """Return int32[N, width], the row of logits of each cell of the sampling rows; the last one repeats."""
         if not self.drafted:
             return np.repeat(np.arange(len(self.drafts), dtype=np.int32), width).reshape(-1, width)
         firsts = np.cumsum(self.drafts + 1) - (self.drafts + 1)
@@ -273,7 +273,7 @@ def _adapter_fields(places: IntArray) -> dict[str, Any]:
 
 
 def _padded(array: IntArray, more: int, value: IntArray | int) -> IntArray:
-    """Return the array with `more` rows of `value`, or of its elements, behind it."""
+    """Return the array with `more` rows of `value`, or of its elements, appended."""
     filling = np.empty((more, *array.shape[1:]), array.dtype)
     filling[...] = value
     return np.concatenate([array, filling])
@@ -282,7 +282,7 @@ def _padded(array: IntArray, more: int, value: IntArray | int) -> IntArray:
 class LastTokens:
     """int32[num_slots + 1, 1] on the device; the last row holds 0, for rows that only fill a step up.
 
-    Kept for packs that queue: behind a step that a pack computes in the call, the host knows all tokens.
+    Kept for packs that queue: after a step that a pack computes in the call, the host knows all tokens.
     """
 
     def __init__(self, ops: Ops, num_slots: int) -> None:

@@ -1,4 +1,4 @@
-"""What a postprocessor must keep: the hook `fd_register_postprocessors` offers classes of this contract."""
+"""Contract of a postprocessor: the hook `fd_register_postprocessors` offers classes of this contract."""
 
 from __future__ import annotations
 

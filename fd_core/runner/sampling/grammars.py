@@ -25,7 +25,7 @@ from fd_core.types.metrics import counter
 
 
 class MaskStats(msgspec.Struct, kw_only=True):
-    """What grammars cost the steps of one runner, and what they spared them; only grows."""
+    """Cost of grammars in the steps of one runner, and their savings; only grows."""
 
     masks: Annotated[int, counter("grammar_masks", "Masks computed, one for each token sampled under a grammar.")] = 0
     mask_seconds: Annotated[
@@ -44,7 +44,7 @@ class MaskStats(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Which tokens some rows of logits may yield, see `Ops.mask_logits`."""
+    """Tokens that some rows of logits may yield, see `Ops.mask_logits`."""
 
     rows: IntArray
     """int32[n]"""

@@ -1,4 +1,4 @@
-"""What is read of prompts from the states of each chunk's tokens: log-probabilities and vectors.
+"""Prompt results from the states of each chunk's tokens: log-probabilities and vectors.
 
 For log-probabilities the states go through the output projection some rows at a time.
 """
@@ -37,7 +37,7 @@ class PromptScores:
 
 
 class PromptScorer:
-    """Which slots want the log-probabilities of their prompt, and their way from states of tokens."""
+    """Slots that want the log-probabilities of their prompt, and their way from states of tokens."""
 
     def __init__(self, ops: Ops, vocab_size: int) -> None:
         self._ops = ops
@@ -87,7 +87,7 @@ class PromptScorer:
 
 @dataclass(frozen=True, slots=True)
 class PooledPart:
-    """What one slot's vector is made of in a step."""
+    """Inputs of one slot's vector in a step."""
 
     slot: int
     start: int
@@ -120,7 +120,7 @@ class PooledParts:
 
 
 class Pooler:
-    """Which slots want a vector of their prompt, and its way from states of tokens."""
+    """Slots that want a vector of their prompt, and its way from states of tokens."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops

@@ -159,7 +159,7 @@ class Bans:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was chosen from R rows of logits, still on the device."""
+    """Tokens chosen from R rows of logits, still on the device."""
 
     tokens: Array
     """int32[R]"""
@@ -168,19 +168,19 @@ class Sampled:
     scored: list[int]
     """Rows whose request asked for log-probabilities."""
     scores: tuple[Array, ...] = ()
-    """What `Ops.logprobs` returned for the unchanged logits of those rows; empty if there are none."""
+    """Result of `Ops.logprobs` for the unchanged logits of those rows; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingWork:
-    """What sampling R rows needs beside their logits: gathered on the host, then uploaded."""
+    """Inputs for sampling R rows, apart from their logits: gathered on the host, then uploaded."""
 
     key: bytes
     """The slots, if the next step of the same slots needs the same; empty where rows follow drafts."""
     rows: SampleInput
     penalties: PenaltyInput | None
     counting: Counting | None
-    """How the tokens are counted for penalties; None also where rows follow drafts, of which some may be rejected."""
+    """Token counts for penalties; None also where rows follow drafts, of which some may be rejected."""
     added: tuple[Array, Array, Array] | None
     """Rows, tokens and what is added to their logits, as `Ops.add_at` takes them."""
     allowed: tuple[Array, Array] | None
@@ -195,7 +195,7 @@ class SamplingWork:
 
 @dataclass(slots=True)
 class _Extras:
-    """What only some requests need: single logits to be changed."""
+    """Inputs that only some requests need: changes of single logits."""
 
     free_from: int
     """Position of the first token that may end the text, after `min_tokens` others."""
@@ -224,7 +224,7 @@ class Sampler:
         self._allowed: dict[int, IntArray] = {}
         """Bits of the tokens that may be chosen, as `Ops.mask_logits` takes them."""
         self._known: SamplingWork | None = None
-        """What was told last, on the device: most steps sample for the slots of the step before."""
+        """Latest inputs on the device: most steps sample for the slots of the step before."""
 
     def emptied(self) -> Sampler:
         """Return a sampler of the same size that knows no request."""

@@ -26,7 +26,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class Recipe(NamedTuple):
-    """How each process makes a connector."""
+    """Settings from which each process creates a connector."""
 
     cls: str
     """`module:Class`."""
@@ -52,7 +52,7 @@ def _make_store(text: str) -> KVStore:
 
 
 class Census(NamedTuple):
-    """What a process holds, taken before and after a case to find leaks."""
+    """Resources held by a process, sampled before and after a case to find leaks."""
 
     descriptors: list[str]
     mapped: list[str]

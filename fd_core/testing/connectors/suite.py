@@ -109,7 +109,7 @@ class ConnectorSuite:
     """Derive a class `Test...` from it and name the connector."""
 
     connector: str
-    """What users write after `--kv-connector`."""
+    """Value that users pass to `--kv-connector`."""
     timeout: float = 5.0
     """Seconds that a call may take, enough for a busy machine."""
     examples: int = 25
@@ -132,7 +132,7 @@ class ConnectorSuite:
 
     @pytest.fixture
     def recipe(self, kv_store: str | None) -> Recipe:
-        """How both processes make the connector."""
+        """Settings from which both processes create the connector."""
         cls = self.connector_class()
         return Recipe(f"{cls.__module__}:{cls.__qualname__}", kv_store, self.timeout)
 

@@ -28,7 +28,7 @@ from fd_core.testing.models.layers import Geometry, LayerOn
 
 
 class Size(NamedTuple):
-    """How much one check computes."""
+    """Amount of work of one check."""
 
     name: str
     tokens: int

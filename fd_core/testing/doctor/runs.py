@@ -35,12 +35,12 @@ class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
 
     primitive: str
     case: str = ""
-    """What of the operation, such as `gelu`; empty for all of it."""
+    """Variant of the operation, such as `gelu`; empty for all of it."""
     dtype: str
     size: str
     outcome: Outcome
     reason: str = ""
-    """What was raised or how far off it is; empty if all is well."""
+    """Exception or size of the deviation; empty if the check passed."""
     fell_back: str = ""
     """Why it is known that the host computed it; empty if it is not."""
     seconds: float | None = None
@@ -49,7 +49,7 @@ class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
     """The bytes that must move at the least, at the copy bandwidth of the device."""
 
     ratio: float | None = None
-    """How many times the floor it takes."""
+    """Time as a multiple of the floor."""
 
     @property
     def slow(self) -> bool:
@@ -90,7 +90,7 @@ class ProbeBegun(msgspec.Struct, frozen=True, tag="begun"):
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `fdcore doctor` found."""
+    """Findings of `fdcore doctor`."""
 
     schema: int = 1
     fd_core: str
@@ -101,7 +101,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def well(self) -> bool:
-        """Whether something ran, and nothing is missing or wrong."""
+        """True if something ran, and nothing is missing or wrong."""
         return any(each.outcome == "ok" for each in self.findings) and not any(each.bad for each in self.findings)
 
 

@@ -1,1 +1,1 @@
-"""What every kit shares: its target, its requirements, its limits and how it judges."""
+"""Parts shared by all kits: target, requirements, limits and judging."""

@@ -120,7 +120,7 @@ class _SeeingOps(NumpyOps):
         return super().sample(logits, rows)
 
     def may_draw(self, token: int, margin: float) -> bool:
-        """Whether a token may be drawn from logits of which each differs by at most `margin` from those of the row.
+        """Return True if a token may be drawn from logits that each differ by at most `margin` from those of the row.
 
         A token is drawn where the share of the weights before it and that with it lie around the random number. Either
         is smallest where the weights up to there are too small and all others too large, and the other way round.

@@ -91,7 +91,7 @@ RULES: Final[Mapping[str, str]] = {
 
 
 class LawBroken(AssertionError):
-    """What is tested broke a rule."""
+    """Violation of a rule by the code under test."""
 
     def __init__(self, rule: str, what: str) -> None:
         super().__init__(f"law {rule}: {what}")

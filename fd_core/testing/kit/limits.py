@@ -1,4 +1,4 @@
-"""What a backend may lack, by name. Signalling and budget are not here: no backend may lack them."""
+"""Named features that a backend may lack. Signalling and budget are not among them: every backend must have them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import msgspec
 
 
 class RunEnd(NamedTuple):
-    """How a process ended."""
+    """Outcome of a process."""
 
     code: int
     """Its exit status, negative for a signal."""

@@ -1,4 +1,4 @@
-"""What the kit itself needs, and what a suite asks of the thing under test, with the reason why it may lack it."""
+"""Requirements of the kit, and of a suite on the code under test, with the reason why it may lack one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 EXTRA: Final = "fd-core[conformance]"
 PACKAGES: Final = ("pytest", "hypothesis")
-"""What the kit imports beyond the core's own dependencies."""
+"""Imports of the kit that are not dependencies of the core."""
 
 
 def require_packages() -> None:

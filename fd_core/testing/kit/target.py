@@ -91,7 +91,7 @@ class Target:
         config = self.config()
         self.kv_dtype = config.kv_cache_dtype
         self.quantization = config.quantization
-        """What becomes of weights when a model is loaded."""
+        """Form that weights have after a model is loaded."""
 
     def __repr__(self) -> str:
         return self.text
@@ -120,7 +120,7 @@ class Target:
 
     @cached_property
     def postprocess(self) -> type[Postprocess]:
-        """What writes the token matrix. Raises `PluginError` if it is missing or not for this backend."""
+        """Return the writer of the token matrix. Raises `PluginError` if it is missing or not for this backend."""
         plugins = installed_plugins()
         name = self.config().postprocess or plugins.default_postprocessor(self.name, self.ops.framework)
         found = plugins.load(POSTPROCESS, name)
@@ -133,7 +133,7 @@ class Target:
 
     @property
     def emulated(self) -> bool:
-        """Whether another device plays the one that the backend is for."""
+        """True if another device stands in for the backend's own."""
         return bool(getattr(self.backend, "emulated", False))
 
     def about(self) -> dict[str, Any]:
@@ -159,17 +159,17 @@ class Target:
 
     @property
     def right(self) -> tuple[str, ...]:
-        """What right texts depend on: the oracle and how it keeps weights and KV."""
+        """Inputs that determine the expected texts: the oracle and its storage of weights and KV."""
         return self.oracle_name, self.quantization, self.kv_dtype
 
     @property
     def precision(self) -> str:
-        """Which margins hold: those of the dtype, or of `packed` weights, beside which activations may have 8 bits."""
+        """Margins that apply: those of the dtype, or of `packed` weights, with which activations may have 8 bits."""
         return self.ops.dtype if self.quantization == "auto" else "packed"
 
     @property
     def exact(self) -> bool:
-        """Whether its texts are the oracle's token by token: rounding to fewer bits may move a logit."""
+        """True if its texts equal the oracle's token by token: rounding to fewer bits may move a logit."""
         return self.precision == "float32" and self.kv_dtype == "auto"
 
     def quantized(self) -> Target:

@@ -1,4 +1,4 @@
-"""What the suite launches: a process that says what it sees and does what it is told."""
+"""Program launched by the suite: reports its environment and executes commands."""
 
 from __future__ import annotations
 

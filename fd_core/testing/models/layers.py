@@ -18,7 +18,7 @@ from fd_core.testing.models.arrays import Values, activations, on_device, packed
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What can differ between layers of models."""
+    """Differences between layers of models."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -41,7 +41,7 @@ class Geometry:
     """Format of all linear layers; None where they are float32."""
     kv_dtype: str = "auto"
     adapters: bool = False
-    """Whether tokens have adapters: of ranks 5 and 8, or none."""
+    """True if tokens have adapters (of ranks 5 and 8)."""
 
 
 ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]

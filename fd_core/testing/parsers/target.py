@@ -18,7 +18,7 @@ NOW: Final = "now"
 
 
 class Words(NamedTuple):
-    """What stands in a sample, or what the kit writes in its place."""
+    """Content of a sample, or its replacement by the kit."""
 
     content: str = "I look."
     reasoning: str = "Hm."
@@ -31,14 +31,14 @@ SHOWN: Final = Words()
 
 
 class Meaning(NamedTuple):
-    """What an answer comes to."""
+    """Result of parsing an answer."""
 
     content: str
     reasoning: str
     calls: list[tuple[str, str]]
     """Name and arguments, as text."""
     ended: int
-    """How many calls are complete."""
+    """Number of complete calls."""
 
 
 class SampleAnswer(NamedTuple):
@@ -83,7 +83,7 @@ class ParserTarget:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What the format writes between parts."""
+        """Text that the format writes between parts."""
         return tuple(self.cls.markers)
 
     @property
@@ -94,7 +94,7 @@ class ParserTarget:
 
     @property
     def patience(self) -> int:
-        """How many characters may be held back where a marker may have begun."""
+        """Maximum number of characters held back where a marker may have begun."""
         return max((len(marker) for marker in self.markers), default=1)
 
     def form(self, name: str) -> CallForm | None:

@@ -59,7 +59,7 @@ def find_postprocessor(text: str) -> PostprocessTarget:
 
 
 class SampledRows(NamedTuple):
-    """What one step sampled, on the host: int32[N, 1 + k], int32[N], int32[N] and int32[M]."""
+    """Samples of one step, on the host: int32[N, 1 + k], int32[N], int32[N] and int32[M]."""
 
     sampled: IntArray
     accepted: IntArray

@@ -72,7 +72,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     distribution: str = ""
     emulated: bool = False
-    """Whether the backend ran on another device than its own; the results then say nothing about its own device."""
+    """True if the backend ran on a substitute device; the results then do not apply to its own device."""
     limits: dict[str, str] = {}
     error: str | None = None
     """Why the tests could not be run to their end; None if they were."""
@@ -100,7 +100,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unseen(self) -> list[str]:
-        """What was not looked at: sections of which no test ran, then those of which some did, with the numbers."""
+        """Untested parts: sections of which no test ran, then those of which some did, with the numbers."""
         ran = Counter(result.section for result in self.results)
         whole = [section for section in self.sections if not ran[section]]
         parts = [
@@ -112,7 +112,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """Whether every test passed that no limit left out."""
+        """True if every test passed, except those that a limit excludes."""
         return self.error is None and bool(self.results) and not any(self.failures)
 
     @property

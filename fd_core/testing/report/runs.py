@@ -140,7 +140,7 @@ def _command(kit: Kit, target: str, expression: str | None, quick: bool, folder:
 
 @dataclass
 class _Run:
-    """What the events of one process come to."""
+    """Summary of the events of one process."""
 
     about: BackendDescribed | None = None
     results: dict[tuple[str, str], Result] = field(default_factory=dict)

@@ -56,7 +56,7 @@ class RouterPolicySuite:
     """Derive a class `Test...` from it and name the policy."""
 
     policy: str
-    """What users write after `--policy`."""
+    """Value that users pass to `--policy`."""
     examples: int = 100
     """Number of random sequences of calls."""
 

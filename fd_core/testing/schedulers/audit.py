@@ -83,26 +83,26 @@ class Followed:
     cached: int | None = None
     """Tokens that it began with when it was admitted first."""
     fetches: int = 0
-    """How often another worker was asked to compute the prompt."""
+    """Number of times that another worker was requested to compute the prompt."""
     prefill: PrefillOutcome | None = None
-    """What became of that."""
+    """Outcome of that computation."""
     sent: int = 0
     """Leading blocks of a prefill job that were offered to the worker that decodes, or that it has."""
     is_over: bool = False
-    """Whether that worker was told the end of the job, one way or the other."""
+    """True if that worker was notified of the end of the job, either way."""
     seen: int = 0
     """Leading positions that it computed itself."""
     read: dict[int, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
-    """What the runner said of positions of the prompt: log-probability and alternatives."""
+    """Runner's results for positions of the prompt: log-probability and alternatives."""
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the log-probabilities of its prompt come with its first token."""
+        """True if the log-probabilities of its prompt are returned with its first token."""
         return self.spec.params.prompt_logprobs is not None and not self.spec.delivered
 
     @property
     def needs_every_position(self) -> bool:
-        """Whether each position of the prompt says something that is still to be told, be its KV known or not."""
+        """True if each position of the prompt has a result that is still due, be its KV known or not."""
         mean = self.spec.pooling is not None and self.spec.pooling.kind == "mean"
         return not self.told_first and (self.scores_prompt or mean)
 
@@ -149,7 +149,7 @@ class _InFlight:
 
 
 class _Expected(NamedTuple):
-    """What a request has to be told of a step."""
+    """Output of a step that is due to a request."""
 
     request: Followed
     tokens: tuple[int, ...] = ()

@@ -45,7 +45,7 @@ class SchedulerTarget:
     name: str
     make: Callable[[SchedulerSetup], Scheduler]
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """What it does not do, with reasons."""
+    """Features that it does not support, with reasons."""
 
     def about(self) -> dict[str, Any]:
         """Return what its card says of it."""

@@ -1,4 +1,4 @@
-"""What performs the effects of a scheduler in tests: a dict of blocks whose operations end when and as a test decides.
+"""Performs the effects of a scheduler in tests: a dict of blocks whose operations end when and as a test decides.
 
 Copies are made as late as the contract allows, at the completion, and what a load leaves behind is garbage: a block
 that somebody else uses too early, or uses although it was not loaded, changes a text.
@@ -25,7 +25,7 @@ Operation = operations.Lookup | operations.Load | operations.Save | operations.F
 
 
 class OperationEnd(enum.Enum):
-    """How an operation ends."""
+    """Outcome of an operation."""
 
     WELL = enum.auto()
     IN_PART = enum.auto()

@@ -36,7 +36,7 @@ def specs_of(target: Target, count: int = 6) -> list[RequestSpec]:
 
 
 def limits_of(index: int) -> dict[str, Any]:
-    """What some requests may not say: every third a set of pairs, every third most of the vocabulary."""
+    """Tokens that some requests must not produce: every third a set of pairs, every third most of the vocabulary."""
     if index % 3 == 1:
         return {"bad_words_token_ids": tuple((one, (7 * one + step) % 90) for one in range(90) for step in range(9))}
     return {"allowed_token_ids": tuple(range(0, 90, 2))} if index % 3 == 2 else {}

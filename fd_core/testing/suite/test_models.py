@@ -99,7 +99,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "queries": {"seed": 2, "rank": 6, "targets": ("q_proj", "v_proj")},
 }
 ADAPTED_ERROR = {**LOGITS_ERROR, "float32": 2e-4}
-"""Largest error of a logit beside merged weights, which are rounded once more."""
+"""Largest error of a logit compared with merged weights, which are rounded once more."""
 
 
 @pytest.mark.parametrize("way", thorough_but(["mixed", "chunked"], "mixed"))
@@ -107,7 +107,7 @@ ADAPTED_ERROR = {**LOGITS_ERROR, "float32": 2e-4}
 def test_adapters_in_one_batch_compute_what_merged_weights_compute(
     target: Target, ops: Ops, checkpoints: Path, require: Callable[..., None], case: str, way: str
 ) -> None:
-    """Where weights are quantized, which merged ones would be after the sum, what the oracle computes with adapters."""
+    """With quantized weights, compare with the oracle with adapters: merged weights are quantized after the sum."""
     require(*abilities_of(case))
     folder = written(case, checkpoints)
     right = [partial(oracle_logits, folder, quantization=target.quantization)]

@@ -29,7 +29,7 @@ REQUIRES = ("primitives",)
 
 PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]
 Computed = tuple[bool, list[list[int]], npt.NDArray[np.float32]]
-"""Whether ranks gather, and the texts and logits of `PROMPTS`."""
+"""True if ranks gather, and the texts and logits of `PROMPTS`."""
 
 
 def joined(target: Target, group: RankGroup) -> Ops:

@@ -55,7 +55,7 @@ class NixlInbox(KVInbox):
             station.give_back(self._slab)
             raise
         self._left = False
-        """Whether the prefill side said that it will write nothing more."""
+        """True if the prefill side announced that it will write nothing more."""
         self._closed = False
         station.listen(self._token, self._hear)
 

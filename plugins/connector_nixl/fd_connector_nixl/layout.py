@@ -94,7 +94,7 @@ class Notice(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether nothing more will be written."""
+        """True if nothing more will be written."""
         return self.piece < 0
 
     def encode(self) -> bytes:
@@ -128,7 +128,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Start of the memory in the decode side's process."""
     size: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     metadata: bytes
-    """What NIXL has to know to reach that agent and this memory, and no other."""
+    """Metadata that NIXL needs to reach that agent and this memory, and no other."""
 
 
 def write_address(lease: str, address: Address) -> bytes:
@@ -166,7 +166,7 @@ def _digest(lease: str, encoded: bytes) -> bytes:
 
 
 class Arrivals:
-    """What the decode side knows: which piece has arrived in which place, and how often each place was freed."""
+    """State of the decode side: the piece that has arrived in each slot, and how often each slot was freed."""
 
     def __init__(self, pieces: range, window: int, value_bytes: int) -> None:
         self._pieces, self._value_bytes = pieces, value_bytes
@@ -178,7 +178,7 @@ class Arrivals:
 
     @property
     def complete(self) -> bool:
-        """Whether every piece has come and gone, so that nobody writes any more."""
+        """True if every piece has arrived and been freed, so that no writer remains."""
         return len(self._done) == len(self._pieces)
 
     def landed(self, index: int, reference: Reference) -> None:
@@ -220,7 +220,7 @@ class Arrivals:
 
 
 class Departures:
-    """What the prefill side knows: how often each place was written to and, at the last look, freed."""
+    """State of the prefill side: how often each slot was written to and, at the last poll, freed."""
 
     def __init__(self, window: int) -> None:
         self._written = [0] * window

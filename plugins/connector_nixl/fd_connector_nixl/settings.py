@@ -1,4 +1,4 @@
-"""How NIXL is imported, on first use, and its settings from the environment: transports, devices and memory."""
+"""Import of NIXL on first use, and its settings from the environment: transports, devices and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_MB: Final = 1 << 20
 
 
 class Settings(NamedTuple):
-    """How NIXL is started, and how much memory it may use."""
+    """Start options of NIXL, and the limit of its memory."""
 
     transports: str = "tcp"
     """Transports of UCX."""
@@ -31,7 +31,7 @@ class Settings(NamedTuple):
 
     @property
     def engine_config(self) -> str:
-        """What NIXL hands on to UCX: one word for each variable, so a list has to come from UCX's own variables."""
+        """Settings that NIXL hands on to UCX: one word for each variable, so set lists in UCX's own variables."""
         pairs = (("TLS", self.transports), ("NET_DEVICES", self.devices))
         return ",".join(f"{name}={value}" for name, value in pairs if "," not in value)
 

@@ -40,7 +40,7 @@ class Transfer:
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self.over = False
-        """Whether the memory on this side is no longer read or written."""
+        """True if the memory on this side is no longer read or written."""
         self.flaw: str | None = None
         """Why the transfer failed; None if it did not."""
 
@@ -260,7 +260,7 @@ _LONGEST: Final = 1e-3
 _GROWTH: Final = 1.2
 """Factor between one pause and the next, in seconds, while nothing happens."""
 _LINGER_SECONDS: Final = 0.1
-"""How long to poll after the last use, so that the last notice leaves."""
+"""Duration of polling after the last use, so that the last notice leaves."""
 
 
 @dataclass(slots=True, eq=False)

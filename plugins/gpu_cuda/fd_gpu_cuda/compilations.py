@@ -1,4 +1,4 @@
-"""What Triton compiles: which steps compile all that serving needs, and counts of what was compiled.
+"""Triton compilations: steps that compile all that serving needs, and counts of what was compiled.
 
 Counts show people what a start costs and which request waited for a compiler. Triton asks a hook before it makes a
 kernel and tells another one behind it: in `JITFunction` in releases 3.2 and 3.3, in `triton.knobs` from 3.4 on, which
@@ -47,7 +47,7 @@ class Compilations:
     """Found in the cache folder."""
     seconds: float = 0.0
     at_start: CompilationStats | None = None
-    """What was made before requests were served; None until then."""
+    """Compilations made before requests were served; None until then."""
 
     def watch(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """Count from now on, beside whoever watches already."""
@@ -142,7 +142,7 @@ _OTHERS = (
     SamplingParams(temperature=0.0, logit_bias={0: 1.0}),
     SamplingParams(temperature=0.0, allowed_token_ids=(0,)),
 )
-"""What few requests ask for, each with kernels of its own. A bias twice in a step."""
+"""Options that few requests use, each with separate kernels. A bias twice in a step."""
 
 
 def warm_up_steps(limits: Limits, *, drafts: bool) -> Sequence[WarmUpStep]:
@@ -175,7 +175,7 @@ def _decodes(limits: Limits, most_drafts: int) -> Iterator[WarmUpStep]:
 
 
 def _wishes(limits: Limits) -> Iterator[WarmUpStep]:
-    """What few requests ask for: by one request, and by some of several."""
+    """Options that few requests use: by one request, and by some of several."""
     for params in _OTHERS:
         tokens = 3 if params.prompt_logprobs is not None else 1
         asking = WarmUpRow(tokens, params=params)

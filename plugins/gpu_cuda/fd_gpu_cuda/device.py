@@ -105,34 +105,34 @@ class Cuda:
 
     @property
     def name(self) -> str:
-        """What the driver calls the device."""
+        """Driver's name of the device."""
         name: str = torch.cuda.get_device_name(self.device)
         return name
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether the device multiplies bfloat16 matrices itself: Ampere (compute capability 8.0) and later do."""
+        """True if the device multiplies bfloat16 matrices itself: Ampere (compute capability 8.0) and later do."""
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
     @property
     def has_float16(self) -> bool:
-        """Whether the device computes in float16 itself: from compute capability 5.3 on, so Turing and Volta do."""
+        """True if the device computes in float16 itself: from compute capability 5.3 on, so Turing and Volta do."""
         return torch.cuda.get_device_capability(self.device) >= (5, 3)
 
     @property
     def multiplies_fp8(self) -> bool:
-        """Whether the device multiplies FP8 itself: Ada (compute capability 8.9) and later do."""
+        """True if the device multiplies FP8 itself: Ada (compute capability 8.9) and later do."""
         return torch.cuda.get_device_capability(self.device) >= (8, 9)
 
     @property
     def multiprocessors(self) -> int:
-        """How many multiprocessors the device has."""
+        """Number of multiprocessors of the device."""
         count: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         return count
 
     @property
     def shared_memory_per_block(self) -> int:
-        """How many bytes of shared memory one block may have, where its kernel asks for them."""
+        """Number of bytes of shared memory one block may have, where its kernel asks for them."""
         from triton.runtime import driver  # torch says it from release 2.7 on
 
         count: int = driver.active.utils.get_device_properties(self.device.index)["max_shared_mem"]

@@ -144,7 +144,7 @@ _FEW: Final = 5
 
 
 class DeviceGraphs:
-    """What graphs are captured with: one memory for what they read, and one for the logits that they write.
+    """Memory with which graphs are captured: one for what they read, and one for the logits that they write.
 
     Steps of one device run one after the other, and whatever reads logits is queued before the next step, so graphs of
     all sizes, and those of a draft model, share both.
@@ -154,7 +154,7 @@ class DeviceGraphs:
         """`few` captures only some of the shapes, and says what the others would take."""
         self.shapes = shapes
         self.bytes_to_come = 0
-        """What graphs that were not captured would take beside those that were."""
+        """Memory that graphs not captured would take in addition to those that were."""
         self._few = few
         self._cuda = cuda
         self._limits = limits

@@ -23,7 +23,7 @@ _RANK_ALIGN = 16
 
 
 class AdapterRoom(NamedTuple):
-    """How many adapters tables have room for, and of which rank; a table for more is another table."""
+    """Number of adapters that tables have room for, and their rank; a table for more is another table."""
 
     places: int = 8
     rank: int = 64
@@ -38,7 +38,7 @@ class AdapterRoom(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceLora:
-    """What one adapter adds to a linear."""
+    """Term that one adapter adds to a linear."""
 
     parts: tuple[tuple[Array, Array] | None, ...]
     """Down [rank, in] and up [rank, out], which is scaled; None for parts that it leaves alone."""
@@ -48,7 +48,7 @@ class DeviceLora:
 
 @dataclass(eq=False, slots=True)
 class LoraTable:
-    """Where the matrices of one linear lie, by place: what stays where it is while adapters come and go.
+    """Addresses of the matrices of one linear, by slot: they stay fixed while adapters are loaded and unloaded.
 
     Graphs read it, so it is written between steps alone, in the order of the stream.
     """
@@ -96,7 +96,7 @@ AddNorm = Callable[..., Array]
 
 
 class SamplingKernels(TorchSampling):
-    """What works on logits and token ids; composed of torch's own operations where it is not replaced."""
+    """Operations on logits and token ids; composed of torch's own operations where not replaced."""
 
     def reserve(self, rows: int) -> None:
         """Allocate what a call of up to `rows` rows needs; calls of more take them in parts."""
@@ -135,7 +135,7 @@ class Kernels:
 
     @property
     def capturable(self) -> bool:
-        """Whether decodes may be captured: torch's composition of attention reads lengths on the host."""
+        """True if decodes may be captured: torch's composition of attention reads lengths on the host."""
         return self.attention is not None
 
 

@@ -25,7 +25,7 @@ STAGED_BYTES = 16 * 2**20
 """Of a lane's memory, on the host and on the device: long beside what it takes to queue a copy (at 50 GB/s 0.3 ms)."""
 _LANES = 2
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-"""What bits are moved as: types of torch by their sizes."""
+"""Types of torch in which bits are moved, by their sizes."""
 
 
 class _StagedLane:
@@ -176,7 +176,7 @@ class CudaLayer(NamedTuple):
 
     @property
     def quantized(self) -> bool:
-        """Whether keys and values have scales."""
+        """True if keys and values have scales."""
         return self.key_scales is not None
 
     @property

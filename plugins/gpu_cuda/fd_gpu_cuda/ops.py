@@ -85,7 +85,7 @@ class CudaOps(TorchOps):
     adapter_room: AdapterRoom | None = None
     """None where no adapters are configured."""
     tables_made = 0
-    """What was captured before the last one was made may read others."""
+    """Number of tables made. Graphs captured before the last table was made may read other tables."""
 
     def __init__(self, dtype: str, cuda: Cuda, kernels: Kernels) -> None:
         super().__init__(dtype, str(cuda.device))
@@ -154,7 +154,7 @@ class CudaOps(TorchOps):
 
     @property
     def graph_bytes_to_come(self) -> int:
-        """What the graphs that a rehearsal did not capture will take."""
+        """Memory that the graphs not captured by a rehearsal will take."""
         return 0 if self._graphs is None else self._graphs.bytes_to_come
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
@@ -270,7 +270,7 @@ class CudaOps(TorchOps):
 
     @property
     def adds_by_kernel(self) -> bool:
-        """Whether a kernel adds what adapters make."""
+        """True if a kernel adds the adapters' terms."""
         return self._kernels.lora is not None
 
     def prepare_lora(self, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool = False) -> Any:

@@ -42,7 +42,7 @@ class PackedPart:
     """Values of a row that are multiplied at a time: a power of two that divides the group, or a row has one group."""
     inputs: int
     eight: bool
-    """Whether what they are multiplied by is rounded to their own 8 bits, with a scale for each row."""
+    """True if what they are multiplied by is rounded to their own 8 bits, with a scale for each row."""
 
     @property
     def out(self) -> int:

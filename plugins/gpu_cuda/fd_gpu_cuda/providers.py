@@ -1,4 +1,4 @@
-"""Who computes what: each operation takes the first provider that can be made and computes right.
+"""Choice of providers: each operation takes the first one that can be made and computes right.
 
 A provider is tried on the model itself before the first step, on its layers and on logits as wide as its vocabulary;
 see `ModelTrial`. What cannot be imported, made or compiled, raises, or computes other values than torch itself,
@@ -63,16 +63,16 @@ class Operation:
 
     field: str
     name: str
-    """What people call it."""
+    """Display name."""
     providers: tuple[Provider, ...]
     flag: str = ""
     """The setting that names one of the providers."""
     composition: Any = None
-    """What the table holds where torch's own operations compute it."""
+    """Table entry where torch's own operations compute it."""
     of_logits: bool = False
-    """Whether it works on logits; others are tried in layers."""
+    """True if it works on logits; others are tried in layers."""
     rounds: bool = False
-    """Whether it may round activations to 8 bits."""
+    """True if it may round activations to 8 bits."""
     covered_by: str = ""
     """The field of the operation that does its work where no provider is left."""
 

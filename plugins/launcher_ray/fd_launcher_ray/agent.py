@@ -1,4 +1,4 @@
-"""What Ray runs on a node: an actor that owns one process."""
+"""Actor that Ray runs on a node: it owns one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processors of a node are whose: Ray counts them, but gives nobody certain ones."""
+"""Assignment of a node's processors: Ray counts them, but assigns no particular ones."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class RayProcess:
         self._announcement = self._end = None
         self._ended: tuple[int, str] | None = None
         self._missed: float | None = None
-        """When its actor did not answer any more."""
+        """Time at which its actor stopped answering."""
         self._lock = threading.Lock()
 
     def require_started(self) -> None:

@@ -32,7 +32,7 @@ _SENTINEL: Final = ("master", "sentinel_user", "sentinel_password_file")
 
 
 class Topology(enum.Enum):
-    """How the servers are arranged."""
+    """Arrangement of the servers."""
 
     SERVER = "server"
     SOCKET = "unix"

@@ -33,7 +33,7 @@ class _Report:
     limit_bytes: int | None
     """Limit of the server's memory in bytes, 0 without a limit."""
     policy: str | None
-    """What the server does when its memory is full: its `maxmemory-policy`."""
+    """Server's policy when its memory is full: its `maxmemory-policy`."""
 
 
 class RedisStore(KVStore):

@@ -188,12 +188,12 @@ def discovering() -> Iterator[None]:
 
 
 def passes_over(answer: object) -> bool:
-    """Whether an answer is an error of one key alone, which then counts as absent."""
+    """True if an answer is an error of one key alone, which then counts as absent."""
     return _code(answer) == "WRONGTYPE"
 
 
 def is_elsewhere(answer: object) -> bool:
-    """Whether a node of a cluster answers that it does not hold the key, or not yet."""
+    """True if a node of a cluster answers that it does not hold the key, or not yet."""
     return isinstance(answer, (failures.AskError, failures.TryAgainError)) or _code(answer) in _ELSEWHERE
 
 

@@ -33,7 +33,7 @@ _READS: Final = tuple(
 
 
 def _indexing(array: Array, key: Any, value: Any = None) -> bool:
-    """Whether cells are picked by a mask, whose size has to be counted, or by one number that is on the device."""
+    """True if cells are picked by a mask, whose size has to be counted, or by one number that is on the device."""
     keys = [each for each in (key if isinstance(key, tuple) else (key,)) if isinstance(each, type(array))]
     filling = value is not None and not isinstance(value, type(array))
     return any(not each.shape or ("bool" in str(each.dtype) and not filling) for each in keys)

@@ -82,7 +82,7 @@ class HostileOrders(RuleBasedStateMachine):
 
     target: SchedulerTarget
     paired = False
-    """Whether other workers compute most prompts, and have some computed here."""
+    """True if other workers compute most prompts, and have some computed here."""
 
     @initialize(
         depth=st.integers(1, 3),

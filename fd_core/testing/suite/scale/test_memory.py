@@ -52,7 +52,7 @@ def live_objects() -> int:
 
 
 def counts_host_memory(backend: Backend) -> bool:
-    """Whether a backend's free memory, or the share that it offers, is the host's: they rise and fall together."""
+    """True if a backend's free memory, or the share that it offers, is the host's: they rise and fall together."""
     seen = []
     for _ in range(3):
         seen.append((backend.free_memory(), available_memory()))

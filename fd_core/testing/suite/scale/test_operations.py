@@ -54,7 +54,7 @@ def exported(layer: LayerOn) -> Floats:
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_layers_of_production_sizes(ops: Ops, require: Callable[..., None], name: str) -> None:
-    """What a layer computes, and the cache behind it: written where it has to be, and nowhere else."""
+    """Output of a layer, and the cache after it: written where it has to be, and nowhere else."""
     geometry, rows, abilities = ATTENTION[name]
     require(*abilities)
     ours, oracle = (LayerOn(each, geometry, rows) for each in (ops, NumpyOps()))

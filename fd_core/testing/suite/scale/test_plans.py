@@ -33,7 +33,7 @@ PREFIX = [(11 * place) % 241 for place in range(80)]
 
 _MODES: Final = ("anything", "decodes", "trickle", "wide", "one row", "nothing")
 _SHARES: Final = (0.45, 0.25, 0.1, 0.1, 0.05, 0.05)
-"""How often a plan has rows of every kind, decodes alone, prompts token by token, few large chunks, one row or none."""
+"""Shares of plans with rows of every kind, decodes alone, prompts token by token, few large chunks, one row or none."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class RandomPlans:
         self._owners: Counter[int] = Counter()
         self._flying: deque[tuple[StepPlan, list[_Stay]]] = deque()
         self.seen: Counter[str] = Counter()
-        """What happened how often, so that a test can say that it did."""
+        """Counts of events, so that a test can assert that they occurred."""
 
     def run(self, plans: int) -> None:
         """Compute so many plans and judge what was delivered."""

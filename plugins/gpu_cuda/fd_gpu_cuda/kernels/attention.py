@@ -59,7 +59,7 @@ _RESERVED_BYTES: Final = 18 * 1024
 
 
 class Tile(NamedTuple):
-    """What one program holds at a time."""
+    """Tile that one program holds at a time."""
 
     queries: int
     """Tokens of one row."""
@@ -72,7 +72,7 @@ class Tile(NamedTuple):
 
 
 class HeadSizes(NamedTuple):
-    """What a tile depends on."""
+    """Properties that determine a tile."""
 
     shared: int
     """Query heads that share a KV head."""
@@ -89,17 +89,17 @@ class HeadSizes(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """Whether a tile has elements beyond the head: what loads it holds a mask in registers."""
+        """True if a tile has elements beyond the head: its loads hold a mask in registers."""
         return self.padded != self.width
 
     @property
     def exact(self) -> bool:
-        """Whether products are of float32, for which there are no tensor cores."""
+        """True if products are of float32, for which there are no tensor cores."""
         return self.q_bytes == 4
 
     @property
     def widened(self) -> bool:
-        """Whether keys are of fewer bits than queries."""
+        """True if keys have fewer bits than queries."""
         return self.kv_bytes < self.q_bytes
 
 
@@ -173,7 +173,7 @@ def splits_of(units: int, chunks: int, multiprocessors: int) -> int:
 
 
 LOG2_E = 1.4426950408889634
-"""What turns a score into an exponent of base 2."""
+"""Factor that turns a score into an exponent of base 2."""
 
 
 @triton.jit

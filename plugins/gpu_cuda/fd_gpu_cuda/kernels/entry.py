@@ -1,4 +1,4 @@
-"""How functions that are launched are compiled, whatever release of Triton compiles them."""
+"""Compilation of functions that are launched, for every supported release of Triton."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ _COLUMNS = 1024
 
 
 class GroupedTile(NamedTuple):
-    """How the products of all experts are cut."""
+    """Tiling of the products of all experts."""
 
     outputs: int
     pairs: int

@@ -1,4 +1,4 @@
-"""What lies between the product of queries, keys and values and attention, in one launch: head norms, rope, KV write.
+"""Steps between the product of queries, keys and values and attention, in one launch: head norms, rope, KV write.
 
 One program takes some heads of one kind, queries, keys or values, of one token. It holds them in registers as two
 tiles, the first and the second elements of the pairs that rope turns, so no element has to move between threads.

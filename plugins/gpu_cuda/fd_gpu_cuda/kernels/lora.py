@@ -1,4 +1,4 @@
-"""What adapters add to a linear, in two Triton launches: down to each adapter's rank, and back up into the product.
+"""LoRA terms of a linear, in two Triton launches: down to each adapter's rank, and back up into the product.
 
 The grouped products of Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023), with nothing about the groups on the
 host: one program takes a block of tokens and walks over the adapters that it finds among them. So a launch is the same
@@ -35,7 +35,7 @@ class _Tile(NamedTuple):
     shares: int
     """Programs that share the adapters of a block of tokens."""
     split: bool
-    """Whether each cut of the inputs has a program of its own."""
+    """True if each cut of the inputs has a separate program."""
 
 
 _FEW = _Tile(16, 4, split=True)

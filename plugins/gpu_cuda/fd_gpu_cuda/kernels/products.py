@@ -53,7 +53,7 @@ class Operands(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """What is multiplied, but for the bias, with the strides of rows."""
+        """Operands, except the bias, with the strides of rows."""
         return self.x, self.x.stride(0), self.x_scales, self.values, self.values.stride(0), self.scales, self.minima
 
     @property
@@ -203,7 +203,7 @@ _LEFT = 2048
 
 
 class ProductDevice(NamedTuple):
-    """What of a device decides about tiles."""
+    """Properties of a device that determine tiles."""
 
     multiprocessors: int
     shared_memory: int
@@ -211,7 +211,7 @@ class ProductDevice(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How one product is cut."""
+    """Tiling of one product."""
 
     outputs: int
     tokens: int
