@@ -143,7 +143,10 @@ class OutputSide:
         ended: list[tuple[int, Request, FinishReason]] = []
         ends = stopped | full
         # Tuples straight from memory: a list for each row would keep the garbage collector busy.
-        cells = [*struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)]
+        if width == 1:
+            cells = [*zip(block[:, 0].tolist(), strict=False)]
+        else:
+            cells = [*struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)]
         places = rows.tolist()
         names = [slots.names[slot] for slot in places]
         # Most rows continue and deliver only tokens; the deltas of the others are replaced below.

@@ -125,6 +125,8 @@ class Residencies:
             return
         blocks = upto // slots.block_size
         completed = blocks > slots.num_registered[rows]
+        if not np.count_nonzero(completed):
+            return
         for slot, count in zip(rows[completed].tolist(), blocks[completed].tolist(), strict=True):
             request = slots.request_in(slot)
             self._register(slot, request, count)
