@@ -55,7 +55,7 @@ def test_nothing_to_read_is_told_from_an_unfinished_message(ends: Ends) -> None:
     assert ends.stream.receive() is None and not ends.stream.ended
 
 
-def test_a_message_beyond_the_limit_ends_the_stream_before_its_bytes_arrive() -> None:
+def test_a_message_beyond_the_limit_ends_the_stream_before_its_bytes() -> None:
     own, other = socket.socketpair()
     stream = MessageStream(own, limit=8)
     with other:

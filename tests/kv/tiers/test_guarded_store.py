@@ -60,7 +60,7 @@ def test_a_bad_key_does_not_shut_the_store(guarded) -> None:
     assert guarded.state == "closed" and guarded.errors == {"malformed": 5}
 
 
-def test_whatever_a_strange_store_raises_is_a_failure_logged_once_without_its_words(guarded, caplog) -> None:
+def test_an_error_of_a_strange_store_is_logged_once_without_its_words(guarded, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         guarded.call("get", 0.5, failing(KeyError("secret words")))
         guarded.call("get", 0.5, failing(KeyError("secret words")))
@@ -71,7 +71,7 @@ def test_whatever_a_strange_store_raises_is_a_failure_logged_once_without_its_wo
 
 
 @pytest.mark.law("5.5")
-def test_a_call_that_hangs_opens_the_breaker_once_and_keeps_the_store_shut_until_it_returns(guarded, clock) -> None:
+def test_a_call_that_hangs_keeps_the_breaker_open_until_it_returns(guarded, clock) -> None:
     def hang(store, timeout):
         clock.now += timeout
         assert guarded.ready()
