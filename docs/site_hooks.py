@@ -48,7 +48,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrite links between documents to pages of the site, and links to source files, which have no page, to plain text."""
+    """Rewrite links between documents to pages of the site, and links to source files to plain text."""
     here = page.file.src_uri
     source_path = next((source for source, target in ELSEWHERE.items() if target == here), f"docs/{here}")
 
