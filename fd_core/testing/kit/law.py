@@ -65,8 +65,8 @@ RULES: Final[Mapping[str, str]] = {
     "5.6": "KV is loaded only when that is faster than recomputing it; the engine measures both.",
     "6": "Prefill and decode workers accept only peers that know their secret, disconnect at the handshake unless "
     "they are compatible, and send within a window; a lost message costs only time.",
-    "6.1": "A KV lease has one owner and expires; it is granted only if running requests keep room; an abort ends "
-    "both sides.",
+    "6.1": "A KV lease has one owner and expires; it is granted only if running requests keep enough blocks; an abort "
+    "on either side ends it on both.",
     "6.2": "The decode side starts after a commit that covers all blocks with a digest; duplicates have no effect and "
     "late writes are rejected.",
     "6.3": "A failed transfer leads to recomputation or a clear error, never to another request's text or an empty "
