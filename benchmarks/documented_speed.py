@@ -120,7 +120,8 @@ def routers(results: dict[str, Any], rates: dict[str, Any]) -> list[str]:
     lines = [
         f"Cache-aware routers: latency and throughput with workers that respond at once; hit rate and TTFT with "
         f"recorded conversations and simulated workers, where an unlimited cache hits "
-        f"{results['trace']['possible_hit_rate']:.3f} of the prompts (`{results['command']}`, [all results](../../benchmarks/results/routing.md); "
+        f"{results['trace']['possible_hit_rate']:.3f} of the prompts (`{results['command']}`, "
+        "[all results](../../benchmarks/results/routing.md); "
         f"`{rates['command']}`, [all results](../../benchmarks/results/routing-rates.md)).",
         "",
         f"| | ms added to the first byte at {RATE_SHOWN:,} streams/s: p50 (p99) | maximum responses/s | "
