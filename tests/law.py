@@ -61,7 +61,7 @@ def page() -> str:
     lines = [
         "# The invariants",
         "",
-        "Every backend, scheduler and store keeps these rules. Two kinds of checks enforce them:",
+        "Every backend, scheduler and store must satisfy these rules. Two kinds of checks enforce them:",
         "",
         "- **Tests** carry the rule's number in a marker.",
         "- **Mutants** are faults that `nox -s mutants` injects into the code one at a time. A test fails for each.",
