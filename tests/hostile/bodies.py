@@ -1,4 +1,4 @@
-"""Bodies of requests that are large in one way each: path and JSON, by what is large."""
+"""Request bodies that are each large in one way: path and JSON, by name."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ MESSAGE: Final = b'{"messages":[{"role":"user","content":'
 
 
 def repeated(head: bytes, piece: bytes, tail: bytes, size: int = MOST) -> bytes:
-    """As many pieces between commas as `size` bytes hold."""
+    """Return as many comma-separated copies of `piece` as fit into `size` bytes."""
     count = (size - len(head) - len(tail)) // (len(piece) + 1)
     return head + b",".join([piece] * count) + tail
 
 
 def fields(count: int) -> bytes:
-    """Fields of an object, each with a name of its own."""
+    """Return fields of an object with distinct names."""
     return b",".join(b'"a%d":0' % index for index in range(count))
 
 
 def chat(**more: Any) -> bytes:
-    """A short chat with one large field."""
+    """Return a short chat request with additional fields."""
     return json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **more}).encode()
 
 
 def tool(number: int, properties: int = 1, **more: Any) -> dict[str, Any]:
-    """A tool with so many arguments."""
+    """Return a tool with that many arguments."""
     described = {f"p{index}": {"type": "string", "description": "y" * 20} for index in range(properties)}
     return {"name": f"f{number}", "parameters": {"type": "object", "properties": described}, **more}
 
 
 def tools(count: int, properties: int = 1, **more: Any) -> list[dict[str, Any]]:
-    """Tools as chats take them."""
+    """Return tools in the format of chat completions."""
     return [{"type": "function", "function": tool(index, properties, **more)} for index in range(count)]
 
 
 def schema(described: dict[str, Any]) -> dict[str, Any]:
-    """A response format."""
+    """Return a response format."""
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": described}}
 
 
 WIDE: Final = tool(0, 12_000)["parameters"]
 SMALL_TOOL: Final = b'{"type":"function","function":{"name":"f"}}'
 PART: Final = {"type": "text", "text": "x"}
-ASKED: Final = {"model": "fake", "max_tokens": 3}
+ANTHROPIC: Final = {"model": "fake", "max_tokens": 3}
 CALL: Final = {"type": "function", "function": {"name": "f", "arguments": '{"a":' * 200 + "1" + "}" * 200}}
 
 BODIES: Final[dict[str, tuple[str, bytes]]] = {
-    "a text that no context holds": (COMPLETIONS, b'{"prompt":"%b"}' % (b"a" * (MOST - 20))),
-    "a text of escapes": (COMPLETIONS, b'{"prompt":"%b"}' % (b"\\u0041" * (MOST // 6 - 20))),
+    "a text longer than any context": (COMPLETIONS, b'{"prompt":"%b"}' % (b"a" * (MOST - 20))),
+    "escape sequences": (COMPLETIONS, b'{"prompt":"%b"}' % (b"\\u0041" * (MOST // 6 - 20))),
     "ids": (COMPLETIONS, repeated(b'{"prompt":[', b"1", b"]}")),
     "lists": (COMPLETIONS, repeated(b'{"prompt":[', b"[1]", b"]}")),
     "unknown fields": (COMPLETIONS, b'{"prompt":"x",%b}' % fields(1_300_000)),
@@ -60,7 +60,7 @@ BODIES: Final[dict[str, tuple[str, bytes]]] = {
     "content parts": (CHAT, repeated(MESSAGE + b"[", b'{"type":"text","text":"x"}', b"]}]}")),
     "messages": (CHAT, repeated(b'{"messages":[', b'{"role":"user","content":"x"}', b"]}")),
     "empty messages": (CHAT, repeated(b'{"messages":[', b"{}", b"]}")),
-    "a text of brackets": (CHAT, MESSAGE + b'"%b"}]}' % (b"[{,:" * MB)),
+    "brackets": (CHAT, MESSAGE + b'"%b"}]}' % (b"[{,:" * MB)),
     "depth": (COMPLETIONS, b'{"prompt":' + b"[" * (8 * MB)),
     "small tools": (
         CHAT,
@@ -74,10 +74,10 @@ BODIES: Final[dict[str, tuple[str, bytes]]] = {
     "token texts": ("/tokenize", b'{"prompt":"%b","return_token_strs":true}' % (b"a" * 1_000_000)),
     "quotes": (COMPLETIONS, b'"' * MOST),
     "tools": (CHAT, chat(tools=tools(1024))),
-    "tools that are forced": (CHAT, chat(tools=tools(1024), tool_choice="required")),
+    "required tools": (CHAT, chat(tools=tools(1024), tool_choice="required")),
     "too many tools": (CHAT, chat(tools=tools(10_000))),
     "arguments": (CHAT, chat(tools=tools(128, 60))),
-    "arguments that are forced": (CHAT, chat(tools=tools(128, 60), tool_choice="required")),
+    "arguments of required tools": (CHAT, chat(tools=tools(128, 60), tool_choice="required")),
     "descriptions of tools": (CHAT, chat(tools=tools(100, description="x" * 90_000))),
     "a schema": (CHAT, chat(response_format=schema(WIDE))),
     "values of a schema": (CHAT, chat(response_format=schema({"enum": [f"value {index}" for index in range(60_000)]}))),
@@ -93,14 +93,14 @@ BODIES: Final[dict[str, tuple[str, bytes]]] = {
     ),
     "blocks": (
         "/v1/messages",
-        json.dumps({**ASKED, "messages": [{"role": "user", "content": [PART] * 16_000}]}).encode(),
+        json.dumps({**ANTHROPIC, "messages": [{"role": "user", "content": [PART] * 16_000}]}).encode(),
     ),
     "tools of messages": (
         "/v1/messages",
-        json.dumps({**ASKED, "messages": [], "tools": [{"name": f"f{index}"} for index in range(10_000)]}).encode(),
+        json.dumps({**ANTHROPIC, "messages": [], "tools": [{"name": f"f{index}"} for index in range(10_000)]}).encode(),
     ),
     "4,096 messages": (CHAT, json.dumps({"messages": [{"role": "user", "content": [PART, PART]}] * 4096}).encode()),
-    "calls of the past": (
+    "earlier tool calls": (
         CHAT,
         json.dumps(
             {"messages": [{"role": "user", "content": "x"}] + [{"role": "assistant", "tool_calls": [CALL]}] * 2000}
