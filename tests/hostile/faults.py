@@ -33,7 +33,7 @@ from tests.server.processes import GAUGES
 from tests.soak.cluster import Cluster, Node, cluster_of
 from tests.soak.watching import at_rest
 
-__all__ = ["FAULTS", "Blow", "Count", "Fault", "NotTried", "Scene", "counted", "judge", "table", "try_fault"]
+__all__ = ["FAULTS", "Count", "Fault", "Interruption", "NotTried", "Scene", "counted", "judge", "table", "try_fault"]
 
 _TOKENS: Final = 250
 _AT_ONCE: Final = 8
@@ -92,7 +92,7 @@ Loses = Literal["nothing", "sent", "started"]
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
+class Interruption:
     """Interval from the signal that ended or stopped a process until it could accept no more requests."""
 
     begin: float
@@ -125,7 +125,7 @@ class Scene:
     golden: dict[str, str] = field(default_factory=dict)
     """Text by prompt."""
     flights: list[_Flight] = field(default_factory=list)
-    blows: list[Blow] = field(default_factory=list)
+    interruptions: list[Interruption] = field(default_factory=list)
     losses: list[tuple[str, float | None, float]] = field(default_factory=list)
     """Lost requests: the error, the time from which a process held it, and the time of the loss."""
 
@@ -149,7 +149,7 @@ class Scene:
             while sum(flight.begun is not None for flight in self.flights) < streams:
                 await asyncio.sleep(0.002)
 
-    async def well(self) -> None:
+    async def wait_recovered(self) -> None:
         """Wait until all requests are served again."""
         if self.cluster is not None:
             await self.cluster.wait_ready(*self.workers)
@@ -253,7 +253,7 @@ async def try_fault(fault: Fault, folder: Path, rounds: int = 1) -> Count:
         for prompt in _PROMPTS:
             await _ask(scene, fault, prompt)
         assert len(scene.golden) == len(_PROMPTS), f"requests are lost without a fault: {scene.count}"
-        await _rest(scene)
+        await _wait_idle(scene)
         count = scene.count = Count()
         before = {node.name: node.usage().descriptors for node in scene.workers}
 
@@ -276,7 +276,7 @@ async def try_fault(fault: Fault, folder: Path, rounds: int = 1) -> Count:
             for _ in range(rounds):
                 await scene.busy(fault.at_once // 2)
                 await fault.does(scene, fault)
-                await scene.well()
+                await scene.wait_recovered()
                 count.tried += 1
             await asyncio.sleep(0.3)
             stop.set()
@@ -286,10 +286,10 @@ async def try_fault(fault: Fault, folder: Path, rounds: int = 1) -> Count:
             for task in tasks:
                 task.cancel()
         for what, since, until in scene.losses:
-            if not any(blow.excuses(since, until) for blow in scene.blows):
+            if not any(interruption.excuses(since, until) for interruption in scene.interruptions):
                 count.needless.append(what)
         try:
-            await _rest(scene)
+            await _wait_idle(scene)
         except AssertionError as error:
             count.leaked.append(str(error))
         ends, grown = time.monotonic() + _PATIENCE, before
@@ -301,7 +301,7 @@ async def try_fault(fault: Fault, folder: Path, rounds: int = 1) -> Count:
     return count
 
 
-async def _rest(scene: Scene) -> None:
+async def _wait_idle(scene: Scene) -> None:
     """Wait until no resources are held for requests and only our connections are open."""
     if scene.cluster is not None:
         await at_rest(scene.cluster, _PATIENCE)
@@ -351,7 +351,7 @@ async def _scene(fault: Fault, folder: Path) -> AsyncIterator[Scene]:
         node.start()
         try:
             scene = Scene(node, [node], session, clock=clock, store=store)
-            await scene.well()
+            await scene.wait_recovered()
             yield scene
             await node.leave()
             assert "Traceback" not in node.log_text(), node.log_text()
@@ -454,9 +454,9 @@ def _kill(who: str) -> Does:
         if node is scene.front:
             held = sum(flight.sent <= node.killed for flight in scene.flights)
             scene.count.in_hand += held + scene.count.lost.total() - lost
-            scene.blows.append(Blow(begin, node.killed))
+            scene.interruptions.append(Interruption(begin, node.killed))
         else:
-            scene.blows.append(Blow(begin, node.killed + _UNDER_WAY_SECONDS))
+            scene.interruptions.append(Interruption(begin, node.killed + _UNDER_WAY_SECONDS))
         node.start()
 
     return does
@@ -470,7 +470,7 @@ def _stop(who: str, seconds: float) -> Does:
         begin = time.monotonic()
         node.send_all(signal.SIGSTOP)
         await _standing_still(node.pid)
-        scene.blows.append(Blow(begin, time.monotonic() + _UNDER_WAY_SECONDS))
+        scene.interruptions.append(Interruption(begin, time.monotonic() + _UNDER_WAY_SECONDS))
         await asyncio.sleep(seconds)
         node.send_all(signal.SIGCONT)
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from tests.hostile.faults import FAULTS, Blow, Count, Fault, NotTried, Scene, counted, judge, table, try_fault
+from tests.hostile.faults import FAULTS, Count, Fault, Interruption, NotTried, Scene, counted, judge, table, try_fault
 from tests.hostile.limits import LONG
 
 SHORT = ("engine: kill -9",)
@@ -40,11 +40,11 @@ def test_judge_reports_losses_outside_the_ended_process() -> None:
 
 
 def test_losses_are_excused_only_for_requests_held_at_the_end() -> None:
-    blow = Blow(10.0, 11.0)
-    assert blow.excuses(9.0, 10.5)
-    assert not blow.excuses(9.0, 9.5), "lost before it"
-    assert not blow.excuses(11.5, 12.0), "begun after it"
-    assert not blow.excuses(None, 10.5), "never with it"
+    interruption = Interruption(10.0, 11.0)
+    assert interruption.excuses(9.0, 10.5)
+    assert not interruption.excuses(9.0, 9.5), "lost before the interruption"
+    assert not interruption.excuses(11.5, 12.0), "started after the interruption"
+    assert not interruption.excuses(None, 10.5), "never held by the process"
 
 
 def test_judge_reports_faults_that_were_not_tried() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-__all__ = ["Answer", "Crowd", "Manner", "Prompt", "Report", "ask_alone", "manners"]
+__all__ = ["Answer", "ClientProfile", "Crowd", "Prompt", "Report", "ask_alone", "client_profiles"]
 
 _DONE = b"data: [DONE]"
 _SMALL_BUFFER = 4096
@@ -89,7 +89,7 @@ Leaves = Literal["never", "before", "middle", "end"]
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class ClientProfile:
     """Behaviour of one client."""
 
     prompt: int
@@ -102,13 +102,13 @@ class Manner:
     """Cache salt: prompts with the same salt share prefixes; it does not change answers."""
 
 
-def manners(prompts: Sequence[Prompt], count: int, seed: int) -> list[Manner]:
+def client_profiles(prompts: Sequence[Prompt], count: int, seed: int) -> list[ClientProfile]:
     """Return prompt and behaviour of each client: a quarter disconnects, a fifth does not stream, one in forty reads
     slowly, and half of them share prefixes."""
     rng = random.Random(seed)
     short = [index for index, prompt in enumerate(prompts) if not prompt.long]
     long = [index for index, prompt in enumerate(prompts) if prompt.long]
-    made: list[Manner] = []
+    made: list[ClientProfile] = []
     for number in range(count):
         slow = rng.random() < 0.025
         stream = slow or rng.random() < 0.8
@@ -116,7 +116,7 @@ def manners(prompts: Sequence[Prompt], count: int, seed: int) -> list[Manner]:
         if rng.random() < 0.25:
             leaves = rng.choice(("before", "middle", "middle", "end")) if stream else "before"
         salt = f"{seed}-{number}" if rng.random() < 0.5 else "shared"
-        made.append(Manner(rng.choice(long if slow else short), stream, leaves, rng.random(), slow, salt))
+        made.append(ClientProfile(rng.choice(long if slow else short), stream, leaves, rng.random(), slow, salt))
     return made
 
 
@@ -174,14 +174,14 @@ class Crowd:
         self._longest = longest
         self.num_sent = 0
 
-    async def ask_all(self, every: Iterable[Manner]) -> None:
+    async def ask_all(self, every: Iterable[ClientProfile]) -> None:
         """Send a request for each of `every`."""
         left = iter(every)
 
         async def one_after_the_other(quick: aiohttp.ClientSession, slow: aiohttp.ClientSession) -> None:
-            for manner in left:
+            for profile in left:
                 self.num_sent += 1
-                await self._one(slow if manner.slow else quick, manner)
+                await self._one(slow if profile.slow else quick, profile)
 
         timeout = aiohttp.ClientTimeout(total=None)
         async with (
@@ -197,58 +197,58 @@ class Crowd:
         ):
             await asyncio.gather(*(one_after_the_other(quick, slow) for _ in range(self._at_once)))
 
-    async def _one(self, session: aiohttp.ClientSession, manner: Manner) -> None:
+    async def _one(self, session: aiohttp.ClientSession, profile: ClientProfile) -> None:
         report, began = self.report, time.monotonic()
         try:
             async with asyncio.timeout(self._longest):
-                outcome = await self._ask(session, manner)
+                outcome = await self._ask(session, profile)
         except _Wrong as wrong:
             outcome = "wrong"
-            report.violations.append(f"{wrong} ({manner})")
+            report.violations.append(f"{wrong} ({profile})")
         except TimeoutError:
             outcome = "wrong"
-            report.violations.append(f"no end after {self._longest:g} s ({manner})")
+            report.violations.append(f"no end after {self._longest:g} s ({profile})")
         except (aiohttp.ClientError, OSError) as error:
             outcome = "wrong"
-            report.violations.append(f"the connection broke: {error!r} ({manner})")
+            report.violations.append(f"the connection broke: {error!r} ({profile})")
         report.outcomes[outcome] += 1
-        if not manner.slow:
+        if not profile.slow:
             report.longest = max(report.longest, time.monotonic() - began)
 
-    async def _ask(self, session: aiohttp.ClientSession, manner: Manner) -> str:
-        prompt, began = self._prompts[manner.prompt], time.monotonic()
+    async def _ask(self, session: aiohttp.ClientSession, profile: ClientProfile) -> str:
+        prompt, began = self._prompts[profile.prompt], time.monotonic()
         asking = session.post(
             prompt.path,
-            data=msgspec.json.encode({**prompt.body, "stream": manner.stream, "cache_salt": manner.salt}),
+            data=msgspec.json.encode({**prompt.body, "stream": profile.stream, "cache_salt": profile.salt}),
             headers={"Content-Type": "application/json"},
         )
-        if manner.leaves == "before":
+        if profile.leaves == "before":
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.12 * manner.when**2), asking as response:
-                    return await self._read(response, manner, began)
+                async with asyncio.timeout(0.12 * profile.when**2), asking as response:
+                    return await self._read(response, profile, began)
             return "left before"
         async with asking as response:
             try:
-                return await self._read(response, manner, began)
+                return await self._read(response, profile, began)
             except _Left:
                 response.close()
-                return f"left {manner.leaves}"
+                return f"left {profile.leaves}"
 
-    async def _read(self, response: aiohttp.ClientResponse, manner: Manner, began: float) -> str:
+    async def _read(self, response: aiohttp.ClientResponse, profile: ClientProfile, began: float) -> str:
         if response.status != 200:
             code = _refusal_of(await response.read()).code
             self.report.refused.append(Failed(code, began, time.monotonic()))
             return f"refused {response.status} {code}"
-        whole = self._whole[manner.prompt]
-        if not manner.stream:
+        whole = self._whole[profile.prompt]
+        if not profile.stream:
             return _complete(_in_one_piece(await response.read()), whole)
-        return await self._follow(response, manner, whole)
+        return await self._follow(response, profile, whole)
 
-    async def _follow(self, response: aiohttp.ClientResponse, manner: Manner, whole: list[Answer]) -> str:
+    async def _follow(self, response: aiohttp.ClientResponse, profile: ClientProfile, whole: list[Answer]) -> str:
         """Read a stream to its end, or until this client disconnects."""
         answers = [Answer() for _ in whole]
         size = sum(len(answer.token_ids) for answer in whole)
-        enough = int(manner.when * size) if manner.leaves == "middle" else None
+        enough = int(profile.when * size) if profile.leaves == "middle" else None
         held, began, done, failed, read = b"", time.monotonic(), False, None, 0
         while chunk := await response.content.readany():
             *blocks, held = (held + chunk).split(b"\n\n")
@@ -262,10 +262,10 @@ class Crowd:
                 else:
                     read += _add_event(block, answers)
             over = all(answer.finish_reason for answer in answers)
-            if (enough is not None and read > enough) or (manner.leaves == "end" and over and not failed):
+            if (enough is not None and read > enough) or (profile.leaves == "end" and over and not failed):
                 _check_beginning(answers, whole)
                 raise _Left
-            if manner.slow:
+            if profile.slow:
                 await asyncio.sleep(0.004 if len(chunk) < _SMALL_BUFFER else 0.03)
         if held:
             raise _Wrong(f"incomplete event at the end: {held[:80]!r}")

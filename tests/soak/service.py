@@ -14,7 +14,7 @@ from typing import Final
 
 from tests.server.processes import serving
 from tests.soak.cluster import Cluster, Usage, cluster_of
-from tests.soak.crowd import Answer, Crowd, Failed, Manner, Prompt, Report, ask_alone, manners
+from tests.soak.crowd import Answer, ClientProfile, Crowd, Failed, Prompt, Report, ask_alone, client_profiles
 from tests.soak.watching import Watch, at_rest, usages
 from tests.soak.worker_faults import KINDS, SHORT, UNREACHABLE_SECONDS, Executed, Kind, inject_all, plan
 
@@ -125,11 +125,11 @@ def run_service(folder: Path, scale: Scale, roles: Sequence[str], seed: int) -> 
 async def _run(
     folder: Path, scale: Scale, roles: Sequence[str], seed: int, prompts: list[Prompt], whole: list[list[Answer]]
 ) -> Run:
-    every = manners(prompts, scale.requests, seed)
+    every = client_profiles(prompts, scale.requests, seed)
     async with cluster_of(folder, roles, serve=scale.serve, pair=scale.pair, route=scale.route) as cluster:
         crowd = Crowd(cluster.router.url, prompts, whole, at_once=scale.at_once, longest=scale.longest)
         # One-time allocations, such as threads at the first request, belong to the baseline.
-        await crowd.ask_all(manners(prompts, scale.requests // 20, seed + 1))
+        await crowd.ask_all(client_profiles(prompts, scale.requests // 20, seed + 1))
         await at_rest(cluster, scale.rests)
         before = await _usages_at_rest(cluster, None)
         watch, done = Watch(cluster), Executed()
@@ -160,7 +160,9 @@ async def _run(
         return run
 
 
-def _until_all_injected(every: Sequence[Manner], working: Sequence[asyncio.Task[None]]) -> Iterator[Manner]:
+def _until_all_injected(
+    every: Sequence[ClientProfile], working: Sequence[asyncio.Task[None]]
+) -> Iterator[ClientProfile]:
     """Yield all, then start over while faults are being injected."""
     yield from every
     again = itertools.cycle(every)

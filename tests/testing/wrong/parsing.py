@@ -1,4 +1,4 @@
-"""Parsers that are wrong in one thing: a few lines over a right one, and the case that names the fault."""
+"""Parsers with one fault each: a few lines on top of a right one, and the case that names the fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WRONG: dict[str, WrongParser] = {}
 
 @dataclass(frozen=True)
 class WrongParser:
-    """A parser, the rule that it breaks, and a case that says so."""
+    """A parser, the rule that it breaks, and the case that detects it."""
 
     cls: type[OutputParser]
     rule: str
@@ -200,11 +200,11 @@ class BeginsACallWithEachDelta(HermesTools):
 
 @breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
 class RepeatsTheArgumentsBefore(HermesTools):
-    said = ""
+    emitted = ""
 
     def say_arguments(self, text):
-        self.said += text
-        super().say_arguments(self.said)
+        self.emitted += text
+        super().say_arguments(self.emitted)
 
 
 @breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
@@ -244,7 +244,7 @@ class LosesReasoning(QwenReasoning):
 class KeepsTheMarkersOfReasoning(QwenReasoning):
     def say_reasoning(self, text):
         super().say_reasoning(text)
-        self.said = True
+        self.emitted = True
 
     def say_read(self, *, cut=True):
         self.say_content(self.end)

@@ -1,4 +1,4 @@
-"""Schedulers that are wrong in one thing: a few lines over the right one, and the case that names the fault."""
+"""Schedulers with one fault each: a few lines on top of the right one, and the case that names the fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRONG: dict[str, WrongScheduler] = {}
 
 @dataclass(frozen=True)
 class WrongScheduler:
-    """A scheduler, the rule that it breaks, and a case that says so."""
+    """A scheduler, the rule that it breaks, and the case that detects it."""
 
     cls: type[ContinuousBatchingScheduler]
     rule: str
@@ -37,24 +37,24 @@ def breaks(rule: str, noticed_by: str) -> Callable[[type], type]:
 
 
 def instead(part: Any, name: str, function: Callable[..., Any]) -> None:
-    """Have `function(part, right, *arguments)` called instead of a method of a part; `right` is that method."""
+    """Replace a method of a part by `function(part, right, *arguments)`; `right` is the original method."""
     right = getattr(part, name)
     setattr(part, name, lambda *arguments, **named: function(part, right, *arguments, **named))
 
 
 class Changed(ContinuousBatchingScheduler):
-    """The right scheduler, whose parts a subclass changes."""
+    """The right scheduler, with parts that a subclass changes."""
 
     def __init__(self, setup: Any) -> None:
         super().__init__(setup)
         self.change()
 
     def change(self) -> None:
-        """Put the fault in."""
+        """Apply the fault."""
 
 
 class Answers(Changed):
-    """Changes what commit returns."""
+    """Changes the result of commit."""
 
     def commit(self, plan: Any, output: Any) -> Any:
         before = {name: request.state for name, request in self._requests.items()}
@@ -66,7 +66,7 @@ class Answers(Changed):
 
 
 class Plans(Changed):
-    """Changes the plan that leaves."""
+    """Changes the result of plan."""
 
     def plan(self) -> Any:
         plan, effects = super().plan()
@@ -87,7 +87,7 @@ class DropsWhatIsInFlightForADrainingSlot(Answers):
 
 @breaks("1.1", "golden:test_batches_chunks_preemption_and_drafts_change_no_text[2-3-24]")
 class DeliversOneTokenOfAStep(Answers):
-    """Drafts that were accepted are lost."""
+    """Accepted drafts are lost."""
 
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)
@@ -96,14 +96,14 @@ class DeliversOneTokenOfAStep(Answers):
 
 @breaks("1.2", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
 class RevokesTwice(Plans):
-    """Asks again until it is answered."""
+    """Repeats a revocation until it is acknowledged."""
 
-    asked: tuple = ()
+    pending: tuple = ()
 
     def changed(self, plan):
-        again = tuple(each for each in self.asked if self._slots.draining[each.slot])
-        self.asked = (*again, *plan.revocations)
-        return replace(plan, revocations=self.asked)
+        again = tuple(each for each in self.pending if self._slots.draining[each.slot])
+        self.pending = (*again, *plan.revocations)
+        return replace(plan, revocations=self.pending)
 
 
 @breaks("1.2", "signals:test_an_abort_while_draining_ends_with_the_release[2]")
@@ -111,8 +111,8 @@ class EndsAnAbortedRequestBeforeItsRelease(Changed):
     def abort(self, request_id):
         request = self._requests.get(request_id)
         delta = super().abort(request_id)
-        if request is not None and request.state is State.DRAINING and not hasattr(self, "told"):
-            self.told = True
+        if request is not None and request.state is State.DRAINING and not hasattr(self, "has_ended"):
+            self.has_ended = True
             return self._output_side.end(request, FinishReason.ABORT)
         return delta
 
@@ -134,7 +134,7 @@ class LetsAnErrorSwallowTheOtherRows(Answers):
 
 @breaks("1.2", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
 class GivesADrainingSlotAway(Changed):
-    """A slot is free as soon as it is revoked; its request waits at once."""
+    """A slot is free as soon as it is revoked; its request is requeued at once."""
 
     def change(self):
         def revoke(residencies, right, slot, request, draft):
@@ -147,7 +147,7 @@ class GivesADrainingSlotAway(Changed):
 
 @breaks("1.4", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
 class ForgetsWhatCameWhileDraining(Plans):
-    """A request returns with the tokens that it had when its slot was taken back."""
+    """A request is readmitted with the tokens that it had when its slot was revoked."""
 
     def change(self):
         self.had = {}
@@ -200,7 +200,7 @@ class KeepsTheGen(Changed):
 
 @breaks("1.6", "signals:test_a_text_that_ends_while_it_drains_is_not_requeued[2]")
 class RequeuesWhatEndedWhileDraining(Answers):
-    """The end of a draining request is told with its release, if at all."""
+    """The end of a draining request is reported with its release, if at all."""
 
     def commit(self, plan, output):
         before = {name: request.state for name, request in self._requests.items()}
@@ -242,7 +242,7 @@ class TellsAnAbortTwice(Changed):
 
 @breaks("1.8", "signals:test_while_anything_is_open_there_is_work[1]")
 class SleepsOnceEverybodyWasToldTheEnd(Changed):
-    """An engine that is asked to stop then does so, whatever drains or is being saved."""
+    """A stopping engine then exits, although slots still drain or saves are running."""
 
     @property
     def has_work(self):
@@ -264,7 +264,7 @@ class TakesTokenZeroForNothing(Answers):
 
 @breaks("2.1", "budget:test_a_budget_equal_to_the_demand_plans_the_whole_demand[3]")
 class KeepsAReserveForEverySlot(Changed):
-    """Room for a decode with all drafts is kept for every slot, whether or not anybody is there."""
+    """Budget for a decode with all drafts is reserved for every slot, occupied or not."""
 
     def change(self):
         reserve = self.limits.max_num_seqs
@@ -360,7 +360,7 @@ class WantsBudgetForEverySlot(Changed):
 
 @breaks("2.2", "budget:test_everybody_gets_a_first_token_while_others_keep_coming")
 class AdmitsTheShortestFirst(Changed):
-    """Shortest first, for ever."""
+    """Shortest first, without aging."""
 
     def change(self):
         def push(waiting, right, request):
@@ -388,7 +388,7 @@ class FreesWhileALoadWrites(Changed):
 
 @breaks("3.3", "blocks:test_matching_a_prefix_does_not_evict_it")
 class EvictsWhatItMatched(Changed):
-    """Takes new blocks first, then those of the known prefix."""
+    """Allocates new blocks before it acquires those of the cached prefix."""
 
     def change(self):
         self.matched = ()
@@ -417,7 +417,7 @@ class EvictsWhatItMatched(Changed):
 
 @breaks("3.4", "blocks:test_one_victim_is_enough_while_its_blocks_are_fenced[2]")
 class PreemptsAChain(Changed):
-    """Does not count what comes free."""
+    """Does not count the blocks that are being freed."""
 
     def change(self):
         def grow(planner, right, ready, draft):
@@ -438,7 +438,7 @@ class PreemptsAChain(Changed):
 
 @breaks("3.5", "blocks:test_rejected_drafts_are_in_no_known_prefix[3-1.0]")
 class SharesRejectedDrafts(Changed):
-    """Names blocks once they were computed, whatever became of the drafts in them."""
+    """Registers blocks once they are computed, even if their drafts were rejected."""
 
     def change(self):
         def settle(residencies, right, rows, upto):
@@ -453,7 +453,7 @@ ASKED = "golden:test_what_is_asked_of_a_prompt_is_computed_though_its_kv_is_know
 
 @breaks("4", f"{ASKED}[1-24]")
 class ReadsEveryPromptFromTheCache(Changed):
-    """A position whose KV is known is not computed again, whatever is asked of it."""
+    """A cached position is not computed again, even if its outputs were requested."""
 
     def change(self):
         size = self._prefixes.hasher.block_size
@@ -479,15 +479,15 @@ class TellsOfTheLastChunkOfAPromptAlone(Answers):
 class TellsOfAPromptWithEveryToken(Answers):
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)
-        self.told |= {delta.request_id: delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs}
+        self.sent |= {delta.request_id: delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs}
         again = [
-            msgspec.structs.replace(delta, prompt_logprobs=self.told.get(delta.request_id, delta.prompt_logprobs))
+            msgspec.structs.replace(delta, prompt_logprobs=self.sent.get(delta.request_id, delta.prompt_logprobs))
             for delta in deltas
         ]
         return again, effects
 
     def change(self):
-        self.told = {}
+        self.sent = {}
 
 
 @breaks("5.3", "blocks:test_requests_of_other_salts_share_nothing")
@@ -532,7 +532,7 @@ class BelievesThatDamagedKVIsStored(Changed):
 
 @breaks("5.4", "storage:test_what_was_damaged_in_the_store_is_computed_and_stored_again[IN_PART]")
 class UsesWhatALoadLeftBehind(Changed):
-    """Takes a load for whole that brought half of its blocks."""
+    """Treats a load of half of its blocks as complete."""
 
     def complete(self, completion):
         if isinstance(completion, Loaded):
@@ -634,7 +634,7 @@ class NeverGivesUp(Changed):
 
 @breaks("3.2", "pairs:test_every_block_of_a_job_is_sent_once_when_it_is_settled[0-37-24]")
 class WritesWhatIsBeingSent(Changed):
-    """Blocks of a send are free as soon as the request has left."""
+    """Blocks of a send are free as soon as the request has left its slot."""
 
     def change(self):
         def begin(operations, right, about, request, blocks=None):
@@ -643,22 +643,22 @@ class WritesWhatIsBeingSent(Changed):
         instead(self._operations, "begin", begin)
 
 
-# What clients are told ----------------------------------------------------------------------------------------
+# Deltas for clients -------------------------------------------------------------------------------------------
 
 
 class Tells(Changed):
-    """Changes the deltas of an answer."""
+    """Changes the deltas of commit."""
 
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)
-        return [self.told(delta) for delta in deltas], effects
+        return [self.changed_delta(delta) for delta in deltas], effects
 
 
 @breaks("1.1", "golden:test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it[2-3]")
 class MixesUpLogprobs(Tells):
-    """Of several tokens of a step, the last one's come first."""
+    """Of several tokens of a step, the log-probabilities of the last one are first."""
 
-    def told(self, delta):
+    def changed_delta(self, delta):
         return msgspec.structs.replace(delta, logprobs=delta.logprobs and delta.logprobs[::-1])
 
 
@@ -668,7 +668,7 @@ class CallsAStopAtTheLimitALength(Tells):
         self.full = {name for name, each in self._requests.items() if each.num_tokens + 1 == each.limit}
         return super().commit(plan, output)
 
-    def told(self, delta):
+    def changed_delta(self, delta):
         if delta.finish_reason is FinishReason.STOP and delta.request_id in self.full:
             return msgspec.structs.replace(delta, finish_reason=FinishReason.LENGTH)
         return delta
@@ -676,13 +676,13 @@ class CallsAStopAtTheLimitALength(Tells):
 
 @breaks("2.1", "budget:test_a_known_prefix_is_not_charged")
 class SaysThatNothingWasCached(Tells):
-    def told(self, delta):
+    def changed_delta(self, delta):
         return msgspec.structs.replace(delta, cached_tokens=None if delta.cached_tokens is None else 0)
 
 
 @breaks("1.3", "signals:test_an_error_in_one_row_swallows_no_other")
 class FailsWithoutAWord(Tells):
-    def told(self, delta):
+    def changed_delta(self, delta):
         return msgspec.structs.replace(delta, error=None)
 
 
@@ -704,7 +704,7 @@ class ServesTheNewestFirst(Changed):
 
 @breaks("3.5", "storage:test_only_settled_blocks_are_saved[1.0]")
 class SavesWhatIsNotSettled(Changed):
-    """Saves every block that it has a name for, computed or not."""
+    """Saves every registered block, computed or not."""
 
     def change(self):
         def save(residencies, right, slot, request):
@@ -725,7 +725,7 @@ class HandsOutWhatItMayChange(Plans):
 
 @breaks("4", "signals:test_what_an_earlier_epoch_delivered_is_continued[7]")
 class ChangesTheParameters(Plans):
-    """After a restart a request is sampled with what is left of its tokens as max_tokens."""
+    """After a restart, max_tokens of a request is the number of its remaining tokens."""
 
     def changed(self, plan):
         return replace(
