@@ -53,19 +53,19 @@ def test_every_rule_of_parsers_has_a_case():
     assert {rule for rule in RULES if rule.startswith("8.")} == rules
 
 
-class ShowsNothing(ToolParser):
+class WithoutSample(ToolParser):
     """A parser without a sample and without an output constraint."""
 
 
-class ShowsNoAnswer(ReasoningParser):
+class WithoutSampleAnswer(ReasoningParser):
     sample = "<think>Hm.</think>"
 
 
 @pytest.mark.parametrize(
     ("cls", "kind", "words"),
     [
-        (ShowsNothing, TOOL_PARSER, "the sample of the tool parser mine has no 'weather'"),
-        (ShowsNoAnswer, REASONING_PARSER, "the sample of the reasoning parser mine has no 'I look.'"),
+        (WithoutSample, TOOL_PARSER, "the sample of the tool parser mine has no 'weather'"),
+        (WithoutSampleAnswer, REASONING_PARSER, "the sample of the reasoning parser mine has no 'I look.'"),
         (type("HasAForm", (HermesTools,), {"sample": "CALL weather in Rome"}), TOOL_PARSER, "has no 'now'"),
     ],
 )

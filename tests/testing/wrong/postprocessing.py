@@ -100,7 +100,7 @@ class CutsAfterAnEndOfText(NumpyPostprocess):
 
 
 @breaks("1.1", "matrix:test_a_token_is_delivered_whatever_its_number[0]")
-class TakesTokenZeroForNone(NumpyPostprocess):
+class IgnoresTokenZero(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(np.where(sampled > 0, sampled, EMPTY_TOKEN_ID), accepted, slots, revoked)
 

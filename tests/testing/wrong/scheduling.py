@@ -80,7 +80,7 @@ class Plans(Changed):
 
 
 @breaks("1.1", "signals:test_what_is_in_flight_when_a_slot_is_taken_back_is_delivered[2]")
-class DropsWhatIsInFlightForADrainingSlot(Answers):
+class DropsTokensInFlightForADrainingSlot(Answers):
     def keeps(self, delta, state, output):
         return not (state is State.DRAINING and delta.token_ids)
 
@@ -127,13 +127,13 @@ class MakesNoStepOfRevocationsAlone(Plans):
 
 
 @breaks("1.3", "signals:test_an_error_in_one_row_swallows_no_other")
-class LetsAnErrorSwallowTheOtherRows(Answers):
+class DropsRowsAfterAnError(Answers):
     def keeps(self, delta, state, output):
         return not output.errors or delta.finish_reason is FinishReason.ERROR
 
 
 @breaks("1.2", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
-class GivesADrainingSlotAway(Changed):
+class ReassignsADrainingSlot(Changed):
     """A slot is free as soon as it is revoked; its request is requeued at once."""
 
     def change(self):
@@ -146,7 +146,7 @@ class GivesADrainingSlotAway(Changed):
 
 
 @breaks("1.4", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
-class ForgetsWhatCameWhileDraining(Plans):
+class ForgetsTokensReceivedWhileDraining(Plans):
     """A request is readmitted with the tokens that it had when its slot was revoked."""
 
     def change(self):
@@ -168,7 +168,7 @@ class ForgetsWhatCameWhileDraining(Plans):
 
 
 @breaks("1.5", "signals:test_an_answer_of_another_epoch_or_step_is_dropped[{'epoch': -1}]")
-class HearsAnotherEpoch(Changed):
+class AcceptsAnotherEpoch(Changed):
     def commit(self, plan, output):
         return super().commit(plan, replace(output, epoch=plan.epoch))
 
@@ -181,7 +181,7 @@ class AppliesAnAnswerTwice(Changed):
 
 
 @breaks("1.5", "signals:test_a_row_of_another_gen_is_dropped")
-class KnowsRowsBySlotOnly(Changed):
+class MatchesRowsBySlotOnly(Changed):
     def commit(self, plan, output):
         gens = output.gens.copy()
         gens[plan.slots] = plan.gens
@@ -199,7 +199,7 @@ class KeepsTheGen(Changed):
 
 
 @breaks("1.6", "signals:test_a_text_that_ends_while_it_drains_is_not_requeued[2]")
-class RequeuesWhatEndedWhileDraining(Answers):
+class RequeuesRequestsThatEndedWhileDraining(Answers):
     """The end of a draining request is reported with its release, if at all."""
 
     def commit(self, plan, output):
@@ -233,7 +233,7 @@ class AbortsOneStepLate(Changed):
 
 
 @breaks("1.7", "signals:test_an_abort_while_waiting_leaves_at_once_and_is_never_prefilled")
-class TellsAnAbortTwice(Changed):
+class ReportsAnAbortTwice(Changed):
     def abort(self, request_id):
         delta = super().abort(request_id)
         self.last = getattr(self, "last", None) if delta is None else delta
@@ -241,7 +241,7 @@ class TellsAnAbortTwice(Changed):
 
 
 @breaks("1.8", "signals:test_while_anything_is_open_there_is_work[1]")
-class SleepsOnceEverybodyWasToldTheEnd(Changed):
+class SleepsOnceAllEndsAreReported(Changed):
     """A stopping engine then exits, although slots still drain or saves are running."""
 
     @property
@@ -250,7 +250,7 @@ class SleepsOnceEverybodyWasToldTheEnd(Changed):
 
 
 @breaks("1.9", "signals:test_token_0_is_a_token[0]")
-class TakesTokenZeroForNothing(Answers):
+class IgnoresTokenZero(Answers):
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)
         return [
@@ -263,7 +263,7 @@ class TakesTokenZeroForNothing(Answers):
 
 
 @breaks("2.1", "budget:test_a_budget_equal_to_the_demand_plans_the_whole_demand[3]")
-class KeepsAReserveForEverySlot(Changed):
+class ReservesBudgetForEverySlot(Changed):
     """Budget for a decode with all drafts is reserved for every slot, occupied or not."""
 
     def change(self):
@@ -286,7 +286,7 @@ class ChargesOneTokenForEachDecode(Changed):
 
 
 @breaks("2.1", "golden:test_batches_chunks_preemption_and_drafts_change_no_text[1-3-24]")
-class ChargesDraftsThatNobodyHas(Changed):
+class ChargesMissingDrafts(Changed):
     def change(self):
         def ready(slots, right):
             slots.drafts_ready[:] = self.limits.max_drafts
@@ -296,7 +296,7 @@ class ChargesDraftsThatNobodyHas(Changed):
 
 
 @breaks("2.2", "budget:test_drafts_shrink_before_a_decode_is_left_out[3-1]")
-class LeavesDecodesOutForDrafts(Changed):
+class SkipsDecodesForDrafts(Changed):
     def change(self):
         def decode(planner, right, rows, draft):
             slots = self._slots
@@ -311,7 +311,7 @@ class LeavesDecodesOutForDrafts(Changed):
 
 
 @breaks("2.2", "budget:test_decodes_are_left_out_in_rotation[2]")
-class ServesTheFirstSlotsForEver(Changed):
+class AlwaysServesTheFirstSlots(Changed):
     def change(self):
         def decode(planner, right, rows, draft):
             last, self._slots.last_step = self._slots.last_step, np.zeros_like(self._slots.last_step)
@@ -322,7 +322,7 @@ class ServesTheFirstSlotsForEver(Changed):
 
 
 @breaks("2.3", "budget:test_what_an_aborted_request_was_to_take_goes_to_others[0]")
-class ChargesWhoWasAborted(Changed):
+class ChargesAbortedRequests(Changed):
     def change(self):
         def revoke(residencies, right, slot, request, draft):
             draft.budget.take(int(request.abort_wanted))
@@ -342,7 +342,7 @@ class AbortsWhenBudgetIsLeft(Changed):
 
 
 @breaks("2.6", "budget:test_planning_does_not_grow_with_what_waits[slots-10000-20]")
-class LooksAtEverybodyWhoWaits(Changed):
+class ExaminesTheWholeQueue(Changed):
     def plan(self):
         for request in list(self._requests.values()):
             if request.state is State.WAITING:
@@ -351,7 +351,7 @@ class LooksAtEverybodyWhoWaits(Changed):
 
 
 @breaks("2.5", "budget:test_whatever_keeps_the_law_is_accepted_and_served[5-64-4]")
-class WantsBudgetForEverySlot(Changed):
+class RequiresBudgetForEverySlot(Changed):
     def change(self):
         budget, demand = self.limits.max_num_batched_tokens, self.limits.max_num_seqs * (1 + self.limits.max_drafts)
         if budget < demand:
@@ -387,7 +387,7 @@ class FreesWhileALoadWrites(Changed):
 
 
 @breaks("3.3", "blocks:test_matching_a_prefix_does_not_evict_it")
-class EvictsWhatItMatched(Changed):
+class EvictsMatchedBlocks(Changed):
     """Allocates new blocks before it acquires those of the cached prefix."""
 
     def change(self):
@@ -462,7 +462,7 @@ class ReadsEveryPromptFromTheCache(Changed):
 
 
 @breaks("4", f"{ASKED}[1-5]")
-class TellsOfTheLastChunkOfAPromptAlone(Answers):
+class ReportsOnlyTheLastPromptChunk(Answers):
     def commit(self, plan, output):
         rows = dict(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
         slots = {name: request.slot for name, request in self._requests.items()}
@@ -476,7 +476,7 @@ class TellsOfTheLastChunkOfAPromptAlone(Answers):
 
 
 @breaks("4", f"{ASKED}[2-24]")
-class TellsOfAPromptWithEveryToken(Answers):
+class RepeatsPromptLogprobs(Answers):
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)
         self.sent |= {delta.request_id: delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs}
@@ -491,13 +491,13 @@ class TellsOfAPromptWithEveryToken(Answers):
 
 
 @breaks("5.3", "blocks:test_requests_of_other_salts_share_nothing")
-class LooksAtTheBeginningOfASalt(Changed):
+class ComparesSaltPrefixes(Changed):
     def change(self):
         instead(self._prefixes, "root", lambda prefixes, right, salt, adapter: right(salt[:6], adapter))
 
 
 @breaks("3.1", "signals:test_an_abort_between_two_chunks_of_a_prompt_takes_the_slot_back")
-class KeepsTheBlocksOfWhoWasAborted(Changed):
+class LeaksBlocksOfAbortedRequests(Changed):
     def change(self):
         def give_up(residencies, right, slot, request):
             if not request.abort_wanted:
@@ -523,7 +523,7 @@ class NeverLoads(Changed):
 
 
 @breaks("5.4", "storage:test_what_was_damaged_in_the_store_is_computed_and_stored_again[BADLY]")
-class BelievesThatDamagedKVIsStored(Changed):
+class TreatsDamagedKVAsStored(Changed):
     def complete(self, completion):
         remembered = dict(self._offloading._remembered)
         super().complete(completion)
@@ -531,7 +531,7 @@ class BelievesThatDamagedKVIsStored(Changed):
 
 
 @breaks("5.4", "storage:test_what_was_damaged_in_the_store_is_computed_and_stored_again[IN_PART]")
-class UsesWhatALoadLeftBehind(Changed):
+class UsesPartialLoads(Changed):
     """Treats a load of half of its blocks as complete."""
 
     def complete(self, completion):
@@ -542,7 +542,7 @@ class UsesWhatALoadLeftBehind(Changed):
 
 
 @breaks("5.6", "storage:test_kv_is_loaded_only_where_that_beats_computing_it[False]")
-class LoadsWhateverIsStored(Changed):
+class AlwaysLoads(Changed):
     def change(self):
         self._offloading.load_or_recompute.prefill_measured = lambda pace: None
 
@@ -551,7 +551,7 @@ class LoadsWhateverIsStored(Changed):
 
 
 @breaks("6.2", "pairs:test_a_text_begins_behind_the_kv_that_was_transferred[0-38]")
-class BeginsBeforeTheKVHasCome(Changed):
+class DecodesBeforeTheTransfer(Changed):
     def plan(self):
         plan, effects = super().plan()
         for each in effects.operations:
@@ -561,7 +561,7 @@ class BeginsBeforeTheKVHasCome(Changed):
 
 
 @breaks("6.3", "pairs:test_a_prompt_whose_transfer_failed_is_computed_here[BADLY]")
-class UsesWhatATransferLeftBehind(Changed):
+class UsesPartialTransfers(Changed):
     def complete(self, completion):
         if isinstance(completion, Fetched):
             completion = msgspec.structs.replace(completion, outcome="transferred")
@@ -584,7 +584,7 @@ class FetchesThePromptOfAnotherEpochAgain(Changed):
 
 
 @breaks("6.1", "pairs:test_an_abort_ends_the_lease_and_its_blocks_stay_until_it_is_over[WELL]")
-class LetsALeaseOfWhoWasAbortedGoOn(Changed):
+class KeepsLeasesOfAbortedRequests(Changed):
     def change(self):
         def take(operations, right):
             operations.effects[:] = [effect for effect in operations.effects if not isinstance(effect, Cancel)]
@@ -594,7 +594,7 @@ class LetsALeaseOfWhoWasAbortedGoOn(Changed):
 
 
 @breaks("6.1", "pairs:test_a_lease_leaves_room_for_what_runs")
-class LeasesWhateverIsFree(Changed):
+class LeasesAllFreeBlocks(Changed):
     def change(self):
         instead(self._probe.control, "growth", lambda *_: 0)
 
@@ -611,7 +611,7 @@ class SendsABlockThatIsNotFull(Changed):
 
 
 @breaks("6.2", "pairs:test_a_job_that_was_preempted_is_sent_on_behind_what_left[2-3]")
-class SendsAJobFromItsBeginningAgain(Changed):
+class ResendsAJobFromTheStart(Changed):
     def change(self):
         def preempt(residencies, right, slot, draft):
             job = residencies.slots.request_in(slot).spec.prefill_job
@@ -623,7 +623,7 @@ class SendsAJobFromItsBeginningAgain(Changed):
 
 
 @breaks("6.1", "pairs:test_a_job_that_is_aborted_is_given_up_once[runs]")
-class NeverGivesUp(Changed):
+class NeverAbandonsLeases(Changed):
     def change(self):
         def take(operations, right):
             operations.effects[:] = [effect for effect in operations.effects if not isinstance(effect, GiveUp)]
@@ -633,7 +633,7 @@ class NeverGivesUp(Changed):
 
 
 @breaks("3.2", "pairs:test_every_block_of_a_job_is_sent_once_when_it_is_settled[0-37-24]")
-class WritesWhatIsBeingSent(Changed):
+class OverwritesBlocksBeingSent(Changed):
     """Blocks of a send are free as soon as the request has left its slot."""
 
     def change(self):
@@ -646,7 +646,7 @@ class WritesWhatIsBeingSent(Changed):
 # Deltas for clients -------------------------------------------------------------------------------------------
 
 
-class Tells(Changed):
+class ChangesDeltas(Changed):
     """Changes the deltas of commit."""
 
     def commit(self, plan, output):
@@ -655,7 +655,7 @@ class Tells(Changed):
 
 
 @breaks("1.1", "golden:test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it[2-3]")
-class MixesUpLogprobs(Tells):
+class MixesUpLogprobs(ChangesDeltas):
     """Of several tokens of a step, the log-probabilities of the last one are first."""
 
     def changed_delta(self, delta):
@@ -663,7 +663,7 @@ class MixesUpLogprobs(Tells):
 
 
 @breaks("1.1", "golden:test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it[None-0]")
-class CallsAStopAtTheLimitALength(Tells):
+class ReportsLengthForAStopAtTheLimit(ChangesDeltas):
     def commit(self, plan, output):
         self.full = {name for name, each in self._requests.items() if each.num_tokens + 1 == each.limit}
         return super().commit(plan, output)
@@ -675,19 +675,19 @@ class CallsAStopAtTheLimitALength(Tells):
 
 
 @breaks("2.1", "budget:test_a_known_prefix_is_not_charged")
-class SaysThatNothingWasCached(Tells):
+class ReportsNoCachedTokens(ChangesDeltas):
     def changed_delta(self, delta):
         return msgspec.structs.replace(delta, cached_tokens=None if delta.cached_tokens is None else 0)
 
 
 @breaks("1.3", "signals:test_an_error_in_one_row_swallows_no_other")
-class FailsWithoutAWord(Tells):
+class FailsWithoutAMessage(ChangesDeltas):
     def changed_delta(self, delta):
         return msgspec.structs.replace(delta, error=None)
 
 
 @breaks("8", "budget:test_who_enters_next_is_what_the_policy_says")
-class KnowsNoPolicyButItsOwn(Changed):
+class IgnoresThePolicy(Changed):
     def __init__(self, setup):
         super().__init__(replace(setup, policy=Fcfs()))
 
@@ -703,7 +703,7 @@ class ServesTheNewestFirst(Changed):
 
 
 @breaks("3.5", "storage:test_only_settled_blocks_are_saved[1.0]")
-class SavesWhatIsNotSettled(Changed):
+class SavesUnsettledBlocks(Changed):
     """Saves every registered block, computed or not."""
 
     def change(self):
@@ -718,7 +718,7 @@ class SavesWhatIsNotSettled(Changed):
 
 
 @breaks("8", "budget:test_prompts_that_fit_enter_in_one_step")
-class HandsOutWhatItMayChange(Plans):
+class ReturnsMutablePlans(Plans):
     def changed(self, plan):
         return replace(plan, slots=plan.slots.copy())
 
