@@ -1,4 +1,4 @@
-"""The command `fdcore` without a process of its own."""
+"""The `fdcore` command, run in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fd_core.config.logs import ACCESS_LOGGER
 def entered(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Return a function that runs `main` with arguments, as the script does, and returns what the process would show.
+    """Return a function that runs `main` with arguments, as the script does, and returns the output of such a process.
 
     A process imports the core for each message, 0.5 to 2 CPU seconds; what ends the process itself still needs one.
     """

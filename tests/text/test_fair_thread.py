@@ -14,7 +14,7 @@ def thread():
 
 
 def order_of(thread, brought, cancelled=()):
-    """Bring work of clients while the thread is held; return in which order it was done."""
+    """Queue work of clients while the thread is blocked; return the order of execution."""
     done, held = [], threading.Event()
 
     async def bring(client):
@@ -38,15 +38,15 @@ def order_of(thread, brought, cancelled=()):
     return done
 
 
-def test_who_brings_much_work_waits_for_whoever_brings_little(thread):
+def test_clients_are_served_round_robin(thread):
     assert order_of(thread, ["a1", "a2", "a3", "b1", "c1", "b2"]) == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def test_work_whose_client_left_is_not_done(thread):
+def test_work_of_a_disconnected_client_is_skipped(thread):
     assert order_of(thread, ["a1", "a2", "b1"], cancelled=["a1", "b1"]) == ["a2"]
 
 
-def test_an_error_reaches_who_waits_and_the_thread_goes_on(thread):
+def test_error_is_raised_to_the_caller_and_thread_continues(thread):
     def wrong():
         raise ValueError("no")
 
@@ -55,7 +55,7 @@ def test_an_error_reaches_who_waits_and_the_thread_goes_on(thread):
     assert asyncio.run(thread.run(lambda: 3)) == 3
 
 
-def test_an_end_cancels_what_waits(thread):
+def test_close_cancels_queued_work(thread):
     held, began = threading.Event(), threading.Event()
 
     async def scenario():
