@@ -26,7 +26,7 @@ from fd_core.http.connections.listening import bind_socket
 from fd_core.models.catalog import resolve_model
 from tests.server.fakes import FakeClient, byte_tokenizer, live
 
-Entered = Callable[..., subprocess.CompletedProcess[str]]
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def fdcore(*arguments: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,8 +49,8 @@ def assert_one_line(ended: subprocess.CompletedProcess[str], code: int, *words: 
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_misspelled_model_name_is_corrected(entered: Entered) -> None:
-    assert_one_line(entered("serve", "smolm2"), 3, "no such model: 'smolm2'; did you mean smollm2?", "a .gguf file")
+def test_misspelled_model_name_is_corrected(run_cli: RunCli) -> None:
+    assert_one_line(run_cli("serve", "smolm2"), 3, "no such model: 'smolm2'; did you mean smollm2?", "a .gguf file")
 
 
 def test_misspelled_hub_name_suggests_the_cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,16 +147,16 @@ def test_wrong_key_is_reported_with_the_flag_to_set() -> None:
     assert_one_line(ended, ServerAnswer.exit_code, "answered 401", "--api-key-file FILE or in FD_API_KEY")
 
 
-def test_context_too_long_is_reported_with_both_lengths(entered: Entered) -> None:
+def test_context_too_long_is_reported_with_both_lengths(run_cli: RunCli) -> None:
     with live(lambda: FakeClient("From afar")) as server:
-        ended = entered("complete", "x" * 1000, "--url", server.url)
+        ended = run_cli("complete", "x" * 1000, "--url", server.url)
     assert_one_line(ended, FdError.exit_code, "the prompt has 1000 tokens, but the context holds 400", "shorten")
 
 
 def test_chat_with_a_model_without_template_fails_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     model = startup.LocalModel(EngineConfig(model="base"), None, byte_tokenizer(), None)
     monkeypatch.setattr(startup, "find_model", lambda *_: model)
-    monkeypatch.setattr(startup, "running_engine", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(startup, "running_engine", lambda *_: pytest.fail("the model was loaded"))
     ended = CliRunner().invoke(app, ["chat", "base"], input="hi\n")
     assert ended.exit_code == 3
     assert ended.stderr.startswith("fdcore: model: base has no chat template")
@@ -168,12 +168,12 @@ def test_chat_with_a_model_without_template_fails_before_loading(monkeypatch: py
     [("--backend", "cuda"), ("--scheduler", "best"), ("--kv-store", "redsi:x"), ("--scheduling-policy", "lifo")],
 )
 def test_missing_plugin_is_reported_with_the_installed_ones(
-    flag: str, value: str, tmp_path: Path, entered: Entered, monkeypatch: pytest.MonkeyPatch
+    flag: str, value: str, tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FD_CACHE", str(tmp_path))
-    ended = entered("serve", "smollm2", "--port", "0", flag, value)
+    ended = run_cli("serve", "smollm2", "--port", "0", flag, value)
     assert_one_line(ended, 4, f"{flag}: there is no ", f"called '{value.partition(':')[0]}' (there are: ")
-    assert list(tmp_path.iterdir()) == [], "nothing is fetched or compiled in vain"
+    assert list(tmp_path.iterdir()) == [], "nothing is fetched or compiled before the check"
 
 
 def test_broken_plugin_is_reported_with_its_missing_attribute(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_version():
         (["bench", "latency", "--json", "/nowhere/x.json"], 2, "--json: cannot write /nowhere/x.json"),
     ],
 )
-def test_exit_codes_and_one_clear_line(entered, arguments, code, words):
-    ended = entered(*arguments)
+def test_exit_codes_and_one_clear_line(run_cli, arguments, code, words):
+    ended = run_cli(*arguments)
     assert ended.returncode == code
     assert words in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -1,4 +1,4 @@
-"""Every constrained setting rejects a bad value with the same message, whatever its source."""
+"""Every constrained setting rejects a bad value with the same message, from any source."""
 
 from __future__ import annotations
 

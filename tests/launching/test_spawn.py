@@ -25,7 +25,7 @@ class TestSpawn(LauncherSuite):
 
     def test_processes_are_pinned_to_disjoint_cores(self, launching: Launcher) -> None:
         if launching.nodes()[0].cores < 2:
-            pytest.skip("one processor cannot be divided")
+            pytest.skip("needs two cores")
         pinned = launching.start([self.spec(name) for name in ("one", "two")])
         (free,) = launching.start([self.spec("three", cores=0)])
         first, second, rest = (self.seen(process)["cores"] for process in (*pinned, free))

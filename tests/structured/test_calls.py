@@ -179,7 +179,7 @@ def read(parser: type[ToolParser], text: str, cut: int | None = None) -> list[An
 def calls_of(events: list[Any]) -> list[tuple[str, str]]:
     names = {event.index: event.name for event in events if isinstance(event, CallBegun)}
     ended = [event.index for event in events if isinstance(event, CallEnded)]
-    assert ended == sorted(names), "every call is whole"
+    assert ended == sorted(names), "every call is complete"
     return [
         (names[index], "".join(e.text for e in events if isinstance(e, ArgumentsDelta) and e.index == index))
         for index in ended
@@ -417,4 +417,4 @@ def smollm2() -> Tokenizer:
     try:
         return load_tokenizer(open_checkpoint(resolve_model("smollm2").path))
     except ModelError as error:
-        pytest.skip(f"SmolLM2 cannot be had: {error}")
+        pytest.skip(f"SmolLM2 is not available: {error}")

@@ -34,14 +34,14 @@ def test_eos_is_allowed_exactly_where_the_grammar_accepts() -> None:
     follow = matcher(AB)
     a, b, c = ids("abc")
     assert allowed(follow, [a, b, c, END_ID]) == [{a}, {b, c}, {b, c, END_ID}, {END_ID}, None]
-    assert allowed(follow, [a]) == [{a}, {b, c}], "what was walked along is taken back"
+    assert allowed(follow, [a]) == [{a}, {b, c}], "checking drafts must not advance the matcher"
 
 
 def test_stop_tokens_are_allowed_only_at_the_end() -> None:
     a, b, c = ids("abc")
     follow = matcher(AB, (END_ID, b))
     assert allowed(follow, [a, c]) == [{a}, {c}, {b, c, END_ID}]
-    assert allowed(follow, [a, c, c])[3] == {END_ID}, "the first end is the one that is forced"
+    assert allowed(follow, [a, c, c])[3] == {END_ID}, "the first end token is forced"
 
 
 @pytest.mark.law("4")
@@ -254,7 +254,7 @@ def test_masks_depend_on_tokens_alone(data: st.DataObject) -> None:
         if mask is None:
             break
         choices = [i for i in range(WORDS) if mask[i // 8] >> i % 8 & 1]
-        assert choices, "a schema always leaves a way on"
+        assert choices, "a schema always allows a continuation"
         forced = follow.forced(8)
         if forced:
             assert choices == forced[:1]

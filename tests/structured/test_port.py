@@ -59,7 +59,7 @@ def test_small_grammar_does_not_wait_for_a_large_one() -> None:
     compiler.released.set()
     assert answers(compiling, 1) == [GrammarReady(1, None)]
     compiling.perform([CompileGrammar(4, LARGE)])
-    assert compiling.completions() == [GrammarReady(4, None)], "it was compiled before"
+    assert compiling.completions() == [GrammarReady(4, None)], "it was compiled already"
     compiling.close()
 
 

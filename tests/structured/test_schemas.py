@@ -91,7 +91,7 @@ def test_options_that_may_overlap_are_rejected(options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "place"),
+    ("schema", "path"),
     [
         ({"const": [2**53 + 1]}, "const"),
         ({"properties": {"a": {"enum": [{"b": -(2**60)}]}}}, "properties.a.enum"),
@@ -103,10 +103,10 @@ def test_options_that_may_overlap_are_rejected(options: Any) -> None:
         ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "maximum"),
     ],
 )
-def test_unsupported_keyword_is_rejected_by_its_path(schema: Any, place: str) -> None:
+def test_unsupported_keyword_is_rejected_by_its_path(schema: Any, path: str) -> None:
     with pytest.raises(BadRequest) as error:
         grammar.json_schema(schema, field="s")
-    assert error.value.field == f"s.{place}"
+    assert error.value.field == f"s.{path}"
 
 
 def test_values_that_look_like_keywords_are_kept() -> None:

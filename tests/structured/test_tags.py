@@ -101,7 +101,7 @@ def deep(levels: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("form", "place", "words"),
+    ("form", "path", "words"),
     [
         ({"type": "token", "token": 3}, ".type", "'token'; served are const_string"),
         ({"type": "token_triggered_tags"}, ".type", "served are"),
@@ -129,10 +129,10 @@ def deep(levels: int) -> dict[str, Any]:
         (row(), ".elements", "1 to 256"),
     ],
 )
-def test_unsupported_format_is_rejected_by_its_path(form: Any, place: str, words: str) -> None:
+def test_unsupported_format_is_rejected_by_its_path(form: Any, path: str, words: str) -> None:
     with pytest.raises(BadRequest) as caught:
         grammar.structural_tag({"format": form})
-    assert caught.value.field == f"structural_tag.format{place}"
+    assert caught.value.field == f"structural_tag.format{path}"
     assert words in str(caught.value)
 
 

@@ -69,7 +69,7 @@ def test_stop_string_ends_text_for_any_chunking(text: str, stops: list[str], siz
         if detokenizer.stopped_by is None:
             seen = BYTES.decode(ids[: begin + size])
             held = len(seen.rstrip("\ufffd")) - len(streamed)
-            assert held < max(map(len, stops)), "no more is held than the beginning of a stop string"
+            assert held < max(map(len, stops)), "only a prefix of a stop string is held"
     assert streamed + detokenizer.flush().text == expected_cut(text, stops, include)
     assert (detokenizer.stopped_by is not None) == any(stop in text for stop in stops)
 

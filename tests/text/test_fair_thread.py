@@ -13,11 +13,11 @@ def thread():
     made.close()
 
 
-def order_of(thread, brought, cancelled=()):
+def order_of(thread, clients, cancelled=()):
     """Queue work of clients while the thread is blocked; return the order of execution."""
     done, held = [], threading.Event()
 
-    async def bring(client):
+    async def submit(client):
         CLIENT.set(client[0])
         await thread.run(lambda: done.append(client))
 
@@ -25,8 +25,8 @@ def order_of(thread, brought, cancelled=()):
         holding = asyncio.create_task(thread.run(lambda: held.wait(10)))
         await asyncio.sleep(0)
         tasks = {}
-        for client in brought:
-            tasks[client] = asyncio.create_task(bring(client))
+        for client in clients:
+            tasks[client] = asyncio.create_task(submit(client))
             await asyncio.sleep(0)
         for client in cancelled:
             tasks[client].cancel()

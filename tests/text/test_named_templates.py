@@ -67,7 +67,7 @@ def test_same_template_is_selected_as_in_transformers(
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     named = theirs.chat_template if isinstance(theirs.chat_template, dict) else {}
     if template is not None and template not in named:
-        pytest.skip("a name that is none is a source")
+        pytest.skip("an unknown name is a template source")
     reader = reader_of(tmp_path)
     kwargs = {"tools": tools, "chat_template": template}
     try:

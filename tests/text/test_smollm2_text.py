@@ -19,7 +19,7 @@ def checkpoint() -> Checkpoint:
     try:
         return open_checkpoint(resolve_model("smollm2").path)
     except ModelError as error:
-        pytest.skip(f"SmolLM2 cannot be had: {error}")
+        pytest.skip(f"SmolLM2 is not available: {error}")
 
 
 @pytest.fixture(scope="module")

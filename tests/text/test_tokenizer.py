@@ -219,6 +219,6 @@ def test_long_text_encodes_correctly_without_blocking_threads() -> None:
     done.set()
     other.join()
     assert ids == tokenizer.encode("ab", add_special=False) * 200_000
-    assert after - before > 100, "the interpreter's lock was held"
+    assert after - before > 100, "the GIL was held"
     with pytest.raises(BadRequest):
         tokenizer.encode("\ud800" * 1000)

@@ -80,8 +80,8 @@ def test_trace_matches_counters_under_preemption_and_speculation(path: Path, dep
     assert sorted(ended.request_id for line in steps for ended in line.finished) == sorted(golden(SPECS))
     got = {ended.request_id: ended.tokens for line in steps for ended in line.finished}
     assert got == {name: len(tokens) for name, tokens in golden(SPECS).items()}
-    came = [arrival for line in steps for arrival in line.arrived]
-    assert [(arrival.request_id, arrival.tokens) for arrival in came] == [
+    arrivals = [arrival for line in steps for arrival in line.arrived]
+    assert [(arrival.request_id, arrival.tokens) for arrival in arrivals] == [
         (spec.request_id, len(spec.prompt)) for spec in SPECS
     ]
     assert all(sum(line.kv) <= 30 for line in steps)

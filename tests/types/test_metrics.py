@@ -18,7 +18,7 @@ class Inner(msgspec.Struct):
     )
     by_position: Annotated[tuple[int, ...], counter("kept", "Kept.", label="position")] = ()
     measured: Annotated[float | None, gauge("pace_seconds", "Pace.")] = None
-    door: Annotated[str, state("door", "Door.", label="state", values=("open", "shut"), labels={"side": "left"})] = (
+    gate: Annotated[str, state("gate", "Gate.", label="state", values=("open", "shut"), labels={"side": "left"})] = (
         "open"
     )
     undeclared: int = 3
@@ -45,7 +45,7 @@ def test_declared_fields_and_properties_are_read() -> None:
         "refused": {("busy",): 0, ("late",): 4},
         "kept": {("0",): 5, ("1",): 2},
         "pace_seconds": {(): 0.5},
-        "door": {("left", "open"): 1, ("left", "shut"): 0},
+        "gate": {("left", "open"): 1, ("left", "shut"): 0},
         "double": {(): 6},
     }
 
@@ -61,7 +61,7 @@ def test_declarations_are_found_without_a_value() -> None:
         "refused",
         "kept",
         "pace_seconds",
-        "door",
+        "gate",
         "double",
         "named",
     }

@@ -110,7 +110,7 @@ def test_trace_records_wait_reasons_of_every_request(tmp_path: Path) -> None:
 def test_invalid_comparison_fails_before_simulating(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fd_core.cli.planning.simulate._run_all", lambda *_: pytest.fail("it was simulated"))
+    monkeypatch.setattr("fd_core.cli.planning.simulate._run_all", lambda *_: pytest.fail("a simulation was started"))
     result = CliRunner().invoke(app, ["simulate", *SMALL, *arguments])
     assert result.exit_code == 2 and words in " ".join(result.output.split())
 

@@ -72,12 +72,12 @@ def test_concurrent_requests_compile_a_grammar_once() -> None:
 def test_slow_task_is_killed_while_others_are_served() -> None:
     async def work(pool: CompilePool) -> None:
         await run(pool, ordinary("first"), "b")
-        weapon = asyncio.create_task(run(pool, LONG))
+        slow = asyncio.create_task(run(pool, LONG))
         served = 0
-        while not weapon.done():
+        while not slow.done():
             assert (await run(pool, ordinary(f"n{served}"), "b")).grammar
             served += 1
-        outcome = await weapon
+        outcome = await slow
         assert served > 3
         assert (outcome.field, outcome.code) == ("field", "invalid_grammar")
         assert "processor time" in outcome.message

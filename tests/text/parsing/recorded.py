@@ -190,7 +190,7 @@ RECORDED = {
         ),
     ),
     "pythonic, no call": Recorded(
-        None, "pythonic", "[1] says now(), [now]\n", Answer("[1] says now(), [now]\n", "", [])
+        None, "pythonic", "[1] means now(), [now]\n", Answer("[1] means now(), [now]\n", "", [])
     ),
     "pythonic, cut": Recorded(
         None,

@@ -36,8 +36,8 @@ def test_single_cut_does_not_change_events(recorded: Recorded) -> None:
 @EACH
 @given(data=st.data())
 def test_random_cuts_do_not_change_events(recorded: Recorded, data: st.DataObject) -> None:
-    places = sorted(data.draw(st.lists(st.integers(0, len(recorded.text)), max_size=12)))
-    pieces = [recorded.text[a:b] for a, b in zip([0, *places], [*places, len(recorded.text)], strict=True)]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(recorded.text)), max_size=12)))
+    pieces = [recorded.text[a:b] for a, b in zip([0, *cuts], [*cuts, len(recorded.text)], strict=True)]
     assert read(recorded, *pieces) == read(recorded, recorded.text)
 
 
