@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fd_core
+from fd_core.deprecations import OLD_NAMES
 
 ROOT = Path(__file__).parents[2]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
@@ -58,6 +59,12 @@ def test_each_release_fits_80_lines_and_has_release_notes_in_the_menu():
         assert f"{version}: releases/{version}.md" in menu
         kinds = re.findall(r"^### (.*)$", text, re.MULTILINE)
         assert re.findall(f"^## ({'|'.join(KINDS)})$", notes.read_text(), re.MULTILINE) == kinds
+
+
+def test_deprecated_names_are_listed():
+    listed = "".join(re.findall(r"^### Deprecated\n((?:(?!##).*\n)*)", CHANGELOG, re.MULTILINE))
+    names = {old.name.rpartition(".")[2].partition("{")[0] for old in OLD_NAMES}
+    assert sorted(name for name in names if name not in listed) == []
 
 
 @pytest.mark.parametrize(
