@@ -1,8 +1,8 @@
-"""Two engines and what lies between them, in tests: leases whose every message and copy happens when a test says so.
+"""Two engines and the leases between them, with every message and copy triggered by the test.
 
-Copies are made as late as the contract allows: a block is read when its `Send` is answered, a prompt is written when
-its `Fetch` is. Until then, and in every lease that fails, the leased blocks hold garbage: a block that somebody else
-uses too early, or uses although it was not transferred, changes a text.
+Copies happen as late as the contract allows: a block is read when its `Send` is acknowledged, a prompt is written when
+its `Fetch` is. Until then, and in every failed lease, leased blocks hold garbage, so a block that is reused too early,
+or used without having been transferred, changes a text.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 @dataclass(slots=True)
 class Lease:
-    """What the network knows of one lease, whose sides may both have forgotten it."""
+    """Network state of one lease, which both sides may already have forgotten."""
 
     name: str
     fetch: Fetch
     asked: bool = False
-    """Whether the prefill worker took the order."""
+    """True once the prefill worker accepted the order."""
     over_here: bool = False
-    """Whether the decode worker was told how it ended."""
+    """True once the decode worker was notified of the outcome."""
     over_there: bool = False
-    """Whether the prefill worker has nothing to do with it any more."""
+    """True once the prefill worker released the lease."""
     cancelled: bool = False
     pieces: dict[int, Any] = field(default_factory=dict)
     said: int = 0
-    """Leading blocks that were offered in sends, each once and in order."""
+    """Leading blocks offered in sends, each once and in order."""
     tokens: int | None = None
     cached: int = 0
     unread: int = 0
-    """Sends that were not answered."""
+    """Sends not yet acknowledged."""
     ends: int = 0
-    """Last sends and give-ups of the prefill worker: one at most."""
+    """Final sends and cancellations of the prefill worker: at most one."""
 
     @property
     def complete(self) -> bool:
-        """Whether everything arrived, so that a transfer may succeed."""
+        """Return True if everything arrived, so that the transfer may succeed."""
         first, count = self.fetch.job.held_blocks, len(self.fetch.blocks)
         return self.tokens == self.fetch.job.num_tokens and self.pieces.keys() >= set(range(first, first + count))
 
 
 class Worker(Stepper):
-    """One engine of a pair. It hands its transfers to the pair and is audited for blocks that they hold."""
+    """One engine of a pair. Passes its transfers to the pair and is audited for the blocks they hold."""
 
     def __init__(self, engine: Engine, pair: Pair, *, eager: bool) -> None:
         super().__init__(engine, eager=eager)
@@ -67,7 +67,7 @@ class Worker(Stepper):
 
     @property
     def busy(self) -> bool:
-        """Whether anything is left to do or to be answered."""
+        """Return True if anything is left to do or to acknowledge."""
         return self.engine.has_work or bool(self.in_flight)
 
     def perform(self, effects: Effects) -> None:
@@ -79,7 +79,7 @@ class Worker(Stepper):
                 self.pair.take(self, effect)
 
     def turn(self, depth: int, times: int = 1) -> None:
-        """Do as the engine's loop does."""
+        """Run one iteration of the engine loop."""
         for _ in range(times):
             self.flush()
             while len(self.in_flight) < depth and self.plan() is not None:
@@ -90,7 +90,7 @@ class Worker(Stepper):
                 self.complete(0, How.WELL)
 
     def told(self, answer: Fetched | Sent) -> None:
-        """Tell the scheduler what became of a transfer."""
+        """Notify the scheduler of the outcome of a transfer."""
         del self.holding[answer.operation]
         self.scheduler.complete(answer)
         self.audit()
@@ -111,7 +111,7 @@ class Worker(Stepper):
                 assert not any(blocks & touched for touched in self._touched.values()), "a step touches leased blocks"
 
     def spoil(self, blocks: IntArray) -> None:
-        """Leave garbage in blocks."""
+        """Overwrite blocks with garbage."""
         garbage = np.full_like(self.runner.cache.export_blocks(blocks), 1.5)
         self.runner.cache.import_blocks(blocks, garbage)
 
@@ -124,16 +124,16 @@ class Pair:
         self.decode = Worker(decode, self, eager=eager)
         self.prefill = Worker(prefill, self, eager=eager)
         self.leases: list[Lease] = []
-        """Those that one of the sides still knows, oldest first."""
+        """Leases that at least one side still knows, oldest first."""
         self.reading: list[tuple[Lease, Send]] = []
-        """Sends that were not answered, oldest first."""
+        """Sends not yet acknowledged, oldest first."""
         self.outcomes: list[PrefillOutcome] = []
         self._count = 0
 
-    # What the engines want --------------------------------------------------------------------------------
+    # Requests of the engines ------------------------------------------------------------------------------
 
     def take(self, worker: Worker, effect: Effect) -> None:
-        """An engine wants something of a transfer."""
+        """Handle a transfer operation of an engine."""
         match effect:
             case Fetch():
                 assert worker is self.decode
@@ -154,11 +154,11 @@ class Pair:
                 self._over_there(lease)
 
     def _take_send(self, send: Send) -> None:
-        """Each block of a prompt behind those that the decode worker has is offered once, in order, and is settled."""
+        """Check that each block after the decode worker's own prefix is offered once, in order and settled."""
         lease, size = self._named(send.lease), self.prefill.limits.block_size
-        assert not lease.ends, "something is sent behind the end"
+        assert not lease.ends, "a block is sent after the last send"
         assert send.first == max(lease.said, lease.fetch.job.held_blocks), "a block is left out or sent twice"
-        assert len(send.blocks) or send.tokens is not None, "a send without blocks says nothing"
+        assert len(send.blocks) or send.tokens is not None, "a send without blocks is pointless"
         lease.said = send.first + len(send.blocks)
         hashes = running_hashes(np.uint64(0), lease.fetch.job.token_ids)
         for place, block in enumerate(send.blocks.tolist(), send.first):
@@ -177,25 +177,25 @@ class Pair:
         (lease,) = [lease for lease in self.leases if lease.name == name]
         return lease
 
-    # What the network does --------------------------------------------------------------------------------
+    # Network events ---------------------------------------------------------------------------------------
 
     @property
     def unasked(self) -> list[Lease]:
-        """Leases that the prefill worker has not heard of."""
+        """Return leases whose order has not reached the prefill worker."""
         return [lease for lease in self.leases if not lease.asked and not lease.over_there]
 
     @property
     def awaited(self) -> list[Lease]:
-        """Leases whose end the decode worker was not told."""
+        """Return leases whose outcome has not reached the decode worker."""
         return [lease for lease in self.leases if not lease.over_here]
 
     @property
     def unwanted(self) -> list[Lease]:
-        """Leases that are over for the decode worker, which the prefill worker still serves."""
+        """Return leases that the decode worker has closed and the prefill worker still serves."""
         return [lease for lease in self.leases if lease.over_here and lease.asked and not lease.over_there]
 
     def ask(self, lease: Lease) -> None:
-        """The order arrives at the prefill worker; of a lease that is over it may arrive late."""
+        """Deliver the order to the prefill worker; that of a closed lease may arrive late."""
         lease.asked = True
         job = msgspec.structs.replace(lease.fetch.job, lease=lease.name)
         self.prefill.submit(
@@ -211,11 +211,11 @@ class Pair:
         )
 
     def refuse(self, lease: Lease) -> None:
-        """The prefill worker does not take the order."""
+        """The prefill worker rejects the order."""
         self._over_there(lease)
 
     def read(self, index: int) -> None:
-        """A send is done: its blocks were read, if anybody still wanted them."""
+        """Complete a send: its blocks were read if the lease is still wanted."""
         lease, send = self.reading.pop(index)
         lease.unread -= 1
         if not lease.over_here:
@@ -227,7 +227,7 @@ class Pair:
         self._forget(lease)
 
     def end(self, lease: Lease, outcome: PrefillOutcome = "transferred") -> None:
-        """The decode worker is told what became of a lease; without everything in place it is not transferred."""
+        """Deliver the outcome of a lease to the decode worker; it is a failure unless everything has arrived."""
         if outcome == "transferred" and not lease.complete:
             outcome = "aborted" if lease.cancelled else "lost"
         blocks = lease.fetch.blocks
@@ -241,12 +241,12 @@ class Pair:
         self.decode.told(Fetched(lease.fetch.operation, outcome, cached=lease.cached))
 
     def abort(self, lease: Lease) -> None:
-        """The prefill worker hears that nobody wants a lease any more, or finds that out itself."""
+        """Cancel a lease at the prefill worker, by message or by its own timeout."""
         self.prefill.abort(lease.name)
         self.prefill.flush()
 
     def replace(self, worker: Worker, engine: Engine) -> Worker:
-        """An engine dies with its leases; return the next epoch's, which has the texts of what was delivered."""
+        """Kill an engine with its leases; return its successor, which resumes from the delivered texts."""
         new = Worker(engine, self, eager=self.eager)
         if worker is self.prefill:
             self.prefill = new
@@ -263,7 +263,7 @@ class Pair:
         return new
 
     def calm(self) -> None:
-        """Everything that is on its way arrives, and what cannot succeed any more ends."""
+        """Deliver everything in transit and end what can no longer succeed."""
         for lease in self.unwanted:
             if not lease.ends:
                 self.abort(lease)
@@ -292,10 +292,10 @@ class Pair:
         if lease.over_here and lease.over_there and not lease.unread and lease in self.leases:
             self.leases.remove(lease)
 
-    # To the end -------------------------------------------------------------------------------------------
+    # Completion -------------------------------------------------------------------------------------------
 
     def run(self, depth: int = 1, turns: int = 3000) -> Texts:
-        """Let both engines work over a calm network until nothing is left; return what the decode worker delivered."""
+        """Run both engines over a calm network until nothing is left; return what the decode worker delivered."""
         for _ in range(turns):
             self.decode.turn(depth)
             self.prefill.turn(depth)

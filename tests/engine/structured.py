@@ -32,11 +32,11 @@ GRAMMARS = {
     "lark": grammar.context_free('start: "<" start ">" | "x"'),
 }
 THINK = (7, 9, 7)
-"""Ids that end reasoning."""
+"""Token ids that end reasoning."""
 
 
 def matches(kind: str, text: str) -> bool:
-    """Whether a whole text has the form that it was asked for."""
+    """Return True if a whole text satisfies its output constraint."""
     if kind == "schema":
         jsonschema.validate(json.loads(text), SCHEMA)
         return True
@@ -48,7 +48,9 @@ def matches(kind: str, text: str) -> bool:
 
 
 def structured_specs(count: int, max_tokens: int = 70) -> list[RequestSpec]:
-    """Every kind in turn, every fifth request free, some with reasoning, penalties, filters and log-probabilities."""
+    """Return requests of every kind in turn: every fifth unconstrained, some with reasoning, penalties, filters and
+    logprobs.
+    """
     specs = []
     for index in range(count):
         kind = list(GRAMMARS)[index % len(GRAMMARS)]

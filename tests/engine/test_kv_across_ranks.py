@@ -1,4 +1,4 @@
-"""KV that one number of ranks computed and another one reads: stores, requests of an engine that is gone, and pairs."""
+"""KV written by one number of ranks and read by another: stores, requests of a lost engine, and disaggregated pairs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.engine.building.test_kv_transfer import Pair
 pytestmark = pytest.mark.slow
 
 HEADS = {
-    "uneven": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},  # as SmolLM2, on two ranks 2 and 1
-    "shared": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8},  # both ranks keep the same head
+    "uneven": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},  # like SmolLM2; on two ranks 2 and 1
+    "shared": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8},  # both ranks hold the same head
 }
 SPEC = greedy("r", range(41), 12)
 BLOCKS = 10
-"""Full ones of its prompt."""
+"""Number of full blocks of the prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def ranks(size: int, path: Path, **settings: Any) -> Iterator[Engine]:
         "num_kv_blocks": 60,
         "max_model_len": 80,
         "max_num_batched_tokens": 32,
-        "host_kv_memory": 0,  # so that what comes back comes from a store
+        "host_kv_memory": 0,  # so that resumed requests must load from a store
     }
     engine = load_engine(EngineConfig(**(values | settings)), path, progress=lambda *_: None)
     try:
@@ -67,7 +67,7 @@ def ranks(size: int, path: Path, **settings: Any) -> Iterator[Engine]:
 
 
 def held(engine: Engine) -> Any:
-    """Return the KV of the prompt's full blocks, of all heads."""
+    """Return the KV of the prompt's full blocks, all heads."""
     probe = engine.probe()
     scheduler = probe.scheduler.probe()
     chain: list[bytes] = []
@@ -79,7 +79,7 @@ def held(engine: Engine) -> Any:
 
 
 def wait_for(done: Callable[[], object], engine: Engine, texts: Texts | None = None, seconds: float = 20) -> None:
-    """Step an engine until something holds."""
+    """Step an engine until a condition holds."""
     texts = texts or Texts()
     deadline = time.monotonic() + seconds
     while not done():
@@ -92,7 +92,7 @@ def wait_for(done: Callable[[], object], engine: Engine, texts: Texts | None = N
     ("model", "kv", "weights", "writes", "reads"),
     [("uneven", "auto", "auto", 1, 2), ("uneven", "int8", "int8", 2, 1), ("shared", "auto", "int8", 2, 1)],
 )
-def test_what_some_ranks_stored_any_other_number_reads(
+def test_stored_kv_is_readable_by_any_number_of_ranks(
     model: str,
     kv: str,
     weights: str,
@@ -102,7 +102,7 @@ def test_what_some_ranks_stored_any_other_number_reads(
     secrets: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """Bit for bit."""
+    """Loaded KV is bitwise equal."""
     store = {"kv_cache_dtype": kv, "quantization": weights, "kv_store": f"disk:{tmp_path / 'kv'}", **secrets}
     with ranks(writes, models[model], **store) as engine:
         texts, kept = run(engine, [SPEC]).tokens, held(engine)
@@ -115,10 +115,10 @@ def test_what_some_ranks_stored_any_other_number_reads(
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_requests_go_on_under_another_number_of_ranks_from_the_kv_that_was_stored_when_they_were_preempted(
+def test_requests_resume_from_stored_kv_on_other_number_of_ranks(
     before: int, after: int, models: dict[str, Path], secrets: dict[str, str], tmp_path: Path
 ) -> None:
-    """As after a restart: an engine has too little room, and ends before any request does."""
+    """As after a restart: the first engine preempts for lack of blocks and ends before any request does."""
     specs = [greedy(f"r{index}", range(3 + index, 16 + 2 * index), 50) for index in range(4)]
     with ranks(1, models["uneven"]) as engine:
         texts = run(engine, specs).tokens
@@ -139,7 +139,7 @@ def test_requests_go_on_under_another_number_of_ranks_from_the_kv_that_was_store
 
 
 @pytest.mark.parametrize(("prefill", "decode", "kv"), [(2, 1, "auto"), (1, 2, "int8")])
-def test_the_sides_of_a_pair_may_have_any_numbers_of_ranks(
+def test_pair_may_have_different_numbers_of_ranks(
     prefill: int, decode: int, kv: str, models: dict[str, Path], secrets: dict[str, str]
 ) -> None:
     settings = {"kv_cache_dtype": kv, **secrets}
@@ -163,7 +163,7 @@ def test_the_sides_of_a_pair_may_have_any_numbers_of_ranks(
         ({"block_size": 8}, "--block-size is 4 at the prefill worker and 8"),
     ],
 )
-def test_ranks_refuse_what_else_does_not_fit_by_its_name(
+def test_pair_rejects_other_incompatibilities_by_name(
     other: dict[str, Any],
     said: str,
     models: dict[str, Path],

@@ -1,10 +1,10 @@
-"""What an engine says while it starts."""
+"""Progress messages of an engine during start."""
 
 from fd_core.config import EngineConfig
 from fd_core.engine.building.builder import load_engine
 
 
-def test_preparing_kernels_is_told_before_it_begins_and_when_it_is_done():
+def test_kernel_preparation_is_reported_at_start_and_end():
     told = []
     engine = load_engine(EngineConfig(model="null", backend="null"), None, progress=lambda *each: told.append(each))
     engine.close()
