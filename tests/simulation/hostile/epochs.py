@@ -1,4 +1,4 @@
-"""Sees what becomes of requests whose engine dies, by a plain model of what each epoch was asked and has told."""
+"""Checks the fate of requests whose engine dies against a plain model of what each epoch received and published."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["WatchedEpochs"]
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that has a reader."""
+    """State of an open request."""
 
     delivered: list[int]
     known: bool = False
-    """Whether this epoch was given it."""
+    """True if it was submitted to this epoch."""
     admitted: bool = False
     advanced: bool = False
-    """Whether this epoch gave it a token."""
+    """True if this epoch produced a token for it."""
     aborted: bool = False
     deaths: int = 0
     in_vain: int = 0
-    """Epochs since its last token that gave it a slot and died."""
+    """Epochs since its last token that admitted it and died."""
     end: FinishReason | None = None
 
     @property
@@ -38,16 +38,16 @@ class _Asked:
 
 
 class WatchedEpochs:
-    """The client of one engine: what it asks each epoch for, and what its readers are told."""
+    """Observes the client of one engine: requests submitted to each epoch and deltas delivered to readers."""
 
     def __init__(self, name: str, client: SimulatedEngineClient) -> None:
         self.name = name
         self.given_up = 0
-        """Requests that ended because engines kept dying with them."""
+        """Number of requests failed because engines kept dying with them."""
         self._client = client
         self._asked: dict[str, _Asked] = {}
         self._held: deque[StepEvents] | None = None
-        """Messages that are on their way for longer than usual."""
+        """Delayed messages."""
         self._submit, self._say = client.submit, client._send
         self._hear, self._die, self._abort = client._dispatch, client.die, client.abort
         client.submit = self._asks  # type: ignore[method-assign]
@@ -58,15 +58,15 @@ class WatchedEpochs:
 
     @property
     def open_requests(self) -> list[str]:
-        """Requests that have a reader."""
+        """Ids of open requests."""
         return [name for name, _ in self._open()]
 
     def hold(self) -> None:
-        """Let what engines say be late from now on."""
+        """Delay the engine's messages from now on."""
         self._held = deque() if self._held is None else self._held
 
     def let_go(self) -> None:
-        """Let what is late arrive, in its order."""
+        """Deliver delayed messages in order."""
         held, self._held = self._held or (), None
         for events in held:
             self._tells(events)
@@ -91,11 +91,11 @@ class WatchedEpochs:
         asked = self._asked[spec.request_id]
         asked.known = True
         if list(spec.delivered) != asked.delivered:
-            raise BrokenLaw("1.1", f"{self.name} resumes {spec.request_id} behind other tokens than were delivered")
+            raise BrokenLaw("1.1", f"{self.name} resumes {spec.request_id} after other tokens than were delivered")
         if asked.suspected:
             others = [name for name, other in self._open() if other.known and other.suspected]
             if others != [spec.request_id]:
-                raise BrokenLaw("1.8", f"{self.name} gives one epoch {others}, of which any may have killed the last")
+                raise BrokenLaw("1.8", f"{self.name} sends suspects {others} to one epoch")
 
     def _tells(self, events: StepEvents) -> None:
         if self._held is not None:
@@ -136,11 +136,13 @@ class WatchedEpochs:
             asked.known = asked.admitted = asked.advanced = False
             self.given_up += hopeless
             if asked.aborted and name in there:
-                raise BrokenLaw("1.7", f"{name} was aborted and goes on behind the death of {self.name}")
+                raise BrokenLaw("1.7", f"{name} was aborted and is resumed after the death of {self.name}")
             if (hopeless or asked.aborted) is (name in there) and self._client.restarts:
-                what = "is asked again" if name in there else "is given up"
-                raise BrokenLaw("1.8", f"{name} {what} by {self.name}, {asked.deaths} deaths, {asked.in_vain} in vain")
+                what = "is resubmitted" if name in there else "is failed"
+                raise BrokenLaw(
+                    "1.8", f"{name} {what} by {self.name} after {asked.deaths} deaths, {asked.in_vain} without progress"
+                )
 
     def _open(self) -> list[tuple[str, _Asked]]:
-        """Return the requests that have a reader."""
+        """Return open requests by id."""
         return [(name, asked) for name, asked in self._asked.items() if name in self._client._streams]

@@ -1,4 +1,4 @@
-"""Hostile worlds about many workers: what goes wrong is of a few kinds, and often, so that rare faults meet."""
+"""Hostile worlds with many workers: few kinds of faults, at a high rate, so that rare combinations occur."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _FAULTS: Final[dict[str, tuple[tuple[FaultKind, float, float], ...]]] = {
     "drains": (("worker_drains", 0.1, 0.5),),
     "restarts": (("router_restarted", 0.0, 0.0), ("places_parted", 0.1, 0.4)),
 }
-"""Faults of the simulator by what they are about, each with the bounds of its seconds."""
+"""Simulator faults by topic, each with bounds of its duration in seconds."""
 _ACCIDENTS: Final[dict[str, AccidentKind]] = {
-    "late": "words_late",
+    "late": "messages_late",
     "aborts": "requests_aborted",
     "sick": "rows_fail",
     "deregistering": "worker_deregistered",
@@ -45,11 +45,11 @@ _TROUBLES: Final = (
 )
 
 _MEETINGS: Final = (("sick", "leaving"), ("sick", "leaving"), ("sick", "busy"), ("late",), ("late",))
-"""What shows most in a crowd, with nothing beside it: workers whose trial is left, and engines that die in mid-word."""
+"""Faults that matter most with many workers, without others: abandoned trials and engines that die mid-stream."""
 
 
 def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
-    """Return a world with the engines of `plan` in which the routers have most of the trouble."""
+    """Return a world with the engines of `plan` in which most faults affect the routers."""
     crowded = draw.random() < 0.3
     troubles = set(draw.choice(_MEETINGS) if crowded else draw.sample(_TROUBLES, draw.randint(1, 4)))
     paired = len(plan.configs) > 1
@@ -130,7 +130,7 @@ def _router(draw: random.Random, block_size: int) -> RouterConfig:
 
 
 def _conversations(draw: random.Random, room: int, count: int, *, hurried: bool) -> tuple[Conversation, ...]:
-    """Return many clients with short requests, whose prompts begin alike for one, two or three pieces."""
+    """Return many clients with short requests, whose prompts share a prefix of one, two or three blocks."""
     shared = [Piece(draw.getrandbits(32), draw.randint(2, room // 6)) for _ in range(3)]
     times = sorted(draw.random() * 0.9 * _SECONDS for _ in range(count))
     made = []
@@ -147,7 +147,7 @@ def _conversations(draw: random.Random, room: int, count: int, *, hurried: bool)
 
 
 def _misnamed(draw: random.Random, plan: HostilePlan) -> dict[str, Role]:
-    """Return two workers that are registered as the sides of a pair that they are not."""
+    """Return two workers that are registered as the wrong sides of a pair."""
     others: dict[str, Role] = {"prefill": "decode", "decode": "prefill"}
     one, other = draw.sample(plan.places, 2)
     if one.startswith("mixed") and other.startswith("mixed"):

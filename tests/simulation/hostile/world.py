@@ -1,4 +1,4 @@
-"""Runs one hostile world, and looks whether the laws hold in it."""
+"""Runs one hostile world and checks the invariants."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.world import SimulatedDeployment, World
 from fd_core.types import Delta, RequestSpec
 from tests.simulation.helpers import require_all_time_told
-from tests.simulation.hostile.accidents import Poison, PoisonedComputer, befall
+from tests.simulation.hostile.accidents import Poison, PoisonedComputer, schedule_accident
 from tests.simulation.hostile.computing import ADAPTERS, AuditedComputer, BrokenLaw, Foreseeing, Oracle, null_runner
 from tests.simulation.hostile.epochs import WatchedEpochs
 from tests.simulation.hostile.leases import EngineWatch, LeaseWatch, WatchedCache, WatchedPort
@@ -54,31 +54,31 @@ __all__ = ["HARMLESS", "HostileWorld", "run_plan"]
 BOUND = 60.0
 """Seconds from the last fault to the end of the last request."""
 SETTLE = 40.0
-"""Seconds after which nothing may be left of any request."""
+"""Seconds after which no state of any request may be left."""
 HARMLESS = frozenset(
     {
         *("device_slow", "clock_wrong", "network_slow", "clients_leave", "transfers_repeated"),
         *("store_down", "store_slow", "store_full", "store_loses", "store_damages"),
     }
 )
-"""Faults that let no request fail."""
+"""Faults that must not fail a request."""
 
 
 class HostileWorld(World):
-    """A world whose tokens are those of the null model, and in which everything is looked at."""
+    """World with the tokens of the null model, in which everything is checked."""
 
     def __init__(self, plan: HostilePlan, log: Callable[[str], None] | None = None) -> None:
         self.plan = plan
         self.counts: Counter[str] = Counter()
         self.oracle = Oracle(plan.limits.vocab_size, plan.limits.max_model_len)
         self.asked: dict[str, RequestSpec] = {}
-        """Every request, by its id."""
+        """All requests, by id."""
         self.came_to: defaultdict[str, list[str]] = defaultdict(list)
-        """The workers that each was given to."""
+        """Workers to which each request was sent."""
         self.revoked: set[str] = set()
-        """Requests that lost a slot before their end."""
+        """Requests preempted before their end."""
         self.epochs: dict[str, WatchedEpochs] = {}
-        """The client of the process that each worker has, or had last."""
+        """Client of the current or last process of each worker."""
         self.sick: set[str] = set()
         """Workers whose rows fail."""
         self.disguise = Disguise(plan.anonymous, {f"http://{name}:8000": role for name, role in plan.misnamed.items()})
@@ -93,7 +93,7 @@ class HostileWorld(World):
             engine_of=self._engine_of,
         )
         self._delivered: Counter[tuple[str, str]] = Counter()
-        """Tokens that a request got from the worker that it came to last."""
+        """Tokens that a request received from its latest worker."""
         costs = QuickCosts(plan.token_seconds, plan.copy_seconds)
         groups = tuple(
             SimulatedPool(
@@ -125,7 +125,7 @@ class HostileWorld(World):
             worker.leave = partial(self._leaves, worker, worker.leave)  # type: ignore[method-assign]
 
     def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
-        """Ask with the salt and the parameters of the plan, and remember what is right."""
+        """Submit with the salt and the sampling parameters of the plan, and record the reference output."""
         name = client.conversation.name
         params = msgspec.structs.replace(self.plan.params[name], max_tokens=spec.params.max_tokens)
         params = msgspec.structs.replace(params, min_tokens=min(params.min_tokens, params.max_tokens))
@@ -137,59 +137,59 @@ class HostileWorld(World):
         if len(spec.prompt) < self.plan.limits.max_model_len:
             client.wanted = self.oracle.answer(spec)
         self.say(
-            f"{spec.request_id} asks: {len(spec.prompt)} tokens, at most {params.max_tokens}, salt {salt!r} {adapter}"
+            f"{spec.request_id} sends {len(spec.prompt)} tokens, at most {params.max_tokens}, salt {salt!r} {adapter}"
         )
         super().ask(spec, dataclasses.replace(asked, salt=salt, model=adapter or None), client)
 
     def leave(self, request_id: str) -> None:
-        self.say(f"{request_id} leaves")
+        self.say(f"{request_id} disconnects")
         super().leave(request_id)
 
     def say(self, what: str) -> None:
-        """Tell what happens, where somebody wants to know."""
+        """Log an event if tracing is on."""
         if self.log is not None:
             self.log(f"{self.timeline.now:9.4f}  {what}")
 
     def met_itself(self, request_id: str) -> bool:
-        """Whether a request may find its own KV, as after a preemption, a retry or a death."""
+        """Return True if a request may find its own KV, as after a preemption, a retry or an engine death."""
         again = request_id in self.revoked or len(self.came_to[request_id]) > 1
         return again or any(worker.processes > 1 or _deaths(worker) for worker in self.workers)
 
     def settle(self) -> None:
-        """Give everybody time, and see that nothing of any request is left anywhere."""
+        """Let everything finish and check that no state of any request is left."""
         self.timeline.run(self.timeline.now + SETTLE)
         self.watch.settle()
         for worker in self.workers:
             if worker.num_open:
-                raise BrokenLaw("1.7", f"{worker.name} has {worker.num_open} requests open although all are over")
+                raise BrokenLaw("1.7", f"{worker.name} has {worker.num_open} requests open although all have ended")
             if worker.client is not None:
                 self._settled(worker)
         for gateway in self.gateways:
             if gateway.num_open:
-                raise BrokenLaw("7.1", f"{gateway.name} has {gateway.num_open} attempts open although all are over")
+                raise BrokenLaw("7.1", f"{gateway.name} has {gateway.num_open} attempts open although all have ended")
         self._look_at_routers()
         for gateway in self.gateways:
             snapshot = gateway.router.snapshot()
             loads = [worker.load for worker in snapshot.workers] + [load for _, load in snapshot.departed]
             if any((load.requests, load.waiting, load.prefill_tokens) != (0, 0, 0) for load in loads):
-                raise BrokenLaw("7.1", f"{gateway.name} counts {loads} although nothing runs")
+                raise BrokenLaw("7.1", f"{gateway.name} counts {loads} although no request runs")
             for known in snapshot.workers:
                 if known.index_blocks and not known.tally.served:
-                    raise BrokenLaw("7.2", f"{gateway.name} remembers prefixes of {known.worker}, which served nothing")
+                    raise BrokenLaw("7.2", f"{gateway.name} has prefixes of {known.worker}, which served none")
             prefills = snapshot.roles["prefill"].served
             if prefills > self.counts["told_prefill_transferred"]:
-                raise BrokenLaw("7.2", f"{gateway.name} counts {prefills} prefills, more than were transferred")
+                raise BrokenLaw("7.2", f"{gateway.name} counts {prefills} prefills, more than transferred")
             self._look_at_reports(gateway)
 
     # Inside -------------------------------------------------------------------------------------------------
 
     @property
     def _untold(self) -> bool:
-        """Whether workers hold prefixes that they do not tell: those with a salt or an adapter."""
+        """Return True if workers hold unpublished prefixes: those with a salt or an adapter."""
         return any(self.plan.salts.values()) or any(self.plan.adapters.values())
 
     def _look_at_reports(self, gateway: SimulatedGateway) -> None:
-        """See that a router believes workers to hold exactly what they hold."""
+        """Check that a router's view of cached blocks equals what the workers hold."""
         reported = gateway.router.reported_kv
         gateway.check()
         if len(reported) > len(self.workers):
@@ -207,7 +207,7 @@ class HostileWorld(World):
                 self._look_at_what_is_told(gateway, worker, known)
 
     def _look_at_what_is_told(self, gateway: SimulatedGateway, worker: SimulatedWorker, known: RouterWorker) -> None:
-        """See that a router believes a worker to hold as much of every text as the worker holds."""
+        """Check that a router's view of every text equals what the worker holds."""
         assert worker.client is not None
         probe = worker.client.engine.probe().scheduler.probe()
         hasher = probe.prefixes.hasher
@@ -227,11 +227,11 @@ class HostileWorld(World):
         if client.active_requests:
             raise BrokenLaw("1.7", f"the client of {name} has {client.active_requests} requests open")
         if not client.alive:
-            raise BrokenLaw("1.8", f"the engine of {name} has not come back")
+            raise BrokenLaw("1.8", f"the engine of {name} was not restarted")
         client.engine.check_integrity()
         held = client.engine.holdings()
         if not held.idle:
-            raise BrokenLaw("3.6", f"the engine of {name} holds {held} although nothing runs")
+            raise BrokenLaw("3.6", f"the engine of {name} holds {held} although no request runs")
         stats = client.engine.stats()
         counts = self.counts
         scheduler = stats.scheduler
@@ -247,7 +247,7 @@ class HostileWorld(World):
             counts["values_damaged"] += sum(Counter(stats.kv.damaged).values()) > 0
         if stats.leases is not None:
             if stats.leases.open:
-                raise BrokenLaw("6.1", f"{name} has {stats.leases.open} leases open although nothing runs")
+                raise BrokenLaw("6.1", f"{name} has {stats.leases.open} leases open although no request runs")
             if stats.leases.receiver is not None:
                 for outcome, count in stats.leases.receiver.outcomes.items():
                     counts[f"prefill_{outcome}"] += count
@@ -256,7 +256,7 @@ class HostileWorld(World):
         return HostileTransfers(self.network, self.plan.pairs, self.watch, self.plan.seed, self.say)
 
     def _parts(self, group: SimulatedPool, name: str, process: int) -> EngineParts:
-        """Return what an engine is made from, with somebody who watches each of its epochs."""
+        """Return the parts of an engine, with an observer of each of its epochs."""
         parts = super()._parts(group, name, process)
         watches: list[EngineWatch] = []
 
@@ -309,7 +309,7 @@ class HostileWorld(World):
         return self.plan.poison.get(request_id.partition("/")[0])
 
     def _kill(self, place: str) -> None:
-        """End an engine before it answers what it was just given."""
+        """Kill an engine before it answers its current plan."""
         client = next(worker.client for worker in self.workers if worker.name == place)
         if client is not None:
             self.counts["poisoned"] += 1
@@ -317,7 +317,7 @@ class HostileWorld(World):
 
             def die() -> None:
                 if client.info.epoch == epoch:
-                    client.die("a request was too much for it")
+                    client.die("killed by a poison request")
 
             self.timeline.after(0.0, die)
 
@@ -331,14 +331,14 @@ class HostileWorld(World):
         before, name = self.came_to[spec.request_id], worker.name
         # A pair whose prefill side failed may keep its decode side.
         if worker.role == "mixed" and name in before:
-            raise BrokenLaw("7.3", f"{spec.request_id} comes to {name} again, which failed on it")
+            raise BrokenLaw("7.3", f"{spec.request_id} is sent again to {name}, which failed on it")
         before.append(name)
         self._delivered.pop((name, spec.request_id), None)
         if spec.prefill_at and self.plan.pairs.strangers:
             forged = forged_ticket(spec, self.counts["strangers"])
             self.counts["strangers"] += 1
             self.timeline.after(1.0, partial(self._stranger_comes, worker, take, forged))
-        self.say(f"{spec.request_id} comes to {worker.instance}")
+        self.say(f"{spec.request_id} is sent to {worker.instance}")
         take(spec, _WatchedCaller(self, worker, spec, caller))
 
     def _stranger_comes(
@@ -358,23 +358,25 @@ class HostileWorld(World):
             assert isinstance(router, WatchedRouter)
             router.look()
             if router.num_in_force != gateway.num_open:
-                raise BrokenLaw("7.1", f"{gateway.name} has {gateway.num_open} attempts, not {router.num_in_force}")
+                raise BrokenLaw(
+                    "7.1", f"{gateway.name} has {gateway.num_open} open attempts, not {router.num_in_force}"
+                )
 
     def _ended(self, outcome: RequestOutcome) -> None:
-        self.say(f"{outcome.request_id} ends by {outcome.end!r} {outcome.reason}")
+        self.say(f"{outcome.request_id} ends with {outcome.end!r} {outcome.reason}")
         super()._ended(outcome)
 
 
 class _ServedAdapters(EngineAdapters):
-    """Adapters that are there, and nothing to read them from."""
+    """Adapters that exist without files to load."""
 
     def require(self, digest: str) -> None:
         if digest not in ("", *ADAPTERS):
-            raise BadRequest("the adapter of the request is not loaded here", field="model")
+            raise BadRequest("the adapter of the request is not loaded", field="model")
 
 
 class _WatchedCaller:
-    """Who sent a request to a process, seen from that process."""
+    """Sender of a request to a process, as seen from that process."""
 
     def __init__(self, world: HostileWorld, worker: SimulatedWorker, spec: RequestSpec, caller: WorkerCaller) -> None:
         self._world = world
@@ -413,10 +415,10 @@ class _WatchedCaller:
         name = self._spec.request_id
         self._world.say(f"{name} at {self._process} {what}")
         if self._over:
-            raise BrokenLaw("1.1", f"{name} was {what} by {self._process} behind its end")
+            raise BrokenLaw("1.1", f"{name} was {what} by {self._process} after its end")
 
     def _look_at_cached(self, cached: int) -> None:
-        """See that whoever's KV was used has the same salt and adapter."""
+        """Check that reused KV has the same salt and adapter."""
         world, spec = self._world, self._spec
         world.counts["prefix_hits"] += 1
         most = 0
@@ -425,7 +427,7 @@ class _WatchedCaller:
             if same and (name != spec.request_id or world.met_itself(name)):
                 most = max(most, _common(world.oracle.texts.get(name, ()), spec.prompt))
         if cached > most:
-            raise BrokenLaw("5.3", f"{spec.request_id} used KV of {cached} tokens, of its salt there are {most}")
+            raise BrokenLaw("5.3", f"{spec.request_id} used KV of {cached} tokens, its salt has {most}")
 
 
 def _deaths(worker: SimulatedWorker) -> int:
@@ -447,11 +449,11 @@ def _plugins() -> Plugins:
 
 
 def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tuple[Counter[str], Run]:
-    """Run a world to its end; return what occurred in it. Raises whatever is wrong in it."""
+    """Run a world to its end; return what occurred. Raises the first broken invariant."""
     world = HostileWorld(plan, log)
     apply(plan.faults, world)
     for accident in plan.accidents:
-        befall(world, accident)
+        schedule_accident(world, accident)
     for fault in plan.faults:
         world.counts[f"fault_{fault.kind}"] += 1
         if log is not None:
@@ -460,11 +462,11 @@ def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tup
     world.settle()
     ids = [outcome.request_id for outcome in run.outcomes]
     if sorted(ids) != sorted(world.asked):
-        raise BrokenLaw("1", f"requests ended {sorted(ids)}, asked were {sorted(world.asked)}")
+        raise BrokenLaw("1", f"requests ended {sorted(ids)}, submitted were {sorted(world.asked)}")
     if len(plan.configs) > 1:
         world.counts[f"habit_{plan.pairs.habit or 'none'}"] += 1
     kinds = {fault.kind for fault in plan.faults}
-    # A device that is slow enough is one that hangs, to the watchdog.
+    # The watchdog treats a very slow device as hung.
     slow = any(map(_deaths, world.workers)) or world.counts["told_prefill_expired"] > 0
     killed = "device_slow" in kinds and slow
     harmless = kinds <= HARMLESS and not killed and plan.pairs.habit in HARMLESS_HABITS and plan.harmless
@@ -473,7 +475,7 @@ def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tup
         world.counts["retries"] += outcome.attempts > 1
         too_long = outcome.prompt_tokens >= plan.limits.max_model_len
         if outcome.end not in ("stop", "length", "left") and harmless and not too_long:
-            raise BrokenLaw("5.5", f"{outcome.request_id} ended by {outcome.end!r} without need: {outcome.reason}")
+            raise BrokenLaw("5.5", f"{outcome.request_id} ended with {outcome.end!r} without cause: {outcome.reason}")
     for worker in world.workers:
         if worker.client is not None:
             world.counts["engine_deaths"] += worker.client.deaths

@@ -1,4 +1,4 @@
-"""Production's tiers under the virtual clock: what copies and calls of the store cost, and what becomes of faults."""
+"""Production tiers under the virtual clock: cost of copies and store calls, and effect of faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.simulation.fixed_costs import FixedCosts
 SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4)
 KEYS = tuple(bytes([index]) * 16 for index in range(8))
 BLOCK_BYTES = 1 << 20
-"""What a block of the simulated model takes."""
+"""Bytes of a block of the simulated model."""
 COPY, ASK, WRITE = 2**-10, 2**-6, 2**-6
 EACH = 2**-9
 
@@ -28,7 +28,7 @@ def ids(*blocks: int) -> np.ndarray:
 
 
 class Tiers:
-    """One worker's KV outside the device, and what its engine would be told."""
+    """KV offload of one worker, and the completions its engine would receive."""
 
     def __init__(self, timeline: Timeline, store: SharedStore | None = None, *, host_blocks: int = 4, blank=False):
         self.timeline = timeline
@@ -47,14 +47,14 @@ class Tiers:
         )
 
     def look(self) -> None:
-        """Take completions as an engine does that was woken."""
+        """Poll completions like a woken engine."""
         self.timeline.at(self.timeline.now, self.take)
 
     def take(self) -> None:
         self.told += [(self.timeline.now, told) for told in self.port.completions()]
 
     def after(self, seconds: float, *effects: Effect) -> list[tuple[float, object]]:
-        """Perform effects, let the clock run, and return what was told and when, but for the pace of loading."""
+        """Perform effects, run the clock, and return completions with their times, without the load rate."""
         self.told.clear()
         self.port.perform(effects)
         self.timeline.run(self.timeline.now + seconds)
@@ -67,7 +67,7 @@ def timeline() -> Timeline:
     return Timeline()
 
 
-def test_a_save_and_a_load_take_a_copy_for_each_block(timeline) -> None:
+def test_save_and_load_cost_one_copy_per_block(timeline) -> None:
     tiers = Tiers(timeline)
     tiers.cache.hashes[:3] = [[7], [8], [9]]
     assert tiers.after(1.0, Save(1, KEYS[:3], ids(0, 1, 2), False)) == [(3 * COPY, Saved(1, 3, 3))]
@@ -76,7 +76,7 @@ def test_a_save_and_a_load_take_a_copy_for_each_block(timeline) -> None:
     assert (tiers.cache.hashes[5:8] == tiers.cache.hashes[:3]).all()
 
 
-def test_a_load_writes_its_blocks_no_sooner_than_its_copies_are_over(timeline) -> None:
+def test_load_writes_blocks_after_its_copies_end(timeline) -> None:
     tiers = Tiers(timeline)
     tiers.cache.hashes[0] = 7
     tiers.after(1.0, Save(1, KEYS[:1], ids(0), False))
@@ -87,14 +87,14 @@ def test_a_load_writes_its_blocks_no_sooner_than_its_copies_are_over(timeline) -
     assert (tiers.cache.hashes[5] == 7).all()
 
 
-def test_a_block_that_changes_while_it_is_saved_ends_the_run(timeline) -> None:
+def test_block_modified_during_save_ends_the_run(timeline) -> None:
     tiers = Tiers(timeline)
     timeline.at(COPY / 2, lambda: tiers.cache.hashes[0].fill(3))
     with pytest.raises(RuntimeError, match="was written while it was copied"):
         tiers.after(1.0, Save(1, KEYS[:1], ids(0), False))
 
 
-def test_another_worker_finds_what_the_first_one_stored_once_the_write_is_over(timeline) -> None:
+def test_stored_block_is_visible_after_write_completes(timeline) -> None:
     store = SharedStore(timeline)
     one, other = Tiers(timeline, store), Tiers(timeline, store)
     one.cache.hashes[:2] = [[7], [8]]
@@ -110,7 +110,7 @@ def test_another_worker_finds_what_the_first_one_stored_once_the_write_is_over(t
     assert (other.cache.hashes[4:6] == one.cache.hashes[:2]).all()
 
 
-def test_workers_share_what_the_store_can_do(timeline) -> None:
+def test_workers_share_store_bandwidth(timeline) -> None:
     store = SharedStore(timeline, value_seconds=0.125)
     one, two, three = (Tiers(timeline, store) for _ in range(3))
     one.after(4.0, Save(1, KEYS[:2], ids(0, 1), True))
@@ -121,7 +121,7 @@ def test_workers_share_what_the_store_can_do(timeline) -> None:
     assert ends == [0.25 + 2 * COPY, 0.5 + 2 * COPY]
 
 
-def test_a_dead_store_costs_one_question_its_time_and_the_next_nothing(timeline) -> None:
+def test_dead_store_delays_only_one_lookup(timeline) -> None:
     store = SharedStore(timeline)
     tiers = Tiers(timeline, store)
     store.trouble = Trouble.TIMEOUT
@@ -136,7 +136,7 @@ def test_a_dead_store_costs_one_question_its_time_and_the_next_nothing(timeline)
 
 
 @pytest.mark.parametrize("fault", ["lost", "damaged", "full", "slow"])
-def test_what_a_store_does_wrong_makes_loads_short_and_never_wrong(timeline, fault) -> None:
+def test_store_faults_shorten_loads_but_never_corrupt(timeline, fault) -> None:
     store = SharedStore(timeline)
     one, other = Tiers(timeline, store), Tiers(timeline, store)
     one.cache.hashes[:4] = [[5], [6], [7], [8]]
@@ -155,14 +155,14 @@ def test_what_a_store_does_wrong_makes_loads_short_and_never_wrong(timeline, fau
     assert not other.cache.hashes.any()
 
 
-def test_blank_blocks_take_the_same_time(timeline) -> None:
+def test_blank_blocks_cost_the_same(timeline) -> None:
     tiers = Tiers(timeline, blank=True)
     assert tiers.after(1.0, Save(1, KEYS[:3], ids(0, 1, 2), False)) == [(3 * COPY, Saved(1, 3, 3))]
     [(at, told)] = tiers.after(1.0, Load(2, KEYS[:3], ids(5, 6, 7)))
     assert at == 1.0 + 3 * COPY and told.blocks == 3
 
 
-def test_an_engine_that_ends_writes_what_was_saved(timeline) -> None:
+def test_closing_engine_writes_pending_saves(timeline) -> None:
     store = SharedStore(timeline)
     tiers = Tiers(timeline, store)
     tiers.port.perform([Save(1, KEYS[:4], ids(0, 1, 2, 3), True)])
@@ -171,7 +171,7 @@ def test_an_engine_that_ends_writes_what_was_saved(timeline) -> None:
     assert len(store.values.keys()) == 4 and tiers.port.stats().open_operations == 0
 
 
-def test_the_same_effects_take_the_same_times_and_seal_the_same_bytes(timeline) -> None:
+def test_equal_effects_give_equal_times_and_bytes(timeline) -> None:
     def once() -> tuple[object, object]:
         clock = Timeline()
         store = SharedStore(clock)
