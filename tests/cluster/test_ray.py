@@ -1,4 +1,4 @@
-"""Deployments on a Ray cluster of several nodes on this machine; `nox -s ray` runs them."""
+"""Deployments on a multi-node Ray cluster on this machine; `nox -s ray` runs them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(not os.environ.get("FD_RAY"), reason="takes a mi
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Start four nodes of two processors each, wherever they come from, on the loopback."""
-    # Read when Ray is imported: no statistics, the loopback as it is, and a lost node noticed after seconds.
+    """Start four nodes of two processors each on the loopback interface."""
+    # Read when Ray is imported: no statistics, plain loopback, and a lost node detected within seconds.
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     os.environ |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "5"}
     os.environ |= {"RAY_raylet_start_wait_time_s": "120"}
@@ -37,7 +37,7 @@ def cluster() -> Iterator[Any]:
     started.shutdown()
 
 
-def test_pairs_behind_two_routers_serve_through_the_loss_of_a_node(cluster: Any) -> None:
+def test_pairs_with_two_routers_survive_node_loss(cluster: Any) -> None:
     async def scenario() -> None:
         notes: list[ClusterNote] = []
         file = table(prefill={"role": "prefill", "count": 2}, decode={"role": "decode", "count": 2})
@@ -53,7 +53,7 @@ def test_pairs_behind_two_routers_serve_through_the_loss_of_a_node(cluster: Any)
             victim = next(node for node in cluster.worker_nodes if node.node_id in held and {node.node_id} != routers)
             before = {each.name for each in deployment.held.values() if each.node == victim.node_id}
             url = next(each.url for each in deployment.ready("router") if each.name not in before)
-            # Only what the lost node computed may break off: one request of each of the four clients.
+            # Only requests on the lost node may break off: one of each of the four clients.
             async with asking(url, may_lose=4) as asked:
                 await answered(asked, 8)
                 cluster.remove_node(victim, allow_graceful=False)
@@ -70,7 +70,7 @@ def test_pairs_behind_two_routers_serve_through_the_loss_of_a_node(cluster: Any)
     asyncio.run(asyncio.wait_for(scenario(), 5 * SECONDS))
 
 
-def test_a_group_grows_and_shrinks_on_several_nodes_without_a_lost_request(cluster: Any) -> None:
+def test_multi_node_scaling_loses_no_request(cluster: Any) -> None:
     async def scenario() -> None:
         notes: list[ClusterNote] = []
         policy = Given()
@@ -91,6 +91,6 @@ def test_a_group_grows_and_shrinks_on_several_nodes_without_a_lost_request(clust
 
 
 async def answered(asked: Asked, more: int) -> None:
-    """Wait until so many more requests were sent, each by a client whose last one was answered."""
+    """Wait until this many more requests were sent, each by a client whose previous one was answered."""
     before = asked.requests
     await until(lambda: asked.requests >= before + more, "nothing is served")
