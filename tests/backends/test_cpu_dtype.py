@@ -11,13 +11,13 @@ from fd_core.errors import ConfigError
 from tests.server.fakes import engine_info
 
 
-@pytest.mark.parametrize(("asked", "dtype"), [("auto", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")])
+@pytest.mark.parametrize(("option", "dtype"), [("auto", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")])
 def test_cpu_without_bfloat16_instructions_uses_bfloat16(
-    asked: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    option: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
     monkeypatch.setenv("FD_ISA", "generic")
-    backend = CpuBackend(EngineConfig(model="m", dtype=asked))
+    backend = CpuBackend(EngineConfig(model="m", dtype=option))
     ops = backend.make_ops()
     if ops.name != "native":
         pytest.skip("the native kernels cannot be built here")

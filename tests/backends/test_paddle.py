@@ -144,12 +144,12 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 @needs_paddle
 def test_installed_paddle_matches_its_version_files(monkeypatch):
-    said = paddle_devices.__wrapped__()
+    in_process = paddle_devices.__wrapped__()
     monkeypatch.setattr(backends, "_built_for_processors", lambda: None)
     found = paddle_devices.__wrapped__()
     assert found.problem == ""
     assert found.version[0].isdigit()
-    assert found == said
+    assert found == in_process
 
 
 VERSION = (
@@ -158,7 +158,7 @@ VERSION = (
 
 
 @pytest.mark.parametrize(
-    ("version", "asked"),
+    ("version", "probed"),
     [
         (VERSION, False),
         (VERSION.replace("cuda_version     = 'False'", "cuda_version     = '12.6'"), True),
@@ -168,14 +168,14 @@ VERSION = (
         ("", True),
     ],
 )
-def test_only_device_capable_paddle_is_probed(monkeypatch, tmp_path, version, asked):
+def test_only_device_capable_paddle_is_probed(monkeypatch, tmp_path, version, probed):
     package = tmp_path / "paddle"
     (package / "version").mkdir(parents=True)
     (package / "version" / "__init__.py").write_text(version)
     spec = ModuleSpec("paddle", None, origin=str(package / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: spec)
     monkeypatch.delenv("CUSTOM_DEVICE_ROOT", raising=False)
-    assert backends._built_for_processors() == (None if asked else "3.3.1")
+    assert backends._built_for_processors() == (None if probed else "3.3.1")
     (tmp_path / "paddle_custom_device").mkdir()
     assert backends._built_for_processors() is None, "a plugin for another device is installed"
 

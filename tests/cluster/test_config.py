@@ -59,7 +59,7 @@ def test_file_defines_counts_of_routers_and_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "field", "said"),
+    ("text", "field", "expected"),
     [
         ("", "model", "has to say"),
         ('model = "a"', "workers", "has to say"),
@@ -87,10 +87,10 @@ def test_file_defines_counts_of_routers_and_workers(tmp_path: Path) -> None:
         ('model = "a"\n[workers.a.secrets]\nkv-stroe = "V"', "workers.a.secrets", "no setting"),
     ],
 )
-def test_errors_name_the_field(tmp_path: Path, text: str, field: str, said: str) -> None:
+def test_errors_name_the_field(tmp_path: Path, text: str, field: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_cluster_file(written(tmp_path, text))
-    assert caught.value.field == field and said in str(caught.value)
+    assert caught.value.field == field and expected in str(caught.value)
 
 
 def test_bad_file_exits_with_code_2_and_one_line(tmp_path: Path) -> None:
@@ -157,9 +157,9 @@ def default(field: msgspec.structs.FieldInfo) -> str:
 
 @pytest.mark.parametrize("struct", [ClusterConfig, RouterGroup, WorkerGroup, LoadPolicyOptions])
 def test_document_matches_field_descriptions(struct: type[msgspec.Struct]) -> None:
-    said = meanings(struct)
+    expected = meanings(struct)
     rows = [
-        f"| `{field.encode_name}` | {default(field)} | {said[field.name]} |\n"
+        f"| `{field.encode_name}` | {default(field)} | {expected[field.name]} |\n"
         for field in msgspec.structs.fields(struct)
     ]
     assert "".join(rows) in DOCUMENT

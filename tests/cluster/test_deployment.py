@@ -99,41 +99,41 @@ async def stream_dies(url: str, kill: Callable[[], None]) -> str:
 
 
 @dataclass
-class Asked:
+class Traffic:
     """Requests that clients sent, and those not answered in full."""
 
     requests: int = 0
     lost: list[str] = field(default_factory=list)
 
 
-async def client(url: str, asked: Asked, session: aiohttp.ClientSession) -> None:
+async def client(url: str, traffic: Traffic, session: aiohttp.ClientSession) -> None:
     """Send requests repeatedly, with a pause that leaves CPU time to starting processes."""
     body = {"prompt": "hello", "max_tokens": 200, "stream": True, "ignore_eos": True, "seed": 7, "temperature": 1.0}
     while True:
-        asked.requests += 1
+        traffic.requests += 1
         try:
             async with session.post(f"{url}/v1/completions", json=body) as answer:
                 text = (await answer.read()).decode()
             if answer.status != 200 or not text.rstrip().endswith("data: [DONE]"):
-                asked.lost.append(f"{answer.status}: {text[-300:]}")
+                traffic.lost.append(f"{answer.status}: {text[-300:]}")
         except aiohttp.ClientError as error:
-            asked.lost.append(f"{type(error).__name__}: {error}")
+            traffic.lost.append(f"{type(error).__name__}: {error}")
         await asyncio.sleep(0.1)
 
 
 @contextlib.asynccontextmanager
-async def asking(url: str, *, may_lose: int = 0) -> AsyncIterator[Asked]:
+async def asking(url: str, *, may_lose: int = 0) -> AsyncIterator[Traffic]:
     """Run four clients within the block; at most `may_lose` of their requests may be lost."""
-    asked = Asked()
+    traffic = Traffic()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
-        clients = [asyncio.create_task(client(url, asked, session)) for _ in range(4)]
+        clients = [asyncio.create_task(client(url, traffic, session)) for _ in range(4)]
         try:
-            yield asked
+            yield traffic
         finally:
             for each in clients:
                 each.cancel()
-    print(f"{asked.requests} requests, {len(asked.lost)} lost")
-    assert len(asked.lost) <= may_lose, asked.lost[:3]
+    print(f"{traffic.requests} requests, {len(traffic.lost)} lost")
+    assert len(traffic.lost) <= may_lose, traffic.lost[:3]
 
 
 def pids_of(deployment: Deployment, group: str) -> dict[str, int]:

@@ -13,7 +13,7 @@ from fd_core.cluster.config import cluster_config
 from fd_core.cluster.controller import ClusterNote
 from fd_core.cluster.deployment import Deployment
 from fd_core.plugins import LAUNCHER, installed_plugins
-from tests.cluster.test_deployment import SECONDS, Asked, Given, asking, deployed, serves, table, until
+from tests.cluster.test_deployment import SECONDS, Given, Traffic, asking, deployed, serves, table, until
 
 pytestmark = pytest.mark.skipif(not os.environ.get("FD_RAY"), reason="takes a minute and Ray; `nox -s ray` runs it")
 
@@ -54,17 +54,17 @@ def test_pairs_with_two_routers_survive_node_loss(cluster: Any) -> None:
             before = {each.name for each in deployment.held.values() if each.node == victim.node_id}
             url = next(each.url for each in deployment.ready("router") if each.name not in before)
             # Only requests on the lost node may break off: one of each of the four clients.
-            async with asking(url, may_lose=4) as asked:
-                await answered(asked, 8)
+            async with asking(url, may_lose=4) as traffic:
+                await answered(traffic, 8)
                 cluster.remove_node(victim, allow_graceful=False)
                 await until(lambda: not before & deployment.held.keys(), f"the loss of {before} is not seen")
                 for group in ("router", "prefill", "decode"):
                     await until(lambda name=group: len(deployment.ready(name)) == 2, f"{group} does not come back")  # type: ignore[misc]
-                await answered(asked, 8)
+                await answered(traffic, 8)
             for url in deployment.urls:
                 await until(lambda at=url: serves(at), f"{url} does not serve")  # type: ignore[misc]
-                async with asking(url) as asked:
-                    await answered(asked, 8)
+                async with asking(url) as traffic:
+                    await answered(traffic, 8)
             assert any("gone with its node" in note.text for note in notes)
 
     asyncio.run(asyncio.wait_for(scenario(), 5 * SECONDS))
@@ -78,19 +78,19 @@ def test_multi_node_scaling_loses_no_request(cluster: Any) -> None:
         file["workers"]["mixed"]["cores"] = 1
         launcher = installed_plugins().load(LAUNCHER, "ray")()
         deployment = Deployment(cluster_config(file), launcher, {"mixed": policy}, os.environ, notes.append)
-        async with deployed(deployment, notes), asking(deployment.urls[0]) as asked:
+        async with deployed(deployment, notes), asking(deployment.urls[0]) as traffic:
             policy.wanted = 3
             await until(lambda: len(deployment.ready("mixed")) == 3, "it does not grow")
             assert len({each.node for each in deployment.ready("mixed")}) > 1
-            await answered(asked, 8)
+            await answered(traffic, 8)
             policy.wanted = 1
             await until(lambda: sum(each.group == "mixed" for each in deployment.held.values()) == 1, "nor shrink")
-            await answered(asked, 4)
+            await answered(traffic, 4)
 
     asyncio.run(asyncio.wait_for(scenario(), 5 * SECONDS))
 
 
-async def answered(asked: Asked, more: int) -> None:
+async def answered(traffic: Traffic, more: int) -> None:
     """Wait until this many more requests were sent, each by a client whose previous one was answered."""
-    before = asked.requests
-    await until(lambda: asked.requests >= before + more, "nothing is served")
+    before = traffic.requests
+    await until(lambda: traffic.requests >= before + more, "nothing is served")

@@ -129,7 +129,7 @@ def dealer(port: int) -> Iterator[zmq.Socket]:
         yield socket
 
 
-def hears(socket: zmq.Socket, seconds: float = PATIENCE) -> object:
+def receive(socket: zmq.Socket, seconds: float = PATIENCE) -> object:
     return WIRE.open_from_prefill(socket.recv_multipart()[0]) if socket.poll(int(seconds * 1000)) else None
 
 
@@ -162,7 +162,7 @@ def test_oversized_frame_closes_the_connection() -> None:
 def test_authenticated_peers_get_an_error_reason() -> None:
     with Pair() as pair, dealer(pair.sender.port) as socket:
         socket.send(WIRE.seal_from_decode(Credit(LEASE, 3)))
-        assert hears(socket) == AbortLease(LEASE, "the prefill worker has no such lease")
+        assert receive(socket) == AbortLease(LEASE, "the prefill worker has no such lease")
         socket.send(WIRE.seal_from_decode(AbortLease(LEASE)))
         opening = Open(PrefillJob(bytes(8), lease=LEASE), COMPATIBILITY, 4, 5.0, "frames", b"")
         odd = {
@@ -172,7 +172,7 @@ def test_authenticated_peers_get_an_error_reason() -> None:
         }
         for reason, message in odd.items():
             socket.send(b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(message))))
-            assert getattr(hears(socket), "reason", "").startswith(reason)
+            assert getattr(receive(socket), "reason", "").startswith(reason)
         assert pair.sender.stats().refused == {"malformed": 3}
 
 
@@ -257,7 +257,7 @@ class Other:
         self.process.wait()
         self.out.close()
 
-    def says(self) -> str:
+    def read_line(self) -> str:
         return self.out.readline().strip()
 
     def stop(self, how: signal.Signals) -> None:
@@ -276,7 +276,7 @@ def test_prefill_worker_lost_mid_transfer(how: signal.Signals, outcome: str, wit
     decode = Fetches(receiver, cache)
     try:
         with Other("prefill", 0.01) as other:
-            peer = f"127.0.0.1:{other.says()}"
+            peer = f"127.0.0.1:{other.read_line()}"
             quick = decode.fetch(peer, 8)
             pump(lambda: quick in decode.fetched, decode)
             assert decode.fetched[quick].outcome == "transferred"

@@ -135,10 +135,10 @@ class Leases(RuleBasedStateMachine):
     @rule(which=WHICH)
     def repeat_a_piece(self, which: int) -> None:
         """Repeat a piece at once, of an open lease if there is one: before or after it was copied."""
-        arrived = [place for place, packet in enumerate(self.world.arrived) if isinstance(packet.message, KVPiece)]
-        open_ones = [place for place in arrived if self.world.arrived[place].message.lease in self.world.decode]
-        for place in chosen(open_ones or arrived, which):
-            self.world.repeat(place)
+        arrived = [offset for offset, packet in enumerate(self.world.arrived) if isinstance(packet.message, KVPiece)]
+        open_ones = [offset for offset in arrived if self.world.arrived[offset].message.lease in self.world.decode]
+        for offset in chosen(open_ones or arrived, which):
+            self.world.repeat(offset)
             self.world.deliver(-1)
 
     @rule(how=st.sampled_from(["lose", "repeat", "damage", "mix up"]), which=WHICH)
@@ -147,16 +147,16 @@ class Leases(RuleBasedStateMachine):
         for _ in range(3):
             if not self.pieces():
                 world.go_on(1)
-        for place in chosen(self.pieces(), which):
+        for offset in chosen(self.pieces(), which):
             if how == "lose":
-                world.flying.pop(place)
+                world.flying.pop(offset)
             elif how == "repeat":
-                world.flying.append(world.flying[place])
+                world.flying.append(world.flying[offset])
             else:
-                world.damage(place, sealed=how == "mix up")
+                world.damage(offset, sealed=how == "mix up")
 
     def pieces(self) -> list[int]:
-        return [place for place, packet in enumerate(self.world.flying) if isinstance(packet.message, KVPiece)]
+        return [offset for offset, packet in enumerate(self.world.flying) if isinstance(packet.message, KVPiece)]
 
     @rule(which=WHICH, index=st.sampled_from([-1, 0, 99]))
     def nonsense(self, which: int, index: int) -> None:

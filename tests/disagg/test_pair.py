@@ -150,17 +150,17 @@ def test_all_addresses_of_a_host_are_tried(monkeypatch: pytest.MonkeyPatch) -> N
     """Within a quarter of the silence timeout, after which a lease would retransmit its first message by itself."""
     with Pair(receiver={"silence": 400.0}) as pair:
         endpoints = [(f"tcp://127.0.0.1:{port}", False) for port in (closed_port(), closed_port(), pair.sender.port)]
-        asked = []
+        lookups = []
 
         def look_up(host: str, port: int, found: Callable[[list[Endpoint]], object]) -> list[Endpoint]:
-            asked.append((host, port))
+            lookups.append((host, port))
             threading.Timer(0.05, found, [endpoints]).start()
             return []
 
         monkeypatch.setattr(connections, "look_up", look_up)
         numbers = [pair.decode.fetch("some.name:77", 9, salt=salt) for salt in "ab"]
         assert {fetched.outcome for fetched in pair.answers(numbers)} == {"transferred"}
-        assert asked == [("some.name", 77)]
+        assert lookups == [("some.name", 77)]
 
 
 def test_local_host_name_is_resolved() -> None:

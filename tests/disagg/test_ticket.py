@@ -30,11 +30,11 @@ def test_ticket_is_bound_to_its_address() -> None:
     assert read_ticket(KEY, "r1", f"10.0.0.8:5001;{mac}") is None
 
 
-@given(place=st.integers(0, 200), sign=st.characters())
-def test_modified_ticket_is_invalid(place: int, sign: str) -> None:
+@given(index=st.integers(0, 200), sign=st.characters())
+def test_modified_ticket_is_invalid(index: int, sign: str) -> None:
     ticket = sign_ticket(KEY, "r1", PEER)
-    place %= len(ticket)
-    changed = ticket[:place] + sign + ticket[place + 1 :]
+    index %= len(ticket)
+    changed = ticket[:index] + sign + ticket[index + 1 :]
     assert (read_ticket(KEY, "r1", changed) == PEER) == (changed == ticket)
 
 

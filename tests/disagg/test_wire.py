@@ -119,8 +119,8 @@ def test_sealed_garbage_is_invalid_or_within_limits(body: bytes) -> None:
         frame = b"".join(Envelope(SECRET).seal(key, body))
         try:
             message = read(frame)
-        except Unfit as unfit:
-            assert unfit.lease in (None, LEASE) or len(unfit.lease) == 32
+        except Unfit as invalid:
+            assert invalid.lease in (None, LEASE) or len(invalid.lease) == 32
         else:
             assert len(message.lease) == 32
 
@@ -159,17 +159,17 @@ def test_messages_beyond_limits_are_not_sent_or_received(change: dict[str, objec
     others = {name: value for name, value in change.items() if name not in of_job}
     message = msgspec.structs.replace(OPEN, job=msgspec.structs.replace(JOB, **of_job), **others)
     frame = b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(message)))
-    with pytest.raises(Unfit) as heard:
+    with pytest.raises(Unfit) as received:
         WIRE.open_from_decode(frame)
     with pytest.raises(Unfit):
         WIRE.check(message)
-    assert heard.value.lease == (None if "lease" in change else LEASE)
+    assert received.value.lease == (None if "lease" in change else LEASE)
 
 
 def test_long_reason_is_truncated() -> None:
-    heard = WIRE.open_from_prefill(WIRE.seal_from_prefill(m.Refuse(LEASE, "x" * 5000)))
-    assert isinstance(heard, m.Refuse)
-    assert heard.reason == "x" * 1024
+    received = WIRE.open_from_prefill(WIRE.seal_from_prefill(m.Refuse(LEASE, "x" * 5000)))
+    assert isinstance(received, m.Refuse)
+    assert received.reason == "x" * 1024
 
 
 def test_piece_round_trips_with_matching_digest() -> None:

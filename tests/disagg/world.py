@@ -159,7 +159,7 @@ class World:
                 case DecodeEnd(outcome=outcome, reason=reason):
                     assert side.lease.outcome == outcome
                     assert (reason == "") == (outcome == "transferred")
-                    assert said(actions) == LAST_AT_DECODE.get(outcome, ())
+                    assert sent_types(actions) == LAST_AT_DECODE.get(outcome, ())
                     self.outcomes[name], self.reasons[name] = outcome, reason
                     del self.decode[name]
                     self.over_decode.append(side)
@@ -258,7 +258,7 @@ class World:
                     assert side.issued - side.credit <= side.opening.window
                 case PrefillEnd(end=end, abort=abort):
                     assert side.lease.ended == end
-                    assert said(actions) == LAST_AT_PREFILL.get(end, ())
+                    assert sent_types(actions) == LAST_AT_PREFILL.get(end, ())
                     assert abort == (side.running and not side.gave_up and end != "refused")
                     del self.prefill[name]
                     self.over_prefill.append(side)
@@ -416,8 +416,8 @@ class World:
             actions = leased.lease.tick(self.now)
             assert due or actions == []
             self.at_decode(leased, actions)
-            gone = self.over(leased)
-            assert leased.lease.outcome == ("expired" if gone else None)
+            expired = self.over(leased)
+            assert leased.lease.outcome == ("expired" if expired else None)
             assert leased.lease.next_tick > self.now
             assert leased.lease.tick(self.now) == []
         for owed in [*self.prefill.values()]:
@@ -429,8 +429,8 @@ class World:
             self.at_prefill(owed, actions)
             silence = owed.opening.silence
             stuck = owed.sent > owed.credit and self.now >= owed.moved + silence
-            gone = stuck or self.now >= min(owed.begun + self.longest, owed.heard + silence)
-            assert owed.lease.ended == ("expired" if gone else None)
+            expired = stuck or self.now >= min(owed.begun + self.longest, owed.heard + silence)
+            assert owed.lease.ended == ("expired" if expired else None)
             assert owed.lease.next_tick > self.now
             assert owed.lease.tick(self.now, working=self.working) == []
 
@@ -477,7 +477,7 @@ class World:
         raise AssertionError("the two sides never stop sending")
 
 
-def said(actions: list[Action]) -> tuple[type, ...]:
+def sent_types(actions: list[Action]) -> tuple[type, ...]:
     return tuple(type(action.message) for action in actions if isinstance(action, Say))
 
 

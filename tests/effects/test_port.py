@@ -59,10 +59,10 @@ def test_effect_without_port_is_rejected(queue) -> None:
     joined.perform([Cancel(1)])
     with pytest.raises(ValueError, match="nothing that performs GiveUp"):
         joined.perform([GiveUp("lease")])
-    nobody = JoinedEffectPort(queue, None, None)
-    assert (nobody.completions(), nobody.stats()) == ([], (None, None, None))
+    port = JoinedEffectPort(queue, None, None)
+    assert (port.completions(), port.stats()) == ([], (None, None, None))
     with pytest.raises(ValueError, match="nothing that performs Lookup"):
-        nobody.perform([Cancel(1), Lookup(1, ())])
+        port.perform([Cancel(1), Lookup(1, ())])
 
 
 def test_completions_of_both_ports_are_ordered_and_unique(queue) -> None:

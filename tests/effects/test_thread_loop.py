@@ -99,11 +99,11 @@ def test_watched_socket_is_read_until_unwatched() -> None:
         here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         port = here.bind_to_random_port("tcp://127.0.0.1")
         there.connect(f"tcp://127.0.0.1:{port}")
-        heard: list[bytes] = []
+        received: list[bytes] = []
         arrived = threading.Event()
 
         def read() -> None:
-            heard.append(here.recv())
+            received.append(here.recv())
             arrived.set()
 
         loop = ThreadLoop("fdcore-test", end=lambda: (loop.forget(here), here.close(0)))
@@ -113,7 +113,7 @@ def test_watched_socket_is_read_until_unwatched() -> None:
         assert arrived.wait(10)
         loop.stop()
         assert loop.join(10)
-        assert heard == [b"word"]
+        assert received == [b"word"]
         there.close(0)
     finally:
         context.term()

@@ -31,7 +31,7 @@ class Lease:
 
     name: str
     fetch: Fetch
-    asked: bool = False
+    ordered: bool = False
     """True once the prefill worker accepted the order."""
     over_here: bool = False
     """True once the decode worker was notified of the outcome."""
@@ -39,7 +39,7 @@ class Lease:
     """True once the prefill worker released the lease."""
     cancelled: bool = False
     pieces: dict[int, Any] = field(default_factory=dict)
-    said: int = 0
+    num_offered: int = 0
     """Leading blocks offered in sends, each once and in order."""
     tokens: int | None = None
     cached: int = 0
@@ -89,7 +89,7 @@ class Worker(Stepper):
             if self.tiers is not None and self.tiers.pending:
                 self.complete(0, How.WELL)
 
-    def told(self, answer: Fetched | Sent) -> None:
+    def notify(self, answer: Fetched | Sent) -> None:
         """Notify the scheduler of the outcome of a transfer."""
         del self.holding[answer.operation]
         self.scheduler.complete(answer)
@@ -157,18 +157,18 @@ class Pair:
         """Check that each block after the decode worker's own prefix is offered once, in order and settled."""
         lease, size = self._named(send.lease), self.prefill.limits.block_size
         assert not lease.ends, "a block is sent after the last send"
-        assert send.first == max(lease.said, lease.fetch.job.held_blocks), "a block is left out or sent twice"
+        assert send.first == max(lease.num_offered, lease.fetch.job.held_blocks), "a block is left out or sent twice"
         assert len(send.blocks) or send.tokens is not None, "a send without blocks is pointless"
-        lease.said = send.first + len(send.blocks)
+        lease.num_offered = send.first + len(send.blocks)
         hashes = running_hashes(np.uint64(0), lease.fetch.job.token_ids)
-        for place, block in enumerate(send.blocks.tolist(), send.first):
-            wanted = hashes[place * size : (place + 1) * size].tolist()
+        for position, block in enumerate(send.blocks.tolist(), send.first):
+            wanted = hashes[position * size : (position + 1) * size].tolist()
             held = self.prefill.runner.cache.layer(0)[block, : len(wanted)].tolist()
             assert held == wanted, "a block is sent that does not hold its part of the prompt"
             assert len(wanted) == size or send.tokens is not None, "a block is sent before it is settled"
         if send.tokens is not None:
             assert send.tokens == lease.fetch.job.num_tokens
-            assert lease.said == -(-send.tokens // size), "the last send leaves blocks out"
+            assert lease.num_offered == -(-send.tokens // size), "the last send leaves blocks out"
             lease.ends += 1
         lease.unread += 1
         self.reading.append((lease, send))
@@ -182,7 +182,7 @@ class Pair:
     @property
     def unasked(self) -> list[Lease]:
         """Return leases whose order has not reached the prefill worker."""
-        return [lease for lease in self.leases if not lease.asked and not lease.over_there]
+        return [lease for lease in self.leases if not lease.ordered and not lease.over_there]
 
     @property
     def awaited(self) -> list[Lease]:
@@ -192,11 +192,11 @@ class Pair:
     @property
     def unwanted(self) -> list[Lease]:
         """Return leases that the decode worker has closed and the prefill worker still serves."""
-        return [lease for lease in self.leases if lease.over_here and lease.asked and not lease.over_there]
+        return [lease for lease in self.leases if lease.over_here and lease.ordered and not lease.over_there]
 
     def ask(self, lease: Lease) -> None:
         """Deliver the order to the prefill worker; that of a closed lease may arrive late."""
-        lease.asked = True
+        lease.ordered = True
         job = msgspec.structs.replace(lease.fetch.job, lease=lease.name)
         self.prefill.submit(
             RequestSpec(
@@ -219,11 +219,11 @@ class Pair:
         lease, send = self.reading.pop(index)
         lease.unread -= 1
         if not lease.over_here:
-            for place, block in enumerate(send.blocks, send.first):
-                lease.pieces[place] = self.prefill.runner.cache.export_blocks(np.array([block], np.int32))
+            for position, block in enumerate(send.blocks, send.first):
+                lease.pieces[position] = self.prefill.runner.cache.export_blocks(np.array([block], np.int32))
             if send.tokens is not None:
                 lease.tokens, lease.cached = send.tokens, send.cached
-        self.prefill.told(Sent(send.operation))
+        self.prefill.notify(Sent(send.operation))
         self._forget(lease)
 
     def end(self, lease: Lease, outcome: PrefillOutcome = "transferred") -> None:
@@ -232,13 +232,13 @@ class Pair:
             outcome = "aborted" if lease.cancelled else "lost"
         blocks = lease.fetch.blocks
         if outcome == "transferred":
-            for place, block in enumerate(blocks, lease.fetch.job.held_blocks):
-                self.decode.runner.cache.import_blocks(np.array([block], np.int32), lease.pieces[place])
+            for position, block in enumerate(blocks, lease.fetch.job.held_blocks):
+                self.decode.runner.cache.import_blocks(np.array([block], np.int32), lease.pieces[position])
         else:
             self.decode.spoil(blocks)
         self._over_here(lease)
         self.outcomes.append(outcome)
-        self.decode.told(Fetched(lease.fetch.operation, outcome, cached=lease.cached))
+        self.decode.notify(Fetched(lease.fetch.operation, outcome, cached=lease.cached))
 
     def abort(self, lease: Lease) -> None:
         """Cancel a lease at the prefill worker, by message or by its own timeout."""
@@ -253,7 +253,7 @@ class Pair:
             self.reading.clear()
             for lease in list(self.leases):
                 lease.unread = 0
-                if lease.asked:
+                if lease.ordered:
                     self._over_there(lease)
         else:
             self.decode = new

@@ -58,7 +58,7 @@ def structured_specs(count: int, max_tokens: int = 70) -> list[RequestSpec]:
         specs.append(
             RequestSpec(
                 request_id=f"{kind}-{index}" if index % 5 != 4 else f"free-{index}",
-                prompt=tuple((index * 37 + place * 11) % 256 for place in range(3 + index * 7 % 90)),
+                prompt=tuple((index * 37 + position * 11) % 256 for position in range(3 + index * 7 % 90)),
                 params=SamplingParams(
                     max_tokens=max_tokens,
                     temperature=float(index % 2),

@@ -163,9 +163,9 @@ def test_compile_events_are_published_only_by_packs_that_compile(
     assert engine.stats().compilations is None
     counted = CompilationStats(start=7, serving=1, start_seconds=2.5, serving_seconds=0.5)
     monkeypatch.setattr(Ops, "compilation_stats", lambda ops: counted)
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(engine.stats()), type=EngineStats)
-    assert told.compilations == counted
-    samples = {(spec.name, *each): value for spec, found in read_metrics(told) for each, value in found}
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(engine.stats()), type=EngineStats)
+    assert decoded.compilations == counted
+    samples = {(spec.name, *each): value for spec, found in read_metrics(decoded) for each, value in found}
     assert samples["kernel_compilations", "start"] == 7
     assert samples["kernel_compilation_seconds", "serving"] == 0.5
     engine.close()

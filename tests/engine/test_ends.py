@@ -37,10 +37,10 @@ def test_text_ends_at_context_length(k: int, depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_stop_token_ends_text_at_any_draft_position(k: int, depth: int) -> None:
     text = scripted(greedy("a", PROMPT, 56))
-    for place, token in enumerate(text[:12]):
-        if token not in text[:place]:
+    for position, token in enumerate(text[:12]):
+        if token not in text[:position]:
             spec = greedy("a", PROMPT, 56, stop_token_ids=(token,))
-            assert delivered(spec, k, depth) == (text[: place + 1], FinishReason.STOP)
+            assert delivered(spec, k, depth) == (text[: position + 1], FinishReason.STOP)
 
 
 @DRAFTS

@@ -78,7 +78,7 @@ def test_repeated_preemption_with_outputs_in_flight_loses_no_token(k: int) -> No
     victims: Counter[str] = Counter()
 
     def watch(plan: StepPlan) -> None:
-        stays = {
+        occupied = {
             (slot, gen)
             for earlier, _ in list(stepper.in_flight)[:-1]
             for slot, gen, samples in zip(
@@ -86,7 +86,7 @@ def test_repeated_preemption_with_outputs_in_flight_loses_no_token(k: int) -> No
             )
             if samples
         }
-        victims.update(stepper.request_in(back.slot) for back in plan.revocations if (back.slot, back.gen) in stays)
+        victims.update(stepper.request_in(back.slot) for back in plan.revocations if (back.slot, back.gen) in occupied)
 
     stepper.run(3, watch=watch)
     assert max(victims.values()) >= 2, "no request was preempted twice with outputs in flight"

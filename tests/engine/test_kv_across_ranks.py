@@ -123,19 +123,21 @@ def test_requests_resume_from_stored_kv_on_other_number_of_ranks(
     with ranks(1, models["uneven"]) as engine:
         texts = run(engine, specs).tokens
     store = {"kv_store": f"disk:{tmp_path / 'kv'}", **secrets}
-    told = Texts()
+    earlier = Texts()
     with ranks(before, models["uneven"], **store, num_kv_blocks=24) as engine:
         for spec in specs:
-            told.take(engine.submit(spec))
+            earlier.take(engine.submit(spec))
         while engine.stats().scheduler.counters.preemptions < 2:
-            told.take(engine.step())
-        assert not told.ends
-        wait_for(lambda: engine.stats().kv.written_blocks, engine, told)  # type: ignore[union-attr]  # it has a store
-    delivered = [msgspec.structs.replace(spec, delivered=tuple(told.tokens.get(spec.request_id, ()))) for spec in specs]
+            earlier.take(engine.step())
+        assert not earlier.ends
+        wait_for(lambda: engine.stats().kv.written_blocks, engine, earlier)  # type: ignore[union-attr]  # it has a store
+    delivered = [
+        msgspec.structs.replace(spec, delivered=tuple(earlier.tokens.get(spec.request_id, ()))) for spec in specs
+    ]
     with ranks(after, models["uneven"], **store) as engine:
         rest = run(engine, delivered)
         assert engine.stats().scheduler.offload.loaded_tokens
-    assert {name: told.tokens.get(name, []) + tokens for name, tokens in rest.tokens.items()} == texts
+    assert {name: earlier.tokens.get(name, []) + tokens for name, tokens in rest.tokens.items()} == texts
 
 
 @pytest.mark.parametrize(("prefill", "decode", "kv"), [(2, 1, "auto"), (1, 2, "int8")])
@@ -157,7 +159,7 @@ def test_pair_may_have_different_numbers_of_ranks(
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "expected"),
     [
         ({"kv_cache_dtype": "int8"}, "the dtype of the KV is float32 at the prefill worker and int8"),
         ({"block_size": 8}, "--block-size is 4 at the prefill worker and 8"),
@@ -165,7 +167,7 @@ def test_pair_may_have_different_numbers_of_ranks(
 )
 def test_pair_rejects_other_incompatibilities_by_name(
     other: dict[str, Any],
-    said: str,
+    expected: str,
     models: dict[str, Path],
     secrets: dict[str, str],
     caplog: pytest.LogCaptureFixture,
@@ -177,4 +179,4 @@ def test_pair_rejects_other_incompatibilities_by_name(
         pair = Pair(first, second)
         pair.run(SPEC)
         assert pair.outcomes == {"r": "refused"}
-    assert said in caplog.text
+    assert expected in caplog.text

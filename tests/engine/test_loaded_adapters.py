@@ -52,7 +52,7 @@ def specs_for(of, **changes):
     differs.
     """
     return [
-        (name, greedy(f"{name}-{index}", [(7 * index + place) % 150 for place in range(20)], LENGTH, **changes))
+        (name, greedy(f"{name}-{index}", [(7 * index + position) % 150 for position in range(20)], LENGTH, **changes))
         for name in of
         for index in range(2)
     ]

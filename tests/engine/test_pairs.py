@@ -63,12 +63,12 @@ def test_text_after_failed_transfer_is_golden(outcome: PrefillOutcome) -> None:
 
 def test_client_receives_prefill_outcome_once() -> None:
     pair = pair_of(LONG)
-    told: list[Delta] = []
+    received: list[Delta] = []
     take = pair.decode.texts.take
-    pair.decode.texts.take = lambda deltas: (told.extend(deltas), take(deltas))[1]  # type: ignore[method-assign]  # listens
+    pair.decode.texts.take = lambda deltas: (received.extend(deltas), take(deltas))[1]  # type: ignore[method-assign]  # listens
     pair.decode.submit(*elsewhere(LONG))
     pair.run()
-    assert [delta.prefill for delta in told] == ["transferred", *[None] * (len(told) - 1)]
+    assert [delta.prefill for delta in received] == ["transferred", *[None] * (len(received) - 1)]
 
 
 def test_prefix_cached_on_device_is_not_sent() -> None:
@@ -170,8 +170,8 @@ def test_preempted_prefill_resumes_sending_after_sent_blocks() -> None:
     pair.prefill.turn(1, times=5)
     while pair.reading:
         pair.read(0)
-    said = lease.said
-    assert 0 < said < 10
+    num_offered = lease.num_offered
+    assert 0 < num_offered < 10
     pool = pair.prefill.probe.pool
     hostage = pool.allocate(pool.num_free)
     assert hostage is not None
@@ -183,7 +183,7 @@ def test_preempted_prefill_resumes_sending_after_sent_blocks() -> None:
             pair.read(0)
     pool.release(hostage, -1)
     pair.prefill.audit = audit  # type: ignore[method-assign]
-    assert lease.said >= said
+    assert lease.num_offered >= num_offered
     assert pair.run().tokens == golden([LONG])
     assert pair.outcomes == ["transferred"]
     assert pair.prefill.probe.residencies.counters.preemptions == 1

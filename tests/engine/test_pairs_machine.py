@@ -174,10 +174,10 @@ class PairMachine(RuleBasedStateMachine):
     def an_abort_arrives(self, data: st.DataObject) -> None:
         self.pair.abort(self.one_of(data, self.pair.unwanted))
 
-    @precondition(lambda self: any(lease.asked for lease in self.pair.awaited))
+    @precondition(lambda self: any(lease.ordered for lease in self.pair.awaited))
     @rule(data=st.data())
     def the_prefill_worker_breaks_off(self, data: st.DataObject) -> None:
-        self.pair.abort(self.one_of(data, [lease for lease in self.pair.awaited if lease.asked]))
+        self.pair.abort(self.one_of(data, [lease for lease in self.pair.awaited if lease.ordered]))
 
     @staticmethod
     def one_of(data: st.DataObject, leases: list[Lease]) -> Lease:

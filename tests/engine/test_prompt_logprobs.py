@@ -43,13 +43,13 @@ def check(texts: Texts, wanted: Sequence[RequestSpec]) -> None:
     for spec in wanted:
         exact, found = right(spec.prompt), texts.prompt_scores[spec.request_id]
         assert len(found) == len(spec.prompt) - 1
-        for place, score in enumerate(found):
-            assert score.logprob == pytest.approx(exact[place, spec.prompt[place + 1]], abs=1e-4)
-            best = np.argsort(-exact[place], kind="stable")[: spec.params.prompt_logprobs]
+        for position, score in enumerate(found):
+            assert score.logprob == pytest.approx(exact[position, spec.prompt[position + 1]], abs=1e-4)
+            best = np.argsort(-exact[position], kind="stable")[: spec.params.prompt_logprobs]
             assert score.top_ids == tuple(best.tolist())
-            assert score.top == pytest.approx(exact[place, best], abs=1e-4)
-            order = np.argsort(-exact[place], kind="stable").tolist()
-            assert score.rank == order.index(spec.prompt[place + 1]) + 1
+            assert score.top == pytest.approx(exact[position, best], abs=1e-4)
+            order = np.argsort(-exact[position], kind="stable").tolist()
+            assert score.rank == order.index(spec.prompt[position + 1]) + 1
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
@@ -91,8 +91,8 @@ def test_prompt_logprobs_are_delivered_once_with_first_token() -> None:
     engine.submit(specs([PROMPTS[-1]])[0])
     while engine.has_work:
         deltas += engine.step()
-    told = [delta.prompt_logprobs is not None for delta in deltas if delta.token_ids]
-    assert told == [True, *[False] * 4]
+    present = [delta.prompt_logprobs is not None for delta in deltas if delta.token_ids]
+    assert present == [True, *[False] * 4]
     engine.close()
 
 

@@ -126,18 +126,18 @@ def test_adapters_change_on_all_ranks_between_steps(tmp_path: Path) -> None:
             long = [greedy(f"long-{adapter}", range(5, 15), 50, adapter=adapter) for adapter in ("", one)]
             for spec in long:
                 engine.submit(spec)
-            told = Texts()
+            record = Texts()
             for _ in range(5):
-                told.take(engine.step())
+                record.take(engine.step())
             two = engine.load_adapter("two", tmp_path / "two").digest
             engine.unload_adapter("one")
-            told.take(engine.submit(greedy("two", range(5, 15), 30, adapter=two)))
+            record.take(engine.submit(greedy("two", range(5, 15), 30, adapter=two)))
             while engine.has_work:
-                told.take(engine.step())
+                record.take(engine.step())
             engine.step()  # frees the adapter that is no longer in use
             runner = engine.probe().runner
             assert [adapter.digest for adapter in runner.adapters.held] == [two]
-            texts.append(told.tokens)
+            texts.append(record.tokens)
         finally:
             engine.close()
     assert texts[0] == texts[1]
@@ -193,8 +193,8 @@ def test_killed_rank_loses_no_token(caplog: pytest.LogCaptureFixture) -> None:
                     dead.append(count)
                     os.kill(rank_of(client), signal.SIGKILL)
 
-            told = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
-            assert {spec.request_id: each.tokens for spec, each in zip(SPECS, told, strict=True)} == expected
+            record = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
+            assert {spec.request_id: each.tokens for spec, each in zip(SPECS, record, strict=True)} == expected
             assert client.info.epoch == 2 and client.requests_requeued > 0
             assert client.rank_failures == {"1": 1}
         assert "engine of epoch 1 is gone: rank 1 was ended by SIGKILL" in caplog.text
@@ -280,8 +280,8 @@ def test_slow_rank_is_tolerated() -> None:
                     os.kill(rank, signal.SIGCONT)
                     await asyncio.sleep(0.02)
 
-            told, _ = await asyncio.gather(read(client, LONG, lambda _: None), slow())
-            assert told.tokens == golden([LONG])["long"]
+            record, _ = await asyncio.gather(read(client, LONG, lambda _: None), slow())
+            assert record.tokens == golden([LONG])["long"]
             assert client.info.epoch == 1
 
     run_test(main)
@@ -298,8 +298,8 @@ def test_suspended_rank_is_named_within_watchdog_timeout(caplog: pytest.LogCaptu
                     stopped.append(rank_of(client))
                     os.kill(stopped[0], signal.SIGSTOP)
 
-            told = await read(client, LONG, stop)
-            assert told.tokens == golden([LONG])["long"]
+            record = await read(client, LONG, stop)
+            assert record.tokens == golden([LONG])["long"]
             assert client.info.epoch == 2
             await until(lambda: not lives(stopped[0]))
         assert "rank 1 did not answer within 3 s" in caplog.text

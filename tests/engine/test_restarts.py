@@ -86,27 +86,27 @@ class StreamRecord:
 
 async def read(client: EngineClient, spec: RequestSpec, during: Callable[[int], None] = lambda _: None) -> StreamRecord:
     """Read a stream to its end; `during` is called with the number of tokens so far."""
-    told = StreamRecord()
+    record = StreamRecord()
     async for delta in client.submit(spec):
-        assert told.end is None
-        told.tokens += delta.token_ids
-        told.scores += delta.logprobs or ()
-        told.cached += [] if delta.cached_tokens is None else [delta.cached_tokens]
-        told.end, told.error = delta.finish_reason, delta.error
-        during(len(told.tokens))
-    return told
+        assert record.end is None
+        record.tokens += delta.token_ids
+        record.scores += delta.logprobs or ()
+        record.cached += [] if delta.cached_tokens is None else [delta.cached_tokens]
+        record.end, record.error = delta.finish_reason, delta.error
+        during(len(record.tokens))
+    return record
 
 
 async def all_texts_are(client: EngineClient, expected: Texts) -> None:
     everything = await asyncio.gather(*(read(client, spec) for spec in SPECS))
-    for spec, told in zip(SPECS, everything, strict=True):
+    for spec, record in zip(SPECS, everything, strict=True):
         name = spec.request_id
-        assert (told.tokens, told.scores, told.end) == (
+        assert (record.tokens, record.scores, record.end) == (
             expected.tokens[name],
             expected.scores[name],
             expected.ends[name],
         )
-        assert len(told.cached) == 1, "cached_tokens is reported once"
+        assert len(record.cached) == 1, "cached_tokens is reported once"
     assert client.active_requests == 0
     await until(lambda: client.stats.scheduler.blocks.used == 0 and client.stats.scheduler.slots.running == 0)
 
@@ -180,8 +180,8 @@ def test_stalled_engine_is_replaced_and_late_messages_ignored() -> None:
                     stopped.append(count)
                     signal_to(client, signal.SIGSTOP)
 
-            told = await read(client, LONG, stop)
-            assert told.tokens == golden([LONG])["long"]
+            record = await read(client, LONG, stop)
+            assert record.tokens == golden([LONG])["long"]
             assert (client.info.epoch, client.requests_requeued) == (2, 1)
             assert 0 < stopped[0] < 370
 
@@ -206,9 +206,9 @@ def test_real_model_resumes_after_kill(tmp_path: Path) -> None:
                     dead.append(count)
                     signal_to(client, signal.SIGKILL)
 
-            told = await asyncio.gather(read(client, specs[0], kill), read(client, specs[1]))
+            record = await asyncio.gather(read(client, specs[0], kill), read(client, specs[1]))
             assert client.info.epoch == 2 and dead[0] < 90
-            for mine, whole in zip(told, expected, strict=True):
+            for mine, whole in zip(record, expected, strict=True):
                 assert (mine.tokens, mine.end) == (whole.tokens, whole.end)
                 assert [score.top_ids for score in mine.scores] == [score.top_ids for score in whole.scores]
                 assert [score.logprob for score in mine.scores] == pytest.approx(
@@ -235,8 +235,8 @@ def test_poison_request_fails_and_others_resume(faults: Faults, where: str) -> N
                 if feast is None:
                     feast = asyncio.create_task(read(client, poison))
 
-            told = await read(client, LONG, invite)
-            assert told.tokens == golden([LONG])["long"]
+            record = await read(client, LONG, invite)
+            assert record.tokens == golden([LONG])["long"]
             assert feast is not None
             victim = await feast
             assert (victim.tokens, victim.end) == ([], FinishReason.ERROR)

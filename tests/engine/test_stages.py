@@ -72,17 +72,17 @@ def engine_of(folder: Path, stages: int, **changes: Any) -> Engine:
     ],
 )
 def test_stages_generate_golden_texts_under_pressure(folder: Path, stages: int, changes: dict[str, Any]) -> None:
-    told = []
+    results = []
     for count in (1, stages):
         engine = engine_of(folder, count, **(changes if count > 1 else changes | {"pipeline_depth": None}))
         try:
-            told.append(run(engine, SPECS))
+            results.append(run(engine, SPECS))
             stats = engine.stats()
             assert stats.kv is not None and stats.scheduler.counters.preemptions > 0
             assert engine.probe().runner.cache.shape.num_layers == 4  # of all stages
         finally:
             engine.close()
-    assert told[0].tokens == told[1].tokens and told[0].ends == told[1].ends
+    assert results[0].tokens == results[1].tokens and results[0].ends == results[1].ends
 
 
 @pytest.mark.soak
@@ -94,22 +94,22 @@ def test_structured_output_and_logprobs_equal_single_process(tmp_path: Path) -> 
         RequestSpec(
             request_id=f"{kind}-{index}",
             prompt=tuple(range(5 + index, 20)),
-            params=SamplingParams(max_tokens=40, temperature=float(index), seed=index, grammar=asked),
+            params=SamplingParams(max_tokens=40, temperature=float(index), seed=index, grammar=constraint),
             eos_token_ids=(256,),
         )
-        for kind, asked in GRAMMARS.items()
+        for kind, constraint in GRAMMARS.items()
         for index in range(2)
     ]
     specs.append(greedy("scored", range(9), 40, logprobs=2, prompt_logprobs=1))
-    told = []
+    results = []
     for count in (1, 2):
         engine = engine_of(model, count)
         try:
-            told.append(run(engine, specs))
+            results.append(run(engine, specs))
             assert engine.stats().masks.masks > 0
         finally:
             engine.close()
-    one, two = told
+    one, two = results
     assert one.tokens == two.tokens and one.ends == two.ends
     for mine, other in ((two.scores, one.scores), (two.prompt_scores, one.prompt_scores)):
         assert [score.top_ids for score in mine["scored"]] == [score.top_ids for score in other["scored"]]
@@ -146,8 +146,8 @@ def test_killed_stage_loses_no_token(folder: Path, caplog: pytest.LogCaptureFixt
                     dead.append(count)
                     os.kill(rank_of(client), signal.SIGKILL)
 
-            told = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
-            assert [each.tokens for each in told] == expected
+            results = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
+            assert [each.tokens for each in results] == expected
             assert client.info.epoch == 2 and client.requests_requeued > 0
         assert "engine of epoch 1 is gone: rank 1 was ended by SIGKILL" in caplog.text
 

@@ -5,8 +5,8 @@ from fd_core.engine.building.builder import load_engine
 
 
 def test_kernel_preparation_is_reported_at_start_and_end():
-    told = []
-    engine = load_engine(EngineConfig(model="null", backend="null"), None, progress=lambda *each: told.append(each))
+    calls = []
+    engine = load_engine(EngineConfig(model="null", backend="null"), None, progress=lambda *each: calls.append(each))
     engine.close()
-    assert told[:2] == [("prepare", 0, 1), ("prepare", 1, 1)]
-    assert {phase for phase, _, _ in told[2:]} == {"load", "warmup"}
+    assert calls[:2] == [("prepare", 0, 1), ("prepare", 1, 1)]
+    assert {phase for phase, _, _ in calls[2:]} == {"load", "warmup"}

@@ -175,16 +175,16 @@ def test_stored_blocks_are_saved_again_only_after_lookup_miss() -> None:
     assert blocks is not None
     keys = [b"a", b"b", b"c"]
     operations = stepper.probe.operations
-    (asked,) = stepper.scheduler.add(LONG).operations
+    (lookup_effect,) = stepper.scheduler.add(LONG).operations
     request = stepper.probe.requests["long"]
-    offloading.found(Found(asked.operation, 0, 0))  # type: ignore[union-attr]  # a lookup
+    offloading.found(Found(lookup_effect.operation, 0, 0))  # type: ignore[union-attr]  # a lookup
     assert offloading.save(request, keys, blocks) is not None
     assert offloading.save(request, keys, blocks) is None
     assert [len(effect.keys) for effect in operations.take()[0] if isinstance(effect, Save)] == [3]
     request.asked_store = False
     offloading.ask(request, keys)
-    (asked,), _ = operations.take()
-    offloading.found(Found(asked.operation, 0, 1))  # type: ignore[union-attr]  # a lookup
+    (lookup_effect,), _ = operations.take()
+    offloading.found(Found(lookup_effect.operation, 0, 1))  # type: ignore[union-attr]  # a lookup
     offloading.save(request, keys, blocks)
     (again,), _ = operations.take()
     assert isinstance(again, Save)

@@ -25,14 +25,14 @@ class Client(SingleEngineClient):
     def __init__(self) -> None:
         super().__init__(EngineConfig(model="fake"))
         self.sent: list[ClientMessage] = []
-        self.come_up(1)
+        self.start_epoch(1)
 
-    def come_up(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int) -> None:
         engine = null_engine()
         engine.close()
         self._came_up(msgspec.structs.replace(engine.info, epoch=epoch))
 
-    def hear(self, epoch: int, *deltas: Delta) -> None:
+    def receive(self, epoch: int, *deltas: Delta) -> None:
         self._dispatch(StepEvents(list(deltas), epoch=epoch))
 
     def die(self) -> None:
@@ -54,7 +54,7 @@ def with_b_held_back() -> tuple[Client, AsyncIterator[Delta], AsyncIterator[Delt
     client._dispatch(StepEvents([], admitted=("a", "b"), epoch=1))
     client.die()
     client.sent.clear()
-    client.come_up(2)
+    client.start_epoch(2)
     assert client.sent == [Submit(A)]
     client.sent.clear()
     return client, a, b
@@ -72,12 +72,12 @@ def in_a_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 async def test_messages_of_dead_epoch_are_ignored() -> None:
     client = Client()
     stream = client.submit(A)
-    client.hear(1, Delta("a", (1, 2)))
+    client.receive(1, Delta("a", (1, 2)))
     client.die()
-    client.hear(1, Delta("a", (3,)))
-    client.come_up(2)
-    client.hear(1, Delta("a", (3,), FinishReason.STOP))
-    client.hear(2, Delta("a", (3, 4), FinishReason.LENGTH))
+    client.receive(1, Delta("a", (3,)))
+    client.start_epoch(2)
+    client.receive(1, Delta("a", (3,), FinishReason.STOP))
+    client.receive(2, Delta("a", (3, 4), FinishReason.LENGTH))
     assert [(delta.token_ids, delta.finish_reason) async for delta in stream] == [((1, 2, 3, 4), FinishReason.LENGTH)]
     assert client.active_requests == 0
 
@@ -87,16 +87,16 @@ async def test_new_epoch_receives_remaining_requests_and_counts_them() -> None:
     client = Client()
     client.submit(A)
     client.submit(B)
-    client.hear(1, Delta("b", (7,)))
+    client.receive(1, Delta("b", (7,)))
     client.sent.clear()
     client.die()
     assert client.active_requests == 2
-    client.come_up(2)
-    asked = [message.spec for message in client.sent if isinstance(message, Submit)]
-    assert [(spec.request_id, spec.delivered) for spec in asked] == [("a", ()), ("b", (7,))]
+    client.start_epoch(2)
+    resubmitted = [message.spec for message in client.sent if isinstance(message, Submit)]
+    assert [(spec.request_id, spec.delivered) for spec in resubmitted] == [("a", ()), ("b", (7,))]
     assert client.requests_requeued == 2
     client.die()
-    client.come_up(3)
+    client.start_epoch(3)
     assert client.requests_requeued == 4
 
 
@@ -111,14 +111,14 @@ async def test_abort_and_disconnect_between_epochs() -> None:
     assert client.abort(["a", "b", "c"]) == ["a"]
     assert [delta.finish_reason async for delta in stream] == [FinishReason.ABORT]
     client.sent.clear()
-    client.come_up(2)
+    client.start_epoch(2)
     assert (client.sent, client.active_requests, client.requests_requeued) == ([], 0, 0)
 
 
 @in_a_loop
 async def test_held_back_suspect_is_sent_after_its_predecessor() -> None:
     client, _, _ = with_b_held_back()
-    client.hear(2, Delta("a", (7,)))
+    client.receive(2, Delta("a", (7,)))
     assert client.sent == [Submit(B)]
 
 
@@ -128,7 +128,7 @@ async def test_held_back_suspect_ends_immediately_on_abort() -> None:
     assert client.abort(["b", "a"]) == ["b", "a"]
     assert [delta.finish_reason async for delta in b] == [FinishReason.ABORT]
     assert client.sent == [Abort(("a",))]
-    client.hear(2, Delta("a", finish_reason=FinishReason.ABORT))
+    client.receive(2, Delta("a", finish_reason=FinishReason.ABORT))
     assert [delta.finish_reason async for delta in a] == [FinishReason.ABORT]
     assert client.active_requests == 0
     client, _, b = with_b_held_back()
@@ -143,7 +143,7 @@ async def test_request_abandoned_before_death_is_not_resubmitted() -> None:
     await stream.aclose()  # type: ignore[attr-defined]
     assert client.sent[-1] == Abort(("a",))
     client.die()
-    client.come_up(2)
+    client.start_epoch(2)
     assert not [message for message in client.sent[2:] if isinstance(message, Submit)]
     assert client.active_requests == 0
 

@@ -36,9 +36,9 @@ def expected() -> dict[str, list[int]]:
 def answer_of(spec: RequestSpec, tokens: list[int]) -> str:
     """Return the text after the reasoning."""
     if spec.params.reasoning is not None:
-        place = next(i for i in range(len(tokens)) if tuple(tokens[i : i + len(THINK)]) == THINK)
-        assert place <= (spec.params.reasoning.max_tokens or 0)
-        tokens = tokens[place + len(THINK) :]
+        position = next(i for i in range(len(tokens)) if tuple(tokens[i : i + len(THINK)]) == THINK)
+        assert position <= (spec.params.reasoning.max_tokens or 0)
+        tokens = tokens[position + len(THINK) :]
     return TOKENIZER.decode(tokens)
 
 

@@ -17,7 +17,7 @@ __all__ = ["secret"]
 
 SPECS = structured_specs(24)
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, cheap_tokens=1000)
-PROMPTS = [tuple((index * 37 + place * 11) % 256 for place in range(20 + 9 * index)) for index in range(6)]
+PROMPTS = [tuple((index * 37 + position * 11) % 256 for position in range(20 + 9 * index)) for index in range(6)]
 
 
 @pytest.fixture(scope="module")

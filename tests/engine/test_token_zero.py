@@ -41,38 +41,38 @@ def deliver(spec: RequestSpec, k: int, depth: int) -> tuple[list[int], FinishRea
 @DEPTHS
 @pytest.mark.law("1.9")
 def test_token_zero_is_delivered(k: int, depth: int) -> None:
-    prompt, place = with_zero_inside()
+    prompt, position = with_zero_inside()
     spec = greedy("a", prompt, LENGTH)
     text, end = deliver(spec, k, depth)
-    assert (text, text[place], end) == (scripted(spec), 0, FinishReason.LENGTH)
+    assert (text, text[position], end) == (scripted(spec), 0, FinishReason.LENGTH)
 
 
 @DRAFTS
 @DEPTHS
 @pytest.mark.law("1.9")
 def test_token_zero_as_stop_token_ends_text(k: int, depth: int) -> None:
-    prompt, place = with_zero_inside()
+    prompt, position = with_zero_inside()
     whole = scripted(greedy("a", prompt, LENGTH))
     for stops in ((0,), (257, 0), (0, 258)):
         spec = greedy("a", prompt, LENGTH, stop_token_ids=stops)
-        assert deliver(spec, k, depth) == (whole[: place + 1], FinishReason.STOP)
+        assert deliver(spec, k, depth) == (whole[: position + 1], FinishReason.STOP)
 
 
 @DRAFTS
 @DEPTHS
 def test_token_zero_as_eos_ends_text(k: int, depth: int) -> None:
-    prompt, place = with_zero_inside()
+    prompt, position = with_zero_inside()
     whole = scripted(greedy("a", prompt, LENGTH))
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH)
     spec = RequestSpec(request_id="a", prompt=prompt, params=params, eos_token_ids=(0,))
-    assert deliver(spec, k, depth) == (whole[: place + 1], FinishReason.STOP)
+    assert deliver(spec, k, depth) == (whole[: position + 1], FinishReason.STOP)
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "eos_token_ids"])
 def test_token_zero_is_banned_before_min_tokens(field: str) -> None:
-    prompt, place = with_zero_inside()
+    prompt, position = with_zero_inside()
     whole = scripted(greedy("a", prompt, LENGTH))
-    params = {"temperature": 0.0, "max_tokens": LENGTH, "min_tokens": place + 3}
+    params = {"temperature": 0.0, "max_tokens": LENGTH, "min_tokens": position + 3}
     stops = {"stop_token_ids": (0,), "ignore_eos": True} if field == "stop_token_ids" else {}
     spec = RequestSpec(
         request_id="a",
@@ -81,9 +81,9 @@ def test_token_zero_is_banned_before_min_tokens(field: str) -> None:
         eos_token_ids=(0,) if field == "eos_token_ids" else (),
     )
     text, _ = deliver(spec, 0, 1)
-    assert text[:place] == whole[:place]
-    assert len(text) >= place + 3
-    assert 0 not in text[: place + 3]
+    assert text[:position] == whole[:position]
+    assert len(text) >= position + 3
+    assert 0 not in text[: position + 3]
 
 
 @DRAFTS
@@ -94,9 +94,9 @@ def test_bias_forces_token_zero(k: int) -> None:
 
 @DRAFTS
 def test_bias_bans_token_zero_and_keeps_earlier_tokens(k: int) -> None:
-    prompt, place = with_zero_inside()
+    prompt, position = with_zero_inside()
     text, _ = deliver(greedy("a", prompt, LENGTH, logit_bias={0: -100.0}), k, 1)
-    assert text[:place] == scripted(greedy("a", prompt, place))
+    assert text[:position] == scripted(greedy("a", prompt, position))
     assert 0 not in text
     assert len(text) == LENGTH
 
@@ -124,9 +124,9 @@ def test_token_zero_is_accepted_as_draft(k: int) -> None:
 
 
 def test_logprobs_report_token_zero() -> None:
-    prompt, place = with_zero_inside()
+    prompt, position = with_zero_inside()
     stepper = Stepper(small_engine([]))
     stepper.submit(greedy("a", prompt, LENGTH, logprobs=1))
-    score = stepper.run(1).scores["a"][place]
+    score = stepper.run(1).scores["a"][position]
     assert score.top_ids == (0,)
     assert score.top == (score.logprob,)

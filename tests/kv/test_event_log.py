@@ -102,16 +102,16 @@ def test_waiting_reader_is_woken_by_events_and_by_close() -> None:
 def test_engine_events_match_its_block_pool() -> None:
     """Far more prompts than blocks, two steps in flight: after each iteration the log equals the pool."""
     engine = null_engine(kv_events=True, num_kv_blocks=26, block_size=16, pipeline_depth=2)
-    log, told = KVEventLog(16), 0
+    log, published = KVEventLog(16), 0
     for spec in random_specs(30, seed=3):
         engine.submit(spec)
     while engine.has_work:
         engine.step()
         events = engine.take_kv_events()
-        told += len(events)
+        published += len(events)
         log.extend(events)
         assert set(log._stored[0]) == set(engine.probe().scheduler.probe().pool._block_of)
-    assert engine.info.kv_events and told > 40
+    assert engine.info.kv_events and published > 40
     assert engine.stats().scheduler.blocks.cached == len(log._stored[0]) > 0
 
 

@@ -75,12 +75,12 @@ class Quantizing(PartlyPacked):
     weight_formats = frozenset({"int8", "int4"})
 
 
-@pytest.mark.parametrize(("asked", "linears"), [("int8", "int8"), ("int4", "int4")])
-def test_linears_are_quantized_on_load(mixed: Path, asked: str, linears: str) -> None:
+@pytest.mark.parametrize(("requested", "linears"), [("int8", "int8"), ("int4", "int4")])
+def test_linears_are_quantized_on_load(mixed: Path, requested: str, linears: str) -> None:
     """Including those stored in another format; the embedding stays, and the output projection uses 8 bits."""
     ops, seen = Quantizing(), []
     with open_checkpoint(mixed) as checkpoint:
-        model = load_model(checkpoint, ops, 64, lambda done, total: seen.append((done, total)), asked)
+        model = load_model(checkpoint, ops, 64, lambda done, total: seen.append((done, total)), requested)
         assert seen[-1] == (checkpoint.total_bytes, checkpoint.total_bytes)
     head, *layer = ops.given
     assert (head, layer) == (["int8"], [[linears] * 3, [linears], [linears] * 2, [linears]])
@@ -90,15 +90,15 @@ def test_linears_are_quantized_on_load(mixed: Path, asked: str, linears: str) ->
         ("float32", True),
     }
     heads = [(use.stored, use.parameters) for use in model.weights if use.computed == "int8"]
-    assert asked == "int8" or heads == [("Q8_0", 1536)]
+    assert requested == "int8" or heads == [("Q8_0", 1536)]
 
 
 def test_unquantizable_weight_is_named(tmp_path: Path) -> None:
     tensors = llama_tensors()
     tensors["blk.0.ffn_up.weight"][3, 4] = np.nan
-    path, says = (
+    path, tensor = (
         write_gguf(tmp_path / "nan.gguf", tensors=tensors),
         r"nan\.gguf: .*'model\.layers\.0\.mlp\.up_proj\.weight'",
     )
-    with open_checkpoint(path) as checkpoint, pytest.raises(ModelError, match=rf"{says}.*finite"):
+    with open_checkpoint(path) as checkpoint, pytest.raises(ModelError, match=rf"{tensor}.*finite"):
         load_model(checkpoint, Quantizing(), 64, quantization="int8")

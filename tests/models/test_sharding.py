@@ -113,7 +113,7 @@ def test_query_heads_and_columns_are_partitioned(tmp_path):
             assert sorted({head // 3 for head in range(9)[queries]}) == list(range(3)[kv])
     for width, size in ((1536, 2), (96, 2), (96, 5), (100, 3), (7, 7)):
         shares = [width_share(width, Parallel(rank, size)) for rank in range(size)]
-        assert [place for share in shares for place in range(width)[share]] == list(range(width))
+        assert [column for share in shares for column in range(width)[share]] == list(range(width))
 
 
 @pytest.mark.parametrize("columns", [slice(0, 64), slice(64, 96), slice(48, 96), slice(5, 12)])

@@ -41,12 +41,12 @@ def llm() -> Iterator[LLM]:
 
 def fill(llm: LLM, names: list[str], times: int, **params: Any) -> list[Completion]:
     prompts = [f"An example of a {name}, as JSON:\n" for name in names for _ in range(times)]
-    asked = [
+    parameters = [
         SamplingParams(max_tokens=160, temperature=1.0, seed=seed, grammar=grammar.json_schema(TEN[name]), **params)
         for name in names
         for seed in range(times)
     ]
-    filled = llm.generate(prompts, asked)
+    filled = llm.generate(prompts, parameters)
     for index, answer in enumerate(filled):
         assert answer.finish_reason is FinishReason.STOP, answer.text
         jsonschema.validate(json.loads(answer.text), TEN[names[index // times]])
@@ -79,8 +79,8 @@ def test_texts_are_equal_alone_with_drafts_and_preempted(llm: LLM) -> None:
 @pytest.mark.law("4")
 def test_backends_generate_equal_texts(llm: LLM) -> None:
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, grammar=grammar.choice(["a cat", "a car", "a dog"]))
-    said = llm.generate("I saw ", params)[0]
+    result = llm.generate("I saw ", params)[0]
     oracle = LLM("smollm2", backend="reference", max_num_seqs=1, max_model_len=64, num_kv_blocks=4)
-    assert oracle.generate("I saw ", params)[0].token_ids == said.token_ids
-    assert said.text in ("a cat", "a car", "a dog")
+    assert oracle.generate("I saw ", params)[0].token_ids == result.token_ids
+    assert result.text in ("a cat", "a car", "a dog")
     oracle.close()

@@ -30,8 +30,8 @@ class Tiny:
 
 def write_tiny(case: str, folder: Path) -> Tiny:
     write_checkpoint(case, folder)
-    reference, told = transformers.AutoModelForCausalLM.from_pretrained(
+    reference, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )
-    assert not any(told.values()), f"transformers does not read the checkpoint as intended: {told}"
+    assert not any(info.values()), f"transformers does not read the checkpoint as intended: {info}"
     return Tiny(folder, reference.eval())

@@ -98,8 +98,8 @@ def test_missing_rank_is_named(make: Make) -> None:
 
 def test_suspended_machine_does_not_time_out_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock runs on while the machine or all of its processes are suspended."""
-    looks = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * (next(looks) > 3))
+    calls = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * (next(calls) > 3))
     monkeypatch.setattr(patience, "time", clock)
     monkeypatch.setattr(parallel, "_SPINS", 0)
 
@@ -110,7 +110,7 @@ def test_suspended_machine_does_not_time_out_ranks(monkeypatch: pytest.MonkeyPat
 
     for total in on_ranks(2, work, 20.0):
         np.testing.assert_array_equal(total, in_order(2, 1))
-    assert next(looks) > 5
+    assert next(calls) > 5
 
 
 @each_transport
@@ -192,8 +192,8 @@ sys.stdin.read()
 
 @pytest.mark.timing
 def test_process_exit_is_detected_immediately_over_gloo() -> None:
-    group, place = opened_group(2, 60.0, "gloo")
-    command = [sys.executable, "-c", KILLED, msgspec.json.encode(place).decode()]
+    group, rendezvous = opened_group(2, 60.0, "gloo")
+    command = [sys.executable, "-c", KILLED, msgspec.json.encode(rendezvous).decode()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         np.testing.assert_array_equal(group.all_reduce(np.ones((1, 8), np.float32)), np.full((1, 8), 2, np.float32))
         assert process.stdout is not None and process.stdout.readline() == b"met\n"

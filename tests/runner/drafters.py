@@ -85,8 +85,8 @@ def extend(drafter: Drafter, more: dict[int, list[int]]) -> None:
 def greedy(text: Sequence[int], count: int) -> list[int]:
     """Return the scripted model's continuation of a text, without any cache."""
     model, state = NullModel(), running_hashes(np.uint64(0), ids(text))[-1]
-    said: list[int] = []
+    generated: list[int] = []
     for _ in range(count):
-        said.append(int(np.argmax(model.head(np.array([[state]]))[0])))
-        state = running_hashes(state, ids(said[-1:]))[-1]
-    return said
+        generated.append(int(np.argmax(model.head(np.array([[state]]))[0])))
+        state = running_hashes(state, ids(generated[-1:]))[-1]
+    return generated

@@ -35,9 +35,9 @@ def test_proposal_equals_greedy_continuation_of_draft_model(
     drafter = draft_model(model, max_num_batched_tokens=budget, num_kv_blocks=blocks)
     texts: dict[int, list[int]] = {}
     drafts: dict[int, list[int]] = {}
-    for residency, turn in events:
-        if residency is not None:
-            slot, text = residency
+    for admitted, turn in events:
+        if admitted is not None:
+            slot, text = admitted
             texts[slot], drafts[slot] = list(text), []
             drafter.admit(slot, ids(text))
         more = {

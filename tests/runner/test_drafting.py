@@ -24,8 +24,8 @@ def longest_earlier_suffix(text: list[int]) -> tuple[int, int]:
 def test_suffix_finds_longest_match(text: list[int], limit: int) -> None:
     drafter = make(SuffixDrafter, min_match=1)
     drafter.admit(0, ids(text))
-    length, place = longest_earlier_suffix(text)
-    expected = text[place : place + limit] if length else []
+    length, position = longest_earlier_suffix(text)
+    expected = text[position : position + limit] if length else []
     assert propose(drafter, [0], limit) == [expected]
 
 

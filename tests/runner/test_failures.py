@@ -125,7 +125,7 @@ class Steps:
         assert [slot for slot, messages in self.errors.items() if messages] == [failed]
         assert len(self.texts[failed]) == after
         for slot, text in self.texts.items():
-            assert text == [(10 * slot + 2 + place) % VOCABULARY for place in range(len(text))]
+            assert text == [(10 * slot + 2 + position) % VOCABULARY for position in range(len(text))]
             assert slot == failed or len(text) >= self.step
 
 

@@ -65,7 +65,7 @@ class Plans:
         self._rng = np.random.default_rng(seed)
         self._depth = depth
         self._gens = np.zeros(SLOTS, np.int64)
-        self._stays: dict[int, list[int]] = {}
+        self._running: dict[int, list[int]] = {}
         """Per slot: tokens admitted, tokens computed, maximum length."""
         self._leaving: dict[int, int] = {}
         """Per slot: the step that acknowledges its preemption."""
@@ -75,15 +75,15 @@ class Plans:
 
     def _next(self, step: int) -> StepPlan:
         rng = self._rng
-        revoked = [slot for slot in self._stays if rng.random() < rng.choice([0.0, 0.1, 1.0], p=[0.7, 0.25, 0.05])]
+        revoked = [slot for slot in self._running if rng.random() < rng.choice([0.0, 0.1, 1.0], p=[0.7, 0.25, 0.05])]
         for slot in revoked:
-            del self._stays[slot]
+            del self._running[slot]
             self._leaving[slot] = step
-        for slot in [slot for slot in self._stays if rng.random() < 0.06]:
-            del self._stays[slot]
+        for slot in [slot for slot in self._running if rng.random() < 0.06]:
+            del self._running[slot]
         self._leaving = {slot: begun for slot, begun in self._leaving.items() if begun > step - self._depth}
         admissions, grants = [], []
-        free = [slot for slot in range(SLOTS) if slot not in self._stays and slot not in self._leaving]
+        free = [slot for slot in range(SLOTS) if slot not in self._running and slot not in self._leaving]
         for slot in free:
             if rng.random() < 0.4:
                 self._gens[slot] += 1
@@ -94,14 +94,14 @@ class Plans:
                     Admission(slot, int(self._gens[slot]), tokens, prompt, any_params(rng), (11,), computed=0)
                 )
                 grants.append(BlockGrant(slot, 0, np.arange(9, dtype=np.int32) + 9 * slot))
-                self._stays[slot] = [length, 0, LIMITS.max_model_len]
+                self._running[slot] = [length, 0, LIMITS.max_model_len]
         rows, left = [], LIMITS.max_num_batched_tokens
-        for slot in rng.permutation(list(self._stays)).tolist():
-            admitted, computed, most = self._stays[slot]
+        for slot in rng.permutation(list(self._running)).tolist():
+            admitted, computed, most = self._running[slot]
             if rng.random() < 0.1 or computed >= most or not left:
                 continue
             count = 1 if computed >= admitted else int(min(rng.integers(1, admitted - computed + 1), left))
-            self._stays[slot][1] = computed + count
+            self._running[slot][1] = computed + count
             left -= count
             rows.append((slot, computed, count, computed + count >= admitted))
         slots, starts, counts, samples = (np.array(column) for column in zip(*rows, strict=True)) if rows else [()] * 4
@@ -188,9 +188,9 @@ def decode(runner: Runner, params: SamplingParams, **admission: Any) -> StepPlan
     """Launch the prefill of a request; return the plan of its first decode."""
     tokens = np.array([1, 2, 3], np.int32)
     zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
-    came = Admission(0, 1, tokens, 3, params, (), 0, **admission)
+    arrival = Admission(0, 1, tokens, 3, params, (), 0, **admission)
     blocks = np.arange(9, dtype=np.int32)
-    prefill = StepPlan(1, 0, zero, one, zero, 3 * one, zero, one.astype(bool), (came,), (BlockGrant(0, 0, blocks),))
+    prefill = StepPlan(1, 0, zero, one, zero, 3 * one, zero, one.astype(bool), (arrival,), (BlockGrant(0, 0, blocks),))
     runner.launch(prefill)
     return StepPlan(1, 1, zero, one, 3 * one, one, zero, one.astype(bool))
 
@@ -217,8 +217,8 @@ def test_slot_with_new_request_does_not_wait() -> None:
     runner, _ = queued_runner()
     decode(runner, SamplingParams(bad_words_token_ids=((5, 6),)))
     zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
-    came = Admission(0, 2, np.array([4, 5], np.int32), 2, SamplingParams(), (), 0)
-    assert runner.must_wait(StepPlan(1, 1, zero, 2 * one, zero, 2 * one, zero, one.astype(bool), (came,))) is None
+    arrival = Admission(0, 2, np.array([4, 5], np.int32), 2, SamplingParams(), (), 0)
+    assert runner.must_wait(StepPlan(1, 1, zero, 2 * one, zero, 2 * one, zero, one.astype(bool), (arrival,))) is None
 
 
 def test_late_failure_does_not_affect_next_request_in_slot() -> None:
@@ -227,11 +227,11 @@ def test_late_failure_does_not_affect_next_request_in_slot() -> None:
     zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
     plans = []
     for gen, params in ((1, SamplingParams()), (2, SamplingParams(reasoning=Reasoning(end=(7,), max_tokens=5)))):
-        came = Admission(0, gen, np.array([1, 2], np.int32), 2, params, (), 0)
+        arrival = Admission(0, gen, np.array([1, 2], np.int32), 2, params, (), 0)
         grant = BlockGrant(0, 0, np.arange(9, dtype=np.int32))
         samples = np.array([gen == 1])
         count = one + samples
-        plans.append(StepPlan(1, gen, zero, gen * one, zero, count, zero, samples, (came,), (grant,)))
+        plans.append(StepPlan(1, gen, zero, gen * one, zero, count, zero, samples, (arrival,), (grant,)))
     first, second = map(runner.launch, plans)
     assert [slot for slot, _ in runner.finish(first).errors] == [0]
     assert runner.finish(second).errors == ()

@@ -75,11 +75,11 @@ def test_padded_step_is_charged_at_padded_size() -> None:
 
 
 def test_pack_receives_actual_draft_count() -> None:
-    asked: list[tuple[int, int]] = []
+    shapes: list[tuple[int, int]] = []
     planned, slots = decodes(3, 1)
     slots.num_drafts[:] = 1
-    resolve_rows(planned, slots, LIMITS, lambda rows, width: asked.append((rows, width)))
-    assert asked == [(2, 2)]
+    resolve_rows(planned, slots, LIMITS, lambda rows, width: shapes.append((rows, width)))
+    assert shapes == [(2, 2)]
 
 
 def test_request_shorter_than_a_row_is_not_padded() -> None:

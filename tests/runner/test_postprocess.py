@@ -54,9 +54,9 @@ def test_postprocessor_for_other_framework_is_rejected():
     assert refused.value.exit_code == 4
 
 
-@pytest.mark.parametrize("asked", [None, "numpy"])
-def test_summary_names_non_default_postprocessor(asked):
-    engine = null_engine(postprocess=asked)
+@pytest.mark.parametrize("name", [None, "numpy"])
+def test_summary_names_non_default_postprocessor(name):
+    engine = null_engine(postprocess=name)
     engine.close()
     assert engine.info.postprocess is None
     assert "Postprocess" not in dict(summary(engine.info, ServerConfig(), ""))

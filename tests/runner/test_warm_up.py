@@ -32,11 +32,11 @@ def test_warm_up_prefill_has_maximum_or_pack_length(monkeypatch, most, length):
         runner, "execute", lambda plan: computed.append((plan.num_tokens.tolist(), plan.starts.tolist()))
     )
     monkeypatch.setattr(runner.ops, "warm_up_tokens", most)
-    told = []
-    assert runner.warm_up(lambda *progress: told.append(progress)) > 0
+    calls = []
+    assert runner.warm_up(lambda *progress: calls.append(progress)) > 0
     engine.close()
     assert computed == [([length], [0]), ([1], [length])]
-    assert told == [(0, 2), (1, 2), (2, 2)]
+    assert calls == [(0, 2), (1, 2), (2, 2)]
 
 
 def test_pack_warm_up_steps_follow_with_separate_draft_steps() -> None:

@@ -216,7 +216,7 @@ def test_durations_cover_all_time_queued_and_running(
     """A second account samples the states of all requests whenever the clock advances."""
     draw, clock = np.random.default_rng(seed), ManualClock()
     scheduler = made(clock, max_num_seqs=slots, num_kv_blocks=blocks, max_num_batched_tokens=budget, keep=int(keep))
-    came: dict[str, float] = {}
+    arrived: dict[str, float] = {}
     inside: dict[str, float] = {}
     leaving: dict[str, float] = {}
     outside = (Phase.SLOT, Phase.BLOCKS, Phase.BUDGET, Phase.SCHEDULER, Phase.PREFIX, Phase.STORE, Phase.PREEMPTED)
@@ -236,15 +236,15 @@ def test_durations_cover_all_time_queued_and_running(
                 continue
             name = delta.request_id
             assert min(delta.phases) >= 0
-            assert sum(delta.phases) == pytest.approx(clock.now - came[name])
-            waited = clock.now - came[name] - inside[name] - leaving[name]
+            assert sum(delta.phases) == pytest.approx(clock.now - arrived[name])
+            waited = clock.now - arrived[name] - inside[name] - leaving[name]
             assert delta.phases[Phase.COMPUTING] <= inside[name] + leaving[name] + 1e-6
             assert sum(delta.phases[phase] for phase in outside) >= waited - 1e-6
 
     for index in range(60):
         if index < 30 and draw.random() < 0.6:
             name = str(index)
-            came[name], inside[name], leaving[name] = clock.now, 0.0, 0.0
+            arrived[name], inside[name], leaving[name] = clock.now, 0.0, 0.0
             length, most = int(draw.integers(1, 40)), int(draw.integers(1, 20))
             add(scheduler, spec(name, length, most, first=int(draw.integers(0, 3)) * 20))
         move()

@@ -104,7 +104,7 @@ def conversations(
         yield Conversation(f"c{number}", at, tuple(made))
 
 
-def require_all_time_told(run: Run) -> None:
+def require_complete_waits(run: Run) -> None:
     """Raise `AssertionError` unless wait reasons cover the time of every request, before and after its first token."""
     waits = np.frombuffer(run.waits, np.float32).reshape(-1, 2, len(WAITS))
     sums = waits.sum(2, dtype=np.float64)

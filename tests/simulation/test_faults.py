@@ -58,13 +58,13 @@ def test_slow_health_check_returns_state_at_reply_time() -> None:
     network.slow("router0", "mixed1", 0.2)
     gateway.check()
     gateway.check()
-    asked = gateway.checks
+    checks = gateway.checks
     one.timeline.at(0.1, worker.kill)
     one.timeline.run(0.3)
     assert [each.state.value for each in gateway.router.snapshot().workers] == ["healthy", "healthy"]
     one.timeline.run(0.5)
     assert [each.state.value for each in gateway.router.snapshot().workers] == ["healthy", "unhealthy"]
-    assert gateway.checks == asked, "one check at a time"
+    assert gateway.checks == checks, "one check at a time"
 
 
 def test_health_reply_of_replaced_process_is_ignored() -> None:
@@ -83,31 +83,31 @@ def test_health_reply_of_replaced_process_is_ignored() -> None:
 
 
 def test_partitioned_messages_arrive_in_order_after_healing() -> None:
-    timeline, came = Timeline(), []
+    timeline, delivered = Timeline(), []
     network = Network(timeline, 0.25)
     network.part("a", "b")
-    network.send("a", "b", lambda: came.append("first"))
-    network.send("a", "c", lambda: came.append("elsewhere"))
+    network.send("a", "b", lambda: delivered.append("first"))
+    network.send("a", "c", lambda: delivered.append("elsewhere"))
     timeline.run(1.0)
-    assert came == ["elsewhere"]
+    assert delivered == ["elsewhere"]
     network.join("b", "a")
     assert not network.clear("a", "b"), "held messages have not arrived"
-    network.send("a", "b", lambda: came.append("second"))
+    network.send("a", "b", lambda: delivered.append("second"))
     timeline.run(1.25)
     assert network.clear("a", "b")
-    assert came == ["elsewhere", "first", "second"]
+    assert delivered == ["elsewhere", "first", "second"]
 
 
 def test_messages_do_not_overtake_slow_ones() -> None:
-    timeline, came = Timeline(), []
+    timeline, delivered = Timeline(), []
     network = Network(timeline, 0.25)
     network.slow("a", "b", 1.0)
-    network.send("a", "b", lambda: came.append("first"))
+    network.send("a", "b", lambda: delivered.append("first"))
     network.slow("a", "b", 0.0)
     assert not network.clear("a", "b")
-    network.send("a", "b", lambda: came.append("second"))
+    network.send("a", "b", lambda: delivered.append("second"))
     timeline.run()
-    assert came == ["first", "second"]
+    assert delivered == ["first", "second"]
     assert timeline.now == 1.25
 
 

@@ -48,7 +48,7 @@ def test_failing_world_prints_its_replay_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def settle(one: HostileWorld) -> None:
-        raise BrokenLaw("9", f"{len(one.asked)} requests of seed {one.seed} are unanswered at {one.timeline.now!r}")
+        raise BrokenLaw("9", f"{len(one.submitted)} requests of seed {one.seed} are unanswered at {one.timeline.now!r}")
 
     monkeypatch.setattr(HostileWorld, "settle", settle)
     session = run_session(range(8, 9))

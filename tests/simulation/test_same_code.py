@@ -55,12 +55,12 @@ def executed(run: Callable[[], Any]) -> set[str]:
     """Yield the files of fd_core whose code runs in the block."""
     found: set[str] = set()
 
-    def look(frame: FrameType, event: str, _: Any) -> None:
+    def trace(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             found.add(frame.f_code.co_filename)
 
     before = sys.getprofile()
-    sys.setprofile(look)
+    sys.setprofile(trace)
     try:
         run()
     finally:

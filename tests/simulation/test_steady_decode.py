@@ -5,7 +5,7 @@ from fd_core.simulation.engines.scripted import REJECT_EVERY, PrefillBurst, Stea
 
 
 def decoding(count=5, steps=20, num_drafts=0, block_size=4, waiting_tokens=0):
-    prompts = [[100 * index + place for place in range(6 + index % block_size)] for index in range(1, count + 1)]
+    prompts = [[100 * index + position for position in range(6 + index % block_size)] for index in range(1, count + 1)]
     draw = np.random.default_rng(0)
     sizes = {"steps": steps, "num_drafts": num_drafts, "block_size": block_size, "waiting_tokens": waiting_tokens}
     return SteadyDecode(prompts, **sizes, draw=draw)

@@ -80,9 +80,9 @@ def test_step_completes_later_by_other_work_of_its_cpu() -> None:
         pool = group(limit={"pipeline_depth": 1}, shares_processor=shares)
         outcomes = world(pool, routers=0, latency=0.0).run(load).outcomes
         first.append(min(outcome.first_token for outcome in outcomes))
-    alone, beside = first
+    alone, shared = first
     # Receiving the other request takes 1 ms.
-    assert (alone, beside - alone) == (pytest.approx(1.021), pytest.approx(0.001))
+    assert (alone, shared - alone) == (pytest.approx(1.021), pytest.approx(0.001))
 
 
 def test_colocated_router_delays_steps_of_first_worker() -> None:
@@ -91,9 +91,9 @@ def test_colocated_router_delays_steps_of_first_worker() -> None:
     for relay in (0.0, 0.001):
         outcomes = world(group(count=2, limit={"pipeline_depth": 1}), relay=relay).run(load).outcomes
         ended.append({outcome.worker: outcome.ended for outcome in outcomes})
-    alone, beside = ended
-    assert beside[1] == pytest.approx(alone[1])
-    assert beside[0] - alone[0] == pytest.approx(0.001 * 80, abs=0.003)
+    alone, shared = ended
+    assert shared[1] == pytest.approx(alone[1])
+    assert shared[0] - alone[0] == pytest.approx(0.001 * 80, abs=0.003)
 
 
 @pytest.mark.parametrize("caching", [False, True])

@@ -28,9 +28,9 @@ def made():
     made.close()
 
 
-def changed(address, place, value):
+def changed(address, position, value):
     fields = msgspec.msgpack.decode(address)
-    fields[place] = value
+    fields[position] = value
     return msgspec.msgpack.encode(fields)
 
 
@@ -83,10 +83,10 @@ def test_segment_cannot_be_truncated(made):
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("place, value", [(0, "another start of it"), (1, 1)], ids=["host", "processes"])
-def test_worker_on_another_host_is_detected(made, place, value):
+@pytest.mark.parametrize("position, value", [(0, "another start of it"), (1, 1)], ids=["host", "processes"])
+def test_worker_on_another_host_is_detected(made, position, value):
     with pytest.raises(ConnectorError, match="runs on another host") as caught:
-        shared_memory.attach(LEASE, changed(made.address, place, value), 4096)
+        shared_memory.attach(LEASE, changed(made.address, position, value), 4096)
     assert "--kv-connector tcp" in str(caught.value)
 
 

@@ -41,10 +41,10 @@ def with_piece(lease: DecodeLease, index: int, now: float = 0.0) -> list[Action]
 
 def abort_and(outcome: str, actions: list[Action]) -> str:
     """Return the reason, which is also sent to the other side."""
-    said, end = actions
-    assert isinstance(said, Say) and isinstance(said.message, AbortLease)
+    sent, end = actions
+    assert isinstance(sent, Say) and isinstance(sent.message, AbortLease)
     assert isinstance(end, DecodeEnd) and end.outcome == outcome
-    assert said.message.reason == end.reason
+    assert sent.message.reason == end.reason
     return end.reason
 
 
@@ -79,8 +79,8 @@ def test_credit_is_batched_to_half_a_window() -> None:
     lease = open_lease(opening(7, 5, first=1, window=4))
     for index in (1, 2, 3, 4):
         lease.heard(piece(index), 0.0)
-    said = [lease.copied(index, b"c" * 16, 0.0) for index in (1, 2, 3)]
-    assert said == [[], [Say(Credit(NAME, 2))], []]
+    sent = [lease.copied(index, b"c" * 16, 0.0) for index in (1, 2, 3)]
+    assert sent == [[], [Say(Credit(NAME, 2))], []]
     assert lease.tick(SILENCE / 4) == [Say(Credit(NAME, 3))], "pending credit is sent in time"
     assert lease.copied(4, b"c" * 16, SILENCE / 4) == [Say(Credit(NAME, 4))], "nothing else is in flight"
 
@@ -158,25 +158,25 @@ def test_first_commit_counts() -> None:
     assert with_piece(lease, 2) == TRANSFERRED
 
 
-@pytest.mark.parametrize(("said", "cached"), [(-5, 0), (0, 0), (TOKENS, TOKENS), (10**9, TOKENS)])
-def test_cached_tokens_are_capped_at_prompt_length(said: int, cached: int) -> None:
+@pytest.mark.parametrize(("sent", "cached"), [(-5, 0), (0, 0), (TOKENS, TOKENS), (10**9, TOKENS)])
+def test_cached_tokens_are_capped_at_prompt_length(sent: int, cached: int) -> None:
     lease = open_lease()
     with_piece(lease, 1)
     with_piece(lease, 2)
-    lease.heard(Commit(NAME, TOKENS, COMMIT.digest, said), 0.0)
+    lease.heard(Commit(NAME, TOKENS, COMMIT.digest, sent), 0.0)
     assert lease.cached == cached
 
 
 @pytest.mark.parametrize(
-    ("given", "told"), [("--block-size is 16", "--block-size is 16"), ("", "the prefill worker gave no reason")]
+    ("given", "reason"), [("--block-size is 16", "--block-size is 16"), ("", "the prefill worker gave no reason")]
 )
-def test_refusal_is_reported_with_reason(given: str, told: str) -> None:
-    assert open_lease().heard(Refuse(NAME, given), 0.0) == [DecodeEnd("refused", told)]
+def test_refusal_is_reported_with_reason(given: str, reason: str) -> None:
+    assert open_lease().heard(Refuse(NAME, given), 0.0) == [DecodeEnd("refused", reason)]
 
 
-@pytest.mark.parametrize(("given", "told"), [("out of room", "out of room"), ("", "the prefill worker broke off")])
-def test_peer_abort_is_a_loss(given: str, told: str) -> None:
-    assert open_lease().heard(AbortLease(NAME, given), 0.0) == [DecodeEnd("lost", told)]
+@pytest.mark.parametrize(("given", "reason"), [("out of room", "out of room"), ("", "the prefill worker broke off")])
+def test_peer_abort_is_a_loss(given: str, reason: str) -> None:
+    assert open_lease().heard(AbortLease(NAME, given), 0.0) == [DecodeEnd("lost", reason)]
 
 
 def test_disconnect_is_a_loss() -> None:

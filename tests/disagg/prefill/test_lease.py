@@ -51,9 +51,9 @@ def all_sent(*, credit: bool = True) -> PrefillLease:
 
 
 def abort_and(end: str, actions: list[Action], *, abort: bool = True) -> str:
-    said, last = actions
+    sent, last = actions
     assert isinstance(last, PrefillEnd) and (last.end, last.abort) == (end, abort)
-    assert said == Say(AbortLease(NAME, last.reason))
+    assert sent == Say(AbortLease(NAME, last.reason))
     return last.reason
 
 
@@ -170,8 +170,8 @@ def test_ended_lease_ignores_events() -> None:
     lease = owed()
     lease.ready(1, 1)
     lease.gave_up("")
-    heard: list[FromDecode] = [OPEN, Credit(NAME, 1), Confirm(NAME), Alive(NAME), AbortLease(NAME)]
-    for message in heard:
+    messages: list[FromDecode] = [OPEN, Credit(NAME, 1), Confirm(NAME), Alive(NAME), AbortLease(NAME)]
+    for message in messages:
         assert lease.heard(message, 1.0) == []
     assert put(lease, 1) == lease.ready(2, 2) == lease.finished(TOKENS, 0, 1.0) == []
     assert lease.accept(1.0) == lease.refuse("") == lease.gave_up("") == lease.failed("") == []

@@ -152,18 +152,18 @@ def test_preempting_prefill_worker_sends_each_block_once(secret: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "different, said",
+    "different, expected",
     [({"block_size": 32, "num_kv_blocks": 20}, "--block-size is 32"), ({"max_model_len": 64}, "at most 64")],
     ids=["block size", "longest prompt"],
 )
 def test_incompatible_prefill_worker_falls_back_to_local_prefill(
-    secret: str, different: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+    secret: str, different: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pair(secret, prefill=different) as two:
         two.run(LONG[0])
         assert two.outcomes == {"r0": "refused"}
         assert two.texts.tokens == golden(LONG[:1])
-        assert said in caplog.text
+        assert expected in caplog.text
         two.until(lambda: at_rest(two), 5)
 
 

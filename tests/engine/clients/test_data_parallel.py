@@ -44,7 +44,7 @@ def placed(engines: list[Client]) -> list[list[str]]:
 
 
 def answer(engine: Client, name: str) -> None:
-    engine.hear(engine.info.epoch, Delta(name, (7,), FinishReason.LENGTH))
+    engine.receive(engine.info.epoch, Delta(name, (7,), FinishReason.LENGTH))
 
 
 def at_rest(client: DataParallelClient) -> bool:
@@ -112,7 +112,7 @@ def test_reported_prefix_cache_overrides_routing_history() -> None:
     assert client.kv_log is not None and client.kv_log.engines == 2
     assert {event.engine for event in client.kv_log.read(0)[1]} == {1 - owner}
     other.die()
-    other.come_up(2)
+    other.start_epoch(2)
     client.submit(greedy("last", prompt, 9))
     assert client._router.snapshot().workers[1 - owner].held_blocks == 0
     assert client.kv_log.read(1)[1] == (Cleared(engine=1 - owner),)
@@ -126,7 +126,7 @@ def test_restarted_engine_keeps_requests_but_no_prefixes() -> None:
     client.submit(greedy("second", range(96), 9))
     assert client._router.snapshot().index_blocks == 6
     engines[owner].die()
-    engines[owner].come_up(2)
+    engines[owner].start_epoch(2)
     client.submit(greedy("third", range(100, 196), 9))
     assert client._router.snapshot().index_blocks == 0
     assert placed(engines)[1 - owner] == ["third"]
@@ -137,7 +137,7 @@ def test_load_is_released_on_disconnect_and_engine_loss() -> None:
         client, engines = joined()
         streams = [client.submit(greedy(f"r{index}", range(40), 9)) for index in range(4)]
         for engine in engines:
-            engine.hear(1, *(Delta(name, (7,)) for name in placed([engine])[0]))
+            engine.receive(1, *(Delta(name, (7,)) for name in placed([engine])[0]))
         await streams[0].aclose()
         engines[0]._went_down("it is gone")
         engines[1]._went_down("it is gone")
@@ -186,7 +186,7 @@ def test_running_statistics_are_summed_over_engines() -> None:
     client, engines = joined()
     info = engines[0].info
     engines[1].die()
-    engines[1].come_up(3)
+    engines[1].start_epoch(3)
     assert client.info.max_num_seqs == 2 * info.max_num_seqs
     assert client.info.num_kv_blocks == client.stats.scheduler.blocks.total == 2 * info.num_kv_blocks
     assert client.info.epoch == 3
@@ -351,9 +351,9 @@ def six_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("six_processors")
 def test_processors_are_divided_by_core_and_socket() -> None:
-    assert [place.cores for place in places_on_cores(3)] == [(0, 3), (1, 4), (2, 5)]
-    assert [place.cores for place in places_on_cores(2)] == [(0, 1, 3), (2, 4, 5)]
-    assert [place.cores for place in places_on_cores(4)] == [(0,), (3,), (1,), (4,)]
+    assert [each.cores for each in places_on_cores(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [each.cores for each in places_on_cores(2)] == [(0, 1, 3), (2, 4, 5)]
+    assert [each.cores for each in places_on_cores(4)] == [(0,), (3,), (1,), (4,)]
 
 
 @pytest.mark.usefixtures("six_processors")
@@ -369,18 +369,27 @@ def test_more_engines_than_processors_are_rejected() -> None:
     with pytest.raises(ConfigError, match="4 engines of 2 ranks need 8 processors") as refused:
         places_on_cores(4, 2)
     assert refused.value.hint == "use at most 3, or fewer ranks"
-    assert [place.cores for place in places_on_cores(3, 2)] == [(0, 3), (1, 4), (2, 5)]
+    assert [each.cores for each in places_on_cores(3, 2)] == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_each_rank_gets_its_own_visible_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHIPS", raising=False)
-    assert [place.environment for place in places_on_devices("CHIPS", 3, 2)] == [{"CHIPS": "0"}, {"CHIPS": "1"}]
+    assert [each.environment for each in places_on_devices("CHIPS", 3, 2)] == [
+        {"CHIPS": "0"},
+        {"CHIPS": "1"},
+    ]
     monkeypatch.setenv("CHIPS", "4, GPU-7")
-    assert [place.environment for place in places_on_devices("CHIPS", 8, 2)] == [{"CHIPS": "4"}, {"CHIPS": "GPU-7"}]
+    assert [each.environment for each in places_on_devices("CHIPS", 8, 2)] == [
+        {"CHIPS": "4"},
+        {"CHIPS": "GPU-7"},
+    ]
     with pytest.raises(ConfigError, match="3 engines need a device each, and there are 2"):
         places_on_devices("CHIPS", 8, 3)
     monkeypatch.delenv("CHIPS")
-    assert [place.environment for place in places_on_devices("CHIPS", 5, 2, 2)] == [{"CHIPS": "0,1"}, {"CHIPS": "2,3"}]
+    assert [each.environment for each in places_on_devices("CHIPS", 5, 2, 2)] == [
+        {"CHIPS": "0,1"},
+        {"CHIPS": "2,3"},
+    ]
     with pytest.raises(ConfigError, match="2 engines of 3 ranks need 6 devices, one for each rank, and there are 5"):
         places_on_devices("CHIPS", 5, 2, 3)
 

@@ -240,14 +240,14 @@ class Epochs(RuleBasedStateMachine):
         for _ in range(times):
             self.record(self.engine.step())
 
-    @rule(which=st.integers(0, len(SPECS) - 1), heard=st.booleans())
-    def abort(self, which: int, heard: bool) -> None:
+    @rule(which=st.integers(0, len(SPECS) - 1), acknowledged=st.booleans())
+    def abort(self, which: int, acknowledged: bool) -> None:
         if len(self.ledger) < 2:
             return
         name = sorted(self.ledger)[which % len(self.ledger)]
         self.aborted.add(name)
         self.ledger.aborting([name])
-        if heard:
+        if acknowledged:
             self.record(self.engine.abort([name]))
 
     @rule(lost=st.integers(0, 3))

@@ -101,14 +101,14 @@ def test_decompression_bomb_allocates_no_memory(monkeypatch):
     monkeypatch.setattr(zlib, "compress", lambda raw, level: bomb)
     value = sealed(payload=b"a" * 1_000_000, compression="zlib")
     monkeypatch.undo()
-    asked = []
+    limits = []
 
     class Watched:
         def __init__(self):
             self.inner = zlib._real()
 
         def decompress(self, data, limit):
-            asked.append(limit)
+            limits.append(limit)
             return self.inner.decompress(data, limit)
 
         def __getattr__(self, name):
@@ -117,7 +117,7 @@ def test_decompression_bomb_allocates_no_memory(monkeypatch):
     monkeypatch.setattr(zlib, "_real", zlib.decompressobj, raising=False)
     monkeypatch.setattr(zlib, "decompressobj", Watched)
     assert damage(value, payload_bytes=1_000_000) == Damage.COMPRESSION
-    assert asked == [1_000_001]
+    assert limits == [1_000_001]
 
 
 @pytest.mark.parametrize("packed", [zlib.compress(b"short"), zlib.compress(b"a" * 140) + b"rest", b"not zlib", b""])

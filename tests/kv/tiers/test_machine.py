@@ -92,7 +92,7 @@ class TiersMachine(RuleBasedStateMachine):
         for completion in self.rig.completed():
             self.check(completion)
         if self.inside is None:
-            overdue = [asked for asked in self.open.values() if asked.deadline <= self.rig.clock.now]
+            overdue = [operation for operation in self.open.values() if operation.deadline <= self.rig.clock.now]
             assert overdue == []
 
     def check(self, completion) -> None:

@@ -50,7 +50,7 @@ def look_up(rig: Rig, keys=KEYS[:6], number: int = 3):
 
 def pace(rig: Rig) -> LoadPaceMeasured:
     """Return the last reported rate."""
-    return [told for told in rig.news if isinstance(told, LoadPaceMeasured)][-1]
+    return [event for event in rig.news if isinstance(event, LoadPaceMeasured)][-1]
 
 
 def test_lookup_without_tiers_content_completes_immediately() -> None:
@@ -105,7 +105,7 @@ def test_unwritten_blocks_are_reported_once() -> None:
     rig = Rig(host_blocks=8, pending_bytes=2 * BLOCK_BYTES)
     rig.store.fault = lambda method: Trouble.FULL
     save(rig, 3, persist=True)
-    assert [told for told in rig.news if isinstance(told, NotStored)] == [NotStored(KEYS[2:3]), NotStored(KEYS[:2])]
+    assert [event for event in rig.news if isinstance(event, NotStored)] == [NotStored(KEYS[2:3]), NotStored(KEYS[:2])]
     rig.news.clear()
     rig.store.fault = lambda method: None
     save(rig, 2, persist=True)

@@ -170,11 +170,11 @@ def test_random_load_with_faults(seed) -> None:
     chains = [chain(f"{seed}{name}", 30) for name in "abcd"]
     free = list(range(cache.num_blocks))
     cache.data[:] = -1
-    asked: dict[int, tuple[object, float]] = {}
+    pending: dict[int, tuple[object, float]] = {}
     number = answered = loaded = 0
 
     def check(completion) -> int:
-        effect, deadline = asked.pop(completion.operation)
+        effect, deadline = pending.pop(completion.operation)
         # Many threads at once: a busy machine delays one of them longer than usual.
         assert time.monotonic() < deadline + 3 * SLACK, effect
         if isinstance(effect, Lookup):
@@ -191,8 +191,8 @@ def test_random_load_with_faults(seed) -> None:
         return completion.blocks if isinstance(effect, Load) else 0
 
     until = time.monotonic() + 2.0
-    while time.monotonic() < until or asked:
-        if time.monotonic() < until and len(asked) < 12:
+    while time.monotonic() < until or pending:
+        if time.monotonic() < until and len(pending) < 12:
             number += 1
             keys = drawn.choice(chains)[: drawn.randint(1, 30)]
             kind = drawn.choice("qqlsc")
@@ -211,7 +211,7 @@ def test_random_load_with_faults(seed) -> None:
                     cache.fill(blocks, keys[:count])
                     cache.readable |= set(blocks.tolist())
                     effect, seconds = Save(number, keys[:count], blocks, drawn.random() < 0.8), 0.2
-            asked[number] = (effect, time.monotonic() + seconds)
+            pending[number] = (effect, time.monotonic() + seconds)
             offload.perform([effect])
         if drawn.random() < 0.5:
             offload.wait(0.002)

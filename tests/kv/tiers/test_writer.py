@@ -84,8 +84,8 @@ def test_too_small_store_is_reported_once(writer, store, counters, caplog) -> No
         writer.offer(key, content(key))
     while writer.loop.run_one():
         pass
-    (told,) = caplog.messages
-    assert "more than the KV store may hold in all, so nothing is kept there" in told
+    (message,) = caplog.messages
+    assert "more than the KV store may hold in all, so nothing is kept there" in message
     assert counters.dropped_blocks == 4
 
 

@@ -43,9 +43,9 @@ def change_tensors(folder: Path, change) -> None:
 def refused(folder, spec, *words: str, most: int = 64) -> None:
     with pytest.raises(ModelError) as caught:
         read_adapter(folder, spec, most)
-    said = f"{caught.value} {caught.value.hint}"
-    assert str(folder) in said
-    assert [word for word in words if word not in said] == []
+    error_text = f"{caught.value} {caught.value.hint}"
+    assert str(folder) in error_text
+    assert [word for word in words if word not in error_text] == []
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

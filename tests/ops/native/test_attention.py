@@ -115,12 +115,12 @@ def test_denormal_scale_splits_to_zero(split_row, size):
     assert scale < 1e-30 and start == 0
 
 
-@pytest.mark.parametrize("place", [0, 17, 47])
+@pytest.mark.parametrize("index", [0, 17, 47])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_non_finite_row_stays_non_finite(split_row, value, place):
+def test_non_finite_row_stays_non_finite(split_row, value, index):
     """All its products must be non-finite, for any bytes."""
     x = np.ones(48)
-    x[place] = value
+    x[index] = value
     _, _, scale, start = split_row(x)
     assert np.isnan(start)
     assert not np.isfinite(start * scale)

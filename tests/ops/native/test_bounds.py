@@ -58,11 +58,11 @@ def test_step_arrays_of_wrong_size_or_type_are_rejected(layer, field):
             forward(replace(layer.step, **{field: wrong}), layer.cache)
 
 
-@pytest.mark.parametrize("place", [-1, 3, 2**31 - 1])
-def test_missing_adapter_is_rejected(native, place):
+@pytest.mark.parametrize("adapter_slot", [-1, 3, 2**31 - 1])
+def test_missing_adapter_is_rejected(native, adapter_slot):
     layer = LayerOn(native(), Geometry(adapters=True))
     places = layer.places.copy()
-    places[3] = place
+    places[3] = adapter_slot
     layer.step = replace(layer.step, lora_places=adapter_rows(places, layer.ops)["lora_places"])
     with pytest.raises(IndexError, match="adapter"):
         layer.run(layer.ops)

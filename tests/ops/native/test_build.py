@@ -116,10 +116,10 @@ def test_concurrent_processes_compile_once(tmp_path):
         subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    told = [process.communicate(timeout=60)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
+    logs = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], logs
     assert sum(" -shared " in line or line.startswith("-shared ") for line in log.read_text().splitlines()) == 1
-    assert sorted("compiling kernels for this processor: about a minute, once" in each for each in told) == [
+    assert sorted("compiling kernels for this processor: about a minute, once" in each for each in logs) == [
         False,
         True,
     ]

@@ -151,12 +151,12 @@ def test_int8_keys_match_oracle_for_any_value(native, value):
     np.testing.assert_array_equal(*scales)
 
 
-@pytest.mark.parametrize("place", [0, 15, 16, 40, 69])
-def test_nan_logit_is_reported_and_never_sampled(native, place):
+@pytest.mark.parametrize("index", [0, 15, 16, 40, 69])
+def test_nan_logit_is_reported_and_never_sampled(native, index):
     ops, logits = native(), torch.arange(70.0)[None].repeat(2, 1)
-    logits[1, place] = float("nan")
+    logits[1, index] = float("nan")
     tokens, peaks = ops.sample(logits, on_device(ops, sample_input(2, temperature=0.0)))
-    assert tokens.tolist() == [69, 68 if place == 69 else 69]
+    assert tokens.tolist() == [69, 68 if index == 69 else 69]
     assert peaks[0] == 69 and torch.isnan(peaks[1])
 
 

@@ -123,10 +123,10 @@ def test_cache_with_recorded_program_is_freed(native):
     layer = LayerOn(native(), Geometry())
     compiled = layer.ops.compile(model_on(layer))
     compiled(layer.step, layer.cache)
-    gone = weakref.ref(layer.cache)
+    freed = weakref.ref(layer.cache)
     del layer.cache, layer.kv
     gc.collect()
-    assert gone() is None
+    assert freed() is None
 
 
 def test_oversized_cache_is_a_memory_error(native):

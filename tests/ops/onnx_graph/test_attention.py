@@ -76,8 +76,8 @@ def test_attention_matches_oracle_for_any_batch(rows, window):
     q = rng.normal(size=(len(step.positions), 4, 8)).astype(np.float32)
     stale = np.full_like(content, np.nan)  # data of other requests beyond the contexts
     for row, (_, context) in enumerate(rows):
-        for place in range(context):
-            where = (step.block_tables[row, place // BLOCK], 0, slice(None), place % BLOCK)
+        for position in range(context):
+            where = (step.block_tables[row, position // BLOCK], 0, slice(None), position % BLOCK)
             stale[where] = content[where]
     found = []
     for ops, held in ((NumpyOps(), content), (OnnxOps(), stale)):

@@ -52,7 +52,7 @@ def test_nested_arrays_share_one_upload() -> None:
     assert found.part is not None and value.part is not None
     assert found.part.ids.values.tolist() == [1, 2]
     assert found.part.host is value.part.host
-    assert [(place, array.values.tolist()) for place, array in found.pairs] == [(4, [5]), (6, [])]
+    assert [(index, array.values.tolist()) for index, array in found.pairs] == [(4, [5]), (6, [])]
     assert found.count == 8
     assert uploaded(found, ops) == found
 

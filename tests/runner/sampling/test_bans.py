@@ -25,9 +25,9 @@ def test_token_completing_a_banned_sequence_is_banned(
 ) -> None:
     tokens = np.array([*prompt, *text, 9, 9], np.int32)
     bans = Bans(banned, len(prompt))
-    for place in range(len(text) + 1):
-        found = set(bans.at(len(prompt) + place, tokens).tolist())
-        wanted = {token for token in range(4) for each in banned if ends_with([*text[:place], token], each)}
+    for position in range(len(text) + 1):
+        found = set(bans.at(len(prompt) + position, tokens).tolist())
+        wanted = {token for token in range(4) for each in banned if ends_with([*text[:position], token], each)}
         assert found == wanted
 
 
@@ -41,8 +41,8 @@ def chosen(params: SamplingParams, tokens: list[int], favourites: list[int], col
     matrix = np.zeros((2, 20), np.int32)
     matrix[1, : len(tokens)] = tokens
     positions = np.arange(len(tokens) - columns + 1, len(tokens) + 1, dtype=np.int32)
-    places = np.arange(columns, dtype=np.int32)
-    work = sampler.gather(np.full(columns, 1, np.int32), positions, places, matrix)
+    columns_of = np.arange(columns, dtype=np.int32)
+    work = sampler.gather(np.full(columns, 1, np.int32), positions, columns_of, matrix)
     return sampler.sample(logits, work).tokens.tolist()
 
 

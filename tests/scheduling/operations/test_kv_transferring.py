@@ -173,13 +173,13 @@ def test_only_full_transferred_blocks_enter_prefix_cache() -> None:
     assert s.probe().slots.num_registered[0] == 2
 
 
-@pytest.mark.parametrize(("said", "cached"), [(0, 8), (8, 8), (10, 10), (99, 12)])
-def test_cached_tokens_count_hits_on_both_sides(said: int, cached: int) -> None:
+@pytest.mark.parametrize(("reported", "cached"), [(0, 8), (8, 8), (10, 10), (99, 12)])
+def test_cached_tokens_count_hits_on_both_sides(reported: int, cached: int) -> None:
     s = scheduler()
     compute(s, here("before", 9))
     request, fetch = begin(s, elsewhere("a", 13))
     assert (fetch.job.held_blocks, len(fetch.blocks)) == (2, 1)
-    s.complete(Fetched(fetch.operation, "transferred", cached=said))
+    s.complete(Fetched(fetch.operation, "transferred", cached=reported))
     assert request.cached_tokens == cached
     assert counters(s).fetched_tokens == 4
 
@@ -431,23 +431,23 @@ def test_fetch_result_without_pairing_is_a_fault() -> None:
 def test_settled_blocks_are_sent_once_in_order_during_prefill() -> None:
     s = scheduler(max_num_batched_tokens=4)
     request = add(s, leased("a", 11))
-    told = []
+    sending = []
     for _ in range(3):
         plan = planned(s)
         table = s.probe().slots.blocks(0)
         assert not take_effects(s), "what is in flight is not settled"
         answer(s, plan)
-        told += sends(s)
+        sending += sends(s)
     assert request.ended is FinishReason.LENGTH
-    assert [(send.first, send.blocks.tolist(), send.tokens) for send in told] == [
+    assert [(send.first, send.blocks.tolist(), send.tokens) for send in sending] == [
         (0, [table[0]], None),
         (1, [table[1]], None),
         (2, [table[2]], 11),
     ]
-    assert {send.lease for send in told} == {"lease of a"}
+    assert {send.lease for send in sending} == {"lease of a"}
     assert counters(s).sent_blocks == 3
     assert not take_effects(s), "the last send is the end; there is nothing to give up"
-    for send in told:
+    for send in sending:
         s.complete(Sent(send.operation))
     assert is_idle(s)
 
@@ -500,10 +500,10 @@ def test_blocks_held_by_decode_worker_are_computed_but_not_sent(first: int, expe
     assert plan.num_tokens.tolist() == [11]
     table = s.probe().slots.blocks(0)
     answer(s, plan)
-    told = sends(s)
-    assert [(send.first, len(send.blocks)) for send in told] == expected
-    assert [block for send in told for block in send.blocks.tolist()] == table[first:].tolist()
-    assert [send.tokens for send in told] == [*[None] * (len(told) - 1), 11]
+    sending = sends(s)
+    assert [(send.first, len(send.blocks)) for send in sending] == expected
+    assert [block for send in sending for block in send.blocks.tolist()] == table[first:].tolist()
+    assert [send.tokens for send in sending] == [*[None] * (len(sending) - 1), 11]
 
 
 def test_sent_blocks_are_pinned_until_read() -> None:
@@ -524,13 +524,13 @@ def test_blocks_being_sent_stay_in_prefix_cache() -> None:
     s = scheduler()
     s.add(leased("a", 11))
     answer(s, planned(s))
-    told = sends(s)
+    sending = sends(s)
     s.add(leased("b", 11))
     plan = planned(s)
     assert plan.num_tokens.tolist() == [3], "nothing of it is computed twice"
-    assert s.probe().slots.blocks(0)[:2].tolist() == [block for send in told for block in send.blocks.tolist()][:2]
+    assert s.probe().slots.blocks(0)[:2].tolist() == [block for send in sending for block in send.blocks.tolist()][:2]
     s.check_integrity()
-    for send in told:
+    for send in sending:
         s.complete(Sent(send.operation))
     answer(s, plan)
     for send in sends(s):
@@ -544,13 +544,13 @@ def test_block_sent_by_two_leases_is_pinned_for_both() -> None:
     for name in "ab":
         s.add(leased(name, 5))
     answer(s, planned(s))
-    told = sends(s)
-    shared = [send for send in told if send.first == 0]
+    sending = sends(s)
+    shared = [send for send in sending if send.first == 0]
     assert len(shared) == 2
     assert shared[0].blocks.tolist() == shared[1].blocks.tolist()
     s.complete(Sent(shared[0].operation))
     assert not set(shared[0].blocks.tolist()) & set(s.probe().pool._cached)
-    for send in told:
+    for send in sending:
         if send is not shared[0]:
             s.complete(Sent(send.operation))
     assert is_idle(s)
@@ -564,9 +564,9 @@ def preempted_after_two_blocks(s: ContinuousBatchingScheduler) -> tuple[Request,
     request = add(s, leased("a", 16))
     for _ in range(2):
         answer(s, planned(s))
-    told = sends(s)
-    assert [(send.first, len(send.blocks)) for send in told] == [(0, 1), (1, 1)]
-    for send in told:
+    sending = sends(s)
+    assert [(send.first, len(send.blocks)) for send in sending] == [(0, 1), (1, 1)]
+    for send in sending:
         s.complete(Sent(send.operation))
     preempt(s, request)
     return old, request
@@ -580,18 +580,18 @@ def test_preempted_lease_resumes_after_sent_blocks(forgotten: bool) -> None:
     if forgotten:
         s.probe().pool.forget_prefixes()
     take_effects(s)
-    told: list[Send] = []
+    sending: list[Send] = []
     for _ in range(8):
         plan = planned(s)
         samples = request.slot is not None and bool(plan.samples[plan.slots == request.slot].any())
         answer(s, plan)
-        told += sends(s)
+        sending += sends(s)
         if samples:
             break
     assert request.ended is FinishReason.LENGTH
-    places = [send.first + index for send in told for index in range(len(send.blocks))]
-    assert places == list(range(sent, 4))
-    assert [send.tokens for send in told if send.tokens is not None] == [16]
+    indexes = [send.first + index for send in sending for index in range(len(send.blocks))]
+    assert indexes == list(range(sent, 4))
+    assert [send.tokens for send in sending if send.tokens is not None] == [16]
     assert request.preemptions == 1
 
 

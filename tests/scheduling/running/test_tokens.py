@@ -73,7 +73,7 @@ DELIVERIES = st.lists(
 @example([[[1, 2, 3, 4]] * SLOTS] * 40, [], [30])
 @given(DELIVERIES, st.lists(st.integers(0, 59), max_size=4), st.lists(st.integers(0, 59), max_size=4))
 def test_tokens_delivered_to_slots_reach_the_buffers(
-    steps: list[list[list[int]]], looks: list[int], moves: list[int]
+    steps: list[list[list[int]]], reads: list[int], moves: list[int]
 ) -> None:
     """Slot 0 changes its request now and then; slot 1 is read now and then."""
     delivered = DeliveredTokens(SLOTS)
@@ -92,7 +92,7 @@ def test_tokens_delivered_to_slots_reach_the_buffers(
             buffers[slot].take_delivered()
         delivered.append(rows, block[rows], np.array([len(step[slot]) for slot in rows], np.int32))
         assert [buffer.count for buffer in buffers] == [len(tokens) for tokens in expected]
-        if number in looks:
+        if number in reads:
             assert buffers[1].view().tolist() == expected[1]
         if number in moves:
             buffers[0].detach()

@@ -115,11 +115,11 @@ def test_requests_waiting_for_one_prefix_are_checked_once(monkeypatch: pytest.Mo
     prefill = planned(s)
     for index in range(1000):
         add(s, spec(str(index), 31))
-    looks = counted(monkeypatch, s.probe().prefixes, "awaited")
+    checks = counted(monkeypatch, s.probe().prefixes, "awaited")
     for _ in range(14):
         planned(s)
     assert (s.probe().waiting.num_parked, num_running(s)) == (1000, 1)
-    assert len(looks) == 1000
+    assert len(checks) == 1000
     answer(s, prefill)
     assert s.probe().waiting.num_parked == 0
 

@@ -58,18 +58,18 @@ class QueueMachine(RuleBasedStateMachine):
         self.ready: dict[int, tuple[Request, str | None]] = {}
         """Ready requests, with the flow that each had when it became ready."""
         self.parked: dict[int, tuple[Request, WaitFor, int | None]] = {}
-        self.gone: list[Request] = []
+        self.removed: list[Request] = []
         self.step = 0
 
     def _make_ready(self, request: Request) -> None:
         self.ready[request.arrival] = request, self.policy.flow(request.queued())
 
     def _first(self) -> Request | None:
-        def place(entry: tuple[Request, str | None]) -> tuple[object, ...]:
+        def sort_key(entry: tuple[Request, str | None]) -> tuple[object, ...]:
             request, flow = entry
             return self.policy.turn(flow), () if flow is None else (flow,), request.rank
 
-        return min(self.ready.values(), key=place)[0] if self.ready else None
+        return min(self.ready.values(), key=sort_key)[0] if self.ready else None
 
     def _any(self, data: st.DataObject) -> Request:
         here = [*(request for request, _ in self.ready.values()), *(entry[0] for entry in self.parked.values())]
@@ -80,7 +80,7 @@ class QueueMachine(RuleBasedStateMachine):
         """A new request arrives and may change the turn of its flow either way."""
         if turn is not None:
             self.policy.of[flow] = turn
-        made = request(len(self.ready) + len(self.parked) + len(self.gone), flow, priority)
+        made = request(len(self.ready) + len(self.parked) + len(self.removed), flow, priority)
         self.queue.push(made)
         self._make_ready(made)
 
@@ -91,7 +91,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert first is not None
         self.queue.remove(first)
         del self.ready[first.arrival]
-        self.gone.append(first)
+        self.removed.append(first)
         self._turn(first, turn)
 
     @precondition(lambda self: self.ready or self.parked)
@@ -101,21 +101,21 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.remove(left)
         self.ready.pop(left.arrival, None)
         self.parked.pop(left.arrival, None)
-        self.gone.append(left)
+        self.removed.append(left)
 
-    @precondition(lambda self: self.gone)
+    @precondition(lambda self: self.removed)
     @rule(data=st.data())
     def return_preempted(self, data: st.DataObject) -> None:
-        back = data.draw(st.sampled_from(self.gone))
-        self.gone.remove(back)
+        back = data.draw(st.sampled_from(self.removed))
+        self.removed.remove(back)
         back.preemptions = 1
         self.queue.push(back)
         self._make_ready(back)
 
-    @precondition(lambda self: self.gone)
+    @precondition(lambda self: self.removed)
     @rule(data=st.data(), turn=st.integers(-3, 3))
     def end(self, data: st.DataObject, turn: int) -> None:
-        self._turn(data.draw(st.sampled_from(self.gone)), turn)
+        self._turn(data.draw(st.sampled_from(self.removed)), turn)
 
     def _turn(self, seen: Request, turn: int | None) -> None:
         """The policy observes a request and changes the turn of the flow in which it first waited."""

@@ -15,7 +15,7 @@ from fd_core.simulation.clock.waits import FRONT, RESTART, STEP, WAITS, WaitAcco
 from fd_core.simulation.results.summary import Run
 from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
-from tests.simulation.helpers import conversations, group, require_all_time_told, world
+from tests.simulation.helpers import conversations, group, require_complete_waits, world
 from tests.simulation.storage.test_outside import pair, stored
 
 
@@ -33,7 +33,7 @@ def test_single_request_waits_only_for_fixed_overheads() -> None:
     run = world(group(limit={"pipeline_depth": 1}), routers=0, latency=0.001).run(
         [Conversation("c", 1.0, (UserTurn((Piece(1, 100),), Piece(2, 3)),))]
     )
-    require_all_time_told(run)
+    require_complete_waits(run)
     waits = np.frombuffer(run.waits, np.float32).reshape(2, -1)
     assert {WAITS[index]: pytest.approx(waits[0, index]) for index in np.flatnonzero(waits[0] > 1e-6)} == {
         "network": 0.002,
@@ -45,7 +45,7 @@ def test_single_request_waits_only_for_fixed_overheads() -> None:
 
 def test_slot_shortage_is_the_wait_reason() -> None:
     run = world(group(limit={"max_num_seqs": 1}), routers=0).run(conversations(20, rate=200.0))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert mean(run, "slot", 0) > 10 * (mean(run, "blocks") + mean(run, "budget") + mean(run, "step"))
     assert mean(run, "slot", 1) == 0
 
@@ -53,7 +53,7 @@ def test_slot_shortage_is_the_wait_reason() -> None:
 def test_block_shortage_is_the_wait_reason() -> None:
     tight = group(config={"save_preempted_kv": False}, limit={"num_kv_blocks": 40, "max_num_seqs": 64})
     run = world(tight, routers=0).run(conversations(30, rate=200.0, adjust=long))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert run.counters["preemptions"] > 0
     assert mean(run, "blocks", 0) > 10 * mean(run, "slot")
     assert mean(run, "preempted", 1) > 0
@@ -61,7 +61,7 @@ def test_block_shortage_is_the_wait_reason() -> None:
 
 def test_small_budget_and_current_step_are_wait_reasons() -> None:
     run = world(group(limit={"max_num_batched_tokens": 16}), routers=0).run(conversations(20, rate=200.0))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert mean(run, "budget", 0) > mean(run, "slot") and mean(run, "step", 0) > 0
 
 
@@ -70,7 +70,7 @@ def test_engine_restart_is_a_wait_reason() -> None:
     for at in (0.4, 1.2):
         one.timeline.at(at, lambda: one.workers[0].client.die("a fault"))
     run = one.run(conversations(20, rate=100.0))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert 0 < mean(run, "restart") < 1.0 and mean(run, "computing", 1) > 0
 
 
@@ -79,7 +79,7 @@ def test_failed_attempts_are_a_wait_reason() -> None:
     one.timeline.at(0.5, one.workers[0].kill)
     one.timeline.at(3.0, one.workers[0].start)
     run = one.run(conversations(60))
-    require_all_time_told(run)
+    require_complete_waits(run)
     again = {index for index, outcome in enumerate(run.outcomes) if outcome.attempts > 1}
     waits = np.frombuffer(run.waits, np.float32).reshape(-1, 2, len(WAITS))
     assert set(np.flatnonzero(waits[:, 0, WAITS.index("retry")]).tolist()) == again != set()
@@ -90,7 +90,7 @@ def test_disconnected_clients_have_wait_reasons() -> None:
         return msgspec.structs.replace(turn, patience=draw.uniform(0.0001, 0.5))
 
     run = world(group(count=2, limit={"max_num_seqs": 1})).run(conversations(60, rate=60.0, adjust=hasty))
-    require_all_time_told(run)
+    require_complete_waits(run)
     left = [outcome.end == "left" for outcome in run.outcomes]
     waits = np.frombuffer(run.waits, np.float32).reshape(-1, 2, len(WAITS))
     assert waits[left, 0, WAITS.index("slot")].sum() > 0
@@ -99,10 +99,10 @@ def test_disconnected_clients_have_wait_reasons() -> None:
 def test_store_and_prefill_worker_are_wait_reasons() -> None:
     shared = world(stored(), router=RouterConfig(policy="round_robin"), store=SharedStore)
     run = shared.run(conversations(8, turns=3))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert mean(run, "store", 0) > 0 and mean(run, "transfer") == 0
     run = world(*pair()).run(conversations(8, turns=2))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert mean(run, "transfer", 0) > mean(run, "computing", 0) > 0
 
 

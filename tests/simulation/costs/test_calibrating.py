@@ -35,10 +35,10 @@ def engine_of(config: EngineConfig) -> Iterator[Engine]:
 
 
 def test_calibrated_engine_serves_afterwards() -> None:
-    told: list[tuple[str, int, int]] = []
+    calls: list[tuple[str, int, int]] = []
     with engine_of(SMALL) as engine:
         how = Calibration("tiny", "a machine", 0.1, ANY, "2026-01-01")
-        profile = calibrate(engine, str.split, how, lambda *args: told.append(args))
+        profile = calibrate(engine, str.split, how, lambda *args: calls.append(args))
         assert not engine.has_work
         engine.check_integrity()
     assert profile.label == "tiny (measured)"
@@ -46,8 +46,8 @@ def test_calibrated_engine_serves_afterwards() -> None:
     assert profile.limits.max_drafts == 0  # grammars force tokens, but nothing drafts
     assert {error.kind for error in profile.error} == {"decode", "prefill", "mixed"}
     assert Costs(profile).step(decodes(2, 30)) > 0
-    assert {name for name, _, _ in told} == {"turns of the loop", "steps, unmeasured", "steps"}
-    assert all(0 <= done < total for _, done, total in told)
+    assert {name for name, _, _ in calls} == {"turns of the loop", "steps, unmeasured", "steps"}
+    assert all(0 <= done < total for _, done, total in calls)
     assert parse_profile(msgspec.json.encode(profile), "here") == profile
 
 

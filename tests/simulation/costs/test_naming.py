@@ -17,7 +17,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "there is no profile"),
         ("h100", "h100:llama-70b:tp=8"),
@@ -36,10 +36,10 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("no/such.json", "cannot be read"),
     ],
 )
-def test_unknown_profile_name_lists_alternatives(text: str, said: str) -> None:
+def test_unknown_profile_name_lists_alternatives(text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as raised:
         profile_named(text)
-    assert said in str(raised.value)
+    assert expected in str(raised.value)
     assert raised.value.field == "PROFILE"
 
 

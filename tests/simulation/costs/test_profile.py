@@ -45,7 +45,7 @@ def changed(path: Path, keys: list[str], value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "value", "said"),
+    ("keys", "value", "expected"),
     [
         (["step", "constant"], -1.0, "$.step.constant"),
         (["step", "constant"], "fast", "$.step.constant"),
@@ -62,11 +62,11 @@ def changed(path: Path, keys: list[str], value: Any) -> None:
         (["fdcore_profile"], 99, "version 99"),
     ],
 )
-def test_invalid_value_is_rejected_by_name(path: Path, keys: list[str], value: Any, said: str) -> None:
+def test_invalid_value_is_rejected_by_name(path: Path, keys: list[str], value: Any, expected: str) -> None:
     changed(path, keys, value)
     with pytest.raises(ConfigError) as raised:
         read_profile(path)
-    assert said in str(raised.value)
+    assert expected in str(raised.value)
     assert str(path) in str(raised.value)
 
 

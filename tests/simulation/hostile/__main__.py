@@ -28,7 +28,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.seed is not None:
         clients = {name for name in options.without_clients.split(",") if name}
-        faults = {int(place) for place in options.without_faults.split(",") if place}
+        faults = {int(index) for index in options.without_faults.split(",") if index}
         plan = without(draw_plan(options.seed), clients, faults)
         return _shrink(plan) if options.shrink else _again(plan, trace=options.trace)
     seeds = range(options.first, options.first + options.worlds)

@@ -48,7 +48,7 @@ def schedule_accident(world: HostileWorld, accident: Accident) -> None:
     }[accident.kind]
 
     def happen() -> None:
-        world.say(f"accident: {accident}")
+        world.log_event(f"accident: {accident}")
         world.counts[f"accident_{accident.kind}"] += 1
         if (end := begin(world, worker, accident)) is not None:
             world.timeline.after(accident.seconds, end)
@@ -61,7 +61,7 @@ def _messages_late(world: HostileWorld, worker: SimulatedWorker, accident: Accid
     epochs = world.epochs[worker.name]
     epochs.hold()
     _die_later(world, worker, accident)
-    return epochs.let_go
+    return epochs.resume
 
 
 def _die_later(world: HostileWorld, worker: SimulatedWorker, accident: Accident) -> None:
@@ -100,8 +100,8 @@ def _worker_deregistered(world: HostileWorld, worker: SimulatedWorker, _: Accide
 
 def _role_changed(world: HostileWorld, worker: SimulatedWorker, _: Accident) -> Callable[[], None]:
     """Report another role in health checks than the one registered."""
-    world.disguise.says[worker.url] = "decode" if worker.role != "decode" else "prefill"
-    return partial(world.disguise.says.pop, worker.url, None)
+    world.disguise.reported_role[worker.url] = "decode" if worker.role != "decode" else "prefill"
+    return partial(world.disguise.reported_role.pop, worker.url, None)
 
 
 class PoisonedComputer(PlanComputer):

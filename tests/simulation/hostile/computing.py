@@ -184,8 +184,8 @@ class Foreseeing(PerSlotDrafter):
                 # Errors depend on the position alone, so that equal seeds give equal worlds.
                 return np.array(
                     [
-                        (token + 1) % 16 if (count + place) * 0.6180339887 % 1.0 < self._wrong else token
-                        for place, token in enumerate(right)
+                        (token + 1) % 16 if (count + position) * 0.6180339887 % 1.0 < self._wrong else token
+                        for position, token in enumerate(right)
                     ],
                     np.int32,
                 )
@@ -289,8 +289,8 @@ class AuditedComputer:
         self._counts["rows_failed"] += 1
         size, tables = self._limits.block_size, self._runner.batch.tables
         for row in rows:
-            places = plan.starts[row] + np.arange(plan.num_tokens[row])
-            self.cache.layer(0)[tables[plan.slots[row], places // size], places % size] = 0
+            positions = plan.starts[row] + np.arange(plan.num_tokens[row])
+            self.cache.layer(0)[tables[plan.slots[row], positions // size], positions % size] = 0
         errors = tuple((int(plan.slots[row]), "a row that fails") for row in rows)
         return replace(output, errors=(*output.errors, *errors))
 

@@ -71,8 +71,8 @@ class _Lease:
     fits: bool = True
     """True if the prefill side received the opening unaltered."""
     prefill_began: float = 0.0
-    decode_heard: float = 0.0
-    prefill_heard: float = 0.0
+    decode_received: float = 0.0
+    prefill_received: float = 0.0
     decode_over: bool = False
     prefill_over: bool = False
     decode_broke_off: bool = False
@@ -82,10 +82,10 @@ class _Lease:
     """Time at which the decode side ended it."""
     prefill_ended: float = 0.0
     """Time at which it ended for the prefill side."""
-    said: dict[int, bytes] = field(default_factory=dict)
+    sent_digests: dict[int, bytes] = field(default_factory=dict)
     """Digests of pieces, by index, as sent by the prefill side."""
     credited: int = 0
-    came: dict[int, bytes] = field(default_factory=dict)
+    received: dict[int, bytes] = field(default_factory=dict)
     """Digests of wanted pieces, by index, as first received by the decode side."""
     landed: int = 0
     """Number of blocks written."""
@@ -125,9 +125,9 @@ class LeaseWatch:
 
     # Messages -----------------------------------------------------------------------------------------------
 
-    def said(self, place: str, message: FromDecode | FromPrefill) -> None:
-        """Check a message that the worker `place` sends."""
-        engine = self.engines[place]
+    def on_sent(self, worker: str, message: FromDecode | FromPrefill) -> None:
+        """Check a message that a worker sends."""
+        engine = self.engines[worker]
         if isinstance(message, Open) and message.lease not in self.leases:
             self._opened(engine, message)
         lease = self.leases.get(message.lease)
@@ -137,19 +137,19 @@ class LeaseWatch:
             lease.refused = True
             return
         if engine is lease.decode:
-            self._decode_said(lease, message)
+            self._decode_sent(lease, message)
         else:
-            self._prefill_said(lease, engine, message)
+            self._prefill_sent(lease, engine, message)
 
-    def heard(self, place: str, message: FromDecode | FromPrefill, lie: str = "") -> None:
-        """Check a message that the worker `place` is about to receive."""
-        lease, engine = self.leases.get(message.lease), self.engines[place]
+    def on_received(self, worker: str, message: FromDecode | FromPrefill, lie: str = "") -> None:
+        """Check a message that a worker is about to receive."""
+        lease, engine = self.leases.get(message.lease), self.engines[worker]
         if lease is None:
             return
         if engine is lease.decode:
-            self._decode_heard(lease, message, lie)
+            self._on_decode_received(lease, message, lie)
         elif lease.prefill in (None, engine):
-            self._prefill_heard(lease, engine, message, lie)
+            self._on_prefill_received(lease, engine, message, lie)
 
     def settle(self) -> None:
         """Check at the end that each side was notified of what the other one ended."""
@@ -158,7 +158,7 @@ class LeaseWatch:
             if prefill is None or not (prefill.alive and lease.decode.alive):
                 continue
             if lease.name in prefill.given_up and not (lease.prefill_over or lease.refused):
-                raise BrokenLaw("6.1", f"{prefill.place} cancelled lease {lease.name} without notice")
+                raise BrokenLaw("6.1", f"{prefill.worker} cancelled lease {lease.name} without notice")
         for engine in self.engines.values():
             engine.settle(lease for lease in self.leases.values() if lease.prefill is engine)
 
@@ -175,7 +175,7 @@ class LeaseWatch:
         if len(wanted) != len(fetch.blocks):
             raise BrokenLaw("6.1", f"lease {opening.lease} has {len(fetch.blocks)} blocks for {len(wanted)} pieces")
         self.leases[opening.lease] = lease = _Lease(opening, engine, operation, now, wanted)
-        lease.decode_heard = now
+        lease.decode_received = now
         engine.lease_of[operation] = lease
 
     def _lives(self, side: str, lease: _Lease, over: bool, now: float, began: float, heard: float) -> None:
@@ -188,14 +188,14 @@ class LeaseWatch:
                 "6.1", f"lease {lease.name} has not expired on the {side} side: {now - heard:g} s of silence"
             )
 
-    def _decode_said(self, lease: _Lease, message: FromDecode | FromPrefill) -> None:
+    def _decode_sent(self, lease: _Lease, message: FromDecode | FromPrefill) -> None:
         now = lease.decode.timeline.now
         if isinstance(message, AbortLease):
             if not lease.decode_over:
                 lease.ended = now
             lease.decode_over = lease.decode_broke_off = True
             return
-        self._lives("decode", lease, lease.decode_over, now, lease.began, lease.decode_heard)
+        self._lives("decode", lease, lease.decode_over, now, lease.began, lease.decode_received)
         if lease.flooded and isinstance(message, Credit | Confirm):
             raise BrokenLaw("6", f"lease {lease.name} continues although more pieces arrived than its window holds")
         if isinstance(message, Credit) and message.taken > lease.landed:
@@ -205,58 +205,62 @@ class LeaseWatch:
             commit, job = lease.commit, lease.opening.job
             if lease.landed < len(lease.wanted) or commit is None or commit.tokens != job.num_tokens:
                 raise BrokenLaw("6.2", f"lease {lease.name} is confirmed with {lease.landed} pieces and {commit}")
-            if commit.digest != _digest_of(lease.came):
+            if commit.digest != _digest_of(lease.received):
                 raise BrokenLaw("6.2", f"lease {lease.name} is confirmed with other pieces than committed")
 
-    def _prefill_said(self, lease: _Lease, engine: EngineWatch, message: FromDecode | FromPrefill) -> None:
+    def _prefill_sent(self, lease: _Lease, engine: EngineWatch, message: FromDecode | FromPrefill) -> None:
         now = engine.timeline.now
         if isinstance(message, AbortLease):
             lease.prefill_broke_off |= not lease.prefill_over
             self._prefill_ends(lease)
             return
-        self._lives("prefill", lease, lease.prefill_over, now, lease.prefill_began, lease.prefill_heard)
+        self._lives("prefill", lease, lease.prefill_over, now, lease.prefill_began, lease.prefill_received)
         if not lease.fits:
-            raise BrokenLaw("6", f"{engine.place} accepts lease {lease.name} although the two sides are incompatible")
+            raise BrokenLaw("6", f"{engine.worker} accepts lease {lease.name} although the two sides are incompatible")
         if isinstance(message, KVPiece):
-            if message.index not in lease.wanted or message.index in lease.said:
+            if message.index not in lease.wanted or message.index in lease.sent_digests:
                 raise BrokenLaw("6.2", f"piece {message.index} of lease {lease.name} is sent twice or not wanted")
-            lease.said[message.index] = message.digest
-            if len(lease.said) - lease.credited > lease.opening.window:
+            lease.sent_digests[message.index] = message.digest
+            if len(lease.sent_digests) - lease.credited > lease.opening.window:
                 raise BrokenLaw(
                     "6", f"lease {lease.name} has more than {lease.opening.window} pieces in flight without credit"
                 )
         elif isinstance(message, Commit):
-            whole = len(lease.said) == len(lease.wanted) and message.tokens == lease.opening.job.num_tokens
-            if not whole or message.digest != _digest_of(lease.said):
-                raise BrokenLaw("6.2", f"lease {lease.name} is committed with {len(lease.said)} pieces: {message}")
+            whole = len(lease.sent_digests) == len(lease.wanted) and message.tokens == lease.opening.job.num_tokens
+            if not whole or message.digest != _digest_of(lease.sent_digests):
+                raise BrokenLaw(
+                    "6.2", f"lease {lease.name} is committed with {len(lease.sent_digests)} pieces: {message}"
+                )
         elif isinstance(message, Alive):
             engine.require_work(lease)
 
-    def _decode_heard(self, lease: _Lease, message: FromDecode | FromPrefill, lie: str) -> None:
+    def _on_decode_received(self, lease: _Lease, message: FromDecode | FromPrefill, lie: str) -> None:
         if lease.decode_over:
             return
-        lease.decode_heard = lease.decode.timeline.now
-        if isinstance(message, KVPiece) and message.index in lease.wanted and message.index not in lease.came:
-            lease.came[message.index] = message.digest
+        lease.decode_received = lease.decode.timeline.now
+        if isinstance(message, KVPiece) and message.index in lease.wanted and message.index not in lease.received:
+            lease.received[message.index] = message.digest
             if lie:
                 lease.lies.add(lie)
-            lease.flooded |= len(lease.came) - lease.landed > lease.opening.window
+            lease.flooded |= len(lease.received) - lease.landed > lease.opening.window
         elif isinstance(message, Commit) and lease.commit is None:
-            lease.commit, lease.committed = message, lease.decode_heard
+            lease.commit, lease.committed = message, lease.decode_received
             if lie:
                 lease.lies.add(lie)
         elif isinstance(message, Refuse | AbortLease):
             lease.decode_over = True
 
-    def _prefill_heard(self, lease: _Lease, engine: EngineWatch, message: FromDecode | FromPrefill, lie: str) -> None:
+    def _on_prefill_received(
+        self, lease: _Lease, engine: EngineWatch, message: FromDecode | FromPrefill, lie: str
+    ) -> None:
         if lease.prefill is None:
             if not isinstance(message, Open):
                 return
             lease.prefill, lease.prefill_began = engine, engine.timeline.now
             lease.fits = message == lease.opening
-        lease.prefill_heard = engine.timeline.now
+        lease.prefill_received = engine.timeline.now
         if isinstance(message, Credit):
-            lease.credited = max(lease.credited, min(message.taken, len(lease.said)))
+            lease.credited = max(lease.credited, min(message.taken, len(lease.sent_digests)))
         elif isinstance(message, Confirm | AbortLease):
             self._prefill_ends(lease)
 
@@ -269,9 +273,9 @@ class LeaseWatch:
 class EngineWatch:
     """One epoch of an engine: its open operations and their leases."""
 
-    def __init__(self, watch: LeaseWatch, place: str, config: EngineConfig, limits: Limits, longest: float) -> None:
+    def __init__(self, watch: LeaseWatch, worker: str, config: EngineConfig, limits: Limits, longest: float) -> None:
         self.watch = watch
-        self.place = place
+        self.worker = worker
         self.limits = limits
         self.longest = longest
         self.alive = True
@@ -295,11 +299,11 @@ class EngineWatch:
         """Number of polls when a client disconnected, by request."""
         self._fetch_into: dict[int, int] = {}
         """Last fetch into each block."""
-        self._asked = 0.0
-        before = watch.engines.get(place)
+        self._last_poll = 0.0
+        before = watch.engines.get(worker)
         if before is not None:
             before.alive = False
-        watch.engines[place] = self
+        watch.engines[worker] = self
 
     # Engine work --------------------------------------------------------------------------------------------
 
@@ -323,7 +327,7 @@ class EngineWatch:
     def asks(self) -> None:
         """Check held blocks before completions are polled."""
         self.calls += 1
-        self._asked = self.timeline.now
+        self._last_poll = self.timeline.now
         if not self.open:
             return
         free = self._pool.free_blocks()
@@ -351,8 +355,8 @@ class EngineWatch:
         for slot in plan.slots.tolist():
             request = self._slots.requests[slot]
             lease = None if request is None else self.watch.leases.get(_lease_name(request.spec.request_id))
-            if lease is not None and lease.prefill_over and self._asked > lease.prefill_ended:
-                raise BrokenLaw("6.1", f"{self.place} still computes for lease {lease.name}, which has ended")
+            if lease is not None and lease.prefill_over and self._last_poll > lease.prefill_ended:
+                raise BrokenLaw("6.1", f"{self.worker} still computes for lease {lease.name}, which has ended")
         for admission in plan.admissions:
             lease = self.watch.leases.get(_lease_name(admission.request_id))
             if lease is None or lease.prefill is not self:
@@ -371,7 +375,7 @@ class EngineWatch:
             lease = self.lease_of.get(self._fetch_into.get(block, 0))
             if lease is not None:
                 lease.landed += 1
-                if lease.landed > len(lease.came):
+                if lease.landed > len(lease.received):
                     raise BrokenLaw("6.2", f"pieces of lease {lease.name} are written twice: {lease.landed}")
 
     def read(self, cache: NullCache, blocks: IntArray) -> None:
@@ -380,19 +384,19 @@ class EngineWatch:
             lease = self.watch.leases.get(effect.lease) if isinstance(effect, Send) else None
             if lease is None or not isinstance(effect, Send):
                 continue
-            for place, block in enumerate(effect.blocks.tolist()):
-                if block in blocks and effect.first + place in lease.wanted:
-                    self._require_kv(lease, cache, block, effect.first + place)
+            for index, block in enumerate(effect.blocks.tolist(), effect.first):
+                if block in blocks and index in lease.wanted:
+                    self._require_kv(lease, cache, block, index)
 
     def require_work(self, lease: _Lease) -> None:
         """Check that the engine works on a lease for which it sends heartbeats."""
         if lease.name in self._complete:
             return
-        if self.timeline.now - self._asked > lease.opening.silence + 1e-6:
-            raise BrokenLaw("6.1", f"{self.place} sends heartbeats for lease {lease.name}, but its engine is idle")
+        if self.timeline.now - self._last_poll > lease.opening.silence + 1e-6:
+            raise BrokenLaw("6.1", f"{self.worker} sends heartbeats for lease {lease.name}, but its engine is idle")
         waits = lease.name in self._arrived - self.given_up and not self._engine.num_in_flight
         if waits and prefill_request_id(lease.name) not in self._requests:
-            raise BrokenLaw("6.1", f"{self.place} sends heartbeats for lease {lease.name} without any work")
+            raise BrokenLaw("6.1", f"{self.worker} sends heartbeats for lease {lease.name} without any work")
 
     def settle(self, leases: Iterable[_Lease]) -> None:
         """Check that the decode side was notified of every lease that the prefill side ended."""
@@ -401,13 +405,13 @@ class EngineWatch:
         ended = stats.sender.ended
         told = sum(lease.prefill_broke_off or not lease.decode.alive for lease in leases)
         if ended.get("expired", 0) + ended.get("gave_up", 0) > told:
-            raise BrokenLaw("6.1", f"{self.place} ended {ended} leases by itself and reported {told}")
+            raise BrokenLaw("6.1", f"{self.worker} ended {ended} leases by itself and reported {told}")
 
     # Inside -------------------------------------------------------------------------------------------------
 
     @property
     def _engine(self) -> Engine:
-        return self.watch.engine_of(self.place)
+        return self.watch.engine_of(self.worker)
 
     @property
     def _pool(self) -> BlockPool:
@@ -423,7 +427,7 @@ class EngineWatch:
 
     def _fetches(self, effect: Fetch) -> None:
         request = effect.request_id
-        if self.watch.tokens_of(self.place, request):
+        if self.watch.tokens_of(self.worker, request):
             raise BrokenLaw("6.3", f"{request} has tokens, but its prompt is fetched")
         if (who := self._requests.get(request)) is not None:
             if any(who is other for other in self._fetched):
@@ -442,7 +446,7 @@ class EngineWatch:
         wanted = int(np.maximum(-(-lengths // slots.block_size) - slots.num_blocks[rows], 0).sum())
         # Blocks of drafts can be freed at once.
         if len(rows) > 1 and not self.limits.max_drafts and wanted > pool.num_free:
-            raise BrokenLaw("6.1", f"{self.place} leases blocks, leaving {pool.num_free} free of {wanted} needed")
+            raise BrokenLaw("6.1", f"{self.worker} leases blocks, leaving {pool.num_free} free of {wanted} needed")
 
     def _has_fetched(self, effect: Fetch, answer: Fetched) -> None:
         outcome, lease = answer.outcome, self.lease_of.get(effect.operation)
@@ -466,7 +470,7 @@ class EngineWatch:
             raise BrokenLaw("6.2", f"lease {lease.name} continued after a damaged piece until it expired")
         if not self.watch.strict:
             return
-        silent = lease.ended - lease.decode_heard > lease.opening.silence - _MOMENT
+        silent = lease.ended - lease.decode_received > lease.opening.silence - _MOMENT
         long = lease.ended - lease.began > self.longest - _MOMENT
         stuck = lease.ended - lease.committed > lease.opening.silence - _MOMENT and lease.landed < len(lease.wanted)
         if not (silent or long or stuck):
@@ -479,12 +483,12 @@ class EngineWatch:
         if lease is None:
             return
         sent = self._sent.setdefault(effect.lease, set())
-        places = {effect.first + place for place in range(len(effect.blocks))}
-        if not sent.isdisjoint(places):
-            raise BrokenLaw("6.2", f"blocks {sent & places} of lease {lease.name} are sent twice")
+        indexes = {effect.first + index for index in range(len(effect.blocks))}
+        if not sent.isdisjoint(indexes):
+            raise BrokenLaw("6.2", f"blocks {sent & indexes} of lease {lease.name} are sent twice")
         if effect.first < lease.wanted.start:
             raise BrokenLaw("6.1", f"block {effect.first} of lease {lease.name} is sent, but was not requested")
-        sent |= places
+        sent |= indexes
         if effect.tokens is not None:
             self._complete.add(effect.lease)
 

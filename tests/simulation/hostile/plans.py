@@ -162,7 +162,7 @@ class HostilePlan:
         return tuple(config for config, count in self.configs for _ in range(count))
 
     @property
-    def places(self) -> tuple[str, ...]:
+    def worker_names(self) -> tuple[str, ...]:
         """Names of the workers."""
         roles = [config.role for config, count in self.configs for _ in range(count)]
         return tuple(f"{role}{number}" for number, role in enumerate(roles))
@@ -235,7 +235,7 @@ def draw_plan(seed: int) -> HostilePlan:
         draw,
         draw.choice((0, 0, 1) if paired and plan.pairs.habit else (0, 1, 1, 2, 3)),
         seconds=SECONDS,
-        workers=plan.places,
+        workers=plan.worker_names,
         routers=tuple(f"router{number}" for number in range(routers)),
         store=stored,
         pairs=paired,
@@ -250,8 +250,8 @@ def without(plan: HostilePlan, conversations: set[str], faults: set[int]) -> Hos
     return replace(
         plan,
         conversations=tuple(each for each in plan.conversations if each.name not in conversations),
-        faults=tuple(fault for place, fault in enumerate(plan.faults) if place not in faults),
-        accidents=tuple(each for place, each in enumerate(plan.accidents, count) if place not in faults),
+        faults=tuple(fault for index, fault in enumerate(plan.faults) if index not in faults),
+        accidents=tuple(each for index, each in enumerate(plan.accidents, count) if index not in faults),
     )
 
 

@@ -38,7 +38,7 @@ _ACCIDENTS: Final[dict[str, AccidentKind]] = {
     "deregistering": "worker_deregistered",
     "roles": "role_changed",
 }
-_TROUBLES: Final = (
+_TOPICS: Final = (
     *_FAULTS,
     *_ACCIDENTS,
     *("deaths", "partings", "slowness", "sick", "poison", "poison", "bad", "busy", "leaving", "strange", "rude"),
@@ -51,21 +51,21 @@ _MEETINGS: Final = (("sick", "leaving"), ("sick", "leaving"), ("sick", "busy"), 
 def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
     """Return a world with the engines of `plan` in which most faults affect the routers."""
     crowded = draw.random() < 0.3
-    troubles = set(draw.choice(_MEETINGS) if crowded else draw.sample(_TROUBLES, draw.randint(1, 4)))
+    topics = set(draw.choice(_MEETINGS) if crowded else draw.sample(_TOPICS, draw.randint(1, 4)))
     paired = len(plan.configs) > 1
     counts: dict[str, int] = {"mixed": 2 if crowded else draw.choice((2, 3, 3, 4))}
     if paired:
         counts = {"prefill": 2, "decode": 2, "mixed": draw.choice((0, 0, 1))}
-    tells = draw.random() < (0.8 if "deaths" in troubles else 0.4)
-    config = msgspec.structs.replace(plan.configs[0][0], enable_prefix_caching=True, kv_events=tells)
+    publishes = draw.random() < (0.8 if "deaths" in topics else 0.4)
+    config = msgspec.structs.replace(plan.configs[0][0], enable_prefix_caching=True, kv_events=publishes)
     limits = msgspec.structs.replace(
         plan.limits,
-        max_num_seqs=1 if "busy" in troubles else plan.limits.max_num_seqs,
+        max_num_seqs=1 if "busy" in topics else plan.limits.max_num_seqs,
         max_num_batched_tokens=64,
         num_kv_blocks=4 * plan.limits.blocks_per_seq,
     )
     count = draw.randint(16, 24) if crowded else draw.randint(8, 14)
-    conversations = _conversations(draw, limits.max_model_len, count, hurried="leaving" in troubles)
+    conversations = _conversations(draw, limits.max_model_len, count, hurried="leaving" in topics)
     salts = draw.choice((("",), ("", "ab", "ac"), ("ab", "ac")))
     adapters = draw.choice((("",), ("", *ADAPTERS)))
     plan = replace(
@@ -83,11 +83,11 @@ def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
         salts={each.name: draw.choice(salts) for each in conversations},
         adapters={each.name: draw.choice(adapters) for each in conversations},
         params={each.name: SamplingParams(temperature=0.0) for each in conversations},
-        max_queued_requests=draw.choice((0, 0, 1)) if "busy" in troubles else 1024,
-        registers="slowness" in troubles or draw.random() < 0.3,
-        rude="rude" in troubles,
+        max_queued_requests=draw.choice((0, 0, 1)) if "busy" in topics else 1024,
+        registers="slowness" in topics or draw.random() < 0.3,
+        rude="rude" in topics,
     )
-    strange = draw.choice(("anonymous", "misnamed")) if "strange" in troubles else ""
+    strange = draw.choice(("anonymous", "misnamed")) if "strange" in topics else ""
     names = [each.name for each in conversations]
     poisoned = draw.sample(names, 2)
     return replace(
@@ -95,11 +95,11 @@ def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
         anonymous=strange == "anonymous",
         misnamed=_misnamed(draw, plan) if strange == "misnamed" else {},
         poison={
-            **({poisoned[0]: "kills"} if "poison" in troubles else {}),
-            **({poisoned[1]: "fails"} if "bad" in troubles else {}),
+            **({poisoned[0]: "kills"} if "poison" in topics else {}),
+            **({poisoned[1]: "fails"} if "bad" in topics else {}),
         },
-        faults=_faults(draw, plan, troubles),
-        accidents=_accidents(draw, plan, troubles),
+        faults=_faults(draw, plan, topics),
+        accidents=_accidents(draw, plan, topics),
     )
 
 
@@ -149,18 +149,18 @@ def _conversations(draw: random.Random, room: int, count: int, *, hurried: bool)
 def _misnamed(draw: random.Random, plan: HostilePlan) -> dict[str, Role]:
     """Return two workers that are registered as the wrong sides of a pair."""
     others: dict[str, Role] = {"prefill": "decode", "decode": "prefill"}
-    one, other = draw.sample(plan.places, 2)
+    one, other = draw.sample(plan.worker_names, 2)
     if one.startswith("mixed") and other.startswith("mixed"):
         return {one: "prefill", other: "decode"}
     return {name: others.get(name.rstrip("0123456789"), "decode") for name in (one,)}
 
 
-def _faults(draw: random.Random, plan: HostilePlan, troubles: set[str]) -> tuple[SimulatedFault, ...]:
+def _faults(draw: random.Random, plan: HostilePlan, topics: set[str]) -> tuple[SimulatedFault, ...]:
     made = []
-    for trouble in sorted(troubles & _FAULTS.keys()):
+    for topic in sorted(topics & _FAULTS.keys()):
         for _ in range(draw.randint(3, 6)):
-            kind, least, most = draw.choice(_FAULTS[trouble])
-            worker, router = draw.choice(plan.places), f"router{draw.randrange(plan.routers)}"
+            kind, least, most = draw.choice(_FAULTS[topic])
+            worker, router = draw.choice(plan.worker_names), f"router{draw.randrange(plan.routers)}"
             target = (router, worker) if kind in ("places_parted", "network_slow") else (worker,)
             made.append(
                 SimulatedFault(
@@ -174,12 +174,12 @@ def _faults(draw: random.Random, plan: HostilePlan, troubles: set[str]) -> tuple
     return tuple(sorted(made, key=lambda fault: fault.at))
 
 
-def _accidents(draw: random.Random, plan: HostilePlan, troubles: set[str]) -> tuple[Accident, ...]:
+def _accidents(draw: random.Random, plan: HostilePlan, topics: set[str]) -> tuple[Accident, ...]:
     made = []
-    for trouble in sorted(troubles & _ACCIDENTS.keys()):
+    for topic in sorted(topics & _ACCIDENTS.keys()):
         for _ in range(draw.randint(2, 5)):
-            at, worker = draw.random() * _SECONDS, draw.choice(plan.places)
-            kind, late = _ACCIDENTS[trouble], trouble == "late"
+            at, worker = draw.random() * _SECONDS, draw.choice(plan.worker_names)
+            kind, late = _ACCIDENTS[topic], topic == "late"
             seconds = draw.uniform(0.4, 0.8) if late else draw.uniform(0.1, 0.6)
             amount = draw.choice((-1.0, 0.03, 0.1) if late else (-1.0, 0.0, 0.0, 0.005))
             made.append(Accident(at=at, kind=kind, target=worker, seconds=seconds, amount=amount))

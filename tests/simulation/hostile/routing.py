@@ -88,7 +88,7 @@ class _Known:
     state: str = "unknown"
     passed: int = 0
     missed: int = 0
-    says: str | None = None
+    reported_role: str | None = None
     port: int | None = None
     leaving: bool = False
     adapters: frozenset[str] = frozenset()
@@ -97,7 +97,7 @@ class _Known:
 
     @property
     def fit(self) -> bool:
-        return self.says in (None, self.role) and (self.role != "prefill" or self.port is not None)
+        return self.reported_role in (None, self.role) and (self.role != "prefill" or self.port is not None)
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Disguise:
     """True if processes report no instance name."""
     given: Mapping[str, Role] = field(default_factory=dict)
     """Registered roles, by address."""
-    says: dict[str, str] = field(default_factory=dict)
+    reported_role: dict[str, str] = field(default_factory=dict)
     """Roles reported in health checks, by address."""
 
 
@@ -130,9 +130,9 @@ class _Attempt:
     def counts(self) -> Iterator[tuple[int, WorkerLoad]]:
         """Yield the load that it adds to each of its workers."""
         selection = self.selection
-        for place, worker in enumerate(selection.workers):
+        for position, worker in enumerate(selection.workers):
             if not selection.started:
-                yield worker.incarnation, WorkerLoad(1, 1, 0 if place else self.missing)
+                yield worker.incarnation, WorkerLoad(1, 1, 0 if position else self.missing)
             elif worker.role != "prefill":
                 yield worker.incarnation, WorkerLoad(1, 0, 0)
 
@@ -163,7 +163,7 @@ class WatchedRouter(Router):
         self._attempts: dict[Selection, _Attempt] = {}
         """All attempts; those in progress are in `_in_force` as well."""
         self._in_force: list[_Attempt] = []
-        self._asked: tuple[RouteRequest, list[Path], float] | None = None
+        self._pending_request: tuple[RouteRequest, list[Path], float] | None = None
         """Request for which a policy is about to choose, with its prefixes and the time."""
         self._pools: dict[Role, list[_Known]] = {}
         self._chosen: Candidate | None = None
@@ -171,7 +171,7 @@ class WatchedRouter(Router):
         for role, policy in self._policies.items():
             policy.choose = partial(self._choose, role, policy.choose)  # type: ignore[method-assign]
         begin = self.reported_kv.begin
-        self.reported_kv.begin = partial(self._told, begin)  # type: ignore[method-assign]
+        self.reported_kv.begin = partial(self._on_report, begin)  # type: ignore[method-assign]
 
     # Worker updates -----------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class WatchedRouter(Router):
             self._require(worker.incarnation == before.number, "7.4", f"{url} is unchanged, but got another number")
         else:
             self._arrived(worker, instance)
-        self.look()
+        self.check()
         return worker
 
     def deregister(self, url: str, now: float) -> RouterWorker | None:
@@ -194,7 +194,7 @@ class WatchedRouter(Router):
         worker = super().deregister(url, now)
         if url in self._there:
             self._there[url].state = "draining"
-        self.look()
+        self.check()
         return worker
 
     def health(
@@ -209,7 +209,7 @@ class WatchedRouter(Router):
     ) -> RouterWorker:
         self._see_who_left()
         instance = None if self._disguise.anonymous else instance
-        role = role and self._disguise.says.get(worker.url, role)
+        role = role and self._disguise.reported_role.get(worker.url, role)
         after = super().health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
         known = self._there.get(worker.url)
         if known is None or known.number != worker.incarnation or known.state == "draining":
@@ -225,7 +225,7 @@ class WatchedRouter(Router):
             self._passed(known, after, instance, role, kv_port)
             if self._served_there and not self._there[after.url].adapters:
                 self.serves(after, ("model", *self._served_there), self._served_there)
-        self.look()
+        self.check()
         return after
 
     @property
@@ -251,7 +251,7 @@ class WatchedRouter(Router):
             known.instance = instance or known.instance
         if known.passed >= enough:
             known.state = "healthy"
-        known.says, known.port = role, port
+        known.reported_role, known.port = role, port
 
     def _arrived(self, worker: RouterWorker, instance: str | None) -> _Known:
         self._require(worker.incarnation > self._latest, "7.4", f"{worker} reuses an earlier incarnation")
@@ -270,7 +270,7 @@ class WatchedRouter(Router):
         if (known := self._known(worker)) is not None:
             known.adapters = frozenset(adapters)
 
-    def _told(self, begin: Callable[..., bool], worker: RouterWorker, block_size: int, instance: str) -> bool:
+    def _on_report(self, begin: Callable[..., bool], worker: RouterWorker, block_size: int, instance: str) -> bool:
         counts, known = begin(worker, block_size, instance), self._known(worker)
         right = known is not None and known.instance in (None, instance)
         self._require(counts is right, "7.2", f"reports of {instance} count for {worker}: {counts}")
@@ -311,9 +311,9 @@ class WatchedRouter(Router):
             failed = [one.url for one in workers if before.verdicts.get(one.incarnation, "served") != "served"]
             tried = before.tried.union(failed or (one.url for one in workers))
         paths = self._paths(request)
-        self._asked, self._pools, self._chosen = (request, paths, now), self._open(tried, now), None
+        self._pending_request, self._pools, self._chosen = (request, paths, now), self._open(tried, now), None
         answer = choose()
-        self._asked = None
+        self._pending_request = None
         if not isinstance(answer, Selection):
             self._require(
                 not _sufficient(self._pools), "7.4", f"no worker is chosen ({answer.message}), but some are available"
@@ -350,7 +350,7 @@ class WatchedRouter(Router):
         self._attempts[selection] = attempt
         self._in_force.append(attempt)
         selection.on_release = partial(self._released, attempt, selection.on_release)
-        self.look()
+        self.check()
 
     def _open(self, tried: frozenset[str], now: float) -> dict[Role, list[_Known]]:
         """Return the candidates: healthy, with the registered role, closed circuit, not failed on this request."""
@@ -371,8 +371,8 @@ class WatchedRouter(Router):
         return pools
 
     def _choose(self, role: Role, choose: Callable[[RoutingContext], Candidate], context: RoutingContext) -> Candidate:
-        assert self._asked is not None
-        request, paths, now = self._asked
+        assert self._pending_request is not None
+        request, paths, now = self._pending_request
         self._require(np.array_equal(context.tokens, request.tokens), "7.2", "a policy receives another prompt")
         expected = {known.number: known for known in self._pools.get(role, ())}
         found = {candidate.worker.incarnation for candidate in context.candidates}
@@ -427,7 +427,7 @@ class WatchedRouter(Router):
     def prefilled(self, selection: Selection, now: float) -> None:
         super().prefilled(selection, now)
         self._noted_well(selection, selection.prefill, now)
-        self.look()
+        self.check()
 
     def served(self, selection: Selection, now: float) -> None:
         super().served(selection, now)
@@ -436,7 +436,7 @@ class WatchedRouter(Router):
         for suspect in self._attempts[selection].suspects:
             if suspect in there:
                 there[suspect].fuse.convict(now)
-        self.look()
+        self.check()
 
     def declined(self, selection: Selection, worker: RouterWorker) -> None:
         super().declined(selection, worker)
@@ -451,7 +451,7 @@ class WatchedRouter(Router):
             attempt.failures += worker.incarnation == selection.decode.incarnation
         elif known is not None:
             known.fuse.failure(now, severe=True)
-        self.look()
+        self.check()
 
     def _noted_well(self, selection: Selection, worker: RouterWorker, now: float) -> None:
         attempt, known = self._attempts[selection], self._known(worker)
@@ -478,7 +478,7 @@ class WatchedRouter(Router):
             if known.number in attempt.trials and attempt.verdicts.get(known.number) != "served":
                 known.fuse.trial = False
         self._see_who_left()
-        self.look()
+        self.check()
         if self._rude is not None and self._rude.random() < 0.5:
             self._be_rude(selection)
 
@@ -493,7 +493,7 @@ class WatchedRouter(Router):
         if selection.started:
             again = super().retry(selection, 0.0, 0.5)
             self._require(not isinstance(again, Selection), "7.3", "a request is retried after its first byte")
-        self.look()
+        self.check()
 
     def _everything_counted(self) -> tuple[Any, ...]:
         roles = [msgspec.structs.astuple(counts) for counts in self._by_role.values()]
@@ -501,7 +501,7 @@ class WatchedRouter(Router):
 
     # Invariants at every moment -----------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check that counters and beliefs follow from the inputs."""
         self._see_who_left()
         expected = self._loads_expected()

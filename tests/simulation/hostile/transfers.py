@@ -32,28 +32,28 @@ _Sent = tuple[Message, str, float]
 class HostileTransfers(TransferNetwork):
     """Observed network between pairs, which treats messages according to the plan of the world."""
 
-    def __init__(self, network: Network, plan: PairPlan, watch: LeaseWatch, seed: int, say: Callable[[str], None]):
+    def __init__(self, network: Network, plan: PairPlan, watch: LeaseWatch, seed: int, log: Callable[[str], None]):
         super().__init__(network)
         self.window, self.longest = plan.window, plan.longest
         self._habit = plan.habit
         self._every = plan.every
         self._watch = watch
         self._draw = random.Random(f"lies/{seed}")
-        self._say = say
+        self._log = log
         self._lies: list[tuple[Message, str]] = []
         self._seen: set[tuple[str, object]] = set()
         self._just_lost: set[tuple[str, str]] = set()
         """Sender and lease of the last lost message."""
         self._chances = 0
 
-    def heard(self, place: str, message: Message) -> None:
+    def heard(self, worker: str, message: Message) -> None:
         lie = next((lie for forged, lie in self._lies if forged is message), "")
-        self._say(f"{place} receives {_short(message)}{' LIE ' + lie if lie else ''}")
-        self._watch.heard(place, message[0], lie)
+        self._log(f"{worker} receives {_short(message)}{' LIE ' + lie if lie else ''}")
+        self._watch.on_received(worker, message[0], lie)
 
     def _leave(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
-        self._say(f"{origin} sends {_short(message)}")
-        self._watch.said(origin, message[0])
+        self._log(f"{origin} sends {_short(message)}")
+        self._watch.on_sent(origin, message[0])
         self.said += 1
         for each, lie, later in self._treated(origin, message):
             if lie:

@@ -40,7 +40,7 @@ from fd_core.simulation.results.summary import RequestOutcome, Run
 from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.world import SimulatedDeployment, World
 from fd_core.types import Delta, RequestSpec
-from tests.simulation.helpers import require_all_time_told
+from tests.simulation.helpers import require_complete_waits
 from tests.simulation.hostile.accidents import Poison, PoisonedComputer, schedule_accident
 from tests.simulation.hostile.computing import ADAPTERS, AuditedComputer, BrokenLaw, Foreseeing, Oracle, null_runner
 from tests.simulation.hostile.epochs import WatchedEpochs
@@ -71,7 +71,7 @@ class HostileWorld(World):
         self.plan = plan
         self.counts: Counter[str] = Counter()
         self.oracle = Oracle(plan.limits.vocab_size, plan.limits.max_model_len)
-        self.asked: dict[str, RequestSpec] = {}
+        self.submitted: dict[str, RequestSpec] = {}
         """All requests, by id."""
         self.came_to: defaultdict[str, list[str]] = defaultdict(list)
         """Workers to which each request was sent."""
@@ -89,7 +89,7 @@ class HostileWorld(World):
             gentle=kinds <= {"clients_leave", "transfers_repeated"}
             and plan.pairs.habit in HARMLESS_HABITS
             and plan.harmless,
-            tokens_of=lambda place, request: self._delivered[place, request],
+            tokens_of=lambda target, request: self._delivered[target, request],
             engine_of=self._engine_of,
         )
         self._delivered: Counter[tuple[str, str]] = Counter()
@@ -106,7 +106,7 @@ class HostileWorld(World):
                 computer=partial(self._computer, name),
                 block_bytes=BLOCK_BYTES if plan.tiers else None,
             )
-            for name, config in zip(plan.places, plan.each_config, strict=True)
+            for name, config in zip(plan.worker_names, plan.each_config, strict=True)
         )
         deployment = SimulatedDeployment(
             label=f"hostile world {plan.seed}",
@@ -124,7 +124,7 @@ class HostileWorld(World):
             worker.take = partial(self._take, worker, worker.take)  # type: ignore[method-assign]
             worker.leave = partial(self._leaves, worker, worker.leave)  # type: ignore[method-assign]
 
-    def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
+    def ask(self, spec: RequestSpec, submitted: RouteRequest, client: SimulatedClient) -> None:
         """Submit with the salt and the sampling parameters of the plan, and record the reference output."""
         name = client.conversation.name
         params = msgspec.structs.replace(self.plan.params[name], max_tokens=spec.params.max_tokens)
@@ -132,20 +132,20 @@ class HostileWorld(World):
         salt = self.plan.salts[name]
         adapter = self.plan.adapters.get(name, "")
         spec = msgspec.structs.replace(spec, params=params, cache_salt=salt, adapter=adapter)
-        self.asked[spec.request_id] = spec
+        self.submitted[spec.request_id] = spec
         client.wanted = None
         if len(spec.prompt) < self.plan.limits.max_model_len:
             client.wanted = self.oracle.answer(spec)
-        self.say(
+        self.log_event(
             f"{spec.request_id} sends {len(spec.prompt)} tokens, at most {params.max_tokens}, salt {salt!r} {adapter}"
         )
-        super().ask(spec, dataclasses.replace(asked, salt=salt, model=adapter or None), client)
+        super().ask(spec, dataclasses.replace(submitted, salt=salt, model=adapter or None), client)
 
     def leave(self, request_id: str) -> None:
-        self.say(f"{request_id} disconnects")
+        self.log_event(f"{request_id} disconnects")
         super().leave(request_id)
 
-    def say(self, what: str) -> None:
+    def log_event(self, what: str) -> None:
         """Log an event if tracing is on."""
         if self.log is not None:
             self.log(f"{self.timeline.now:9.4f}  {what}")
@@ -193,7 +193,7 @@ class HostileWorld(World):
         reported = gateway.router.reported_kv
         gateway.check()
         if len(reported) > len(self.workers):
-            raise BrokenLaw("7.2", f"{gateway.name} believes reports of {len(reported)} of {len(self.workers)} workers")
+            raise BrokenLaw("7.2", f"{gateway.name} uses reports of {len(reported)} of {len(self.workers)} workers")
         for worker in self.workers:
             if worker.client is None or worker.client.kv_log is None or self._untold:
                 continue
@@ -201,12 +201,12 @@ class HostileWorld(World):
             known = next(each for each in gateway.router.workers() if each.url == worker.url)
             blocks, held = reported.num_blocks(known), worker.client.engine.holdings().cached
             if blocks not in (None, held):
-                raise BrokenLaw("7.2", f"{worker.name} holds {held} blocks, {gateway.name} believes {blocks}")
+                raise BrokenLaw("7.2", f"{worker.name} holds {held} blocks, {gateway.name} assumes {blocks}")
             self.counts["reports_followed"] += blocks is not None
             if blocks is not None:
-                self._look_at_what_is_told(gateway, worker, known)
+                self._check_published(gateway, worker, known)
 
-    def _look_at_what_is_told(self, gateway: SimulatedGateway, worker: SimulatedWorker, known: RouterWorker) -> None:
+    def _check_published(self, gateway: SimulatedGateway, worker: SimulatedWorker, known: RouterWorker) -> None:
         """Check that a router's view of every text equals what the worker holds."""
         assert worker.client is not None
         probe = worker.client.engine.probe().scheduler.probe()
@@ -214,12 +214,14 @@ class HostileWorld(World):
         for name, text in self.oracle.texts.items():
             tokens = np.array(text, np.int32)
             prompt = HashedPrompt(tokens, block_hasher(hasher.block_size), ())
-            told = gateway.router.reported_kv.leading_tokens(prompt)[0][gateway.router._places.of(known)]
+            published = gateway.router.reported_kv.leading_tokens(prompt)[0][gateway.router._places.of(known)]
             chain: list[bytes] = []
             hasher.extend(chain, hasher.root(""), tokens, len(tokens))
             held = hasher.block_size * sum(1 for _ in takewhile(probe.pool.knows, chain))
-            if told != held:
-                raise BrokenLaw("7.2", f"{worker.name} holds {held} tokens of {name}, {gateway.name} believes {told}")
+            if published != held:
+                raise BrokenLaw(
+                    "7.2", f"{worker.name} holds {held} tokens of {name}, {gateway.name} assumes {published}"
+                )
 
     def _settled(self, worker: SimulatedWorker) -> None:
         name, client = worker.name, worker.client
@@ -253,7 +255,7 @@ class HostileWorld(World):
                     counts[f"prefill_{outcome}"] += count
 
     def _make_transfers(self) -> HostileTransfers:
-        return HostileTransfers(self.network, self.plan.pairs, self.watch, self.plan.seed, self.say)
+        return HostileTransfers(self.network, self.plan.pairs, self.watch, self.plan.seed, self.log_event)
 
     def _parts(self, group: SimulatedPool, name: str, process: int) -> EngineParts:
         """Return the parts of an engine, with an observer of each of its epochs."""
@@ -277,8 +279,8 @@ class HostileWorld(World):
 
         return dataclasses.replace(parts, computer=computer, outside=outside, adapters=_ServedAdapters)
 
-    def _engine_of(self, place: str) -> Engine:
-        client = next(worker.client for worker in self.workers if worker.name == place)
+    def _engine_of(self, target: str) -> Engine:
+        client = next(worker.client for worker in self.workers if worker.name == target)
         assert client is not None
         return client.engine
 
@@ -295,7 +297,7 @@ class HostileWorld(World):
             for gateway in self.gateways:
                 self.network.send(name, gateway.name, partial(gateway.register, worker))
 
-    def _computer(self, place: str, limits: Limits, answer_of: AnswerOf) -> PlanComputer:
+    def _computer(self, target: str, limits: Limits, answer_of: AnswerOf) -> PlanComputer:
         drafter = None
         if limits.max_drafts:
             drafter = Foreseeing(self.oracle, limits.max_num_seqs, self.plan.wrong_drafts)
@@ -303,14 +305,14 @@ class HostileWorld(World):
         audited.failing = self.plan.failing_rows
         if not (self.plan.poison or self.plan.accidents):
             return audited
-        return PoisonedComputer(audited, self._poison_of, lambda: place in self.sick, partial(self._kill, place))
+        return PoisonedComputer(audited, self._poison_of, lambda: target in self.sick, partial(self._kill, target))
 
     def _poison_of(self, request_id: str) -> Poison | None:
         return self.plan.poison.get(request_id.partition("/")[0])
 
-    def _kill(self, place: str) -> None:
+    def _kill(self, target: str) -> None:
         """Kill an engine before it answers its current plan."""
-        client = next(worker.client for worker in self.workers if worker.name == place)
+        client = next(worker.client for worker in self.workers if worker.name == target)
         if client is not None:
             self.counts["poisoned"] += 1
             epoch = client.info.epoch
@@ -338,7 +340,7 @@ class HostileWorld(World):
             forged = forged_ticket(spec, self.counts["strangers"])
             self.counts["strangers"] += 1
             self.timeline.after(1.0, partial(self._stranger_comes, worker, take, forged))
-        self.say(f"{spec.request_id} is sent to {worker.instance}")
+        self.log_event(f"{spec.request_id} is sent to {worker.instance}")
         take(spec, _WatchedCaller(self, worker, spec, caller))
 
     def _stranger_comes(
@@ -356,14 +358,14 @@ class HostileWorld(World):
         for gateway in self.gateways:
             router = gateway.router
             assert isinstance(router, WatchedRouter)
-            router.look()
+            router.check()
             if router.num_in_force != gateway.num_open:
                 raise BrokenLaw(
                     "7.1", f"{gateway.name} has {gateway.num_open} open attempts, not {router.num_in_force}"
                 )
 
     def _ended(self, outcome: RequestOutcome) -> None:
-        self.say(f"{outcome.request_id} ends with {outcome.end!r} {outcome.reason}")
+        self.log_event(f"{outcome.request_id} ends with {outcome.end!r} {outcome.reason}")
         super()._ended(outcome)
 
 
@@ -388,7 +390,7 @@ class _WatchedCaller:
 
     def answered(self, delta: Delta) -> None:
         name, world = self._spec.request_id, self._world
-        self._look(f"answered with {delta.token_ids}")
+        self._check(f"answered with {delta.token_ids}")
         if not self._worker.up or self._worker.instance != self._process:
             raise BrokenLaw("7.4", f"{name} was answered by {self._process}, which is dead")
         if min(delta.token_ids, default=0) < 0:
@@ -402,18 +404,18 @@ class _WatchedCaller:
         self._caller.answered(delta)
 
     def refused(self, status: int, reason: str) -> None:
-        self._look(f"refused: {reason}")
+        self._check(f"refused: {reason}")
         self._over = True
         self._caller.refused(status, reason)
 
     def lost(self, reason: str) -> None:
-        self._look(f"lost: {reason}")
+        self._check(f"lost: {reason}")
         self._over = True
         self._caller.lost(reason)
 
-    def _look(self, what: str) -> None:
+    def _check(self, what: str) -> None:
         name = self._spec.request_id
-        self._world.say(f"{name} at {self._process} {what}")
+        self._world.log_event(f"{name} at {self._process} {what}")
         if self._over:
             raise BrokenLaw("1.1", f"{name} was {what} by {self._process} after its end")
 
@@ -422,7 +424,7 @@ class _WatchedCaller:
         world, spec = self._world, self._spec
         world.counts["prefix_hits"] += 1
         most = 0
-        for name, other in world.asked.items():
+        for name, other in world.submitted.items():
             same = (other.cache_salt, other.adapter) == (spec.cache_salt, spec.adapter)
             if same and (name != spec.request_id or world.met_itself(name)):
                 most = max(most, _common(world.oracle.texts.get(name, ()), spec.prompt))
@@ -457,12 +459,12 @@ def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tup
     for fault in plan.faults:
         world.counts[f"fault_{fault.kind}"] += 1
         if log is not None:
-            world.timeline.at(fault.at, partial(world.say, f"fault: {fault}"))
+            world.timeline.at(fault.at, partial(world.log_event, f"fault: {fault}"))
     run = world.run(plan.conversations, until=max(2.0, over_at(plan.faults)) + BOUND)
     world.settle()
     ids = [outcome.request_id for outcome in run.outcomes]
-    if sorted(ids) != sorted(world.asked):
-        raise BrokenLaw("1", f"requests ended {sorted(ids)}, submitted were {sorted(world.asked)}")
+    if sorted(ids) != sorted(world.submitted):
+        raise BrokenLaw("1", f"requests ended {sorted(ids)}, submitted were {sorted(world.submitted)}")
     if len(plan.configs) > 1:
         world.counts[f"habit_{plan.pairs.habit or 'none'}"] += 1
     kinds = {fault.kind for fault in plan.faults}
@@ -480,5 +482,5 @@ def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tup
         if worker.client is not None:
             world.counts["engine_deaths"] += worker.client.deaths
     world.counts["messages_held"] += world.network.held
-    require_all_time_told(run)
+    require_complete_waits(run)
     return +world.counts, run

@@ -19,16 +19,16 @@ SEEDS = (0, 1, 2)
 def searched(shapes: list[PlanShape], margin: Margin, *, shortened: bool = True) -> tuple[PlanSearch, list[PlanTrial]]:
     """Run the search; return its result and every plan that it tried."""
     search = PlanSearch(shapes, SEEDS, shortened=shortened)
-    asked: list[PlanTrial] = []
+    tried: list[PlanTrial] = []
     trials = search.trials()
     try:
         batch = next(trials)
         while True:
-            asked += batch
-            assert len(asked) < 10_000
+            tried += batch
+            assert len(tried) < 10_000
             batch = trials.send([margin(trial) for trial in batch])
     except StopIteration:
-        return search, asked
+        return search, tried
 
 
 def made_up(draw: random.Random) -> tuple[list[PlanShape], list[float]]:
@@ -58,14 +58,14 @@ def test_search_finds_the_cheapest_plan(seed: int) -> None:
         need = needs[trial.shape] * trial.load * (1 if trial.whole else easier[trial.shape])
         return 1 - need / trial.units
 
-    search, asked = searched(shapes, margin, shortened=seed % 2 == 0)
+    search, tried = searched(shapes, margin, shortened=seed % 2 == 0)
     costs = [
         shape.cost * math.ceil(need) for shape, need in zip(shapes, needs, strict=True) if math.ceil(need) <= shape.most
     ]
     ranking = search.ranking()
     assert bool(ranking) is bool(costs)
-    assert all(shapes[trial.shape].least - 1 <= trial.units <= shapes[trial.shape].most for trial in asked)
-    assert len(set(asked)) == len(asked)
+    assert all(shapes[trial.shape].least - 1 <= trial.units <= shapes[trial.shape].most for trial in tried)
+    assert len(set(tried)) == len(tried)
     if not costs:
         return
     best = ranking[0]
@@ -109,14 +109,14 @@ def test_equal_costs_are_decided_by_margin() -> None:
 
 def test_shapes_above_best_cost_are_not_simulated() -> None:
     shapes = [PlanShape(1.0, 1, 100), *(PlanShape(10.0, 5, 100) for _ in range(20))]
-    _, asked = searched(shapes, lambda trial: 1 - 3 * trial.load / trial.units)
-    assert {trial.shape for trial in asked if trial.shape > 4} == set()
+    _, tried = searched(shapes, lambda trial: 1 - 3 * trial.load / trial.units)
+    assert {trial.shape for trial in tried if trial.shape > 4} == set()
 
 
 def test_large_fleet_needs_few_simulations() -> None:
-    search, asked = searched([PlanShape(1.0, 1, 10_000)], lambda trial: 1 - 4321.5 * trial.load / trial.units)
+    search, tried = searched([PlanShape(1.0, 1, 10_000)], lambda trial: 1 - 4321.5 * trial.load / trial.units)
     assert search.units == {0: 4322}
-    assert len(asked) < 50
+    assert len(tried) < 50
 
 
 SPACES = st.lists(st.tuples(st.sampled_from((1.0, 2.0, 2.5, 4.0)), st.integers(1, 9)), min_size=1, max_size=5)
@@ -149,9 +149,9 @@ def test_harder_first_requests_do_not_hide_a_cheaper_plan(
         need = needs[trial.shape][trial.seed] * trial.load
         return 1 - need * (1 if trial.whole else first[trial.shape]) / trial.units
 
-    search, asked = searched(shapes, margin, shortened=shortened)
+    search, tried = searched(shapes, margin, shortened=shortened)
     least = cheapest(shapes, margin)
-    assert len(set(asked)) == len(asked)
+    assert len(set(tried)) == len(tried)
     assert [search.cost(shape) for shape in search.ranking()[:1]] == ([] if least is None else [least])
 
 
@@ -165,9 +165,9 @@ def test_result_is_minimal_for_non_monotonic_margins(
     def margin(trial: PlanTrial) -> float:
         return chance - random.Random(f"{world}/{trial}").random()
 
-    search, asked = searched(shapes, margin, shortened=shortened)
+    search, tried = searched(shapes, margin, shortened=shortened)
     assert search.finished
-    assert len(set(asked)) == len(asked)
+    assert len(set(tried)) == len(tried)
     for shape in search.ranking()[:1]:
         units = search.units[shape]
         assert all(margin(PlanTrial(shape, units, seed, True)) >= 0 for seed in SEEDS)

@@ -65,9 +65,9 @@ def test_page_is_self_contained(report: Report) -> None:
 
 def test_every_script_target_exists_in_page(report: Report) -> None:
     page = page_of(report)
-    asked = set(re.findall(r'byId\("(\w+)"\)', page))
-    assert {"summary", "forest", "loadPlots", "map", "curvePlots", "strips"} <= asked
-    assert asked <= set(re.findall(r'id="(\w+)"', page))
+    targets = set(re.findall(r'byId\("(\w+)"\)', page))
+    assert {"summary", "forest", "loadPlots", "map", "curvePlots", "strips"} <= targets
+    assert targets <= set(re.findall(r'id="(\w+)"', page))
 
 
 def test_scrollable_regions_are_keyboard_accessible(report: Report) -> None:

@@ -212,8 +212,8 @@ def test_time_breakdown_adds_up_to_latencies() -> None:
     assert found["blocks"].before_slowest == pytest.approx(4 / 200), "the second one took as long as all others"
     assert found["preempted"].between_slowest == pytest.approx(1 / 200)
     assert summary.waiting_seconds == pytest.approx({"slot": 199 / 4 + 7, "blocks": 4.0, "preempted": 1.0})
-    nobody = summarize(run_of(outcomes[-1], waits=waits_of(lost)))
-    assert [(each.reason, each.before, each.lost) for each in nobody.waits] == [("slot", 0.0, 7.0)]
+    only_lost = summarize(run_of(outcomes[-1], waits=waits_of(lost)))
+    assert [(each.reason, each.before, each.lost) for each in only_lost.waits] == [("slot", 0.0, 7.0)]
 
 
 def test_metrics_do_not_depend_on_outcome_order() -> None:

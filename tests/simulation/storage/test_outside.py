@@ -32,7 +32,7 @@ def ends(run: Run) -> Counter[str]:
 def twice(run: Callable[[], tuple[World, Run]]) -> tuple[World, Run]:
     """Run a world twice, compare the results bytewise, and return the first."""
     (one, first), (_, second) = run(), run()
-    encoded = [msgspec.json.encode(msgspec.structs.replace(came, wall_seconds=0.0)) for came in (first, second)]
+    encoded = [msgspec.json.encode(msgspec.structs.replace(result, wall_seconds=0.0)) for result in (first, second)]
     assert encoded[0] == encoded[1]
     return one, first
 
@@ -69,9 +69,9 @@ def test_kv_of_preempted_requests_is_saved_and_loaded() -> None:
         one = world(tight(), routers=0)
         return one, one.run(conversations(12, rate=200.0, adjust=long))
 
-    one, came = twice(run)
-    assert ends(came) == {"stop": 12}
-    assert came.counters["preemptions"] > 0 and came.counters["kv_restored_tokens"] > 0
+    one, result = twice(run)
+    assert ends(result) == {"stop": 12}
+    assert result.counters["preemptions"] > 0 and result.counters["kv_restored_tokens"] > 0
     settle(one)
 
 
@@ -80,9 +80,9 @@ def test_worker_loads_kv_stored_by_another() -> None:
         one = world(stored(), router=RouterConfig(policy="round_robin"), store=store)
         return one, one.run(conversations(8, turns=3))
 
-    one, came = twice(run)
-    assert ends(came) == {"stop": 24}
-    assert came.counters["kv_restored_tokens"] > 0
+    one, result = twice(run)
+    assert ends(result) == {"stop": 24}
+    assert result.counters["kv_restored_tokens"] > 0
     cached = [sum(outcome.cached_tokens for outcome in run(store)[1].outcomes) for store in (SharedStore, None)]
     assert cached[0] > cached[1]
     settle(one)
@@ -131,8 +131,8 @@ def test_pair_serves_prompts_with_transferred_kv() -> None:
         one = world(*pair())
         return one, one.run(conversations(8, turns=2))
 
-    one, came = twice(run)
-    assert ends(came) == {"stop": 16}
+    one, result = twice(run)
+    assert ends(result) == {"stop": 16}
     assert set(outcomes(one)) <= {"transferred", "held"} and outcomes(one)["transferred"] > 12
     settle(one)
 

@@ -33,9 +33,9 @@ class Tiers:
     def __init__(self, timeline: Timeline, store: SharedStore | None = None, *, host_blocks: int = 4, blank=False):
         self.timeline = timeline
         self.threads = VirtualThreads(timeline)
-        self.queue = CompletionQueue(self.look)
+        self.queue = CompletionQueue(self.poll)
         self.cache = BlankKVCache(32, 4) if blank else NullCache(SHAPE, 32)
-        self.told: list[tuple[float, object]] = []
+        self.completed: list[tuple[float, object]] = []
         self.port = simulated_storage(
             self.threads,
             self.queue,
@@ -46,20 +46,20 @@ class Tiers:
             store=store,
         )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll completions like a woken engine."""
         self.timeline.at(self.timeline.now, self.take)
 
     def take(self) -> None:
-        self.told += [(self.timeline.now, told) for told in self.port.completions()]
+        self.completed += [(self.timeline.now, completion) for completion in self.port.completions()]
 
     def after(self, seconds: float, *effects: Effect) -> list[tuple[float, object]]:
         """Perform effects, run the clock, and return completions with their times, without the load rate."""
-        self.told.clear()
+        self.completed.clear()
         self.port.perform(effects)
         self.timeline.run(self.timeline.now + seconds)
         self.take()
-        return [(at, told) for at, told in self.told if not isinstance(told, LoadPaceMeasured)]
+        return [(at, completion) for at, completion in self.completed if not isinstance(completion, LoadPaceMeasured)]
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def test_save_and_load_cost_one_copy_per_block(timeline) -> None:
     tiers = Tiers(timeline)
     tiers.cache.hashes[:3] = [[7], [8], [9]]
     assert tiers.after(1.0, Save(1, KEYS[:3], ids(0, 1, 2), False)) == [(3 * COPY, Saved(1, 3, 3))]
-    [(at, told)] = tiers.after(1.0, Load(2, KEYS[:3], ids(5, 6, 7)))
-    assert at == 1.0 + 3 * COPY and told == Loaded(2, 3, 3, 3 * COPY)
+    [(at, completion)] = tiers.after(1.0, Load(2, KEYS[:3], ids(5, 6, 7)))
+    assert at == 1.0 + 3 * COPY and completion == Loaded(2, 3, 3, 3 * COPY)
     assert (tiers.cache.hashes[5:8] == tiers.cache.hashes[:3]).all()
 
 
@@ -100,13 +100,13 @@ def test_stored_block_is_visible_after_write_completes(timeline) -> None:
     one.cache.hashes[:2] = [[7], [8]]
     written = 2 * COPY + WRITE + 2 * EACH
     assert one.after(written - EACH, Save(1, KEYS[:2], ids(0, 1), True)) == [(2 * COPY, Saved(1, 2, 2))]
-    assert [told for _, told in other.after(EACH, Lookup(1, KEYS[:3]))] == []
-    assert [told for _, told in other.after(1.0)] == [Found(1, 0, 0)]
+    assert [completion for _, completion in other.after(EACH, Lookup(1, KEYS[:3]))] == []
+    assert [completion for _, completion in other.after(1.0)] == [Found(1, 0, 0)]
     began = timeline.now
     assert other.after(1.0, Lookup(2, KEYS[:3])) == [(began + ASK, Found(2, 0, 2))]
     began = timeline.now
-    [(at, told)] = other.after(1.0, Load(3, KEYS[:2], ids(4, 5)))
-    assert at - began == ASK + 2 * EACH + 2 * COPY and (told.blocks, told.from_host) == (2, 0)
+    [(at, completion)] = other.after(1.0, Load(3, KEYS[:2], ids(4, 5)))
+    assert at - began == ASK + 2 * EACH + 2 * COPY and (completion.blocks, completion.from_host) == (2, 0)
     assert (other.cache.hashes[4:6] == one.cache.hashes[:2]).all()
 
 
@@ -117,7 +117,9 @@ def test_workers_share_store_bandwidth(timeline) -> None:
     for tiers in (two, three):
         tiers.port.perform([Load(2, KEYS[:2], ids(4, 5))])
     timeline.run()
-    ends = [next(at for at, told in tiers.told if isinstance(told, Loaded)) - 4.0 for tiers in (two, three)]
+    ends = [
+        next(at for at, completion in tiers.completed if isinstance(completion, Loaded)) - 4.0 for tiers in (two, three)
+    ]
     assert ends == [0.25 + 2 * COPY, 0.5 + 2 * COPY]
 
 
@@ -142,8 +144,8 @@ def test_store_faults_shorten_loads_but_never_corrupt(timeline, fault) -> None:
     one.cache.hashes[:4] = [[5], [6], [7], [8]]
     if fault == "full":
         store.write_trouble = Trouble.FULL
-    told = one.after(2.0, Save(1, KEYS[:4], ids(0, 1, 2, 3), True))
-    assert any(isinstance(news, NotStored) for _, news in told) == (fault == "full")
+    completion = one.after(2.0, Save(1, KEYS[:4], ids(0, 1, 2, 3), True))
+    assert any(isinstance(news, NotStored) for _, news in completion) == (fault == "full")
     if fault == "lost":
         store.lose(3)
     elif fault == "damaged":
@@ -158,8 +160,8 @@ def test_store_faults_shorten_loads_but_never_corrupt(timeline, fault) -> None:
 def test_blank_blocks_cost_the_same(timeline) -> None:
     tiers = Tiers(timeline, blank=True)
     assert tiers.after(1.0, Save(1, KEYS[:3], ids(0, 1, 2), False)) == [(3 * COPY, Saved(1, 3, 3))]
-    [(at, told)] = tiers.after(1.0, Load(2, KEYS[:3], ids(5, 6, 7)))
-    assert at == 1.0 + 3 * COPY and told.blocks == 3
+    [(at, completion)] = tiers.after(1.0, Load(2, KEYS[:3], ids(5, 6, 7)))
+    assert at == 1.0 + 3 * COPY and completion.blocks == 3
 
 
 def test_closing_engine_writes_pending_saves(timeline) -> None:
@@ -176,8 +178,11 @@ def test_equal_effects_give_equal_times_and_bytes(timeline) -> None:
         clock = Timeline()
         store = SharedStore(clock)
         one, other = Tiers(clock, store), Tiers(clock, store)
-        told = [one.after(1.0, Save(1, KEYS, ids(*range(8)), True)), other.after(1.0, Load(1, KEYS, ids(*range(8))))]
+        completion = [
+            one.after(1.0, Save(1, KEYS, ids(*range(8)), True)),
+            other.after(1.0, Load(1, KEYS, ids(*range(8)))),
+        ]
         keys = store.values.keys()
-        return repr(told), store.values.get(keys, 2**30, 1.0)
+        return repr(completion), store.values.get(keys, 2**30, 1.0)
 
     assert once() == once()

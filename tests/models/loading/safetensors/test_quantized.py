@@ -38,8 +38,8 @@ def pack(values: np.ndarray, bits: int, axis: int) -> np.ndarray:
     values, count = np.moveaxis(values, axis, -1), 32 // bits
     padded = np.pad(values, [*[(0, 0)] * (values.ndim - 1), (0, -values.shape[-1] % count)])
     words = np.zeros((*padded.shape[:-1], padded.shape[-1] // count), np.uint64)
-    for place in range(count):
-        words |= padded[..., place::count].astype(np.uint64) << np.uint64(bits * place)
+    for offset in range(count):
+        words |= padded[..., offset::count].astype(np.uint64) << np.uint64(bits * offset)
     return np.ascontiguousarray(np.moveaxis(words.astype(np.uint32).view(np.int32), -1, axis))
 
 
@@ -229,7 +229,7 @@ def test_fp8_matches_torch(
 
 
 @pytest.mark.parametrize(
-    ("scale", "code", "says"),
+    ("scale", "code", "error"),
     [
         (1.0, 0x7F, r"up_proj\.weight' has values that are not finite"),
         (1.0, 0xFF, r"up_proj\.weight' has values that are not finite"),
@@ -237,11 +237,11 @@ def test_fp8_matches_torch(
         (1e37, 0, r"up_proj\.weight_scale' has scales that make numbers too large"),
     ],
 )
-def test_damaged_fp8_is_rejected_by_name(tmp_path: Path, scale: float, code: int, says: str) -> None:
+def test_damaged_fp8_is_rejected_by_name(tmp_path: Path, scale: float, code: int, error: str) -> None:
     codes = np.zeros(OUT * IN, np.uint8)
     codes[7] = code
     folder = write_fp8(tmp_path, fp8("fp8", "weight_scale", np.full(1, scale, np.float32), codes=codes))
-    with open_checkpoint(folder) as checkpoint, pytest.raises(ModelError, match=rf"model\.safetensors: .*{says}"):
+    with open_checkpoint(folder) as checkpoint, pytest.raises(ModelError, match=rf"model\.safetensors: .*{error}"):
         checkpoint.read_weight(f"{NAME}.weight", WEIGHT_FORMATS)
 
 
@@ -260,7 +260,7 @@ def configured(written: Written, **settings: Any) -> Written:
 
 
 @pytest.mark.parametrize(
-    ("written", "says"),
+    ("written", "error"),
     [
         (without(gptq(), "scales"), r"model\.safetensors: tensor '.*up_proj\.scales' is missing"),
         (without(gptq(), "qzeros"), r"up_proj\.qzeros' is missing"),
@@ -289,8 +289,8 @@ def configured(written: Written, **settings: Any) -> Written:
         (configured(words_of(4), config_groups=[1]), "config_groups must be an object"),
     ],
 )  # fmt: skip
-def test_inconsistent_tensors_are_rejected_on_open(tmp_path: Path, written: Written, says: str) -> None:
-    with pytest.raises(ModelError, match=says):
+def test_inconsistent_tensors_are_rejected_on_open(tmp_path: Path, written: Written, error: str) -> None:
+    with pytest.raises(ModelError, match=error):
         open_checkpoint(write(tmp_path, written))
 
 
@@ -299,9 +299,9 @@ def test_non_finite_scales_are_rejected_by_name(tmp_path: Path, case: str, kind:
     written = CASES[case][2]
     scales = written[1][kind].copy()
     scales.flat[3] = np.nan
-    says = rf"model\.safetensors: tensor '{NAME}\.{kind}'.*not finite"
+    error = rf"model\.safetensors: tensor '{NAME}\.{kind}'.*not finite"
     folder = write(tmp_path, changed(written, kind, scales))
-    with open_checkpoint(folder) as checkpoint, pytest.raises(ModelError, match=says):
+    with open_checkpoint(folder) as checkpoint, pytest.raises(ModelError, match=error):
         checkpoint.read(f"{NAME}.weight")
 
 
