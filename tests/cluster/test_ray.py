@@ -59,7 +59,7 @@ def test_pairs_with_two_routers_survive_node_loss(cluster: Any) -> None:
                 cluster.remove_node(victim, allow_graceful=False)
                 await until(lambda: not before & deployment.held.keys(), f"the loss of {before} is not seen")
                 for group in ("router", "prefill", "decode"):
-                    await until(lambda name=group: len(deployment.ready(name)) == 2, f"{group} does not come back")  # type: ignore[misc]
+                    await until(lambda name=group: len(deployment.ready(name)) == 2, f"{group} does not recover")  # type: ignore[misc]
                 await answered(traffic, 8)
             for url in deployment.urls:
                 await until(lambda at=url: serves(at), f"{url} does not serve")  # type: ignore[misc]

@@ -232,7 +232,7 @@ def pump(condition: Callable[[], bool], *sides: Computer | Fetches, seconds: flo
     """Run the loops of both engines until a condition holds."""
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it takes too long"
+        assert time.monotonic() < until, "timed out"
         for side in sides:
             side.step()
         time.sleep(0.001)

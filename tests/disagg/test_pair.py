@@ -517,7 +517,7 @@ def test_fetch_of_stuck_thread_ends_after_silence_timeout() -> None:
 
     with Pair(receiver={"silence": 0.3}) as pair:
         pair.connector.inbox = Stuck
-        numbers = [pair.fetch(8), pair.fetch(8, salt="behind it")]
+        numbers = [pair.fetch(8), pair.fetch(8, salt="another")]
         began = time.monotonic()
         assert [fetched.outcome for fetched in pair.answers(numbers)] == ["expired", "expired"]
         assert time.monotonic() - began < 10

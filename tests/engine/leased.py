@@ -304,6 +304,6 @@ class Pair:
                 break
         assert not self.leases, "a lease has no end"
         for worker in (self.decode, self.prefill):
-            assert not worker.busy, "an engine did not come to rest"
+            assert not worker.busy, "an engine did not become idle"
             worker.check_idle()
         return self.decode.texts

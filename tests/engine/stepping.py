@@ -52,7 +52,7 @@ class Stepper(stepping.Stepper):
     """Plans, executes and commits one step at a time, with an audit after each."""
 
     def __init__(self, engine: Engine, *, eager: bool = False) -> None:
-        """`eager` admits whoever fits, without looking ahead: much more preemption."""
+        """`eager` admits every request that fits, without a reserve: many more preemptions."""
         super().__init__(engine, eager=eager)
         self.tiers: ScriptedTiers | None = None
         self._ways = itertools.cycle(How)

@@ -37,7 +37,7 @@ def test_aborted_running_request_ends_on_acknowledgement() -> None:
 
 
 def test_abort_of_unknown_id_is_ignored() -> None:
-    assert null_engine().abort(["nobody"]) == []
+    assert null_engine().abort(["unknown"]) == []
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(40, marks=pytest.mark.soak)])

@@ -330,7 +330,7 @@ from fd_core.engine.ranks.messages import LOOK, RankDoor, RankLoaded, RankReady,
 socket = zmq.Context().socket(zmq.PAIR)
 socket.connect(msgspec.json.decode(os.environ["FD_RANK_DOOR"], type=RankDoor).steps)
 socket.recv()
-say = lambda message: socket.send(msgspec.msgpack.encode(message))
+send = lambda message: socket.send(msgspec.msgpack.encode(message))
 {script}
 socket.recv()
 """
@@ -339,18 +339,18 @@ socket.recv()
 @pytest.mark.parametrize(
     ("script", "error", "words"),
     [
-        ("say(Fault('it has no memory left: the model'))", EngineDead, "rank 1: it has no memory left: the model"),
-        ("say(Fault('a tensor is missing', 'model', None, 3))", ModelError, "rank 1: a tensor is missing"),
+        ("send(Fault('it has no memory left: the model'))", EngineDead, "rank 1: it has no memory left: the model"),
+        ("send(Fault('a tensor is missing', 'model', None, 3))", ModelError, "rank 1: a tensor is missing"),
         ("raise SystemExit(7)", EngineDead, "rank 1 ended with exit code 7"),
         (
-            "say(RankLoaded(0, 1, (0, 1))); socket.recv(); say(RankReady())",
+            "send(RankLoaded(0, 1, (0, 1))); socket.recv(); send(RankReady())",
             ConfigError,
             "num_kv_blocks|KV block",  # free memory is the least of all ranks
         ),
         (
-            "say(RankLoaded(2**30, 1, (0, 1))); socket.recv(); say(RankReady()); socket.recv(); say(RankReady())\n"
-            "while (frame := socket.recv()) == LOOK: say(RankReady())\n"
-            "say(StepDigest(decode_order(frame).plan.step, b'else'))",
+            "send(RankLoaded(2**30, 1, (0, 1))); socket.recv(); send(RankReady()); socket.recv(); send(RankReady())\n"
+            "while (frame := socket.recv()) == LOOK: send(RankReady())\n"
+            "send(StepDigest(decode_order(frame).plan.step, b'else'))",
             EngineDead,
             "rank 1 made something else of step",
         ),

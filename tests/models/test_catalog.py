@@ -207,7 +207,18 @@ def test_existing_paths_are_used_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "smolm2", "/absent/model", "./m.gguf", "a/b/c", "../x", "https://x/y", "a\0b/c", "x" * 5000, "~nobody-here/x"],
+    [
+        "",
+        "smolm2",
+        "/absent/model",
+        "./m.gguf",
+        "a/b/c",
+        "../x",
+        "https://x/y",
+        "a\0b/c",
+        "x" * 5000,
+        "~no-such-user/x",
+    ],
 )
 def test_unknown_model_name_lists_accepted_forms(name: str, cache: Path) -> None:
     with pytest.raises(ModelError, match=r"accepted are smollm2, a folder.*\.gguf.*Hugging Face"):

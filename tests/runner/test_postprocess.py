@@ -43,9 +43,9 @@ def test_postprocessor_targets_frameworks_or_backends(framework, backend, fits):
 
 
 @pytest.mark.parametrize("cls", [ForNothing, Postprocess])
-def test_postprocessor_with_invalid_target_is_unused(cls):
+def test_postprocessor_with_invalid_target_is_rejected(cls):
     with pytest.raises(PluginError, match="it serves"):
-        require_fit(cls, "nobody", "num", "numpy")
+        require_fit(cls, "unused", "num", "numpy")
 
 
 def test_postprocessor_for_other_framework_is_rejected():

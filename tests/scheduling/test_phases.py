@@ -48,7 +48,7 @@ def made(
         limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep, clock=clock
     )
     scheduler = kind(setup)
-    scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: shortages come soon
+    scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # override: early shortages
     return scheduler
 
 
@@ -97,10 +97,10 @@ def test_wait_for_blocks_is_reported() -> None:
     scheduler = made(clock, num_kv_blocks=16)
     add(scheduler, spec("large", 60, 3))
     add(scheduler, spec("next", 10, first=50))
-    add(scheduler, spec("behind", 1, first=70))
+    add(scheduler, spec("later", 1, first=70))
     for _ in range(2):
         step(scheduler, clock)
-    assert durations_of(scheduler, "next") == durations_of(scheduler, "behind") == {"blocks": 2.0}
+    assert durations_of(scheduler, "next") == durations_of(scheduler, "later") == {"blocks": 2.0}
 
 
 def test_exhausted_budget_is_reported_queued_and_running() -> None:

@@ -153,7 +153,7 @@ def test_failed_put_ends_lease_and_request() -> None:
     abort_and("failed", lease.failed("disk full"))
 
 
-@pytest.mark.parametrize("message", [AbortLease(NAME, "nobody waits"), AbortLease(NAME)])
+@pytest.mark.parametrize("message", [AbortLease(NAME, "no client"), AbortLease(NAME)])
 @pytest.mark.law("6.1")
 def test_peer_abort_ends_lease_and_request(message: AbortLease) -> None:
     expected = message.reason or "the decode worker broke off"

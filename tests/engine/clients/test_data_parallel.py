@@ -157,7 +157,7 @@ def test_requests_are_routed_around_a_missing_engine() -> None:
     assert [len(names) for names in placed(engines)] == [3, 0, 3]
     assert (client.alive, client.healthy, client.restarts) == (True, True, True)
     assert client.missing == "engine 1 of 3 is not running"
-    engines[1]._went_down("it did not come back")
+    engines[1]._went_down("it was not restarted")
     assert (client.alive, client.healthy, client.restarts) == (True, False, False)
 
 

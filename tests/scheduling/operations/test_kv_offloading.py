@@ -32,7 +32,7 @@ def scheduler(keep: KeepKV | None = None, **changes: int) -> ContinuousBatchingS
     made = ContinuousBatchingScheduler(
         SchedulerSetup(limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep or KeepKV())
     )
-    made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: shortages come soon
+    made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # override: early shortages
     return made
 
 

@@ -270,7 +270,7 @@ def test_blocks_of_aborted_fetch_stay_pinned_until_it_ends(outcome: PrefillOutco
     assert s.probe().pool.num_fenced == 0
     assert counters(s).outcomes == {"aborted": 1}
     assert not counters(s).fetched_tokens
-    assert num_running(s) == 1, "the request did not come back"
+    assert num_running(s) == 1, "the request was not resumed"
     finish(s, s.probe().requests["b"])
     assert is_idle(s)
 

@@ -187,7 +187,7 @@ def _outcome(keep: bool, horizon: int | None) -> tuple[int, int]:
     for seed in range(4):
         simulation = Simulation(_workload(seed), 64, 120, keep=keep)
         if horizon is not None:
-            simulation.scheduler.probe().control.return_cost.horizon = lambda *_: horizon  # type: ignore[method-assign]  # a back door
+            simulation.scheduler.probe().control.return_cost.horizon = lambda *_: horizon  # type: ignore[method-assign]  # override
         steps += simulation.run()
         preemptions += simulation.scheduler.probe().residencies.counters.preemptions
     return steps, preemptions

@@ -44,7 +44,7 @@ def scheduler(
             drafts=drafts,
         )
     )
-    made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: shortages come soon
+    made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # override: early shortages
     return made
 
 
@@ -146,10 +146,10 @@ def test_blocked_head_is_rechecked_without_freed_blocks() -> None:
     for _ in range(3):
         answer(s, planned(s))
     control = s.probe().control
-    control.growth = control.largest_growth = lambda *_: 1000  # type: ignore[method-assign]  # a back door
+    control.growth = control.largest_growth = lambda *_: 1000  # type: ignore[method-assign]  # override
     waiting = add(s, spec("a", 20, first=500))
     answer(s, planned(s))
-    control.growth = control.largest_growth = lambda *_: 0  # type: ignore[method-assign]  # a back door
+    control.growth = control.largest_growth = lambda *_: 0  # type: ignore[method-assign]  # override
     steps = 0
     while waiting.state is State.WAITING:
         answer(s, planned(s))

@@ -339,7 +339,7 @@ class EngineWatch:
                 if since is not None and self.calls > since + _CALLS:
                     raise BrokenLaw("6.1", f"{effect.request_id} was aborted, and its prompt is still being fetched")
 
-    def told(self, completions: Iterable[Completion]) -> None:
+    def on_completions(self, completions: Iterable[Completion]) -> None:
         """Check completions that the engine receives."""
         for completion in completions:
             if isinstance(completion, PrefillJobArrived):
@@ -403,9 +403,9 @@ class EngineWatch:
         if (stats := self._engine.stats().leases) is None or stats.sender is None:
             return
         ended = stats.sender.ended
-        told = sum(lease.prefill_broke_off or not lease.decode.alive for lease in leases)
-        if ended.get("expired", 0) + ended.get("gave_up", 0) > told:
-            raise BrokenLaw("6.1", f"{self.worker} ended {ended} leases by itself and reported {told}")
+        reported = sum(lease.prefill_broke_off or not lease.decode.alive for lease in leases)
+        if ended.get("expired", 0) + ended.get("gave_up", 0) > reported:
+            raise BrokenLaw("6.1", f"{self.worker} ended {ended} leases by itself and reported {reported}")
 
     # Inside -------------------------------------------------------------------------------------------------
 
@@ -516,7 +516,7 @@ class WatchedPort(EffectPort[object]):
     def completions(self) -> list[Completion]:
         self._watch.asks()
         taken = self._port.completions()
-        self._watch.told(taken)
+        self._watch.on_completions(taken)
         return taken
 
     def wait(self, seconds: float) -> None:

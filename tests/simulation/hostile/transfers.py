@@ -132,7 +132,7 @@ class HostileTransfers(TransferNetwork):
 
 
 def forged_ticket(spec: RequestSpec, number: int) -> RequestSpec:
-    """Return the ticket of an attacker who has seen that of a request and has an address of their own."""
+    """Return the ticket of an attacker who has seen that of a request and has a different address."""
     name, (peer, mac) = spec.request_id, spec.prefill_at.split(";")
     name, ticket = (
         (f"{name[:-1]}~", f"{peer};{mac}"),

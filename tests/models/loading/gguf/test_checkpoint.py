@@ -158,7 +158,7 @@ def test_unknown_tensor_is_rejected_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "change", "extra", "says"),
+    ("arch", "change", "extra", "message"),
     [
         ("mamba", {}, {}, "architecture 'mamba' is not supported"),
         ("llama", {"block_count": "two"}, {}, r"llama\.block_count must be a positive integer; found 'two'"),
@@ -172,10 +172,10 @@ def test_unknown_tensor_is_rejected_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_unusable_metadata_is_named(
-    tmp_path: Path, arch: str, change: dict[str, object], extra: dict[str, object], says: str
+    tmp_path: Path, arch: str, change: dict[str, object], extra: dict[str, object], message: str
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", arch=arch, values={**LLAMA, **change}, extra=extra)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         open_checkpoint(path)
 
 
@@ -297,7 +297,7 @@ def test_hostile_counts_and_sizes_are_rejected_immediately(tmp_path: Path, body:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (b"", "0"),
         (b"GGML" + bytes(64), "begin"),
@@ -305,10 +305,10 @@ def test_hostile_counts_and_sizes_are_rejected_immediately(tmp_path: Path, body:
         (b"GGUF\0\0\0\x03" + bytes(64), "big-endian"),
     ],
 )
-def test_other_files_are_not_read_as_gguf(tmp_path: Path, content: bytes, says: str) -> None:
+def test_other_files_are_not_read_as_gguf(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "other.gguf"
     path.write_bytes(content)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         open_checkpoint(path)
 
 

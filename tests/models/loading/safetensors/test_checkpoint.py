@@ -122,7 +122,7 @@ def test_shards_are_read_through_their_index(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "says"),
+    ("weight_map", "message"),
     [
         ({}, "no weight_map"),
         ([], "no weight_map"),
@@ -137,8 +137,8 @@ def test_shards_are_read_through_their_index(folder: Path) -> None:
         ({"w": ".."}, "beside the index"),
     ],
 )
-def test_inconsistent_index_is_rejected(folder: Path, weight_map: object, says: str) -> None:
-    with pytest.raises(ModelError, match=says):
+def test_inconsistent_index_is_rejected(folder: Path, weight_map: object, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         open_checkpoint(_shard(folder, weight_map))
 
 
@@ -160,7 +160,7 @@ def test_pickles_are_rejected_with_advice(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "message"),
     [
         (b"", "not a JSON object"),
         (b"[]", "not a JSON object"),
@@ -170,9 +170,9 @@ def test_pickles_are_rejected_with_advice(tmp_path: Path, suffix: str) -> None:
         (b'{"quantization_config": {"quant_method": "bitsandbytes"}}', "'bitsandbytes' are not supported"),
     ],
 )
-def test_unusable_config_is_an_error(folder: Path, config: bytes, says: str) -> None:
+def test_unusable_config_is_an_error(folder: Path, config: bytes, message: str) -> None:
     (folder / "config.json").write_bytes(config)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         open_checkpoint(folder)
 
 
