@@ -337,7 +337,7 @@ class Deployments(RuleBasedStateMachine):
         assert set(self.made.processes) == set(self.alive)
 
     @invariant()
-    def no_group_has_more_than_it_may(self) -> None:
+    def groups_stay_within_maximum(self) -> None:
         for name, group in self.made.groups.items():
             assert sum(each.counts for each in self.made.of_group(name)) <= group.plan.maximum
 

@@ -81,7 +81,7 @@ def test_reliable_network_transfers_every_lease(
 ) -> None:
     world = live(leases, delays, computing, fates)
     assert list(world.outcomes.values()) == ["transferred"] * len(leases)
-    assert {owed.lease.ended for owed in world.over_prefill} <= {"confirmed", "aborted"}
+    assert {owed.lease.ended for owed in world.closed_prefill} <= {"confirmed", "aborted"}
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,6 +100,6 @@ def test_both_sides_agree_if_messages_arrive_once(
 ) -> None:
     world = live(leases, delays, computing, ["arrive"])
     assert list(world.outcomes.values()) == ["transferred"] * len(leases)
-    ended = [owed.lease.ended for owed in world.over_prefill if world.incarnations[owed.opening.lease] == 1]
+    ended = [owed.lease.ended for owed in world.closed_prefill if world.incarnations[owed.opening.lease] == 1]
     # A commit that was retransmitted meanwhile is answered with an abort, which may precede the confirmation.
     assert set(ended) <= {"confirmed", "aborted"}

@@ -78,10 +78,10 @@ class Leases(RuleBasedStateMachine):
             self.world.decide(owed)
 
     def with_puts(self) -> list[Owed]:
-        return [owed for owed in (*self.world.prefill.values(), *self.world.over_prefill) if owed.puts]
+        return [owed for owed in (*self.world.prefill.values(), *self.world.closed_prefill) if owed.puts]
 
     def with_takes(self) -> list[Leased]:
-        return [leased for leased in (*self.world.decode.values(), *self.world.over_decode) if leased.taking]
+        return [leased for leased in (*self.world.decode.values(), *self.world.closed_decode) if leased.taking]
 
     # Ends of leases ----------------------------------------------------------------------------------------------
 
@@ -165,11 +165,11 @@ class Leases(RuleBasedStateMachine):
             name, blocks = leased.opening.lease, wanted(leased.opening)
             outside = KVPiece(name, index if index not in blocks else blocks.stop, b"")
             for message in (outside, Accept(name), Alive(name)):
-                self.world.hear_at_decode(Packet(True, message))
+                self.world.receive_at_decode(Packet(True, message))
             assert leased.lease.outcome is None
         for owed in chosen(self.world.prefill.values(), which):
-            self.world.tell_again(owed)
-            self.world.hear_at_prefill(Packet(False, Credit(owed.opening.lease, index)))
+            self.world.replay_computed(owed)
+            self.world.receive_at_prefill(Packet(False, Credit(owed.opening.lease, index)))
             if index == 99:  # more than was received: neither the window nor a lost piece is noticed any more
                 self.world.tampered.add(owed.opening.lease)
                 self.lied_to.add(owed.opening.lease)

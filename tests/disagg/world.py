@@ -123,8 +123,8 @@ class World:
         self.arrived: list[Packet] = []
         self.decode: dict[str, Leased] = {}
         self.prefill: dict[str, Owed] = {}
-        self.over_decode: list[Leased] = []
-        self.over_prefill: list[Owed] = []
+        self.closed_decode: list[Leased] = []
+        self.closed_prefill: list[Owed] = []
         self.outcomes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         self.working = True
@@ -162,7 +162,7 @@ class World:
                     assert sent_types(actions) == LAST_AT_DECODE.get(outcome, ())
                     self.outcomes[name], self.reasons[name] = outcome, reason
                     del self.decode[name]
-                    self.over_decode.append(side)
+                    self.closed_decode.append(side)
                     self.may_end(side, outcome)
                 case _:
                     raise AssertionError(f"{action} is not for the decode side")
@@ -204,10 +204,10 @@ class World:
                 side.moved = self.now
             self.at_decode(side, side.lease.copied(piece.index, digest, self.now))
 
-    def hear_at_decode(self, packet: Packet) -> None:
+    def receive_at_decode(self, packet: Packet) -> None:
         message = packet.message
         assert isinstance(message, FromPrefill)
-        for late in self.over_decode:
+        for late in self.closed_decode:
             if late.opening.lease == message.lease:
                 assert late.lease.heard(message, self.now) == []
         side = self.decode.get(message.lease)
@@ -261,7 +261,7 @@ class World:
                     assert sent_types(actions) == LAST_AT_PREFILL.get(end, ())
                     assert abort == (side.running and not side.gave_up and end != "refused")
                     del self.prefill[name]
-                    self.over_prefill.append(side)
+                    self.closed_prefill.append(side)
                     self.may_end_at_prefill(side, end)
                 case _:
                     raise AssertionError(f"{action} is not for the prefill side")
@@ -279,10 +279,10 @@ class World:
             why = {"aborted": side.aborted, "failed": side.broken, "gave_up": side.gave_up}
             assert why.get(end, end == "refused")
 
-    def hear_at_prefill(self, packet: Packet) -> None:
+    def receive_at_prefill(self, packet: Packet) -> None:
         message = packet.message
         assert isinstance(message, FromDecode)
-        for late in self.over_prefill:
+        for late in self.closed_prefill:
             if late.opening.lease == message.lease:
                 assert late.lease.heard(message, self.now) == []
         side = self.prefill.get(message.lease)
@@ -327,7 +327,7 @@ class World:
             side.running = False
             self.at_prefill(side, side.lease.finished(side.opening.job.num_tokens, 1, self.now))
 
-    def tell_again(self, side: Owed) -> None:
+    def replay_computed(self, side: Owed) -> None:
         self.at_prefill(side, side.lease.ready(0, wanted(side.opening).start + side.computed))
 
     def finish_early(self, side: Owed) -> None:
@@ -380,9 +380,9 @@ class World:
         packet = self.flying.pop(which)
         self.arrived.append(packet)
         if packet.to_decode:
-            self.hear_at_decode(packet)
+            self.receive_at_decode(packet)
         else:
-            self.hear_at_prefill(packet)
+            self.receive_at_prefill(packet)
 
     def repeat(self, which: int) -> None:
         self.flying.append(self.arrived[which])

@@ -33,9 +33,9 @@ class Lease:
     fetch: Fetch
     ordered: bool = False
     """True once the prefill worker accepted the order."""
-    over_here: bool = False
+    decode_closed: bool = False
     """True once the decode worker was notified of the outcome."""
-    over_there: bool = False
+    prefill_closed: bool = False
     """True once the prefill worker released the lease."""
     cancelled: bool = False
     pieces: dict[int, Any] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class Pair:
                 lease = self._named(effect.lease)
                 lease.ends += 1
                 assert lease.ends == 1, "a lease ends twice"
-                self._over_there(lease)
+                self._close_prefill(lease)
 
     def _take_send(self, send: Send) -> None:
         """Check that each block after the decode worker's own prefix is offered once, in order and settled."""
@@ -180,19 +180,19 @@ class Pair:
     # Network events ---------------------------------------------------------------------------------------
 
     @property
-    def unasked(self) -> list[Lease]:
+    def undelivered(self) -> list[Lease]:
         """Return leases whose order has not reached the prefill worker."""
-        return [lease for lease in self.leases if not lease.ordered and not lease.over_there]
+        return [lease for lease in self.leases if not lease.ordered and not lease.prefill_closed]
 
     @property
     def awaited(self) -> list[Lease]:
         """Return leases whose outcome has not reached the decode worker."""
-        return [lease for lease in self.leases if not lease.over_here]
+        return [lease for lease in self.leases if not lease.decode_closed]
 
     @property
     def unwanted(self) -> list[Lease]:
         """Return leases that the decode worker has closed and the prefill worker still serves."""
-        return [lease for lease in self.leases if lease.over_here and lease.ordered and not lease.over_there]
+        return [lease for lease in self.leases if lease.decode_closed and lease.ordered and not lease.prefill_closed]
 
     def ask(self, lease: Lease) -> None:
         """Deliver the order to the prefill worker; that of a closed lease may arrive late."""
@@ -212,13 +212,13 @@ class Pair:
 
     def refuse(self, lease: Lease) -> None:
         """The prefill worker rejects the order."""
-        self._over_there(lease)
+        self._close_prefill(lease)
 
     def read(self, index: int) -> None:
         """Complete a send: its blocks were read if the lease is still wanted."""
         lease, send = self.reading.pop(index)
         lease.unread -= 1
-        if not lease.over_here:
+        if not lease.decode_closed:
             for position, block in enumerate(send.blocks, send.first):
                 lease.pieces[position] = self.prefill.runner.cache.export_blocks(np.array([block], np.int32))
             if send.tokens is not None:
@@ -236,7 +236,7 @@ class Pair:
                 self.decode.runner.cache.import_blocks(np.array([block], np.int32), lease.pieces[position])
         else:
             self.decode.spoil(blocks)
-        self._over_here(lease)
+        self._close_decode(lease)
         self.outcomes.append(outcome)
         self.decode.notify(Fetched(lease.fetch.operation, outcome, cached=lease.cached))
 
@@ -254,11 +254,11 @@ class Pair:
             for lease in list(self.leases):
                 lease.unread = 0
                 if lease.ordered:
-                    self._over_there(lease)
+                    self._close_prefill(lease)
         else:
             self.decode = new
             for lease in list(self.leases):
-                self._over_here(lease)
+                self._close_decode(lease)
         new.texts = worker.texts
         return new
 
@@ -267,29 +267,29 @@ class Pair:
         for lease in self.unwanted:
             if not lease.ends:
                 self.abort(lease)
-        for lease in self.unasked:
-            if lease.over_here:
+        for lease in self.undelivered:
+            if lease.decode_closed:
                 self.refuse(lease)
             else:
                 self.ask(lease)
         while self.reading:
             self.read(0)
         for lease in self.awaited:
-            if lease.complete or lease.over_there or lease.cancelled:
+            if lease.complete or lease.prefill_closed or lease.cancelled:
                 self.end(lease)
 
-    def _over_here(self, lease: Lease) -> None:
-        lease.over_here = True
+    def _close_decode(self, lease: Lease) -> None:
+        lease.decode_closed = True
         self._forget(lease)
 
-    def _over_there(self, lease: Lease) -> None:
-        lease.over_there = True
+    def _close_prefill(self, lease: Lease) -> None:
+        lease.prefill_closed = True
         self._forget(lease)
 
     def _forget(self, lease: Lease) -> None:
         if not lease.unread and lease.ends:
-            lease.over_there = True
-        if lease.over_here and lease.over_there and not lease.unread and lease in self.leases:
+            lease.prefill_closed = True
+        if lease.decode_closed and lease.prefill_closed and not lease.unread and lease in self.leases:
             self.leases.remove(lease)
 
     # Completion -------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def _plain(output: StepOutput) -> dict[str, object]:
     return fields
 
 
-def test_compile_events_are_published_only_by_packs_that_compile(
+def test_compilation_stats_only_for_packs_that_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = null_engine()

@@ -52,7 +52,7 @@ def test_text_after_failed_transfer_is_golden(outcome: PrefillOutcome) -> None:
     pair = pair_of(LONG)
     pair.decode.submit(*elsewhere(LONG))
     pair.decode.turn(1)
-    (lease,) = pair.unasked
+    (lease,) = pair.undelivered
     pair.ask(lease)
     for _ in range(2):
         pair.prefill.turn(1)
@@ -78,7 +78,7 @@ def test_prefix_cached_on_device_is_not_sent() -> None:
     pair.run()
     pair.decode.submit(*elsewhere(other))
     pair.decode.turn(1)
-    (lease,) = pair.unasked
+    (lease,) = pair.undelivered
     assert (lease.fetch.job.held_blocks, len(lease.fetch.blocks)) == (4, 5)
     assert pair.run().tokens == golden([LONG, other])
     assert pair.prefill.probe.transferring.counters.sent_blocks == 10 + 5
@@ -135,7 +135,7 @@ def test_all_slots_recover_from_rejecting_prefill_worker() -> None:
     assert int(pair.decode.probe.slots.loading.sum()) == 4
     assert int(pair.decode.probe.slots.running.sum()) == 0
     for _ in range(200):
-        for lease in pair.unasked:
+        for lease in pair.undelivered:
             pair.refuse(lease)
             pair.end(lease, "refused")
         pair.decode.turn(1)
@@ -165,7 +165,7 @@ def test_preempted_prefill_resumes_sending_after_sent_blocks() -> None:
     pair.prefill.turn(1)
     pair.decode.submit(*elsewhere(LONG))
     pair.decode.turn(1)
-    (lease,) = pair.unasked
+    (lease,) = pair.undelivered
     pair.ask(lease)
     pair.prefill.turn(1, times=5)
     while pair.reading:
@@ -194,7 +194,7 @@ def test_abort_at_decode_worker_frees_prefill_worker() -> None:
     pair = pair_of(LONG, prefill={"max_num_batched_tokens": 4})
     pair.decode.submit(*elsewhere(LONG))
     pair.decode.turn(1)
-    (lease,) = pair.unasked
+    (lease,) = pair.undelivered
     pair.ask(lease)
     pair.prefill.turn(1, times=3)
     pair.decode.abort("long")
@@ -210,7 +210,7 @@ def test_blocks_being_read_are_awaited_before_preempting() -> None:
     pair = pair_of(LONG, other, prefill={"num_kv_blocks": 16})
     pair.decode.submit(*elsewhere(LONG))
     pair.decode.turn(1)
-    pair.ask(pair.unasked[0])
+    pair.ask(pair.undelivered[0])
     pair.prefill.turn(1, times=3)
     assert pair.prefill.probe.pool.num_fenced == 10, "no read has completed"
     pair.prefill.submit(other)
@@ -252,8 +252,8 @@ def test_next_epoch_refetches_only_requests_without_output() -> None:
     pair.decode.turn(1)
     delivered = tuple(pair.decode.texts.tokens["long"])
     assert 0 < len(delivered) < 20
-    assert len(pair.unasked) == 1
-    old = pair.unasked[0].name
+    assert len(pair.undelivered) == 1
+    old = pair.undelivered[0].name
     pair.replace(pair.decode, small_engine([LONG, second], num_kv_blocks=40))
     pair.decode.submit(msgspec.structs.replace(specs[0], delivered=delivered), specs[1])
     pair.decode.turn(1, times=3)
@@ -269,7 +269,7 @@ def test_send_reports_cached_tokens() -> None:
     again = greedy("again", LONG.prompt, 4)
     pair.decode.submit(*elsewhere(again))
     pair.decode.turn(1)
-    pair.ask(pair.unasked[0])
+    pair.ask(pair.undelivered[0])
     pair.prefill.turn(1)
     last: list[Send] = [send for _, send in pair.reading if send.tokens is not None]
     assert [send.cached for send in last] == [36]

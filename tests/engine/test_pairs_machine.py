@@ -144,10 +144,10 @@ class PairMachine(RuleBasedStateMachine):
 
     # Network ----------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.pair.unasked)
+    @precondition(lambda self: self.pair.undelivered)
     @rule(data=st.data(), refused=st.sampled_from([False, False, False, True]))
     def an_order_arrives(self, data: st.DataObject, refused: bool) -> None:
-        lease = self.one_of(data, self.pair.unasked)
+        lease = self.one_of(data, self.pair.undelivered)
         if refused:
             self.pair.refuse(lease)
         else:

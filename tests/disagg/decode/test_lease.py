@@ -158,12 +158,12 @@ def test_first_commit_counts() -> None:
     assert with_piece(lease, 2) == TRANSFERRED
 
 
-@pytest.mark.parametrize(("sent", "cached"), [(-5, 0), (0, 0), (TOKENS, TOKENS), (10**9, TOKENS)])
-def test_cached_tokens_are_capped_at_prompt_length(sent: int, cached: int) -> None:
+@pytest.mark.parametrize(("reported", "cached"), [(-5, 0), (0, 0), (TOKENS, TOKENS), (10**9, TOKENS)])
+def test_cached_tokens_are_capped_at_prompt_length(reported: int, cached: int) -> None:
     lease = open_lease()
     with_piece(lease, 1)
     with_piece(lease, 2)
-    lease.heard(Commit(NAME, TOKENS, COMMIT.digest, sent), 0.0)
+    lease.heard(Commit(NAME, TOKENS, COMMIT.digest, reported), 0.0)
     assert lease.cached == cached
 
 

@@ -262,7 +262,7 @@ class Epochs(RuleBasedStateMachine):
         self.new_epoch()
 
     @invariant()
-    def delivered_is_a_prefix_of_golden(self) -> None:
+    def delivered_text_is_prefix_of_golden(self) -> None:
         for name, tokens in getattr(self, "texts", Texts()).tokens.items():
             whole, end = self.expected[name], self.texts.ends.get(name)
             assert tokens == whole[: len(tokens)]

@@ -53,7 +53,7 @@ def pace(rig: Rig) -> LoadPaceMeasured:
     return [event for event in rig.news if isinstance(event, LoadPaceMeasured)][-1]
 
 
-def test_lookup_without_tiers_content_completes_immediately() -> None:
+def test_operations_on_empty_tiers_complete_immediately() -> None:
     rig = Rig(store=False)
     rig.offload.perform([Lookup(1, KEYS), Load(2, KEYS[:2], ids(0, 1)), Lookup(3, ()), Save(4, (), ids(), True)])
     assert rig.completed() == [Found(1, 0, 0), Loaded(2, 0), Found(3, 0, 0), Saved(4, 0)]

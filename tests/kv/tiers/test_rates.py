@@ -7,7 +7,7 @@ import pytest
 from fd_core.kv.tiers.rates import Rate
 
 
-def test_rate_is_average_of_samples() -> None:
+def test_rate_is_a_moving_average() -> None:
     rate = Rate()
     assert rate.value(0.0) is None
     rate.add(8.0, 4, 0.0)

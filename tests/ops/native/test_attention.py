@@ -109,7 +109,7 @@ def test_row_is_split_to_nearest_step(split_row, size):
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-39, 9e-31])
-def test_denormal_scale_splits_to_zero(split_row, size):
+def test_tiny_row_splits_to_zero(split_row, size):
     high, low, scale, start = split_row(np.full(48, size))
     assert not high.any() and not low.any()
     assert scale < 1e-30 and start == 0

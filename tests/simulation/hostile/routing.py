@@ -157,7 +157,7 @@ class WatchedRouter(Router):
         self._rude = rude
         self._rudeness = 0
         """Number of caller faults that the router has to count."""
-        self._there: dict[str, _Known] = {}
+        self._current: dict[str, _Known] = {}
         self._latest = 0
         """Highest incarnation number so far."""
         self._attempts: dict[Selection, _Attempt] = {}
@@ -176,10 +176,10 @@ class WatchedRouter(Router):
     # Worker updates -----------------------------------------------------------------------------------------------
 
     def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> RouterWorker:
-        self._see_who_left()
+        self._remove_drained()
         role = self._disguise.given.get(url, role)
         instance = None if self._disguise.anonymous else instance
-        before = self._there.get(url)
+        before = self._current.get(url)
         worker = super().register(url, role, now, instance=instance)
         same = before is not None and instance is not None and (before.instance, before.role) == (instance, role)
         if same and before is not None and before.state != "draining":
@@ -190,10 +190,10 @@ class WatchedRouter(Router):
         return worker
 
     def deregister(self, url: str, now: float) -> RouterWorker | None:
-        self._see_who_left()
+        self._remove_drained()
         worker = super().deregister(url, now)
-        if url in self._there:
-            self._there[url].state = "draining"
+        if url in self._current:
+            self._current[url].state = "draining"
         self.check()
         return worker
 
@@ -207,11 +207,11 @@ class WatchedRouter(Router):
         role: str | None = None,
         kv_port: int | None = None,
     ) -> RouterWorker:
-        self._see_who_left()
+        self._remove_drained()
         instance = None if self._disguise.anonymous else instance
         role = role and self._disguise.reported_role.get(worker.url, role)
         after = super().health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
-        known = self._there.get(worker.url)
+        known = self._current.get(worker.url)
         if known is None or known.number != worker.incarnation or known.state == "draining":
             self._require(after.incarnation == worker.incarnation, "7.4", f"a check of {worker} counts, which is gone")
         elif not ok:
@@ -223,7 +223,7 @@ class WatchedRouter(Router):
                 known.state = "unhealthy"
         else:
             self._passed(known, after, instance, role, kv_port)
-            if self._served_there and not self._there[after.url].adapters:
+            if self._served_there and not self._current[after.url].adapters:
                 self.serves(after, ("model", *self._served_there), self._served_there)
         self.check()
         return after
@@ -257,7 +257,7 @@ class WatchedRouter(Router):
         self._require(worker.incarnation > self._latest, "7.4", f"{worker} reuses an earlier incarnation")
         self._latest = worker.incarnation
         known = _Known(worker.incarnation, worker.url, worker.role, instance, _Fuse(self.config))
-        self._there[worker.url] = known
+        self._current[worker.url] = known
         return known
 
     def leaving(self, worker: RouterWorker) -> None:
@@ -284,13 +284,13 @@ class WatchedRouter(Router):
     def retry(self, selection: Selection, now: float, rng: float) -> Selection | NoWorker:
         before, request = self._attempts[selection], selection.request
         again = partial(super().retry, selection, now, rng)
-        if why := self._why_not_again(before):
+        if why := self._retry_obstacle(before):
             answer = again()
             self._require(not isinstance(answer, Selection), "7.3", f"a request is retried {why}")
             return answer
         return self._judged(request, now, before, again)
 
-    def _why_not_again(self, attempt: _Attempt) -> str:
+    def _retry_obstacle(self, attempt: _Attempt) -> str:
         if attempt.selection.started:
             return "after the first byte of its response"
         if attempt.failures >= _FAILURES:
@@ -304,7 +304,7 @@ class WatchedRouter(Router):
         before: _Attempt | None,
         choose: Callable[[], Selection | NoWorker],
     ) -> Selection | NoWorker:
-        self._see_who_left()
+        self._remove_drained()
         tried: frozenset[str] = frozenset()
         if before is not None:
             workers = before.selection.workers
@@ -356,7 +356,7 @@ class WatchedRouter(Router):
         """Return the candidates: healthy, with the registered role, closed circuit, not failed on this request."""
         found = [
             known
-            for known in self._there.values()
+            for known in self._current.values()
             if known.state == "healthy" and known.fit and known.fuse.open_to_requests(now) and known.url not in tried
         ]
         staying = [known for known in found if not known.leaving]
@@ -384,15 +384,15 @@ class WatchedRouter(Router):
             load = loads.get(candidate.worker.incarnation, WorkerLoad())
             self._require(candidate.load == load, "7.1", f"{candidate.worker} has {load}, not {candidate.load}")
             if self._policies[role].uses_prefix:
-                self._look_at_hits(candidate, expected[candidate.worker.incarnation], request, paths, now)
+                self._check_hits(candidate, expected[candidate.worker.incarnation], request, paths, now)
         chosen = choose(context)
         if self.config.policy_of(role) == "cache_aware":
-            self._look_at_balance(context, chosen)
+            self._check_balance(context, chosen)
         if self._chosen is None:  # the worker that computes the prompt
             self._chosen = chosen
         return chosen
 
-    def _look_at_hits(
+    def _check_hits(
         self, candidate: Candidate, known: _Known, request: RouteRequest, paths: list[Path], now: float
     ) -> None:
         kept = self.config.eviction_duration
@@ -414,7 +414,7 @@ class WatchedRouter(Router):
                 "7.2", f"{candidate.worker} holds {hits} and with prefills {expected} blocks of a prompt, not {found}"
             )
 
-    def _look_at_balance(self, context: RoutingContext, chosen: Candidate) -> None:
+    def _check_balance(self, context: RoutingContext, chosen: Candidate) -> None:
         requests = [candidate.load.requests for candidate in context.candidates]
         apart = max(requests) - min(requests)
         config = self.config
@@ -426,13 +426,13 @@ class WatchedRouter(Router):
 
     def prefilled(self, selection: Selection, now: float) -> None:
         super().prefilled(selection, now)
-        self._noted_well(selection, selection.prefill, now)
+        self._record_success(selection, selection.prefill, now)
         self.check()
 
     def served(self, selection: Selection, now: float) -> None:
         super().served(selection, now)
-        self._noted_well(selection, selection.decode, now)
-        there = {known.number: known for known in self._there.values()}
+        self._record_success(selection, selection.decode, now)
+        there = {known.number: known for known in self._current.values()}
         for suspect in self._attempts[selection].suspects:
             if suspect in there:
                 there[suspect].fuse.convict(now)
@@ -453,7 +453,7 @@ class WatchedRouter(Router):
             known.fuse.failure(now, severe=True)
         self.check()
 
-    def _noted_well(self, selection: Selection, worker: RouterWorker, now: float) -> None:
+    def _record_success(self, selection: Selection, worker: RouterWorker, now: float) -> None:
         attempt, known = self._attempts[selection], self._known(worker)
         attempt.verdicts[worker.incarnation] = "served"
         if known is None:
@@ -474,15 +474,15 @@ class WatchedRouter(Router):
         on_release(selection)
         self._require(attempt in self._in_force, "7.1", f"{selection.workers} are released twice")
         self._in_force.remove(attempt)
-        for known in self._there.values():
+        for known in self._current.values():
             if known.number in attempt.trials and attempt.verdicts.get(known.number) != "served":
                 known.fuse.trial = False
-        self._see_who_left()
+        self._remove_drained()
         self.check()
         if self._rude is not None and self._rude.random() < 0.5:
-            self._be_rude(selection)
+            self._misuse_api(selection)
 
-    def _be_rude(self, selection: Selection) -> None:
+    def _misuse_api(self, selection: Selection) -> None:
         """Misuse the API: nothing may change except the count of caller faults."""
         before = self._everything_counted()
         self._require(not selection.release(), "7.1", "a second release has an effect")
@@ -503,7 +503,7 @@ class WatchedRouter(Router):
 
     def check(self) -> None:
         """Check that counters and beliefs follow from the inputs."""
-        self._see_who_left()
+        self._remove_drained()
         expected = self._loads_expected()
         counted = {worker.incarnation: load for worker, load in self._loads.by_worker().items()}
         self._require(counted == expected, "7.1", f"{counted} is counted, {expected} is in progress")
@@ -512,21 +512,21 @@ class WatchedRouter(Router):
         )
         members = [*self.registry]
         there = {member.worker.incarnation: member.state.value for member in members}
-        known = {each.number: each.state for each in self._there.values()}
+        known = {each.number: each.state for each in self._current.values()}
         self._require(there == known, "7.4", f"workers {there}, expected {known}")
         index = sum(self._index.blocks(member.worker) for member in members)
         self._require(len(self._index) == index, "7.4", "prefixes of lost workers are kept")
         telling = sum(self.reported_kv.num_blocks(member.worker) is not None for member in members)
         self._require(len(self.reported_kv) == telling, "7.2", "reports of lost workers count")
 
-    def _see_who_left(self) -> None:
+    def _remove_drained(self) -> None:
         """Remove drained workers: one stays until nothing runs on it."""
-        leaving = [known for known in self._there.values() if known.state == "draining"]
+        leaving = [known for known in self._current.values() if known.state == "draining"]
         if leaving:
             busy = self._loads_expected()
             for known in leaving:
                 if known.number not in busy:
-                    del self._there[known.url]
+                    del self._current[known.url]
 
     def _loads_expected(self) -> dict[int, WorkerLoad]:
         loads: dict[int, WorkerLoad] = {}
@@ -536,12 +536,12 @@ class WatchedRouter(Router):
         return loads
 
     def _known(self, worker: RouterWorker) -> _Known | None:
-        known = self._there.get(worker.url)
+        known = self._current.get(worker.url)
         return known if known is not None and known.number == worker.incarnation else None
 
     def _adapter(self, request: RouteRequest) -> str:
         name = request.model or ""
-        return name if any(name in known.adapters for known in self._there.values()) else ""
+        return name if any(name in known.adapters for known in self._current.values()) else ""
 
     def _paths(self, request: RouteRequest) -> list[Path]:
         size, tokens, adapter = self.config.cache_block_size, request.tokens, self._adapter(request)

@@ -73,7 +73,7 @@ class HostileWorld(World):
         self.oracle = Oracle(plan.limits.vocab_size, plan.limits.max_model_len)
         self.submitted: dict[str, RequestSpec] = {}
         """All requests, by id."""
-        self.came_to: defaultdict[str, list[str]] = defaultdict(list)
+        self.sent_to: defaultdict[str, list[str]] = defaultdict(list)
         """Workers to which each request was sent."""
         self.revoked: set[str] = set()
         """Requests preempted before their end."""
@@ -119,10 +119,10 @@ class HostileWorld(World):
             audit=True,
         )
         super().__init__(deployment, _plugins(), plan.seed)
-        self.on_event = self._look_at_routers
+        self.on_event = self._check_routers
         for worker in self.workers:
             worker.take = partial(self._take, worker, worker.take)  # type: ignore[method-assign]
-            worker.leave = partial(self._leaves, worker, worker.leave)  # type: ignore[method-assign]
+            worker.leave = partial(self._on_disconnect, worker, worker.leave)  # type: ignore[method-assign]
 
     def ask(self, spec: RequestSpec, submitted: RouteRequest, client: SimulatedClient) -> None:
         """Submit with the salt and the sampling parameters of the plan, and record the reference output."""
@@ -150,9 +150,9 @@ class HostileWorld(World):
         if self.log is not None:
             self.log(f"{self.timeline.now:9.4f}  {what}")
 
-    def met_itself(self, request_id: str) -> bool:
+    def may_hit_own_kv(self, request_id: str) -> bool:
         """Return True if a request may find its own KV, as after a preemption, a retry or an engine death."""
-        again = request_id in self.revoked or len(self.came_to[request_id]) > 1
+        again = request_id in self.revoked or len(self.sent_to[request_id]) > 1
         return again or any(worker.processes > 1 or _deaths(worker) for worker in self.workers)
 
     def settle(self) -> None:
@@ -167,7 +167,7 @@ class HostileWorld(World):
         for gateway in self.gateways:
             if gateway.num_open:
                 raise BrokenLaw("7.1", f"{gateway.name} has {gateway.num_open} attempts open although all have ended")
-        self._look_at_routers()
+        self._check_routers()
         for gateway in self.gateways:
             snapshot = gateway.router.snapshot()
             loads = [worker.load for worker in snapshot.workers] + [load for _, load in snapshot.departed]
@@ -179,23 +179,23 @@ class HostileWorld(World):
             prefills = snapshot.roles["prefill"].served
             if prefills > self.counts["told_prefill_transferred"]:
                 raise BrokenLaw("7.2", f"{gateway.name} counts {prefills} prefills, more than transferred")
-            self._look_at_reports(gateway)
+            self._check_reports(gateway)
 
     # Inside -------------------------------------------------------------------------------------------------
 
     @property
-    def _untold(self) -> bool:
+    def _has_unpublished(self) -> bool:
         """Return True if workers hold unpublished prefixes: those with a salt or an adapter."""
         return any(self.plan.salts.values()) or any(self.plan.adapters.values())
 
-    def _look_at_reports(self, gateway: SimulatedGateway) -> None:
+    def _check_reports(self, gateway: SimulatedGateway) -> None:
         """Check that a router's view of cached blocks equals what the workers hold."""
         reported = gateway.router.reported_kv
         gateway.check()
         if len(reported) > len(self.workers):
             raise BrokenLaw("7.2", f"{gateway.name} uses reports of {len(reported)} of {len(self.workers)} workers")
         for worker in self.workers:
-            if worker.client is None or worker.client.kv_log is None or self._untold:
+            if worker.client is None or worker.client.kv_log is None or self._has_unpublished:
                 continue
             gateway.learn(worker)
             known = next(each for each in gateway.router.workers() if each.url == worker.url)
@@ -330,7 +330,7 @@ class HostileWorld(World):
         spec: RequestSpec,
         caller: WorkerCaller,
     ) -> None:
-        before, name = self.came_to[spec.request_id], worker.name
+        before, name = self.sent_to[spec.request_id], worker.name
         # A pair whose prefill side failed may keep its decode side.
         if worker.role == "mixed" and name in before:
             raise BrokenLaw("7.3", f"{spec.request_id} is sent again to {name}, which failed on it")
@@ -339,22 +339,22 @@ class HostileWorld(World):
         if spec.prefill_at and self.plan.pairs.strangers:
             forged = forged_ticket(spec, self.counts["strangers"])
             self.counts["strangers"] += 1
-            self.timeline.after(1.0, partial(self._stranger_comes, worker, take, forged))
+            self.timeline.after(1.0, partial(self._submit_forged_ticket, worker, take, forged))
         self.log_event(f"{spec.request_id} is sent to {worker.instance}")
         take(spec, _WatchedCaller(self, worker, spec, caller))
 
-    def _stranger_comes(
+    def _submit_forged_ticket(
         self, worker: SimulatedWorker, take: Callable[[RequestSpec, WorkerCaller], None], forged: RequestSpec
     ) -> None:
         if forged.request_id not in worker._callers:
             take(forged, Stranger())
 
-    def _leaves(self, worker: SimulatedWorker, leave: Callable[[str], None], request_id: str) -> None:
+    def _on_disconnect(self, worker: SimulatedWorker, leave: Callable[[str], None], request_id: str) -> None:
         if worker.name in self.watch.engines:
             self.watch.engines[worker.name].left(request_id)
         leave(request_id)
 
-    def _look_at_routers(self) -> None:
+    def _check_routers(self) -> None:
         for gateway in self.gateways:
             router = gateway.router
             assert isinstance(router, WatchedRouter)
@@ -397,7 +397,7 @@ class _WatchedCaller:
             raise BrokenLaw("1.9", f"{name} got a negative token: {delta.token_ids}")
         world._delivered[self._worker.name, name] += len(delta.token_ids)
         if delta.cached_tokens:
-            self._look_at_cached(delta.cached_tokens)
+            self._check_cached(delta.cached_tokens)
         if delta.prefill is not None:
             world.counts[f"told_prefill_{delta.prefill}"] += 1
         self._over = delta.finish_reason is not None
@@ -419,14 +419,14 @@ class _WatchedCaller:
         if self._over:
             raise BrokenLaw("1.1", f"{name} was {what} by {self._process} after its end")
 
-    def _look_at_cached(self, cached: int) -> None:
+    def _check_cached(self, cached: int) -> None:
         """Check that reused KV has the same salt and adapter."""
         world, spec = self._world, self._spec
         world.counts["prefix_hits"] += 1
         most = 0
         for name, other in world.submitted.items():
             same = (other.cache_salt, other.adapter) == (spec.cache_salt, spec.adapter)
-            if same and (name != spec.request_id or world.met_itself(name)):
+            if same and (name != spec.request_id or world.may_hit_own_kv(name)):
                 most = max(most, _common(world.oracle.texts.get(name, ()), spec.prompt))
         if cached > most:
             raise BrokenLaw("5.3", f"{spec.request_id} used KV of {cached} tokens, its salt has {most}")
