@@ -279,7 +279,7 @@ class Epochs(RuleBasedStateMachine):
             if not self.engine.has_work:
                 break
             self.record(self.engine.step())
-        self.delivered_is_a_prefix_of_golden()
+        self.delivered_text_is_prefix_of_golden()
         self.engine.close()
         begun = {spec.request_id for spec in SPECS} - {spec.request_id for spec in self.unused}
         assert set(self.texts.ends) | self.aborted >= begun, "a request has no end"
