@@ -75,7 +75,7 @@ class Leased:
     opening: Open
     lease: DecodeLease
     begun: float
-    heard: float
+    last_received: float
     taking: list[tuple[KVPiece, bytes]] = field(default_factory=list)
     blocks: dict[int, bytes] = field(default_factory=dict)
     wanted: bool = True
@@ -94,7 +94,7 @@ class Owed:
     opening: Open
     lease: PrefillLease
     begun: float
-    heard: float
+    last_received: float
     moved: float
     """Time of the last piece sent or credit received."""
     accepted: bool = False
@@ -184,7 +184,7 @@ class World:
         """Return True if a lease exceeded its maximum, its silence timeout, or the wait for a piece sent earlier."""
         silence = side.opening.silence
         stuck = not side.taking and self.now >= side.moved + silence
-        return stuck or self.now >= min(side.begun + self.longest, side.heard + silence)
+        return stuck or self.now >= min(side.begun + self.longest, side.last_received + silence)
 
     def copy(self, side: Leased, which: int) -> None:
         """Check a received piece and write it to its block, unless the lease has ended."""
@@ -215,7 +215,7 @@ class World:
             if not isinstance(message, AbortLease | Refuse):
                 self.flying.append(Packet(False, AbortLease(message.lease, "no such lease")))
             return
-        side.heard = self.now
+        side.last_received = self.now
         side.lost |= isinstance(message, AbortLease)
         side.refused |= isinstance(message, Refuse)
         if isinstance(message, Commit) and side.moved == math.inf:
@@ -272,7 +272,7 @@ class World:
         if end == "confirmed":
             assert side.confirmed and self.outcomes[side.opening.lease] == "transferred"
         elif end == "expired":
-            silent = self.now >= side.heard + silence
+            silent = self.now >= side.last_received + silence
             stuck = side.sent > side.credit and self.now >= side.moved + silence
             assert self.now >= side.begun + self.longest or silent or stuck
         else:
@@ -292,7 +292,7 @@ class World:
             elif not isinstance(message, AbortLease | Confirm):
                 self.flying.append(Packet(True, AbortLease(message.lease, "no such lease")))
             return
-        side.heard = self.now
+        side.last_received = self.now
         side.aborted |= isinstance(message, AbortLease)
         side.confirmed |= isinstance(message, Confirm)
         if isinstance(message, Credit) and min(message.taken, side.sent) > side.credit:
@@ -429,7 +429,7 @@ class World:
             self.at_prefill(owed, actions)
             silence = owed.opening.silence
             stuck = owed.sent > owed.credit and self.now >= owed.moved + silence
-            expired = stuck or self.now >= min(owed.begun + self.longest, owed.heard + silence)
+            expired = stuck or self.now >= min(owed.begun + self.longest, owed.last_received + silence)
             assert owed.lease.ended == ("expired" if expired else None)
             assert owed.lease.next_tick > self.now
             assert owed.lease.tick(self.now, working=self.working) == []

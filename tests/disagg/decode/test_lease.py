@@ -191,8 +191,8 @@ def test_ended_lease_ignores_events() -> None:
     lease = open_lease()
     lease.heard(piece(1), 0.0)
     lease.abort()
-    heard: list[FromPrefill] = [Accept(NAME), Refuse(NAME, ""), piece(2), COMMIT, Alive(NAME), AbortLease(NAME)]
-    for message in heard:
+    messages: list[FromPrefill] = [Accept(NAME), Refuse(NAME, ""), piece(2), COMMIT, Alive(NAME), AbortLease(NAME)]
+    for message in messages:
         assert lease.heard(message, 1.0) == []
     assert lease.copied(1, DIGESTS[1], 1.0) == lease.spoiled(1, "") == []
     assert lease.gone("") == lease.abort() == lease.tick(1e9) == []

@@ -178,14 +178,14 @@ class LeaseWatch:
         lease.decode_received = now
         engine.lease_of[operation] = lease
 
-    def _lives(self, side: str, lease: _Lease, over: bool, now: float, began: float, heard: float) -> None:
+    def _lives(self, side: str, lease: _Lease, over: bool, now: float, began: float, last_received: float) -> None:
         """Check that a side may still use a lease."""
         if over:
             raise BrokenLaw("6.1", f"the {side} side uses lease {lease.name} after it ended")
         longest = lease.decode.longest + _MOMENT
-        if self.strict and (now - began > longest or now - heard > lease.opening.silence + _MOMENT):
+        if self.strict and (now - began > longest or now - last_received > lease.opening.silence + _MOMENT):
             raise BrokenLaw(
-                "6.1", f"lease {lease.name} has not expired on the {side} side: {now - heard:g} s of silence"
+                "6.1", f"lease {lease.name} has not expired on the {side} side: {now - last_received:g} s of silence"
             )
 
     def _decode_sent(self, lease: _Lease, message: FromDecode | FromPrefill) -> None:
