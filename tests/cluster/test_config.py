@@ -1,4 +1,4 @@
-"""The file of a deployment: what is wrong in it is said by the name of the field, and secrets stay out of sight."""
+"""Deployment files: errors name the field, and secrets are not shown."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_a_file_says_how_many_of_what_there_are(tmp_path: Path) -> None:
+def test_file_defines_counts_of_routers_and_workers(tmp_path: Path) -> None:
     plans = plans_of(read_cluster_file(written(tmp_path, GOOD)))
     assert [(plan.name, plan.minimum, plan.maximum) for plan in plans] == [
         ("router", 2, 2),
@@ -59,7 +59,7 @@ def test_a_file_says_how_many_of_what_there_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "field", "said"),
+    ("text", "field", "expected"),
     [
         ("", "model", "has to say"),
         ('model = "a"', "workers", "has to say"),
@@ -87,25 +87,25 @@ def test_a_file_says_how_many_of_what_there_are(tmp_path: Path) -> None:
         ('model = "a"\n[workers.a.secrets]\nkv-stroe = "V"', "workers.a.secrets", "no setting"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_name_of_the_field(tmp_path: Path, text: str, field: str, said: str) -> None:
+def test_errors_name_the_field(tmp_path: Path, text: str, field: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_cluster_file(written(tmp_path, text))
-    assert caught.value.field == field and said in str(caught.value)
+    assert caught.value.field == field and expected in str(caught.value)
 
 
-def test_a_bad_file_ends_the_command_with_exit_code_2_and_one_line(tmp_path: Path) -> None:
+def test_bad_file_exits_with_code_2_and_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["cluster", "serve", str(written(tmp_path, 'model = "a"'))])
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1 and "workers" in result.stderr
 
 
-def test_a_secret_that_was_written_into_the_file_is_not_repeated() -> None:
+def test_secret_in_file_is_not_repeated_in_error() -> None:
     with pytest.raises(ConfigError, match="name of a variable") as caught:
         cluster_config({"model": "a", "workers": {"a": {"secrets": {"api-key": "sk-not-a-variable"}}}})
     assert "sk-" not in str(caught.value)
 
 
-def test_secrets_are_no_arguments_and_those_of_files_are_marked_as_content() -> None:
+def test_secrets_are_not_passed_as_arguments() -> None:
     table: dict[str, Any] = {
         "model": "a",
         "router": {"secrets": {"api-key-file": "KEYS"}},
@@ -132,7 +132,7 @@ def test_settings_become_flags(tmp_path: Path) -> None:
 
 
 def meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return what the code says of each field, in one line."""
+    """Return the code's description of each field, on one line."""
     tree = ast.parse(Path(module.__file__).read_text()) if struct.__module__ == module.__name__ else None
     tree = tree or ast.parse((Path(module.__file__).parent / "scaling.py").read_text())
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
@@ -156,16 +156,16 @@ def default(field: msgspec.structs.FieldInfo) -> str:
 
 
 @pytest.mark.parametrize("struct", [ClusterConfig, RouterGroup, WorkerGroup, LoadPolicyOptions])
-def test_the_document_says_of_every_field_what_the_code_says(struct: type[msgspec.Struct]) -> None:
-    said = meanings(struct)
+def test_document_matches_field_descriptions(struct: type[msgspec.Struct]) -> None:
+    expected = meanings(struct)
     rows = [
-        f"| `{field.encode_name}` | {default(field)} | {said[field.name]} |\n"
+        f"| `{field.encode_name}` | {default(field)} | {expected[field.name]} |\n"
         for field in msgspec.structs.fields(struct)
     ]
     assert "".join(rows) in DOCUMENT
 
 
-def test_the_files_in_the_document_can_be_served(tmp_path: Path) -> None:
+def test_example_files_in_document_are_valid(tmp_path: Path) -> None:
     texts = re.findall(r"```toml\n(.*?)```", DOCUMENT, re.DOTALL)
     assert len(texts) >= 2
     for text in texts:

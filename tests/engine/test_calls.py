@@ -1,4 +1,4 @@
-"""Calls that a random model makes under a grammar, drawn at temperature 1: whole ones keep their schemas."""
+"""Tool calls of a random model under a grammar at temperature 1: complete calls satisfy their schemas."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("parser", [PythonicTools, GlmTools, QwenCoderTools, HarmonyTools])
-def test_calls_of_a_random_model_keep_their_schemas(parser: type[ToolParser], tmp_path: Path) -> None:
+def test_tool_calls_of_random_model_satisfy_their_schemas(parser: type[ToolParser], tmp_path: Path) -> None:
     words = tokenizer(parser.markers)
     model = write_checkpoint(LONG_CASE, tmp_path)
     config_file = model / "config.json"

@@ -1,4 +1,4 @@
-"""An engine says when its backend is emulated, whatever the backend says itself."""
+"""An emulated backend is reported as emulated, regardless of its own description."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Open(Silent):
         (NullBackend, NullBackend(EngineConfig(model="m")).describe()),
     ],
 )
-def test_the_line_about_the_device_has_the_word(monkeypatch: pytest.MonkeyPatch, backend, device) -> None:
+def test_device_description_contains_emulated(monkeypatch: pytest.MonkeyPatch, backend, device) -> None:
     plugins = builder.installed_plugins()
-    monkeypatch.setattr(type(plugins), "choose_backend", lambda *_: ChosenBackend("chip", backend, "asked for by name"))
+    monkeypatch.setattr(type(plugins), "choose_backend", lambda *_: ChosenBackend("chip", backend, "selected by name"))
     config = EngineConfig(model="m", max_model_len=64, num_kv_blocks=8)
     engine = load_engine(config, None, progress=lambda *_: None)
     engine.close()
