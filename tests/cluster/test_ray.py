@@ -93,4 +93,4 @@ def test_a_group_grows_and_shrinks_on_several_nodes_without_a_lost_request(clust
 async def answered(asked: Asked, more: int) -> None:
     """Wait until so many more requests were sent, each by a client whose last one was answered."""
     before = asked.requests
-    await until(lambda: asked.requests >= before + more, "nothing is served")
+    await until(lambda: asked.requests >= before + more, "unknown path")

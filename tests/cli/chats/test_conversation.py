@@ -67,7 +67,7 @@ def test_terminal_keeps_history_and_shows_token_rate(tmp_path: Path) -> None:
         chat.type("", "> ")
         shown = chat.type("hello there\n", "first after ")
         assert "From afar" in shown
-        assert re.search(r"\[10 tokens(, [\d,.]+ tokens/s)?, the first after $", shown)
+        assert re.search(r"\[10 tokens(, [\d,.]+ tokens/s)?, first after $", shown)
         chat.type("", "> ")
         chat.leave()
         again = Terminal(tmp_path, "--url", server.url)
@@ -181,10 +181,10 @@ def test_failed_command_changes_nothing(tmp_path: Path) -> None:
         (f"/save {tmp_path / ('x' * 300)}", "file name too long"),
         (f"/save {tmp_path}/x\0y", "null byte"),
         (f"/save {tmp_path}", "is not a file"),
-        ("/save ~no-such-user/x", "is not known here"),
-        ("/load ~no-such-user/x", "is not known here"),
+        ("/save ~no-such-user/x", "is unknown"),
+        ("/load ~no-such-user/x", "is unknown"),
         ("/load /dev/zero", "is not a file"),
-        ("/save", "needs the name of a file"),
+        ("/save", "requires a file name"),
         ("/sysem x", "there is no /sysem"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -211,4 +211,4 @@ def test_token_rate_excludes_the_first_token() -> None:
     assert speed.told() is None
     for tokens in (1, 4, 4):
         speed.count(tokens)
-    assert speed.told() == "[9 tokens, 4.0 tokens/s, the first after 2.00 s]"
+    assert speed.told() == "[9 tokens, 4.0 tokens/s, first after 2.00 s]"
