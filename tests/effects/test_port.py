@@ -57,11 +57,11 @@ def test_a_cancel_goes_to_both_ports(queue) -> None:
 def test_an_effect_that_nobody_performs_is_refused(queue) -> None:
     joined = JoinedEffectPort(queue, Noting(queue, Lookup), None)
     joined.perform([Cancel(1)])
-    with pytest.raises(ValueError, match="nothing that performs GiveUp"):
+    with pytest.raises(ValueError, match="no port of this engine performs GiveUp"):
         joined.perform([GiveUp("lease")])
     nobody = JoinedEffectPort(queue, None, None)
     assert (nobody.completions(), nobody.stats()) == ([], (None, None, None))
-    with pytest.raises(ValueError, match="nothing that performs Lookup"):
+    with pytest.raises(ValueError, match="no port of this engine performs Lookup"):
         nobody.perform([Cancel(1), Lookup(1, ())])
 
 

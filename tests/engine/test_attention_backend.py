@@ -22,5 +22,5 @@ def test_every_backend_takes_auto() -> None:
 
 @pytest.mark.parametrize(("word", "here"), [("FLASHINFER", "flashinfer"), ("APPEND_ATTN", "auto")])
 def test_names_of_other_servers_are_refused_with_ours(word: str, here: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{word}' is not served here; use {here}"):
+    with pytest.raises(ConfigError, match=f"'{word}' is not supported; use {here}"):
         EngineConfig(model="null", attention_backend=word)

@@ -38,7 +38,7 @@ class Open(Silent):
 )
 def test_the_line_about_the_device_has_the_word(monkeypatch: pytest.MonkeyPatch, backend, device) -> None:
     plugins = builder.installed_plugins()
-    monkeypatch.setattr(type(plugins), "choose_backend", lambda *_: ChosenBackend("chip", backend, "asked for by name"))
+    monkeypatch.setattr(type(plugins), "choose_backend", lambda *_: ChosenBackend("chip", backend, "selected by name"))
     config = EngineConfig(model="m", max_model_len=64, num_kv_blocks=8)
     engine = load_engine(config, None, progress=lambda *_: None)
     engine.close()

@@ -120,7 +120,7 @@ def test_an_observer_that_cannot_be_made_is_refused_at_start(load: Load, monkeyp
         raise OSError("no server there")
 
     monkeypatch.setattr(observer, "__init__", broken)
-    with pytest.raises(PluginError, match="the observer sees cannot be made: OSError: no server there"):
+    with pytest.raises(PluginError, match="creating the observer sees failed: OSError: no server there"):
         load()
 
 
@@ -133,6 +133,6 @@ def test_nothing_of_a_prompt_is_told() -> None:
 
 
 def test_an_observer_that_nobody_offers_is_refused() -> None:
-    with pytest.raises(PluginError, match="there is no observer called 'nosuch'") as refused:
+    with pytest.raises(PluginError, match="unknown observer 'nosuch'") as refused:
         null_engine(observer="nosuch")
     assert refused.value.exit_code == 4

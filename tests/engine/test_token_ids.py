@@ -53,7 +53,9 @@ def refused(prompts: Any, llm: LLM, params: SamplingParams = GREEDY) -> str:
 
 @pytest.mark.parametrize("call", [LLM.generate, LLM.embed], ids=["generate", "embed"])
 def test_a_text_with_a_token_without_row_names_all(call: Any, llm: LLM) -> None:
-    with pytest.raises(BadRequest, match=rf"token id {PAD} \('\[PAD\]'\), but the vocabulary has {ROWS} ids"):
+    with pytest.raises(
+        BadRequest, match=rf"token id {PAD} \('\[PAD\]'\) is out of range; the vocabulary has {ROWS} ids"
+    ):
         call(llm, ["fine", "a [PAD] b"])
     assert len(llm.generate("hello", GREEDY)[0].token_ids) == 3
 
@@ -111,7 +113,7 @@ def test_the_engine_checks_whatever_was_checked_before(field: str, wrong: Any, e
     else:
         spec["params"] = SamplingParams(**{field: {wrong: 1.0} if field == "logit_bias" else (wrong,)})
     [delta] = engine.submit(RequestSpec(**spec))
-    assert delta.finish_reason is FinishReason.ERROR and f"but the vocabulary has {ROWS} ids" in (delta.error or "")
+    assert delta.finish_reason is FinishReason.ERROR and f"the vocabulary has {ROWS} ids" in (delta.error or "")
     assert not engine.has_work
 
 

@@ -235,5 +235,5 @@ def test_the_trace_of_the_decode_side_shows_what_was_fetched(secret: str, tmp_pa
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_roles_need_names_of_blocks(role: str, secret: str) -> None:
-    with pytest.raises(ConfigError, match="prefix caching is off"):
+    with pytest.raises(ConfigError, match="requires prefix caching"):
         null_engine(role=role, transfer_secret_file=secret, enable_prefix_caching=False)

@@ -329,12 +329,12 @@ def test_an_engine_that_cannot_start_ends_the_others() -> None:
 )
 def test_settings_that_mean_one_engine_are_refused(settings: dict[str, Any], named: str) -> None:
     config = msgspec.structs.replace(CONFIG, **settings)
-    with pytest.raises(ConfigError, match=f"{named} does not go with several engines"):
+    with pytest.raises(ConfigError, match=f"{named} cannot be combined with several engines"):
         asyncio.run(open_client(config, None, engines=2))
 
 
 def test_several_engines_are_not_threads() -> None:
-    with pytest.raises(ConfigError, match="processes of their own"):
+    with pytest.raises(ConfigError, match="separate processes"):
         asyncio.run(open_client(CONFIG, None, where="inproc", engines=2))
 
 

@@ -88,10 +88,7 @@ def test_a_request_is_given_up_after_epochs_that_gave_it_a_slot_and_no_token() -
     ledger.admitted(["a", "b"])
     (end,) = ledger.died("it burns")
     assert (end.request_id, end.finish_reason) == ("a", FinishReason.ERROR)
-    assert (
-        end.error
-        == f"the engine died {MAX_DEATHS_IN_VAIN} times with this request, which is not tried again (it burns)"
-    )
+    assert end.error == f"the engine died {MAX_DEATHS_IN_VAIN} times with this request, which is not retried (it burns)"
     assert [spec.request_id for spec in ledger.resubmissions()] == ["b", "c"], "b got on in the first of them, c waited"
 
 
@@ -185,7 +182,7 @@ def test_nothing_left_to_generate_is_refused() -> None:
     engine = null_engine()
     (delta,) = engine.submit(behind(greedy("a", [1, 2], 4), [1, 2, 3, 4]))
     assert delta.finish_reason is FinishReason.ERROR
-    assert delta.error is not None and "none of at most 4 is left" in delta.error
+    assert delta.error is not None and "none of the at most 4 remains" in delta.error
     with pytest.raises(BadRequest):
         engine.probe().scheduler.add(behind(greedy("a", [1, 2], 4), [1, 2, 3, 4, 5]))
 
