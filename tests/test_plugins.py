@@ -107,7 +107,7 @@ ANSWERS = {
     "a number": ("3", "expected a sequence of Entry, got int 3"),
     "a bad name": ("[Entry('My Chip', 'a:B', '')]", "name 'My Chip' must consist of lower case"),
     "a bad target": ("[Entry('mychip', 'a.b', '')]", "target of mychip: expected package.module:Class, got 'a.b'"),
-    "a bad summary": ("[Entry('mychip', 'a:B', None)]", "summary of mychip is NoneType None"),
+    "a bad summary": ("[Entry('mychip', 'a:B', None)]", "summary of mychip: expected one line, got NoneType None"),
 }
 for _what, (_answer, _cause) in ANSWERS.items():
     BROKEN[f"answers {_what}"] = (
