@@ -114,9 +114,9 @@ def test_endless_error_body_is_read_up_to_a_limit():
         endless = web.Application()
         endless.router.add_route("*", "/{tail:.*}", _endless)
         async with TestServer(endless) as server, ApiClient(str(server.make_url(""))) as client:
-            with pytest.raises(ServerAnswer, match="answered 500: xxx"):
+            with pytest.raises(ServerAnswer, match="HTTP status 500: xxx"):
                 await asyncio.wait_for(client.first_model(), 20)
-            with pytest.raises(ServerAnswer, match="answered 500: xxx"):
+            with pytest.raises(ServerAnswer, match="HTTP status 500: xxx"):
                 await asyncio.wait_for(anext(client.stream("/v1/completions", {})), 20)
 
     asyncio.run(ask())

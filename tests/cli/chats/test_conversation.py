@@ -158,7 +158,7 @@ def test_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
     assert talk.command(f"/save {file}") == f"saved 3 messages in {file}"
     talk.command(f"/save {file}")  # a saved conversation may be overwritten
     other = ChatHistory()
-    assert other.command(f"/load {file}") == f"3 messages of {file}"
+    assert other.command(f"/load {file}") == f"loaded 3 messages from {file}"
     assert (other.messages, other.system) == (talk.messages, "Be brief.")
     other.command("/reset")
     assert other.messages == [{"role": "system", "content": "Be brief."}]
@@ -185,7 +185,7 @@ def test_failed_command_changes_nothing(tmp_path: Path) -> None:
         ("/load ~no-such-user/x", "is unknown"),
         ("/load /dev/zero", "is not a file"),
         ("/save", "requires a file name"),
-        ("/sysem x", "there is no /sysem"),
+        ("/sysem x", "unknown command /sysem"),
     ):
         with pytest.raises(ConfigError, match=words):
             talk.command(line)

@@ -160,11 +160,11 @@ def page(**changes: Any) -> Callable[[], web.Response]:
     [
         (lambda: web.Response(status=403), "rejects the secret"),
         (lambda: web.Response(status=404), "HTTP status 404"),
-        (lambda: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}), "answered 302"),
+        (lambda: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}), "HTTP status 302"),
         (lambda: web.Response(body=b"private"), "cannot be decoded"),
-        (lambda: web.Response(body=b"x" * 2000), "more than"),
+        (lambda: web.Response(body=b"x" * 2000), "exceeds"),
         (page(reading="otherwise"), "differs from that of --tokenizer"),
-        (page(block_size=0), "blocks of 0 tokens"),
+        (page(block_size=0), "block size of 0 tokens"),
         (page(events=(Stored(b"private", (b"k",), ids([1] * SIZE)),)), "does not hold"),
     ],
 )
