@@ -68,9 +68,9 @@ def test_serve_replays_a_dataset(tmp_path):
     [
         ("", "has no requests"),
         ("{", "line 1: not JSON"),
-        ('{"prompt": "a"}\n[]', "line 2: it has neither `prompt` nor `messages`"),
-        ('{"prompt": 3}', "line 1: it has neither"),
-        ('{"prompt": "a", "max_tokens": "many"}', "line 1: max_tokens 'many' is not a number above 0"),
+        ('{"prompt": "a"}\n[]', "line 2: expected `prompt` or `messages`"),
+        ('{"prompt": 3}', "line 1: expected `prompt` or"),
+        ('{"prompt": "a", "max_tokens": "many"}', "line 1: max_tokens is 'many'; expected a number above 0"),
     ],
 )
 def test_bad_dataset_names_the_line(tmp_path, text, words):
@@ -138,7 +138,7 @@ def test_router_measures_every_number_of_requests_in_flight(tmp_path):
     [
         (["--in-flight", "0"], 2, "--in-flight"),
         (["--workers", "many"], 2, "--workers"),
-        (["--policy", "best"], 4, "no router policy called 'best'"),
+        (["--policy", "best"], 4, "unknown router policy 'best'"),
         (["--json", "nowhere/figures.json"], 2, "cannot write"),
     ],
 )

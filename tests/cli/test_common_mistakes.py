@@ -66,13 +66,13 @@ def test_misspelled_hub_name_suggests_the_cached_model(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"num_kv_blocks": 1000}, r"1000 KV blocks take 1,000,000 bytes, but 5,500 are free \(at most 5 fit"),
-        ({"kv_cache_memory": 9000}, r"9,000 bytes, but 5,500 are free for KV \(give less, or leave it out"),
-        ({"kv_cache_memory": 900}, r"is 900 bytes, and one KV block takes 1,000 \(give more"),
-        ({"free_bytes": 900}, r"for KV beside the weights \(end other programs, take a smaller model"),
-        ({"free_bytes": -5, "num_kv_blocks": 10}, r"but 0 are free \(at most 0 fit"),
-        ({"free_bytes": -5, "kv_cache_memory": 9000}, "but 0 are free for KV"),
-        ({"free_bytes": -5}, "has 0 bytes for KV beside"),
+        ({"num_kv_blocks": 1000}, r"1000 KV blocks need 1,000,000 bytes, but 5,500 are free \(use at most 5,"),
+        ({"kv_cache_memory": 9000}, r"=9,000 exceeds the 5,500 bytes that are free for KV \(lower it, or omit it"),
+        ({"kv_cache_memory": 900}, r"=900 is smaller than one KV block of 1,000 bytes \(increase it"),
+        ({"free_bytes": 900}, r"for KV after loading the weights \(stop other programs, or use a smaller model"),
+        ({"free_bytes": -5, "num_kv_blocks": 10}, r"but 0 are free \(use at most 0,"),
+        ({"free_bytes": -5, "kv_cache_memory": 9000}, "exceeds the 0 bytes that are free for KV"),
+        ({"free_bytes": -5}, "0 bytes are free for KV after"),
     ],
 )
 def test_too_little_memory_is_reported_with_what_fits(settings: dict[str, int], words: str) -> None:
@@ -95,7 +95,7 @@ def test_port_in_use_is_reported_with_its_owner() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = fdcore("serve", "smollm2", "--port", str(port))
-    who = f", process {os.getpid()} (stop what uses it" if sys.platform == "linux" else "(stop what uses it"
+    who = f", process {os.getpid()} (stop that process" if sys.platform == "linux" else "(stop that process"
     assert_one_line(
         ended, 2, f"--port: cannot listen on 127.0.0.1 port {port}: address already in use", who, "--port 0"
     )
@@ -144,13 +144,13 @@ def test_missing_compiler_is_named_with_how_to_install_it(
 def test_wrong_key_is_reported_with_the_flag_to_set() -> None:
     with live(lambda: FakeClient("From afar"), api_keys=("sesame",)) as server:
         ended = fdcore("chat", "--url", server.url, "--api-key", "mustard", typed="hi\n")
-    assert_one_line(ended, ServerAnswer.exit_code, "answered 401", "--api-key-file FILE or in FD_API_KEY")
+    assert_one_line(ended, ServerAnswer.exit_code, "status 401", "--api-key-file FILE or in FD_API_KEY")
 
 
 def test_context_too_long_is_reported_with_both_lengths(run_cli: RunCli) -> None:
     with live(lambda: FakeClient("From afar")) as server:
         ended = run_cli("complete", "x" * 1000, "--url", server.url)
-    assert_one_line(ended, FdError.exit_code, "the prompt has 1000 tokens, but the context holds 400", "shorten")
+    assert_one_line(ended, FdError.exit_code, "the prompt has 1000 tokens, but the context length is 400", "shorten")
 
 
 def test_chat_with_a_model_without_template_fails_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_missing_plugin_is_reported_with_the_installed_ones(
 ) -> None:
     monkeypatch.setenv("FD_CACHE", str(tmp_path))
     ended = run_cli("serve", "smollm2", "--port", "0", flag, value)
-    assert_one_line(ended, 4, f"{flag}: there is no ", f"called '{value.partition(':')[0]}' (there are: ")
+    assert_one_line(ended, 4, f"{flag}: unknown ", f"'{value.partition(':')[0]}' (available: ")
     assert list(tmp_path.iterdir()) == [], "nothing is fetched or compiled before the check"
 
 
@@ -185,7 +185,10 @@ def test_broken_plugin_is_reported_with_its_missing_attribute(tmp_path: Path) ->
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     ended = fdcore("serve", "smollm2", "--port", "0", "--backend", "broken", PYTHONPATH=path)
     assert_one_line(
-        ended, 4, "plugin broken-plugin (broken): ModuleNotFoundError", "(install what provides nosuchlibrary"
+        ended,
+        4,
+        "plugin broken-plugin (broken): ModuleNotFoundError",
+        "(install the package that provides nosuchlibrary",
     )
 
 

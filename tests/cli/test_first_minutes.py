@@ -52,7 +52,7 @@ def test_unknown_home_folder_is_a_one_line_error(command: list[str], monkeypatch
     monkeypatch.setenv("FD_CACHE", "~no-such-user/cache")
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 2
-    assert shown.stderr.startswith("fdcore: FD_CACHE: the home folder in '~no-such-user/cache' is not known here")
+    assert shown.stderr.startswith("fdcore: FD_CACHE: the home folder in '~no-such-user/cache' is unknown")
 
 
 def test_terminal_without_unicode_shows_the_rest(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_serve_without_a_model_lists_models_if_not_interactive(tmp_path: Path) -
         env={**os.environ, "FD_CACHE": str(tmp_path), "HF_HOME": str(tmp_path)},
     )
     assert ended.returncode == 2
-    assert "smollm2 (98 MB, fetched at the first start) (type `fdcore serve smollm2`" in ended.stderr
+    assert "smollm2 (98 MB, fetched on first use) (run `fdcore serve smollm2`" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 

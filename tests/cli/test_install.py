@@ -35,7 +35,7 @@ def test_only_the_installed_plugin_is_checked(ran: list[list[str]], name: str, d
 
 
 def test_unknown_name_lists_the_plugins_of_the_project(ran: list[list[str]]) -> None:
-    with pytest.raises(PluginError, match=r"could not install nosuch; .* \(the project's own plugins are gpu_cuda, "):
+    with pytest.raises(PluginError, match=r"could not install nosuch; .* \(the plugins of fd_core are gpu_cuda, "):
         plugins.install.__wrapped__("nosuch")
     assert len(ran) == 1
 

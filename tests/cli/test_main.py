@@ -83,33 +83,33 @@ def test_version():
         (
             ["serve", "smollm2", "--disable-uvicorn-access-log"],
             2,
-            "not a flag of fdcore: requests are logged only where",
+            "not a flag of fdcore: requests are only logged with",
         ),
         (
             ["route", "--uvicorn-log-level", "debug"],
             2,
-            "fdcore: --uvicorn-log-level: it is not a flag of fdcore: --log",
+            "fdcore: --uvicorn-log-level: not a flag of fdcore: use --log",
         ),
-        (["serve", "--model", "smollm2"], 2, "fdcore: --model: it is not a flag of fdcore: the model has no flag"),
-        (["serve", "smollm2", "-c=4096"], 2, "fdcore: -c: it is not a flag of fdcore: --max-model-len is"),
+        (["serve", "--model", "smollm2"], 2, "fdcore: --model: not a flag of fdcore: the model is an argument"),
+        (["serve", "smollm2", "-c=4096"], 2, "fdcore: -c: not a flag of fdcore: use --max-model-len"),
         (["no-such-command"], 2, "no-such-command"),
-        (["serve"], 2, "fdcore: MODEL: no model was named"),
-        (["serve", "smollm2", "--port", "x"], 2, "fdcore: --port: 'x' is not a whole number"),
+        (["serve"], 2, "fdcore: MODEL: no model was specified"),
+        (["serve", "smollm2", "--port", "x"], 2, "fdcore: --port: expected an integer, got 'x'"),
         (
             ["serve", "smollm2", "--num-kv-blocks", "1", "--kv-cache-memory", "1M"],
             2,
-            "--num-kv-blocks and --kv-cache-memory contradict",
+            "--num-kv-blocks and --kv-cache-memory exclude each other",
         ),
-        (["complete", "x", "--url", "127.0.0.1:9", "--dtype", "float32"], 2, "--url and --dtype contradict"),
-        (["complete", "x", "--url", "ftp://host"], 2, "'ftp://host' is not the address of a server"),
+        (["complete", "x", "--url", "127.0.0.1:9", "--dtype", "float32"], 2, "--url cannot be combined with --dtype"),
+        (["complete", "x", "--url", "ftp://host"], 2, "'ftp://host' is not the URL of a server"),
         (["complete", "x", "-m", "no-such-model"], 3, "no such model: 'no-such-model'"),
         (["complete", "x", "-m", "/nowhere/x.gguf"], 3, "/nowhere/x.gguf"),
-        (["complete", "x", "--backend", "warp"], 4, "there is no backend called 'warp'"),
-        (["complete", "x", "--scheduling-policy", "lifo"], 4, "there is no scheduling policy called 'lifo'"),
-        (["complete", "x", "--url", "127.0.0.1:9"], 1, "cannot talk to the server"),
+        (["complete", "x", "--backend", "warp"], 4, "unknown backend 'warp'"),
+        (["complete", "x", "--scheduling-policy", "lifo"], 4, "unknown scheduling policy 'lifo'"),
+        (["complete", "x", "--url", "127.0.0.1:9"], 1, "cannot connect to the server"),
         (["install", "--index-url=http://evil"], 2, "--index-url"),
-        (["install", "--", "--index-url=http://evil"], 2, "is not the name of a distribution"),
-        (["bench", "serve", "--goodput", "speed:3"], 2, "--goodput: 'speed:3' is not one of ttft, tpot, e2e"),
+        (["install", "--", "--index-url=http://evil"], 2, "is not a valid distribution name"),
+        (["bench", "serve", "--goodput", "speed:3"], 2, "--goodput: expected one of ttft, tpot, e2e"),
         (["bench", "latency", "--json", "/nowhere/x.json"], 2, "--json: cannot write /nowhere/x.json"),
     ],
 )
@@ -184,7 +184,7 @@ def test_output_to_a_full_disk_is_a_one_line_error(words):
             [sys.executable, "-m", "fd_core.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert ended.returncode == 1
-    assert ended.stderr == "fdcore: the output cannot be written: No space left on device\n"
+    assert ended.stderr == "fdcore: cannot write the output: No space left on device\n"
 
 
 def test_error_is_one_printable_line():

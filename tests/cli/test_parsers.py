@@ -23,7 +23,9 @@ def test_auto_chooses_by_chat_template_and_explains() -> None:
 def test_no_parser_is_reported_with_the_flag_that_sets_one() -> None:
     chosen = choose_parsers("auto", "auto", PLAIN, "")
     assert chosen.parsers.tools is HermesTools and chosen.parsers.reasoning is None
-    assert chosen.reasoning == "none: no reasoning parser is known for this chat template; --reasoning-parser names one"
+    assert (
+        chosen.reasoning.startswith("none: no reasoning parser is known") and "--reasoning-parser" in chosen.reasoning
+    )
     assert choose_parsers("auto", "auto", None, "").parsers.tools is None
 
 
@@ -34,7 +36,7 @@ def test_flag_names_a_parser_or_none() -> None:
 
 
 def test_unknown_parser_is_rejected_with_known_ones() -> None:
-    with pytest.raises(PluginError, match="no tool parser called 'best'") as caught:
+    with pytest.raises(PluginError, match="unknown tool parser 'best'") as caught:
         choose_parsers("best", "auto", QWEN, "")
     assert caught.value.field == "--tool-call-parser" and "hermes" in caught.value.hint
 

@@ -27,19 +27,23 @@ BROKEN = {
     "nocontract": ({"source": "x = 1"}, "fd_nocontract declares no FD_CONTRACT", "write FD_CONTRACT = 1 there"),
     "unknownhook": (
         {"source": HOOK + "fd_register_toasters(): ..."},
-        "fd_register_toasters is not a hook; there are fd_register_backends",
+        "fd_register_toasters is not a hook; the hooks are fd_register_backends",
         "correct the spelling",
     ),
-    "importerror": ({"source": "import no_driver"}, "No module named 'no_driver'", "install what provides no_driver"),
-    "missingname": ({"source": "from os import no_such"}, "cannot import name 'no_such'", "the version that has it"),
+    "importerror": (
+        {"source": "import no_driver"},
+        "No module named 'no_driver'",
+        "package that provides no_driver",
+    ),
+    "missingname": ({"source": "from os import no_such"}, "cannot import name 'no_such'", "a version that has it"),
     "notamodule": ({"source": "FD_CONTRACT = 1", "value": ":Plugin"}, "has no attribute 'Plugin'", "correct the name"),
-    "raises": ({"source": "raise OSError('no licence')"}, "OSError: no licence", "ask its maker"),
-    "exits": ({"source": "import os; os._exit(7)"}, "it ended the process with code 7", "ask its maker"),
-    "offersnothing": ({"source": "FD_CONTRACT = 1"}, "it offers nothing", "implement one of the hooks"),
+    "raises": ({"source": "raise OSError('no licence')"}, "OSError: no licence", "ask its author"),
+    "exits": ({"source": "import os; os._exit(7)"}, "it ended the process with exit code 7", "ask its author"),
+    "offersnothing": ({"source": "FD_CONTRACT = 1"}, "it registers nothing", "implement one of the hooks"),
     "manyhooks": (
         {"source": HOOK + "fd_register_backends(app): ..."},
         "fd_register_backends",
-        "give the hook the arguments that it has",
+        "use the hook arguments of",
     ),
     "framework": ({"source": "import torch\n" + GOOD, "parts": CHIP}, "discovering it imports torch", "fd_framework"),
     "threads": (
@@ -59,7 +63,7 @@ BROKEN = {
     "nomodule": (
         {"source": GOOD},
         "backend nomodule: ModuleNotFoundError: No module named 'fd_nomodule_parts'",
-        "install what provides fd_nomodule_parts",
+        "install the package that provides fd_nomodule_parts",
     ),
     "wrongbase": (
         {"source": GOOD, "parts": "class Chip: ..."},
@@ -74,11 +78,11 @@ BROKEN = {
     "proberaises": (
         {"source": GOOD, "parts": PARTS.format(rank=0, answer="1 / 0")},
         "backend proberaises: ZeroDivisionError: division by zero",
-        "ask its maker",
+        "ask its author",
     ),
     "probelies": (
         {"source": GOOD, "parts": PARTS.format(rank=0, answer="True")},
-        "probe returned bool True instead of an Availability",
+        "probe: expected an Availability, got bool True",
         "return Availability(",
     ),
     "probesilent": (
@@ -99,17 +103,17 @@ BROKEN = {
     "nosummary": (
         {"source": GOOD.replace('"a chip"', '""'), "parts": CHIP},
         "backend nosummary: its summary",
-        "say in the Entry what nosummary is",
+        "describe nosummary in the Entry",
     ),
     "serveless": (
         {"source": GOOD.replace("backends", "postprocessors"), "parts": MATRIX},
-        "postprocessor serveless: fd_serveless_parts:Chip does not say what it serves",
-        "write serves = (",
+        "postprocessor serveless: fd_serveless_parts:Chip does not set `serves`",
+        "set serves = (",
     ),
     "othername": (
         {"source": GOOD, "parts": CHIP, "name": "chip"},
         "fd_othername_parts:Chip calls itself 'chip'",
-        "write name = 'othername' in the class",
+        "set name = 'othername' in the class",
     ),
     "impostor": (
         {"source": GOOD.replace("{name!r}", "'cpu'"), "parts": CHIP, "name": "cpu"},
@@ -165,7 +169,7 @@ def report(tmp_path_factory):
 def test_each_fault_is_explained_in_one_paragraph(report, point, cause, remedy):
     (paragraph,) = report[point]
     assert paragraph.startswith(f"fd-{point} 2.5, entry point {point} = fd_{point}")
-    explained, _, advice = paragraph.partition(" What to do: ")
+    explained, _, advice = paragraph.partition(" Remedy: ")
     assert cause in explained
     assert remedy in advice
     assert len(paragraph.splitlines()) == 1
@@ -192,18 +196,18 @@ def test_one_name_checks_one_plugin_and_success_is_brief(tmp_path):
     assert ended.stdout.splitlines() == [
         "fd-sound 2.5: sound",
         "  backend sound can run here: it is here",
-        "1 plugin checked, nothing is wrong",
+        "1 plugin checked, no problems found",
     ]
     ended = check(tmp_path, "FD_Broken")  # the distribution's name, normalized as installers do
     assert ended.returncode == 4
-    assert ended.stdout.count("What to do") == 1
+    assert ended.stdout.count("Remedy") == 1
 
 
 @pytest.mark.parametrize(
     "name, code, words",
     [
-        ("nosuch", 4, "no plugin called 'nosuch' is installed (there are: "),
-        ("cpu", 2, "cpu comes with fd_core itself"),
+        ("nosuch", 4, "plugin 'nosuch' is not installed (installed: "),
+        ("cpu", 2, "cpu is part of fd_core"),
         ("forgetful", 4, "fd-forgetful 2.5: it is installed but has no entry point in group fd_core"),
         pytest.param(
             *("elsewhere", 4, "fd-elsewhere 2.5: it is installed but has no entry point in group fd_core"),

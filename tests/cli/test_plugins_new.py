@@ -102,7 +102,7 @@ def test_projects_pass_plugins_check(projects, monkeypatch):
     for project in projects.values():
         monkeypatch.syspath_prepend(str(project))
     output = run(projects[PluginKind.STORE, None], "-m", "fd_core.cli", "plugins", "check")
-    assert "nothing is wrong" in output
+    assert "no problems found" in output
     for kind, framework in PROJECTS:
         name = name_of(kind, framework)
         assert f"fd-{name.replace('_', '-')} 0.1.0: {name}" in output
@@ -140,14 +140,14 @@ def test_device_without_a_probe_is_not_available(tmp_path, framework, setting):
     "name, words",
     [
         *(
-            (name, "cannot be the name of a backend")
+            (name, "is not a valid name of a backend")
             for name in ("MyChip", "my-chip", "1chip", "_chip", "chip_", "a__b")
         ),
-        *((name, "cannot be the name of a backend") for name in ("", "chip+paddle", "../chip", "ch\nip", "x" * 41)),
+        *((name, "is not a valid name of a backend") for name in ("", "chip+paddle", "../chip", "ch\nip", "x" * 41)),
         *((name, "is a reserved word") for name in ("class", "match", "auto")),
-        *((name, "is a backend of fd_core itself") for name in ("cpu", "reference", "null")),
-        ("gpu_cuda", "is the project's own plugin fd-gpu-cuda"),
-        ("core", "the package fd_core exists already"),
+        *((name, "is a built-in backend") for name in ("cpu", "reference", "null")),
+        ("gpu_cuda", "is the plugin fd-gpu-cuda of fd_core"),
+        ("core", "the package fd_core already exists"),
     ],
 )
 def test_invalid_name_is_rejected(tmp_path, name, words):
@@ -159,21 +159,21 @@ def test_invalid_name_is_rejected(tmp_path, name, words):
 
 def test_name_of_an_installed_plugin_is_rejected(projects, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(projects[PluginKind.STORE, None]))
-    with pytest.raises(ConfigError, match="the name some_store is taken by fd-some-store"):
+    with pytest.raises(ConfigError, match="the name some_store is already used by fd-some-store"):
         write_project("some_store", PluginKind.SCHEDULER, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        (PluginKind.SCHEDULER, "continuous", "continuous is a scheduler of fd_core itself"),
-        (PluginKind.POSTPROCESS, "torch", "torch is a postprocessor of fd_core itself"),
-        (PluginKind.STORE, "disk", "disk is a KV store of fd_core itself"),
-        (PluginKind.CONNECTOR, "tcp", "tcp is a connector of fd_core itself"),
-        (PluginKind.ROUTER_POLICY, "session", "session is a router policy of fd_core itself"),
-        (PluginKind.TOOL_PARSER, "hermes", "hermes is a tool parser of fd_core itself"),
-        (PluginKind.REASONING_PARSER, "qwen3", "qwen3 is a reasoning parser of fd_core itself"),
-        (PluginKind.ROUTER_POLICY, "my-policy", "cannot be the name of a router policy"),
+        (PluginKind.SCHEDULER, "continuous", "continuous is a built-in scheduler"),
+        (PluginKind.POSTPROCESS, "torch", "torch is a built-in postprocessor"),
+        (PluginKind.STORE, "disk", "disk is a built-in KV store"),
+        (PluginKind.CONNECTOR, "tcp", "tcp is a built-in connector"),
+        (PluginKind.ROUTER_POLICY, "session", "session is a built-in router policy"),
+        (PluginKind.TOOL_PARSER, "hermes", "hermes is a built-in tool parser"),
+        (PluginKind.REASONING_PARSER, "qwen3", "qwen3 is a built-in reasoning parser"),
+        (PluginKind.ROUTER_POLICY, "my-policy", "is not a valid name of a router policy"),
     ],
 )
 def test_each_kind_has_reserved_names(tmp_path, kind, name, words):
@@ -182,7 +182,7 @@ def test_each_kind_has_reserved_names(tmp_path, kind, name, words):
 
 
 def test_only_a_backend_begins_with_a_framework(tmp_path):
-    with pytest.raises(ConfigError, match="a scheduler begins with no framework") as caught:
+    with pytest.raises(ConfigError, match="a scheduler has no framework") as caught:
         write_project("mine", PluginKind.SCHEDULER, Framework.TORCH, tmp_path / "project")
     assert (caught.value.field, caught.value.exit_code) == ("--framework", 2)
 
@@ -192,7 +192,7 @@ def test_nothing_is_overwritten(tmp_path, there):
     (tmp_path / there).parent.mkdir(exist_ok=True)
     (tmp_path / there).write_text("mine")
     (tmp_path / "notes.txt").write_text("mine as well")
-    with pytest.raises(ConfigError, match="is there already, and nothing is overwritten"):
+    with pytest.raises(ConfigError, match="already exists, and is not overwritten"):
         write_project("mychip", PluginKind.BACKEND, Framework.TORCH, tmp_path)
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {there.rpartition("/")[2], "notes.txt"}
     assert (tmp_path / there).read_text() == "mine"
@@ -220,7 +220,7 @@ def test_command_creates_the_folder_and_prints_next_steps(tmp_path):
 def test_existing_folder_is_rejected(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    with pytest.raises(ConfigError, match="mine is there already") as caught:
+    with pytest.raises(ConfigError, match="mine already exists") as caught:
         write_project("mine", PluginKind.STORE)
     assert (caught.value.field, caught.value.exit_code) == ("NAME", 2)
     assert not list((tmp_path / "mine").iterdir())

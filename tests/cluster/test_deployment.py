@@ -158,7 +158,7 @@ def test_worker_replacement_and_scaling_lose_no_request() -> None:
                 policy.wanted = 2
                 await until(lambda: len(deployment.ready("mixed")) == 2, "it does not grow")
                 before = count.requests
-                await until(lambda: count.requests > before + 12, "nothing is served")
+                await until(lambda: count.requests > before + 12, "unknown path")
                 policy.wanted = 1
                 await until(lambda: len(pids_of(deployment, "mixed")) == 1, "it does not shrink")
         assert [note.text for note in notes if note.text.startswith("mixed: ")] == ["mixed: 1 -> 2", "mixed: 2 -> 1"]

@@ -93,4 +93,4 @@ def test_multi_node_scaling_loses_no_request(cluster: Any) -> None:
 async def answered(traffic: Traffic, more: int) -> None:
     """Wait until this many more requests were sent, each by a client whose previous one was answered."""
     before = traffic.requests
-    await until(lambda: traffic.requests >= before + more, "nothing is served")
+    await until(lambda: traffic.requests >= before + more, "nothing was served")

@@ -110,25 +110,23 @@ def test_value_of_wrong_type_is_rejected(settings: type[CheckedStruct]) -> None:
 
 def test_nan_inf_bool_and_fraction_are_not_numbers() -> None:
     for value in (math.nan, math.inf, True):
-        assert refused(EngineConfig, "lease_seconds", value) == f"{value!r} is not a number"
-    assert refused(EngineConfig, "max_num_seqs", 3.0) == "3.0 is not a whole number"
-    assert refused(EngineConfig, "role", " ") == "' ' is not a text"
+        assert refused(EngineConfig, "lease_seconds", value) == f"expected a number, got {value!r}"
+    assert refused(EngineConfig, "max_num_seqs", 3.0) == "expected an integer, got 3.0"
+    assert refused(EngineConfig, "role", " ") == "expected text, got ' '"
 
 
 def test_speculative_settings_are_validated() -> None:
     with pytest.raises(ConfigError, match="--speculative-config: num_speculative_tokens: 17 is out of range"):
         merge("m", {"speculative": '{"method": "ngram", "num_speculative_tokens": 17}'}, {})
-    with pytest.raises(ConfigError, match="cheap_tokens: 0 is out of range; it must be between 1 and 2147483647"):
+    with pytest.raises(ConfigError, match="cheap_tokens: 0 is out of range; expected between 1 and 2147483647"):
         LLM("m", speculative={"method": "ngram", "cheap_tokens": 0})
 
 
 def test_unknown_setting_is_rejected_with_known_settings() -> None:
-    with pytest.raises(
-        ConfigError, match=r"there is no setting 'rolle' \(there are model, revision, backend"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"unknown setting 'rolle' \(use one of model, revision, backend") as caught:
         LLM("m", rolle="decode")
     assert caught.value.field == "rolle"
-    with pytest.raises(ConfigError, match="there is no setting 'polcy'"):
+    with pytest.raises(ConfigError, match="unknown setting 'polcy'"):
         make_settings(RouterConfig, {"polcy": "random"})
 
 
@@ -152,9 +150,7 @@ SWITCHES = [
 @pytest.mark.parametrize("variable", SWITCHES)
 @pytest.mark.parametrize("word", ["2", "y", "enabled", "-1", "zmq"])
 def test_invalid_switch_value_is_rejected_by_name(variable: str, word: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{variable}: '{word}' is neither true nor false; use one of 1, true"
-    ) as caught:
+    with pytest.raises(ConfigError, match=f"{variable}: expected one of 1, true, .*, got '{word}'") as caught:
         merge("m", {}, {variable: word})
     assert (caught.value.exit_code, caught.value.field) == (2, variable)
 
@@ -175,7 +171,7 @@ def test_legacy_transport_switch_accepts_every_spelling(word: str, transport: st
     ],
 )
 def test_unknown_plugin_name_is_rejected_with_known_names(setting: dict[str, Any], known: str) -> None:
-    with pytest.raises(PluginError, match="called 'banana'") as caught:
+    with pytest.raises(PluginError, match="'banana'") as caught:
         LLM("null", **({"backend": "null"} | setting))
     assert caught.value.hint is not None
     assert known in caught.value.hint

@@ -57,11 +57,11 @@ def test_cancel_reaches_both_ports(queue) -> None:
 def test_effect_without_port_is_rejected(queue) -> None:
     joined = JoinedEffectPort(queue, RecordingPort(queue, Lookup), None)
     joined.perform([Cancel(1)])
-    with pytest.raises(ValueError, match="nothing that performs GiveUp"):
+    with pytest.raises(ValueError, match="no port of this engine performs GiveUp"):
         joined.perform([GiveUp("lease")])
     port = JoinedEffectPort(queue, None, None)
     assert (port.completions(), port.stats()) == ([], (None, None, None))
-    with pytest.raises(ValueError, match="nothing that performs Lookup"):
+    with pytest.raises(ValueError, match="no port of this engine performs Lookup"):
         port.perform([Cancel(1), Lookup(1, ())])
 
 

@@ -22,5 +22,5 @@ def test_every_backend_takes_auto() -> None:
 
 @pytest.mark.parametrize(("word", "here"), [("FLASHINFER", "flashinfer"), ("APPEND_ATTN", "auto")])
 def test_foreign_attention_names_get_our_equivalent(word: str, here: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{word}' is not served here; use {here}"):
+    with pytest.raises(ConfigError, match=f"'{word}' is not supported; use {here}"):
         EngineConfig(model="null", attention_backend=word)

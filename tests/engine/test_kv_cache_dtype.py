@@ -47,13 +47,13 @@ def secrets(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("word", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_foreign_8_bit_dtype_names_get_a_hint(word: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{word}' is not served here; use int8") as refused:
+    with pytest.raises(ConfigError, match=f"'{word}' is not supported; use int8") as refused:
         EngineConfig(model="null", kv_cache_dtype=word)
     assert refused.value.field == "kv_cache_dtype"
 
 
 def test_activation_dtype_as_kv_dtype_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="'bfloat16' is not served here; use auto, which keeps KV in the type"):
+    with pytest.raises(ConfigError, match="'bfloat16' is not supported; use auto, which stores KV in the type"):
         EngineConfig(model="null", kv_cache_dtype="bfloat16")
 
 

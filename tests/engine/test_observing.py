@@ -120,7 +120,7 @@ def test_observer_constructor_error_fails_start(load: Load, monkeypatch: pytest.
         raise OSError("no server there")
 
     monkeypatch.setattr(observer, "__init__", broken)
-    with pytest.raises(PluginError, match="the observer sees cannot be made: OSError: no server there"):
+    with pytest.raises(PluginError, match="creating the observer sees failed: OSError: no server there"):
         load()
 
 
@@ -133,6 +133,6 @@ def test_observer_receives_no_prompt_tokens() -> None:
 
 
 def test_unknown_observer_is_rejected() -> None:
-    with pytest.raises(PluginError, match="there is no observer called 'nosuch'") as refused:
+    with pytest.raises(PluginError, match="unknown observer 'nosuch'") as refused:
         null_engine(observer="nosuch")
     assert refused.value.exit_code == 4

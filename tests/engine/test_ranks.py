@@ -197,7 +197,7 @@ def test_killed_rank_loses_no_token(caplog: pytest.LogCaptureFixture) -> None:
             assert {spec.request_id: each.tokens for spec, each in zip(SPECS, record, strict=True)} == expected
             assert client.info.epoch == 2 and client.requests_requeued > 0
             assert client.rank_failures == {"1": 1}
-        assert "engine of epoch 1 is gone: rank 1 was ended by SIGKILL" in caplog.text
+        assert "engine of epoch 1 died: rank 1 was ended by SIGKILL" in caplog.text
 
     with caplog.at_level(logging.ERROR):
         run_test(main)
@@ -207,7 +207,7 @@ def test_killed_rank_loses_no_token(caplog: pytest.LogCaptureFixture) -> None:
     ("sent", "words"),
     [
         (signal.SIGKILL, "rank 1 was ended by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "rank 1 did not answer", marks=pytest.mark.soak),
+        pytest.param(signal.SIGSTOP, "rank 1 did not respond", marks=pytest.mark.soak),
     ],
 )
 def test_rank_lost_while_idle_is_detected_and_named(
@@ -302,7 +302,7 @@ def test_suspended_rank_is_named_within_watchdog_timeout(caplog: pytest.LogCaptu
             assert record.tokens == golden([LONG])["long"]
             assert client.info.epoch == 2
             await until(lambda: not lives(stopped[0]))
-        assert "rank 1 did not answer within 3 s" in caplog.text
+        assert "rank 1 did not respond within 3 s" in caplog.text
 
     with caplog.at_level(logging.ERROR):
         run_test(main)
@@ -339,7 +339,7 @@ socket.recv()
 @pytest.mark.parametrize(
     ("script", "error", "words"),
     [
-        ("send(Fault('it has no memory left: the model'))", EngineDead, "rank 1: it has no memory left: the model"),
+        ("send(Fault('it ran out of memory: the model'))", EngineDead, "rank 1: it ran out of memory: the model"),
         ("send(Fault('a tensor is missing', 'model', None, 3))", ModelError, "rank 1: a tensor is missing"),
         ("raise SystemExit(7)", EngineDead, "rank 1 ended with exit code 7"),
         (
@@ -352,7 +352,7 @@ socket.recv()
             "while (frame := socket.recv()) == LOOK: send(RankReady())\n"
             "send(StepDigest(decode_order(frame).plan.step, b'else'))",
             EngineDead,
-            "rank 1 made something else of step",
+            "rank 1 computed a different result of step",
         ),
     ],
 )
@@ -375,14 +375,14 @@ def test_rank_digest_covers_plan_and_sampled_tokens() -> None:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 gave no sign for 1 s while it loaded"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 did not respond for 1 s while it loaded"),
         ("raise SystemExit(7)", "rank 1 ended with exit code 7"),
         (
             "import time\n"
             "from fd_core.engine.ranks import child\n"
             "child.Computing.loaded = lambda self: time.sleep(1000)\n"
             "child.main()",
-            "rank 1 came no further for 0.5 s while it loaded",
+            "rank 1 made no progress for 0.5 s while it loaded",
         ),
     ],
 )
@@ -459,7 +459,7 @@ def test_indivisible_model_is_rejected_before_starting_ranks(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni is one process"),
+        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni runs one process"),
     ],
 )
 def test_settings_incompatible_with_ranks_are_rejected(settings: dict[str, Any], words: str) -> None:
@@ -469,7 +469,7 @@ def test_settings_incompatible_with_ranks_are_rejected(settings: dict[str, Any],
 
 def test_ray_placement_of_unsupported_backend_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NullBackend, "rank_environments", lambda size: [{"DEVICE": str(rank)} for rank in range(size)])
-    with pytest.raises(ConfigError, match="ranks of the null backend are not placed by Ray yet"):
+    with pytest.raises(ConfigError, match="ranks of the null backend cannot be placed by Ray yet"):
         null_engine(distributed_executor_backend="ray", **TWO)
 
 
@@ -515,13 +515,13 @@ def test_late_copy_of_rank_is_not_matched_to_another() -> None:
             time.sleep(0.001)
         going_on = threading.Timer(8.0, os.kill, (rank, signal.SIGCONT))
         going_on.start()  # an unbounded wait must end as well
-        with pytest.raises(EngineDead, match="rank 1 did not answer"):
+        with pytest.raises(EngineDead, match="rank 1 did not respond"):
             of_rank_1.export_blocks(np.array([2], np.int32))
         going_on.cancel()
         os.kill(rank, signal.SIGCONT)
         with pytest.raises(EngineDead):
             of_rank_1.export_blocks(np.array([9], np.int32))
-        with pytest.raises(EngineDead, match=r"rank 1 did not answer within 0.5 s"):
+        with pytest.raises(EngineDead, match=r"rank 1 did not respond within 0.5 s"):
             runner.check()
     finally:
         engine.close()

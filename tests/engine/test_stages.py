@@ -149,7 +149,7 @@ def test_killed_stage_loses_no_token(folder: Path, caplog: pytest.LogCaptureFixt
             results = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
             assert [each.tokens for each in results] == expected
             assert client.info.epoch == 2 and client.requests_requeued > 0
-        assert "engine of epoch 1 is gone: rank 1 was ended by SIGKILL" in caplog.text
+        assert "engine of epoch 1 died: rank 1 was ended by SIGKILL" in caplog.text
 
     with caplog.at_level(logging.ERROR):
         run_test(main)
@@ -159,7 +159,7 @@ def test_killed_stage_loses_no_token(folder: Path, caplog: pytest.LogCaptureFixt
     ("sent", "words"),
     [
         (signal.SIGKILL, "rank 1 was ended by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "rank 1 did not answer", marks=pytest.mark.soak),
+        pytest.param(signal.SIGSTOP, "rank 1 did not respond", marks=pytest.mark.soak),
     ],
 )
 def test_stage_lost_while_idle_is_detected_and_named(
@@ -261,11 +261,11 @@ def test_pair_may_combine_stages_and_ranks(folder: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tensor_parallel_size": 2}, "does not go with --tensor-parallel-size"),
-        ({"speculative": SpeculativeConfig(method="ngram")}, "does not go with --speculative-config"),
-        ({"lora_modules": ("a=b",)}, "does not go with --lora-modules"),
-        ({"rank_transport": "gloo"}, "does not go with --rank-transport gloo"),
-        ({"distributed_executor_backend": "uni"}, "uni is one process"),
+        ({"tensor_parallel_size": 2}, "cannot be combined with --tensor-parallel-size"),
+        ({"speculative": SpeculativeConfig(method="ngram")}, "cannot be combined with --speculative-config"),
+        ({"lora_modules": ("a=b",)}, "cannot be combined with --lora-modules"),
+        ({"rank_transport": "gloo"}, "cannot be combined with --rank-transport gloo"),
+        ({"distributed_executor_backend": "uni"}, "uni runs one process"),
         ({"max_num_batched_tokens": 3_000_000}, "use at most|cannot hand on"),
     ],
 )

@@ -153,7 +153,7 @@ def test_dead_end_of_grammar_ends_request_with_reason() -> None:
     reason, error = outcome(engine, asking(grammar=grammar.context_free("start: /a/ nothing\nnothing: nothing")))
     assert (reason, error) == (
         FinishReason.ERROR,
-        "no token can be chosen: no token continues a text of the form asked for",
+        "no token can be chosen: the grammar allows no further token",
     )
     engine.close()
 
@@ -161,7 +161,7 @@ def test_dead_end_of_grammar_ends_request_with_reason() -> None:
 def test_engine_without_structured_output_rejects_grammars() -> None:
     engine = null_engine(structured_output=False)
     reason, error = outcome(engine, asking(grammar=GRAMMARS["choice"]))
-    assert reason is FinishReason.ERROR and error is not None and "switched off" in error
+    assert reason is FinishReason.ERROR and error is not None and "disabled" in error
     assert engine.probe().runner.limits.max_drafts == 0
     engine.close()
 

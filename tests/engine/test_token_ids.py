@@ -53,7 +53,7 @@ def refused(prompts: Any, llm: LLM, params: SamplingParams = GREEDY) -> str:
 
 @pytest.mark.parametrize("call", [LLM.generate, LLM.embed], ids=["generate", "embed"])
 def test_text_with_missing_rows_lists_all_tokens(call: Any, llm: LLM) -> None:
-    with pytest.raises(BadRequest, match=rf"token id {PAD} \('\[PAD\]'\), but the vocabulary has {ROWS} ids"):
+    with pytest.raises(BadRequest, match=rf"token id {PAD} \('\[PAD\]'\) is out of range; the vocabulary has {ROWS} ids"):
         call(llm, ["fine", "a [PAD] b"])
     assert len(llm.generate("hello", GREEDY)[0].token_ids) == 3
 
@@ -111,7 +111,7 @@ def test_engine_rechecks_token_ids(field: str, wrong: Any, engine: Engine) -> No
     else:
         spec["params"] = SamplingParams(**{field: {wrong: 1.0} if field == "logit_bias" else (wrong,)})
     [delta] = engine.submit(RequestSpec(**spec))
-    assert delta.finish_reason is FinishReason.ERROR and f"but the vocabulary has {ROWS} ids" in (delta.error or "")
+    assert delta.finish_reason is FinishReason.ERROR and f"the vocabulary has {ROWS} ids" in (delta.error or "")
     assert not engine.has_work
 
 

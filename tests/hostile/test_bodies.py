@@ -87,6 +87,6 @@ def test_a_share_grows_to_what_came_and_is_given_back_once() -> None:
 
 
 def test_a_budget_below_one_body_is_refused() -> None:
-    with pytest.raises(ConfigError, match="less than one body") as caught:
+    with pytest.raises(ConfigError, match="is smaller than max_body_bytes") as caught:
         ServerConfig(max_body_bytes=2 * MIB, max_body_memory=MIB)
     assert caught.value.field == "--max-body-memory"

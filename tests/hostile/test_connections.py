@@ -269,7 +269,7 @@ def test_failures_to_accept_are_counted_and_said_once_and_do_not_spin(caplog: py
         errors = asyncio.run(scenario())
     assert 2 <= errors == _Full.tried <= 4
     assert [record.getMessage() for record in caplog.records].count(
-        "a connection cannot be accepted: too many open files (logged once a minute)"
+        "accepting a connection failed: too many open files (logged once a minute)"
     ) == 1
 
 

@@ -87,7 +87,7 @@ def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path, name: str) ->
 def test_more_keys_than_anybody_has_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("".join(f"k{number}\n" for number in range(20_001)))
-    with pytest.raises(ConfigError, match="holds 20,001 keys"):
+    with pytest.raises(ConfigError, match="has 20,001 keys"):
         read_key_file(path)
 
 

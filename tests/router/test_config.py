@@ -55,15 +55,15 @@ def test_defaults_match_fastdeploy_except_balance() -> None:
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"polcy": "random"}, "no setting 'polcy'"),
-        ({"scheduler": 3}, "scheduler is 3; it is a table"),
+        ({"polcy": "random"}, "unknown setting 'polcy'"),
+        ({"scheduler": 3}, "scheduler is 3; expected a table"),
         ({"policy": "random", "scheduler": {"policy": "session"}}, "policy is set twice"),
         ({"cache-block-size": "big"}, "cache-block-size"),
-        ({"cache-block-size": 0}, "cache-block-size: 0 is out of range; it must be between 1 and 65536"),
-        ({"eviction-interval-secs": 0}, "eviction-interval-secs: 0 is out of range; it must be above 0"),
-        ({"hit-ratio-weight": -1}, "hit-ratio-weight: -1 is out of range; it must be at least 0"),
-        ({"hit-ratio-weight": float("nan")}, "hit-ratio-weight: nan is not a number"),
-        ({"waiting-weight": float("inf")}, "waiting-weight: inf is not a number"),
+        ({"cache-block-size": 0}, "cache-block-size: 0 is out of range; expected between 1 and 65536"),
+        ({"eviction-interval-secs": 0}, "eviction-interval-secs: 0 is out of range; expected above 0"),
+        ({"hit-ratio-weight": -1}, "hit-ratio-weight: -1 is out of range; expected at least 0"),
+        ({"hit-ratio-weight": float("nan")}, "hit-ratio-weight: expected a number, got nan"),
+        ({"waiting-weight": float("inf")}, "waiting-weight: expected a number, got inf"),
         ({"health-check-endpoint": "health"}, "must begin with /"),
     ],
 )

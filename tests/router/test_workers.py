@@ -109,12 +109,12 @@ def test_worker_that_registers_while_draining_is_new() -> None:
     "url", ["", "a:1", "ftp://a", "http://", "http://u:p@a", "http://a?x", "http://a b", "http://a#b", "http://a\r\nb"]
 )
 def test_invalid_address_is_rejected(url: str) -> None:
-    with pytest.raises(BadRequest, match="not the address of a worker"):
+    with pytest.raises(BadRequest, match="not a worker URL"):
         registry_of().register(url, "mixed", 0.0)
 
 
 def test_unknown_role_is_rejected() -> None:
-    with pytest.raises(BadRequest, match="no role 'both'"):
+    with pytest.raises(BadRequest, match="unknown role 'both'"):
         registry_of().register("http://a", "both", 0.0)  # type: ignore[arg-type]
 
 

@@ -127,7 +127,7 @@ def test_aborted_message_ends_with_an_error(server: LiveServer) -> None:
     assert (answer.status, answer.events[-1]["type"]) == (200, "error")
     assert answer.events[-1]["error"] == {
         "type": "api_error",
-        "message": "the request was aborted; its text is not whole",
+        "message": "the request was aborted; its text is incomplete",
     }
     assert not [each for each in answer.events if each["type"] in ("message_delta", "message_stop")]
     assert "".join(each["delta"]["text"] for each in answer.events if "delta" in each) == "Hello"

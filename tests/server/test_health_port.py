@@ -56,7 +56,7 @@ def test_stuck_event_loop_fails_the_health_check(kind: str, monkeypatch: pytest.
         hold(opened, 3.0)
         until(lambda: ask(port)[0] == 503, 2.5)
         status, body = ask(port)
-        assert status == 503 and "event loop has been stuck" in json.loads(body)["reason"]
+        assert status == 503 and "event loop has been blocked" in json.loads(body)["reason"]
         until(lambda: ask(port)[0] == 200)
 
 

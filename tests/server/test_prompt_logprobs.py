@@ -138,8 +138,8 @@ def test_chat_returns_prompt_logprobs_outside_choices(null: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"max_tokens": 0}, "max_tokens", "needs echo"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not told in a stream"),
+        ({"max_tokens": 0}, "max_tokens", "requires echo"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not supported with stream"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "0"),
         ({"prompt": [[1] * 399] * 126, "prompt_logprobs": 20}, "prompt_logprobs", "1048576"),

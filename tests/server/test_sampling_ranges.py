@@ -64,7 +64,7 @@ def test_http_and_python_reject_with_the_same_message(server: LiveServer, name: 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nan_and_inf_are_rejected(value: float) -> None:
-    with pytest.raises(BadRequest, match=f"temperature: {value} is not a number"):
+    with pytest.raises(BadRequest, match=f"temperature: expected a finite number, got {value}"):
         check_sampling(SamplingParams(temperature=value))
 
 
@@ -96,7 +96,7 @@ def test_python_engine_rejects_parameters_out_of_range() -> None:
         with pytest.raises(BadRequest, match=r"temperature: expected `float` <= 2\.0"):
             llm.generate([[1], [2]], [SamplingParams(max_tokens=1), SamplingParams(temperature=9.0)])
         assert llm.stats.scheduler.slots.waiting == 0, "nothing was submitted"
-        with pytest.raises(BadRequest, match="stop_token_ids: token ids are 0 to"):
+        with pytest.raises(BadRequest, match="stop_token_ids: token id"):
             llm.generate([[1]], SamplingParams(stop_token_ids=(10**6,)))
     finally:
         llm.close()

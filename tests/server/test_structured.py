@@ -143,11 +143,11 @@ def test_any_json_object(null: LiveServer) -> None:
         ({"guided_grammar": "start: foo"}, "", 'unknown name: "foo"'),
         ({"guided_grammar": "root ::= foo"}, "", "foo"),
         ({"guided_grammar": "root ::= " + "(" * 9000}, "", "nested"),
-        ({"structural_tag": {"structures": [{}], "triggers": ["<"]}}, ".structures[0].begin", "not empty"),
+        ({"structural_tag": {"structures": [{}], "triggers": ["<"]}}, ".structures[0].begin", "non-empty"),
         ({"response_format": {"type": "json_schema"}}, ".json_schema", "required"),
         ({"response_format": {"type": "yaml"}}, ".type", "json_object"),
         ({"response_format": "json"}, "", "object"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "one of them"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "only one"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "cannot be combined"),
         ({"guided_regex": "a", "min_tokens": 1, "max_tokens": 4}, "min_tokens", "cannot be combined"),
         ({"structured_outputs": {"json": {"anyOf": [{}, {"type": "strng"}]}}}, ".json.anyOf[1]", "Invalid type"),
@@ -296,7 +296,7 @@ def test_nested_options_are_distinguished_within_a_budget() -> None:
     assert json_schema({"$defs": exponential(3)["$defs"], "$ref": "#/$defs/a"})
     options = [{"enum": [*range(10 * index, 10 * index + 60_000)]} for index in range(2)]
     mixed = {"oneOf": [*options, {"type": "string"}]}
-    with pytest.raises(BadRequest, match="tell apart") as error:
+    with pytest.raises(BadRequest, match="options are disjoint") as error:
         compilable(mixed, "schema")
     assert error.value.field == "schema.oneOf"
 

@@ -73,7 +73,7 @@ def test_token_without_a_row_is_named(server: LiveServer, path: str, body: dict[
     answer = server.post(path, body)
     assert answer.status == 400, answer.body
     message = answer.json["error"]["message"]
-    assert f"token id {PAD} ('[PAD]'), but the vocabulary has {ROWS} ids" in message
+    assert f"token id {PAD} ('[PAD]') is out of range; the vocabulary has {ROWS} ids" in message
     assert field is None or (answer.error["param"] == field and message.startswith(f"{field}:"))
     assert not server.client.specs, "nothing must reach the engine"
 

@@ -15,9 +15,9 @@ ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a
     ("text", "words"),
     [
         (grammar.context_free("start: missing"), "unknown name"),
-        (grammar.context_free("start: start"), "no token continues"),
-        (grammar.regex(r"[^\s\S]"), "no token continues"),
-        (grammar.json_schema({"$ref": "#"}), "no token continues"),
+        (grammar.context_free("start: start"), "allows no further token"),
+        (grammar.regex(r"[^\s\S]"), "allows no further token"),
+        (grammar.json_schema({"$ref": "#"}), "allows no further token"),
         (grammar.json_schema(ENDLESS), "Too many items"),
         (grammar.json_schema({"type": "array", "minItems": 10**9, "items": {"type": "null"}}), "Too many items"),
     ],

@@ -99,7 +99,7 @@ def tag_of(structure: Any) -> dict[str, Any]:
         (lambda: grammar.json_schema(nested(100)), "json_schema", "nested deeper than 64"),
         (lambda: grammar.json_schema(nested(90_000)), "json_schema", "nested deeper than 64"),
         (lambda: grammar.json_schema({"const": float("nan")}), "json_schema", "not JSON"),
-        (lambda: grammar.json_schema([]), "json_schema", "JSON object, not list"),  # type: ignore[arg-type]
+        (lambda: grammar.json_schema([]), "json_schema", "JSON object, got list"),  # type: ignore[arg-type]
         (
             lambda: grammar.json_schema({"anyOf": [{"multipleOf": 991}, {"multipleOf": 9.97}]}),
             "json_schema.anyOf[1].multipleOf",
@@ -111,7 +111,7 @@ def tag_of(structure: Any) -> dict[str, Any]:
         (lambda: grammar.choice(["x"] * 5000), "choice", "5000 choices"),
         (lambda: grammar.context_free("root ::= " + "(" * 5000 + ")" * 5000), "grammar", "nested deeper"),
         (lambda: grammar.context_free("root ::= other"), "grammar", "'other' not found"),
-        (lambda: grammar.context_free('root ::= "\\'), "grammar", "cannot be read"),
+        (lambda: grammar.context_free('root ::= "\\'), "grammar", "is invalid"),
         (lambda: grammar.structural_tag({}), "structural_tag.structures", "list of 1 to"),
         (
             lambda: grammar.structural_tag({"structures": [3], "triggers": ["<"]}),
@@ -121,7 +121,7 @@ def tag_of(structure: Any) -> dict[str, Any]:
         (
             lambda: grammar.structural_tag(tag_of({"begin": "[f]"})),
             "structural_tag.structures[0].begin",
-            "none of the triggers",
+            "one of the triggers",
         ),
     ],
 )

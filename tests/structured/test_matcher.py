@@ -69,7 +69,7 @@ def test_grammar_without_continuation_allows_nothing() -> None:
     nothing = matcher(grammar.context_free("start: /a/ nothing\nnothing: nothing"))
     nothing.consume(ids("a"))
     assert allowed(nothing) == [set()]
-    assert nothing.trouble == "no token continues a text of the form asked for"
+    assert nothing.trouble == "the grammar allows no further token"
 
 
 def test_failed_matcher_is_rebuilt() -> None:
@@ -147,8 +147,8 @@ def test_slow_grammar_is_not_recompiled_within_a_step(monkeypatch: pytest.Monkey
     compiler = bytes_compiler(FEW)
     follow = heavy(compiler)
     exhaust(compiler)
-    assert allowed(follow) == [set()] and "ask again" in (follow.trouble or "")
-    with pytest.raises(GrammarError, match="ask again"):
+    assert allowed(follow) == [set()] and "retry" in (follow.trouble or "")
+    with pytest.raises(GrammarError, match="retry"):
         follow.consume(ids("a"))
     assert not compiler.is_cached(HEAVY)
     assert allowed(heavy(compiler)) == allowed(heavy(bytes_compiler())), "a new request gets a new lexer"

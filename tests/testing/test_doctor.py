@@ -278,13 +278,13 @@ def running(pid: int) -> bool:
 def test_a_backend_that_is_well_ends_with_0(tmp_path):
     run = doctor(tmp_path, "chip:dtype=float32", "--only", "gather_rows")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "all operations are there and right" in run.stdout
+    assert "all operations are present and correct" in run.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["nochip"], 4, "there is no backend called 'nochip'"),
+        (["nochip"], 4, "unknown backend 'nochip'"),
         (["chip:color=red"], 2, "'color=red' is not a setting"),
         (["chip", "--only", "warp"], 2, "--only: 'warp' is not one of from_host"),
         (["chip", "--json", "/nowhere/found.json"], 2, "cannot write /nowhere/found.json"),

@@ -202,11 +202,11 @@ def test_a_rule_that_a_case_found_broken_is_not_held_whatever_else_passes():
     ("arguments", "code", "words"),
     [
         (["--scheduler", "nosuch"], 4, "there is no scheduler called"),
-        (["null", "--scheduler", "continuous"], 2, "one of them, not several"),
-        (["--scheduler", "continuous", "--postprocess", "numpy"], 2, "one of them, not several"),
-        (["--tool-parser", "mistral", "--reasoning-parser", "mistral"], 2, "one of them, not several"),
-        (["--tool-parser", "best"], 4, "no tool parser called 'best'"),
-        ([], 2, "one of them, not several"),
+        (["null", "--scheduler", "continuous"], 2, "either backends or one of"),
+        (["--scheduler", "continuous", "--postprocess", "numpy"], 2, "either backends or one of"),
+        (["--tool-parser", "mistral", "--reasoning-parser", "mistral"], 2, "either backends or one of"),
+        (["--tool-parser", "best"], 4, "unknown tool parser 'best'"),
+        ([], 2, "either backends or one of"),
     ],
 )
 def test_backends_or_schedulers_are_named(arguments, code, words):

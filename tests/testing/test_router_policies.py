@@ -143,5 +143,5 @@ def test_a_wrong_policy_is_caught_by_the_case_that_names_its_fault(wrong, case, 
 def test_the_routers_own_words_name_the_policy_that_is_judged(pair):
     suite = RouterPolicySuite()
     suite.policy_class = lambda: OfAnotherKind
-    with pytest.raises(PluginError, match="router policy OfAnotherKind chose 3, which is not one of the candidates"):
+    with pytest.raises(PluginError, match="router policy OfAnotherKind chose 3, which is not a candidate"):
         getattr(suite, SERVES)(pair)

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 
 def test_the_guide_leads_to_a_store_that_passes_the_kit(tmp_path):
     _, said = follow("write-a-store.md", tmp_path)
-    assert "nothing is wrong" in said[-2][1]
+    assert "no problems found" in said[-2][1]
     assert said[-1][0] == "pytest -rs"
     assert passed(said[-1][1]) >= 30
     assert "not tested: an SQLite file grows" in said[-1][1]

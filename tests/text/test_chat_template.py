@@ -61,7 +61,7 @@ def test_documents_are_passed_to_templates_that_use_them() -> None:
     source = "{% if documents is defined %}{% for d in documents %}[{{ d.text }}]{% endfor %}{% endif %}"
     assert render(source, documents=[{"text": "a"}, {"text": "b"}]) == "[a][b]"
     assert render(source) == render(source, documents=[]) == ""
-    with pytest.raises(BadRequest, match="no place for documents"):
+    with pytest.raises(BadRequest, match="does not support documents"):
         render(CHATML, documents=[{"text": "a"}])
 
 
@@ -106,7 +106,7 @@ def test_malformed_message_is_named_by_its_field(messages: Any, field: str) -> N
 
 
 def test_template_exception_is_a_bad_request() -> None:
-    with pytest.raises(BadRequest, match="refused the messages: roles must alternate"):
+    with pytest.raises(BadRequest, match="rejected the messages: roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadRequest, match="cannot render"):
         render("{{ messages[0]['content'] + 3 }}")
@@ -128,7 +128,7 @@ def test_invalid_template_names_the_line() -> None:
         ChatTemplate("{{ 1 | center }}").render(HELLO)
     with pytest.raises(ModelError):
         ChatTemplate("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}").render(HELLO)
-    with pytest.raises(ModelError, match="limit"):
+    with pytest.raises(ModelError, match="allowed"):
         ChatTemplate("x" * (2 << 20)).render(HELLO)
 
 

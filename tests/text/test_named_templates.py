@@ -73,7 +73,7 @@ def test_same_template_is_selected_as_in_transformers(
     try:
         expected = theirs.apply_chat_template(TURNS, tokenize=False, **kwargs)
     except ValueError:
-        with pytest.raises(BadRequest, match="no default; name one of them in chat_template: rag, tool_use"):
+        with pytest.raises(BadRequest, match="no default; select one with chat_template: rag, tool_use"):
             reader.chat(TURNS, tools=tools, template=template)
     except TypeError:  # `tools | length` of none
         with pytest.raises(BadRequest, match="cannot render"):

@@ -55,7 +55,7 @@ def test_mixed_prompts_are_rejected(prompt: object) -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 300, 2**40])
 def test_ids_outside_the_vocabulary_are_named(reader: PromptReader, wrong: int) -> None:
-    with pytest.raises(BadRequest, match=f"token id {wrong}, but the vocabulary has 300"):
+    with pytest.raises(BadRequest, match=f"token id {wrong} is out of range; the vocabulary has 300"):
         reader.completion([[1], [5, wrong, 7]])
 
 
@@ -76,7 +76,7 @@ def test_template_variables_are_taken_from_the_request(reader: PromptReader) -> 
     turns = [{"role": "user", "content": "x"}]
     assert BYTES.decode(own.chat(turns, template_kwargs={"thinking": 7})) == "7"
     for name in ("messages", "tools", "add_generation_prompt", "self", "bos_token"):
-        with pytest.raises(BadRequest, match=f"may not set {name}"):
+        with pytest.raises(BadRequest, match=f"must not set {name}"):
             own.chat(turns, template_kwargs={name: 1})
 
 

@@ -43,7 +43,7 @@ def test_tool_results_are_one_user_message() -> None:
 
 
 def test_call_without_a_name_is_rejected() -> None:
-    with pytest.raises(BadRequest, match="needs a name"):
+    with pytest.raises(BadRequest, match="must have a name"):
         PLAIN.render([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}])
 
 
@@ -60,7 +60,7 @@ def test_template_that_fails_on_a_tool_message_is_a_bad_request() -> None:
     picky = ChatTemplate(
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no ' ~ tools) }}{% endif %}{% endfor %}"
     )
-    with pytest.raises(BadRequest, match="refused the messages: no None"):
+    with pytest.raises(BadRequest, match="rejected the messages: no None"):
         picky.render([{"role": "tool", "content": "x"}])
     broken = ChatTemplate("{{ tools }}{{ messages[0].tool_calls[0].function.arguments.city.name.x }}")
     call = {"function": {"name": "now", "arguments": "[1]"}}

@@ -280,7 +280,7 @@ def test_disk_failure_ends_the_trace_and_not_the_engine(path: Path, caplog: pyte
     with caplog.at_level(logging.WARNING):
         assert run(engine, SPECS[:3]).tokens == golden(SPECS[:3])
         engine.close()
-    assert "tracing ends: cannot write" in caplog.text
+    assert "tracing stopped: cannot write" in caplog.text
     assert len(engine._trace._queue) == 0
 
 
@@ -359,7 +359,7 @@ def test_trace_stays_below_its_limit_and_reports_omissions(path: Path, caplog: p
     assert len(steps) > 2
     assert end["dropped"] == engine.stats().scheduler.counters.steps - len(steps)
     assert path.read_bytes().splitlines()[-2] == b'{"full":4000}'
-    assert caplog.text.count("has reached its limit of 3.9 KiB") == 1
+    assert caplog.text.count("reached its limit of 3.9 KiB") == 1
 
 
 def test_restart_loop_does_not_fill_the_disk(path: Path) -> None:

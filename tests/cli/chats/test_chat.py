@@ -97,7 +97,7 @@ def test_chat_with_a_silent_server_times_out(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         result = runner.invoke(app, ["chat", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}"], input="hi\n")
     assert result.exit_code == 1
-    assert "cannot talk to the server: no answer in time (is it running?)" in result.stderr
+    assert "cannot connect to the server: timeout (check that it is running)" in result.stderr
 
 
 async def _endless(request):
@@ -114,9 +114,9 @@ def test_endless_error_body_is_read_up_to_a_limit():
         endless = web.Application()
         endless.router.add_route("*", "/{tail:.*}", _endless)
         async with TestServer(endless) as server, ApiClient(str(server.make_url(""))) as client:
-            with pytest.raises(ServerAnswer, match="answered 500: xxx"):
+            with pytest.raises(ServerAnswer, match="HTTP status 500: xxx"):
                 await asyncio.wait_for(client.first_model(), 20)
-            with pytest.raises(ServerAnswer, match="answered 500: xxx"):
+            with pytest.raises(ServerAnswer, match="HTTP status 500: xxx"):
                 await asyncio.wait_for(anext(client.stream("/v1/completions", {})), 20)
 
     asyncio.run(ask())
@@ -146,7 +146,7 @@ def test_failed_row_is_reported(local):
 def test_prompt_beyond_the_context_is_rejected_with_the_limit(local):
     with LoopThread() as loop, loop.entered(startup.running_engine(None, "inproc")) as client:
         backend = EngineChatBackend(client, byte_tokenizer(), None)
-        with pytest.raises(BadRequest, match="the text has 400 tokens and the model holds 400"):
+        with pytest.raises(BadRequest, match="the prompt has 400 tokens, but the context length"):
             list(loop.iterate(backend.complete("x" * 400, SamplingOptions())))
         with pytest.raises(BadRequest, match="the prompt is empty"):
             list(loop.iterate(backend.complete("", SamplingOptions())))

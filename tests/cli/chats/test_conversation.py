@@ -67,7 +67,7 @@ def test_terminal_keeps_history_and_shows_token_rate(tmp_path: Path) -> None:
         chat.type("", "> ")
         shown = chat.type("hello there\n", "first after ")
         assert "From afar" in shown
-        assert re.search(r"\[10 tokens(, [\d,.]+ tokens/s)?, the first after $", shown)
+        assert re.search(r"\[10 tokens(, [\d,.]+ tokens/s)?, first after $", shown)
         chat.type("", "> ")
         chat.leave()
         again = Terminal(tmp_path, "--url", server.url)
@@ -158,7 +158,7 @@ def test_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
     assert talk.command(f"/save {file}") == f"saved 3 messages in {file}"
     talk.command(f"/save {file}")  # a saved conversation may be overwritten
     other = ChatHistory()
-    assert other.command(f"/load {file}") == f"3 messages of {file}"
+    assert other.command(f"/load {file}") == f"loaded 3 messages from {file}"
     assert (other.messages, other.system) == (talk.messages, "Be brief.")
     other.command("/reset")
     assert other.messages == [{"role": "system", "content": "Be brief."}]
@@ -181,11 +181,11 @@ def test_failed_command_changes_nothing(tmp_path: Path) -> None:
         (f"/save {tmp_path / ('x' * 300)}", "file name too long"),
         (f"/save {tmp_path}/x\0y", "null byte"),
         (f"/save {tmp_path}", "is not a file"),
-        ("/save ~no-such-user/x", "is not known here"),
-        ("/load ~no-such-user/x", "is not known here"),
+        ("/save ~no-such-user/x", "is unknown"),
+        ("/load ~no-such-user/x", "is unknown"),
         ("/load /dev/zero", "is not a file"),
-        ("/save", "needs the name of a file"),
-        ("/sysem x", "there is no /sysem"),
+        ("/save", "requires a file name"),
+        ("/sysem x", "unknown command /sysem"),
     ):
         with pytest.raises(ConfigError, match=words):
             talk.command(line)
@@ -211,4 +211,4 @@ def test_token_rate_excludes_the_first_token() -> None:
     assert speed.told() is None
     for tokens in (1, 4, 4):
         speed.count(tokens)
-    assert speed.told() == "[9 tokens, 4.0 tokens/s, the first after 2.00 s]"
+    assert speed.told() == "[9 tokens, 4.0 tokens/s, first after 2.00 s]"

@@ -77,7 +77,7 @@ def test_closest_plan_is_shown_when_none_holds() -> None:
     load = "constant:rate=400,requests=30,prompt=4000,output=2"
     result = planned(load, "--profile", "h100:llama-8b", "--roles", "mixed", *SLO, "--jobs", "1", "--max-devices", "2")
     assert result.exit_code in (1, 2)
-    assert "No plan" in result.stdout or "are needed at the very least" in result.output
+    assert "No plan" in result.stdout or "are needed" in result.output
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ def test_closest_plan_is_shown_when_none_holds() -> None:
         (
             ["poisson:rate=1", "--profile", "h100:llama-8b", "--slo", "tpot_p99=0.001"],
             2,
-            "s at least, with h100:llama-8b",
+            "s, with h100:llama-8b",
         ),
-        ([LOAD, *SLO], 2, "no profile is named"),
-        ([LOAD, *SLO, "--devices", "h100"], 2, "belong together"),
+        ([LOAD, *SLO], 2, "no profile was specified"),
+        ([LOAD, *SLO, "--devices", "h100"], 2, "must be used together"),
         ([LOAD, *SLO, "--devices", "h100", "--model", "llama-70b", "--tp", "1"], 2, "leave no room"),
         ([LOAD, *SLO, "--devices", "h900", "--model", "llama-70b"], 2, "h900"),
-        ([*SMALL, *SLO, "--trace", "x.bin"], 2, "one of them"),
+        ([*SMALL, *SLO, "--trace", "x.bin"], 2, "exclude each other"),
         (["--trace", "nowhere.bin", "--profile", "h100:llama-8b", *SLO], 2, "nowhere.bin"),
         ([*SMALL, *SLO, "--roles", "1:x"], 2, "1:x"),
         ([*SMALL, *SLO, "--max-num-seqs", "0"], 2, "--max-num-seqs"),
@@ -101,7 +101,7 @@ def test_closest_plan_is_shown_when_none_holds() -> None:
         ([*SMALL, *SLO, "--time-limit", "inf"], 2, "--time-limit"),
         ([*SMALL, *SLO, "--page", "/nowhere/x.html"], 2, "--page"),
         ([*SMALL, *SLO, "--json", "/nowhere/x.json"], 2, "--json"),
-        (["poisson:duration=0", *SMALL[1:], *SLO], 2, "no request comes"),
+        (["poisson:duration=0", *SMALL[1:], *SLO], 2, "contains no requests"),
         (["poisson:prompt=200000,longest=200000", *SMALL[1:], "--slo", "tpot_p99=1"], 2, "1,000 of 1,000 prompts have"),
         (["poisson:prompt=9000", *SMALL[1:], "--slo", "ttft_p99=9", "--num-kv-blocks", "100"], 2, "--max-model-len"),
         (["constant:rate=2000,requests=3000,prompt=4000", *SMALL[1:], *SLO, "--max-devices", "2"], 2, "are needed"),

@@ -69,7 +69,7 @@ def test_production_trace_is_written_and_replayed(tmp_path: Path) -> None:
     [
         (["nonsense:rate=1"], 2, "nonsense"),
         ([*SMALL, "--vary", "colour=red"], 2, "colour"),
-        ([*SMALL, "--vary", "max_num_seqs="], 2, "names no values"),
+        ([*SMALL, "--vary", "max_num_seqs="], 2, "has no values"),
         ([*SMALL, "--max-num-seqs", "0"], 2, "max-num-seqs"),
         ([*SMALL, "--prefill", "1"], 2, "--decode"),
         ([*SMALL, "--workers", "3", "--routers", "0"], 2, "router"),
@@ -97,7 +97,7 @@ def test_trace_records_wait_reasons_of_every_request(tmp_path: Path) -> None:
         assert phases is not None and abs(sum(phases) - (at - arrived[name])) <= len(phases)
     assert any(phases[Phase.SLOT] for _, phases in ended.values() if phases)
     printed = CliRunner().invoke(app, ["trace", str(written)]).stdout
-    assert "20 requests computed for " in printed and "s in the mean and waited for slot " in printed
+    assert "20 requests: mean time computing " in printed and "s, waiting for slot " in printed
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ class Beyond(RouterPolicy):
 @pytest.mark.parametrize(
     ("flag", "named", "words"),
     [
-        ("--scheduling-policy", "mine.py:Nothing", "mine.py:Nothing has no rank (write it as fd_core.scheduling.pol"),
+        ("--scheduling-policy", "mine.py:Nothing", "mine.py:Nothing has no rank (implement it as described in "),
         ("--scheduling-policy", "mine.py:Wrong", "mine.py, line 12, in Wrong.rank: AttributeError: 'QueuedRequest' ob"),
         ("--policy", "mine.py:Beyond", "mine.py, line 17, in Beyond.choose: IndexError: "),
-        ("--scheduling-policy", "mine.py", "a class in a file is"),
+        ("--scheduling-policy", "mine.py", "for a class in a file use"),
         (
             "--scheduling-policy",
             "wrong.py:Mine",

@@ -42,7 +42,7 @@ def test_kv_dtype_is_shown(info: EngineInfo) -> None:
 def test_shortened_context_is_explained(info: EngineInfo) -> None:
     assert rows_of(info)["max_model_len"] == f"{info.max_model_len:,}"
     short = msgspec.structs.replace(info, num_kv_blocks=64, block_size=16, max_model_len=1024, model_max_len=8192)
-    assert rows_of(short)["max_model_len"] == "1,024: all that the KV cache holds; the model was made for 8,192"
+    assert rows_of(short)["max_model_len"] == "1,024, limited by the KV cache; the model supports 8,192"
     limited = msgspec.structs.replace(short, max_model_len=512)
     assert rows_of(limited)["max_model_len"] == "512"
 
@@ -55,13 +55,13 @@ def test_loaded_adapters_are_named(info: EngineInfo) -> None:
     )
     assert rows_of(served)["LoRA adapters"] == "sql (rank 8), chat (rank 16)"
     later = msgspec.structs.replace(info, lora_folder="/adapters")
-    assert rows_of(later)["LoRA adapters"] == "none yet; others may be loaded from /adapters"
+    assert rows_of(later)["LoRA adapters"] == "none yet; more can be loaded from /adapters"
 
 
 def test_store_is_described_and_a_failed_one_stands_out(info: EngineInfo) -> None:
     well = msgspec.structs.replace(info, kv_store="redis://host:6379/0: redis 7")
     assert rows_of(well)["KV store"] == "redis://host:6379/0: redis 7"
-    about = "redis://host:6379/0 cannot be used at the moment, so KV is computed meanwhile: refused"
+    about = "redis://host:6379/0 is unavailable, KV is recomputed meanwhile: refused"
     badly = msgspec.structs.replace(info, kv_store=about, kv_store_answers=False)
     assert rows_of(badly)["KV store"] == f"WARNING: {about}"
     loud = {}
@@ -70,7 +70,7 @@ def test_store_is_described_and_a_failed_one_stands_out(info: EngineInfo) -> Non
         show_summary(Console(file=out, force_terminal=True, width=200), list(rows_of(each).items()))
         loud[name] = [line for line in out.getvalue().splitlines() if "\x1b[1;31m" in line]
     assert loud["well"] == []
-    assert "cannot be used at the moment" in "".join(loud["badly"])
+    assert "is unavailable" in "".join(loud["badly"])
 
 
 def test_weight_formats_are_shown_with_the_reason_for_dequantizing(info: EngineInfo) -> None:
@@ -83,7 +83,7 @@ def test_weight_formats_are_shown_with_the_reason_for_dequantizing(info: EngineI
     rows = rows_of(msgspec.structs.replace(info, backend="chip", weights=uses, weight_formats=("Q4_K", "Q8_0")))
     assert rows["Weights"].split("; ") == [
         "Q4_K as stored (6.0 M, 4 MB)",
-        "Q6_K expanded to bfloat16 (2.0 M, 4 MB), because chip computes Q4_K, Q8_0",
+        "Q6_K dequantized to bfloat16 (2.0 M, 4 MB), because chip supports Q4_K, Q8_0",
         "F16 in bfloat16 (1.0 M, 2 MB)",
         "embedding in bfloat16 (0.5 M, 1 MB)",
     ]

@@ -212,7 +212,7 @@ def test_truncated_trace_shows_the_rest(run: tuple[Path, EngineStats], tmp_path:
     cut.write_bytes(whole[: whole.index(b'{"step":40,') + 30])
     code, output = fdcore(cut)
     assert code == 0
-    assert "The file is cut off in the middle of a line." in output
+    assert "The file is truncated in the middle of a line." in output
     assert "no closing line" in output
     assert "damaged" not in output
     facts, _ = unpacked(cut.with_suffix(".html").read_text())
@@ -229,8 +229,8 @@ def test_damaged_lines_are_skipped_and_named(run: tuple[Path, EngineStats], tmp_
     damaged.write_bytes(b"".join(lines))
     read = read_trace(damaged, ALL)
     assert read.problems == [
-        "2 lines of the file are damaged and were left out.",
-        "5 steps are missing in the file.",
+        "2 damaged lines of the file were skipped.",
+        "5 steps are missing from the file.",
     ]
     assert [position.missing for position in read.positions if position.missing] == [1, 1, 3]
     assert len(read.positions) == run[1].scheduler.counters.steps - 5
@@ -256,7 +256,7 @@ def test_dropped_steps_are_reported_and_slots_cleared(tmp_path: Path) -> None:
     del lines[at + 1 : -1]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     read = read_trace(path, ALL)
-    assert read.problems == [f"{gap:,} steps are missing because the engine was faster than the writer of the trace."]
+    assert read.problems == [f"{gap:,} steps were dropped because the trace writer was too slow."]
     last = len(read.positions) - 1
     assert [(residency.slot, residency.request_id) for residency in read.residencies if residency.end >= last] == [
         (0, "someone")
@@ -290,7 +290,7 @@ def test_epochs_follow_each_other(run: tuple[Path, EngineStats], tmp_path: Path)
         (b"GGUF\x03\x00\x00\x00" + bytes(100), "is not a trace"),
         (b'{"a": 1}\n', "is not a trace"),
         (b'{"step":0,"began":1,"ended":2}\n', "is not a trace"),
-        (b'{"fdcore_trace":4}\n', "format version 4; this fdcore reads versions 1 to 3"),
+        (b'{"fdcore_trace":4}\n', "format version 4; supported versions are 1 to 3"),
         (b"[" * 100_000, "is not a trace"),
         (None, "cannot read"),
     ],
@@ -319,7 +319,7 @@ def test_page_never_overwrites_the_trace(run: tuple[Path, EngineStats], tmp_path
 def test_impossible_number_of_slots_is_rejected(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     path = tmp_path / "t"
     path.write_bytes(run[0].read_bytes().replace(b'"max_num_seqs":8', b'"max_num_seqs":999999999', 1))
-    with pytest.raises(ConfigError, match="names 999999999 slots"):
+    with pytest.raises(ConfigError, match="has 999999999 slots"):
         read_trace(path, ALL)
 
 
@@ -357,9 +357,9 @@ def test_full_trace_is_reported_on_the_page_and_in_the_terminal(tmp_path: Path) 
     assert code == 0
     facts, _ = unpacked(path.with_suffix(".html").read_text())
     missing = engine.stats().scheduler.counters.steps - facts["numSteps"]
-    problem = f"The file reached its limit of 4.9 KiB: {missing:,} later steps cannot be shown."
+    problem = f"The file reached its limit of 4.9 KiB: {missing:,} later steps are missing."
     assert facts["problems"] == [problem]
     assert problem in output
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.index(b'{"closed"')])
-    assert read_trace(path, ALL).problems == [problem.replace(f"{missing:,} later steps", "what came later")]
+    assert read_trace(path, ALL).problems == [problem.replace(f"{missing:,} later steps", "all later steps")]

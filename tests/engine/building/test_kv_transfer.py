@@ -235,5 +235,5 @@ def test_decode_trace_shows_fetched_blocks(secret: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_disagg_roles_require_prefix_caching(role: str, secret: str) -> None:
-    with pytest.raises(ConfigError, match="prefix caching is off"):
+    with pytest.raises(ConfigError, match="requires prefix caching"):
         null_engine(role=role, transfer_secret_file=secret, enable_prefix_caching=False)

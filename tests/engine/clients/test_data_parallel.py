@@ -329,12 +329,12 @@ def test_failed_start_of_one_engine_stops_the_others() -> None:
 )
 def test_single_engine_settings_are_rejected(settings: dict[str, Any], named: str) -> None:
     config = msgspec.structs.replace(CONFIG, **settings)
-    with pytest.raises(ConfigError, match=f"{named} does not go with several engines"):
+    with pytest.raises(ConfigError, match=f"{named} cannot be combined with several engines"):
         asyncio.run(open_client(config, None, engines=2))
 
 
 def test_data_parallel_engines_must_be_processes() -> None:
-    with pytest.raises(ConfigError, match="processes of their own"):
+    with pytest.raises(ConfigError, match="separate processes"):
         asyncio.run(open_client(CONFIG, None, where="inproc", engines=2))
 
 

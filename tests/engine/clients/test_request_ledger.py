@@ -90,7 +90,7 @@ def test_request_without_progress_fails_after_repeated_deaths() -> None:
     assert (end.request_id, end.finish_reason) == ("a", FinishReason.ERROR)
     assert (
         end.error
-        == f"the engine died {MAX_DEATHS_IN_VAIN} times with this request, which is not tried again (it burns)"
+        == f"the engine died {MAX_DEATHS_IN_VAIN} times with this request, which is not retried (it burns)"
     )
     assert [spec.request_id for spec in ledger.resubmissions()] == ["b", "c"], (
         "b made progress in the first of them, c was waiting"
@@ -187,7 +187,7 @@ def test_resuming_a_complete_text_is_rejected() -> None:
     engine = null_engine()
     (delta,) = engine.submit(resumed_after(greedy("a", [1, 2], 4), [1, 2, 3, 4]))
     assert delta.finish_reason is FinishReason.ERROR
-    assert delta.error is not None and "none of at most 4 is left" in delta.error
+    assert delta.error is not None and "none of the at most 4 remains" in delta.error
     with pytest.raises(BadRequest):
         engine.probe().scheduler.add(resumed_after(greedy("a", [1, 2], 4), [1, 2, 3, 4, 5]))
 

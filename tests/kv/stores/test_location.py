@@ -51,5 +51,5 @@ def test_unknown_parameter_and_bad_size_are_named():
     location = parse_location("disk:/x?max_bites=1")
     with pytest.raises(ConfigError, match=r"disk:/x has no parameter 'max_bites' \(there are: max_bytes\)"):
         location.require_known("max_bytes")
-    with pytest.raises(ConfigError, match="max_bites of disk:/x: '0' is not a size above 0"):
+    with pytest.raises(ConfigError, match="max_bites of disk:/x: '0' is not a valid size above 0"):
         parse_location("disk:/x?max_bites=0").size("max_bites")

@@ -198,7 +198,7 @@ async def test_router_that_rejects_the_secret_is_named(
         registration.start()
         await eventually(lambda: "127.0.0.2" in caplog.text)
         await registration.leave()
-    assert "127.0.0.1" not in caplog.text and "it answered 401" in caplog.text
+    assert "127.0.0.1" not in caplog.text and "HTTP status 401" in caplog.text
 
 
 @pytest.mark.parametrize(

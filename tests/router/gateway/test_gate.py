@@ -67,7 +67,7 @@ async def test_files_api_is_rejected_with_a_hint(path: str) -> None:
 async def test_path_without_v1_gets_a_hint() -> None:
     async with FakeWorker() as worker, routed(worker) as live:
         status, _, body = await live.post("/chat/completions", {})
-        assert status == 404 and "'/chat/completions'; paths of OpenAI's API begin with /v1" in body.decode()
+        assert status == 404 and "'/chat/completions'; paths of OpenAI's API start with /v1" in body.decode()
 
 
 @pytest.mark.parametrize("announced", [True, False])

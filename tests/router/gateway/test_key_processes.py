@@ -92,10 +92,10 @@ def test_request_id_is_in_both_logs_and_keys_are_reloaded(routed: Routed) -> Non
         assert (here["key"], there["key"], here["status"]) == ("alice", "unnamed", 200)
     assert ask(routed.url, "sk-bob", "early") == 401
     routed.keys.write_text(ALICE + BOB)
-    routed.hang_up("was read again: 2 API keys")
+    routed.hang_up(": 2 API keys")
     assert ask(routed.url, "sk-bob", "late") == 200
     routed.keys.write_text(ALICE + "admin = 3\n")
-    routed.hang_up("line 5, admin: give true or false")
+    routed.hang_up("line 5, admin: expected true or false")
     assert ask(routed.url, "sk-bob", "later") == 200, "an invalid file changes nothing"
     for log in (routed.log, routed.worker_log):
         text = log.read_text()
@@ -151,4 +151,4 @@ def test_page_protection_without_keys_is_rejected(tmp_path: Path) -> None:
     worker = ("route", "--worker", "http://127.0.0.1:1", "--port", str(free_port()), "--protect-pages")
     command = [sys.executable, "-m", "fd_core.cli", *worker]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2 and "--protect-pages: there is no key" in ended.stderr.splitlines()[-1]
+    assert ended.returncode == 2 and "protected pages require an API key" in ended.stderr.splitlines()[-1]

@@ -155,7 +155,7 @@ def test_router_with_a_pair(logs: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 2, "there is no worker to send requests to"),
+        ((), 2, "no workers are configured"),
         (("--worker", "ftp://x"), 2, "--worker"),
         (("--worker", "http://x:1", "--prefill", "http://x:2"), 2, "there is no decode worker"),
         (("--decode", "http://x:2"), 2, "there is no prefill worker"),

@@ -59,14 +59,14 @@ def test_file_may_be_json_and_flags_override_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("polcy = 'x'", "no setting 'polcy'"),
+        ("polcy = 'x'", "unknown setting 'polcy'"),
         ("policy = 3", "policy"),
         ("[scheduler]\ncache-block-size = 0", "between 1 and 65536"),
-        ("prefill = ['http://x:1']", "a prefill worker is one side of a pair, and there is no decode worker"),
-        ("decodes = ['http://x:1']", "a decode worker is one side of a pair, and there is no prefill worker"),
+        ("prefill = ['http://x:1']", "a prefill worker needs a decode worker, and none is configured"),
+        ("decodes = ['http://x:1']", "a decode worker needs a prefill worker, and none is configured"),
         ("prefill = 'http://x:1'\ndecode = 'http://x:1/'", "as a prefill worker and as a decode worker"),
         ("decode-workers = 'http://127.0.0.1:1'\nprefill = 'http://x:1'", "as a mixed worker and as a decode worker"),
-        ("worker = 'a'\nworkers = 'b'", "given twice"),
+        ("worker = 'a'\nworkers = 'b'", "duplicated"),
         ("port = 'x'", "port in"),
         ("=", "not valid TOML"),
     ],
@@ -131,7 +131,7 @@ def test_secrets_are_read_from_files(tmp_path: Path) -> None:
     settings = merge_route({"router_secret": str(path), "api_keys": ["k"]}, {"FD_WORKER_KEY_FILE": str(path)})
     assert settings.gateway.router_secret == "long-enough-a-secret" == settings.gateway.worker_api_keys[0]
     shown = str(summary(settings.gateway, settings.router, "http://127.0.0.1:8000", None, True))
-    assert "long-enough" not in shown and "those that register" in shown and "'k'" not in shown
+    assert "long-enough" not in shown and "registered ones" in shown and "'k'" not in shown
 
 
 def test_summary_shows_how_prompts_are_compared() -> None:
@@ -140,4 +140,4 @@ def test_summary_shows_how_prompts_are_compared() -> None:
         dict(summary(settings.gateway, settings.router, "u", text, uses))["Prompts"]
         for text, uses in ((None, True), (None, False), (find_text("bytes", offline=True), True))
     ]
-    assert "until a worker says" in rows[0] and "counted" in rows[1] and "tokens of bytes" in rows[2]
+    assert "until a worker reports" in rows[0] and "counted" in rows[1] and "tokens of bytes" in rows[2]

@@ -162,7 +162,7 @@ def test_preemption_without_release_is_a_fault() -> None:
     stepper, plan, output = one_preempted()
     tokens = output.tokens.copy()
     tokens[plan.revocations[0].slot, 0] = EMPTY_TOKEN_ID
-    with pytest.raises(MalformedOutput, match=r"revokes slots \[0\].*releases \[\]"):
+    with pytest.raises(MalformedOutput, match=r"stops slots \[0\].*acknowledges \[\]"):
         commit(stepper, plan, dataclasses.replace(output, tokens=tokens))
 
 
@@ -171,7 +171,7 @@ def test_unexpected_release_is_a_fault() -> None:
     stepper, plan, output = one_preempted()
     tokens = output.tokens.copy()
     tokens[3, 0] = PREEMPTED_TOKEN_ID
-    with pytest.raises(MalformedOutput, match=r"releases \[0, 3\]"):
+    with pytest.raises(MalformedOutput, match=r"acknowledges \[0, 3\]"):
         commit(stepper, plan, dataclasses.replace(output, tokens=tokens))
 
 

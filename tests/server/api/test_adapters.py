@@ -197,7 +197,7 @@ def test_adapter_may_not_have_the_name_of_the_model():
         fake = FakeClient(adapters=(AdapterInfo("one", "d", "/a", 1),))
         create_app(ServerConfig(served_model_names=("one",)), fake, byte_tokenizer(), None)
 
-    with pytest.raises(ConfigError, match="own name"):
+    with pytest.raises(ConfigError, match="the same name as the model"):
         asyncio.run(assemble())
 
 

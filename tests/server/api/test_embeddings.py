@@ -129,12 +129,12 @@ def test_rerank_returns_the_best_first(server: LiveServer) -> None:
         (PATH, {"input": "a", "dimensions": 65}, "dimensions", "64 elements"),
         (PATH, {"input": "a", "dimensions": 0}, "dimensions", ">= 1"),
         (PATH, {"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
-        (PATH, {"input": "a", "stream": True}, "stream", "whole"),
+        (PATH, {"input": "a", "stream": True}, "stream", "streamed"),
         ("/v1/score", {"text_1": "a"}, "text_2", "either"),
-        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2", "one for each"),
-        ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "judge"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2", "equal numbers"),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "score pairs"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents", ">= 1"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "truncate": True}, "truncate", "whole"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "truncate": True}, "truncate", "truncated"),
     ],
 )
 def test_unreadable_input_is_rejected_by_name(

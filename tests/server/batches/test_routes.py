@@ -125,7 +125,7 @@ def test_store_is_bounded(server: LiveServer) -> None:
     body = form(("purpose", None, b"batch"), ("file", "a", b"x" * 90_000))
     answer = server.request("POST", "/v1/files", body, content_type=FORM)
     assert (answer.status, answer.error["code"]) == (429, "store_full")
-    assert "exceed the limit of the store, 200,000" in answer.error["message"]
+    assert "exceed the limit of the store (200,000)" in answer.error["message"]
 
 
 def test_cross_origin_upload_is_rejected(server: LiveServer) -> None:
@@ -219,8 +219,8 @@ def test_folder_is_locked_by_one_server(server: LiveServer, tmp_path: Path, capl
         answer = other.get("/v1/files")
         assert (answer.status, answer.error["code"]) == (503, "batch_store_in_use")
         assert other.post(END, {"prompt": "a"}).status == 200
-    (logged,) = (record.getMessage() for record in caplog.records if "no files and batches here" in record.getMessage())
-    assert "everything else is served" in logged and "give each its --batch-store" in logged
+    (logged,) = (message for message in caplog.messages if "files and batches are disabled" in message)
+    assert "all other endpoints work" in logged and "set --batch-store for each" in logged
     assert logged.endswith(f"({tmp_path / 'store'})")
 
 

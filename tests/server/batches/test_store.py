@@ -79,7 +79,7 @@ def test_batch_being_finished_is_finished_once(tmp_path: Path) -> None:
 
 def test_folder_in_use_is_rejected_until_released(tmp_path: Path) -> None:
     first = BatchStore(tmp_path, LIMIT)
-    with pytest.raises(ApiError, match="give each its --batch-store"):
+    with pytest.raises(ApiError, match="set --batch-store for each"):
         BatchStore(tmp_path, LIMIT)
     first.close()
     BatchStore(tmp_path, LIMIT).close()

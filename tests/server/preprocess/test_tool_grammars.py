@@ -111,7 +111,7 @@ def test_answer_is_calls_or_the_requested_format(
     one = params_of(hermes, tools=tools, parallel_tool_calls=False, **form).grammar
     assert not complete(one, "\n".join([call % "Oslo"] * 2))
     refused = hermes.post(PATH, ASK | form | {"tool_choice": "required"})
-    assert refused.status == 400 and "leave no place" in refused.error["message"]
+    assert refused.status == 400 and "cannot be combined with required tool calls" in refused.error["message"]
     alone = params_of(hermes, tool_choice="none", **form).grammar
     assert complete(alone, whole) and not complete(alone, call % "Oslo")
 
@@ -202,7 +202,7 @@ def test_budget_is_rejected_if_reasoning_is_in_the_grammar(form: dict[str, Any])
         error = server.post(PATH, ASK | form | {"reasoning_max_tokens": 7}).error
         assert params_of(server, reasoning_max_tokens=7).reasoning.max_tokens == 7
     assert (error["param"], error["code"]) == ("reasoning_max_tokens", "unsupported_parameter")
-    assert "belongs to their grammar" in error["message"]
+    assert "reasoning is part of their grammar" in error["message"]
 
 
 def test_model_without_reasoning_rejects_a_budget(hermes: LiveServer) -> None:

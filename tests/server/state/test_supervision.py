@@ -35,7 +35,7 @@ def test_failed_task_is_logged_counted_shown_and_restarted(caplog: pytest.LogCap
         virtual_time.run(check())
     pauses = [after - before for before, after in itertools.pairwise(starts)]
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]
-    assert len(caplog.messages) == 10 and "no space left on device; it starts again in 0.5 s" in caplog.messages[0]
+    assert len(caplog.messages) == 10 and "no space left on device; it restarts in 0.5 s" in caplog.messages[0]
 
 
 def test_unexpected_error_is_logged_by_location_without_its_text(caplog: pytest.LogCaptureFixture) -> None:

@@ -186,9 +186,9 @@ async def test_worker_with_wrong_role_is_logged_once_and_not_used(caplog: pytest
             for _ in range(4):
                 assert (await live.post())[0] == 200
             assert not x.seen
-            assert sum("says that its role is prefill" in line for line in caplog.messages) <= 1
+            assert sum("reports the role prefill" in line for line in caplog.messages) <= 1
             shown = {each["worker"]["url"]: each["unfit"] for each in (await live.status())["workers"]}
-            assert "says that its role is prefill" in shown[x.url] and not shown[m.url]
+            assert "reports the role prefill" in shown[x.url] and not shown[m.url]
             x.reported_role = "<script>"
             await eventually(lambda: "strange" in max(each.unfit for each in live.router.snapshot().workers))
             x.reported_role = "mixed"

@@ -14,7 +14,7 @@ async def test_log_shows_the_status_of_an_unhealthy_worker(caplog: pytest.LogCap
     with caplog.at_level(logging.INFO):
         async with FakeWorker() as worker, routed(worker) as live:
             worker.healthy = False
-            await eventually(lambda: f"worker {worker.url} is unhealthy: it answers 503" in caplog.text)
+            await eventually(lambda: f"worker {worker.url} is unhealthy: HTTP status 503" in caplog.text)
             worker.healthy = True
             await live.healthy(1)
             await eventually(lambda: caplog.messages[-1] == f"worker {worker.url} is healthy")

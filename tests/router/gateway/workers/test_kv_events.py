@@ -158,13 +158,13 @@ def page(**changes: Any) -> Callable[[], web.Response]:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda: web.Response(status=403), "does not take the secret"),
-        (lambda: web.Response(status=404), "answered 404"),
-        (lambda: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}), "answered 302"),
-        (lambda: web.Response(body=b"private"), "cannot be read"),
-        (lambda: web.Response(body=b"x" * 2000), "more than"),
-        (page(reading="otherwise"), "is not that of --tokenizer"),
-        (page(block_size=0), "blocks of 0 tokens"),
+        (lambda: web.Response(status=403), "rejects the secret"),
+        (lambda: web.Response(status=404), "HTTP status 404"),
+        (lambda: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}), "HTTP status 302"),
+        (lambda: web.Response(body=b"private"), "cannot be decoded"),
+        (lambda: web.Response(body=b"x" * 2000), "exceeds"),
+        (page(reading="otherwise"), "differs from that of --tokenizer"),
+        (page(block_size=0), "block size of 0 tokens"),
         (page(events=(Stored(b"private", (b"k",), ids([1] * SIZE)),)), "does not hold"),
     ],
 )
@@ -212,7 +212,7 @@ def test_single_timeout_does_not_warn(
 
     with caplog.at_level("WARNING"):
         asyncio.run(scenario())
-    assert caplog.text.count("it does not answer (TimeoutError)") == warnings
+    assert caplog.text.count("no response (TimeoutError)") == warnings
 
 
 @pytest.mark.parametrize(
