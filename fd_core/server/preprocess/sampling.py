@@ -92,9 +92,12 @@ def text_cost(
                 f"at most {room}"
             )
             raise invalid(message, field, "context_length_exceeded")
+    min_tokens = _min_tokens(request)
+    if (allowed := min((each for each in outputs if each is not None), default=min_tokens)) < min_tokens:
+        raise invalid(f"min_tokens={min_tokens} exceeds the {allowed} tokens that may be generated", "min_tokens")
     if asked is None and limit is not None:
-        share = max(1, _min_tokens(request), (limit - sum(prompts)) // texts)
-        outputs = [share if each is None else max(1, _min_tokens(request), min(each, share)) for each in outputs]
+        share = max(1, min_tokens, (limit - sum(prompts)) // texts)
+        outputs = [share if each is None else max(1, min_tokens, min(each, share)) for each in outputs]
     longest = [1 if each is None else each for each in outputs]
     return TextCost(longest, n, sum(prompts) + n * sum(longest))
 
@@ -147,14 +150,12 @@ def sampling_params(
     seed = secrets.randbits(63) if request.seed is None else request.seed
     if not -(2**63) <= seed <= _MASK:
         raise invalid("seed must fit in 64 bits: -2^63 to 2^64-1", "seed")
-    min_tokens = request.min_tokens or 0 if request.min_new_tokens is None else _min_tokens(request)
+    min_tokens = _min_tokens(request)
     scored = request.prompt_logprobs
     if isinstance(request, CompletionRequest) and request.echo:  # the echo includes them as well
         scored = max((each for each in (scored, logprobs) if each is not None), default=None)
     params = []
     for allowed in outputs:
-        if min_tokens > allowed:
-            raise invalid(f"min_tokens={min_tokens} exceeds the {allowed} tokens that may be generated", "min_tokens")
         params.append(
             SamplingParams(
                 max_tokens=allowed,

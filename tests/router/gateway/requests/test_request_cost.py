@@ -108,10 +108,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 @pytest.mark.parametrize("path", BODIES)
 def test_server_and_router_reserve_the_same_cost(pair: Pair, path: str) -> None:
     @settings(max_examples=40, deadline=None, derandomize=True)
-    @given(asked=BODIES[path])
-    def check(asked: Any) -> None:
-        costs = pair.costs(path, asked)
-        assert costs["server"] == costs["router"], json.dumps(asked)
+    @given(body=BODIES[path])
+    def check(body: Any) -> None:
+        costs = pair.costs(path, body)
+        assert costs["server"] == costs["router"], json.dumps(body)
 
     check()
 
@@ -135,7 +135,18 @@ def test_cost_covers_every_prompt_and_every_choice(pair: Pair, path: str, body: 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"n": "3"}, {"n": 1.5}, {"max_tokens": -4}, {"max_tokens": "9"}, {"best_of": 2}, {"n": 129}]
+    "wrong",
+    [
+        {"n": "3"},
+        {"n": 1.5},
+        {"max_tokens": -4},
+        {"max_tokens": "9"},
+        {"best_of": 2},
+        {"n": 129},
+        {"min_tokens": 17},
+        {"min_tokens": 5, "max_tokens": 4},
+        {"min_tokens": 5, "min_new_tokens": 6},
+    ],
 )
 def test_rejected_body_reserves_nothing(pair: Pair, wrong: dict[str, Any]) -> None:
     for status, taken in pair.costs("/v1/completions", {"prompt": "a"} | wrong).values():
