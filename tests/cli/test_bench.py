@@ -66,7 +66,7 @@ def test_serve_replays_a_dataset(tmp_path):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("", "has no requests"),
+        ("", "contains no requests"),
         ("{", "line 1: not JSON"),
         ('{"prompt": "a"}\n[]', "line 2: expected `prompt` or `messages`"),
         ('{"prompt": 3}', "line 1: expected `prompt` or"),

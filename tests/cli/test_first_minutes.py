@@ -31,7 +31,7 @@ def test_fdcore_alone_suggests_a_command_and_lists_models(two_models: None) -> N
     shown = CliRunner().invoke(app, [])
     assert shown.exit_code == 0
     assert "  fdcore serve org/large " in shown.output
-    assert "Model    org/large (3,000 MB, here) and 1 more" in shown.output
+    assert "Model    org/large (3,000 MB, local) and 1 more" in shown.output
     assert "Backend  " in shown.output
     assert len(shown.output.splitlines()) < 15
     assert max(map(len, shown.output.splitlines())) < 120
@@ -105,5 +105,5 @@ def test_end_of_input_at_the_prompt_is_an_error_with_the_list(
     monkeypatch.setattr(commands, "_at_a_terminal", lambda: True)
     with Path(os.devnull).open() as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
-        with pytest.raises(ConfigError, match=r"org/large \(3,000 MB, here\); smollm2 \(98 MB, fetched"):
+        with pytest.raises(ConfigError, match=r"org/large \(3,000 MB, local\); smollm2 \(98 MB, fetched"):
             choose_model("fdcore serve")

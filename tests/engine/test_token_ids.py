@@ -53,7 +53,7 @@ def refused(prompts: Any, llm: LLM, params: SamplingParams = GREEDY) -> str:
 
 @pytest.mark.parametrize("call", [LLM.generate, LLM.embed], ids=["generate", "embed"])
 def test_text_with_missing_rows_lists_all_tokens(call: Any, llm: LLM) -> None:
-    with pytest.raises(BadRequest, match=rf"token id {PAD} \('\[PAD\]'\) is out of range; the vocabulary has {ROWS} ids"):
+    with pytest.raises(BadRequest, match=rf"token id {PAD} \('\[PAD\]'\) is out of range; .* {ROWS} ids"):
         call(llm, ["fine", "a [PAD] b"])
     assert len(llm.generate("hello", GREEDY)[0].token_ids) == 3
 

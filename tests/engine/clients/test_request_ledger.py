@@ -88,10 +88,7 @@ def test_request_without_progress_fails_after_repeated_deaths() -> None:
     ledger.admitted(["a", "b"])
     (end,) = ledger.died("it burns")
     assert (end.request_id, end.finish_reason) == ("a", FinishReason.ERROR)
-    assert (
-        end.error
-        == f"the engine died {MAX_DEATHS_IN_VAIN} times with this request, which is not retried (it burns)"
-    )
+    assert end.error == f"the engine died {MAX_DEATHS_IN_VAIN} times with this request, which is not retried (it burns)"
     assert [spec.request_id for spec in ledger.resubmissions()] == ["b", "c"], (
         "b made progress in the first of them, c was waiting"
     )

@@ -101,7 +101,7 @@ def test_full_key_leaves_room_for_others(tmp_path: Path) -> None:
             "store_full",
             "insufficient_quota",
         )
-        for part in ("limit per key (100,000)", "bytes are in use", "delete some", "--batch-store-key-limit"):
+        for part in ("limit per key (100,000)", "bytes are in use", "delete files", "--batch-store-key-limit"):
             assert part in refused.error["message"]
         assert upload(server, "one", b"x" * 110_000).status == 413
         assert upload(server, "two", b"x" * 90_000).status == 200
