@@ -13,7 +13,7 @@ from fd_core.router.gateway.requests.route_requests import RouteRequestReader
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.prompt_reader import ModelText, find_text
-from tests.hostile.bodies import BODIES, CHAT, COMPLETIONS, MB, MESSAGE
+from tests.hostile.bodies import BODIES, CHAT, COMPLETIONS, MB, MESSAGE, body_of
 from tests.hostile.event_loop import LONGEST_STALL, Beats, least, post, stall
 from tests.server.fakes import FakeClient, LiveServer, live
 
@@ -39,7 +39,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_body_does_not_stop_the_loop(server: LiveServer, name: str) -> None:
-    path, body = BODIES[name]
+    path, body = BODIES[name][0], body_of(name)
     seen = set()
     pause = stall(server, lambda: seen.add(post(server, path, body)[0]))
     assert seen <= {200, 400}
@@ -71,7 +71,7 @@ def test_an_answer_full_of_log_probabilities_does_not_stop_the_loop(path: str, s
 @pytest.mark.parametrize("text", [None, TEXT], ids=["by bytes", "by tokens"])
 @pytest.mark.parametrize("name", BODIES)
 def test_reading_a_body_does_not_stop_a_router(name: str, text: ModelText | None) -> None:
-    body = BODIES[name][1]
+    body = body_of(name)
 
     async def pause() -> float:
         beats = Beats(asyncio.get_running_loop())
