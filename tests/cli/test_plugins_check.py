@@ -217,7 +217,7 @@ def test_one_name_shows_one_plugin_and_all_clear_is_short(tmp_path):
 def test_a_name_that_is_no_plugin_is_explained(tmp_path, monkeypatch, name, code, words):
     site = Site(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    # Every installed plugin is inspected in a process of its own, whatever the name; none is called so.
+    # Every installed plugin would be inspected in a separate process to compare names; none has this one.
     monkeypatch.setattr("fd_core.cli.plugins.plugin_check._inspect_apart", lambda *_: Inspection())
     if code == 4 and name != "nosuch":
         install(site, name, "FD_CONTRACT = 1")

@@ -168,10 +168,13 @@ for number in itertools.count():
 """
 
 
-def test_an_engine_killed_while_it_writes_leaves_a_folder_for_the_next_one(tmp_path: Path, secret: Path) -> None:
+@pytest.mark.parametrize("moments", [(0.031,), pytest.param((0.0, 0.031), marks=pytest.mark.soak)], ids=["one", "two"])
+def test_an_engine_killed_while_it_writes_leaves_a_folder_for_the_next_one(
+    tmp_path: Path, secret: Path, moments: tuple[float, ...]
+) -> None:
     folder = tmp_path / "kv"
     location = f"disk:{folder}?max_bytes=1000000"
-    for moment in (0.0, 0.031):
+    for moment in moments:
         process = subprocess.Popen([sys.executable, "-c", WRITING, location, str(secret)], stdout=subprocess.PIPE)
         assert process.stdout is not None and process.stdout.readline()
         time.sleep(moment)
