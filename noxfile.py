@@ -87,7 +87,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Static types, strictly, with the libraries that the core imports and without a framework."""
     session.install("-e", ".", "mypy>=1.13", *(word for plugin in PLUGINS for word in ("-e", plugin)))
-    # One cache: the plugins import the core, which is checked once.
+    # The plugins share a cache: what they import of the core is checked with the first of them.
     settings = {"MYPY_CACHE_DIR": str(Path(".mypy_cache").resolve())}
     session.run("mypy", env=settings)
     for plugin in PLUGINS:
