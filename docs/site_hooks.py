@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: documents that live elsewhere in the repository, and pages made from the code, become pages."""
+"""MkDocs hooks: add documents from outside `docs/` and pages generated from the code."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ELSEWHERE = {
         for path in sorted(ROOT.glob("benchmarks/results/*.md"))
     },
 }
-"""Documents outside `docs/`, by where the site has them."""
+"""Source path of each document outside `docs/`, mapped to its path in the site."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]`]|`[^`]*`)*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the documents that live elsewhere, the generated pages, and the cards that `nox -s conformance` left."""
+    """Add the documents of `ELSEWHERE`, the generated pages, and the report cards of `nox -s conformance`."""
     sys.path.insert(0, str(ROOT))
     from tests.reference import GENERATED  # needs the repository on the path
 
@@ -48,21 +48,21 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Lead links between documents to the pages of the site; name files of the code, which the site does not have."""
+    """Rewrite links between documents to pages of the site, and links to source files to plain text."""
     here = page.file.src_uri
-    came_from = next((source for source, target in ELSEWHERE.items() if target == here), f"docs/{here}")
+    source_path = next((source for source, target in ELSEWHERE.items() if target == here), f"docs/{here}")
 
-    def lead(link: re.Match[str]) -> str:
+    def rewrite(link: re.Match[str]) -> str:
         image, text, target = link.groups()
         path, mark, anchor = target.partition("#")
         if "://" in target or target.startswith(("#", "mailto:")):
             return link[0]
-        wanted = os.path.normpath(os.path.join(os.path.dirname(came_from), path))  # noqa: PTH118, PTH120 - not on this disk
-        found = ELSEWHERE.get(wanted, wanted.removeprefix("docs/") if wanted.startswith("docs/") else None)
-        if found is None or (files.get_file_from_path(found) is None and (ROOT / wanted).exists()):
+        resolved = os.path.normpath(os.path.join(os.path.dirname(source_path), path))  # noqa: PTH118, PTH120 - not a path on disk
+        found = ELSEWHERE.get(resolved, resolved.removeprefix("docs/") if resolved.startswith("docs/") else None)
+        if found is None or (files.get_file_from_path(found) is None and (ROOT / resolved).exists()):
             plain = text.strip("`")
-            return link[0] if image else f"{text} (`{wanted}`)" if plain not in wanted else f"`{wanted}`"
+            return link[0] if image else f"{text} (`{resolved}`)" if plain not in resolved else f"`{resolved}`"
         return f"{image}[{text}]({os.path.relpath(found, os.path.dirname(here) or '.')}{mark}{anchor})"  # noqa: PTH120
 
     fenced = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
-    return "".join(part if part.startswith("```") else LINK.sub(lead, part) for part in fenced)
+    return "".join(part if part.startswith("```") else LINK.sub(rewrite, part) for part in fenced)

@@ -1,7 +1,7 @@
-"""Writes docs/understand/law.md, the rules, and makes the index of the tests and mutants that prove them.
+"""Generate docs/understand/law.md, the invariants, and the index of the tests and mutants that verify them.
 
 python -m tests.law            # writes the page
-python -m tests.law --index    # prints the index, which the docs build makes a page of
+python -m tests.law --index    # prints the index, which the docs build publishes as a page
 """
 
 from __future__ import annotations
@@ -59,12 +59,15 @@ def mutants_by_rule() -> dict[str, list[str]]:
 def page() -> str:
     """Return docs/understand/law.md."""
     lines = [
-        "# The law",
+        "# The invariants",
         "",
-        "Every backend, scheduler and store keeps these rules. A rule is held by tests, and by mutants: faults that",
-        "are put into the code one at a time (`nox -s mutants`), each of which a test has to notice.",
-        "[The index](law-index.md) lists both by rule; `python -m tests.law --index` prints it. A rule without a test",
-        "or without a mutant fails the suite. This page is written by `python -m tests.law`.",
+        "Every backend, scheduler and store must satisfy these rules. Two kinds of checks enforce them:",
+        "",
+        "- **Tests** carry the rule's number in a marker.",
+        "- **Mutants** are faults that `nox -s mutants` injects into the code one at a time. A test fails for each.",
+        "",
+        "[The index](law-index.md) lists both by rule; `python -m tests.law --index` prints it. The suite fails if a",
+        "rule has no test or no mutant. `python -m tests.law` generates this page.",
     ]
     for title, rules in _sections():
         lines += ["", f"## {title}", "", *(f"- **{rule}** {text}" for rule, text in rules.items())]
@@ -74,7 +77,7 @@ def page() -> str:
 def index() -> str:
     """Return the generated page understand/law-index.md: tests and mutants by rule, one a line."""
     tests, mutants = marked_tests(), mutants_by_rule()
-    lines = ["# Tests and mutants of the law", "", "[The law](law.md) has the rules."]
+    lines = ["# Tests and mutants by invariant", "", "[The invariants](law.md) explains the rules."]
     for title, rules in _sections():
         lines += ["", f"## {title}"]
         for rule, text in rules.items():

@@ -1,8 +1,8 @@
-"""Makes the pages of the reference from the code: settings, commands, metrics and the HTTP API.
+"""Generate the reference pages from the code: settings, commands, metrics and the HTTP API.
 
-The docs build (docs/site_hooks.py) adds `GENERATED` to the site; git has none of these pages.
+The docs build (docs/site_hooks.py) adds `GENERATED` to the site; the pages are not in git.
 
-python -m tests.reference      # writes them to build/reference, to read without a site
+python -m tests.reference      # writes them to build/reference, readable without the site
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def settings() -> Iterator[str]:
         "",
         "Every setting is a flag, an environment variable (`FD_MAX_NUM_SEQS` for `--max-num-seqs`) and a key of the",
         "TOML file that `--config` names (`max-num-seqs = 8`). Flags win over the environment, the environment over",
-        "the file. Settings that contradict each other are refused. Flags are named as in vLLM and FastDeploy; of",
-        "those that vLLM alone has, an error says what there is in their place.",
+        "the file. Conflicting settings are rejected at startup. Flags have the names that vLLM and FastDeploy use. If",
+        "you pass a flag that only vLLM has, the error names the equivalent here.",
         "",
         "## `fdcore serve`: the engine",
         "",
@@ -62,7 +62,7 @@ def settings() -> Iterator[str]:
         "",
         "## `fdcore route`",
         "",
-        "Of the server's settings a router has those that `fdcore route --help` shows.",
+        "A router also accepts the settings of the server that `fdcore route --help` lists.",
         "",
     )
     mine = [flag for flag in (*GATEWAY_FLAGS, *ROUTER_FLAGS) if flag not in (*ENGINE_FLAGS, *SERVER_FLAGS)]
@@ -82,7 +82,8 @@ def commands() -> Iterator[str]:
     yield "# Commands"
     yield from (
         "",
-        "`fdcore COMMAND --help` says the same in a terminal. [Settings](settings.md) have a page.",
+        "`fdcore COMMAND --help` prints the same in a terminal. The flags of `fdcore serve` and `fdcore route` are",
+        "listed under [settings](settings.md).",
     )
     for path, command in _leaves(get_command(app), ()):
         usage = " ".join(_argument(each) for each in command.params if each.param_type_name == "argument")
@@ -126,9 +127,9 @@ def metrics() -> Iterator[str]:
     yield "# Metrics"
     yield from (
         "",
-        "What `/metrics` of a server and of a router says, in Prometheus' text format. Counters end in `_total`,",
-        "histograms in `_bucket`, `_sum` and `_count`. [What to watch](../operate/metrics.md), and vLLM's names, have",
-        "a page.",
+        "Metrics that a server and a router export at `/metrics`, in the Prometheus text format. Counters end in",
+        "`_total`, histograms in `_bucket`, `_sum` and `_count`. [Metrics to watch](../operate/metrics.md) explains",
+        "the most useful ones and maps vLLM's names to them.",
     )
     ended = SenderStats(ended={"confirmed": 1}, refused={"busy": 1})
     of_servers = [
@@ -155,10 +156,10 @@ def http() -> Iterator[str]:
     yield "# HTTP API"
     yield from (
         "",
-        "From the OpenAPI document of every server, `/openapi.json`. [Request fields](../serve/request-fields.md)",
-        "beyond OpenAI's, and what is refused, have a page of their own.",
+        "Generated from the OpenAPI document that every server returns at `/openapi.json`. [Request",
+        "fields](../serve/request-fields.md) lists the fields beyond OpenAI's and the fields that are rejected.",
         "",
-        "| method | path | what it does |",
+        "| method | path | description |",
         "|---|---|---|",
     )
     operations = [(path, method, each) for path, ways in made["paths"].items() for method, each in ways.items()]
@@ -178,12 +179,10 @@ def http() -> Iterator[str]:
             *_paragraphs(schema.get("description")),
             "",
         )
-        yield from ("| field | type | |", "|---|---|---|")
+        yield from ("| field | type | default |", "|---|---|---|")
         required = schema.get("required", [])
         for field, kind in schema.get("properties", {}).items():
-            note = (
-                "required" if field in required else f"default `{_json(kind['default'])}`" if "default" in kind else ""
-            )
+            note = "required" if field in required else f"`{_json(kind['default'])}`" if "default" in kind else ""
             yield f"| `{field}` | {_type(kind)} | {note} |"
 
 

@@ -246,20 +246,20 @@ def walks(names: Iterable[str] = SCENARIOS) -> dict[str, Walk]:
 TOUR: Final = ROOT.parent / "docs" / "understand" / "tour.md"
 _THREADS: Final = {
     "Thread-1 (_main)": "On the server's event loop",
-    "fdcore-text_0": "In the thread of templates",
-    "fdcore-engine": "In the engine's thread",
-    "fdcore-device": "In the device's thread",
-    "fdcore-kv-copy": "In the thread that copies KV",
-    "MainThread": "In the engine's thread",
-    "fdcore-kv-sender": "In the sender's thread",
-    "fdcore-kv-receiver": "In the receiver's thread",
+    "fdcore-text_0": "In the template thread",
+    "fdcore-engine": "In the engine thread",
+    "fdcore-device": "In the device thread",
+    "fdcore-kv-copy": "In the KV copy thread",
+    "MainThread": "In the engine thread",
+    "fdcore-kv-sender": "In the KV sender thread",
+    "fdcore-kv-receiver": "In the KV receiver thread",
 }
 """How the tour names threads."""
 
 
 def section(name: str, walk: Walk) -> str:
     """Return a walk as the tour shows it."""
-    lines = [f"## {name}", "", f"{walk.cost()}. Functions are named where they are entered first."]
+    lines = [f"## {name}", "", f"{walk.cost()}. Each function is listed where a thread first enters it."]
     last = ""
     for number, (thread, file, functions) in enumerate(walk.hops(), 1):
         if thread != last:

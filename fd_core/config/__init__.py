@@ -19,6 +19,8 @@ __all__ = [
     *("resolve_limits", "step_budget"),
 ]
 
+CHEAP_TOKENS: Final = 64
+"""Tokens below which a step is bound by reading weights, unless a setting overrides it."""
 _MAX_DRAFTS: Final = 16
 """More drafts than this never pay off."""
 _DAY: Final = 86400
@@ -53,7 +55,7 @@ class SpeculativeConfig(CheckedStruct, frozen=True, kw_only=True):
     """The draft model, named like the model itself, for a drafter that uses one."""
     num_speculative_tokens: Annotated[int, Range(0, _MAX_DRAFTS)] = 3
     """k: largest number of drafts per request and step."""
-    cheap_tokens: Annotated[int, Range(1)] = 64
+    cheap_tokens: Annotated[int, Range(1)] = CHEAP_TOKENS
     """Drafts shrink so that a step stays below this many tokens."""
     options: dict[str, int | float | str] = msgspec.field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""The cache folder of fd_core, and paths from users, in which ~ stands for a home folder."""
+"""The cache folder of fd_core, and the paths and small files that users name."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def user_path(text: str | Path, field: str) -> Path:
         raise ConfigError(
             f"the home folder in {str(text)!r} is not known here", field=field, hint="write the path without ~"
         ) from None
+
+
+def read_bounded(path: Path, max_bytes: int, field: str | None = None) -> bytes:
+    """Return the content of a file of at most `max_bytes`, a pipe included. Raises `ConfigError` for `field`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}", field=field) from error
+    if len(data) > max_bytes:
+        raise ConfigError(f"{path} is larger than {max_bytes:,} bytes", field=field)
+    return data

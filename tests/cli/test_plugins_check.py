@@ -1,4 +1,4 @@
-"""Every way to break a plugin is explained by `fdcore plugins check` in one paragraph, and harms no other plugin."""
+"""`fdcore plugins check` explains every broken plugin in one paragraph, and a broken plugin harms no other."""
 
 import os
 import subprocess
@@ -120,11 +120,11 @@ BROKEN = {
         "rename your own",
     ),
 }
-"""Entry point to what is installed, the cause and what to do."""
+"""Entry point to installed files, cause and fix."""
 
 
 def install(site, point, source, parts=None, name=None, value=""):
-    """Install `fd-POINT`; its class calls itself `name`."""
+    """Install `fd-POINT`; the class is called `name`."""
     module = f"fd_{point}"
     source = source.replace("{name!r}", repr(point)).replace("{module}", module)
     more = {} if parts is None else {"parts": parts.replace('name = "chip"', f"name = {name or point!r}")}
@@ -147,9 +147,9 @@ def check(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The paragraphs about all broken plugins at once, by entry point, beside a sound one."""
+    """Return the paragraphs about all broken plugins, installed alongside a sound one, by entry point."""
     site = Site(tmp_path_factory.mktemp("broken"))
-    (site.folder / "torch.py").write_text("")  # any module of this name is a framework
+    (site.folder / "torch.py").write_text("")  # any module of this name counts as the framework
     for point, (what, *_) in BROKEN.items():
         install(site, point, **what)
     install(site, "sound", GOOD, CHIP)
@@ -165,7 +165,7 @@ def report(tmp_path_factory):
 
 
 @pytest.mark.parametrize("point, cause, remedy", [(point, *rest) for point, (_, *rest) in BROKEN.items()], ids=BROKEN)
-def test_what_is_wrong_is_explained_in_one_paragraph(report, point, cause, remedy):
+def test_each_fault_is_explained_in_one_paragraph(report, point, cause, remedy):
     (paragraph,) = report[point]
     assert paragraph.startswith(f"fd-{point} 2.5, entry point {point} = fd_{point}")
     explained, _, advice = paragraph.partition(" What to do: ")
@@ -175,18 +175,18 @@ def test_what_is_wrong_is_explained_in_one_paragraph(report, point, cause, remed
     assert len(paragraph) < 600
 
 
-def test_a_name_offered_twice_is_explained_for_both(report):
+def test_duplicate_name_is_explained_for_both(report):
     for point in ("one", "two"):
         (paragraph,) = report[point]
         assert "backend twice: the name is offered by fd-one and fd-two" in paragraph
 
 
-def test_a_sound_plugin_among_broken_ones_has_no_paragraph(report):
+def test_sound_plugin_among_broken_ones_has_no_paragraph(report):
     assert "sound" not in report
     assert len(report) == len(BROKEN) + 2
 
 
-def test_one_name_shows_one_plugin_and_all_clear_is_short(tmp_path):
+def test_one_name_checks_one_plugin_and_success_is_brief(tmp_path):
     site = Site(tmp_path)
     install(site, "sound", GOOD, CHIP)
     install(site, "broken", "FD_CONTRACT = 99")
@@ -197,7 +197,7 @@ def test_one_name_shows_one_plugin_and_all_clear_is_short(tmp_path):
         "  backend sound can run here: it is here",
         "1 plugin checked, nothing is wrong",
     ]
-    ended = check(tmp_path, "FD_Broken")  # the distribution, as installers compare names
+    ended = check(tmp_path, "FD_Broken")  # the distribution's name, normalized as installers do
     assert ended.returncode == 4
     assert ended.stdout.count("What to do") == 1
 
@@ -214,7 +214,7 @@ def test_one_name_shows_one_plugin_and_all_clear_is_short(tmp_path):
         ),
     ],
 )
-def test_a_name_that_is_no_plugin_is_explained(tmp_path, monkeypatch, name, code, words):
+def test_unknown_plugin_name_is_explained(tmp_path, monkeypatch, name, code, words):
     site = Site(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     # Every installed plugin would be inspected in a separate process to compare names; none has this one.

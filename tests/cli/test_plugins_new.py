@@ -1,4 +1,4 @@
-"""`fdcore plugins new` writes a project that is whole, clean and sound, under a name that can be used."""
+"""`fdcore plugins new` writes a complete, lint-free, sound project under a valid name."""
 
 import importlib.util
 import os
@@ -46,7 +46,7 @@ def name_of(kind, framework):
 
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory):
-    """The folder of each project, installed, by kind and framework."""
+    """Return the folder of each installed project, by kind and framework."""
     folder = tmp_path_factory.mktemp("projects")
     written = {}
     for kind, framework in PROJECTS:
@@ -57,7 +57,7 @@ def projects(tmp_path_factory):
 
 
 @each_project
-def test_the_project_is_whole(projects, kind, framework):
+def test_project_is_complete(projects, kind, framework):
     project = projects[kind, framework]
     package = f"fd_{name_of(kind, framework)}"
     files = {path.relative_to(project).as_posix(): path for path in project.rglob("*") if path.is_file()}
@@ -75,7 +75,7 @@ def test_the_project_is_whole(projects, kind, framework):
 
 @pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="ruff is not installed")
 @pytest.mark.parametrize("name", ["a", LONGEST])
-def test_the_projects_are_clean(tmp_path, name):
+def test_projects_pass_ruff(tmp_path, name):
     for kind, framework in PROJECTS:
         write_project(name, kind, framework, tmp_path / name_of(kind, framework))
     run(tmp_path, "-m", "ruff", "check", ".")
@@ -84,7 +84,7 @@ def test_the_projects_are_clean(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
-def test_the_projects_are_typed(projects):
+def test_projects_pass_mypy(projects):
     packages = [
         str(path) for project in projects.values() for path in project.glob("fd_*") if (path / "py.typed").exists()
     ]
@@ -98,16 +98,16 @@ def test_the_projects_are_typed(projects):
     )
 
 
-def test_the_plugins_are_in_order(projects, monkeypatch):
+def test_projects_pass_plugins_check(projects, monkeypatch):
     for project in projects.values():
         monkeypatch.syspath_prepend(str(project))
-    said = run(projects[PluginKind.STORE, None], "-m", "fd_core.cli", "plugins", "check")
-    assert "nothing is wrong" in said
+    output = run(projects[PluginKind.STORE, None], "-m", "fd_core.cli", "plugins", "check")
+    assert "nothing is wrong" in output
     for kind, framework in PROJECTS:
         name = name_of(kind, framework)
-        assert f"fd-{name.replace('_', '-')} 0.1.0: {name}" in said
+        assert f"fd-{name.replace('_', '-')} 0.1.0: {name}" in output
         if framework and importlib.util.find_spec(ROOTS[framework]):
-            assert f"backend {name} can run here: emulated" in said
+            assert f"backend {name} can run here: emulated" in output
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def test_operations_and_fusions_conform(projects, framework):
         for framework, setting in ((Framework.TORCH, "DEVICE"), (Framework.ONNX, "PROVIDER"))
     ],
 )
-def test_a_device_that_nothing_looks_for_is_not_available(tmp_path, framework, setting):
+def test_device_without_a_probe_is_not_available(tmp_path, framework, setting):
     project = write_project("mychip", PluginKind.BACKEND, framework, tmp_path)[0]
     installed(project)
     file = project / "fd_mychip" / "backend.py"
     file.write_text(re.sub(f'^{setting} = ".*"', f'{setting} = "npu"', file.read_text(), flags=re.MULTILINE))
-    said = run(project, "-m", "fd_core.cli", "plugins", "check", "mychip")
-    assert "cannot run here: nothing looks for npu yet: write that in MychipBackend.probe" in said
+    output = run(project, "-m", "fd_core.cli", "plugins", "check", "mychip")
+    assert "cannot run here: nothing looks for npu yet: write that in MychipBackend.probe" in output
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,14 @@ def test_a_device_that_nothing_looks_for_is_not_available(tmp_path, framework, s
         ("core", "the package fd_core exists already"),
     ],
 )
-def test_a_name_that_cannot_be_used_is_refused(tmp_path, name, words):
+def test_invalid_name_is_rejected(tmp_path, name, words):
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")) as caught:
         write_project(name, PluginKind.BACKEND, folder=tmp_path / "project")
     assert caught.value.field == "NAME"
     assert not (tmp_path / "project").exists()
 
 
-def test_a_name_that_an_installed_plugin_has_is_refused(projects, monkeypatch, tmp_path):
+def test_name_of_an_installed_plugin_is_rejected(projects, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(projects[PluginKind.STORE, None]))
     with pytest.raises(ConfigError, match="the name some_store is taken by fd-some-store"):
         write_project("some_store", PluginKind.SCHEDULER, folder=tmp_path)
@@ -184,7 +184,7 @@ def test_a_name_that_an_installed_plugin_has_is_refused(projects, monkeypatch, t
         (PluginKind.ROUTER_POLICY, "my-policy", "cannot be the name of a router policy"),
     ],
 )
-def test_each_kind_has_names_of_its_own(tmp_path, kind, name, words):
+def test_each_kind_has_reserved_names(tmp_path, kind, name, words):
     with pytest.raises(ConfigError, match=words):
         write_project(name, kind, folder=tmp_path / "project")
 
@@ -206,16 +206,16 @@ def test_nothing_is_overwritten(tmp_path, there):
     assert (tmp_path / there).read_text() == "mine"
 
 
-def test_a_folder_with_other_files_may_take_the_project(tmp_path):
+def test_folder_with_other_files_may_take_the_project(tmp_path):
     (tmp_path / "LICENSE").write_text("mine")
     write_project("mychip", PluginKind.BACKEND, Framework.TORCH, tmp_path)
     assert (tmp_path / "LICENSE").read_text() == "mine"
     assert (tmp_path / "fd_mychip" / "ops.py").is_file()
 
 
-def test_the_command_makes_a_folder_of_that_name_and_says_what_is_next(tmp_path):
-    said = run(tmp_path, "-m", "fd_core.cli", "plugins", "new", "mine", "--kind", "router-policy")
-    assert said.splitlines() == [
+def test_command_creates_the_folder_and_prints_next_steps(tmp_path):
+    output = run(tmp_path, "-m", "fd_core.cli", "plugins", "new", "mine", "--kind", "router-policy")
+    assert output.splitlines() == [
         "wrote mine; next:",
         "  cd mine",
         "  pip install -e '.[test]'",
@@ -225,7 +225,7 @@ def test_the_command_makes_a_folder_of_that_name_and_says_what_is_next(tmp_path)
     assert (tmp_path / "mine" / "fd_mine" / "policy.py").is_file()
 
 
-def test_a_folder_of_that_name_is_refused(tmp_path, monkeypatch):
+def test_existing_folder_is_rejected(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigError, match="mine is there already") as caught:
@@ -234,7 +234,7 @@ def test_a_folder_of_that_name_is_refused(tmp_path, monkeypatch):
     assert not list((tmp_path / "mine").iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_explained(tmp_path):
+def test_unwritable_folder_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write .*file.*: File exists"):
         write_project("mychip", PluginKind.BACKEND, folder=tmp_path / "file")

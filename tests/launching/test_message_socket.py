@@ -1,4 +1,4 @@
-"""A parent's end of a stream of messages, on an event loop."""
+"""Parent's end of a message stream, on an event loop."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fd_core.launching.message_stream import MessageSocket, MessageStream
 
 
 class Pair:
-    """The parent's socket, and a child's end that is used by hand."""
+    """The parent's socket, and the child's end, driven by hand."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.inbox: list[str] = []
         self.failures: list[Exception] = []
         own, childs = socket.socketpair()
-        self.parent = MessageSocket(own, self._hear, self.failures.append, limit=1000)
+        self.parent = MessageSocket(own, self._on_message, self.failures.append, limit=1000)
         self.child = MessageStream(childs)
 
-    def _hear(self, message: bytes) -> None:
+    def _on_message(self, message: bytes) -> None:
         if message == b"bad":
             raise LookupError("bad")
-        self.heard.append(message.decode())
+        self.inbox.append(message.decode())
 
-    def say(self, *names: str) -> None:
+    def send(self, *names: str) -> None:
         for name in names:
             self.child.send(name.encode())
 
@@ -45,52 +45,52 @@ async def opened() -> AsyncIterator[Pair]:
         pair.close()
 
 
-async def hears(pair: Pair, count: int) -> None:
-    while len(pair.heard) < count:
+async def until_received(pair: Pair, count: int) -> None:
+    while len(pair.inbox) < count:
         await asyncio.sleep(0.001)
 
 
-def test_messages_arrive_in_order_and_others_get_their_turn() -> None:
-    """Far more than is read at once: the event loop is not held until the last of them."""
+def test_event_loop_runs_while_many_messages_arrive_in_order() -> None:
+    """The messages exceed what one read returns: the event loop runs between reads."""
 
     async def main() -> None:
         async with opened() as pair:
             names = [str(number) for number in range(1000)]
-            pair.say(*names)
+            pair.send(*names)
             time.sleep(0.1)
             turns = set()
-            while len(pair.heard) < len(names):
+            while len(pair.inbox) < len(names):
                 pair.child.flush()
-                turns.add(len(pair.heard))
+                turns.add(len(pair.inbox))
                 await asyncio.sleep(0)
-            assert pair.heard == names and pair.parent.received == 1000 and len(turns) > 1
+            assert pair.inbox == names and pair.parent.received == 1000 and len(turns) > 1
 
     asyncio.run(main())
 
 
-def test_what_the_child_does_not_read_yet_waits_and_nobody_waits_for_it() -> None:
-    """More than a socket holds, both ways at once: what goes out is in order and whole."""
+def test_send_to_slow_reader_is_buffered_without_blocking() -> None:
+    """More than a socket buffers, in both directions at once: messages arrive complete and in order."""
 
     async def main() -> None:
-        said: list[bytes] = []
+        delivered: list[bytes] = []
         names = [f"{'x' * 500}{i}" for i in range(3000)]
         async with opened() as pair:
             for name in names:
                 pair.parent.send(name.encode())
-                pair.say(name)
+                pair.send(name)
             assert pair.child.unsent
-            while len(said) < len(names) or pair.child.unsent:
+            while len(delivered) < len(names) or pair.child.unsent:
                 pair.child.flush()
-                said += pair.child.receive() or ()
+                delivered += pair.child.receive() or ()
                 await asyncio.sleep(0)
-            await hears(pair, len(names))
-            assert [each.decode() for each in said] == names
-            assert pair.heard == names
+            await until_received(pair, len(names))
+            assert [each.decode() for each in delivered] == names
+            assert pair.inbox == names
 
     asyncio.run(main())
 
 
-def test_no_task_is_made_for_a_message() -> None:
+def test_receiving_creates_no_tasks() -> None:
     async def main() -> None:
         made: list[object] = []
 
@@ -101,31 +101,31 @@ def test_no_task_is_made_for_a_message() -> None:
         async with opened() as pair:
             asyncio.get_running_loop().set_task_factory(factory)  # type: ignore[arg-type]
             for number in range(50):
-                pair.say("x")
-                await hears(pair, number + 1)
+                pair.send("x")
+                await until_received(pair, number + 1)
             assert made == []
 
     asyncio.run(main())
 
 
-def test_what_cannot_be_handled_is_reported_and_the_next_is_heard() -> None:
+def test_handler_error_is_reported_and_next_message_delivered() -> None:
     async def main() -> None:
         async with opened() as pair:
-            pair.say("bad", "next")
-            await hears(pair, 1)
+            pair.send("bad", "next")
+            await until_received(pair, 1)
             assert [type(failure) for failure in pair.failures] == [LookupError]
 
     asyncio.run(main())
 
 
-def test_without_a_child_a_message_is_lost_and_nobody_waits() -> None:
+def test_send_after_child_exit_is_dropped_without_blocking() -> None:
     async def main() -> None:
         async with opened() as pair:
-            pair.say("a")
-            await hears(pair, 1)
-            pair.say("last words")
+            pair.send("a")
+            await until_received(pair, 1)
+            pair.send("last words")
             pair.child.close()
-            await hears(pair, 2)
+            await until_received(pair, 2)
             for _ in range(3):
                 pair.parent.send(b"a")
                 await asyncio.sleep(0.01)
@@ -136,26 +136,26 @@ def test_without_a_child_a_message_is_lost_and_nobody_waits() -> None:
     asyncio.run(main())
 
 
-def test_a_message_beyond_the_limit_is_the_last() -> None:
+def test_oversized_message_ends_stream() -> None:
     async def main() -> None:
         async with opened() as pair:
-            pair.say("a", "x" * 1001, "b")
+            pair.send("a", "x" * 1001, "b")
             while not pair.failures:
                 await asyncio.sleep(0.001)
-            assert pair.heard == ["a"] and pair.parent.ended
+            assert pair.inbox == ["a"] and pair.parent.ended
             assert [type(failure) for failure in pair.failures] == [EOFError]
 
     asyncio.run(main())
 
 
-def test_a_closed_socket_hands_nothing_over() -> None:
+def test_closed_socket_delivers_nothing() -> None:
     async def main() -> None:
         async with opened() as pair:
-            pair.say("a", "b")
-            await hears(pair, 2)
-            pair.say("c")
+            pair.send("a", "b")
+            await until_received(pair, 2)
+            pair.send("c")
             pair.parent.close()
             await asyncio.sleep(0.05)
-            assert pair.heard == ["a", "b"]
+            assert pair.inbox == ["a", "b"]
 
     asyncio.run(main())

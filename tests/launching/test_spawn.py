@@ -1,4 +1,4 @@
-"""The launcher of the core: its kit, and what only one machine can show."""
+"""The spawn launcher: the launcher suite, and tests that need one machine."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.process_state import lives
 class TestSpawn(LauncherSuite):
     launcher = "spawn"
 
-    def test_processes_have_processors_of_their_own(self, launching: Launcher) -> None:
+    def test_processes_are_pinned_to_disjoint_cores(self, launching: Launcher) -> None:
         if launching.nodes()[0].cores < 2:
-            pytest.skip("one processor cannot be divided")
+            pytest.skip("needs two cores")
         pinned = launching.start([self.spec(name) for name in ("one", "two")])
         (free,) = launching.start([self.spec("three", cores=0)])
         first, second, rest = (self.seen(process)["cores"] for process in (*pinned, free))
         assert len(first) == len(second) == 1 and first != second and len(rest) > 1
 
-    def test_processes_see_devices_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_processes_see_disjoint_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(spawn, "_DEVICES", "FD_SUITE_DEVICES")
         monkeypatch.setenv("FD_SUITE_DEVICES", "3,5,6")
         launching = SpawnLauncher()
@@ -45,7 +45,7 @@ class TestSpawn(LauncherSuite):
         finally:
             launching.close()
 
-    def test_a_server_and_a_router_announce_their_addresses(self, launching: Launcher) -> None:
+    def test_server_and_router_announce_their_addresses(self, launching: Launcher) -> None:
         where = ("--host", NODE_ADDRESS, "--port", "0")
         words = ("-m", "fd_core.cli", "serve", "null", "--backend", "null", *where)
         (server,) = launching.start([ProcessSpec("server", words, cores=0)])
@@ -55,12 +55,12 @@ class TestSpawn(LauncherSuite):
         at = self.announced_by(router)
         self.until(lambda: answers(f"{at}/ready"))
         body = {"model": "null", "prompt": [1, 2], "max_tokens": 3, "ignore_eos": True}
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"{at}/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(asked, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=30) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 3
         server.terminate()
         assert server.wait(30) == 0
@@ -72,8 +72,8 @@ def answers(url: str) -> bool:
     return False
 
 
-def test_processes_end_with_whoever_launched_them() -> None:
-    """However it ended: nobody would watch over them."""
+def test_processes_end_with_their_launcher() -> None:
+    """A killed launcher cannot supervise its processes: they must exit as well."""
     code = (
         "from tests.launching.test_spawn import *\n"
         "process, = SpawnLauncher().start([TestSpawn().spec('one', cores=0)])\n"

@@ -1,4 +1,4 @@
-"""The router's settings as files give them."""
+"""The router's settings as given in files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig, router_config
 
 
-def test_the_keys_of_fastdeploys_router_are_understood() -> None:
+def test_fastdeploy_router_keys_are_accepted() -> None:
     config = router_config(
         {
             "scheduler": {
@@ -40,7 +40,7 @@ def test_the_keys_of_fastdeploys_router_are_understood() -> None:
     assert (config.health_failure_threshold, config.health_check_endpoint) == (3, "/ready")
 
 
-def test_defaults_are_fastdeploys_but_for_balance_and_keys_may_stand_outside_of_tables() -> None:
+def test_defaults_match_fastdeploy_except_balance() -> None:
     assert router_config({}) == RouterConfig()
     assert router_config({"cache_block_size": 16}) == router_config({"cache-block-size": 16})
     config = RouterConfig()
@@ -67,7 +67,7 @@ def test_defaults_are_fastdeploys_but_for_balance_and_keys_may_stand_outside_of_
         ({"health-check-endpoint": "health"}, "must begin with /"),
     ],
 )
-def test_what_cannot_be_used_is_named(settings: dict[str, object], words: str) -> None:
+def test_invalid_setting_is_named(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         router_config(settings)
     assert words in str(caught.value) and caught.value.exit_code == 2

@@ -14,7 +14,7 @@ def test_the_guide_leads_to_schedulers_that_pass_the_kit_and_serve(tmp_path):
     assert "fd-batches 0.1.0: batches" in checked
     for card in (written, of_parts):
         assert "batches passes" in card
-    assert "who comes back joins the next batch" in of_parts
+    assert "a preempted request joins the next batch" in of_parts
     serve(folder, "scheduler", "batches")
     asked = f"fdcore complete x --backend null --scheduler batches --kv-store disk:{tmp_path}/kv"
-    assert "who comes back joins the next batch" in run_line(folder, asked, code=2)
+    assert "a preempted request joins the next batch" in run_line(folder, asked, code=2)

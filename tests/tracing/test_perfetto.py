@@ -1,4 +1,4 @@
-"""What `fdcore trace --format perfetto` writes keeps the rules of the Chrome trace-event format and adds up."""
+"""`fdcore trace --format perfetto` writes valid Chrome trace events whose sums match the counters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def events_of(trace: TraceContents) -> list[Event]:
 
 
 def check(events: list[Event]) -> None:
-    """The rules of the format that a viewer relies on."""
+    """Check the rules of the format that viewers rely on."""
     timed = [event for event in events if event["ph"] != "M"]
     assert {event["ph"] for event in events} <= {*"MXiCbesf"}
     assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
@@ -41,7 +41,7 @@ def check(events: list[Event]) -> None:
 
 
 def check_nesting(timed: list[Event]) -> None:
-    """Slices of one thread follow each other or lie in each other."""
+    """Check that slices of one thread are disjoint or nested."""
     open_until: dict[tuple[int, int], list[int]] = defaultdict(list)
     for event in timed:
         if event["ph"] != "X":
@@ -54,7 +54,7 @@ def check_nesting(timed: list[Event]) -> None:
 
 
 def check_pairs(timed: list[Event]) -> None:
-    """Every begin has its end, behind it, and an arrow leads from a slice to a slice."""
+    """Check that every begin has a later end, and that every flow connects two slices."""
     for begin, end in ("be", "sf"):
         begun = {(event["cat"], event["id"]): event["ts"] for event in timed if event["ph"] == begin}
         ended = {(event["cat"], event["id"]): event["ts"] for event in timed if event["ph"] == end}
@@ -76,7 +76,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return path, trace_of(path, depth=request.param)
 
 
-def test_a_run_under_pressure_follows_the_format_and_adds_up(run: tuple[Path, EngineStats]) -> None:
+def test_trace_under_pressure_is_valid_and_matches_counters(run: tuple[Path, EngineStats]) -> None:
     path, stats = run
     trace = read_trace(path, 10**6)
     events = events_of(trace)
@@ -96,8 +96,8 @@ def test_a_run_under_pressure_follows_the_format_and_adds_up(run: tuple[Path, En
     assert sum(event["ph"] == "s" for event in events) == instants["preempted"]
 
 
-def test_slices_of_a_slot_say_what_its_steps_did(run: tuple[Path, EngineStats]) -> None:
-    """Each letter of each step is covered by one slice of its kind."""
+def test_slices_of_a_slot_match_its_steps(run: tuple[Path, EngineStats]) -> None:
+    """One slice of the matching kind covers each letter of each step."""
     trace = read_trace(run[0], 10**6)
     letters = "".join(position.line.slots for position in trace.positions)
     slices = [event for event in perfetto_events(trace) if event.cat == "slot"]
@@ -109,7 +109,7 @@ def test_slices_of_a_slot_say_what_its_steps_did(run: tuple[Path, EngineStats]) 
     assert steps["draining"] == letters.count("x")
 
 
-def test_loads_have_a_slice_in_their_slot_and_one_of_their_own(kept: tuple[Path, EngineStats]) -> None:  # noqa: F811
+def test_load_has_a_slot_slice_and_a_transfer_slice(kept: tuple[Path, EngineStats]) -> None:  # noqa: F811
     path, stats = kept
     trace = read_trace(path, 10**6)
     events = events_of(trace)
@@ -120,7 +120,7 @@ def test_loads_have_a_slice_in_their_slot_and_one_of_their_own(kept: tuple[Path,
     assert any(event.get("cat") == "save" for event in events)
 
 
-def test_a_slot_that_loads_names_the_request_that_waits(tmp_path: Path) -> None:
+def test_loading_slot_names_its_waiting_request(tmp_path: Path) -> None:
     writing = Run(tmp_path / "t.jsonl")
     writing.kv.began(Effects((load(1, 2),)))
     writing.step()
@@ -134,7 +134,7 @@ def test_a_slot_that_loads_names_the_request_that_waits(tmp_path: Path) -> None:
     assert (waits["name"], waits["tid"], waits["args"]) == ("loading r1", 3, {"steps": 2})
 
 
-def test_epochs_and_missing_steps_break_slices(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+def test_epochs_and_missing_steps_split_slices(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     raw = run[0].read_bytes()
     lines = raw.splitlines(keepends=True)
     path = tmp_path / "two.jsonl"
@@ -145,13 +145,13 @@ def test_epochs_and_missing_steps_break_slices(run: tuple[Path, EngineStats], tm
     check(events_of(read_trace(path, 7)))
 
 
-def test_a_trace_without_steps_is_a_file_without_slices(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+def test_trace_without_steps_has_no_slices(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_bytes(run[0].read_bytes().splitlines(keepends=True)[0])
     assert {event["ph"] for event in events_of(read_trace(path, 5))} == {"M"}
 
 
-def test_the_command_writes_the_file_beside_the_trace(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+def test_command_writes_its_file_next_to_the_trace(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(run[0].read_bytes())
     code, output = fdcore(path, "--format", "perfetto")

@@ -1,4 +1,4 @@
-"""The trace says what happened, costs the loop no waiting, and harms nothing when it fails."""
+"""The trace is accurate, never blocks the engine loop, and never harms the engine when it fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.engine.test_speculation import SPECS, speculating
 
 
 def lines_of(path: Path) -> tuple[list[dict], list[StepLine], list[dict]]:
-    """Headers, steps and closing lines of a file that has nothing else."""
+    """Return the header, the steps and the closing line of a file without other lines."""
     headers, steps, ends = [], [], []
     for raw in path.read_bytes().splitlines():
         if raw.startswith(b'{"step"'):
@@ -52,12 +52,12 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer's thread does nothing until its engine is closed."""
+    """Keep the writer thread idle until its engine is closed."""
     monkeypatch.setattr(writer, "_WRITE_SECONDS", 3600.0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_trace_adds_up_to_the_counters_under_preemption_and_speculation(path: Path, depth: int) -> None:
+def test_trace_matches_counters_under_preemption_and_speculation(path: Path, depth: int) -> None:
     engine = speculating(3, 0.3, num_kv_blocks=30, pipeline_depth=depth, trace=str(path))
     assert run(engine, SPECS).tokens == golden(SPECS)
     engine.close()
@@ -73,15 +73,15 @@ def test_the_trace_adds_up_to_the_counters_under_preemption_and_speculation(path
     assert sum(line.delivered for line in steps) == stats.scheduler.outputs.generated_tokens
     assert sum(len(line.revoked) for line in steps) == stats.scheduler.counters.preemptions > 0
     assert len(SPECS) < sum(len(line.admitted) for line in steps) <= len(SPECS) + stats.scheduler.counters.preemptions
-    # With two steps in flight some drafts are computed for a request that has just ended; the counters leave them out.
+    # With two steps in flight, some drafts are computed for a finished request; the counters exclude them.
     drafted, accepted = (sum(total(getattr(line, name)) for line in steps) for name in ("drafted", "accepted"))
     assert drafted == stats.scheduler.drafts.proposed if depth == 1 else drafted >= stats.scheduler.drafts.proposed
     assert 0 < stats.scheduler.drafts.accepted <= accepted < drafted
     assert sorted(ended.request_id for line in steps for ended in line.finished) == sorted(golden(SPECS))
     got = {ended.request_id: ended.tokens for line in steps for ended in line.finished}
     assert got == {name: len(tokens) for name, tokens in golden(SPECS).items()}
-    came = [arrival for line in steps for arrival in line.arrived]
-    assert [(arrival.request_id, arrival.tokens) for arrival in came] == [
+    arrivals = [arrival for line in steps for arrival in line.arrived]
+    assert [(arrival.request_id, arrival.tokens) for arrival in arrivals] == [
         (spec.request_id, len(spec.prompt)) for spec in SPECS
     ]
     assert all(sum(line.kv) <= 30 for line in steps)
@@ -93,7 +93,7 @@ def test_the_trace_adds_up_to_the_counters_under_preemption_and_speculation(path
     assert times == sorted(times)
 
 
-def test_every_scheduled_slot_has_its_letter(path: Path) -> None:
+def test_every_scheduled_slot_has_a_letter(path: Path) -> None:
     engine = null_engine(num_kv_blocks=30, trace=str(path))
     run(engine, random_specs(12, seed=1))
     engine.close()
@@ -104,7 +104,7 @@ def test_every_scheduled_slot_has_its_letter(path: Path) -> None:
         assert line.budget == sum(chunks.values()) + line.slots.count(trace_format.DECODE) + total(line.drafted)
 
 
-def test_a_line_carries_no_token() -> None:
+def test_trace_contains_no_tokens() -> None:
     secret = np.array([1234567, 7654321], np.int32)
     plan = StepPlan(
         epoch=1,
@@ -143,7 +143,7 @@ def test_a_line_carries_no_token() -> None:
     assert b"7654321" not in encoded
 
 
-def test_a_slot_whose_kv_is_on_its_way_has_a_letter_of_its_own() -> None:
+def test_slot_that_loads_kv_has_its_own_letter() -> None:
     plan = StepPlan(
         epoch=1,
         step=0,
@@ -169,7 +169,7 @@ def stored(folder: Path, **settings: object) -> Engine:
     return null_engine(kv_store=f"disk:{folder / 'kv'}", kv_store_secret_file=str(secret), **settings)
 
 
-def test_decisions_loads_and_saves_are_told_with_times_and_amounts(tmp_path: Path, path: Path) -> None:
+def test_trace_records_decisions_loads_and_saves(tmp_path: Path, path: Path) -> None:
     specs = [greedy(f"r{index}", range(index, index + 100), 30) for index in range(4)]
     first = stored(tmp_path)
     run(first, specs)
@@ -189,19 +189,19 @@ def test_decisions_loads_and_saves_are_told_with_times_and_amounts(tmp_path: Pat
     assert sum(load.from_host for load in loads) == stats.kv.loaded_blocks_host
     assert all(0 < load.began <= load.ended <= steps[-1].ended for load in loads)
     saves = [save for line in steps for save in line.saves]
-    # What ends behind the last step is not told.
+    # Completions after the last step are not traced.
     assert 0 < sum(save.saved for save in saves) * 16 <= stats.scheduler.offload.saved_tokens
     assert all(save.began <= save.ended for save in saves)
 
 
-def test_without_a_trace_there_is_no_thread_and_no_file(tmp_path: Path) -> None:
+def test_without_trace_no_thread_and_no_file(tmp_path: Path) -> None:
     engine = null_engine()
     run(engine, SPECS[:2])
     assert "fdcore-trace" not in [thread.name for thread in threading.enumerate()]
     engine.close()
 
 
-def test_a_step_is_in_the_file_within_half_a_second(path: Path) -> None:
+def test_step_is_written_within_half_a_second(path: Path) -> None:
     engine = null_engine(trace=str(path))
     engine.submit(SPECS[1])
     engine.step()
@@ -213,7 +213,7 @@ def test_a_step_is_in_the_file_within_half_a_second(path: Path) -> None:
 
 
 class StuckFile:
-    """A file on a disk that does not answer."""
+    """A file on a disk that does not respond."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -226,18 +226,18 @@ class StuckFile:
     def flush(self) -> None: ...
 
 
-def test_a_stuck_disk_does_not_stop_the_loop(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_disk_does_not_block_the_loop(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_MAX_QUEUED", 5)
     engine = null_engine(trace=str(path))
     assert engine._trace is not None
     run(engine, SPECS[3:4])
     while not lines_of(path)[1]:
-        time.sleep(0.001)  # until the writer holds its file
+        time.sleep(0.001)  # until the writer is blocked on its file
     header, file = engine._trace._file, StuckFile()
     engine._trace._file = file  # type: ignore[assignment]
     try:
         run(engine, SPECS[4:5])
-        assert file.reached.wait(60)  # from here on the writer takes nothing out of its queue
+        assert file.reached.wait(60)  # from here on the writer drains nothing from its queue
         assert run(engine, SPECS[:3]).tokens == golden(SPECS[:3])
         assert engine._trace._dropped > 10
     finally:
@@ -246,7 +246,7 @@ def test_a_stuck_disk_does_not_stop_the_loop(path: Path, monkeypatch: pytest.Mon
     assert header.closed
 
 
-def test_dropped_steps_are_counted_and_the_next_one_says_who_is_there(
+def test_dropped_steps_are_counted_and_occupants_restated(
     path: Path, sleepy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "_MAX_QUEUED", 5)
@@ -273,7 +273,7 @@ def test_dropped_steps_are_counted_and_the_next_one_says_who_is_there(
     assert end["dropped"] == 4
 
 
-def test_a_disk_that_fails_ends_the_trace_and_not_the_engine(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disk_failure_ends_the_trace_and_not_the_engine(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = null_engine(trace=str(path))
     assert engine._trace is not None
     engine._trace._file.close()
@@ -284,7 +284,7 @@ def test_a_disk_that_fails_ends_the_trace_and_not_the_engine(path: Path, caplog:
     assert len(engine._trace._queue) == 0
 
 
-def test_what_is_not_a_trace_is_never_replaced(tmp_path: Path) -> None:
+def test_file_that_is_no_trace_is_never_overwritten(tmp_path: Path) -> None:
     precious = tmp_path / "model.gguf"
     precious.write_bytes(b"GGUF and more")
     with pytest.raises(ConfigError, match="exists and is not a trace"):
@@ -304,7 +304,7 @@ def traced(path: Path, epoch: int, **settings: int) -> Engine:
     return load_engine(config, None, epoch=epoch, progress=lambda *_: None)
 
 
-def test_a_restarted_engine_goes_on_in_the_same_file_and_a_fresh_one_begins_anew(path: Path) -> None:
+def test_restart_appends_and_new_engine_starts_a_new_trace(path: Path) -> None:
     engine = traced(path, 1)
     run(engine, SPECS[:2])
     engine.close()
@@ -319,14 +319,14 @@ def test_a_restarted_engine_goes_on_in_the_same_file_and_a_fresh_one_begins_anew
     assert ([header["epoch"] for header in headers], steps) == ([1], [])
 
 
-def test_closing_twice_is_closing_once(path: Path) -> None:
+def test_close_is_idempotent(path: Path) -> None:
     engine = null_engine(trace=str(path))
     engine.close()
     engine.close()
     assert len(lines_of(path)[2]) == 1
 
 
-def test_what_led_to_a_crash_is_in_the_file(path: Path) -> None:
+def test_steps_before_a_crash_are_in_the_file(path: Path) -> None:
     script = f"""
 from tests.engine.helpers import null_engine, random_specs
 engine = null_engine(trace={str(path)!r})
@@ -342,12 +342,12 @@ raise SystemExit("crashed")
     assert (len(steps), ends) == (7, [])
 
 
-def test_the_drafter_is_named(path: Path) -> None:
+def test_trace_names_the_drafter(path: Path) -> None:
     null_engine(trace=str(path), speculative=SpeculativeConfig(method="ngram")).close()
     assert lines_of(path)[0][0]["speculation"] == "ngram"
 
 
-def test_a_trace_stays_below_its_limit_and_says_what_it_left_out(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_stays_below_its_limit_and_reports_omissions(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = null_engine(trace=str(path), trace_limit=4000)
     with caplog.at_level(logging.WARNING):
         assert run(engine, SPECS).tokens == golden(SPECS)
@@ -362,7 +362,7 @@ def test_a_trace_stays_below_its_limit_and_says_what_it_left_out(path: Path, cap
     assert caplog.text.count("has reached its limit of 3.9 KiB") == 1
 
 
-def test_an_engine_that_starts_again_and_again_does_not_fill_the_disk(path: Path) -> None:
+def test_restart_loop_does_not_fill_the_disk(path: Path) -> None:
     for epoch in range(1, 30):
         engine = traced(path, epoch, trace_limit=4000)
         run(engine, SPECS[:2])

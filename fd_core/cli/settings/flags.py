@@ -20,6 +20,7 @@ from typer.core import TyperCommand
 from fd_core.cli.report import say
 from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
+from fd_core.config.paths import read_bounded
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
 from fd_core.router.config import GatewayConfig, RouterConfig
@@ -86,14 +87,9 @@ def jinja(value: Any) -> str:
 def read_text(path: Path) -> str:
     """Return the text of a file of at most 1 MiB."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-    if len(data) > _MAX_FILE_BYTES:
-        raise ValueError(f"{path} is larger than {_MAX_FILE_BYTES:,} bytes")
-    try:
-        return data.decode()
+        return read_bounded(path, _MAX_FILE_BYTES).decode()
+    except ConfigError as error:
+        raise ValueError(error.message) from error
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
 

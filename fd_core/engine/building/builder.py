@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -42,12 +41,10 @@ from fd_core.plugins import CONNECTOR, OBSERVER, SCHEDULER, SCHEDULING_POLICY, V
 from fd_core.runner.observing import ObserverThread
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
-from fd_core.scheduling.running.drafts import DraftControl
+from fd_core.scheduling.running.drafts import make_draft_control
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.structured.workers.port import GrammarPort
 
-_CHEAP_TOKENS: Final = 64
-"""Tokens below which a step is bound by reading weights, unless a setting overrides it."""
 _log = logging.getLogger(__name__)
 
 
@@ -215,19 +212,14 @@ class _EngineBuilder:
         )
 
     def _scheduler(self) -> Scheduler:
-        limits, speculative, storage = self._limits, self._config.speculative, self._storage
-        drafts = None
-        if limits.max_drafts:
-            drafter = speculative is not None and speculative.num_speculative_tokens > 0
-            cheap_tokens = _CHEAP_TOKENS if speculative is None else speculative.cheap_tokens
-            drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, cheap_tokens, drafter=drafter)
+        limits, storage = self._limits, self._storage
         return self._scheduler_class(
             SchedulerSetup(
                 limits=limits,
                 policy=self._policy,
                 victims=self._victims,
                 hasher=storage.hasher,
-                drafts=drafts,
+                drafts=make_draft_control(limits, self._config.speculative),
                 keep_kv=storage.keep,
                 paired=self._config.role != "mixed",
                 kv_events=self._kv_events,

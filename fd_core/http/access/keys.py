@@ -28,6 +28,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from fd_core.config.paths import read_bounded
 from fd_core.errors import ConfigError
 
 WINDOW_SECONDS: Final = 60.0
@@ -287,7 +288,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
 
     Raises `ConfigError` with file, line and field, and never with a key, for one that is not entirely right.
     """
-    data = _read(path)
+    data = read_bounded(path, _MAX_FILE_BYTES, FLAG)
     kind = path.suffix.lower()
     if kind not in (".toml", ".json"):
         return _checked_lines(path, data)
@@ -310,17 +311,6 @@ def warn_if_others_read(path: Path) -> None:
     mode = path.stat().st_mode
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         log.warning("%s can be read by other users of this machine: chmod 600 keeps its keys secret", path)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise _error(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-    if len(data) > _MAX_FILE_BYTES:
-        raise _error(f"{path} is larger than {_MAX_FILE_BYTES:,} bytes")
-    return data
 
 
 def _checked_lines(path: Path, data: bytes) -> tuple[ApiKey, ...]:

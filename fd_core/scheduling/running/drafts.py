@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.config import CHEAP_TOKENS, Limits, SpeculativeConfig
 from fd_core.scheduling.running.plan import deal
 from fd_core.types import IntArray
 from fd_core.types.metrics import counter
@@ -121,3 +122,12 @@ class DraftControl:
         self._rate[busy] = _MEMORY * self._rate[busy] + (1 - _MEMORY) * accepted / drafted
         self._drafted += np.bincount(drafted, minlength=self.max_drafts + 1)[::-1].cumsum()[::-1][1:]
         self._accepted += np.bincount(accepted, minlength=self.max_drafts + 1)[::-1].cumsum()[::-1][1:]
+
+
+def make_draft_control(limits: Limits, speculative: SpeculativeConfig | None) -> DraftControl | None:
+    """Return the control of an engine with these settings; None if no row can have drafts."""
+    if not limits.max_drafts:
+        return None
+    drafter = speculative is not None and speculative.num_speculative_tokens > 0
+    cheap_tokens = CHEAP_TOKENS if speculative is None else speculative.cheap_tokens
+    return DraftControl(limits.max_num_seqs, limits.max_drafts, cheap_tokens, drafter=drafter)

@@ -45,6 +45,8 @@ class Planner:
     """Running slots that the last plan left out."""
     _decodes: Decodes | None = None
     """Every running slot, if all of them decoded in the last plan; the next one computes the same rows."""
+    _plans_with_room: int = 0
+    """Further plans of `_decodes` in which no row needs a block."""
 
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are aborted."""
@@ -61,7 +63,11 @@ class Planner:
             decodes = None
         rows = ready = self._slots.ready() if decodes is None else decodes.rows
         if len(ready):
-            rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
+            stages = self._limits.num_stages
+            if decodes is None or not self._plans_with_room:
+                rows = self._grow(ready if stages == 1 else self._of_this_plan(ready), draft)
+            else:
+                self._plans_with_room -= 1
             if decodes is not None and rows is ready:
                 draft.add_decodes(decodes)
             else:
@@ -69,7 +75,8 @@ class Planner:
                 if draft.num_rows < len(rows):
                     self._continue_prefills(rows, draft)
                 decodes = draft.decodes
-                self._decodes = decodes if decodes is not None and len(decodes.rows) == len(ready) else None
+                every = decodes is not None and len(decodes.rows) == len(ready) and stages == 1
+                self._decodes = decodes if every else None
         left_out = draft.num_rows < len(ready)
         self._times.looked_at = False
         if draft.preempted:
@@ -112,9 +119,12 @@ class Planner:
         chooses a victim, so one shortage never preempts a chain of requests.
         """
         slots = self._slots
-        full = ready[slots.num_computed[ready] >= slots.num_blocks[ready] * self._limits.block_size]
+        room = slots.num_blocks[ready] * self._limits.block_size - slots.num_computed[ready]
+        full = ready[room <= 0]
         if not len(full):
+            self._plans_with_room = int(room.min(initial=self._limits.block_size)) - 1
             return ready
+        self._plans_with_room = 0
         full = full[np.argsort(slots.arrival[full], kind="stable")]
         if (blocks := self._pool.allocate(len(full))) is not None:
             draft.grant(full, slots.append_block(full, blocks), blocks)

@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from fd_core.config import Limits
+from fd_core.config.paths import read_bounded
 from fd_core.errors import ConfigError
 from fd_core.simulation.workloads.files import write_whole
 from fd_core.types import StepPlan
@@ -184,14 +185,7 @@ def wrong_profile(what: str, hint: str | None = None) -> ConfigError:
 
 def read_profile(path: Path) -> CostProfile:
     """Read a file that `write_profile` wrote. Raises `ConfigError` that names the file and the error in it."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise wrong_profile(f"the profile {path} cannot be read: {error.strerror or error}") from error
-    if len(content) > _MAX_BYTES:
-        raise wrong_profile(f"{path} is larger than {_MAX_BYTES:,} bytes, so it is no profile")
-    return parse_profile(content, str(path))
+    return parse_profile(read_bounded(path, _MAX_BYTES, "PROFILE"), str(path))
 
 
 def parse_profile(content: bytes, where: str) -> CostProfile:

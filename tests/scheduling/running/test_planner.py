@@ -54,3 +54,18 @@ def test_an_arrival_joins_the_plan_of_a_batch_that_decodes(scheduler: Continuous
     plan = planned(scheduler)
     assert plan.slots.tolist() == [first.slot, second.slot] and plan.num_tokens.tolist() == [1, 3]
     assert planned(scheduler).num_tokens.tolist() == [1, 1]
+
+
+def test_each_decoding_slot_gets_its_block_when_its_last_one_is_full(scheduler: ContinuousBatchingScheduler) -> None:
+    requests = [add(scheduler, spec(name, 20)) for name in ("one", "two")]
+    planned(scheduler)
+    requests.append(
+        add(scheduler, RequestSpec(request_id="three", prompt=(1,) * 6, params=SamplingParams(max_tokens=20)))
+    )
+    slots = scheduler.probe().slots
+    for _ in range(18):
+        plan = planned(scheduler)
+        for request in requests:
+            computed, blocks = int(slots.num_computed[request.slot or 0]), int(slots.num_blocks[request.slot or 0])
+            assert computed <= blocks * LIMITS.block_size < computed + 2 * LIMITS.block_size
+        assert all(len(grant.blocks) for grant in plan.grants)

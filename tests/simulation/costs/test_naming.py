@@ -33,7 +33,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("h100:llama-8b:width=1", "there are tp, kv, bandwidth"),
         ("h100:llama-70b", "use tp=4"),
         ("zen4-2c:llama-70b", "use a device with more memory"),
-        ("no/such.json", "cannot be read"),
+        ("no/such.json", "cannot read"),
     ],
 )
 def test_a_name_that_is_none_is_told_what_there_is(text: str, said: str) -> None:

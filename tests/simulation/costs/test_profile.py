@@ -86,5 +86,5 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.json"):
         read_profile(tmp_path / "none.json")
