@@ -10,14 +10,14 @@ import pytest
 from tests.soak.service import SMALL, Scale, endure
 
 PAIRS = ("prefill", "decode") * 2
-SMALLER = replace(SMALL, requests=150, prompts=16, kinds=("kill",))
+SMALLER = replace(SMALL, requests=300, prompts=24, kinds=("kill",))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "cast"),
     [
-        pytest.param(SMALLER, ("prefill", "decode", "mixed", "mixed"), id="short"),
+        pytest.param(SMALLER, (*PAIRS, "mixed"), id="short"),
         pytest.param(SMALL, (*PAIRS, "mixed", "mixed"), id="long", marks=pytest.mark.soak),
     ],
 )

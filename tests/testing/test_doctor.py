@@ -213,7 +213,7 @@ def visit(folder: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
         "COLUMNS": "200",
-        "FD_DOCTOR_PATIENCE": "3",
+        "FD_DOCTOR_PATIENCE": "6",
     }
     return [sys.executable, "-m", "fd_core.cli", "doctor", *arguments], environment
 
