@@ -61,7 +61,7 @@ def test_tool_calls_of_random_model_satisfy_their_schemas(parser: type[ToolParse
             params=SamplingParams(max_tokens=300, temperature=1.0, seed=seed, grammar=made[seed % 2]),
             eos_token_ids=(END,),
         )
-        for seed in range(12)
+        for seed in range(6)
     ]
     config = EngineConfig(
         model=str(model), backend="reference", max_num_seqs=4, block_size=16, num_kv_blocks=200, max_model_len=512

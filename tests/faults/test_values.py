@@ -20,6 +20,9 @@ pytestmark = pytest.mark.slow
 SEED = int(os.environ.get("FD_FAULTS_SEED", "20261121"))
 PROMPTS = 125
 
+on_disk = pytest.mark.parametrize("place", ["disk", pytest.param("redis", marks=pytest.mark.soak)], indirect=True)
+"""What envelopes and keys decide is the same in every store."""
+
 Corruption = Callable[[np.random.Generator, bytes, bytes], bytes]
 """From a value and another one of the same store."""
 
@@ -88,6 +91,7 @@ def test_no_corrupted_value_is_used(place: Place, secret: Path, rounds: int) -> 
     engine.close()
 
 
+@on_disk
 @pytest.mark.parametrize("rounds", [3, pytest.param(8, marks=pytest.mark.soak)])
 def test_texts_under_pressure_stay_golden_while_values_are_damaged(place: Place, secret: Path, rounds: int) -> None:
     print(f"seed {SEED}")
@@ -129,6 +133,7 @@ def test_a_damaged_value_is_replaced_by_the_request_that_met_it(place: Place, se
     engine.close()
 
 
+@on_disk
 @pytest.mark.parametrize("setting", ["layout", "secret", "block size"])
 def test_values_of_others_in_the_same_namespace_are_not_found_and_not_used_under_our_keys(
     place: Place, secret: Path, setting: str, monkeypatch: pytest.MonkeyPatch
@@ -165,6 +170,7 @@ def test_values_of_others_in_the_same_namespace_are_not_found_and_not_used_under
 
 
 @pytest.mark.law("5.4")
+@on_disk
 def test_our_keys_sealed_with_another_secret_or_by_another_format_are_not_used(
     place: Place, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

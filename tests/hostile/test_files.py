@@ -27,7 +27,7 @@ from tests.hostile.limits import MEGABYTE, at_length, tried
 from tests.hostile.model_files import gguf_file, model_folder, whole_folder
 from tests.models.loading.tiny_gguf import LLAMA, write_gguf
 
-SEEDS = at_length(70, 2000)
+SEEDS = at_length(35, 2000)
 SLACK = 48 * MEGABYTE
 TABLES = 80 * MEGABYTE
 """What a whole file may take besides: tables of 2^20 positions, the most that seeds ask for in earnest."""

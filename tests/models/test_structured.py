@@ -63,8 +63,10 @@ def test_ten_schemas_are_always_filled_validly(llm: LLM, times: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.law("4")
-def test_texts_are_equal_alone_with_drafts_and_preempted(llm: LLM) -> None:
-    names = ["records", "unicode"]
+@pytest.mark.parametrize(
+    "names", [["records"], pytest.param(["records", "unicode"], marks=pytest.mark.soak)], ids=["one", "two"]
+)
+def test_texts_are_equal_alone_with_drafts_and_preempted(llm: LLM, names: list[str]) -> None:
     together = [answer.token_ids for answer in fill(llm, names, 2)]
     alone = [fill(llm, [name], 2)[seed].token_ids for name in names for seed in range(2)]
     assert alone == together

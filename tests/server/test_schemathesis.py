@@ -36,7 +36,7 @@ def test_random_requests_are_answered_as_documented(
     if mode is GenerationMode.NEGATIVE and operation.method in ("get", "delete"):
         pytest.skip("no value can be invalid")
 
-    examples = 8 if operation.method == "post" else 3  # tests/hostile/test_fuzz.py sends them for minutes
+    examples = 5 if operation.method == "post" else 2  # tests/hostile/test_fuzz.py sends them for minutes
     send(fuzzed.url, operation, mode, examples=examples, seen=lambda _: alive(fuzzed))
 
 

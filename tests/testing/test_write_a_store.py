@@ -4,7 +4,7 @@ import pytest
 
 from tests.testing.documents import follow, passed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.guide
 
 
 def test_the_guide_leads_to_a_store_that_passes_the_kit(tmp_path):

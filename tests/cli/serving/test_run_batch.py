@@ -78,7 +78,7 @@ def test_results_of_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
 
 
 def test_interrupted_run_resumes_with_the_same_answers(tmp_path: Path) -> None:
-    (tmp_path / "in").write_text("\n".join(line(number, max_tokens=60, ignore_eos=True) for number in range(150)))
+    (tmp_path / "in").write_text("\n".join(line(number, max_tokens=60, ignore_eos=True) for number in range(90)))
     command = [sys.executable, "-m", "fd_core.cli", "run-batch", "-i", "in", "-o", "out", *ENGINE]
     partial = tmp_path / "out.partial"
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
@@ -90,11 +90,11 @@ def test_interrupted_run_resumes_with_the_same_answers(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     whole = partial.read_bytes()
     before = [json.loads(each) for each in whole[: whole.rfind(b"\n") + 1].splitlines()]
-    assert 0 < len(before) < 150
+    assert 0 < len(before) < 90
     with partial.open("ab") as file:
         os.write(file.fileno(), b'{"id":"batch_req_0000')
     assert run(tmp_path).exit_code == 0
     after = answers(tmp_path)
-    assert len(after) == 150
+    assert len(after) == 90
     for each in before:
         assert after[each["custom_id"]] == each

@@ -23,6 +23,7 @@ def values_in(folder):
 
 class TestThroughDisk(ConnectorSuite):
     connector = "kv_store"
+    examples = 8
 
     @pytest.fixture
     def kv_store(self, tmp_path):
@@ -30,6 +31,11 @@ class TestThroughDisk(ConnectorSuite):
 
     def leftovers(self, kv_store):
         return values_in(Path(kv_store.removeprefix("disk:")))
+
+
+@pytest.mark.soak
+class TestThroughDiskAtLength(TestThroughDisk):
+    examples = 25
 
 
 def connector_on(folder, cls=DiskStore, timeout=1.0):

@@ -9,6 +9,12 @@ LIMITS = {"window": 2, "value_bytes": 100}
 
 class TestTCPConnector(ConnectorSuite):
     connector = "tcp"
+    examples = 8
+
+
+@pytest.mark.soak
+class TestTCPConnectorAtLength(TestTCPConnector):
+    examples = 25
 
 
 def test_prefill_side_sends_without_copying():
