@@ -710,7 +710,7 @@ def test_a_value_that_is_not_the_one_that_was_announced_is_damaged() -> None:
     with Pair() as pair:
         pair.connector.outbox = Exchanging
         fetched = pair.answer(pair.fetch(4))
-        assert (fetched.outcome, fetched.reason) == ("damaged", "piece 0: damaged (another piece)")
+        assert (fetched.outcome, fetched.reason) == ("damaged", "piece 0: damaged (wrong piece)")
         assert not pair.decode_cache.data.any()
 
 

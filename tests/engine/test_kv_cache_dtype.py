@@ -58,7 +58,7 @@ def test_a_type_of_activations_is_refused_by_name() -> None:
 
 
 def test_a_backend_that_does_not_keep_it_refuses_at_start() -> None:
-    with pytest.raises(ConfigError, match="the null backend keeps KV in float32, not in int8") as refused:
+    with pytest.raises(ConfigError, match="the null backend stores KV in float32, got int8") as refused:
         null_engine(kv_cache_dtype="int8")
     assert refused.value.field == "--kv-cache-dtype"
 

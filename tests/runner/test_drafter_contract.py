@@ -69,7 +69,7 @@ def test_what_a_drafter_does_not_read_is_refused(method: str) -> None:
     model = "some" if KINDS[method].uses_model else None
     fine = SpeculativeConfig(method=method, model=model, options=dict.fromkeys(KINDS[method].options, 3))
     check_drafter(KINDS[method], fine)
-    with pytest.raises(ConfigError, match="does not read depth"):
+    with pytest.raises(ConfigError, match="does not support depth"):
         check_drafter(KINDS[method], SpeculativeConfig(method=method, model=model, options={"depth": 3}))
     with pytest.raises(ConfigError, match="named"):
         other = None if model else "some"

@@ -201,7 +201,7 @@ def test_sampling_parameters_that_cannot_be_used_end_their_request() -> None:
     steps.run(0, 1, 2)
     steps.run()
     steps.check(failed=1, after=0)
-    assert "logit_bias names token 40 of a vocabulary of 40" in steps.errors[1][0]
+    assert "logit_bias has token 40, which exceeds the vocabulary of 40" in steps.errors[1][0]
 
 
 def test_an_end_outside_the_vocabulary_is_no_failure() -> None:

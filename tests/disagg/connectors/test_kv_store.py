@@ -50,13 +50,13 @@ def test_a_store_is_needed():
 
 
 def test_a_store_that_others_do_not_see_is_refused():
-    with pytest.raises(ConfigError, match="memory:, which other processes do not see"):
+    with pytest.raises(ConfigError, match="memory:, which other processes cannot access"):
         KVStoreConnector(ConnectorSettings(partial(MemoryStore, parse_location("memory:"))))
 
 
 def test_workers_with_different_stores_find_out_before_anything_is_computed(tmp_path):
     inbox = connector_on(tmp_path / "one").open_inbox(LEASE, pieces=range(4), **LIMITS)
-    with pytest.raises(ConnectorError, match="give both workers the same --kv-store"):
+    with pytest.raises(ConnectorError, match="start both workers with the same --kv-store"):
         connector_on(tmp_path / "other").open_outbox(LEASE, inbox.address, **LIMITS)
 
 
@@ -90,7 +90,7 @@ def test_a_store_without_room_is_an_error(tmp_path):
 
     connector = connector_on(tmp_path / "kv", Narrow)
     inbox = connector.open_inbox(LEASE, pieces=range(4), **LIMITS)
-    with pytest.raises(ConnectorError, match="no room"):
+    with pytest.raises(ConnectorError, match="no space"):
         connector.open_outbox(LEASE, inbox.address, **LIMITS).put(0, [bytes(100)])
 
 
@@ -104,6 +104,6 @@ def test_an_end_that_waits_for_another_gives_up_in_time(tmp_path):
     other = threading.Thread(target=lambda: connector.open_inbox(LEASE, pieces=range(4), **LIMITS))
     other.start()
     time.sleep(0.1)
-    with pytest.raises(ConnectorError, match="in time"):
+    with pytest.raises(ConnectorError, match="timed out"):
         connector.open_inbox(LEASE[::-1], pieces=range(4), **LIMITS)
     other.join()

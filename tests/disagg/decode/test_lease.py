@@ -113,7 +113,7 @@ def test_what_was_never_taken_cannot_have_been_copied() -> None:
 def test_more_pieces_than_the_window_has_are_damage() -> None:
     lease = open_lease(opening(7, 2, first=1, window=1))
     lease.heard(piece(1), 0.0)
-    assert "more than 1 pieces" in abort_and("damaged", lease.heard(piece(2), 0.0))
+    assert "at most 1 pieces" in abort_and("damaged", lease.heard(piece(2), 0.0))
 
 
 def test_a_spoiled_piece_is_damage() -> None:
@@ -126,7 +126,7 @@ def test_a_spoiled_piece_is_damage() -> None:
 def test_a_commit_of_other_tokens_is_damage(tokens: int) -> None:
     lease = open_lease()
     commit = Commit(NAME, tokens, COMMIT.digest)
-    assert f"{tokens} tokens" in abort_and("damaged", lease.heard(commit, 0.0))
+    assert f"got {tokens}" in abort_and("damaged", lease.heard(commit, 0.0))
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -174,7 +174,9 @@ def test_a_refusal_is_told_with_its_reason(given: str, told: str) -> None:
     assert open_lease().heard(Refuse(NAME, given), 0.0) == [DecodeEnd("refused", told)]
 
 
-@pytest.mark.parametrize(("given", "told"), [("out of room", "out of room"), ("", "the prefill worker broke off")])
+@pytest.mark.parametrize(
+    ("given", "told"), [("out of room", "out of room"), ("", "the prefill worker aborted the lease")]
+)
 def test_an_abort_of_the_other_side_is_a_loss(given: str, told: str) -> None:
     assert open_lease().heard(AbortLease(NAME, given), 0.0) == [DecodeEnd("lost", told)]
 
@@ -203,7 +205,7 @@ def test_nothing_happens_after_the_end() -> None:
 def test_silence_ends_it() -> None:
     lease = open_lease()
     lease.heard(Accept(NAME), 1.0)
-    assert abort_and("expired", lease.tick(1.0 + SILENCE)) == "the other side is silent"
+    assert abort_and("expired", lease.tick(1.0 + SILENCE)) == "the peer sent no message within the timeout"
 
 
 def test_any_word_keeps_it_alive_up_to_its_longest() -> None:
@@ -212,7 +214,7 @@ def test_any_word_keeps_it_alive_up_to_its_longest() -> None:
         lease.heard(Alive(NAME), float(now))
         lease.tick(float(now))
         assert lease.outcome is None
-    assert "longer" in abort_and("expired", lease.tick(30.0))
+    assert "its time limit" in abort_and("expired", lease.tick(30.0))
 
 
 def test_it_opens_again_until_it_hears_something() -> None:
@@ -238,7 +240,7 @@ def test_a_piece_that_was_sent_before_the_commit_and_does_not_come_ends_the_leas
     lease.heard(Alive(NAME), 2.0 + SILENCE - 1)
     assert lease.next_tick <= 2.0 + SILENCE
     assert lease.outcome is None
-    assert abort_and("expired", lease.tick(2.0 + SILENCE)) == "a piece that was sent did not come"
+    assert abort_and("expired", lease.tick(2.0 + SILENCE)) == "a piece was lost in transit"
 
 
 def test_a_piece_that_is_being_copied_when_the_commit_comes_may_take_its_time() -> None:

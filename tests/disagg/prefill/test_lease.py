@@ -156,7 +156,7 @@ def test_a_put_that_fails_ends_it_and_its_request() -> None:
 @pytest.mark.parametrize("message", [AbortLease(NAME, "nobody waits"), AbortLease(NAME)])
 @pytest.mark.law("6.1")
 def test_an_abort_of_the_other_side_ends_it_and_its_request(message: AbortLease) -> None:
-    expected = message.reason or "the decode worker broke off"
+    expected = message.reason or "the decode worker aborted the lease"
     assert owed().heard(message, 0.0) == [PrefillEnd("aborted", expected, True)]
 
 
@@ -183,7 +183,9 @@ def test_nothing_happens_after_the_end() -> None:
 def test_silence_ends_it() -> None:
     lease = owed()
     lease.heard(Alive(NAME), 1.0)
-    assert abort_and("expired", lease.tick(1.0 + SILENCE, working=True)) == "the other side is silent"
+    assert (
+        abort_and("expired", lease.tick(1.0 + SILENCE, working=True)) == "the peer sent no message within the timeout"
+    )
 
 
 def test_it_lasts_as_long_as_both_are_there_up_to_its_longest() -> None:
@@ -192,7 +194,7 @@ def test_it_lasts_as_long_as_both_are_there_up_to_its_longest() -> None:
         lease.heard(Alive(NAME), float(now))
         lease.tick(float(now), working=True)
         assert lease.ended is None
-    assert "longer" in abort_and("expired", lease.tick(30.0, working=True))
+    assert "its time limit" in abort_and("expired", lease.tick(30.0, working=True))
 
 
 def test_it_is_alive_while_its_engine_works() -> None:

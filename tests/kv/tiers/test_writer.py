@@ -85,7 +85,7 @@ def test_a_store_without_room_for_a_block_is_told_once(writer, store, counters, 
     while writer.loop.run_one():
         pass
     (told,) = caplog.messages
-    assert "more than the KV store may hold in all, so nothing is kept there" in told
+    assert "exceeds the limit of the KV store, so nothing is stored" in told
     assert counters.dropped_blocks == 4
 
 

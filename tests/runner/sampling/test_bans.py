@@ -81,5 +81,5 @@ def test_a_slot_forgets_the_limits_of_its_last_request() -> None:
 )
 def test_an_unknown_token_is_refused_before_it_reaches_the_device(params: SamplingParams) -> None:
     sampler = Sampler(NumpyOps(), 1, VOCABULARY)
-    with pytest.raises(ValueError, match=f"names token {VOCABULARY}"):
+    with pytest.raises(ValueError, match=f"has token {VOCABULARY}"):
         sampler.admit(Admission(0, 0, np.zeros(1, np.int32), 1, params, eos_token_ids=(), computed=0))

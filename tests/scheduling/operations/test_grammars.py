@@ -58,7 +58,7 @@ def test_a_grammar_that_cannot_be_used_ends_its_request_alone() -> None:
     good = operation(s)
     end = s.complete(GrammarReady(compiling, "unknown name: foo"))
     assert end is not None and (end.request_id, end.finish_reason) == ("bad", FinishReason.ERROR)
-    assert end.error == "its grammar cannot be used: unknown name: foo"
+    assert end.error == "its grammar is invalid: unknown name: foo"
     assert s.request_ids() == ["good"]
     s.complete(GrammarReady(good))
     assert [admission.request_id for admission in planned(s).admissions] == ["good"]
