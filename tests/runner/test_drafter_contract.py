@@ -71,7 +71,7 @@ def test_what_a_drafter_does_not_read_is_refused(method: str) -> None:
     check_drafter(KINDS[method], fine)
     with pytest.raises(ConfigError, match="does not support depth"):
         check_drafter(KINDS[method], SpeculativeConfig(method=method, model=model, options={"depth": 3}))
-    with pytest.raises(ConfigError, match="named"):
+    with pytest.raises(ConfigError, match="draft model"):
         other = None if model else "some"
         check_drafter(KINDS[method], SpeculativeConfig(method=method, model=other))
 
