@@ -22,7 +22,7 @@ def test_cpu_without_bfloat16_instructions_uses_bfloat16(
     if ops.name != "native":
         pytest.skip("the native kernels cannot be built here")
     assert ops.dtype == dtype
-    assert backend.dtype_reason.startswith("the processor lacks bfloat16 instructions (generic), but")
+    assert backend.dtype_reason.startswith("the CPU lacks bfloat16 instructions (generic), but")
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ def test_cpu_without_bfloat16_instructions_uses_bfloat16(
     [
         ("amx_bf16", "amx_int8", "has bfloat16 instructions"),
         ("avx512_bf16", "avx512_vnni", "has bfloat16 instructions"),
-        ("avx512", "avx512_vnni", "--quantization int8 takes half of the time"),
-        ("avx2", "avx_vnni", "--quantization int8 takes half of the time"),
-        ("avx2", "avx2", "reading half as much is faster"),
+        ("avx512", "avx512_vnni", "--quantization int8 halves the time"),
+        ("avx2", "avx_vnni", "--quantization int8 halves the time"),
+        ("avx2", "avx2", "halving memory reads is faster"),
     ],
 )
 def test_reason_names_the_faster_option(
@@ -64,7 +64,7 @@ def test_eager_torch_reports_reason_for_float32() -> None:
 
 
 def test_summary_includes_the_reason() -> None:
-    info = engine_info(dtype="bfloat16", dtype_reason="the processor has bfloat16 instructions (amx_bf16)")
+    info = engine_info(dtype="bfloat16", dtype_reason="the CPU has bfloat16 instructions (amx_bf16)")
     rows = dict(summary(info, ServerConfig(), "http://here"))
     assert rows["dtype"] == "bfloat16 (the processor has bfloat16 instructions (amx_bf16))"
 
@@ -72,7 +72,7 @@ def test_summary_includes_the_reason() -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_float16_is_rejected_with_alternative(native: bool) -> None:
     pytest.importorskip("torch")
-    with pytest.raises(ConfigError, match="computes in float32 or bfloat16, not float16") as refused:
+    with pytest.raises(ConfigError, match="computes in float32 or bfloat16, got float16") as refused:
         CpuBackend(EngineConfig(model="m", dtype="float16", native_kernels=native)).make_ops()
     assert refused.value.field == "--dtype"
     assert refused.value.hint == "bfloat16 takes as much memory"

@@ -48,10 +48,10 @@ def seen(monkeypatch):
     ("devices", "backend", "expected"),
     [
         (None, Emulated, (False, "Paddle is not installed; install chippaddle", False)),
-        (PaddleDevices("3.4", ("chip:0", "chip:1")), Emulated, (True, "Paddle 3.4 drives 2 chip", False)),
-        (PaddleDevices("3.4", ("chip",)), Chip, (True, "Paddle 3.4 drives 1 chip", False)),
-        (PaddleDevices("3.4", ("chip2:0",)), Chip, (False, "Paddle 3.4 sees no chip here; install chippaddle", False)),
-        (PaddleDevices("3.4"), Emulated, (True, "emulated on the processor: Paddle 3.4 sees no chip here", True)),
+        (PaddleDevices("3.4", ("chip:0", "chip:1")), Emulated, (True, "Paddle 3.4 found 2 chip", False)),
+        (PaddleDevices("3.4", ("chip",)), Chip, (True, "Paddle 3.4 found 1 chip", False)),
+        (PaddleDevices("3.4", ("chip2:0",)), Chip, (False, "Paddle 3.4 found no chip; install chippaddle", False)),
+        (PaddleDevices("3.4"), Emulated, (True, "emulated on the CPU: Paddle 3.4 found no chip", True)),
         (PaddleDevices("", problem="the driver broke"), Emulated, (False, "the driver broke", False)),
     ],
 )
@@ -65,10 +65,10 @@ def test_emulated_device_is_reported_and_uses_cpu_float32(seen):
     backend = Emulated(EngineConfig(model="m", num_threads=3))
     assert backend.emulated
     assert backend.place == "cpu"
-    assert backend.describe() == "chip emulated on the CPU, 3 threads, Paddle eager: says nothing about the hardware"
+    assert backend.describe() == "chip emulated on the CPU, 3 threads, Paddle eager: no evidence for the hardware"
     assert backend._dtype() == "float32"
     assert set(backend.limits) == {"bfloat16"}
-    with pytest.raises(ConfigError, match="the chip backend where it is emulated computes in float32, not bfloat16"):
+    with pytest.raises(ConfigError, match="the chip backend under emulation computes in float32, got bfloat16"):
         Emulated(EngineConfig(model="m", dtype="bfloat16")).make_ops()
 
 
@@ -89,7 +89,7 @@ def test_cpu_is_not_reported_as_emulated(seen):
     assert not backend.emulated
     assert backend.describe() == "CPU, 1 threads, Paddle eager"
     assert backend.free_memory() > 0
-    with pytest.raises(ConfigError, match=r"the cpu\+paddle backend computes in float32, not bfloat16"):
+    with pytest.raises(ConfigError, match=r"the cpu\+paddle backend computes in float32, got bfloat16"):
         CpuPaddleBackend(EngineConfig(model="m", dtype="bfloat16")).make_ops()
 
 
@@ -119,7 +119,7 @@ def test_paddle_is_probed_in_a_subprocess(monkeypatch, tmp_path):
         ("raise ImportError('libchip.so.2 is missing')", "ImportError: libchip.so.2 is missing"),
         ("import os; os._exit(3)", "exit status 3"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit status -9"),
-        ("import time; time.sleep(60)", "did not say within 1 s"),
+        ("import time; time.sleep(60)", "did not list its devices within 1 s"),
     ],
 )
 def test_broken_paddle_is_contained(monkeypatch, tmp_path, source, problem):
@@ -199,8 +199,8 @@ os.kill(os.getpid(), signal.SIGTERM)
 def test_cpu_has_no_bfloat16():
     from fd_core.ops.paddle.ops import PaddleOps
 
-    with pytest.raises(ValueError, match="Paddle multiplies no bfloat16 matrices on the processor"):
+    with pytest.raises(ValueError, match="Paddle does not multiply bfloat16 matrices on a CPU"):
         PaddleOps("bfloat16")
-    with pytest.raises(ValueError, match="dtype 'int8' is not one of float32, bfloat16"):
+    with pytest.raises(ValueError, match="expected a dtype of float32, bfloat16, got 'int8'"):
         PaddleOps("int8")
     assert CpuPaddleBackend(EngineConfig(model="m", num_threads=1)).make_ops().dtype == "float32"

@@ -166,9 +166,9 @@ def test_authenticated_peers_get_an_error_reason() -> None:
         socket.send(WIRE.seal_from_decode(AbortLease(LEASE)))
         opening = Open(PrefillJob(bytes(8), lease=LEASE), COMPATIBILITY, 4, 5.0, "frames", b"")
         odd = {
-            "the window has to be": msgspec.structs.replace(opening, window=-1),
-            "the silence has to be": msgspec.structs.replace(opening, silence=float("nan")),
-            "no KV is asked for": msgspec.structs.replace(opening, job=PrefillJob(bytes(8), 5, lease=LEASE)),
+            "the window is not": msgspec.structs.replace(opening, window=-1),
+            "the idle timeout is not": msgspec.structs.replace(opening, silence=float("nan")),
+            "the job requests no KV": msgspec.structs.replace(opening, job=PrefillJob(bytes(8), 5, lease=LEASE)),
         }
         for reason, message in odd.items():
             socket.send(b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(message))))

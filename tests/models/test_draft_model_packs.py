@@ -110,7 +110,7 @@ def changed(folder: Path, copy: Path, **changes: int) -> Path:
 def test_draft_model_with_shorter_context_drafts_up_to_it(tiny, tmp_path: Path) -> None:
     folder = tiny("llama").folder
     short = changed(folder, tmp_path / "short", max_position_embeddings=40)
-    with pytest.raises(ConfigError, match=r"draft model: max_model_len is 96, the model was made for 40"):
+    with pytest.raises(ConfigError, match=r"draft model: max_model_len=96 exceeds the model's context \(40 tokens"):
         engine(folder, short, "numpy")
     drafting = engine(folder, short, "numpy", max_model_len=None)
     assert texts(drafting, specs()).tokens == texts(engine(folder, None, "numpy"), specs()).tokens

@@ -59,10 +59,10 @@ def test_backend_without_the_format_is_named() -> None:
     require_formats("int4", ops, "chip")
     ops.weight_formats = frozenset({"int4"})
     require_formats("auto", ops, "chip")
-    with pytest.raises(ConfigError, match="the chip backend does not compute int8 weights; it computes int4"):
+    with pytest.raises(ConfigError, match="the chip backend does not support int8 weights; it supports int4"):
         require_formats("int4", ops, "chip")
 
 
 def test_null_backend_rejects_quantization() -> None:
-    with pytest.raises(ConfigError, match="the null backend does not compute int4 and int8 weights"):
+    with pytest.raises(ConfigError, match="the null backend does not support int4 and int8 weights"):
         null_engine(quantization="int4")

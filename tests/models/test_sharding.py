@@ -90,7 +90,7 @@ def test_packed_weights_shard_to_the_same_values(form, tmp_path):
 @pytest.mark.parametrize(
     ("case", "sizes", "ranks", "words", "hint"),
     [
-        ("llama", NINE_HEADS, 4, r"9 query heads, which share 3 KV heads, .* over 4 ranks", "use 2, 3 or 9"),
+        ("llama", NINE_HEADS, 4, r"9 query heads and 3 KV heads among 4 ranks", "use 2, 3 or 9"),
         ("llama", NINE_HEADS | {"intermediate_size": 7}, 9, "block of width 7 .* over 9 ranks", "use 2 or 3"),
         ("qwen3-moe", {"moe_intermediate_size": 1}, 2, "block of width 1 .* over 2 ranks", "leave it out"),
     ],

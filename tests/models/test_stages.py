@@ -115,5 +115,5 @@ def test_stages_have_balanced_weight_sizes(layers, vocabulary, count, expected, 
 
 
 def test_more_stages_than_layers_are_rejected(tmp_path):
-    with pytest.raises(ConfigError, match="3 layers cannot be divided into 4 stages"):
+    with pytest.raises(ConfigError, match="cannot divide 3 layers into 4 stages"):
         loaded(write_checkpoint("llama", tmp_path), NumpyOps(), Stage(0, 4))

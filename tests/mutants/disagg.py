@@ -106,12 +106,12 @@ MUTANTS = (
     mutant(
         "the-prefill-side-ignores-an-abort",
         _ABORT,
-        (PREFILL, 'return self._end("aborted", reason or "the decode worker broke off")', "return []"),
+        (PREFILL, 'return self._end("aborted", reason or "the decode worker aborted the lease")', "return []"),
     ),
     mutant(
         "the-decode-side-ignores-an-abort",
         _ABORT,
-        (DECODE, 'return self._end("lost", reason or "the prefill worker broke off")', "return []"),
+        (DECODE, 'return self._end("lost", reason or "the prefill worker aborted the lease")', "return []"),
     ),
     mutant(
         "the-request-goes-on-without-its-lease",

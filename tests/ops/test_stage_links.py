@@ -36,5 +36,5 @@ def test_stage_that_does_not_receive_is_named() -> None:
             group.hand_on(np.zeros((1, 4), np.float32))
         time.sleep(0.2)
 
-    with pytest.raises(RanksApart, match=r"rank 0 was not heard of for 0\.05 s"):
+    with pytest.raises(RanksApart, match=r"rank 0 did not respond within 0\.05 s"):
         on_ranks(2, work, patience=0.05)

@@ -201,7 +201,7 @@ def test_invalid_sampling_parameters_end_their_request() -> None:
     steps.run(0, 1, 2)
     steps.run()
     steps.check(failed=1, after=0)
-    assert "logit_bias names token 40 of a vocabulary of 40" in steps.errors[1][0]
+    assert "logit_bias has token 40, which exceeds the vocabulary of 40" in steps.errors[1][0]
 
 
 def test_stop_token_outside_vocabulary_is_accepted() -> None:

@@ -70,7 +70,7 @@ def decodes(*drafts: int, length: int = 5) -> tuple[StepPlan, PersistentBatch]:
 def test_padded_step_is_charged_at_padded_size() -> None:
     assert resolve_rows(*decodes(0, 0), LIMITS, lambda rows, width: (8, 1)).shape == (8, 1)
     assert resolve_rows(*decodes(3, 1), LIMITS, lambda rows, width: (10, 4)).shape == (10, 4)
-    with pytest.raises(BudgetExceeded, match="computes 44 tokens; the budget is 40"):
+    with pytest.raises(BudgetExceeded, match="computes 44 tokens, over the budget 40"):
         resolve_rows(*decodes(3, 1), LIMITS, lambda rows, width: (11, 4))
 
 

@@ -148,5 +148,5 @@ def test_a_model_on_ranks_endures_whatever_befalls_one_of_them(tmp_path: Path, m
     log = tmp_path / "server.log"
     with serving(log, model, *MODELS[model], *SERVE) as server:
         asyncio.run(endure(server, model, random.Random(SEED)))
-    for words in ("rank 1 was ended by SIGKILL", "rank 1 was not heard of|rank 1 did not answer"):
+    for words in ("rank 1 was ended by SIGKILL", "rank 1 did not respond|rank 1 did not answer"):
         assert any(each in log.read_text() for each in words.split("|")), words

@@ -61,10 +61,10 @@ def test_what_was_not_looked_at_is_always_said(show):
         target="hasty", results=RESULTS[:1], sections=("signals", "scale"), deselected={"signals": 3, "scale": 9}
     )
     report = msgspec.structs.replace(REPORT, cards=[card])
-    assert "not looked at" in show(report)
+    assert "not tested" in show(report)
     assert "scale, signals (3 of 4 tests)" in show(report)
     whole = msgspec.structs.replace(card, sections=("signals",), deselected={})
-    assert "not looked at" not in show(msgspec.structs.replace(REPORT, cards=[whole]))
+    assert "not tested" not in show(msgspec.structs.replace(REPORT, cards=[whole]))
 
 
 def test_the_table_has_a_line_for_each_backend_and_says_once_what_holds_for_several():
@@ -150,7 +150,7 @@ def test_a_file_gets_progress_lines_and_quick_reports_skipped_sections(monkeypat
     monkeypatch.setattr("fd_core.cli.plugins.conformance._TELLS_SECONDS", 0.0)
     ended = CliRunner().invoke(app, ["conformance", "null", "--quick", "-k", "idle_slot or postprocess"])
     assert ended.exit_code == 0
-    assert re.search(r"not looked at: .*scale", " ".join(ended.stdout.split()))
+    assert re.search(r"not tested: .*scale", " ".join(ended.stdout.split()))
     assert re.search(r"null: \d+ tests", ended.stderr)
 
 
@@ -173,15 +173,15 @@ def test_the_card_of_a_scheduler_says_which_rules_it_holds():
     ended = conformance("--scheduler", "continuous", "--quick", "-k", "abort_while_waiting or token_0")
     said = " ".join(ended.stdout.split())
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "rules held: 1.7, 1.9 rules not looked at: 1.1, 1.2," in said
-    assert "not looked at: budget" in said
+    assert "rules held: 1.7, 1.9 rules not tested: 1.1, 1.2," in said
+    assert "not tested: budget" in said
 
 
 @pytest.mark.parametrize("show", [in_terminal, html_of, markdown_of])
 def test_what_others_keep_is_said_with_who_and_is_not_called_unseen(show):
     card = Card(target="mine", results=[Result(section="signals", test="a", outcome="pass", rules=("1.1",))])
     card = msgspec.structs.replace(card, others={"1": "the postprocessor does"})
-    assert "rule 1 is kept by others: the postprocessor does" in show(msgspec.structs.replace(REPORT, cards=[card]))
+    assert "rule 1 is enforced elsewhere: the postprocessor does" in show(msgspec.structs.replace(REPORT, cards=[card]))
     assert "1" not in card.rules("limit")
 
 

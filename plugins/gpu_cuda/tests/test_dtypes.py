@@ -39,10 +39,10 @@ class T4(Processor):
 @pytest.mark.parametrize(
     ("capability", "dtype", "reason"),
     [
-        ((9, 0), "bfloat16", "multiplies bfloat16"),
-        ((8, 0), "bfloat16", "multiplies bfloat16"),
-        ((7, 5), "float16", "and no bfloat16"),
-        ((5, 3), "float16", "and no bfloat16"),
+        ((9, 0), "bfloat16", "has bfloat16"),
+        ((8, 0), "bfloat16", "has bfloat16"),
+        ((7, 5), "float16", "but no bfloat16"),
+        ((5, 3), "float16", "but no bfloat16"),
         ((5, 2), "float32", "neither"),
     ],
 )

@@ -56,13 +56,13 @@ def test_connector_requires_a_store():
 
 
 def test_process_local_store_is_rejected():
-    with pytest.raises(ConfigError, match="memory:, which other processes do not see"):
+    with pytest.raises(ConfigError, match="memory:, which other processes cannot access"):
         KVStoreConnector(ConnectorSettings(partial(MemoryStore, parse_location("memory:"))))
 
 
 def test_different_stores_are_detected_before_prefill(tmp_path):
     inbox = connector_on(tmp_path / "one").open_inbox(LEASE, pieces=range(4), **LIMITS)
-    with pytest.raises(ConnectorError, match="give both workers the same --kv-store"):
+    with pytest.raises(ConnectorError, match="start both workers with the same --kv-store"):
         connector_on(tmp_path / "other").open_outbox(LEASE, inbox.address, **LIMITS)
 
 
@@ -96,7 +96,7 @@ def test_full_store_is_an_error(tmp_path):
 
     connector = connector_on(tmp_path / "kv", Narrow)
     inbox = connector.open_inbox(LEASE, pieces=range(4), **LIMITS)
-    with pytest.raises(ConnectorError, match="no room"):
+    with pytest.raises(ConnectorError, match="no space"):
         connector.open_outbox(LEASE, inbox.address, **LIMITS).put(0, [bytes(100)])
 
 
@@ -110,6 +110,6 @@ def test_endpoint_waiting_for_peer_times_out(tmp_path):
     other = threading.Thread(target=lambda: connector.open_inbox(LEASE, pieces=range(4), **LIMITS))
     other.start()
     time.sleep(0.1)
-    with pytest.raises(ConnectorError, match="in time"):
+    with pytest.raises(ConnectorError, match="timed out"):
         connector.open_inbox(LEASE[::-1], pieces=range(4), **LIMITS)
     other.join()

@@ -113,7 +113,7 @@ def test_copying_an_unreceived_piece_is_an_error() -> None:
 def test_pieces_beyond_window_are_damage() -> None:
     lease = open_lease(opening(7, 2, first=1, window=1))
     lease.heard(piece(1), 0.0)
-    assert "more than 1 pieces" in abort_and("damaged", lease.heard(piece(2), 0.0))
+    assert "at most 1 pieces" in abort_and("damaged", lease.heard(piece(2), 0.0))
 
 
 def test_corrupt_piece_is_damage() -> None:
@@ -126,7 +126,7 @@ def test_corrupt_piece_is_damage() -> None:
 def test_commit_of_other_tokens_is_damage(tokens: int) -> None:
     lease = open_lease()
     commit = Commit(NAME, tokens, COMMIT.digest)
-    assert f"{tokens} tokens" in abort_and("damaged", lease.heard(commit, 0.0))
+    assert f"got {tokens}" in abort_and("damaged", lease.heard(commit, 0.0))
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -174,7 +174,9 @@ def test_refusal_is_reported_with_reason(given: str, reason: str) -> None:
     assert open_lease().heard(Refuse(NAME, given), 0.0) == [DecodeEnd("refused", reason)]
 
 
-@pytest.mark.parametrize(("given", "reason"), [("out of room", "out of room"), ("", "the prefill worker broke off")])
+@pytest.mark.parametrize(
+    ("given", "reason"), [("out of room", "out of room"), ("", "the prefill worker aborted the lease")]
+)
 def test_peer_abort_is_a_loss(given: str, reason: str) -> None:
     assert open_lease().heard(AbortLease(NAME, given), 0.0) == [DecodeEnd("lost", reason)]
 
@@ -203,7 +205,7 @@ def test_ended_lease_ignores_events() -> None:
 def test_silence_ends_the_lease() -> None:
     lease = open_lease()
     lease.heard(Accept(NAME), 1.0)
-    assert abort_and("expired", lease.tick(1.0 + SILENCE)) == "the other side is silent"
+    assert abort_and("expired", lease.tick(1.0 + SILENCE)) == "the peer sent no message within the timeout"
 
 
 def test_any_message_extends_lease_up_to_its_maximum() -> None:
@@ -212,7 +214,7 @@ def test_any_message_extends_lease_up_to_its_maximum() -> None:
         lease.heard(Alive(NAME), float(now))
         lease.tick(float(now))
         assert lease.outcome is None
-    assert "longer" in abort_and("expired", lease.tick(30.0))
+    assert "its time limit" in abort_and("expired", lease.tick(30.0))
 
 
 def test_open_is_retransmitted_until_a_reply() -> None:
@@ -238,7 +240,7 @@ def test_piece_lost_before_commit_ends_the_lease() -> None:
     lease.heard(Alive(NAME), 2.0 + SILENCE - 1)
     assert lease.next_tick <= 2.0 + SILENCE
     assert lease.outcome is None
-    assert abort_and("expired", lease.tick(2.0 + SILENCE)) == "a piece that was sent did not come"
+    assert abort_and("expired", lease.tick(2.0 + SILENCE)) == "a piece was lost in transit"
 
 
 def test_slow_copy_during_commit_does_not_end_the_lease() -> None:

@@ -156,7 +156,7 @@ def test_failed_put_ends_lease_and_request() -> None:
 @pytest.mark.parametrize("message", [AbortLease(NAME, "no client"), AbortLease(NAME)])
 @pytest.mark.law("6.1")
 def test_peer_abort_ends_lease_and_request(message: AbortLease) -> None:
-    expected = message.reason or "the decode worker broke off"
+    expected = message.reason or "the decode worker aborted the lease"
     assert owed().heard(message, 0.0) == [PrefillEnd("aborted", expected, True)]
 
 
@@ -183,7 +183,9 @@ def test_ended_lease_ignores_events() -> None:
 def test_silence_ends_the_lease() -> None:
     lease = owed()
     lease.heard(Alive(NAME), 1.0)
-    assert abort_and("expired", lease.tick(1.0 + SILENCE, working=True)) == "the other side is silent"
+    assert (
+        abort_and("expired", lease.tick(1.0 + SILENCE, working=True)) == "the peer sent no message within the timeout"
+    )
 
 
 def test_lease_lasts_up_to_its_maximum_while_both_sides_live() -> None:
@@ -192,7 +194,7 @@ def test_lease_lasts_up_to_its_maximum_while_both_sides_live() -> None:
         lease.heard(Alive(NAME), float(now))
         lease.tick(float(now), working=True)
         assert lease.ended is None
-    assert "longer" in abort_and("expired", lease.tick(30.0, working=True))
+    assert "its time limit" in abort_and("expired", lease.tick(30.0, working=True))
 
 
 def test_heartbeats_are_sent_while_engine_works() -> None:

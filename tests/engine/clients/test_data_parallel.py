@@ -358,14 +358,12 @@ def test_processors_are_divided_by_core_and_socket() -> None:
 
 @pytest.mark.usefixtures("six_processors")
 def test_more_engines_than_processors_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="7 engines need a processor each, and there are 6") as refused:
+    with pytest.raises(ConfigError, match="7 engines need one processor each, found 6") as refused:
         places_on_cores(7)
     assert refused.value.hint == "use at most 6"
-    with pytest.raises(
-        ConfigError, match="2 engines of 4 ranks need 8 processors, one for each rank, and there are 6"
-    ) as refused:
+    with pytest.raises(ConfigError, match="2 engines of 4 ranks need 8 processors, one per rank, found 6") as refused:
         places_on_cores(2, 4)
-    assert refused.value.hint == "leave it out, or use fewer ranks"
+    assert refused.value.hint == "omit it, or use fewer ranks"
     with pytest.raises(ConfigError, match="4 engines of 2 ranks need 8 processors") as refused:
         places_on_cores(4, 2)
     assert refused.value.hint == "use at most 3, or fewer ranks"
@@ -383,14 +381,14 @@ def test_each_rank_gets_its_own_visible_device(monkeypatch: pytest.MonkeyPatch) 
         {"CHIPS": "4"},
         {"CHIPS": "GPU-7"},
     ]
-    with pytest.raises(ConfigError, match="3 engines need a device each, and there are 2"):
+    with pytest.raises(ConfigError, match="3 engines need one device each, found 2"):
         places_on_devices("CHIPS", 8, 3)
     monkeypatch.delenv("CHIPS")
     assert [each.environment for each in places_on_devices("CHIPS", 5, 2, 2)] == [
         {"CHIPS": "0,1"},
         {"CHIPS": "2,3"},
     ]
-    with pytest.raises(ConfigError, match="2 engines of 3 ranks need 6 devices, one for each rank, and there are 5"):
+    with pytest.raises(ConfigError, match="2 engines of 3 ranks need 6 devices, one per rank, found 5"):
         places_on_devices("CHIPS", 5, 2, 3)
 
 
@@ -398,5 +396,5 @@ def test_backend_without_device_assignment_is_rejected() -> None:
     class Chip(Backend):
         name = "chip"
 
-    with pytest.raises(ConfigError, match="the chip backend does not say which device each of 2 engines"):
+    with pytest.raises(ConfigError, match="the chip backend cannot assign devices to 2 engines"):
         Chip.places(2)

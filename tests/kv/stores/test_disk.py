@@ -129,7 +129,7 @@ def bytes_in(folder: Path) -> int:
 
 @pytest.mark.parametrize("text", ["disk:", "disk:a\0b"])
 def test_disk_store_requires_a_folder(text):
-    with pytest.raises(ConfigError, match="names no folder"):
+    with pytest.raises(ConfigError, match="has no folder"):
         DiskStore(parse_location(text))
 
 

@@ -36,7 +36,7 @@ class TestMemoryStore(StoreSuite):
 
 
 def test_memory_location_takes_no_path():
-    with pytest.raises(ConfigError, match="memory:/x names a place"):
+    with pytest.raises(ConfigError, match="memory:/x has a path"):
         MemoryStore(parse_location("memory:/x"))
 
 

@@ -59,7 +59,7 @@ def test_secret_file_is_read_without_newline(tmp_path):
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o620, 0o606])
 def test_world_readable_secret_is_rejected(tmp_path, mode):
-    with pytest.raises(ConfigError, match="others may read or change") as caught:
+    with pytest.raises(ConfigError, match="accessible to other users") as caught:
         load_secret(written(tmp_path, b"x" * 32, mode))
     assert caught.value.field == "--kv-store-secret-file"
 
@@ -87,7 +87,7 @@ def test_non_regular_secret_file_is_rejected(tmp_path):
 def test_uncreatable_cache_folder_is_a_clear_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("FD_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ConfigError, match="cannot make the secret") as caught:
+    with pytest.raises(ConfigError, match="cannot create the secret") as caught:
         load_secret()
     assert "at least 16 random bytes" in str(caught.value)
 

@@ -85,7 +85,7 @@ def test_too_small_store_is_reported_once(writer, store, counters, caplog) -> No
     while writer.loop.run_one():
         pass
     (message,) = caplog.messages
-    assert "more than the KV store may hold in all, so nothing is kept there" in message
+    assert "exceeds the limit of the KV store, so nothing is stored" in message
     assert counters.dropped_blocks == 4
 
 

@@ -50,13 +50,13 @@ def test_disk_full_while_compiling_is_reported(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("FD_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(compiler))
     assert load_native_ops("float32", 1) is None
-    assert f"no room to compile them in {tmp_path / 'native'}" in caplog.text
+    assert f"no disk space to compile them in {tmp_path / 'native'}" in caplog.text
     assert "set FD_CACHE and TMPDIR to folders on another disk" in caplog.text
 
 
 def test_unsupported_instruction_set_is_rejected(monkeypatch):
     monkeypatch.setattr(build, "_processor", lambda: "flags\t\t: fpu avx2 fma")
-    with pytest.raises(build.BuildError, match="FD_ISA is 'amx', but the processor lacks amx_int8"):
+    with pytest.raises(build.BuildError, match="FD_ISA='amx', but the CPU lacks amx_int8"):
         build.load("amx")
 
 

@@ -125,5 +125,5 @@ def test_missing_rank_is_named(native, tmp_path):
         if group.parallel.rank == 0:
             PagedDriver(model, ops, PROMPTS, 64).generate(1, 5)
 
-    with pytest.raises(RanksApart, match=r"rank 1 was not heard of for 0\.3 s"):
+    with pytest.raises(RanksApart, match=r"rank 1 did not respond within 0\.3 s"):
         on_ranks(2, work, patience=0.3)

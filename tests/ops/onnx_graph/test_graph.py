@@ -26,7 +26,7 @@ def test_forward_uses_only_operations_of_the_pack():
     "use", [bool, len, lambda x: x[0], lambda x: x.shape, lambda x: [*x], lambda x: x + 1, lambda x: x > 1]
 )
 def test_symbol_has_no_value(use):
-    with pytest.raises(TraceError, match="not known while a graph is traced"):
+    with pytest.raises(TraceError, match="unknown during tracing"):
         use(GraphSymbol(Graph(), "x"))
 
 

@@ -113,7 +113,7 @@ def test_transfer_secret_is_read_where_pairs_are_possible(tmp_path: Path, monkey
     given = ticket_key(GatewayConfig(workers=("http://a",), transfer_secret_file=str(path)))
     assert given is not None and given != own
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="others may read") as caught:
+    with pytest.raises(ConfigError, match="accessible to other users") as caught:
         ticket_key(GatewayConfig(transfer_secret_file=str(path)))
     assert caught.value.field == "--transfer-secret-file"
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))

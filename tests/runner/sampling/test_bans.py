@@ -81,5 +81,5 @@ def test_slot_drops_limits_of_previous_request() -> None:
 )
 def test_unknown_token_is_rejected_before_upload(params: SamplingParams) -> None:
     sampler = Sampler(NumpyOps(), 1, VOCABULARY)
-    with pytest.raises(ValueError, match=f"names token {VOCABULARY}"):
+    with pytest.raises(ValueError, match=f"has token {VOCABULARY}"):
         sampler.admit(Admission(0, 0, np.zeros(1, np.int32), 1, params, eos_token_ids=(), computed=0))

@@ -126,15 +126,15 @@ def test_shards_are_read_through_their_index(folder: Path) -> None:
     [
         ({}, "no weight_map"),
         ([], "no weight_map"),
-        ({"w": "model-3.safetensors"}, r"model-3\.safetensors, which is not there"),
+        ({"w": "model-3.safetensors"}, r"model-3\.safetensors is missing"),
         ({"w": "model-1.safetensors"}, "tensor 'w' is not in"),
-        ({"w": "../model-1.safetensors"}, "beside the index"),
-        ({"w": "/etc/passwd"}, "beside the index"),
-        ({"w": "..\\model.safetensors"}, "beside the index"),
-        ({"w": "model\0.safetensors"}, "beside the index"),
-        ({"w": "weights.bin"}, "beside the index"),
-        ({"w": 7}, "beside the index"),
-        ({"w": ".."}, "beside the index"),
+        ({"w": "../model-1.safetensors"}, "in the folder of the index"),
+        ({"w": "/etc/passwd"}, "in the folder of the index"),
+        ({"w": "..\\model.safetensors"}, "in the folder of the index"),
+        ({"w": "model\0.safetensors"}, "in the folder of the index"),
+        ({"w": "weights.bin"}, "in the folder of the index"),
+        ({"w": 7}, "in the folder of the index"),
+        ({"w": ".."}, "in the folder of the index"),
     ],
 )
 def test_inconsistent_index_is_rejected(folder: Path, weight_map: object, message: str) -> None:

@@ -234,7 +234,7 @@ def test_fp8_matches_torch(
         (1.0, 0x7F, r"up_proj\.weight' has values that are not finite"),
         (1.0, 0xFF, r"up_proj\.weight' has values that are not finite"),
         (np.nan, 0, r"up_proj\.weight_scale' has scales that are not finite"),
-        (1e37, 0, r"up_proj\.weight_scale' has scales that make numbers too large"),
+        (1e37, 0, r"up_proj\.weight_scale' has scales that make values overflow"),
     ],
 )
 def test_damaged_fp8_is_rejected_by_name(tmp_path: Path, scale: float, code: int, error: str) -> None:
@@ -268,7 +268,7 @@ def configured(written: Written, **settings: Any) -> Written:
         (without(words_of(4), "weight_shape"), r"up_proj\.weight_shape' is missing"),
         (without(bytes_of(), "weight_scale"), r"up_proj\.weight_scale' is missing"),
         (without(bytes_of(), "weight"), r"up_proj\.weight' is missing"),
-        (gptq(group_size=48), "64 values, which are not whole groups of 48"),
+        (gptq(group_size=48), "64 values, not a multiple of group size 48"),
         (gptq(group_size=32), r"up_proj\.scales' has shape \(4, 24\), not \(2, 24\)"),
         (gptq(bits=4, group_size=0), "group_size must be a positive integer"),
         (awq(bits=8), "AWQ weights of 8 bits"),
@@ -279,8 +279,8 @@ def configured(written: Written, **settings: Any) -> Written:
         (changed(gptq(), "scales", np.zeros((GROUPS, OUT), np.int32)), "stored as I32, not F32 or F16 or BF16"),
         (changed(words_of(4), "weight_shape", np.array([OUT, 2 * IN])), "does not hold 24 rows of 128 values"),
         (changed(words_of(4), "weight_shape", np.array([-1, 1 << 62])), "does not hold"),
-        (changed(words_of(4), "weight_scale", sizes(OUT, 5)), "has 5 scales for 64 values, but groups have 16"),
-        (changed(words_of(4), "weight_scale", sizes(OUT, 2)), "has 2 scales for 64 values, but groups have 16"),
+        (changed(words_of(4), "weight_scale", sizes(OUT, 5)), "has 5 scales for 64 values, not groups of 16"),
+        (changed(words_of(4), "weight_scale", sizes(OUT, 2)), "has 2 scales for 64 values, not groups of 16"),
         (changed(words_of(4), "weight_scale", sizes(OUT, 0)), "does not fit"),
         (changed(words_of(4, symmetric=False), "weight_zero_point", np.zeros((2, 4), np.int32)), "not fit 24 rows"),
         (configured(words_of(4), format="marlin-24"), "the form 'marlin-24' are not supported"),
