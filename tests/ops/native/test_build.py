@@ -39,7 +39,7 @@ def test_build_failure_logs_one_line_and_disables_pack(monkeypatch, tmp_path, ca
         assert load_native_ops("float32", 1) is None
     messages = [record.message for record in caplog.records if record.name.startswith("fd_core")]
     assert len(messages) == 1
-    assert "native kernels are off" in messages[0] and reason in messages[0]
+    assert "native kernels are unavailable" in messages[0] and reason in messages[0]
     assert "\n" not in messages[0]
 
 
