@@ -18,6 +18,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
 """Options of pytest: a worker for each core; the tests of one file share a worker, and so what they set up. Files begin
 in the order in which they were collected: tests/conftest.py puts the slow ones first."""
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+ONE_MORE = ("-n", str(min(8, CORES + 1)))
+"""A worker more than there are cores: about a seventh of the time, workers wait for processes, sockets and timeouts."""
 
 
 def fresh_seed() -> int:
@@ -84,10 +87,12 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Static types, strictly, with the libraries that the core imports and without a framework."""
     session.install("-e", ".", "mypy>=1.13", *(word for plugin in PLUGINS for word in ("-e", plugin)))
-    session.run("mypy")
+    # The plugins share a cache: what they import of the core is checked with the first of them.
+    settings = {"MYPY_CACHE_DIR": str(Path(".mypy_cache").resolve())}
+    session.run("mypy", env=settings)
     for plugin in PLUGINS:
         with session.chdir(plugin):
-            session.run("mypy")
+            session.run("mypy", env=settings)
 
 
 @nox.session
@@ -99,7 +104,7 @@ def tests(session: nox.Session) -> None:
     if session.posargs:
         session.run("pytest", *SIDE_BY_SIDE, *session.posargs)
     else:
-        session.run("pytest", *SIDE_BY_SIDE, "-m", "not soak and not guide and not timing")
+        session.run("pytest", *SIDE_BY_SIDE, *ONE_MORE, "-m", "not soak and not guide and not timing")
         # A verdict that depends on elapsed time needs a machine with nothing else to do.
         session.run("pytest", "-m", "timing and not soak and not guide", *timed())
         # What a plugin computes with a framework, its kernels included, needs more than its own session has.
@@ -247,7 +252,7 @@ def mutants(session: nox.Session) -> None:
     """Puts faults into the core, one at a time: the fast tests must notice each. Arguments after `--` name mutants."""
     session.install("-e", ".[cpu]")  # first, as for the tests
     session.install("-e", ".[cpu,test]")
-    session.run("python", "-m", "tests.mutants", *session.posargs)
+    session.run("python", "-m", "tests.mutants", *session.posargs, env={"FD_TEST_EXAMPLES": "all"})
     if not session.posargs:
         session.run("pytest", "tests/mutants/judge_kernels.py")
 
@@ -312,7 +317,12 @@ def soak(session: nox.Session) -> None:
     """Long runs and repetitions that the default run leaves out, for minutes; FD_SOAK_SEED chooses another run."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
-    session.run("pytest", "-m", "soak", "--timeout=900", f"--hypothesis-seed={fresh_seed()}", *session.posargs)
+    seed = f"--hypothesis-seed={fresh_seed()}"
+    session.run("pytest", "-m", "soak", "--timeout=900", seed, *session.posargs)
+    if not session.posargs:
+        # The default run draws a third of the examples.
+        properties = "hypothesis and not soak and not guide and not timing"
+        session.run("pytest", *SIDE_BY_SIDE, "-m", properties, seed, env={"FD_TEST_EXAMPLES": "all"})
 
 
 @nox.session

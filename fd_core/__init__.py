@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "Completion", "FdError", "SamplingParams", "__version__"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "LLM": "fd_core.engine.llm",

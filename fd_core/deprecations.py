@@ -30,7 +30,7 @@ class OldName:
     """A setting, variable, flag or function that has another name."""
 
     name: str
-    """As it is written: `FD_OLD`, `--old`, `package.function`."""
+    """The old name as users write it: `FD_OLD`, `--old`, `package.function`."""
     instead: str
     """The replacement."""
     since: str

@@ -1,4 +1,4 @@
-"""Errors for users: what was wrong, which field, which limit, what to do.
+"""Errors for users: the fault, the field, the limit and the remedy.
 
 Each class carries the process exit code that a command ends with when the error reaches it.
 """

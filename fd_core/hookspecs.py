@@ -29,7 +29,7 @@ hookimpl = pluggy.HookimplMarker("fd_core")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that a plugin offers under a name."""
+    """Named implementation that a plugin offers."""
 
     name: str
     """Lower case, digits, `_` and `+`; unique among entries of its kind."""
@@ -54,8 +54,8 @@ def fd_register_drafters() -> Sequence[Entry]:
 
     Each target is a subclass of `fd_core.runner.drafting.Drafter`, or of `PerSlotDrafter` there if it handles one
     request at a time; it is made from a `DraftContext`, which can load a separate model. Its name is the `method` of
-    `--speculative-config`. A drafter may propose anything: a draft is kept only if it is the token that would have been
-    sampled anyway.
+    `--speculative-config`. A drafter may propose anything: a draft token is accepted only if it is the token that would
+    have been sampled anyway.
     """
 
 
@@ -65,16 +65,18 @@ def fd_register_postprocessors() -> Sequence[Entry]:
 
     Each target is a subclass of `fd_core.runner.postprocess.contract.Postprocess`, which lists the frameworks or
     backends it supports. Under the name of a framework it is the default for that framework, and under that of a
-    backend for that backend. It obeys section 1 of the invariants; `fdcore conformance --postprocess NAME` proves it.
+    backend for that backend. It satisfies section 1 of the invariants; `fdcore conformance --postprocess NAME` verifies
+    it.
     """
 
 
 @hookspec
 def fd_register_observers() -> Sequence[Entry]:
-    """Offer observers, which receive what each step sampled.
+    """Offer observers, which receive the tokens that each step sampled.
 
     Each target is a subclass of `fd_core.runner.observing.Observer`. It sees frozen values without prompts, on a
-    separate thread with a bounded queue: it changes no text, and a metric reports when it fails or falls behind.
+    separate thread with a bounded queue: it changes no text, and metrics count its failures and the steps that it
+    missed.
     """
 
 
@@ -85,7 +87,7 @@ def fd_register_schedulers() -> Sequence[Entry]:
     Called once at discovery; the results of all plugins are joined. Each target is a subclass of
     `fd_core.scheduling.contract.Scheduler`, made from a `SchedulerSetup` there for each epoch of the engine, without
     I/O, clock or randomness. It satisfies sections 1 to 3 of the invariants; `fdcore conformance --scheduler NAME`
-    proves it. To change only the order of waiting requests or the choice of victims, offer a policy.
+    verifies it. To change only the order of waiting requests or the choice of victims, offer a policy.
     """
 
 
@@ -112,7 +114,7 @@ def fd_register_stores() -> Sequence[Entry]:
 
     Each target is a subclass of `fd_core.kv.stores.contract.KVStore`; its name is the scheme before the colon of
     `--kv-store`. A store moves opaque bytes and is best effort: the core checks all that it returns, and recomputes
-    what is missing or damaged.
+    missing or damaged KV.
     """
 
 
@@ -143,7 +145,7 @@ def fd_register_launchers() -> Sequence[Entry]:
     """Offer launchers, which start the processes of a deployment on nodes, place them and supervise them.
 
     Each target is a subclass of `fd_core.launching.contract.Launcher`, made without arguments. It carries no tokens:
-    processes connect to each other. `fd_core.testing.launchers.LauncherSuite` proves it.
+    processes connect to each other. `fd_core.testing.launchers.LauncherSuite` verifies it.
     """
 
 
@@ -163,7 +165,7 @@ def fd_register_tool_parsers() -> Sequence[Entry]:
     Each target is a subclass of `fd_core.text.parsing.contract.ToolParser`; its name is a `--tool-call-parser`. One is
     made for each answer to a request that offers tools, on the server's event loop: no I/O, no clock, no exceptions for
     a text. It satisfies the invariants at the top of that module: wherever the text is split, the joined events of a
-    stream are those of the whole text. `fdcore conformance --tool-parser NAME` proves it.
+    stream are those of the whole text. `fdcore conformance --tool-parser NAME` verifies it.
     """
 
 
@@ -173,5 +175,5 @@ def fd_register_reasoning_parsers() -> Sequence[Entry]:
 
     Each target is a subclass of `fd_core.text.parsing.contract.ReasoningParser`; its name is a `--reasoning-parser`.
     One is made for each answer of a conversation, with the end of the prompt; it satisfies the invariants at the top of
-    that module, and `fdcore conformance --reasoning-parser NAME` proves it.
+    that module, and `fdcore conformance --reasoning-parser NAME` verifies it.
     """

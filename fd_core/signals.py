@@ -52,8 +52,8 @@ class Outcomes:
 def read(tokens: IntArray, errors: tuple[tuple[int, str], ...] = ()) -> Outcomes:
     """Turn the matrix int32[max_num_seqs, 1 + k] and (slot, message) of rows that failed into typed outcomes.
 
-    A failed row delivers nothing, whatever its content. A slot that was preempted or aborted stays RELEASED: its
-    occupancy is over, and the release must be seen.
+    A failed row delivers nothing, regardless of its content. A slot that was preempted or aborted stays RELEASED: its
+    occupancy has ended, and the release must be processed.
 
     Raises `MalformedOutput` if a row breaks the protocol: tokens after an empty cell, anything else in the row of -9,
     -9 outside column 0, or another negative value.
@@ -76,7 +76,7 @@ def read(tokens: IntArray, errors: tuple[tuple[int, str], ...] = ()) -> Outcomes
         any_released = bool(released.any())
         if not complete.all():
             slot = int(np.flatnonzero(~complete)[0])
-            raise MalformedOutput(f"slot {slot} carries {tokens[slot].tolist()}: not a legal row of the token matrix")
+            raise MalformedOutput(f"slot {slot} carries {tokens[slot].tolist()}: not a valid row of the token matrix")
     for slot, _ in errors:
         counts[slot] = 0
         if kinds[slot] != Outcome.RELEASED:

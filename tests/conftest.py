@@ -14,6 +14,9 @@ _QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": (HealthChec
 settings.register_profile("fixed", **_QUIET, derandomize=True)
 settings.register_profile("drawn", **_QUIET)
 SEED = int(os.environ.get("FD_TEST_SEED", "0"))
+SHARE = 1 if os.environ.get("FD_TEST_EXAMPLES") == "all" else 3
+"""Hypothesis draws one of so many examples that a test asks for; `nox -s soak` draws all of them."""
+LEAST = 8
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,6 +48,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    if SHARE > 1:
+        _draw_fewer_examples(items)
+
+
+def _draw_fewer_examples(items: list[pytest.Item]) -> None:
+    """Divide the number of examples of each property and of each state machine by `SHARE`, once."""
+    done: set[Any] = set()
+    for item in items:
+        test = getattr(item, "obj", None)
+        machine = hasattr(test, "_hypothesis_state_machine_class")
+        owner = getattr(item, "cls", None) if machine else getattr(test, "__func__", test)
+        name = "settings" if machine else "_hypothesis_internal_use_settings"
+        asked = getattr(owner, name, None)
+        if isinstance(asked, settings) and owner not in done:
+            done.add(owner)
+            fewer = min(asked.max_examples, max(LEAST, asked.max_examples // SHARE))
+            setattr(owner, name, settings(asked, max_examples=fewer))
 
 
 def pytest_collection_finish() -> None:

@@ -21,7 +21,7 @@ def limits(free_bytes: int = 10**9, **settings: object) -> Limits:
 
 @pytest.mark.parametrize("word", ["awq", "gguf", "fp8"])
 def test_other_names_of_quantization_are_answered_with_what_there_is(word: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{word}' is not served here; use (auto|int8), which"):
+    with pytest.raises(ConfigError, match=f"'{word}' is not supported; use (auto|int8), which"):
         make_settings(EngineConfig, {"model": "x", "quantization": word})
 
 
@@ -77,7 +77,7 @@ def test_a_budget_that_was_not_asked_for_suits_the_backend_and_holds_a_decode_of
 def test_a_budget_below_one_decode_with_its_drafts_is_refused() -> None:
     three = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     assert limits(speculative=three, max_num_batched_tokens=4).max_drafts == 3
-    with pytest.raises(ConfigError, match="takes 4 tokens"):
+    with pytest.raises(ConfigError, match="less than the 4 tokens"):
         limits(speculative=three, max_num_batched_tokens=3)
 
 

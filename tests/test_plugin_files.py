@@ -35,7 +35,7 @@ def test_a_class_in_a_file_is_loaded_once(mine: Path) -> None:
     ("text", "told"),
     [
         ("{file}:Shortest", "Shortest"),
-        ("{file}x.py:Longest", "there is no file"),
+        ("{file}x.py:Longest", "does not exist"),
     ],
 )
 def test_what_is_not_there_is_named(mine: Path, text: str, told: str) -> None:
@@ -55,5 +55,5 @@ def test_a_file_that_raises_is_told_with_its_cause(tmp_path: Path) -> None:
 
 
 def test_what_other_processes_may_name_is_never_a_file(mine: Path) -> None:
-    with pytest.raises(PluginError, match="there is no connector called"):
+    with pytest.raises(PluginError, match="unknown connector"):
         installed_plugins().load(CONNECTOR, f"{mine}:Longest")

@@ -83,7 +83,7 @@ BROKEN = {
     "no contract": ("x = 1", "declares no FD_CONTRACT"),
     "unknown hook": (
         "from fd_core.hookspecs import hookimpl\nFD_CONTRACT = 1\n@hookimpl\ndef fd_register_toasters(): ...",
-        "fd_register_toasters is not a hook; there are fd_register_backends",
+        "fd_register_toasters is not a hook; the hooks are fd_register_backends",
     ),
     "unknown hook without mark": ("FD_CONTRACT = 1\ndef fd_register_toasters(): ...", "fd_register_toasters is not"),
     "unknown marked function": (
@@ -102,12 +102,12 @@ BROKEN = {
 }
 
 ANSWERS = {
-    "a class": ("[int]", "fd_register_backends returned a sequence with type <class 'int'> instead of an Entry"),
-    "a string": ("'mychip'", "fd_register_backends returned str 'mychip' instead of a sequence of Entry"),
-    "a number": ("3", "returned int 3 instead of a sequence"),
-    "a bad name": ("[Entry('My Chip', 'a:B', '')]", "name 'My Chip' may have lower case"),
-    "a bad target": ("[Entry('mychip', 'a.b', '')]", "target 'a.b' of mychip is not package.module:Class"),
-    "a bad summary": ("[Entry('mychip', 'a:B', None)]", "summary of mychip is NoneType None"),
+    "a class": ("[int]", "fd_register_backends: expected an Entry in the sequence, got type <class 'int'>"),
+    "a string": ("'mychip'", "fd_register_backends: expected a sequence of Entry, got str 'mychip'"),
+    "a number": ("3", "expected a sequence of Entry, got int 3"),
+    "a bad name": ("[Entry('My Chip', 'a:B', '')]", "name 'My Chip' must consist of lower case"),
+    "a bad target": ("[Entry('mychip', 'a.b', '')]", "target of mychip: expected package.module:Class, got 'a.b'"),
+    "a bad summary": ("[Entry('mychip', 'a:B', None)]", "summary of mychip: expected one line, got NoneType None"),
 }
 for _what, (_answer, _cause) in ANSWERS.items():
     BROKEN[f"answers {_what}"] = (
@@ -139,7 +139,7 @@ def test_an_entry_point_must_name_a_module(site):
     info = site.folder / "fd_mychip-2.5.dist-info" / "entry_points.txt"
     info.write_text(f"[{ENTRY_POINT_GROUP}]\nmychip = fd_mychip:Plugin\n")
     (problem,) = site.discover().problems
-    assert "it must name a module" in problem.cause
+    assert "must be a module" in problem.cause
 
 
 def test_a_name_offered_twice_is_given_to_neither(site):
@@ -160,10 +160,10 @@ def test_a_plugin_cannot_replace_a_built_in(site):
 
 def test_an_unknown_name_lists_what_there_is():
     with pytest.raises(
-        PluginError, match=r"no backend called 'gpu' \(there are: cpu, cpu\+onnx, cpu\+paddle, null, reference\)"
+        PluginError, match=r"unknown backend 'gpu' \(available: cpu, cpu\+onnx, cpu\+paddle, null, reference\)"
     ):
         Plugins.discover([]).load(BACKEND, "gpu")
-    with pytest.raises(PluginError, match="no scheduling policy called 'lifo'"):
+    with pytest.raises(PluginError, match="unknown scheduling policy 'lifo'"):
         Plugins.discover([]).load(SCHEDULING_POLICY, "lifo")
 
 
@@ -219,7 +219,7 @@ def test_auto_passes_over_a_backend_that_cannot_answer(site):
     choice = site.discover().choose_backend()
     assert choice.name == "slow"
     assert "ZeroDivisionError" in choice.reason
-    assert "probe returned bool True instead of an Availability" in choice.reason
+    assert "probe: expected an Availability, got bool True" in choice.reason
 
 
 def test_auto_never_takes_a_negative_rank(site):
@@ -240,7 +240,7 @@ def test_auto_never_takes_what_would_be_emulated(site):
     choice = plugins.choose_backend("auto")
     assert choice.name == "slow"
     assert "not fast: emulated: no such device" in choice.reason
-    assert plugins.choose_backend("fast").reason == "asked for by name; emulated: no such device"
+    assert plugins.choose_backend("fast").reason == "selected by name; emulated: no such device"
 
 
 def test_a_named_backend_that_cannot_run_is_an_error_with_the_reason(site):
@@ -265,7 +265,7 @@ def test_a_router_policy_comes_through_the_same_door(site):
     )
     plugins = site.discover()
     assert plugins.load(ROUTER_POLICY, "first").__name__ == "First"
-    with pytest.raises(PluginError, match="no router policy called 'last'") as caught:
+    with pytest.raises(PluginError, match="unknown router policy 'last'") as caught:
         plugins.load(ROUTER_POLICY, "last")
     assert caught.value.field == "--policy"
 

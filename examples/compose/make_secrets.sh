@@ -1,5 +1,5 @@
 #!/bin/sh
-# Writes secrets/, once, readable by one group; .env tells Compose which, and the containers get it.
+# Writes secrets/ once, readable by one group; .env passes the group to Compose and the containers.
 set -eu
 umask 027
 cd "$(dirname "$0")"

@@ -1,7 +1,7 @@
 """Contract of a vendor's backend: a device and a framework pack under one name.
 
-The runner, the models and the protocol are the core's; a backend says whether it can run here, hands out its `Ops`
-and knows how much memory its device has left.
+The core provides the runner, the models and the protocol; a backend reports its availability, creates its `Ops` and
+measures the free memory of its device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fd_core.ops.weights import Adapter, WeightUse
 __all__ = ["AdaptableModel", "Availability", "Backend", "LoadProgress", "Model", "cache_shape"]
 
 LoadProgress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Availability:
     reason: str
     """One line for the user, whether the backend is available or not."""
     emulated: bool = False
-    """It would run on another device than the one it is for. Such a backend runs only when asked for by name."""
+    """True if it would be emulated on a device other than its own. Such a backend is only selected by name."""
 
 
 class Model(Protocol):
@@ -64,7 +64,7 @@ class Model(Protocol):
 
     @property
     def weights(self) -> tuple[WeightUse, ...]:
-        """In which forms the weights are stored and computed."""
+        """Formats in which the weights are stored and computed."""
 
     @property
     def state_size(self) -> int:
@@ -72,18 +72,18 @@ class Model(Protocol):
 
     @property
     def generates(self) -> bool:
-        """True if it has an output projection; false for a model that only makes vectors."""
+        """True if it has an output projection; false for an embedding model."""
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs."""
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
-        """Compute float32 logits [R, V] of the rows asked for and write the step's KV."""
+        """Compute float32 logits [R, V] of the requested rows and write the step's KV."""
 
     def states(self, step: StepInput, cache: KVCache) -> Array:
-        """Do what `forward` does up to its output projection, for all tokens: return what that takes, [T, H].
+        """Run `forward` up to the output projection; return the final hidden states of all tokens, [T, H].
 
-        For steps that need more of a prompt than what comes next: log-probabilities of its tokens, or their states.
+        For steps that need more than the next token of a prompt: log-probabilities of its tokens, or their states.
         """
 
     def head(self, states: Array) -> Array:
@@ -97,7 +97,7 @@ class AdaptableModel(Model, Protocol):
     def with_adapters(self, places: Sequence[Adapter | None]) -> AdaptableModel:
         """Return the same model, sharing its weights, whose `forward` and `states` take steps with adapters.
 
-        Entry i belongs to place i + 1; None is an empty place. Raises `MemoryError` if they do not fit.
+        Entry i belongs to slot i + 1; None is an empty slot. Raises `MemoryError` if they do not fit.
         """
 
 
@@ -112,26 +112,27 @@ class Backend(abc.ABC):
     name: ClassVar[str]
     default_pipeline_depth: ClassVar[int] = 2
     default_batched_tokens: ClassVar[int] = 2048
-    """Step token budget where none is asked for: the fewest tokens that keep the device busy, for requests that decode
-    wait for a step as long as its prompts take."""
+    """Default step token budget: the fewest tokens that saturate the device, because a longer prefill chunk delays the
+    requests that decode in the same step."""
     needs_checkpoint: ClassVar[bool] = True
     """True if `load_model` reads a checkpoint; false only for scripted models."""
     auto_rank: ClassVar[int] = 0
-    """`--backend auto` takes the available backend of the highest rank; below 0 it is never taken by itself."""
+    """`--backend auto` selects the available backend of the highest rank; below 0 it is only selected by name."""
 
     attention_backends: ClassVar[tuple[str, ...]] = ()
-    """Values of `--attention-backend` besides `auto`; empty where there is one way to compute attention."""
+    """Values of `--attention-backend` other than `auto`; empty if the backend has a single implementation of
+    attention."""
 
     emulated: bool = False
-    """True if this instance computes on another device than the one it is for. Set by the constructor and shown with
-    every result, because an emulated result says nothing about the device."""
+    """True if this instance emulates its device on another one. Set by the constructor and shown with every result,
+    because a result of emulation is no evidence for the hardware."""
 
     dtype_reason: str = ""
-    """Why `make_ops` chose its dtype where `--dtype auto` left the choice to it; set there, shown to the user."""
+    """Reason for the dtype that `make_ops` chose under `--dtype auto`; set by `make_ops`, shown to the user."""
 
     limits: Mapping[str, str] = MappingProxyType({})
-    """Abilities of `fd_core.testing.kit.limits` that the backend lacks by its nature, each with the reason that
-    the support table shows. Preempted-slot signalling and the step token budget may not be among them."""
+    """Capabilities of `fd_core.testing.kit.limits` that the backend cannot support, each with the reason that the
+    support table shows. Preempted-slot signalling and the step token budget are mandatory."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -139,35 +140,35 @@ class Backend(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def probe(cls) -> Availability:
-        """Say whether the backend can run here, without initialising its device."""
+        """Return the availability of the backend on this machine, without initialising its device."""
 
     @classmethod
     def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        """Return where each of `count` engines of this machine computes with its `ranks`, initialising no device.
+        """Return the device assignment of each of `count` engines with `ranks` ranks, without initialising a device.
 
-        Backends that know it use `fd_core.backends.places`. Raises `ConfigError` if there are not enough places, and by
+        Backends with several devices use `fd_core.backends.places`. Raises `ConfigError` if there are too few, and by
         default.
         """
         raise ConfigError(
-            f"the {cls.name} backend does not say which device each of {count} engines would have",
+            f"the {cls.name} backend cannot assign devices to {count} engines",
             field="--data-parallel-size",
-            hint="leave it out, or start one server for each device and `fdcore route` in front of them",
+            hint="omit it, or start one server per device and `fdcore route` in front of them",
         )
 
     @classmethod
     def rank_environments(cls, size: int) -> Sequence[Mapping[str, str]]:
-        """Return variables that show each of `size` ranks of one model its device, where each is a process of its own.
+        """Return the environment variables that assign a device to each of `size` ranks of one model, one process each.
 
-        Rank 0's process may see all devices: its pack takes the first one. Raises `ConfigError` if there are too few.
-        By default nothing: what computes on processors shares them.
+        Rank 0's process may see all devices: its pack uses the first one. Raises `ConfigError` if there are too few.
+        By default none: ranks on the CPU share its cores.
         """
         return [{}] * size
 
     @classmethod
     def require_division(cls, config: EngineConfig, path: Path | None) -> None:
-        """Raise `ConfigError`, with sizes that work, if the model cannot be divided as the settings ask.
+        """Raise `ConfigError`, with sizes that work, if the model cannot be sharded as configured.
 
-        Called before any rank is started. A backend with models of its own overrides it as it does `load_model`.
+        Called before any rank is started. A backend that overrides `load_model` overrides this as well.
         Raises `ModelError` if the checkpoint cannot be read.
         """
         from fd_core.models.loading.checkpoint import open_checkpoint
@@ -180,9 +181,9 @@ class Backend(abc.ABC):
 
     @classmethod  # noqa: B027 - few backends take long to import
     def import_framework(cls) -> None:
-        """Import what `make_ops` takes long to import, without initialising the device; by default nothing.
+        """Import the modules of `make_ops` that are slow to import, without initialising the device; by default none.
 
-        Called in the engine's process while the model is looked for. Raises `PluginError` if it cannot be imported.
+        Called in the engine's process while the model is located. Raises `PluginError` if an import fails.
         """
 
     @abc.abstractmethod
@@ -190,11 +191,11 @@ class Backend(abc.ABC):
         """Create the pack for the configured dtype and threads; may initialise the device."""
 
     def rehearse(self, steps: AbstractContextManager[None]) -> None:  # noqa: B027 - few backends measure
-        """Measure memory that steps take besides weights and KV, for `free_memory` to leave out; by default nothing.
+        """Measure the peak activation memory of a step, which `free_memory` then reserves; by default nothing.
 
         Entering `steps` computes the largest steps that the settings allow, with a KV cache of a few blocks; leaving it
-        gives back what they hold. Called once, when all weights are loaded, but for a model on several ranks: a rank
-        cannot compute before all others can.
+        frees their memory. Called once, when all weights are loaded, except for a model on several ranks: a rank cannot
+        compute before all others can.
         """
 
     @abc.abstractmethod
@@ -202,12 +203,12 @@ class Backend(abc.ABC):
         """Return bytes that weights and KV cache may still take on the device."""
 
     def describe(self) -> str:
-        """Return one line about the device and the kernels in use; it says "emulated" where the device is emulated."""
+        """Return one line about the device and the kernels in use; contains "emulated" if the device is emulated."""
         return self.name
 
     @property
     def threads(self) -> int:
-        """Threads of a rank on the processor: `--num-threads`, or its share of what the container may use."""
+        """CPU threads of a rank: `--num-threads`, or its share of the CPUs of the container."""
         cores = len(os.sched_getaffinity(0))
         return self.config.num_threads or max(1, min(cores, cpu_quota() or cores) // self.config.num_ranks)
 
@@ -215,37 +216,37 @@ class Backend(abc.ABC):
         """Return the dtype that `--dtype` names, None for `auto`; `ConfigError` if it is not one of `offered`."""
         wanted = self.config.dtype
         if wanted not in ("auto", *offered):
-            where = "where it is emulated " if self.emulated else ""
+            where = "under emulation " if self.emulated else ""
             raise ConfigError(
-                f"the {self.name} backend {where}computes in {' or '.join(offered)}, not {wanted}",
+                f"the {self.name} backend {where}computes in {' or '.join(offered)}, got {wanted}",
                 field="--dtype",
                 hint=self.limits.get(wanted, "bfloat16 takes as much memory" if "bfloat16" in offered else None),
             )
         return None if wanted == "auto" else wanted
 
     def require_kv_dtype(self, ops: Ops) -> None:
-        """Raise `ConfigError` where `--kv-cache-dtype` names a type that the backend's pack does not compute with."""
+        """Raise `ConfigError` if `--kv-cache-dtype` names a dtype that the backend's pack does not support."""
         wanted = self.config.kv_cache_dtype
         if wanted != "auto" and wanted not in ops.kv_dtypes:
             raise ConfigError(
-                f"the {self.name} backend keeps KV in {ops.dtype}, not in {wanted}",
+                f"the {self.name} backend stores KV in {ops.dtype}, got {wanted}",
                 field="--kv-cache-dtype",
-                hint="leave it out, or use another --backend, such as cpu",
+                hint="omit it, or use another --backend, such as cpu",
             )
 
     def require_attention_backend(self) -> None:
-        """Raise `ConfigError` where `--attention-backend` names what the backend does not have."""
+        """Raise `ConfigError` if `--attention-backend` names an implementation that the backend does not have."""
         wanted = self.config.attention_backend
         if wanted != "auto" and wanted not in self.attention_backends:
-            ways = f"by {' or '.join(self.attention_backends)}" if self.attention_backends else "in one way"
+            offered = ", ".join(("auto", *self.attention_backends))
             raise ConfigError(
-                f"the {self.name} backend computes attention {ways}, not by {wanted}",
+                f"the {self.name} backend expects one of {offered}, got {wanted}",
                 field="--attention-backend",
-                hint="leave it out",
+                hint="omit it",
             )
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
-        """Load the checkpoint at `path`; the default serves every architecture that the core knows."""
+        """Load the checkpoint at `path`; the default supports every architecture of the core."""
         from fd_core.models.loading.checkpoint import open_checkpoint
         from fd_core.models.registry import load_model
 

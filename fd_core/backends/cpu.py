@@ -1,4 +1,4 @@
-"""Backends on the processor: torch, with native kernels where a compiler is at hand, and numpy, the oracle."""
+"""CPU backends: torch, with native kernels where a compiler is available, and numpy, the reference."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fd_core.ops.contract import Ops
 
 
 class ProcessorBackend(Backend):
-    """A backend on the processors of this machine, which engines divide."""
+    """Backend on the CPUs of this machine, which its engines divide."""
 
     default_pipeline_depth: ClassVar[int] = 1
     kernels: str
     """Description of the processor, for `describe`."""
 
     def free_memory(self) -> int:
-        """Return a quarter of the memory that the system can give without swapping; of several ranks, a share of it."""
+        """Return a quarter of the memory that is available without swapping, divided among the ranks."""
         return available_memory() // (4 * self.config.num_ranks)
 
     def describe(self) -> str:
@@ -33,7 +33,7 @@ class ProcessorBackend(Backend):
 
 
 class CpuBackend(ProcessorBackend):
-    """torch on the host's processors; by default bfloat16 with native kernels and float32 without them."""
+    """torch on the host's CPUs; by default bfloat16 with native kernels and float32 without them."""
 
     name: ClassVar[str] = "cpu"
     kernels = "torch"
@@ -42,7 +42,7 @@ class CpuBackend(ProcessorBackend):
 
     @classmethod
     def probe(cls) -> Availability:
-        """Available where torch is installed; it is not imported for the answer."""
+        """Return available if torch is installed; does not import it."""
         if missing("torch"):
             return Availability(False, "torch is not installed; pip install 'fd-core[cpu]'")
         return Availability(True, "torch is installed")
@@ -52,13 +52,13 @@ class CpuBackend(ProcessorBackend):
         import_pack("cpu", "fd_core.ops.native.pack", needs="torch", hint="pip install 'fd-core[cpu]'")
 
     def make_ops(self) -> Ops:
-        """The native pack if it can be built and is wanted, else the eager torch pack."""
+        """Return the native pack if it can be built and the dtype allows it, else the eager torch pack."""
         self.import_framework()
         import torch
 
         torch.set_num_threads(self.threads)
         # The native pack accumulates in float32, so it takes bfloat16. Eager torch rounds every intermediate result to
-        # the dtype, which can change a text, so it takes float32.
+        # the dtype, which can change the output, so it uses float32.
         wanted = self.dtype_asked_for("float32", "bfloat16")
         if self.config.native_kernels:
             from fd_core.ops.native import load_native_ops

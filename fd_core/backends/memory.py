@@ -27,7 +27,7 @@ def memory_left(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int | None:
 
 
 def cpu_quota(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int | None:
-    """Return the processors that the smallest quota of processor time is worth, rounded up; None without one."""
+    """Return the number of CPUs that the smallest CPU quota allows, rounded up; None without a quota."""
     quotas = []
     for folder in _folders("cpu", groups, mount):
         words = _read(folder / "cpu.max").split() or [
@@ -41,8 +41,7 @@ def cpu_quota(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int | None:
 def _folders(controller: str, groups: Path, mount: Path) -> Iterator[Path]:
     """Yield the folders of this process's groups and of those above them.
 
-    A container may see the name that its group has on the host, while its own group is mounted as the root; so folders
-    may be missing.
+    A container may see its group's name on the host while that group is mounted as its root, so folders may be missing.
     """
     for line in _read(groups).splitlines():
         _, _, rest = line.partition(":")
@@ -71,7 +70,7 @@ _FALLBACK = 2 * 2**30
 
 
 def available_memory() -> int:
-    """Return bytes that the system, or the container if that is smaller, can give without swapping."""
+    """Return the bytes that are available without swapping, within the memory limit of the container."""
     lines = _read(_MEMINFO).splitlines()
     amounts = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     left = memory_left()

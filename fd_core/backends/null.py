@@ -28,7 +28,7 @@ _INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
 
 
 class NullCache(KVCache):
-    """One 64-bit hash for each position; seen by others as one float32 of key and one of value."""
+    """KV cache with one 64-bit hash per position, exposed as one float32 of key and one of value."""
 
     def __init__(self, shape: KVShape, num_blocks: int) -> None:
         self.shape = shape
@@ -50,7 +50,7 @@ class NullCache(KVCache):
 
 
 class NullModel:
-    """A deterministic language without meaning over `vocab_size` tokens; token `eos` ends it now and then."""
+    """Deterministic scripted model over `vocab_size` tokens; it emits `eos` now and then."""
 
     architecture = "null"
     num_parameters = 0
@@ -119,12 +119,12 @@ def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
 
 
 def next_hashes(before: npt.NDArray[np.uint64], tokens: IntArray) -> npt.NDArray[np.uint64]:
-    """Return uint64[n], the hash behind one more token of each of n texts, whose hashes so far are `before`."""
+    """Return uint64[n], the hashes of n texts after one more token each; `before` are the hashes so far."""
     return before * _MULTIPLIER + tokens.astype(np.uint64) + np.uint64(1)
 
 
 class NullBackend(ProcessorBackend):
-    """Scripted tokens, no framework, no weights."""
+    """Backend with scripted tokens, no framework and no weights."""
 
     name: ClassVar[str] = "null"
     default_pipeline_depth: ClassVar[int] = 2
@@ -134,7 +134,7 @@ class NullBackend(ProcessorBackend):
         {
             "bfloat16": "it has no weights",
             "checkpoints": "it plays a script and reads no checkpoint",
-            "primitives": "its script needs none; sampling is the oracle's own",
+            "primitives": "its script needs none; it samples with the reference implementation",
         }
     )
 
@@ -157,7 +157,7 @@ class NullBackend(ProcessorBackend):
 
             def join(self, group: RankGroup) -> None:
                 super().join(group)
-                self.parallel = replace(group.parallel, gathers=True)  # it adds nothing up
+                self.parallel = replace(group.parallel, gathers=True)  # it has no partial sums
 
             def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:  # type: ignore[override]  # any KVCache
                 return NullCache(shape, num_blocks)
@@ -166,7 +166,7 @@ class NullBackend(ProcessorBackend):
         return NullOps()
 
     def free_memory(self) -> int:
-        """A hash for each position is small; 64 MiB hold eight million positions."""
+        """Return 64 MiB, which hold the hashes of eight million positions."""
         return 64 * 2**20
 
     def describe(self) -> str:

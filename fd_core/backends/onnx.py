@@ -1,4 +1,4 @@
-"""ONNX Runtime on the host's processors: the models of the core, traced into graphs."""
+"""ONNX Runtime on the host's CPUs: the models of the core, traced into graphs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class OnnxBackend(ProcessorBackend):
     kernels = "ONNX Runtime"
     auto_rank: ClassVar[int] = 5
     provider: ClassVar[tuple[str, str]] = ("CPUExecutionProvider", "cpu")
-    """ONNX Runtime's names of the execution provider and of the device whose memory it computes on. One of another
-    device has `places` of its own."""
+    """ONNX Runtime's names of the execution provider and of the device whose memory it uses. A subclass for another
+    device overrides `places`."""
     hint: ClassVar[str] = "pip install 'fd-core[onnx]'; where onnxruntime-gpu is installed, pip install onnx"
     """Installation hint for the backend's dependencies."""
     limits = MappingProxyType({"bfloat16": "ONNX Runtime's standard operators have float32 only on a CPU"})
 
     @classmethod
     def probe(cls) -> Availability:
-        """Available where onnx and any build of ONNX Runtime are installed; neither is imported for the answer."""
+        """Return available if onnx and any build of ONNX Runtime are installed; imports neither."""
         if absent := missing("onnx", "onnxruntime"):
             return Availability(False, f"{' and '.join(absent)} not installed; {cls.hint}")
         return Availability(True, "ONNX Runtime is installed")

@@ -1,4 +1,4 @@
-"""Backends on Paddle: the processor, and the base of every vendor whose devices Paddle drives."""
+"""Paddle backends: the CPU, and the base class of vendors whose devices Paddle supports."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class PaddleDevices:
 
     version: str
     names: tuple[str, ...] = ()
-    """Devices other than the processor, such as `xpu:0` and `metax_gpu:1`."""
+    """Devices other than the CPU, such as `xpu:0` and `metax_gpu:1`."""
     built_for_cuda: bool = True
     problem: str = ""
-    """Why Paddle could not be asked; empty if it answered."""
+    """Reason why the devices of Paddle could not be listed; empty on success."""
 
     def count(self, device: str) -> int:
         """Return the number of devices of a kind, such as `xpu`."""
@@ -49,15 +49,15 @@ def paddle_installed() -> bool:
 
 @cache
 def paddle_devices() -> PaddleDevices:
-    """Ask the installed Paddle for its devices, once, in a process of its own.
+    """List the devices of the installed Paddle, once, in a subprocess.
 
-    Looking for them initialises drivers, and a driver that is broken can end the process that looks. A Paddle that was
-    built for processors alone is not asked: that takes seconds of each start.
+    Listing them initialises drivers, and a broken driver can crash the process. A CPU-only build is not probed, which
+    saves seconds of each start.
     """
     if (version := _built_for_processors()) is not None:
         return PaddleDevices(version, built_for_cuda=False)
-    slow = "Paddle did not say within {seconds} which devices there are"
-    answer, problem = ask_apart(_QUESTION, slow=slow, failed="Paddle failed when asked for its devices")
+    slow = "Paddle did not list its devices within {seconds}"
+    answer, problem = ask_apart(_QUESTION, slow=slow, failed="Paddle failed to list its devices")
     if problem:
         return PaddleDevices("", problem=problem)
     version, names, built_for_cuda = answer
@@ -65,7 +65,7 @@ def paddle_devices() -> PaddleDevices:
 
 
 def _built_for_processors() -> str | None:
-    """Return the version of an installed Paddle whose files say that it drives no device; None where they do not."""
+    """Return the version of the installed Paddle if its files show a CPU-only build, else None."""
     spec = importlib.util.find_spec("paddle")
     folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
     if folder is None or os.environ.get("CUSTOM_DEVICE_ROOT") or (folder.parent / "paddle_custom_device").exists():
@@ -79,7 +79,7 @@ def _built_for_processors() -> str | None:
 
 
 class PaddleBackend(Backend):
-    """A kind of device that Paddle drives.
+    """Backend for a kind of device that Paddle supports.
 
     A vendor sets the class variables, and overrides `device_ops` where the hardware has kernels of its own.
     """
@@ -91,35 +91,36 @@ class PaddleBackend(Backend):
     paddle_hint: ClassVar[str]
     """Installation hint for a Paddle that drives the device."""
     can_be_emulated: ClassVar[bool] = False
-    """Without the device, compute on the processor with Paddle's CPU kernels in float32, when asked for by name."""
+    """True to emulate a missing device with Paddle's CPU kernels in float32 if the backend is selected by name."""
     longest_sort: ClassVar[int | None] = 8192
-    """Entries that Paddle sorts at once on the device; None for any number. The default suits every device known: the
-    kernel for XPU takes fewer than 16,384. An emulated device keeps to it, so that its tests compute what it would."""
+    """Maximum number of entries that Paddle sorts at once on the device; None for no limit. The default works on all
+    supported devices: the XPU kernel supports fewer than 16,384. Emulation keeps the limit, so that tests compute the
+    same as the device."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.emulated = self.probe().emulated
         if self.place == "cpu":
-            self.limits = MappingProxyType({"bfloat16": "Paddle multiplies no bfloat16 matrices on a processor"})
+            self.limits = MappingProxyType({"bfloat16": "Paddle does not multiply bfloat16 matrices on a CPU"})
 
     @classmethod
     def probe(cls) -> Availability:
-        """Available where the device is, or where it may be emulated; another process looks for it."""
+        """Return available if the device is present or may be emulated; probes in a subprocess."""
         if not paddle_installed():
             return Availability(False, f"Paddle is not installed; {cls.paddle_hint}")
         found = paddle_devices()
         if found.problem:
             return Availability(False, found.problem)
         if count := found.count(cls.device):
-            return Availability(True, f"Paddle {found.version} drives {count} {cls.title}")
-        missing = f"Paddle {found.version} sees no {cls.title} here"
+            return Availability(True, f"Paddle {found.version} found {count} {cls.title}")
+        missing = f"Paddle {found.version} found no {cls.title}"
         if cls.can_be_emulated:
-            return Availability(True, f"emulated on the processor: {missing}", emulated=True)
+            return Availability(True, f"emulated on the CPU: {missing}", emulated=True)
         return Availability(False, f"{missing}; {cls.paddle_hint}")
 
     @property
     def place(self) -> str:
-        """Paddle's name of the device that computes: `cpu` where this one is emulated."""
+        """Paddle's name of the device that computes: `cpu` under emulation."""
         return "cpu" if self.emulated else self.device
 
     @classmethod
@@ -127,7 +128,7 @@ class PaddleBackend(Backend):
         import_pack(cls.name, "fd_core.ops.paddle.framework", needs="Paddle", hint=cls.paddle_hint)
 
     def make_ops(self) -> Ops:
-        """The pack for the device, which is initialised here."""
+        """Initialise the device and return its pack."""
         dtype = self._dtype()
         self.import_framework()
         from fd_core.ops.paddle.framework import set_threads
@@ -136,13 +137,13 @@ class PaddleBackend(Backend):
         return self.device_ops(dtype, self.place)
 
     def device_ops(self, dtype: str, place: str) -> Ops:
-        """Create the pack of a dtype on `place`; a vendor's own kernels must not be used where `self.emulated`."""
+        """Create the pack of a dtype on `place`; must not use the vendor's kernels if `self.emulated`."""
         from fd_core.ops.paddle.ops import PaddleOps
 
         return PaddleOps(dtype, place, self.longest_sort)
 
     def free_memory(self) -> int:
-        """Return a quarter of the host's free memory where the processor computes, else what the device has left."""
+        """Return a quarter of the host's free memory if the CPU computes, else the device's free memory."""
         if self.place == "cpu":
             return available_memory() // 4
         from fd_core.ops.paddle.framework import free_device_memory
@@ -152,19 +153,19 @@ class PaddleBackend(Backend):
     def describe(self) -> str:
         cpu = f"CPU, {self.threads} threads, Paddle eager"
         if self.emulated:
-            return f"{self.title} emulated on the {cpu}: says nothing about the hardware"
+            return f"{self.title} emulated on the {cpu}: no evidence for the hardware"
         return cpu if self.place == "cpu" else f"{self.title}, Paddle eager"
 
     def _dtype(self) -> str:
         offered = ("float32",) if self.place == "cpu" else ("bfloat16", "float32")
         wanted = self.dtype_asked_for(*offered)
         if wanted is None:
-            self.dtype_reason = self.limits.get("bfloat16", f"Paddle multiplies it on the {self.title}")
+            self.dtype_reason = self.limits.get("bfloat16", f"Paddle supports it on the {self.title}")
         return wanted or offered[0]
 
 
 class CpuPaddleBackend(ProcessorBackend, PaddleBackend):
-    """Paddle on the host's processors, float32."""
+    """Paddle on the host's CPUs, float32."""
 
     name: ClassVar[str] = "cpu+paddle"
     kernels = "Paddle eager"
@@ -176,7 +177,7 @@ class CpuPaddleBackend(ProcessorBackend, PaddleBackend):
 
     @classmethod
     def probe(cls) -> Availability:
-        """Available where any distribution provides Paddle; it is not imported for the answer."""
+        """Return available if any distribution provides Paddle; does not import it."""
         if not paddle_installed():
             return Availability(False, f"Paddle is not installed; {cls.paddle_hint}")
         return Availability(True, "Paddle is installed")

@@ -1,4 +1,4 @@
-"""Device assignment for several engines of one machine, so that none takes what another one has."""
+"""Device assignment for several engines of one machine, so that no two share a device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 class EnginePlace(msgspec.Struct, frozen=True):
-    """Devices and cores of one engine's process; by default all that this process has."""
+    """Devices and cores of one engine's process; by default all of this process."""
 
     name: str = "engine"
     """The engine's name in the log."""
     cores: tuple[int, ...] = ()
-    """Numbers of its processors; empty for all. Engines with processors of their own share the machine's memory."""
+    """CPU numbers; empty for all. Engines with separate CPUs share the machine's memory."""
     environment: dict[str, str] = {}
-    """Variables that show it its device."""
+    """Environment variables that select its device."""
 
 
 def places_on_cores(count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-    """Divide the processors that this process may use into `count` equal parts; the remainder is not assigned.
+    """Divide the CPUs that this process may use into `count` equal parts; the remainder is not assigned.
 
-    A part lies together: threads of one core, then cores of one socket; the ranks of an engine share it. Raises
+    A part is compact: threads of one core, then cores of one socket; the ranks of an engine share it. Raises
     `ConfigError` if there are too few.
     """
     usable = sorted(os.sched_getaffinity(0), key=lambda core: (*_position(core), core))
@@ -41,9 +41,9 @@ def places_on_cores(count: int, ranks: int = 1) -> Sequence[EnginePlace]:
 
 
 def places_on_devices(variable: str, found: int, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-    """Give each of `count` engines a device for each rank, by the environment variable that shows devices to a process.
+    """Assign each rank of `count` engines a device, by the environment variable that selects visible devices.
 
-    `found`: devices of the machine. Raises `ConfigError` if fewer are shown to this process.
+    `found`: devices of the machine. Raises `ConfigError` if fewer are visible to this process.
     """
     devices = _shown(variable, found)
     _require_enough(count, ranks, len(devices), "device")
@@ -54,14 +54,15 @@ def places_on_devices(variable: str, found: int, count: int, ranks: int = 1) -> 
 
 
 def rank_devices(variable: str, found: int, size: int) -> Sequence[Mapping[str, str]]:
-    """Return what shows each of `size` ranks of one engine its device; `found` as in `places_on_devices`.
+    """Return the environment variables that assign each of `size` ranks of one engine a device; `found` as in
+    `places_on_devices`.
 
     Raises `ConfigError` if there are fewer.
     """
     devices = _shown(variable, found)
     if size > len(devices):
         raise ConfigError(
-            f"{size} ranks need a device each, and there are {len(devices)}",
+            f"{size} ranks need one device each, found {len(devices)}",
             field="--tensor-parallel-size",
             hint=f"use at most {len(devices)}",
         )
@@ -77,18 +78,16 @@ def _require_enough(count: int, ranks: int, found: int, what: str) -> None:
     if count * ranks <= found:
         return
     if ranks == 1:
-        needs, most = f"{count} engines need a {what} each, and there are {found}", f"use at most {found}"
+        needs, most = f"{count} engines need one {what} each, found {found}", f"use at most {found}"
     else:
-        needs = (
-            f"{count} engines of {ranks} ranks need {count * ranks} {what}s, one for each rank, and there are {found}"
-        )
+        needs = f"{count} engines of {ranks} ranks need {count * ranks} {what}s, one per rank, found {found}"
         engines = found // ranks
-        most = f"use at most {engines}, or fewer ranks" if engines > 1 else "leave it out, or use fewer ranks"
+        most = f"use at most {engines}, or fewer ranks" if engines > 1 else "omit it, or use fewer ranks"
     raise ConfigError(needs, field=_FLAG, hint=most)
 
 
 def _position(core: int) -> tuple[int, int]:
-    """Return the socket and the core that a processor belongs to; zeros where the system does not tell."""
+    """Return the socket and the core of a CPU; zeros if the system does not publish them."""
     folder = _TOPOLOGY / f"cpu{core}" / "topology"
     try:
         socket, number = ((folder / name).read_text(encoding="ascii") for name in ("physical_package_id", "core_id"))

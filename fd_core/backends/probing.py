@@ -1,4 +1,4 @@
-"""Checks of backends before they compute, without importing a framework into this process."""
+"""Availability checks of backends that do not import a framework into this process."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fd_core.errors import PluginError
 
 _MARK: Final = "fd_core probe:"
 _PATIENCE: Final = 60.0
-"""Seconds; the import of a framework alone takes one to ten of them."""
+"""Timeout in seconds; the import of a framework alone takes one to ten."""
 
 
 def missing(*modules: str) -> list[str]:
-    """Return which modules are not installed; imports none."""
+    """Return the modules that are not installed; imports none."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
 def ask_apart(question: str, *, slow: str, failed: str) -> tuple[Any, str]:
-    """Run Python code that sets `answer` in a process of its own, which a broken driver may end.
+    """Run Python code that sets `answer` in a subprocess, which a broken driver may crash.
 
-    Returns the answer, or None and why there is none: `slow`, or `failed` and the cause.
+    Returns the answer, or None and the reason: `slow` on timeout, or `failed` and the cause.
     """
     code = f"import json\n{question}\nprint({_MARK!r}, json.dumps(answer))"
     # -P: a file `paddle.py` in the working folder is not Paddle.
@@ -41,7 +41,7 @@ def ask_apart(question: str, *, slow: str, failed: str) -> tuple[Any, str]:
 
 
 def import_pack(backend: str, module: str, *, needs: str, hint: str) -> None:
-    """Import the module of a backend's pack. Raises `PluginError` with how to install what it needs."""
+    """Import the module of a backend's pack. Raises `PluginError` with the installation hint."""
     try:
         importlib.import_module(module)
     except ImportError as error:

@@ -35,7 +35,7 @@ _COMMANDS: Final[Mapping[str, str]] = {
 
 
 def assemble(only: str | None = None) -> typer.Typer:
-    """Return the command line with every command, or with `only` one if it exists: it starts sooner."""
+    """Return the command line with every command, or only the command `only` if it exists, which starts faster."""
     app = typer.Typer(
         name="fdcore",
         help="Serve language models with plugins for hardware, scheduling and storage. Every command has --help.",

@@ -26,7 +26,7 @@ _GIBI: Final = 1 << 30
 def env() -> None:
     """Show machine, versions, backends and caches.
 
-    For every backend it shows if it can run here, and why.
+    Each backend is listed with the reason why it can or cannot run here.
     """
     from rich.console import Console
     from rich.table import Column, Table
@@ -40,7 +40,7 @@ def env() -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    backends = Table("Backend", "Runs here", "Why", "From", title="Backends", title_justify="left")
+    backends = Table("Backend", "Runs here", "Reason", "Source", title="Backends", title_justify="left")
     for backend_row in _backends():
         backends.add_row(*backend_row)
     console.print(backends)
@@ -58,7 +58,7 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield "Processor", processor()
     yield "Processors usable", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     yield "Memory", _memory()
-    yield "Compiler", shutil.which("c++") or shutil.which("g++") or "none: the CPU backend runs without native kernels"
+    yield "Compiler", shutil.which("c++") or shutil.which("g++") or "none; the CPU backend runs without native kernels"
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -120,7 +120,7 @@ def processor() -> str:
             has = set(value.split())
             features = " ".join(name for name in _CPU_FEATURES if name in has)
             break
-    return f"{model} ({features or 'no vector extensions known'})"
+    return f"{model} ({features or 'unknown vector extensions'})"
 
 
 def _memory() -> str:
@@ -129,4 +129,4 @@ def _memory() -> str:
         total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
     except (ValueError, OSError, AttributeError):
         return "unknown"
-    return f"{total / _GIBI:,.1f} GiB, {free / _GIBI:,.1f} GiB of it unused"
+    return f"{total / _GIBI:,.1f} GiB, {free / _GIBI:,.1f} GiB free"

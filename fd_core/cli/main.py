@@ -27,7 +27,7 @@ def _undecodable() -> str | None:
 def main() -> None:
     """Run the command line."""
     if (undecodable := _undecodable()) is not None:
-        print(f"fdcore: {undecodable} is not UTF-8; rename the file or folder, or name a link to it", file=sys.stderr)
+        print(f"fdcore: {undecodable} is not UTF-8; rename the file or folder, or use a symbolic link", file=sys.stderr)
         sys.exit(ConfigError.exit_code)
     with interrupts_end_it():
         from typer.main import get_command
@@ -37,7 +37,7 @@ def main() -> None:
         command = get_command(assemble(*sys.argv[1:2]))
         tells_old_names()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows the rest
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows replacement characters
     try:
         try:
             command()
@@ -45,12 +45,12 @@ def main() -> None:
             if sys.stdout is not None:  # None if the parent closed it
                 sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the output, such as `head`, is gone; no output is possible any more.
+        # The reader of the output, such as `head`, has exited; no further output is possible.
         sys.stderr.close()
         sys.exit(1)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        print(f"fdcore: the output cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"fdcore: cannot write the output: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # buffered output is not written again at exit
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Exit of a command: every error for users is one line on stderr, and the exit code identifies whose fault it was."""
+"""Exit of a command: every error for users is one line on stderr, and the exit code identifies the kind of fault."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def tells_old_names() -> None:
 
 
 def say(error: FdError) -> None:
-    """Print one line: which field, what was wrong, what to do."""
+    """Print an error as one line: the field, the fault, the remedy."""
     print(f"fdcore: {describe(error)}", file=sys.stderr)
 
 

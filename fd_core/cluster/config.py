@@ -25,21 +25,21 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OURS: Final = {
     **dict.fromkeys(("host", "port", "admin-host", "admin-port"), "the deployment chooses it"),
-    **dict.fromkeys(("router", "advertise-url", "worker", "prefill", "decode"), "the deployment tells its routers"),
+    **dict.fromkeys(("router", "advertise-url", "worker", "prefill", "decode"), "the deployment registers its workers"),
     **dict.fromkeys(
         ("router-secret-file", "transfer-secret-file", "worker-key-file", "transfer-host", "transfer-port"),
-        "the deployment makes its own",
+        "the deployment generates it",
     ),
     **dict.fromkeys(("role", "model"), "it is a field of the file itself"),
     **dict.fromkeys(("drain-seconds", "drain-delay"), "it is a field of the file itself, for all processes"),
-    "config": "settings stand in this file",
+    "config": "settings are in this file",
     "kv-events": "the deployment decides it",
     **dict.fromkeys(
         ("ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "worker-ca-certs", "router-ca-certs"),
-        "TLS is not served inside a deployment yet: put what ends TLS before its routers",
+        "TLS inside a deployment is not supported yet: terminate TLS in front of its routers",
     ),
 }
-"""Settings that belong elsewhere, and why."""
+"""Settings that are not allowed in groups, with the reason."""
 CONTENT: Final = "FD_CONTENT_OF_"
 """Prefix of a variable that holds the content of a setting's file; the rest of the name is the setting's name."""
 _PROGRAM: Final = ("-m", "fd_core.cli.serving.sealed")
@@ -136,28 +136,30 @@ def cluster_config(table: Mapping[str, Any]) -> ClusterConfig:
     for key in ("model", "workers"):
         if key not in table:
             hint = 'for example model = "smollm2"' if key == "model" else "for example [workers.mixed] with count = 2"
-            raise ConfigError("the file has to say this", field=key, hint=hint)
+            raise ConfigError("required field", field=key, hint=hint)
     config = _made(ClusterConfig, table, "")
     router = config.router_group
     _check_group(router, "router")
     if router.port + router.count - 1 > 65535:
-        raise ConfigError(f"{router.count} routers have no room behind port {router.port}", field="router.port")
+        raise ConfigError(
+            f"{router.count} routers starting at port {router.port} exceed port 65535", field="router.port"
+        )
     roles: dict[Role, str] = {}
     if not config.workers:
-        raise ConfigError("there is no group of workers", field="workers", hint="for example [workers.mixed]")
+        raise ConfigError("no workers are configured", field="workers", hint="for example [workers.mixed]")
     for name, group in config.worker_groups.items():
         where = f"workers.{name}"
         if not _NAME.fullmatch(name) or name == "router":
-            hint = "lower case letters, digits and -, beginning with a letter; `router` is taken"
-            raise ConfigError(f"{name!r} cannot be the name of a group", field=where, hint=hint)
+            hint = "lower case letters, digits and -, starting with a letter; `router` is reserved"
+            raise ConfigError(f"{name!r} is not a valid group name", field=where, hint=hint)
         _check_group(group, where)
         _check_count(group, where)
         if group.role not in ROLES:
-            raise ConfigError(f"{group.role!r} is not one of {', '.join(ROLES)}", field=f"{where}.role")
+            raise ConfigError(f"expected one of {', '.join(ROLES)}, got {group.role!r}", field=f"{where}.role")
         roles[group.role] = where
     for role, other in (("prefill", "decode"), ("decode", "prefill")):
         if role in roles and other not in roles:
-            message = f"{roles[role]} are {role} workers, which serve nothing without {other} workers"
+            message = f"{roles[role]} are {role} workers, which need {other} workers"
             raise ConfigError(message, field="workers", hint=f'add a group with role = "{other}"')
     return config
 
@@ -166,42 +168,44 @@ def _check_group(group: RouterGroup | WorkerGroup, where: str) -> None:
     for key in group.settings:
         name = key.replace("_", "-")
         if name in _OURS:
-            raise ConfigError(f"{key!r} is not set here: {_OURS[name]}", field=f"{where}.settings")
-        hint = f'write {name} = "NAME_OF_A_VARIABLE" under [{where}.secrets]'
+            raise ConfigError(f"{key!r} is not allowed here: {_OURS[name]}", field=f"{where}.settings")
+        hint = f'set {name} = "NAME_OF_A_VARIABLE" in [{where}.secrets]'
         if name in ("api-key", "ssl-keyfile-password"):
-            raise ConfigError(f"{key!r} would stand in a command line", field=f"{where}.settings", hint=hint)
+            raise ConfigError(f"{key!r} would be visible in a command line", field=f"{where}.settings", hint=hint)
         if name == "kv-store" and "@" in str(group.settings[key]):
-            raise ConfigError("a password would stand in a command line", field=f"{where}.settings", hint=hint)
+            raise ConfigError("a password would be visible in a command line", field=f"{where}.settings", hint=hint)
     for key, variable in group.secrets.items():
         if why := _OURS.get(key.replace("_", "-")):
-            raise ConfigError(f"{key!r} is not set here: {why}", field=f"{where}.secrets")
+            raise ConfigError(f"{key!r} is not allowed here: {why}", field=f"{where}.secrets")
         if key in group.settings:
-            raise ConfigError(f"{key!r} stands under settings and under secrets", field=f"{where}.secrets")
+            raise ConfigError(f"{key!r} is set in both settings and secrets", field=f"{where}.secrets")
         if not isinstance(variable, str) or not _VARIABLE.fullmatch(variable):
             # The value may be the secret itself, so it is not shown.
-            hint = "write the name of the variable that holds the secret, never the secret"
-            raise ConfigError(f"{key} has to be the name of a variable", field=f"{where}.secrets", hint=hint)
+            hint = "use the name of the variable that holds the secret, never the secret itself"
+            raise ConfigError(f"{key} must be the name of a variable", field=f"{where}.secrets", hint=hint)
     for key, value in group.environment.items():
         if not _VARIABLE.fullmatch(key) or not isinstance(value, str):
-            raise ConfigError(f"{key!r} is no variable with a text", field=f"{where}.environment")
+            raise ConfigError(f"{key!r} is not an environment variable with a text value", field=f"{where}.environment")
 
 
 def _check_count(group: WorkerGroup, where: str) -> None:
     if group.count is not None and (group.min is not None or group.max is not None):
         field = "min" if group.min is not None else "max"
-        raise ConfigError(f"count and {field} contradict each other", field=f"{where}.{field}", hint="give one of them")
+        raise ConfigError(f"count and {field} exclude each other", field=f"{where}.{field}", hint="specify only one")
     if group.max is None and group.min is not None:
-        raise ConfigError("min needs max", field=f"{where}.max", hint="or give count alone")
+        raise ConfigError("min requires max", field=f"{where}.max", hint="or specify only count")
     fewest, most = group.bounds
     if fewest > most:
-        raise ConfigError(f"min is {fewest}, more than max, which is {most}", field=f"{where}.min")
+        raise ConfigError(f"min={fewest} exceeds max={most}", field=f"{where}.min")
     if group.scaling and group.max is None:
-        raise ConfigError("the number of these workers is fixed", field=f"{where}.scaling", hint="give min and max")
+        raise ConfigError(
+            "scaling requires a variable number of workers", field=f"{where}.scaling", hint="set min and max"
+        )
 
 
 def _made(kind: type[_S], table: Any, where: str) -> _S:
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{table!r:.60} is not a table", field=where, hint=f"write [{where}]")
+        raise ConfigError(f"expected a table, got {table!r:.60}", field=where, hint=f"write [{where}]")
     fields = {name.replace("-", "_"): value for name, value in table.items()}
     try:
         return make_settings(kind, fields)

@@ -107,7 +107,7 @@ class KillProcess:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNote:
-    """A message for operators."""
+    """Message for operators."""
 
     text: str
     bad: bool = False
@@ -201,7 +201,7 @@ class ClusterController:
         return self._leave(now)
 
     def step(self, now: float, seen: Mapping[str, ProcessSeen]) -> list[ClusterAction]:
-        """Return the actions that follow from observations of processes; there is no news of those left out."""
+        """Return the actions that follow from observations of processes; processes not in `seen` are unchanged."""
         self._catch_up(now)
         actions: list[ClusterAction] = []
         known = [(self.processes[name], what) for name, what in seen.items() if name in self.processes]
@@ -258,7 +258,7 @@ class ClusterController:
                 group.failures = 0 if process.since >= group.failed_at else group.failures
             if process.phase is ProcessPhase.DRAINING and process.deadline is not None and now >= process.deadline:
                 process.phase, process.since = ProcessPhase.KILLED, now
-                yield ClusterNote(f"{process.name} did not end in the time to drain and is killed", bad=True)
+                yield ClusterNote(f"{process.name} exceeded its drain timeout and is killed", bad=True)
                 yield KillProcess(process.name)
             return
         worked = self._worked(process, now)
@@ -275,7 +275,7 @@ class ClusterController:
         if self.complete and not end.placed:
             # A lost node may recover or be replaced: the processes are not at fault.
             if not group.no_room:
-                yield ClusterNote(f"{process.name} waits for room: {end.reason}", bad=True)
+                yield ClusterNote(f"{process.name} waits for resources: {end.reason}", bad=True)
             group.no_room, group.not_before = True, now + limits.no_room_pause
             return
         group.deaths += 1
@@ -285,10 +285,10 @@ class ClusterController:
         hopeless = end.code in _OWN_FAULT and not group.served
         said = f"{process.name} {end.reason}"
         if not hopeless and group.failures <= limits.max_failures:
-            yield ClusterNote(f"{said}; another one starts in {pause:g} s", bad=True)
+            yield ClusterNote(f"{said}; restarting in {pause:g} s", bad=True)
             return
         group.given_up = end.reason
-        yield ClusterNote(f"{said}; {group.plan.name} is given up and gets no further process", bad=True)
+        yield ClusterNote(f"{said}; {group.plan.name} is given up and no longer restarted", bad=True)
         if not self.complete:
             self.failure = f"{process.name} {end.reason}"
             self.exit_code = end.code if hopeless and end.code is not None else 1
@@ -296,7 +296,7 @@ class ClusterController:
             yield from self._hurry(now)
 
     def _fill(self, group: ManagedGroup, now: float) -> Iterator[ClusterAction]:
-        """Start what is missing, and drain the excess: first processes that are not ready, then the youngest."""
+        """Start missing processes, and drain the excess: first those that are not ready, then the youngest."""
         name = group.plan.name
         living = [each for each in self.of_group(name) if each.counts]
         youngest_first = living[::-1]

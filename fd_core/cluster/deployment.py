@@ -179,7 +179,7 @@ class RouterAdmin:
             async with self._session.post(
                 f"{self._url}/{what}", json=body, headers=self._headers, timeout=_TIMEOUT, allow_redirects=False
             ) as answer:
-                return "" if answer.status == 200 else f"it answered {answer.status}: {(await answer.text())[:200]}"
+                return "" if answer.status == 200 else f"HTTP status {answer.status}: {(await answer.text())[:200]}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return type(error).__name__
 
@@ -189,7 +189,7 @@ log = logging.getLogger(__name__)
 ROUTERS: Final = "router"
 _ASK_SECONDS: Final = 0.5
 _GRACE_SECONDS: Final = 15.0
-"""Time to end beyond the drain timeout, in seconds."""
+"""Grace period after the drain timeout, in seconds."""
 
 
 class ClusterFailed(FdError):
@@ -259,7 +259,7 @@ class Deployment:
         self._secrets = ClusterSecrets()
         self._said: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        # Starts may wait for room, as many as there are threads; polling must not wait for them.
+        # Starts may block until resources are free and occupy all threads; polling must not wait for them.
         self._looking = ThreadPoolExecutor(1, "fdcore-look")
         self._registering: asyncio.Task[None] | None = None
         self._next_scaling = 0.0
@@ -387,7 +387,7 @@ class Deployment:
         said = (process.announced() or "").split()
         if not said:
             return
-        # A process that listens on all addresses cannot know by which of them it is reached.
+        # A process that listens on all addresses does not know the one that others connect to.
         url, *admin = (each.replace("//localhost:", f"//{process.address}:") for each in said)
         held.url = url
         if held.group == ROUTERS and admin:
@@ -431,7 +431,10 @@ class Deployment:
                         now,
                         lambda name=held.name: self._is_serving(name),  # type: ignore[misc]  # bound now
                     )
-                    if trouble and (said := f"{router} does not take {held.name}: {trouble}") not in self._said:
+                    if (
+                        trouble
+                        and (said := f"registering {held.name} with {router} failed: {trouble}") not in self._said
+                    ):
                         self._said.add(said)
                         log.warning("%s", said)
 
@@ -468,4 +471,4 @@ class Deployment:
 def _in_one_line(reason: str, *, said: bool) -> str:
     """Return how a process ended, with its last output (`said`) if it ended by itself."""
     how, *lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["ended"]
-    return f"{how}; it said: {lines[-1]}" if said and lines else how
+    return f"{how}; last output: {lines[-1]}" if said and lines else how

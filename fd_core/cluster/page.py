@@ -40,20 +40,20 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One group, as /status.json and /metrics show it."""
 
     role: str
-    target: Annotated[int, gauge("target", "Processes that there should be.")]
+    target: Annotated[int, gauge("target", "Target number of processes.")]
     minimum: int
     maximum: int
-    ready: Annotated[int, gauge("ready", "Processes that serve.")]
+    ready: Annotated[int, gauge("ready", "Processes that are ready.")]
     starting: Annotated[int, gauge("starting", "Processes that are not ready yet.")]
-    leaving: Annotated[int, gauge("leaving", "Processes that end their requests, or were killed.")]
-    running: Annotated[int, gauge("requests_running", "Requests in slots of workers that serve.")]
-    waiting: Annotated[int, gauge("requests_waiting", "Requests that wait for a slot of a worker that serves.")]
+    leaving: Annotated[int, gauge("leaving", "Processes that are draining, or were killed.")]
+    running: Annotated[int, gauge("requests_running", "Requests in slots of ready workers.")]
+    waiting: Annotated[int, gauge("requests_waiting", "Requests that wait for a slot of a ready worker.")]
     kv_usage: Annotated[float, gauge("kv_usage_ratio", "Share of KV blocks that are not free, 0 to 1.")]
     ttft_seconds: Annotated[
-        float | None, gauge("ttft_seconds", "Time to the first token that 9 of 10 requests of half a minute had.")
+        float | None, gauge("ttft_seconds", "90th percentile of the time to the first token over half a minute.")
     ]
     starts: Annotated[int, counter("starts", "Processes that were started.")]
-    deaths: Annotated[int, counter("deaths", "Processes that ended though nobody told them to.")]
+    deaths: Annotated[int, counter("deaths", "Processes that ended unexpectedly.")]
     given_up: Annotated[int, gauge("given_up", "1 if no process starts any more, 0 otherwise.")]
     reason: str
     processes: tuple[ProcessStatus, ...]
@@ -102,7 +102,7 @@ class DeploymentPage:
         try:
             self._hosts.check(visit_of(request))
             if request.method not in ("GET", "HEAD"):
-                raise ApiError(405, "this path takes GET", headers={"Allow": "GET, HEAD"})
+                raise ApiError(405, "this path only supports GET", headers={"Allow": "GET, HEAD"})
             return self._page(request.path)
         except ApiError as error:
             return error_response(error, request.path)
@@ -122,7 +122,7 @@ class DeploymentPage:
             parts = [({"group": name, "role": group.role}, group) for name, group in status.groups.items()]
             body = generate_latest(Collected(metric_families("fdcore_cluster_", parts), self._process.collect()))
             return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
-        raise ApiError(404, "nothing is served at this path; there are /health, /ready, /metrics and /status.json")
+        raise ApiError(404, "unknown path; available are /health, /ready, /metrics and /status.json")
 
 
 def _not_ready(deployment: Deployment) -> str | None:

@@ -35,8 +35,9 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: float = 0.0
     """Share of the KV blocks in use, 0 to 1."""
     ttft_seconds: float | None = None
-    """90th percentile of the time to the first token over the last half minute, in seconds; None without requests.
-    For prefill workers that of the decode workers, which is what clients observe."""
+    """90th percentile of the time to the first token over the last half minute, in seconds; None without requests. For
+    prefill workers it is that of the decode workers, which clients observe.
+    """
 
 
 class ScalingPolicy(ABC):
@@ -66,7 +67,7 @@ class LoadPolicyOptions(CheckedStruct, frozen=True, kw_only=True, rename="kebab"
     up_seconds: Annotated[float, Range(0, 86400)] = 5.0
     """Time that the load has to exceed a limit before workers are added, in seconds."""
     down_seconds: Annotated[float, Range(0, 86400)] = 120.0
-    """Time that there has to be room before a worker is removed, and after each change, in seconds."""
+    """Time with spare capacity before a worker is removed, and after each change, in seconds."""
 
 
 class LoadPolicy(ScalingPolicy):

@@ -22,25 +22,25 @@ __all__ = [
 CHEAP_TOKENS: Final = 64
 """Tokens below which a step is bound by reading weights, unless a setting overrides it."""
 _MAX_DRAFTS: Final = 16
-"""More drafts than this never pay off."""
+"""Limit of draft tokens; more never pay off."""
 _DAY: Final = 86400
 _OTHER_KV_DTYPES: Final = {
-    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "float8_e4m3fn"), "int8, which takes as much memory"),
-    **dict.fromkeys(("float32", "float16", "bfloat16"), "auto, which keeps KV in the type that --dtype chooses"),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "float8_e4m3fn"), "int8, which uses the same memory"),
+    **dict.fromkeys(("float32", "float16", "bfloat16"), "auto, which stores KV in the type of --dtype"),
 }
 _OTHER_QUANTIZATION: Final = {
     **dict.fromkeys(
         ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compressed-tensors"),
-        "auto, which reads what the checkpoint says of itself",
+        "auto, which detects the format of the checkpoint",
     ),
-    "fp8": "int8, which takes as much memory",
+    "fp8": "int8, which uses the same memory",
 }
 _OTHER_ATTENTION: Final = {
     "FLASHINFER": "flashinfer",
     "TRITON_ATTN": "triton",
     **dict.fromkeys(
         ("FLASH_ATTN", "FLASHMLA", "APPEND_ATTN", "MLA_ATTN", "NATIVE_ATTN", "flash_attn", "fa2", "fa3", "xformers"),
-        "auto, which takes the fastest that computes right",
+        "auto, which selects the fastest that passes its test",
     ),
 }
 LOG_LEVELS: Final = OneOf("debug", "info", "warning", "error", "critical")
@@ -115,7 +115,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     kv_store: str | None = None
     kv_store_timeout: Annotated[float, Range(0, 3600, above=True)] = 1.0
     kv_store_secret_file: str | None = None
-    """File with the secret that protects stored values; None uses the user's own."""
+    """File with the secret that protects stored values; None uses one in the cache folder."""
     kv_store_compression: Annotated[str, OneOf("none", "zlib")] = "none"
     role: Annotated[str, OneOf("mixed", "prefill", "decode")] = "mixed"
     kv_connector: str = "tcp"
@@ -181,13 +181,11 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.protect_pages and not self.asks_for_keys:
-            hint = "give --api-key-file, --api-key or FD_API_KEY"
-            raise ConfigError("there is no key that could protect the pages", field="--protect-pages", hint=hint)
+            hint = "set --api-key-file, --api-key or FD_API_KEY"
+            raise ConfigError("protected pages require an API key", field="--protect-pages", hint=hint)
         if self.max_body_memory < self.max_body_bytes:
-            message = (
-                f"max_body_memory is {self.max_body_memory:,} bytes, less than one body of {self.max_body_bytes:,}"
-            )
-            raise ConfigError(message, field="--max-body-memory", hint="raise it or lower --max-body-size")
+            message = f"max_body_memory={self.max_body_memory:,} is smaller than max_body_bytes={self.max_body_bytes:,}"
+            raise ConfigError(message, field="--max-body-memory", hint="increase it or lower --max-body-size")
 
 
 class ServerConfig(ListenConfig, frozen=True, kw_only=True):
@@ -260,22 +258,23 @@ def resolve_limits(
         max_drafts = min(config.max_forced_tokens, budget - 1)
     if budget < 1 + max_drafts:
         message = (
-            f"max_num_batched_tokens is {budget}, but one decode with {max_drafts} drafts takes {1 + max_drafts} tokens"
+            f"max_num_batched_tokens={budget} is less than the {1 + max_drafts} tokens of a decode with {max_drafts} "
+            "drafts"
         )
-        raise ConfigError(message, field="--max-num-batched-tokens", hint="raise it or use fewer draft tokens")
+        raise ConfigError(message, field="--max-num-batched-tokens", hint="increase it or use fewer draft tokens")
     max_len = model_max_len if config.max_model_len is None else config.max_model_len
     if max_len > model_max_len:
-        message = f"max_model_len is {max_len}, but the model was built for {model_max_len} tokens"
+        message = f"max_model_len={max_len} exceeds the context length of the model ({model_max_len})"
         raise ConfigError(message, field="--max-model-len", hint=f"use at most {model_max_len}")
     blocks = _kv_blocks(config, max_len, bytes_per_block, free_bytes)
     if config.max_model_len is None:
         max_len = min(max_len, blocks * config.block_size)
     elif blocks * config.block_size < max_len:
         raise ConfigError(
-            f"{blocks} KV blocks of {config.block_size} tokens hold {blocks * config.block_size} tokens, "
-            f"fewer than max_model_len {max_len}",
+            f"{blocks} KV blocks of {config.block_size} tokens hold {blocks * config.block_size} tokens, fewer than "
+            f"max_model_len={max_len}",
             field="--num-kv-blocks" if config.num_kv_blocks is not None else "--kv-cache-memory",
-            hint="give the cache more memory or lower --max-model-len",
+            hint="increase the memory of the KV cache or lower --max-model-len",
         )
     return Limits(
         max_num_seqs=config.max_num_seqs,
@@ -296,28 +295,32 @@ def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_by
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks * bytes_per_block > free_bytes:
             raise ConfigError(
-                f"{config.num_kv_blocks} KV blocks take {config.num_kv_blocks * bytes_per_block:,} bytes, "
-                f"but {free_bytes:,} are free",
+                f"{config.num_kv_blocks} KV blocks need {config.num_kv_blocks * bytes_per_block:,} bytes, but "
+                f"{free_bytes:,} are free",
                 field="--num-kv-blocks",
-                hint=f"at most {free_bytes // bytes_per_block:,} fit; leave it out to take what fits",
+                hint=f"use at most {free_bytes // bytes_per_block:,}, or omit it to use the free memory",
             )
         return config.num_kv_blocks
     if config.kv_cache_memory is not None:
         blocks = config.kv_cache_memory // bytes_per_block
         if config.kv_cache_memory > free_bytes:
-            message = f"kv_cache_memory is {config.kv_cache_memory:,} bytes, but {free_bytes:,} are free for KV"
-            hint = "give less, or leave it out to take what fits; a processor gives KV a quarter of its free memory"
+            message = (
+                f"kv_cache_memory={config.kv_cache_memory:,} exceeds the {free_bytes:,} bytes that are free for KV"
+            )
+            hint = "lower it, or omit it to use the free memory; on CPUs, a quarter of the free memory is for KV"
             raise ConfigError(message, field="--kv-cache-memory", hint=hint)
         if blocks < 1:
-            message = f"kv_cache_memory is {config.kv_cache_memory:,} bytes, and one KV block takes {bytes_per_block:,}"
-            raise ConfigError(message, field="--kv-cache-memory", hint="give more, or leave it out to take what fits")
+            message = (
+                f"kv_cache_memory={config.kv_cache_memory:,} is smaller than one KV block of {bytes_per_block:,} bytes"
+            )
+            raise ConfigError(message, field="--kv-cache-memory", hint="increase it, or omit it to use the free memory")
     else:
         blocks = min(int(free_bytes * config.gpu_memory_utilization) // bytes_per_block, useful)
     if blocks < 1:
         raise ConfigError(
-            f"not one KV block of {bytes_per_block:,} bytes fits into the memory given, of which the machine has "
-            f"{free_bytes:,} bytes for KV beside the weights",
+            f"no KV block of {bytes_per_block:,} bytes fits into the configured memory; {free_bytes:,} bytes are free "
+            "for KV after loading the weights",
             field="--kv-cache-memory",
-            hint="end other programs, take a smaller model or --quantization int8, or give a smaller --block-size",
+            hint="stop other programs, or use a smaller model, --quantization int8 or a smaller --block-size",
         )
     return blocks

@@ -43,7 +43,7 @@ class Range:
     def check(self, value: float) -> None:
         """Raise `ValueError` unless `value` is in the range."""
         if value > self.maximum or value < self.minimum or (self.above and value == self.minimum):
-            raise ValueError(f"{value:.10g} is out of range; it must be {self}")
+            raise ValueError(f"{value:.10g} is out of range; expected {self}")
 
 
 class OneOf:
@@ -56,9 +56,9 @@ class OneOf:
     def check(self, value: str) -> None:
         """Raise `ValueError` unless `value` is one of the words."""
         if value in self._instead:
-            raise ValueError(f"{value!r} is not served here; use {self._instead[value]}")
+            raise ValueError(f"{value!r} is not supported; use {self._instead[value]}")
         if value not in self.words:
-            raise ValueError(f"{value!r} is not one of {', '.join(self.words)}")
+            raise ValueError(f"expected one of {', '.join(self.words)}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ class ByteSize:
     minimum: int = 1
 
     def check(self, value: int) -> None:
-        """Raise `ValueError` for more bytes than a machine can have."""
+        """Raise `ValueError` for an impossible number of bytes."""
         if not self.minimum <= value < 2**63:
-            raise ValueError(f"{value} is not a size {'above 0 ' if self.minimum else ''}that a machine can have")
+            raise ValueError(f"{value} is not a valid size{' above 0' if self.minimum else ''}")
 
 
 Constraint = Range | OneOf | Prefix | ByteSize
@@ -109,13 +109,13 @@ class Rule:
             try:
                 value = float(text)
             except ValueError:
-                raise ValueError(f"{value!r} is not a number") from None
+                raise ValueError(f"expected a number, got {value!r}") from None
         elif self.kind is bool and text is not None:
             return parse_switch(value)
         elif self.kind is tuple:
             value = _texts(value)
         if self.optional and value is None:
-            raise ValueError("None is not a value")
+            raise ValueError("expected a value, got None")
         self.check(value)
         return float(value) if self.kind is float else value
 
@@ -124,17 +124,17 @@ class Rule:
         if value is None and self.optional:
             return
         if self.kind is int and type(value) is not int:
-            raise ValueError(f"{value!r} is not a whole number")
+            raise ValueError(f"expected an integer, got {value!r}")
         if self.kind is float and (type(value) not in (int, float) or not math.isfinite(value)):
-            raise ValueError(f"{value!r} is not a number")
+            raise ValueError(f"expected a number, got {value!r}")
         if self.kind is bool and type(value) is not bool:
-            raise ValueError(f"{value!r} is neither true nor false")
+            raise ValueError(f"expected true or false, got {value!r}")
         if self.kind is str and (not isinstance(value, str) or not value.strip()):
-            raise ValueError(f"{value!r} is not a text")
+            raise ValueError(f"expected text, got {value!r}")
         if self.kind is tuple and not (
             isinstance(value, tuple | list) and all(isinstance(each, str) for each in value)
         ):
-            raise ValueError(f"{value!r} is not a list of texts")
+            raise ValueError(f"expected a list of texts, got {value!r}")
         if self.constraint is not None:
             self.constraint.check(value)
 
@@ -162,8 +162,8 @@ def make_settings(settings: type[_C], values: Mapping[str, Any]) -> _C:
     known = {field.name: field.encode_name for field in msgspec.structs.fields(settings)}
     unknown = [name for name in values if name not in known]
     if unknown:
-        hint = f"there are {', '.join(known.values())}"
-        raise ConfigError(f"there is no setting {unknown[0]!r:.60}", field=unknown[0], hint=hint)
+        hint = f"use one of {', '.join(known.values())}"
+        raise ConfigError(f"unknown setting {unknown[0]!r:.60}", field=unknown[0], hint=hint)
     for name, value in values.items():
         _check_field(settings, name, value, known[name])
     try:
@@ -191,7 +191,7 @@ def parse_switch(value: Any) -> bool:
         return value
     word = value.strip().lower() if isinstance(value, str) else ""
     if word not in (*_YES, *_NO):
-        raise ValueError(f"{value!r} is neither true nor false; use one of {', '.join((*_YES, *_NO))}")
+        raise ValueError(f"expected one of {', '.join((*_YES, *_NO))}, got {value!r}")
     return word in _YES
 
 
@@ -212,5 +212,5 @@ def _rule(hint: Any) -> Rule:
 def _texts(value: Any) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, tuple | list) or not all(isinstance(part, str) and part.strip() for part in parts):
-        raise ValueError("it must be one name or more, separated by commas")
+        raise ValueError("expected one or more names, separated by commas")
     return tuple(part.strip() for part in parts)

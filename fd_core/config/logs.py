@@ -1,4 +1,4 @@
-"""Format of log lines: text for people, or one JSON object a line for programs."""
+"""Format of log lines: text for people, or one JSON object per line for programs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def user_path(text: str | Path, field: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise ConfigError(
-            f"the home folder in {str(text)!r} is not known here", field=field, hint="write the path without ~"
+            f"the home folder in {str(text)!r} is unknown", field=field, hint="use a path without ~"
         ) from None
 
 

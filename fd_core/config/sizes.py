@@ -14,10 +14,10 @@ def parse_size(text: str) -> int:
     """Return bytes: a number with K, M, G, T (powers of 1000) or Ki, Mi, Gi, Ti (of 1024). Raises `ValueError`."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a size such as 256M, 1.5G or 512Mi")
+        raise ValueError(f"expected a size such as 256M, 1.5G or 512Mi, got {text!r}")
     wanted = float(match[1]) * (_UNITS | _BINARY_UNITS)[(match[2] or "").lower()]
     if not 1 <= wanted < 2**63:
-        raise ValueError(f"{text!r} is not a size above 0 that a machine can have")
+        raise ValueError(f"{text!r} is not a valid size above 0")
     return int(wanted)
 
 

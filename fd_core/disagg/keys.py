@@ -8,7 +8,7 @@ _FLAG = "--transfer-secret-file"
 
 
 def ticket_key(file: str | None) -> bytes:
-    """Return the key of tickets, see `ticket`; without a `file`, of this user's own secret. Raises `ConfigError`."""
+    """Return the key of tickets, see `ticket`; without a `file`, of this user's secret. Raises `ConfigError`."""
     return derive(load_secret(file, field=_FLAG), "prefill tickets")
 
 

@@ -10,7 +10,7 @@ FORMAT_VERSION: Final = 2
 
 
 class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
-    """KV properties of one worker that another has to check. Every field has to be equal on both sides."""
+    """KV properties of one worker that its peer checks. Every field must be equal on both sides."""
 
     version: int = FORMAT_VERSION
     """Format of messages and pieces."""

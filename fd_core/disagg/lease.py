@@ -1,10 +1,10 @@
 """Code shared by both sides of a lease: the actions of its state machines, its clock and its limits; pure.
 
 Each side is a state machine, `DecodeLease` or `PrefillLease`, that maps an event, with its time if needed, to a list of
-actions. No message of the peer raises an exception, and an event after the end of the lease changes nothing. A lost
-message costs only time, because a side that sent nothing for a while repeats what the peer may have missed: the decode
-side repeats `Open` until it receives a message, and then `Credit`; the prefill side repeats `Commit`. A lost piece is
-not repeated, because its block may be in use again: the lease expires.
+actions. No message of the peer raises an exception, and events after the end of the lease are ignored. A lost message
+only costs time, because an idle side repeats its last state: the decode side repeats `Open` until it receives a
+message, and then `Credit`; the prefill side repeats `Commit`. A lost piece is not repeated, because its block may be
+reused: the lease expires.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from fd_core.disagg.messages import MAX_NUMBER, MAX_TEXT, FromDecode, FromPrefil
 from fd_core.types import PrefillOutcome
 
 End = Literal["confirmed", "refused", "aborted", "gave_up", "failed", "expired"]
-"""Outcome of a lease for the prefill side: `aborted` by the decode side, `gave_up` by its own engine."""
+"""Outcome of a lease for the prefill side: `aborted` by the decode side, `gave_up` by the engine of the prefill
+side."""
 
 LEASE_NAME: Final = re.compile("[0-9a-f]{32}")
 TOKEN_BYTES: Final = 4
@@ -30,7 +31,7 @@ MAX_WINDOW: Final = 256
 _MIN_SILENCE: Final = 0.05
 _MAX_SILENCE: Final = 3600.0
 _WORDS_IN_SILENCE: Final = 4
-"""Messages that a side sends before its peer would consider it dead."""
+"""Messages that a side sends within the timeout of its peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class SendPiece:
 
 @dataclass(frozen=True, slots=True)
 class DecodeEnd:
-    """The lease is over: none of its blocks may be written from now on."""
+    """The lease is over: none of its blocks may be written any more."""
 
     outcome: PrefillOutcome
     reason: str
@@ -70,7 +71,7 @@ class PrefillEnd:
     end: End
     reason: str
     abort: bool
-    """True if the request that computes the job, if any, has to be aborted."""
+    """True if the request that computes the job, if any, must be aborted."""
 
 
 Action = Say | TakePiece | SendPiece | DecodeEnd | PrefillEnd
@@ -94,21 +95,21 @@ def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
     job, compatibility = opening.job, opening.compatibility
     numbers = [value for value in msgspec.structs.astuple(compatibility) if isinstance(value, int)]
     if not LEASE_NAME.fullmatch(job.lease):
-        return "a lease has to be named by 32 hexadecimal digits"
+        return "the lease id is not 32 hexadecimal digits"
     if not all(0 < number <= MAX_NUMBER for number in numbers):
-        return "a number that describes the KV is impossible"
+        return "a field of the KV description is out of range"
     if len(job.tokens) % TOKEN_BYTES or not 0 <= job.held_blocks <= MAX_NUMBER or not wanted(opening):
-        return "no KV is asked for"
+        return "the job requests no KV"
     if (tokens := job.num_tokens) > max_tokens:
-        return f"the prompt has {tokens} tokens, the prefill worker takes at most {max_tokens}"
+        return f"the prompt has {tokens} tokens, which exceeds the prefill worker's {max_tokens}"
     if job.token_ids.min() < 0:
         return "a token is negative"
     if abs(job.priority) > MAX_NUMBER:
-        return "the priority is an impossible number"
+        return "the priority is out of range"
     if not 1 <= opening.window <= MAX_WINDOW:
-        return f"the window has to be 1 to {MAX_WINDOW} pieces"
+        return f"the window is not 1 to {MAX_WINDOW} pieces"
     if not _MIN_SILENCE <= opening.silence <= _MAX_SILENCE:
-        return f"the silence has to be {_MIN_SILENCE:g} to {_MAX_SILENCE:g} seconds"
+        return f"the idle timeout is not {_MIN_SILENCE:g} to {_MAX_SILENCE:g} seconds"
     if not 1 <= len(opening.connector) <= 64 or len(opening.address) > MAX_ADDRESS_BYTES:
         return "the connector's name or address is too long"
     texts = (job.cache_salt, job.tenant, job.traceparent, opening.request_id, compatibility.model, compatibility.dtype)
@@ -146,9 +147,9 @@ class Clock:
     def late(self, now: float) -> str | None:
         """Return the reason why the lease has expired, None if it has not."""
         if now >= self._end:
-            return "the lease took longer than any may"
-        return "the other side is silent" if now >= self._deaf else None
+            return "the lease exceeded its time limit"
+        return "the peer sent no message within the timeout" if now >= self._deaf else None
 
     def quiet(self, now: float) -> bool:
-        """Return True if this side is due to send a message."""
+        """Return True if this side should send a message."""
         return now >= self._word

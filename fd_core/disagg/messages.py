@@ -1,13 +1,13 @@
 """Messages between the two sides of a lease; encoded with msgspec and sealed, see `wire`.
 
-    decode: Open ------------> prefill        the job, compatibility, where the KV goes
+    decode: Open ------------> prefill        the job, compatibility, the target of the KV
     decode <------- Accept or Refuse
     decode <------- KVPiece ... (payload by the connector)      Credit ------> prefill, cumulative
     decode <------- Commit                    Confirm -----> prefill
-    either: Alive (nothing new, still here), AbortLease (the lease is over)
+    either: Alive (heartbeat), AbortLease (the lease is over)
 
-Every message names its lease. Each may be lost, repeated or reordered without harm: a repeated message changes nothing,
-and a lease that misses a message expires. `lease.flaw` checks the limits of `Open`; a refusal gives the reason in text.
+Every message names its lease. Each may be lost, repeated or reordered: messages are idempotent, and a lease that misses
+one expires. `lease.flaw` checks the limits of `Open`; a rejection contains the reason as text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     """The job to compute; its `lease` is a unique name that is never reused."""
     compatibility: KVCompatibility
     window: int
-    """Pieces that may be in flight without a `Credit`, at least 1."""
+    """Maximum number of pieces in flight without a `Credit`, at least 1."""
     silence: float
     """Seconds without a message from the other side after which the lease is over."""
     connector: str
@@ -53,13 +53,13 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept"):
-    """The prefill side will compute the job."""
+    """The prefill side accepts the job."""
 
     lease: _LeaseName
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
-    """The prefill side will not compute the job; the lease is over."""
+    """The prefill side rejects the job; the lease is over."""
 
     lease: _LeaseName
     reason: _Reason
@@ -86,30 +86,30 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     digest: _Digest
     """Digest over the digests of all pieces in the order of their index."""
     cached: _Number = 0
-    """Number of the tokens that were in the prefix cache of the prefill side."""
+    """Number of tokens found in the prefix cache of the prefill side."""
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
-    """Cumulative number of pieces taken; the prefill side may send `window` more than that."""
+    """Cumulative number of pieces copied; the prefill side may send `window` more."""
 
     lease: _LeaseName
     taken: _Number
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
-    """The decode side has everything; the lease is over."""
+    """The decode side has all pieces; the lease is over."""
 
     lease: _LeaseName
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Heartbeat: nothing new, but the lease is still alive for the sender."""
+    """Heartbeat: the lease is still active on the sender."""
 
     lease: _LeaseName
 
 
 class AbortLease(msgspec.Struct, frozen=True, tag="abort"):
-    """The lease is over for the sender, or unknown to it."""
+    """The lease is over on the sender, or unknown there."""
 
     lease: _LeaseName
     reason: _Reason = ""

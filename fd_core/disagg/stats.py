@@ -8,11 +8,11 @@ import msgspec
 
 from fd_core.types.metrics import counter
 
-_DROPPED: Final = "Transfer messages dropped because they were not sealed with the secret, malformed or too large."
+_DROPPED: Final = "Transfer messages dropped as unauthenticated, malformed or too large."
 
 
 class SideStats(msgspec.Struct, kw_only=True):
-    """Counters that both sides have."""
+    """Counters of both sides."""
 
     dropped_frames: Annotated[int, counter("kv_transfer_dropped_frames", _DROPPED)] = 0
     late_messages: int = 0
@@ -31,7 +31,7 @@ class ReceiverStats(SideStats, kw_only=True):
     outcomes: dict[str, int] = {}
     """Completed fetches by `fd_core.effects.operations.Outcome`."""
     pieces: int = 0
-    """Pieces that were checked and copied to the device."""
+    """Pieces verified and copied to the device."""
     bytes: Annotated[int, counter("kv_fetched_bytes", "KV bytes fetched from prefill workers.")] = 0
     seconds: Annotated[
         float,
@@ -54,7 +54,7 @@ class SenderStats(SideStats, kw_only=True):
     ] = {}
     """Accepted leases by `fd_core.disagg.lease.End`."""
     pieces: int = 0
-    """Pieces that were copied from the device and sent."""
+    """Pieces copied from the device and sent."""
     bytes: Annotated[int, counter("kv_sent_bytes", "KV bytes sent to decode workers.")] = 0
     seconds: float = 0.0
     """Time from opening to confirmation, of all leases that were confirmed."""

@@ -67,13 +67,13 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         self._copying: dict[_Kept, None] = {}
         """Leases with pieces to copy, the next one first."""
         self._due = math.inf
-        """Nothing is to be done for time's sake before. No message brings the next tick of a lease forward."""
+        """Time of the next timeout of a lease; a message never moves it forward."""
         self._closed = False
 
     # The engine's thread ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End leases, operations, thread and connectors; a thread in a call that does not return stays. Idempotent."""
+        """End leases, operations, thread and connectors; a thread in a hung call is abandoned. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -81,7 +81,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         ended = self._loop.join(_CLOSE_SECONDS)
         self._complete_all(ENGINE_ENDS)
         if not (ended or self._loop.join(_JOIN_SECONDS)):
-            _log.warning("a copy or a call of the connector does not return; its thread is left behind")
+            _log.warning("a copy or a call of the connector does not return; its thread is abandoned")
         for connector in self._connectors.values():
             connector.close()
 
@@ -101,24 +101,24 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
 
     @abstractmethod
     def _copy(self, lease: _Kept) -> None:
-        """Copy the next pieces of a lease, at least one, and take them from `to_copy`."""
+        """Copy the next pieces of a lease, at least one, and remove them from `to_copy`."""
 
     @abstractmethod
     def _tick(self, lease: _Kept, now: float) -> None:
-        """Do what is due for a lease."""
+        """Process the timeouts of a lease."""
 
     @abstractmethod
     def _end_all(self) -> None:
         """End every lease and close the connections, as the thread ends."""
 
     def _tidy(self, now: float) -> float:
-        """Close what was idle for long; return the seconds until the next idle timeout."""
+        """Close idle connections; return the seconds until the next idle timeout."""
         return math.inf
 
     def _close_end(self, end: KVInbox | KVOutbox) -> None:
         try:
             end.close()
-        except Exception as error:  # noqa: BLE001 - a plugin's connector, which promises not to raise
+        except Exception as error:  # noqa: BLE001 - a plugin's connector, despite the contract
             self._failed("connector", "close", error)
 
     def _failed(self, part: str, call: str, error: Exception) -> None:
@@ -130,7 +130,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         )
 
     def _turn(self) -> float:
-        """Copy some pieces and do what is due; return the seconds until more is due."""
+        """Copy some pieces and process timeouts; return the seconds until the next one."""
         self._turned_at = self._clock()
         if self._copying:
             lease = next(iter(self._copying))

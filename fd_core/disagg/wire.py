@@ -1,8 +1,8 @@
-"""Messages and pieces as bytes, sealed: without the secret they cannot be forged, changed or moved.
+"""Sealed wire format of messages and pieces: without the secret they cannot be forged, altered or moved.
 
-A message is one frame, an envelope under a key that names the sending side. A piece is a separate envelope,
-under its lease and index; the connector decides how it travels. No frame is decoded before its envelope was opened, and
-no message is used before its limits were checked. Frames are not encrypted.
+A message is one frame, an envelope under a key that names the sending side. A piece is a separate envelope, under its
+lease and index; the connector transports it. No frame is decoded before its envelope was opened, and no message is used
+before its limits were checked. Frames are not encrypted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DIGEST_BYTES: Final = 16
 _OVERHEAD: Final = 64 * 1024
 """Bytes, more than a message without its tokens can have within the limits."""
 _ROOM_FOR_TOKENS: Final = 4 * 2**20
-"""Bytes: a prompt that is too long is refused in words; only one that is absurd costs its sender the connection."""
+"""Bytes: a prompt that is too long is rejected with a reason; only a frame over this limit closes the connection."""
 
 _Message = TypeVar("_Message", FromDecode, FromPrefill)
 _Told = TypeVar("_Told", bound=Refuse | AbortLease)
@@ -36,7 +36,8 @@ class Unsealed(Exception):
 
 
 class Unfit(Exception):
-    """A frame is no message, or one beyond a limit. `lease` names the lease of an `Open`, which is answered."""
+    """A frame is not a message, or a message over a limit. `lease` is that of an `Open`, which is rejected with a
+    reply."""
 
     def __init__(self, reason: str, lease: str | None = None) -> None:
         super().__init__(reason)
@@ -45,10 +46,11 @@ class Unfit(Exception):
 
 
 class Wire:
-    """Seals and opens messages and pieces. Thread-safe, but for one pair of sides."""
+    """Seals and opens messages and pieces. Thread-safe."""
 
     def __init__(self, envelope: Envelope, block: BlockFormat, *, max_tokens: int = MAX_NUMBER) -> None:
-        """`envelope` must not compress; `block` is what a piece holds; `max_tokens` bounds what `Open` may ask for."""
+        """`envelope` must not compress; `block` is the format of a piece; `max_tokens` limits the prompt of an
+        `Open`."""
         if envelope.compression != "none":
             raise ValueError("transfers are sealed with an envelope that does not compress")
         self._envelope = envelope
@@ -58,7 +60,7 @@ class Wire:
         self._from_decode: msgspec.msgpack.Decoder[FromDecode] = msgspec.msgpack.Decoder(FromDecode)
         self._from_prefill: msgspec.msgpack.Decoder[FromPrefill] = msgspec.msgpack.Decoder(FromPrefill)
         self.payload_bytes = block.bytes
-        """Bytes of KV in a piece."""
+        """KV bytes of a piece."""
         self.value_bytes = block.bytes + HEADER_BYTES
         """Length of a sealed piece."""
         self.max_frame = self.value_bytes + _OVERHEAD
@@ -90,7 +92,7 @@ class Wire:
         return self._open(_PREFILL, frame, self._from_prefill)
 
     def check(self, opening: Open) -> None:
-        """Raise `Unfit` for an `Open` beyond a limit."""
+        """Raise `Unfit` for an `Open` over a limit."""
         if (wrong := flaw(opening, self._max_tokens)) is not None:
             raise Unfit(wrong, opening.lease if LEASE_NAME.fullmatch(opening.lease) else None)
 
@@ -102,10 +104,10 @@ class Wire:
         try:
             return decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise Unfit("it is no message within the limits") from error
+            raise Unfit("it is malformed or exceeds a limit") from error
 
     def seal_piece(self, lease: str, index: int, array: npt.NDArray[Any]) -> tuple[bytes, Sequence[Bytes]]:
-        """Return digest and parts of the piece that holds a block's array, which is not copied."""
+        """Return digest and parts of the piece of a block's array, without copying the array."""
         header, payload = self._envelope.seal(bytes.fromhex(lease) + index.to_bytes(4, "little"), array.data.cast("B"))
         return bytes(memoryview(header)[-_DIGEST_BYTES:]), (header, payload)
 

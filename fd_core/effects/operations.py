@@ -52,7 +52,7 @@ class Save(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """No request waits for the operation any more; unknown and completed ones are ignored."""
+    """Cancellation of an operation that no request waits for; unknown and completed ones are ignored."""
 
     operation: int
 
@@ -80,7 +80,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """Completion of a `Save`: its device blocks are not read any more."""
+    """Completion of a `Save`: its device blocks are no longer read."""
 
     operation: int
     blocks: int
@@ -157,7 +157,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """Completion of a `Send`: its device blocks are not read any more, even if they were not requested."""
+    """Completion of a `Send`: its device blocks are no longer read, even if they were not requested."""
 
     operation: int
 
@@ -169,13 +169,13 @@ class PrefillJobArrived(msgspec.Struct, frozen=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True):
-    """The lease of a job that arrived is over before its KV was complete: the rest of the prompt is not needed."""
+    """The lease of a job ended before its KV was complete: the rest of the prompt is not needed."""
 
     lease: str
 
 
 class PrefillTraced(msgspec.Struct, frozen=True):
-    """A traced job is over; for the trace, not for the scheduler."""
+    """End of a traced job; for the trace, not for the scheduler."""
 
     trace: PrefillTrace
 
@@ -187,7 +187,7 @@ class GiveUp(msgspec.Struct, frozen=True):
     reason: str = ""
     """Human-readable; never holds a prompt."""
     refused: bool = False
-    """True if the engine rejected the job; the decode worker then receives a refusal."""
+    """True if the engine rejected the job; the decode worker then receives a rejection."""
 
 
 class CompileGrammar(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ class _Pending(Generic[_Answer]):
     copying: bool = False
     """A device block is being read or written."""
     ending: bool = False
-    """No request waits any more; completed as soon as no copy is in progress."""
+    """No request waits for it; completed as soon as no copy is in progress."""
     settled: bool = False
     """The copy in progress does not change the completion."""
 
@@ -67,7 +67,7 @@ class PendingOperations(Generic[_Answer]):
         number = answer.operation
         with self._lock:
             if number in self._pending:
-                raise ValueError(f"operation {number} is pending already")
+                raise ValueError(f"operation {number} is pending")
             self._pending[number] = _Pending(answer)
             if deadline < math.inf:
                 heapq.heappush(self._deadlines, (deadline, number))
@@ -124,7 +124,7 @@ class PendingOperations(Generic[_Answer]):
             return True
 
     def end_copy(self, number: int, answer: _Answer | None = None) -> None:
-        """Report that the block is not touched any more, and the completion that the operation would get now."""
+        """Record the end of the access to a block, and the completion that the operation would get now."""
         with self._lock:
             pending = self._pending[number]
             pending.copying = False

@@ -84,8 +84,8 @@ class OnceLogger:
 class EffectPort(ABC, Generic[_Stats]):
     """Performs effects for one engine. The methods belong to the engine's thread; only `wait` and `close` block.
 
-    Operation numbers are unique within an engine, whichever port performs the operation. What a port counts are fields
-    of its statistics: one thread adds to each, or all that do hold one lock, and `stats` copies them at any time.
+    Operation numbers are unique within an engine, across its ports. A port counts in fields of its statistics: each
+    field is written by one thread, or under one lock, and `stats` copies them at any time.
     """
 
     performs: ClassVar[tuple[type[Effect], ...]] = ()
@@ -149,7 +149,7 @@ class JoinedEffectPort(EffectPort[tuple[_Offload | None, _Transfer | None, _Comp
             elif type(effect) in self._port_of:
                 self._port_of[type(effect)].perform((effect,))
             else:
-                raise ValueError(f"this engine has nothing that performs {type(effect).__name__}")
+                raise ValueError(f"no port of this engine performs {type(effect).__name__}")
 
     def tend(self) -> None:
         """Tend the ports that are not idle."""

@@ -117,7 +117,7 @@ class ThreadLoop:
                     seconds = 1.0 if pause is None else max(0.0, pause)
         finally:
             with self._lock:
-                self._stopping = True  # whatever the cause: jobs that are posted from now on would never run
+                self._stopping = True  # in any case: jobs posted from now on would never run
             if self._end is not None:
                 self._do(self._end)
             with self._lock:

@@ -81,7 +81,7 @@ def _plans(runner: Runner) -> Iterator[StepPlan]:
 
 
 class Computing:
-    """Components of one rank's runner. Each is built on first use, and is complete from then on."""
+    """Components of one rank's runner, each built on first use."""
 
     def __init__(
         self, config: EngineConfig, path: Path | None, progress: StartProgress, group: RankGroup | None = None
@@ -105,8 +105,8 @@ class Computing:
                 self.ops.join(group)
                 if group.parallel.rank == 0 and not self.ops.parallel.gathers:
                     _log.warning(
-                        "the %s pack adds up what ranks compute: where two tokens are nearly as likely, "
-                        "texts may differ from those of another number of ranks",
+                        "the %s pack sums partial results of ranks: if two tokens are almost equally likely, texts "
+                        "may differ from those of another number of ranks",
                         self.ops.name,
                     )
         require_formats(config.quantization, self.ops, self.choice.name)
@@ -152,7 +152,7 @@ class Computing:
 
     @contextmanager
     def _rehearsal(self) -> Iterator[None]:
-        """Compute the largest steps; memory enough for every sequence shows how large they can be."""
+        """Compute the largest steps, to measure their memory."""
         limits = resolve_limits(
             msgspec.structs.replace(self._config, num_kv_blocks=None, kv_cache_memory=None),
             model_max_len=self.model.max_positions,
@@ -197,4 +197,4 @@ def _tokenizer(path: Path | None) -> Tokenizer:
         with open_checkpoint(path) as checkpoint:
             return load_tokenizer(checkpoint)
     except ModelError as error:
-        raise ValueError(f"the model's tokenizer cannot be read: {error}") from error
+        raise ValueError(f"the model's tokenizer is unreadable: {error}") from error

@@ -131,7 +131,7 @@ class Engine:
         """Queue a request; one that can never run gets its last delta at once."""
         try:
             if spec.params.grammar is not None and not self.info.structured_output:
-                raise BadRequest("structured output is switched off on this engine", field="grammar")
+                raise BadRequest("structured output is disabled on this engine", field="grammar")
             self._add(spec)
         except BadRequest as error:
             return [Delta(spec.request_id, finish_reason=FinishReason.ERROR, error=str(error))]
@@ -153,13 +153,13 @@ class Engine:
         return info
 
     def unload_adapter(self, name: str) -> AdapterInfo:
-        """Accept no more requests for an adapter; running ones continue. Raises `BadRequest` if there is none."""
+        """Reject new requests for an adapter; running ones continue. Raises `BadRequest` for an unknown adapter."""
         info = self._adapters.unload(name)
         self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
         return info
 
     def stop(self) -> None:
-        """Accept no more prefill jobs of decode workers; running ones continue."""
+        """Reject new prefill jobs of decode workers; running ones continue."""
         self._stopping = True
 
     def step(self) -> list[Delta]:

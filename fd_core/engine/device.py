@@ -59,10 +59,10 @@ class Device(abc.ABC):
         """Change the runner after the plans that were submitted, and wait; raises what `change` does."""
 
     def check(self) -> None:  # noqa: B027 - most devices have no other processes
-        """Raise `EngineDead` if a process that computes alongside this one is gone; called while the device is idle."""
+        """Raise `EngineDead` if another process of the model has died; called while the device is idle."""
 
     def mask_stats(self) -> MaskStats:
-        """Return the cost of grammars and the work that they saved so far."""
+        """Return the cost of grammar masks and the work that grammars saved so far."""
         return MaskStats()
 
     def compilation_stats(self) -> CompilationStats | None:
@@ -137,7 +137,7 @@ class LaunchingDevice(RunnerDevice):
         self._kept: deque[StepPlan] = deque()
         self._launched: deque[LaunchedStep] = deque()
         self._end: EngineDead | None = None
-        """Why nothing more is launched, raised once the launched steps are collected."""
+        """Error after which nothing is launched, raised once the launched steps are collected."""
         self._pause = threading.Event()
         """Never set: for short waits that release the interpreter's lock."""
 
@@ -290,7 +290,9 @@ def make_device(runner: Runner, pipeline_depth: int, transport: str) -> RunnerDe
     if transport == "zmq":
         return SocketDevice(runner)
     if transport != "memory":
-        raise ConfigError(f"outputs travel by `memory` or `zmq`, not by {transport!r}", field="--output-transport")
+        raise ConfigError(
+            f"unknown output transport {transport!r}; expected `memory` or `zmq`", field="--output-transport"
+        )
     if pipeline_depth == 1:
         return InlineDevice(runner)
     return LaunchingDevice(runner) if runner.launches_ahead else ThreadDevice(runner)
@@ -309,4 +311,4 @@ def _failure(plan: StepPlan, error: Exception) -> EngineDead:
 
 
 def _stalled(timeout: float) -> DeviceStalled:
-    return DeviceStalled(f"a step was not answered within {timeout:g} s")
+    return DeviceStalled(f"a step did not complete within {timeout:g} s")

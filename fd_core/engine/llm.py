@@ -93,11 +93,13 @@ class LLM:
         second engine here to resume on.
         """
         if not self.info.generates:
-            raise BadRequest(f"{self.info.model} has no output projection; it makes vectors, with embed", field="model")
+            raise BadRequest(
+                f"{self.info.model} has no output projection and cannot generate text; use embed", field="model"
+            )
         items = _as_list(prompts)
         given = [params or SamplingParams()] * len(items) if not isinstance(params, Sequence) else list(params)
         if len(given) != len(items):
-            raise BadRequest(f"{len(items)} prompts, but {len(given)} sampling parameters", field="params")
+            raise BadRequest(f"got {len(items)} prompts but {len(given)} sampling parameters", field="params")
         for parameters in given:
             check_sampling(parameters, self.info.vocab_size)
         digests = self._digests(adapter, len(items))
@@ -146,12 +148,12 @@ class LLM:
         """Return the digest of each prompt's adapter, empty for none."""
         names = [adapter] * count if adapter is None or isinstance(adapter, str) else [*adapter]
         if len(names) != count:
-            raise BadRequest(f"{count} prompts, but {len(names)} adapters", field="adapter")
+            raise BadRequest(f"got {count} prompts but {len(names)} adapters", field="adapter")
         known = {info.name: info.digest for info in self.info.adapters}
         for name in names:
             if name is not None and name not in known:
                 there = ", ".join(known) or "none"
-                raise BadRequest(f"there is no adapter named {name!r}; there are {there}", field="adapter")
+                raise BadRequest(f"unknown adapter {name!r}; loaded: {there}", field="adapter")
         return ["" if name is None else known[name] for name in names]
 
     def embed(
@@ -201,7 +203,7 @@ class LLM:
             try:
                 ids = tuple(each if isinstance(each, bool) else operator.index(each) for each in prompt)
             except TypeError as error:
-                raise BadRequest("prompts: a prompt is text or a list of integers", field="prompts") from error
+                raise BadRequest("prompts: expected text or a list of integers", field="prompts") from error
         check_ids(ids, self.info.vocab_size, "prompts", self.tokenizer.token_text)
         return ids
 
@@ -227,5 +229,5 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     ids = [item for item in prompts if isinstance(item, int)]
     texts = [item for item in prompts if not isinstance(item, int)]
     if ids and texts:
-        raise BadRequest("a list of prompts mixes token ids with prompts", field="prompts")
+        raise BadRequest("prompts mixes token ids and prompts", field="prompts")
     return [ids] if ids else texts

@@ -27,16 +27,16 @@ _NAME: Final = re.compile(r"[^\s=][^\r\n=]{0,254}")
 
 
 def lora_modules(config: EngineConfig) -> dict[str, Path]:
-    """Return the folders of the adapters that are served from the start, by name; `ConfigError` if that is unclear."""
+    """Return the folders of the configured adapters, by name. Raises `ConfigError`."""
     found: dict[str, Path] = {}
     for module in config.lora_modules:
         name, folder = _named_folder(module)
         if name in found:
-            raise ConfigError(f"there are two adapters named {name!r}", field="--lora-modules")
+            raise ConfigError(f"duplicate adapter name {name!r}", field="--lora-modules")
         found[name] = user_path(folder, "--lora-modules")
     if len(found) > config.max_loras:
         raise ConfigError(
-            f"{len(found)} adapters are named, the limit is {config.max_loras}",
+            f"{len(found)} adapters exceed the limit of {config.max_loras}",
             field="--lora-modules",
             hint="raise --max-loras",
         )
@@ -45,17 +45,17 @@ def lora_modules(config: EngineConfig) -> dict[str, Path]:
 
 def _named_folder(module: str) -> tuple[str, str]:
     """Return name and folder of NAME=FOLDER or of vLLM's JSON form."""
-    hint = "write --lora-modules sql=/adapters/sql"
+    hint = "use --lora-modules sql=/adapters/sql"
     name, _, folder = module.partition("=")
     if module.lstrip().startswith("{"):
-        hint = """write --lora-modules '{"name": "sql", "path": "/adapters/sql"}'"""
+        hint = """use --lora-modules '{"name": "sql", "path": "/adapters/sql"}'"""
         try:
             read = msgspec.json.decode(module, type=_LoraModule)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{module[:200]!r}: {error}", field="--lora-modules", hint=hint) from error
         name, folder = read.name, read.path
     if not folder or not _NAME.fullmatch(name):
-        raise ConfigError(f"{module[:200]!r} is not NAME=FOLDER", field="--lora-modules", hint=hint)
+        raise ConfigError(f"expected NAME=FOLDER, got {module[:200]!r}", field="--lora-modules", hint=hint)
     return name, folder
 
 
@@ -65,7 +65,7 @@ class _LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     path: str
     base_model_name: str | None = None
-    """Name of the base model; not compared, since a model has several names: its shapes are."""
+    """Name of the base model; ignored, since a model may have several names: the shapes are compared instead."""
 
 
 class EngineAdapters:
@@ -74,8 +74,8 @@ class EngineAdapters:
     def __init__(self, config: EngineConfig, path: Path | None, *, restarted: bool = False) -> None:
         """Read and check the adapters that are served from the start.
 
-        Raises `ConfigError` or `ModelError`. An engine that replaces another one goes without an adapter whose
-        files are missing; its requests are rejected.
+        Raises `ConfigError` or `ModelError`. A restarted engine skips an adapter whose files are missing and rejects
+        its requests.
         """
         self._config = config
         self._path = path
@@ -92,7 +92,7 @@ class EngineAdapters:
             except ModelError as error:
                 if not restarted:
                     raise
-                _log.error("the adapter %s is served no longer: %s", name, error)
+                _log.error("the adapter %s is no longer available: %s", name, error)
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
@@ -114,7 +114,7 @@ class EngineAdapters:
     def require(self, digest: str) -> None:
         """Raise `BadRequest` unless an adapter is served."""
         if not any(info.digest == digest for info in self._named.values()):
-            raise BadRequest("the adapter of the request is not loaded here", field="model")
+            raise BadRequest("the adapter of the request is not loaded", field="model")
 
     def began(self, spec: RequestSpec) -> None:
         """Record the adapter that a request uses."""
@@ -123,12 +123,14 @@ class EngineAdapters:
     def load(self, name: str, folder: Path, hold: Callable[[Collection[Adapter]], None]) -> AdapterInfo:
         """Serve an adapter, which `hold` loads into the runner. Raises `BadRequest`, or `ModelError` for its files."""
         if not _NAME.fullmatch(name):
-            raise BadRequest("a name has 1 to 255 characters, none of them '=' or a new line", field="lora_name")
+            raise BadRequest(
+                "an adapter name must have 1 to 255 characters, without '=' and new lines", field="lora_name"
+            )
         if name in self._named:
-            raise BadRequest(f"there is an adapter named {name!r} already", field="lora_name")
+            raise BadRequest(f"an adapter named {name!r} is already loaded", field="lora_name")
         if len(self._adapters) >= self._config.max_loras:
             raise BadRequest(
-                f"{len(self._adapters)} adapters are loaded or still in use, which is the limit (--max-loras)",
+                f"the limit of {len(self._adapters)} adapters, loaded or still in use, is reached (--max-loras)",
                 field="lora_name",
             )
         adapter = self._read(folder)
@@ -136,7 +138,7 @@ class EngineAdapters:
             hold((self._adapters | {adapter.digest: adapter}).values())
         except MemoryError as error:
             who = f": {error}" if str(error) else ""
-            raise BadRequest(f"there is not enough memory for the adapter{who}", field="lora_path") from error
+            raise BadRequest(f"not enough memory for the adapter{who}", field="lora_path") from error
         return self._serve(name, folder, adapter)
 
     def unload(self, name: str) -> AdapterInfo:
@@ -144,7 +146,7 @@ class EngineAdapters:
         try:
             info = self._named.pop(name)
         except KeyError:
-            raise BadRequest(f"there is no adapter named {name[:255]!r}", field="lora_name") from None
+            raise BadRequest(f"no adapter named {name[:255]!r} is loaded", field="lora_name") from None
         self.leaving = True
         return info
 
@@ -168,6 +170,8 @@ class EngineAdapters:
 
     def _spec(self) -> DecoderSpec:
         if self._path is None:
-            raise ModelError("this model takes no adapters: it is not read from a checkpoint", field="lora_modules")
+            raise ModelError(
+                "this model does not support adapters, because it is not loaded from a checkpoint", field="lora_modules"
+            )
         with open_checkpoint(self._path) as checkpoint:
             return spec_of(checkpoint)

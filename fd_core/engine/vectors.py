@@ -37,10 +37,10 @@ def pooling_request(
 
 
 def check_dimensions(dimensions: int | None, size: int) -> None:
-    """Raise `BadRequest` unless vectors of `size` elements can be cut to `dimensions`; None keeps all."""
+    """Raise `BadRequest` unless vectors of `size` elements can be truncated to `dimensions`; None keeps all."""
     if dimensions is not None and not 1 <= dimensions <= size:
         raise BadRequest(
-            f"dimensions is {dimensions}, but the model makes vectors of {size} elements", field="dimensions"
+            f"dimensions is {dimensions}, but the model's vectors have {size} elements", field="dimensions"
         )
 
 

@@ -13,14 +13,14 @@ from fd_core.http.headers import length_of
 from fd_core.types.metrics import counter, gauge
 
 _FREE_BYTES: Final = 64 * 1024
-"""Of each body; so ordinary requests get in while large ones hold the whole budget. Connections bound their number."""
+"""Unbudgeted bytes of each body, so that small requests proceed while large ones use up the budget."""
 
 
 class BodyStats(msgspec.Struct):
     """Usage of the budget."""
 
-    used: Annotated[int, gauge("body_memory_bytes", "Memory taken or announced by bodies being received.")] = 0
-    refused: Annotated[int, counter("bodies_refused", "Bodies refused because others held all memory for them.")] = 0
+    used: Annotated[int, gauge("body_memory_bytes", "Memory used or announced by bodies being received.")] = 0
+    refused: Annotated[int, counter("bodies_refused", "Bodies rejected because the memory for bodies was full.")] = 0
 
 
 class BodyBudget:
@@ -60,7 +60,7 @@ class BodyShare(AbstractContextManager["BodyShare"]):
     def reserve(self, size: int) -> None:
         """Count a body of `size` bytes. Raises `ApiError` as `BodyBudget.share` does."""
         if size > self._largest:
-            message = f"the body is larger than the {self._largest:,} bytes allowed; see --max-body-size"
+            message = f"the body exceeds {self._largest:,} bytes; see --max-body-size"
             raise ApiError(413, message, code="body_too_large")
         self._reserved = size
         more = size - _FREE_BYTES - self._held
@@ -69,7 +69,7 @@ class BodyShare(AbstractContextManager["BodyShare"]):
         stats = self._budget.stats
         if stats.used + more > self._budget.limit:
             stats.refused += 1
-            raise unavailable("other requests hold all memory for bodies; try again", "body_memory", retry_after=1)
+            raise unavailable("the memory for request bodies is full; retry later", "body_memory", retry_after=1)
         stats.used += more
         self._held += more
 

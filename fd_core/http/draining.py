@@ -1,9 +1,9 @@
-"""Shutdown of a server that clients may still call: it announces it, then refuses requests, then waits for the rest.
+"""Graceful shutdown of a server: it announces the drain, then rejects new requests, then waits for running ones.
 
     serving --stop requested--> leaving --after `delay`--> refusing --nothing runs, or after `seconds`--> over
 
-While it leaves, /ready answers 503, every answer carries `DRAINING_HEADER` and closes its connection, and requests are
-served as ever: that is the time in which balancers notice. Server and router share this.
+While it leaves, /ready answers 503, every response has `DRAINING_HEADER` and closes its connection, and requests are
+still served, so that load balancers have time to notice. Server and router share this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 DRAINING_HEADER: Final = "X-Draining"
-"""On answers of a server that leaves: a router sends it no further requests, and does not count that against it."""
+"""Header of responses of a draining server: a router sends it no further requests, and does not count a failure."""
 
 
 class Drain:
@@ -31,16 +31,16 @@ class Drain:
         """Requests being answered, for which the drain waits; the gates count them."""
 
     async def refuse_after(self, delay: float, hurry: asyncio.Event) -> None:
-        """Leave, and begin to refuse after `delay` seconds, or once `hurry` is set."""
+        """Announce the drain, and start rejecting requests after `delay` seconds, or once `hurry` is set."""
         self.leaving = True
         if delay and not hurry.is_set():
-            log.info("leaving: requests are taken for another %g s", delay)
+            log.info("draining: new requests are accepted for another %g s", delay)
         await _passed(delay, hurry)
         self.refusing = True
 
     async def wait(self, seconds: float, hurry: asyncio.Event, also: Callable[[], bool] = lambda: False) -> None:
         """Wait until no request runs and `also` is false, `seconds` have passed or `hurry` is set."""
-        log.info("shutting down: %d requests may go on for %g s", self.running, seconds)
+        log.info("shutting down: %d running requests, waiting up to %g s", self.running, seconds)
         ends = time.monotonic() + seconds
         while (self.running or also()) and not hurry.is_set() and (left := ends - time.monotonic()) > 0:
             await _passed(min(0.05, left), hurry)

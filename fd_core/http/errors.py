@@ -38,7 +38,7 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """The body of every answer that is not a success."""
+    """Body of every error response."""
 
     error: ErrorDetail
 
@@ -52,16 +52,16 @@ class HealthAnswer(msgspec.Struct):
 
 
 class VersionAnswer(msgspec.Struct):
-    """The version of fd_core that serves."""
+    """The version of fd_core."""
 
     version: str
 
 
-_STATUS_TEXT = {405: "this path does not take this method"}
+_STATUS_TEXT = {405: "this path does not support this method"}
 
 
 class ApiError(Exception):
-    """An answer other than success, as the client will see it."""
+    """Error response for a client."""
 
     def __init__(
         self,
@@ -114,26 +114,26 @@ def required(value: T | None, field: str) -> T:
 
 
 def unavailable(message: str, code: str, retry_after: int) -> ApiError:
-    """Return a 503; `retry_after` is the time in seconds after which a retry makes sense."""
+    """Return a 503; `retry_after` is the time in seconds after which the client should retry."""
     return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": str(retry_after)})
 
 
 def no_such_path(path: str) -> ApiError:
     """Return the 404 for an unknown path, with a hint for frequent mistakes."""
-    message = f"nothing is served at {path[:128]!r}"
+    message = f"unknown path {path[:128]!r}"
     if "//" in path:
-        message += "; a part of the path is empty: leave out the slash at the end of the client's base URL"
+        message += "; the path contains an empty part: remove the trailing slash of the client's base URL"
     elif path.startswith("/v1/v1/"):
-        message += "; /v1 stands there twice: one of them is of the client's base URL"
+        message += "; /v1 is duplicated: remove it from the client's base URL"
     elif path.rstrip("/") == "/v1":
-        message += ", the base URL of clients; requests go to paths below it, such as /v1/chat/completions"
+        message += ", which is a base URL; use a path below it, such as /v1/chat/completions"
     elif not path.startswith("/v1/"):
-        message += "; paths of OpenAI's API begin with /v1: add it to the client's base URL"
+        message += "; paths of OpenAI's API start with /v1: add it to the client's base URL"
     return ApiError(404, message)
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Convert any exception; of an unexpected one only location and type are logged: its text may quote a prompt."""
+    """Convert any exception; of an unexpected one only type and traceback are logged: its text may quote a prompt."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadRequest):
@@ -146,5 +146,5 @@ def to_api_error(error: Exception) -> ApiError:
         message = _STATUS_TEXT.get(error.status_code, error.detail)
         return ApiError(error.status_code, message, headers=error.headers)
     places = "".join(traceback.format_tb(error.__traceback__))
-    log.error("unexpected %s while serving a request; places, innermost last:\n%s", type(error).__qualname__, places)
-    return ApiError(500, "internal server error; the server's log says where", kind="server_error")
+    log.error("unexpected %s while serving a request; traceback without text:\n%s", type(error).__qualname__, places)
+    return ApiError(500, "internal server error; see the server's log", kind="server_error")

@@ -38,9 +38,9 @@ def parameters(value: str) -> tuple[str, dict[str, str]]:
 
 
 def refuse_encoding(values: list[str]) -> None:
-    """Raise `ApiError` (415) unless a body is sent as it is; `values` are those of its Content-Encoding headers."""
+    """Raise `ApiError` (415) unless a body is uncompressed; `values` are those of its Content-Encoding headers."""
     coding = ", ".join(values).strip()
     if coding.lower() not in ("", "identity"):
-        shown = coding if _SHOWN.fullmatch(coding) else "what was sent"
+        shown = coding if _SHOWN.fullmatch(coding) else "of the request"
         message = f"the content-encoding {shown} is not supported; send the body uncompressed"
         raise ApiError(415, message, code="unsupported_content_encoding", headers={"Accept-Encoding": "identity"})

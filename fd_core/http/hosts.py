@@ -60,18 +60,18 @@ class Visit:
 
 
 class HostRules:
-    """Separates legitimate requests from those that a foreign page made a browser send."""
+    """Rejects requests that a page of another origin made a browser send."""
 
     def __init__(self, bound: str, hosts: Iterable[str], origins: Iterable[str]) -> None:
         """Without `hosts`, a server `bound` to loopback has only its own. `ConfigError` for bad hosts, origins."""
         for host in hosts:
             if not _NAME.fullmatch(host):
-                hint = "give a name such as example.org or *.example.org, an address, or * for any"
-                raise ConfigError(f"{host!r:.80} is no host", field="--allowed-hosts", hint=hint)
+                hint = "expected a name such as example.org or *.example.org, an address, or * for any"
+                raise ConfigError(f"{host!r:.80} is not a valid host", field="--allowed-hosts", hint=hint)
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
-                hint = "give a scheme and a host such as https://chat.example.org, or * for any"
-                raise ConfigError(f"{origin!r:.80} is no origin", field="--allowed-origins", hint=hint)
+                hint = "expected a scheme and a host such as https://chat.example.org, or * for any"
+                raise ConfigError(f"{origin!r:.80} is not a valid origin", field="--allowed-origins", hint=hint)
         self._hosts = frozenset(host.lower() for host in hosts)
         self._any_host = _ANY in self._hosts or not (self._hosts or is_loopback(bound))
         self._bound = bound.lower()
@@ -80,17 +80,15 @@ class HostRules:
     def check(self, visit: Visit) -> Mapping[str, str]:
         """Return headers for a page of another origin; `ApiError`: 421 for a foreign host, 403 for a foreign origin."""
         if len(visit.hosts) > 1:
-            raise ApiError(400, "the header Host is given more than once", code="invalid_host")
+            raise ApiError(400, "the request has more than one Host header", code="invalid_host")
         given = visit.hosts[0] if visit.hosts else None
         if given is not None and not self._any_host and not self._is_own(given, visit.address):
-            message = (
-                "this server is not meant by the Host of the request; --allowed-hosts names others that it answers to"
-            )
+            message = "the Host of the request is not allowed; add it with --allowed-hosts"
             raise ApiError(421, message, code="foreign_host")
         if visit.origin is None or (given is not None and _same(visit.origin, given)):
             return {}
         if _ANY not in self._origins and visit.origin.lower() not in self._origins:
-            message = "pages of this origin may not use the server; --allowed-origins names those that may"
+            message = "requests from pages of this origin are not allowed; add it with --allowed-origins"
             raise ApiError(403, message, code="foreign_origin")
         headers = {
             "Access-Control-Allow-Origin": visit.origin,

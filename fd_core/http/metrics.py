@@ -85,6 +85,6 @@ def metric_families(
 
 
 def refusal_family(prefix: str, refusals: Mapping[tuple[str, str], int]) -> Metric:
-    """Return the requests that limits of API keys held back."""
-    text = "Requests refused by a limit of their API key, by its name."
+    """Return the counter of requests rejected by limits of API keys."""
+    text = "Requests rejected by a limit of their API key, by name of the key."
     return count_family(f"{prefix}key_refusals", text, ["key", "limit"], refusals)

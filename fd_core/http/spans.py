@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 TRACE_HEADERS: Final = ("traceparent", "tracestate")
 """Headers of W3C Trace Context."""
 _CLOSE_SECONDS: Final = 3.0
-"""Time for the last spans at the end of a server."""
+"""Timeout for exporting the last spans at shutdown."""
 _FLAG: Final = "--otlp-traces-endpoint"
 _OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 
@@ -38,14 +38,14 @@ def span_name(path: str, model: str | None) -> tuple[str, dict[str, str]]:
 def open_spans(endpoint: str, service: str) -> RequestSpans:
     """Return the exporter of spans to `endpoint`, configured by `OTEL_*` variables. Raises `ConfigError` on failure."""
     if not endpoint.startswith(("http://", "https://")):
-        hint = "give the whole address, for example http://localhost:4318/v1/traces; gRPC is not served"
-        raise ConfigError(f"{endpoint!r} is not the address of a collector for OTLP over HTTP", field=_FLAG, hint=hint)
+        hint = "use the full URL, for example http://localhost:4318/v1/traces; gRPC is not supported"
+        raise ConfigError(f"{endpoint!r} is not the URL of an OTLP/HTTP collector", field=_FLAG, hint=hint)
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return RequestSpans(OTLPSpanExporter(endpoint=endpoint), service)
     except ImportError as error:
-        message = f"traces need OpenTelemetry, which is not installed: {error}"
+        message = f"tracing requires OpenTelemetry, which is not installed: {error}"
         raise ConfigError(message, field=_FLAG, hint="pip install 'fd-core[otel]'") from error
 
 
@@ -81,7 +81,7 @@ class RequestSpans:
         seconds_ago: float = 0.0,
         parent: RequestSpan | None = None,
     ) -> RequestSpan:
-        """Begin a span below `parent`, or below the one that the headers `carried` name."""
+        """Begin a span below `parent`, or below the span in the headers `carried`."""
         context = self.propagator.extract(carried) if parent is None else parent.context
         started = time.time_ns() - round(seconds_ago * 1e9)
         span = self._tracer.start_span(name, context, self._kinds[kind], dict(attributes), start_time=started)
@@ -105,7 +105,7 @@ class RequestSpan(AbstractContextManager["RequestSpan"]):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers by which another process finds the span."""
+        """Headers that propagate the span to another process."""
         headers: dict[str, str] = {}
         self._spans.propagator.inject(headers, self.context)
         return headers
@@ -130,7 +130,7 @@ class RequestSpan(AbstractContextManager["RequestSpan"]):
 
 
 class _Guarded:
-    """An exporter that logs the first of several failures in a row, and that they are over."""
+    """An exporter that logs the first of several failures in a row, and the recovery."""
 
     def __init__(self, exporter: Any) -> None:
         self._exporter = exporter
@@ -140,14 +140,14 @@ class _Guarded:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         try:
-            result, reason = self._exporter.export(spans), "it does not take them"
+            result, reason = self._exporter.export(spans), "export rejected"
         except Exception as error:  # noqa: BLE001  # third-party code: the spans are lost after any error
             result, reason = SpanExportResult.FAILURE, type(error).__name__
         fails = result is not SpanExportResult.SUCCESS
         if fails and not self._fails:
-            log.warning("the collector of traces gets no spans (%s); they are dropped until it does", reason)
+            log.warning("spans cannot be exported (%s); they are dropped until the collector recovers", reason)
         elif self._fails and not fails:
-            log.info("the collector of traces takes spans again")
+            log.info("spans are exported again")
         self._fails = fails
         return result
 

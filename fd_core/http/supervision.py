@@ -1,4 +1,4 @@
-"""Supervision of background tasks: a failure is logged, counted and shown in health, and the task starts again."""
+"""Supervision of background tasks: a failure is logged, counted and shown in health, and the task restarts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _FIRST_SECONDS: Final = 0.5
 _MAX_SECONDS: Final = 30.0
-"""Bounds of the pause before a failed task starts again; it doubles with each failure in a row."""
+"""Bounds of the backoff before a failed task restarts; it doubles with each failure in a row."""
 
 
 class TaskStats(msgspec.Struct):
@@ -36,7 +36,7 @@ class Supervisor:
         self.stats = TaskStats()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failing: dict[tuple[str, str], str] = {}
-        """Reason of the last failure, by name and part, until the task runs well again."""
+        """Reason of the last failure, by name and part, until the task recovers."""
 
     @property
     def failing(self) -> str:
@@ -46,7 +46,7 @@ class Supervisor:
     def start(
         self, name: str, work: Callable[[], Awaitable[object]], *, part: str = "", repeat: bool = True
     ) -> asyncio.Task[None]:
-        """Run `work`, after a failure again if `repeat`, each time later; `part` distinguishes tasks of one name."""
+        """Run `work`, with `repeat` again after a failure, with backoff; `part` distinguishes tasks of one name."""
         self.stats.failures.setdefault(name, 0)
         task = asyncio.create_task(self._supervise(name, work, part, repeat), name=f"fdcore-{name}")
         self._tasks.add(task)
@@ -54,7 +54,7 @@ class Supervisor:
         return task
 
     def keep(self, name: str, parts: Collection[str]) -> None:
-        """Forget failures of all other parts of a task: they are no longer there."""
+        """Forget failures of all other parts of a task, which no longer exist."""
         for place in [place for place in self._failing if place[0] == name and place[1] and place[1] not in parts]:
             del self._failing[place]
 
@@ -80,8 +80,8 @@ class Supervisor:
                     # Without the text of unexpected errors: it may quote a prompt.
                     places = ""
                     if not isinstance(error, FdError | ApiError | OSError):
-                        places = "; places, innermost last:\n" + "".join(traceback.format_tb(error.__traceback__))
-                    after = f"; it starts again in {pause:g} s" if repeat else ""
+                        places = "; traceback without text:\n" + "".join(traceback.format_tb(error.__traceback__))
+                    after = f"; it restarts in {pause:g} s" if repeat else ""
                     log.error("background task %s failed: %s%s%s", name, reason, after, places)
                 finally:
                     if recovery is not None:

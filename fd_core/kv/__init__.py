@@ -1,1 +1,1 @@
-"""KV blocks: their owners, and the prefixes that they hold. No I/O, no clock, no locks."""
+"""KV blocks: ownership and cached prefixes; `stores` and `tiers` hold KV outside the device."""

@@ -14,7 +14,7 @@ _HOST_DTYPES: Final = {"float32": np.float32, "bfloat16": np.uint16, "float16": 
 
 
 class BlockFormat:
-    """Dtype and shape of a block's array on the host, and how many to move at once."""
+    """Dtype and shape of a block's array on the host, and the batch size of store calls."""
 
     def __init__(self, dtype: npt.DTypeLike, shape: tuple[int, ...], batch: int | None = None) -> None:
         """`batch`: blocks in one call of the store; None chooses by their size."""
@@ -31,7 +31,7 @@ class BlockFormat:
 
     @classmethod
     def of(cls, shape: KVShape, dtype: str) -> BlockFormat:
-        """Return the format of blocks in canonical order of a pack whose dtype is `dtype`, see `Ops.dtype`."""
+        """Return the block format, in canonical order, of a pack with `dtype`, see `Ops.dtype`."""
         sizes = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.stored_head)
         return cls(np.int8 if shape.quantized else _HOST_DTYPES[dtype], sizes)
 

@@ -3,15 +3,15 @@
     allocate / acquire            release(fence)               answered(step)
     free ---------------> owned ----------------> fenced ----------------> free
                             \\_______________________________________________^
-                              release, when the fence was answered already
+                              release, if the output of the fence has already arrived
 
 A block is *owned* while its reference count, the number of its owners, is above zero. It is *fenced* when it has no
-owner, but a step that may still touch it has no output yet, or an operation outside steps has it *pinned*: a
-copy to the host, a load, a transfer to or from another worker. Everything else is *free*; a free block may keep the
-content of a known prefix until it is needed for something else, least recently used first.
+owner, but a step that may still touch it has no output yet, or an operation outside steps has it *pinned*: a copy to
+the host, a load, a transfer to or from another worker. All other blocks are *free*; a free block may hold a cached
+prefix until it is evicted, least recently used first.
 
-A block that keeps a known prefix is complete and not written again, so an operation that has it pinned only reads it: a
-request that matches it may own it meanwhile.
+A block that holds a cached prefix is full and not written again, so an operation that has it pinned only reads it: a
+request that matches it may own it at the same time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlockPool:
     """Owner of the block numbers 0 to `num_blocks - 1`."""
 
     def __init__(self, num_blocks: int, recorder: Recorder | None = None) -> None:
-        """`recorder` receives the prefixes that are no longer known."""
+        """`recorder` receives the evicted prefixes."""
         self.num_blocks = num_blocks
         self._recorder = recorder
         self._references = np.zeros(num_blocks, np.int32)
@@ -76,7 +76,7 @@ class BlockPool:
         """Blocks that would be free but for their pins, in the order of their release."""
         self._answered = -1
         self.num_freed = 0
-        """Blocks freed since the start, each counted as often as it was; monotonic."""
+        """Number of times that a block was freed since the start; monotonic."""
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
@@ -93,12 +93,12 @@ class BlockPool:
 
     @property
     def num_fenced(self) -> int:
-        """Blocks that are freed when steps and operations in flight complete."""
+        """Blocks that become free when steps and operations in flight complete."""
         return self._num_fenced + len(self._pinned)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks that still hold a known prefix."""
+        """Free blocks that still hold a cached prefix."""
         return len(self._cached)
 
     @property
@@ -115,7 +115,7 @@ class BlockPool:
         return self._block_of.get(key) == block
 
     def match(self, keys: Iterable[bytes]) -> IntArray:
-        """Return the blocks that hold the longest known prefix of the chain `keys`; takes and evicts nothing.
+        """Return the blocks of the longest cached prefix of the chain `keys`; allocates and evicts nothing.
 
         A block that is fenced by a step does not match: it gets no owner before that step has an output. One that is
         only pinned does.
@@ -139,7 +139,7 @@ class BlockPool:
             return None
         from_empty = min(count, self._num_empty)
         self._num_empty -= from_empty
-        # Ascending, so that a request's blocks are neighbours in memory as long as the pool is fresh.
+        # Ascending, so that a request's blocks are contiguous in memory while the pool is fresh.
         taken = self._empty[self._num_empty : self._num_empty + from_empty][::-1].copy()
         if from_empty < count:
             taken = np.concatenate([taken, self._evict(count - from_empty)])
@@ -158,12 +158,12 @@ class BlockPool:
     def release(self, blocks: IntArray, fence: int) -> None:
         """Remove one owner of each block; `fence` is the last step that the owner scheduled to touch them.
 
-        Blocks are given in the order of their sequence; the tail of a prefix is evicted before its head.
+        `blocks` are in sequence order; the tail of a prefix is evicted before its head.
         """
         if not len(blocks):
             return
         if (self._references[blocks] <= 0).any():
-            raise RuntimeError(f"release of blocks that nobody owns: {blocks.tolist()}")
+            raise RuntimeError(f"release of blocks without owner: {blocks.tolist()}")
         self._references[blocks] -= 1
         self._fence[blocks] = np.maximum(self._fence[blocks], fence)
         orphans = blocks[self._references[blocks] == 0][::-1]
@@ -194,7 +194,7 @@ class BlockPool:
     def pin(self, blocks: IntArray) -> None:
         """Pin owned `blocks`, each at most once, while an operation outside steps reads or writes them."""
         if (self._references[blocks] <= 0).any():
-            raise RuntimeError(f"blocks that nobody owns cannot be pinned: {blocks.tolist()}")
+            raise RuntimeError(f"cannot pin blocks without owner: {blocks.tolist()}")
         self._pins[blocks] += 1
 
     def unpin(self, blocks: IntArray) -> None:
@@ -205,11 +205,12 @@ class BlockPool:
         waited = [block for block in blocks.tolist() if block in self._pinned and not self._pins[block]]
         for block in waited:
             del self._pinned[block]
-        # The order of a sequence, tail first, as `release` gives it.
+        # Sequence order, tail first, as in `release`.
         self._set_free(np.array(waited[::-1], np.int32))
 
     def register(self, block: int, key: bytes) -> bool:
-        """Name an owned block that holds settled tokens; return False if it or another has a name: the first stays."""
+        """Name an owned block of settled tokens; return False if the block or the name is taken, which keeps the
+        first."""
         if key in self._block_of or block in self._key_of:
             return False
         self._block_of[key] = block
@@ -231,7 +232,7 @@ class BlockPool:
         return {*self._empty[: self._num_empty].tolist(), *self._cached}
 
     def check_integrity(self, owners: Iterable[npt.NDArray[np.int32]]) -> None:
-        """Raise `RuntimeError` unless the blocks are exactly partitioned and counts equal the given owners."""
+        """Raise `RuntimeError` unless free, fenced and owned blocks partition the pool and refcounts equal `owners`."""
         expected = np.zeros(self.num_blocks, np.int32)
         for table in owners:
             np.add.at(expected, table, 1)
@@ -248,7 +249,7 @@ class BlockPool:
         if len(fenced) != self.num_fenced:
             raise RuntimeError("the number of fenced blocks is wrong")
         if any(not self._pins[block] for block in self._pinned):
-            raise RuntimeError("a block without pin is held back for one")
+            raise RuntimeError("a block without pin waits for an unpin")
 
     def _evict(self, count: int) -> IntArray:
         taken = [self._cached.popitem(last=False)[0] for _ in range(count)]

@@ -11,7 +11,7 @@ class Breaker:
     """Decides if a call may be made. Pure: the clock's reading, in seconds, is passed in.
 
     It opens at the first severe failure or after `patience` others in a row, for `first` seconds, and twice as long,
-    up to `longest`, each time the one call that is let through afterwards fails again.
+    up to `longest`, each time the probing call fails again.
     """
 
     def __init__(self, *, first: float = 1.0, longest: float = 30.0, patience: int = 3) -> None:
@@ -21,11 +21,11 @@ class Breaker:
         self._patience = patience
         self._pause = first
         self.until = 0.0
-        """Reading of the clock from which on an open breaker lets a call through."""
+        """Time from which an open breaker admits a probing call."""
         self._failures = 0
 
     def ready(self, now: float) -> bool:
-        """Return True if `admit` would let a call through."""
+        """Return True if `admit` would admit a call."""
         return self.state == "closed" or (self.state == "open" and now >= self.until)
 
     def admit(self, now: float) -> bool:
@@ -37,7 +37,7 @@ class Breaker:
         return True
 
     def success(self) -> None:
-        """Report a successful call; one that was admitted before the breaker opened proves nothing."""
+        """Report a successful call; ignored if it was admitted before the breaker opened."""
         if self.state == "half_open":
             self.state = "closed"
         if self.state == "closed":

@@ -13,11 +13,12 @@ import msgspec
 from fd_core.types.kv_events import Cleared, KVEvent, StoredBlocks
 
 _CAPACITY: Final = 1 << 14
-"""Blocks in the events that the log keeps; a reader that lags further starts over."""
+"""Maximum number of blocks in the events of the log; a reader that lags further starts over."""
 
 
 class KVEventLog:
-    """The latest events, numbered, and the blocks that all events together leave stored. Used from one event loop."""
+    """The latest events, numbered, and the set of stored blocks that results from all events. Used from one event
+    loop."""
 
     def __init__(self, block_size: int, engines: int = 1, capacity: int = _CAPACITY) -> None:
         self.block_size = block_size

@@ -41,7 +41,7 @@ class PrefixHasher:
     def extend(self, chain: list[bytes], root: bytes, tokens: IntArray, upto: int) -> None:
         """Append keys to `chain` until it covers every full block among the first `upto` of `tokens`."""
         done, size = len(chain), self.block_size
-        # One copy of what is to be hashed, and no array for each block: a router hashes every prompt on its event loop.
+        # One copy of the tokens instead of an array per block: a router hashes every prompt on its event loop.
         data = np.ascontiguousarray(tokens[done * size : upto // size * size], _TOKEN).tobytes()
         parent, begun = chain[-1] if chain else root, self._keyed.copy
         for begin in range(0, len(data), 4 * size):

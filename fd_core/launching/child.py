@@ -59,7 +59,7 @@ def main(cores: str, _: str, module: str, *arguments: str) -> None:
 
 
 def _end_with_parent(descriptor: int) -> None:
-    """End this process once the other end of standard input is gone, however the parent ended; reads nothing of it."""
+    """End this process once the other end of standard input is closed, even if the parent crashed; reads nothing."""
     poll = select.poll()
     poll.register(descriptor, getattr(select, "POLLRDHUP", 0))  # outside Linux a hang-up is always reported
     poll.poll()

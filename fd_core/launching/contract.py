@@ -2,9 +2,9 @@
 
 A launched process
 
-- is a module of the node's interpreter, run by `fd_core.launching.child`, and ends when its supervisor is gone;
+- is a module of the node's interpreter, run by `fd_core.launching.child`, and ends when its supervisor ends;
 - chooses its ports itself, binds them, and announces its address with `fd_core.launching.announcing.announce`:
-  `fdcore serve` and `fdcore route` announce their URL once they are ready, so no free port has to be guessed; a
+  `fdcore serve` and `fdcore route` announce their URL once they are ready, so no free port must be guessed; a
   router's admin address follows after a space;
 - has its output forwarded to the launcher's standard error, prefixed with its name, and its last lines in `reason`.
 """
@@ -35,7 +35,7 @@ __all__ = [
 NODE_ADDRESS: Final = "{node}"
 """An argument or a variable with this value becomes the address of the node, as in `("--host", NODE_ADDRESS)`."""
 NODE_LOST: Final = 256
-"""The exit code of a process whose node is gone; those of processes are less, and less than 0 for a signal."""
+"""Exit code of a process whose node was lost; those of processes are less, and less than 0 for a signal."""
 
 
 class LaunchError(FdError):
@@ -47,7 +47,7 @@ class ProcessSpec:
     """A process to run."""
 
     name: str
-    """Such as `decode-0`; in logs and lists, and unique among the running processes of a launcher."""
+    """Name in logs and lists, such as `decode-0`; unique among the running processes of a launcher."""
     command: tuple[str, ...]
     """Arguments of the node's interpreter: `-m`, a module, and its arguments."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -145,16 +145,16 @@ def require_startable(specs: Sequence[ProcessSpec], running: Iterable[str]) -> N
     taken = set(running)
     for spec in specs:
         if spec.name in taken:
-            raise LaunchError(f"a process called {spec.name} runs already")
+            raise LaunchError(f"a process named {spec.name} is already running")
         taken.add(spec.name)
         if spec.command[:1] != ("-m",) or len(spec.command) < 2:
-            raise LaunchError(f"the command of {spec.name} has to begin with -m and a module")
+            raise LaunchError(f"the command of {spec.name} must start with -m and a module")
 
 
 def how_ended(code: int) -> str:
     """Describe how a process ended."""
     if code == NODE_LOST:
-        return "is gone with its node"
+        return "was lost with its node"
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):

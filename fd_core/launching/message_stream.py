@@ -22,7 +22,7 @@ _CHUNK: Final = 1 << 14
 class MessageStream:
     """One end of a connected socket; each message is preceded by its length. One thread sends, and one receives.
 
-    A message that the socket does not accept yet is kept, see `unsent`; one for an end that is gone is lost. Memory is
+    A message that the socket does not accept yet is kept, see `unsent`; one for a closed end is lost. Memory is
     allocated for the bytes that arrived, regardless of the announced length.
     """
 
@@ -33,7 +33,7 @@ class MessageStream:
         self._arrived = bytearray()
         self._unsent = bytearray()
         self.ended = False
-        """True if the other end is gone and everything that it sent was received."""
+        """True if the other end is closed and everything that it sent was received."""
 
     @classmethod
     def to_parent(cls) -> MessageStream:
@@ -86,7 +86,7 @@ class MessageStream:
         return messages
 
     def __iter__(self) -> Iterator[bytes]:
-        """Wait for each message until the other end is gone."""
+        """Wait for each message until the other end is closed."""
         while not self.ended:
             yield from self.receive(wait=True) or ()
 
@@ -135,13 +135,13 @@ class MessageSocket:
         return self._stream.ended
 
     def send(self, message: bytes) -> None:
-        """Queue a message; one for a child that is gone is lost."""
+        """Queue a message; one for a child that has ended is lost."""
         self._stream.send(message)
         if self._stream.unsent:
             self._loop.add_writer(self._descriptor, self._flush)
 
     def close(self) -> None:
-        """Deliver nothing any more; idempotent."""
+        """Stop delivering messages; idempotent."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._descriptor)
@@ -164,4 +164,4 @@ class MessageSocket:
                 self._failed(error)
         if self._stream.ended and not self._closed:
             self._loop.remove_reader(self._descriptor)
-            self._failed(EOFError("the other end is gone"))
+            self._failed(EOFError("the other end is closed"))

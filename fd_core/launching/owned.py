@@ -82,7 +82,7 @@ class OwnedProcess:
         return None
 
     def close(self) -> None:
-        """End it at once, and wait until it is gone."""
+        """End it at once, and wait for its end."""
         self.kill()
         self._process.wait()
         self._channel.close()
@@ -93,7 +93,7 @@ class OwnedProcess:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\n")
                 self._lines.append(line)
-                with contextlib.suppress(OSError, ValueError):  # the reader is gone
+                with contextlib.suppress(OSError, ValueError):  # the reader has exited
                     # A JSON log line stays unchanged.
                     print(line if line.startswith("{") else f"{self.name} | {line}", file=sys.stderr, flush=True)
 

@@ -50,7 +50,7 @@ class SpawnLauncher(Launcher):
             except OSError as error:
                 for process, _, _ in started:
                     process.close()
-                raise LaunchError(f"{spec.name} cannot be started: {error}") from error
+                raise LaunchError(f"starting {spec.name} failed: {error}") from error
             self._running += started
         return tuple(process for process, _, _ in started)
 
@@ -75,8 +75,8 @@ class SpawnLauncher(Launcher):
         ):
             if sum(asked) + sum(held) > len(there):
                 names = ", ".join(spec.name for spec in specs)
-                taken = f"of the {len(there)} of this machine {sum(held)} are taken"
-                raise LaunchError(f"{names} ask for {sum(asked)} {what}, and {taken}")
+                taken = f"{sum(held)} of {len(there)} on this machine are in use"
+                raise LaunchError(f"{names} need {sum(asked)} {what}, but {taken}")
 
 
 def _devices() -> tuple[str, ...]:

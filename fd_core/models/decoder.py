@@ -1,7 +1,7 @@
-"""The one decoder: every architecture is this sentence over `Ops`, with its own weights and geometry.
+"""The decoder: a single forward pass over `Ops` for all architectures, which differ in weights and geometry.
 
-`forward` calls nothing but methods of `Ops`: no operator on an array, no branch on a value of one. So it also runs
-over symbolic arrays, when a pack builds a graph from it.
+`forward` only calls methods of `Ops`: no operator on an array, no branch on the value of one. So it also runs over
+symbolic arrays, from which a pack builds a graph.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import Adapter, LowRank, WeightUse
 
 AdapterWeights = tuple[tuple[Any | None, ...], ...]
-"""For each layer what `Ops.prepare_lora` made for each of its adaptable linears; None where one is left alone."""
+"""For each layer, the result of `Ops.prepare_lora` for each of its adaptable linears; None for an unchanged linear."""
 _GATE_UP = 2
-"""Place of gate and up among the adaptable linears of a layer."""
+"""Index of gate and up among the adaptable linears of a layer."""
 _RANK_ALIGN = 16
-"""Ranks that a pack may round up to."""
+"""Alignment to which a pack may round up LoRA ranks."""
 
 
 class LayerLoras(NamedTuple):
-    """Terms that adapters add to each of `LayerSpec.adaptable`, see `Ops.place_loras`; None where none of them does."""
+    """Low-rank terms of each of `LayerSpec.adaptable`, see `Ops.place_loras`; None if no adapter changes it."""
 
     qkv: Any | None = None
     output: Any | None = None
@@ -33,9 +33,9 @@ class LayerLoras(NamedTuple):
 
 
 def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWeights:
-    """Prepare an adapter that was read for `spec`: the part of it that belongs to this rank's part of each linear.
+    """Prepare an adapter for `spec`: of each linear, the part for this rank's shard.
 
-    Where products are added up over ranks, each rank first adds what its inputs give to its own product.
+    Where products are summed over ranks, each rank adds the term of its inputs to its partial product.
     """
 
     def prepared(linear: LinearSpec, share: LinearShare, *, gated: bool) -> Any | None:
@@ -61,12 +61,12 @@ def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWei
 
 
 def _ins(linear: LinearSpec, share: LinearShare) -> int:
-    """Return how many inputs of a linear a rank has."""
+    """Return the number of inputs in a rank's shard of a linear."""
     return linear.ins if share.columns is None else len(range(linear.ins)[share.columns])
 
 
 def _outs(linear: LinearSpec, share: LinearShare) -> list[int]:
-    """Return how many columns of its parts' products a rank has."""
+    """Return the number of output columns of each part in a rank's shard of a linear."""
     if share.rows is None:
         return list(linear.outs)
     return [len(range(out)[rows]) for out, rows in zip(linear.outs, share.rows, strict=True)]
@@ -75,7 +75,7 @@ def _outs(linear: LinearSpec, share: LinearShare) -> list[int]:
 def layer_loras(
     spec: DecoderSpec, places: Sequence[AdapterWeights | None], ops: Ops, before: Sequence[LayerLoras] | None
 ) -> tuple[LayerLoras, ...]:
-    """Return what the adapters in the places 1 and up add to each layer; `before` is what they added until now."""
+    """Return the terms of the adapters in slots 1 and up for each layer; `before` are the current terms."""
     loras = []
     for index, layer in enumerate(spec.layers):
         placed: list[Any | None] = []
@@ -88,7 +88,7 @@ def layer_loras(
 
 
 def adapters_bytes(spec: DecoderSpec, count: int, rank: int, item_bytes: int, parallel: Parallel) -> int:
-    """Return the bytes that `count` adapters of rank `rank` take where this part of the model is computed."""
+    """Return the bytes that `count` adapters of rank `rank` occupy on this shard of the model."""
     elements = 0
     for layer in spec.layers:
         for linear, share in zip(layer.adaptable, adaptable_shares(layer, parallel), strict=True):
@@ -138,7 +138,7 @@ class Decoder:
     """All weights of a decoder, or those of a stage."""
 
     embedding: Array | None
-    """None on stages behind the first."""
+    """None on stages after the first."""
     embedding_scale: float
     layers: tuple[Layer, ...]
     final_norm: Norm
@@ -168,10 +168,10 @@ class DecoderModel:
     adapters: Mapping[str, AdapterWeights] = field(default_factory=dict)
     """By digest."""
     loras: tuple[LayerLoras, ...] | None = None
-    """Terms that adapters add to each layer, for steps in which tokens have some; None computes none."""
+    """Low-rank terms of each layer, for steps with adapters; None without."""
 
     def with_adapters(self, places: Sequence[Adapter | None]) -> DecoderModel:
-        """Return the same model with adapters in the places 1 and up; it shares the weights, and those of adapters."""
+        """Return the same model with adapters in slots 1 and up; weights are shared, including those of adapters."""
         wanted = {each.digest: each for each in places if each is not None}
         weights = {
             digest: self.adapters.get(digest) or prepare_adapter(self.spec, each, self.ops)
@@ -189,9 +189,9 @@ class DecoderModel:
         return KVShape(*sizes, first_kv_head=kv.start, first_layer=layers.start)
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
-        """Compute float32 logits [R, V] of the rows asked for and write the step's keys and values.
+        """Compute float32 logits [R, V] of the requested rows and write the step's keys and values.
 
-        A stage before the last returns what the next one takes as `StepInput.states`.
+        A stage before the last returns the `StepInput.states` of the next one.
         """
         x, decoder = self._layers(step, cache), self.decoder
         if not self.ops.stage.last:

@@ -1,4 +1,4 @@
-"""Writing a quantized model: a folder in the form of compressed-tensors that appears when it is whole."""
+"""Export of a quantized model to a compressed-tensors folder, which appears when it is complete."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ _Header = dict[str, tuple[str, list[int]]]
 def write_quantized(
     checkpoint: Checkpoint, form: str, folder: Path, others: Mapping[str, bytes], progress: ProgressSink
 ) -> None:
-    """Quantize the linear layers of a checkpoint to `int8` or `int4` and write all of it to a new folder.
+    """Quantize the linear layers of a checkpoint to `int8` or `int4` and write the model to a new folder.
 
-    `others` are files beside the weights and config.json, by name. The folder appears under its name when everything
-    is on disk. Raises `ModelError` for a checkpoint that is not complete, `ConfigError` where nothing can be written.
+    `others` are further files by name, in addition to the weights and config.json. The folder is renamed into place
+    when everything is on disk. Raises `ModelError` for an incomplete checkpoint, `ConfigError` if the folder is not
+    writable.
     """
     spec = spec_of(checkpoint)
     check_tensors(spec, checkpoint)
     if folder.exists():
-        raise ConfigError(f"{folder} exists already", field="--output", hint="name a folder that does not")
+        raise ConfigError(f"{folder} exists already", field="--output", hint="use a new folder")
     try:
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
     except OSError as error:
@@ -86,7 +87,7 @@ def _config(checkpoint: Checkpoint, spec: DecoderSpec, form: str) -> bytes:
 def _write_weights(
     checkpoint: Checkpoint, spec: DecoderSpec, form: str, file: BinaryIO, progress: ProgressSink
 ) -> None:
-    """Write the header, whose sizes are known before anything is quantized, then one tensor after the other."""
+    """Write the header, whose sizes are known before quantization, then one tensor after the other."""
     linears = {f"{name}.weight" for linear in spec.linears() for name in linear.names}
     shapes = dict(spec.tensors())
     header: _Header = {}
@@ -108,7 +109,7 @@ def _write_weights(
 
 
 def _described(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], form: str | None) -> _Header:
-    """Return the tensors that a weight becomes; in the order of `_arrays`."""
+    """Return the tensors of a quantized weight, in the order of `_arrays`."""
     if form is None:
         return {name: (checkpoint.read(name).dtype, list(shape))}
     out, width = shape
@@ -117,7 +118,7 @@ def _described(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], form: 
         return {name: ("I8", [out, width]), f"{module}.weight_scale": ("F32", [out, 1])}
     if width % INT4_GROUP:
         raise ModelError(
-            f"{checkpoint.path}: tensor {name!r} has rows of {width}, which are not whole groups of {INT4_GROUP}",
+            f"{checkpoint.path}: tensor {name!r} has rows of {width}, not a multiple of {INT4_GROUP}",
             field="--format",
             hint="use --format int8",
         )

@@ -36,7 +36,7 @@ def llama(config: ModelConfig) -> Traits:
 
 
 def mistral(config: ModelConfig) -> Traits:
-    """Describe `MistralForCausalLM`: every layer sees a sliding window, if there is one."""
+    """Describe `MistralForCausalLM`: every layer uses the sliding window, if there is one."""
     rope = rope_spec(config, head_dim_of(config), theta=10_000.0)
     window = config.optional_count("sliding_window")
     return Traits(rope=lambda layer: rope, window=lambda layer: window)
@@ -79,7 +79,7 @@ def qwen3_moe(config: ModelConfig) -> Traits:
 
 
 def _window(config: ModelConfig) -> Callable[[int], int | None]:
-    """Return which layers slide: those that the config lists, or those above `max_window_layers`."""
+    """Return the layers with a sliding window: those listed in the config, or those above `max_window_layers`."""
     window = config.optional_count("sliding_window") if config.flag("use_sliding_window") else None
     types = config.layer_types(config.count("num_hidden_layers"))
     first = config.index("max_window_layers", 0)
@@ -93,12 +93,12 @@ def _window(config: ModelConfig) -> Callable[[int], int | None]:
 
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 _PATTERN = 6
-"""One layer in six sees everything, where the config does not list them."""
+"""By default, every sixth layer has full attention."""
 
 
 def gemma3(config: ModelConfig) -> Traits:
-    """Describe `Gemma3ForCausalLM`: sliding layers with a rope of their own, norms before and after each block."""
-    config.refuse("use_bidirectional_attention", "a decoder sees only earlier tokens")
+    """Describe `Gemma3ForCausalLM`: sliding layers with a separate rope, norms before and after each block."""
+    config.refuse("use_bidirectional_attention", "a decoder attends only to earlier tokens")
     num_layers = config.count("num_hidden_layers")
     types = config.layer_types(num_layers)
     if types is None:
@@ -125,7 +125,7 @@ def gemma3(config: ModelConfig) -> Traits:
 
 
 def _ropes(config: ModelConfig) -> tuple[RopeSpec, RopeSpec]:
-    """Return the ropes of layers that see everything and of sliding layers, from either form of the config."""
+    """Return the ropes of full-attention layers and of sliding layers, from either config format."""
     head_dim = head_dim_of(config)
     parameters = config.part("rope_parameters")
     if parameters is None:
@@ -145,7 +145,7 @@ def _ropes(config: ModelConfig) -> tuple[RopeSpec, RopeSpec]:
 
 
 def ernie(config: ModelConfig) -> Traits:
-    """Describe `Ernie4_5ForCausalLM`: rope turns neighbouring elements; one flag gives every linear a bias."""
+    """Describe `Ernie4_5ForCausalLM`: rope rotates adjacent elements; one flag adds a bias to every linear."""
     rope = rope_spec(config, head_dim_of(config), theta=500_000.0, interleaved=True)
     bias = config.flag("use_bias")
     return Traits(
@@ -154,7 +154,7 @@ def ernie(config: ModelConfig) -> Traits:
 
 
 def ernie_moe(config: ModelConfig) -> Traits:
-    """Describe `Ernie4_5_MoeForCausalLM`: the first layers dense, then experts with a bias on their choice."""
+    """Describe `Ernie4_5_MoeForCausalLM`: the first layers dense, then experts with a bias on the routing scores."""
     hidden, intermediate = config.count("hidden_size"), config.count("moe_intermediate_size", 1536)
     num_experts, num_shared = config.count("moe_num_experts", 64), config.index("moe_num_shared_experts", 2)
     every, start = config.count("moe_layer_interval", 1), config.index("moe_layer_start_index", 1)
@@ -200,10 +200,10 @@ ARCHITECTURES: Mapping[str, Callable[[ModelConfig], Traits]] = {
 
 
 _MULTIPLIERS: Final = ("num_hidden_layers", "num_experts", "num_local_experts", "moe_num_experts")
-"""Fields of which each unit needs a tensor and more."""
+"""Fields whose value cannot exceed the number of tensors."""
 _FEW_TENSORS: Final = 1000
 _ROPE_BYTES: Final = 1 << 30
-"""Tables of positions may take as much, or as much as the weights, unless the user names a length."""
+"""Limit in bytes of position tables, at least the size of the weights, unless the user sets a length."""
 
 
 def load_model(
@@ -217,8 +217,8 @@ def load_model(
 
     `quantization` is a format that `ops` computes, or `auto` to leave weights as they are stored.
 
-    Raises `ModelError` if the architecture is not known, the config does not make sense or the tensors are not those
-    that it asks for, all before a weight is read; `ConfigError` if `max_positions` exceeds the model's limit.
+    Raises `ModelError` if the architecture is unknown, the config is invalid or the tensors do not match it, before any
+    weight is read; `ConfigError` if `max_positions` exceeds the model's limit.
     """
     spec = spec_of(checkpoint)
     if max_positions is None:
@@ -227,12 +227,12 @@ def load_model(
         needed = max_positions * pairs * 8
         if needed > max(_ROPE_BYTES, checkpoint.total_bytes):
             raise ModelError(
-                f"{checkpoint.path}: the tables of max_position_embeddings {max_positions} take {needed} bytes",
-                hint="name a shorter length with --max-model-len",
+                f"{checkpoint.path}: tables of max_position_embeddings={max_positions} need {needed} bytes",
+                hint="set a shorter --max-model-len",
             )
     if max_positions > spec.max_positions:
         raise ConfigError(
-            f"max_model_len is {max_positions}, the model was made for {spec.max_positions} tokens",
+            f"max_model_len={max_positions} exceeds the model's context ({spec.max_positions} tokens)",
             field="max_model_len",
             hint=f"use at most {spec.max_positions}",
         )
@@ -254,9 +254,9 @@ def load_model(
 
 
 def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
-    """Describe the model that a checkpoint's config asks for, without looking at its tensors.
+    """Describe the model of a checkpoint's config, without reading its tensors.
 
-    Code that comes with a checkpoint (`auto_map`) is never run. Raises `ModelError` if the architecture is not known.
+    Code shipped with a checkpoint (`auto_map`) is never run. Raises `ModelError` if the architecture is unknown.
     """
     path = checkpoint.path
     config = ModelConfig(checkpoint.config, origin=str(path / "config.json" if path.is_dir() else path))
@@ -266,17 +266,17 @@ def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
     if isinstance(name, str):
         whole = f"{name.removesuffix('Model')}ForCausalLM"
         if name not in ARCHITECTURES and whole in ARCHITECTURES:
-            # The same without its output projection: it makes vectors, and its texts would mean nothing.
+            # The same model without its output projection: it embeds texts and cannot generate.
             config = replace(config, values={**checkpoint.config, "tie_word_embeddings": True})
         traits = ARCHITECTURES.get(name) or ARCHITECTURES.get(whole)
     if traits is None or not isinstance(name, str):
-        found = "the config names no architecture" if name is None else f"architecture {str(name)[:80]!r} is not known"
+        found = "the config has no architecture" if name is None else f"unsupported architecture {str(name)[:80]!r}"
         if "auto_map" in checkpoint.config:
-            found += ", and code that comes with the checkpoint (auto_map) is never run"
+            found += ", and code shipped with the checkpoint (auto_map) is never run"
         raise ModelError(f"{checkpoint.path}: {found}", hint=f"supported are {', '.join(ARCHITECTURES)}")
     if "auto_map" in checkpoint.config:
-        logger.warning("%s names code of its own (auto_map); the built-in %s is used instead", checkpoint.path, name)
-    # A checkpoint that lacks a few tensors is told which.
+        logger.warning("ignoring the code shipped with %s (auto_map); using the built-in %s", checkpoint.path, name)
+    # A checkpoint that lacks only a few tensors gets an error with their names instead.
     most = 2 * len(checkpoint.names()) + _FEW_TENSORS
     for field in _MULTIPLIERS:
         if (count := config.index(field, 0)) > most:

@@ -1,11 +1,10 @@
-"""Parts of a decoder, as data: names, shapes and geometry, before any weight is read.
+"""Declarative description of a decoder: tensor names, shapes and geometry, before any weight is read.
 
-Each family of models turns a config into `Traits`, what sets it apart; `decoder_spec` spells out the rest.
+Each model family maps a config to `Traits`, its differences from Llama; `decoder_spec` fills in the rest.
 
-Ranks divide heads and inner width, and with `Parallel.gathers` what the residual stream is given; everything else is
-whole. Stages divide the layers, each of which is whole. Shares need not be equal: three KV heads on two ranks are two
-and one. Where there are more ranks than KV heads, several ranks hold the same KV head and divide the query heads that
-share it.
+Ranks shard heads and inner width, and with `Parallel.gathers` the outputs into the residual stream; all other tensors
+are replicated. Stages divide the layers. Shards need not be equal: three KV heads on two ranks are two and one. Where
+there are more ranks than KV heads, several ranks hold the same KV head and divide the query heads that share it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class RopeSpec:
 
 
 def rope_spec(config: ModelConfig, head_dim: int, *, theta: float, interleaved: bool = False) -> RopeSpec:
-    """Return the frequencies that a config asks for, `theta` being the family's base where the config has none."""
+    """Return the frequencies of a config; `theta` is the family's default base."""
     part = config.part("rope_parameters") or config.part("rope_scaling")
     return scaled_rope_spec(config, part, head_dim, theta=config.number("rope_theta", theta), interleaved=interleaved)
 
@@ -48,7 +47,7 @@ def rope_spec(config: ModelConfig, head_dim: int, *, theta: float, interleaved: 
 def scaled_rope_spec(
     config: ModelConfig, part: ModelConfig | None, head_dim: int, *, theta: float, interleaved: bool = False
 ) -> RopeSpec:
-    """Return the frequencies for a part of the config such as `{"rope_type": "linear", "factor": 8}`.
+    """Return the frequencies for rope parameters such as `{"rope_type": "linear", "factor": 8}`.
 
     Su et al., "RoFormer" (2021); linear scaling, Llama 3.1's scaling by wavelength, and YaRN (Peng et al., 2023).
     """
@@ -75,7 +74,7 @@ def scaled_rope_spec(
     except (ArithmeticError, ValueError) as error:  # numbers that are too large or too small to compute with
         raise ModelError(f"{config.origin}: rope of type {kind} cannot be computed: {error}") from error
     if not np.isfinite([*frequencies, amplitude]).all():
-        raise ModelError(f"{config.origin}: rope's numbers make no finite frequencies")
+        raise ModelError(f"{config.origin}: the rope parameters yield frequencies that are not finite")
     return RopeSpec(tuple(frequencies.tolist()), amplitude, interleaved)
 
 
@@ -92,7 +91,7 @@ def rope_tables(spec: RopeSpec, max_positions: int, ops: Ops) -> Rope:
 
 
 def _llama3(frequencies: Doubles, part: ModelConfig, config: ModelConfig) -> Doubles:
-    """Divide low frequencies by the factor, keep high ones, and blend in between."""
+    """Divide low frequencies by the factor, keep high ones, and interpolate in between."""
     original = part.count("original_max_position_embeddings", config.optional_count("max_position_embeddings"))
     low, high = part.number("low_freq_factor"), part.number("high_freq_factor")
     if low >= high:
@@ -103,7 +102,7 @@ def _llama3(frequencies: Doubles, part: ModelConfig, config: ModelConfig) -> Dou
 
 
 def _yarn(frequencies: Doubles, theta: float, part: ModelConfig, config: ModelConfig) -> tuple[Doubles, float]:
-    """Interpolate the frequencies that turn less than once over the original context, keep the fast ones."""
+    """Interpolate frequencies with less than one rotation over the original context, keep the high ones."""
     factor = part.number("factor")
     original = part.count("original_max_position_embeddings", config.optional_count("max_position_embeddings"))
     pairs = len(frequencies)
@@ -138,7 +137,7 @@ TensorShape = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class VectorSpec:
-    """A norm weight or a table that stays float32."""
+    """A norm weight or table in float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -167,10 +166,10 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A part of a model that is described by its own parts."""
+    """A composite part of a model."""
 
     def tensors(self) -> Iterator[TensorShape]:
-        """Yield the tensors of the checkpoint that it is read from, in the order of the fields."""
+        """Yield the checkpoint tensors, in the order of the fields."""
         for part in _leaves(self):
             yield from part.tensors()
 
@@ -217,7 +216,7 @@ class MlpSpec(_Parts):
 
     @property
     def downs(self) -> tuple[LinearSpec, ...]:
-        """The linears that lead back from the inner width, which is theirs."""
+        """Linears whose inputs are the inner width."""
         return (self.down,)
 
 
@@ -236,7 +235,7 @@ class MoeSpec(_Parts):
 
     @property
     def downs(self) -> tuple[LinearSpec, ...]:
-        """The linears that lead back from inner widths; experts have the same."""
+        """Linears whose inputs are the inner widths of one expert and of the shared experts."""
         return tuple(down for _, down in (self.experts[0], *([] if self.shared is None else [self.shared])))
 
 
@@ -249,7 +248,7 @@ class LayerSpec(_Parts):
 
     @property
     def adaptable(self) -> tuple[LinearSpec, ...]:
-        """The linears that adapters may change: of attention first, and none of experts."""
+        """The linears that adapters may change: those of attention first; experts have none."""
         block = self.feed_forward
         more = (block.gate_up, block.down) if isinstance(block, MlpSpec) else ()
         return (self.attention.qkv, self.attention.output, *more)
@@ -288,7 +287,7 @@ class Traits:
     rope: Callable[[int], RopeSpec]
     """For each layer."""
     window: Callable[[int], int | None] = lambda layer: None
-    """For each layer: how many tokens a token sees, itself included; None for all."""
+    """For each layer: the size of the attention window in tokens, including the token itself; None for all."""
     moe: Callable[[int, str, VectorSpec], MoeSpec | None] = lambda layer, prefix, norm: None
     """For each layer, the prefix of its tensors and its norm: the experts; None for a dense layer."""
     scale: float | None = None
@@ -299,14 +298,14 @@ class Traits:
     head_bias: bool = False
     """Of the output projection."""
     head_norms: bool = False
-    """Queries and keys are normalized, each head by itself."""
+    """True if queries and keys are normalized per head."""
     sandwich_norms: bool = False
-    """The outputs of attention and feed-forward are normalized before they are added."""
+    """True if the outputs of attention and feed-forward are normalized before the residual addition."""
     norm_offset: float = 0.0
     """Added to every norm weight."""
     embedding_scale: float = 1.0
     tied: bool = False
-    """True if the output projection is the embedding where the config does not specify it."""
+    """Default for a config that does not specify if the output projection is the embedding."""
     activation: str = "hidden_act"
     """Field of the config that names the activation."""
     attention_softcap: float | None = None
@@ -319,7 +318,7 @@ def head_dim_of(config: ModelConfig) -> int:
     """Return the size of a head: the config's, or the hidden size split evenly."""
     found = config.optional_count("head_dim") or config.count("hidden_size") // config.count("num_attention_heads")
     if found > _MAX_HEAD_DIM:
-        raise ModelError(f"{config.origin}: a head has {found} elements, the limit is {_MAX_HEAD_DIM}")
+        raise ModelError(f"{config.origin}: the head size {found} exceeds the limit {_MAX_HEAD_DIM}")
     return found
 
 
@@ -335,7 +334,7 @@ def gate_up_down(prefix: str, hidden: int, intermediate: int, bias: bool = False
 def decoder_spec(
     architecture: str, config: ModelConfig, traits: Traits, most_tensors: int | None = None
 ) -> DecoderSpec:
-    """Spell out a decoder with Hugging Face's tensor names; `ModelError` where it needs more than `most_tensors`."""
+    """Return a complete decoder spec with Hugging Face's tensor names; `ModelError` if it needs over `most_tensors`."""
     hidden, vocab = config.count("hidden_size"), config.count("vocab_size")
     num_layers = config.count("num_hidden_layers")
     tied = config.flag("tie_word_embeddings", traits.tied)
@@ -344,7 +343,7 @@ def decoder_spec(
         layers.append(_layer(config, traits, index))
         count += sum(1 for _ in layers[-1].tensors())
         if most_tensors is not None and count > most_tensors:
-            raise ModelError(f"{config.origin}: {num_layers} layers need more tensors than there are in the files")
+            raise ModelError(f"{config.origin}: {num_layers} layers need more tensors than the files have")
     return DecoderSpec(
         architecture=architecture,
         embedding=VectorSpec("model.embed_tokens.weight", (vocab, hidden)),
@@ -374,9 +373,7 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
     moe = traits.moe(layer, prefix, feed_forward_norm)
     if moe is not None:
         if moe.top_k > len(moe.experts):
-            raise ModelError(
-                f"{config.origin}: each token passes {moe.top_k} experts, but there are {len(moe.experts)}"
-            )
+            raise ModelError(f"{config.origin}: each token uses {moe.top_k} experts, but there are {len(moe.experts)}")
         return LayerSpec(attention, moe)
     gate_up, down = gate_up_down(f"{prefix}.mlp", hidden, config.count("intermediate_size"), traits.mlp_bias)
     post_norm = norm("post_feedforward_layernorm") if traits.sandwich_norms else None
@@ -390,7 +387,7 @@ def _attention(
     nh = config.count("num_attention_heads")
     nkv = config.count("num_key_value_heads", nh)
     if nh % nkv:
-        raise ModelError(f"{config.origin}: {nh} query heads cannot share {nkv} key and value heads evenly")
+        raise ModelError(f"{config.origin}: {nh} query heads are not a multiple of {nkv} key and value heads")
     block = f"{prefix}.self_attn"
     names = (f"{block}.q_proj", f"{block}.k_proj", f"{block}.v_proj")
     return AttentionSpec(
@@ -411,25 +408,25 @@ def _attention(
 
 
 _GRAIN: Final = 32
-"""Values of a row that share a scale where activations are quantized: cutting between them changes no value."""
+"""Values of a row that share a scale of quantized activations: sharding at group boundaries changes no value."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShare:
-    """A rank's share of a linear: of each of its parts these rows of the weight, or these columns; None for all."""
+    """A rank's shard of a linear: rows of the weight for each of its parts, or columns; None for all."""
 
     rows: tuple[slice, ...] | None = None
     columns: slice | None = None
-    """The products of ranks are then added up."""
+    """Set if the partial products of ranks are summed."""
 
 
 def times(share: slice, size: int) -> slice:
-    """Return the elements of some units of `size` elements each."""
+    """Return the slice of elements for a slice of units with `size` elements each."""
     return slice(share.start * size, share.stop * size)
 
 
 def head_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[slice, slice]:
-    """Return the query heads and the KV heads of a rank. Raises `ConfigError` if there is not one for each."""
+    """Return the query heads and the KV heads of a rank. Raises `ConfigError` if there are fewer than ranks."""
     query, kv, size = spec.num_heads, spec.num_kv_heads, parallel.size
     group = query // kv
     if size <= kv:
@@ -438,7 +435,7 @@ def head_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[slice, slice]:
     copies = size // kv
     if size % kv or group % copies:
         raise ConfigError(
-            f"the model's {query} query heads, which share {kv} KV heads, cannot be divided over {size} ranks",
+            f"cannot divide {query} query heads and {kv} KV heads among {size} ranks",
             field="--tensor-parallel-size",
         )
     each = group // copies
@@ -448,36 +445,36 @@ def head_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[slice, slice]:
 
 
 def attention_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
-    """Return a rank's share of q/k/v and of the output projection."""
+    """Return a rank's shards of q/k/v and of the output projection."""
     queries, kv = (times(heads, spec.head_dim) for heads in head_shares(spec, parallel))
     return LinearShare(rows=(queries, kv, kv)), _leading_back(spec.output, queries, parallel)
 
 
 def feed_forward_shares(down: LinearSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
-    """Return a rank's share of gate and up, and of `down`."""
+    """Return a rank's shards of gate and up, and of `down`."""
     inner = width_share(down.ins, parallel)
     return LinearShare(rows=(inner, inner)), _leading_back(down, inner, parallel)
 
 
 def _leading_back(linear: LinearSpec, held: slice, parallel: Parallel) -> LinearShare:
-    """Return a rank's share of a linear into the residual stream; it holds `held` of its inputs."""
+    """Return a rank's shard of a linear into the residual stream; the rank has `held` of its inputs."""
     if parallel.gathers:
         return LinearShare(rows=tuple(width_share(out, parallel) for out in linear.outs))
     return LinearShare(columns=held)
 
 
 def adaptable_shares(layer: LayerSpec, parallel: Parallel) -> tuple[LinearShare, ...]:
-    """Return a rank's share of each of `layer.adaptable`."""
+    """Return a rank's shard of each of `layer.adaptable`."""
     block = layer.feed_forward
     more = feed_forward_shares(block.down, parallel) if isinstance(block, MlpSpec) else ()
     return (*attention_shares(layer.attention, parallel), *more)
 
 
 def width_share(width: int, parallel: Parallel) -> slice:
-    """Return a rank's share of the width of a feed-forward block. Raises `ConfigError` if it is too narrow."""
+    """Return a rank's slice of the width of a feed-forward block. Raises `ConfigError` if it is too narrow."""
     if width < parallel.size:
         raise ConfigError(
-            f"a feed-forward block of width {width} cannot be divided over {parallel.size} ranks",
+            f"cannot divide a feed-forward block of width {width} among {parallel.size} ranks",
             field="--tensor-parallel-size",
         )
     grain = _GRAIN
@@ -487,19 +484,19 @@ def width_share(width: int, parallel: Parallel) -> slice:
 
 
 def vocabulary_share(size: int, parallel: Parallel) -> slice | None:
-    """Return the tokens whose logits a rank computes; None where each computes all."""
+    """Return the tokens whose logits a rank computes; None for all."""
     return parallel.share(size) if parallel.size > 1 and size % parallel.size == 0 else None
 
 
 def stage_layers(spec: DecoderSpec, stage: Stage) -> slice:
-    """Return the layers of a stage. Raises `ConfigError` if there is not one for each.
+    """Return the layers of a stage. Raises `ConfigError` if there are fewer layers than stages.
 
-    Stages have about as many weights to read as each other; the last one also has the output projection.
+    Stages are balanced by the bytes of their weights; the last one also has the output projection.
     """
     count = len(spec.layers)
     if stage.count > count:
         raise ConfigError(
-            f"the model's {count} layers cannot be divided into {stage.count} stages",
+            f"cannot divide {count} layers into {stage.count} stages",
             field="--pipeline-parallel-size",
             hint=f"use at most {count}",
         )
@@ -515,12 +512,12 @@ def stage_layers(spec: DecoderSpec, stage: Stage) -> slice:
 
 
 def require_division(spec: DecoderSpec, ranks: int, stages: int) -> None:
-    """Raise `ConfigError`, with what works, for a model that cannot be divided over so many ranks, or stages."""
+    """Raise `ConfigError`, with sizes that work, if a model cannot be divided among the ranks or stages."""
     stage_layers(spec, Stage(0, stages))
     refused = _refusal(spec, ranks)
     if refused is not None:
         sizes = [size for size in range(2, spec.layers[0].attention.num_heads + 1) if _refusal(spec, size) is None]
-        refused.hint = f"use {_listed(sizes)}" if sizes else "leave it out"
+        refused.hint = f"use {_listed(sizes)}" if sizes else "omit it"
         raise refused
 
 

@@ -1,4 +1,4 @@
 """The Ops contract and its framework packs: numpy, torch and the native kernels.
 
-`contract` is what models are written over; each pack implements it on one framework's own arrays.
+Models are written over `contract`; each pack implements it on the arrays of one framework.
 """

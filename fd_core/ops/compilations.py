@@ -8,15 +8,13 @@ import msgspec
 
 from fd_core.types.metrics import counter
 
-_KERNELS = (
-    "Kernels that were compiled, or read from a folder of compiled ones; what is made while serving holds up steps."
-)
-_SECONDS = "Time that making kernels took."
+_KERNELS = "Kernels compiled or loaded from a cache folder; those after the warm-up delay steps."
+_SECONDS = "Time spent compiling and loading kernels."
 _START, _SERVING = {"phase": "start"}, {"phase": "serving"}
 
 
 class CompilationStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Kernels that a pack made so far, before `Ops.warmed_up` and since; counters only grow within an epoch."""
+    """Kernels that a pack compiled so far, before `Ops.warmed_up` and since; monotonic within an epoch."""
 
     start: Annotated[int, counter("kernel_compilations", _KERNELS, labels=_START)] = 0
     serving: Annotated[int, counter("kernel_compilations", _KERNELS, labels=_SERVING)] = 0

@@ -1,16 +1,16 @@
-"""Contract of a framework pack: with it, every model runs on the pack.
+"""Contract of a framework pack, which suffices to run every model.
 
 Models are written once over `Ops`. It has two layers: about a dozen primitives that a pack implements, and the
 fusions that models call, about five a layer, each with a default composed of the primitives. A pack or a device may
 override a fusion with one kernel; the conformance checks compare an override with its composition.
 
-Shapes use: T tokens of the step, N rows (requests) of the step, R rows whose logits are wanted, H hidden size,
-nh query heads, nkv KV heads, d head dimension, V vocabulary size. Activations are [T, ...] in the pack's own arrays;
-their dtype is the pack's business, logits are always float32.
+Shapes use: T tokens of the step, N rows (requests) of the step, R rows with logits, H hidden size, nh query heads, nkv
+KV heads, d head dimension, V vocabulary size. Activations are [T, ...] in the pack's arrays and dtype; logits are
+always float32.
 
-What `project_residual` and `moe_residual` return is the residual stream, in a form of the pack's own: a sum may wait
-in it for the norm that reads it next, so that one kernel computes both. Fusions and `rms_norm` take it where they take
-activations, and `settle` makes activations of it.
+`project_residual` and `moe_residual` return the residual stream in a pack-specific form: it may defer a sum to the next
+norm, so that one kernel computes both. Fusions and `rms_norm` accept it in place of activations, and `settle` converts
+it to activations.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Array = Any
 """An array of the pack's framework."""
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 SCALE_BYTES: Final = 4
-"""Bytes of the float32 scale behind the elements of a quantized key or value."""
+"""Bytes of the float32 scale after the elements of a quantized key or value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class KVShape:
     block_size: int
     """Tokens in a KV block."""
     dtype: str = "auto"
-    """`auto` for the pack's own dtype; `int8` for 8 bits, with a scale for each token, KV head, and key or value."""
+    """`auto` for the pack's dtype; `int8` for 8 bits, with a scale per token, KV head, and key or value."""
     first_kv_head: int = 0
-    """Index of the first of these among the model's KV heads: ranks hold a share of them."""
+    """Index of the first of these heads among the model's KV heads, which ranks divide."""
     first_layer: int = 0
-    """Index of the first of these among the model's layers: stages hold some of them."""
+    """Index of the first of these layers among the model's layers, which stages divide."""
 
     @property
     def quantized(self) -> bool:
@@ -82,11 +82,11 @@ class KVShape:
 
     @property
     def stored_head(self) -> int:
-        """Elements that a key or a value takes in canonical order, its scale included."""
+        """Elements of a key or a value in canonical order, including its scale."""
         return self.head_dim + SCALE_BYTES if self.quantized else self.head_dim
 
     def bytes_per_block(self, itemsize: int) -> int:
-        """Bytes that one block takes over all layers, keys and values; `itemsize` is that of the pack's dtype."""
+        """Bytes of one block over all layers, keys and values; `itemsize` is that of the pack's dtype."""
         head_bytes = self.stored_head * (1 if self.quantized else itemsize)
         return 2 * self.num_layers * self.num_kv_heads * self.block_size * head_bytes
 
@@ -95,31 +95,31 @@ class KVCache(abc.ABC):
     """Paged keys and values of all layers. The memory layout belongs to the pack.
 
     `export_blocks` and `import_blocks` may be called from another thread, one call at a time, while steps are computed:
-    no step reads or writes the blocks that are being copied, and a copy must not touch any other. They should let other
-    threads run meanwhile. What they raise ends that copy only.
+    no step reads or writes the blocks that are being copied, and a copy must not access any other. They should release
+    the GIL. An exception fails only that copy.
     """
 
     shape: KVShape
     num_blocks: int
     spare_block: int | None = None
-    """A block beyond those that requests may hold, for what pads a step; None where no step is padded."""
+    """A block in addition to those of requests, for padding; None if steps are not padded."""
 
     @abc.abstractmethod
     def layer(self, index: int) -> Any:
-        """Return the pack's own handle of one layer, passed back to `write_kv` and `paged_attention`."""
+        """Return the pack's handle of one layer, passed to `write_kv` and `paged_attention`."""
 
     @abc.abstractmethod
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks to the host in canonical order [len(blocks), layers, 2, block_size, nkv, d].
 
         float32, float16, or uint16 holding bfloat16 bits. Index 0 of axis 2 holds keys after rope, 1 values. The array
-        is the caller's: it shares no memory with the cache. Of a quantized cache it is int8 [..., nkv, d + 4]: the last
-        four bytes of each key and value are its scale's, a little-endian float32.
+        is the caller's: it shares no memory with the cache. For a quantized cache it is int8 [..., nkv, d + 4]: the
+        last four bytes of each key and value are its scale, a little-endian float32.
         """
 
     @abc.abstractmethod
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write what `export_blocks` returned into other blocks, bit for bit; `data` may be read-only."""
+        """Write the result of `export_blocks` into other blocks, bit for bit; `data` may be read-only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Heads:
     """Norm over d of each query head, before rope."""
     k_norm: Norm | None = None
     window: int | None = None
-    """A token sees itself and the `window - 1` tokens before it; None sees all."""
+    """A token attends to itself and the `window - 1` tokens before it; None for all."""
     softcap: float | None = None
 
 
@@ -177,13 +177,13 @@ class Experts:
     norm_floor: float = 0.0
     """Smallest divisor when normalizing (ERNIE-4.5 uses 1e-12)."""
     shared_gate_up: Array | None = None
-    """Experts that every token passes, as one gated linear."""
+    """Shared experts, as one gated linear."""
     shared_down: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """Metadata of a step on the host, for packs that plan their kernels there; the arrays are those of `StepInput`."""
+    """Host copy of a step's metadata, for packs that plan their kernels there; the arrays are those of `StepInput`."""
 
     query_start: IntArray
     """int32[N + 1]"""
@@ -195,7 +195,7 @@ class HostStep:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The flattened batch of one forward pass, in the pack's own integer arrays (int32).
+    """The flattened batch of one forward pass, in the pack's integer arrays (int32).
 
     Row i owns tokens query_start[i] to query_start[i+1]; they are consecutive positions of one request, the last of
     which is context_len[i] - 1.
@@ -210,30 +210,30 @@ class StepInput:
     query_start: Array
     """[N + 1]"""
     context_len: Array
-    """[N], tokens that the row's last token sees, itself included."""
+    """[N], tokens that the row's last token attends to, including itself."""
     block_tables: Array
-    """[N, max_blocks]; entries beyond the context have no meaning."""
+    """[N, max_blocks]; entries beyond the context are undefined."""
     logits_rows: Array
     """[R], indices into T."""
     max_query: int
     """Largest number of tokens of one row; 1 means pure decode."""
     max_context: int
     uniform: bool = False
-    """Every row has exactly `max_query` tokens, and the step is a decode or padded like one: see `Ops.padded`. Then the
-    token j of row i is the one at i * max_query + j, and its position context_len[i] - max_query + j."""
+    """Every row has exactly `max_query` tokens, and the step is a decode or padded like one: see `Ops.padded`. Then
+    token j of row i is at index i * max_query + j and position context_len[i] - max_query + j."""
     host: HostStep | None = None
-    """The same metadata on the host; None where the step was not built there."""
+    """The same metadata on the host; None if the step was not built there."""
     lora_places: Array | None = None
-    """[T], the place of each token's adapter, 0 for none. None where no token of the step has an adapter."""
+    """[T], the adapter slot of each token, 0 for none. None if no token of the step has an adapter."""
     lora_groups: Sequence[tuple[int, Array]] = ()
-    """The same by adapter: each place that tokens have, and those tokens, indices into T."""
+    """The same by adapter: each slot in use, and its tokens, indices into T."""
     states: Array | None = None
-    """[T, H], what the stage before made of the tokens, see `Ops.states_from_host`; None where the model is not cut."""
+    """[T, H], output of the previous stage, see `Ops.states_from_host`; None without pipeline stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Terms that adapters add to one linear in a step: up(down(x)) of the adapter that a token has.
+    """Low-rank terms of one linear in a step: up(down(x)) of each token's adapter.
 
     Hu et al., "LoRA" (2021).
     """
@@ -241,12 +241,12 @@ class Lora:
     deltas: Any
     """Result of `Ops.place_loras`; its argument is accepted as well."""
     step: StepInput
-    """Its `lora_places` and `lora_groups` are read."""
+    """The step; only `lora_places` and `lora_groups` are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleInput:
-    """Inputs for sampling R rows, in the pack's own arrays; every row is one position of one request."""
+    """Inputs for sampling R rows, in the pack's arrays; every row is one position of one request."""
 
     temperature: Array
     """float32[R], 0 for greedy."""
@@ -259,28 +259,29 @@ class SampleInput:
     seeds: Array
     """uint64[R] (int64 bits where the framework has no uint64)."""
     positions: Array
-    """int32[R], position of the token being chosen; with the seed it selects the random number."""
+    """int32[R], position of the sampled token; with the seed it selects the random number."""
     all_greedy: bool
-    """No row needs a random number or a filter."""
+    """True if no row needs a random number or a filter."""
     any_filter: bool
-    """Some row uses top_k, top_p or min_p."""
+    """True if some row uses top_k, top_p or min_p."""
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyInput:
-    """Inputs for penalties on n rows of logits, in the pack's own arrays; every row is one position of one request."""
+    """Inputs for penalties on n rows of logits, in the pack's arrays; every row is one position of one request."""
 
     rows: Array
     """int32[n], rows of the logits, each at most once."""
     counts: Array
-    """int32[C, V], what each residency has seen: twice the times that a token was generated, and 1 more if it is in the
-    prompt. One number serves all penalties: a token was seen where it is not 0, and generated half of it times."""
+    """int32[C, V], occurrences per request: twice the number of times that a token was generated, plus 1 if it is in
+    the prompt. One number serves all penalties: a token occurred if it is not 0, and was generated half of it times,
+    rounded down."""
     counts_rows: Array
     """int32[n], the row of `counts` that belongs to each row of logits."""
     draft_rows: Array
-    """int32[m], indices into the n rows, not falling: rows that follow drafts, once for each draft before them."""
+    """int32[m], indices into the n rows, not decreasing: rows that follow drafts, once per draft before them."""
     draft_ids: Array
-    """int32[m], those drafts; each counts as generated once more for its row, and is not in `counts`."""
+    """int32[m], those drafts; each counts as one more generated token of its row, and is not in `counts`."""
     repetition: Array
     """float32[n], above 0; 1 for none."""
     presence: Array
@@ -293,17 +294,17 @@ Forward = Callable[[StepInput, KVCache], Array]
 
 
 class HostCopies:
-    """Arrays on their way to the host. These are there; a pack that queues has a class of its own."""
+    """Copies of arrays to the host, in this class already complete; a pack that queues overrides it."""
 
     def __init__(self, arrays: list[npt.NDArray[Any]]) -> None:
         self._arrays = arrays
 
     def ready(self) -> bool:
-        """Say, without waiting, whether they are there."""
+        """Return True if the copies are complete; does not block."""
         return True
 
     def wait(self) -> list[npt.NDArray[Any]]:
-        """Return them, waiting for the device until they are there; the same each time."""
+        """Block until the copies are complete and return the arrays; the same each time."""
         return self._arrays
 
 
@@ -316,39 +317,38 @@ class Ops(abc.ABC):
     """Array library: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""
     dtype: str
-    """`float32`, `bfloat16` or `float16`: activations, weights that are not packed, and KV unless its shape says
-    otherwise. float16 ends at 65,504: what grows beyond is infinite, which the peaks of its row show, and that request
-    fails."""
+    """`float32`, `bfloat16` or `float16`: dtype of activations, unpacked weights, and KV unless its shape overrides it.
+    float16 overflows at 65,504: larger values are infinite, which the peaks of the row show, and that request fails."""
     kv_dtypes: Collection[str] = frozenset()
-    """Other dtypes of `KVShape` that `allocate_kv` takes, and that writing and attention compute with: `int8` or none.
-    A pack that replaces one of these three operations of its parent has to say anew what holds."""
+    """Other dtypes of `KVShape` that `allocate_kv`, `write_kv` and attention support: `int8` or none. A pack that
+    overrides one of these three operations must redefine it."""
     weight_formats: Collection[str] = frozenset()
-    """Formats of packed weights that `prepare_linear` takes; the reader expands the others."""
+    """Formats of packed weights that `prepare_linear` supports; the reader dequantizes the others."""
     expands_weights: bool = False
-    """True if packed weights take as much memory as others: it keeps what they stand for, in `dtype`."""
+    """True if packed weights save no memory because the pack stores them dequantized, in `dtype`."""
     on_host: bool = False
-    """True if its arrays are numpy arrays of the host: `from_host` and `to_host` return what they are given, and steps
-    are computed from the arrays that the runner gathered."""
+    """True if its arrays are numpy arrays on the host: `from_host` and `to_host` return their arguments, and steps read
+    the arrays that the runner gathered."""
     queues: bool = False
-    """True if calls return before the device has computed, in order, what they queue: then a step can be launched while
-    those before it are in flight. What the pack must wait for it waits for in the call, as in `fetch`."""
+    """True if calls queue work on the device, in order, and return before it is complete: then a step can be launched
+    while earlier ones are in flight. Calls that need a result block, as `fetch` does."""
     warm_up_tokens: int | None = None
-    """Length of the prefill that warms up; None for the longest there can be, which shows that its memory is there and
-    compiles what depends on its size. A decode follows, and what `warm_up_steps` says."""
+    """Length of the warm-up prefill; None for the longest possible one, which proves that its memory suffices and
+    compiles kernels that depend on the size. A decode follows, and the steps of `warm_up_steps`."""
     parallel: Parallel = Parallel()
-    """Rank and number of ranks. Weights are prepared for it: linears that make heads or the inner width of a
-    feed-forward block have some of their rows; those that lead back have some of their columns, and their bias is rank
-    0's alone. So what the latter return is a part of a sum over ranks. With `gathers` all of them have rows."""
+    """Rank and number of ranks. Weights are sharded: linears that produce heads or the inner width of a feed-forward
+    block by rows; those into the residual stream by columns, with their bias on rank 0 only. So the latter return
+    partial sums over ranks. With `gathers` all of them are sharded by rows."""
 
     def join(self, group: RankGroup) -> None:
-        """Compute as one of several ranks from now on; called before the first weight is prepared.
+        """Become one of several ranks; called before the first weight is prepared.
 
-        A pack that can sets `parallel`, and defines `all_reduce` and `all_gather`; one that overrides
-        `project_residual` or `moe_residual` takes the sum there. One that sets `parallel.gathers` overrides both:
-        they gather the inputs and the outputs of their last linear. Raises `ConfigError` by default.
+        A pack that supports it sets `parallel`, and implements `all_reduce` and `all_gather`; one that overrides
+        `project_residual` or `moe_residual` sums there. One that sets `parallel.gathers` overrides both to gather the
+        inputs and outputs of their last linear. Raises `ConfigError` by default.
         """
         raise ConfigError(
-            f"the {self.name} pack computes on one device only",
+            f"the {self.name} pack does not support several ranks",
             field="--tensor-parallel-size",
             hint="leave it out, or use --backend cpu",
         )
@@ -357,12 +357,12 @@ class Ops(abc.ABC):
     """Range of the model's layers that are computed."""
 
     def cut(self, stage: Stage) -> None:
-        """Compute one of several stages from now on; called before the first weight is prepared.
+        """Become one of several pipeline stages; called before the first weight is prepared.
 
-        A pack that can sets `stage`, and its forwards take `StepInput.states`. Raises `ConfigError` by default.
+        A pack that supports it sets `stage`, and its forwards read `StepInput.states`. Raises `ConfigError` by default.
         """
         raise ConfigError(
-            f"the {self.name} pack computes whole models only",
+            f"the {self.name} pack does not support pipeline stages",
             field="--pipeline-parallel-size",
             hint="leave it out, or use --backend cpu",
         )
@@ -371,17 +371,17 @@ class Ops(abc.ABC):
         """Receive the engine's final limits; called before the first KV cache is allocated."""
 
     def warm_up_steps(self, limits: Limits) -> Sequence[WarmUpStep]:
-        """Return what else is computed before the first request, such as all that compiles on its first call.
+        """Return further warm-up steps, such as those that trigger compilations.
 
-        Each step is computed as the runner computes one, sampling and all. Those beyond the limits are left out.
+        The runner executes each step like a real one, including sampling. Steps beyond the limits are skipped.
         """
         return ()
 
     def warmed_up(self) -> None:  # noqa: B027 - most packs have nothing to do here
-        """Handle the end of the warm-up: from now on requests wait for what is computed."""
+        """Handle the end of the warm-up: from now on, one-time costs delay requests."""
 
     def compilation_stats(self) -> CompilationStats | None:
-        """Return which kernels were compiled so far, by this rank; None where nothing compiles. Waits for nothing."""
+        """Return the kernels compiled so far by this rank; None if the pack compiles none. Does not block."""
         return None
 
     # Arrays -----------------------------------------------------------------------------------------------
@@ -394,11 +394,11 @@ class Ops(abc.ABC):
         """
 
     def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Array]:
-        """Do what `from_host` does for several arrays; a pack with a device copies them all at once."""
+        """Apply `from_host` to several arrays; a pack with a device uploads them in one transfer."""
         return list(arrays) if self.on_host else [self.from_host(array) for array in arrays]
 
     def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
-        """Return what `to_host` made of a forward's states [T, H] on another stage."""
+        """Upload a forward's states [T, H] that `to_host` copied on another stage."""
         return self.from_host(states)
 
     @abc.abstractmethod
@@ -406,21 +406,21 @@ class Ops(abc.ABC):
         """Copy or share a device array to numpy; bfloat16 becomes float32."""
 
     def fetch_later(self, arrays: Sequence[Array]) -> HostCopies:
-        """Queue copies of arrays to the host, as `to_host` makes them, behind what was queued before.
+        """Queue copies of arrays to the host, as by `to_host`, after the work queued before.
 
-        They hold what the arrays hold there, whatever is queued behind them.
+        They hold the values at that point of the queue, unaffected by later work.
         """
         return HostCopies(list(arrays) if self.on_host else [self.to_host(array) for array in arrays])
 
     def fetch(self, arrays: Sequence[Array]) -> list[npt.NDArray[Any]]:
-        """Bring arrays over as `to_host` does, waiting for the device once for all of them."""
+        """Copy arrays as `to_host` does, with one synchronization for all of them."""
         return self.fetch_later(arrays).wait()
 
     # Weights ----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Array:
-        """Prepare a norm weight, a router or a table of any shape; kept in float32 whatever `dtype` is."""
+        """Prepare a norm weight, a router or a table of any shape; always in float32."""
 
     @abc.abstractmethod
     def prepare_embedding(self, weight: RawTensor) -> Array:
@@ -432,22 +432,22 @@ class Ops(abc.ABC):
     ) -> Array:
         """Prepare weights [out_i, in], stacked along `out`, for `linear`; the parts may be of several formats.
 
-        `gated` says that the two parts are gate and up and will be used by `gated_linear` only, so that a pack may
+        With `gated`, the two parts are gate and up, used only by `gated_linear`, so that a pack may
         interleave them.
         """
 
     def prepare_experts(self, parts: Sequence[Sequence[Weight]], *, gated: bool) -> Any:
-        """Prepare the experts' linears, by default one for each; `parts[e]` is what `prepare_linear` takes."""
+        """Prepare the experts' linears, by default one per expert; `parts[e]` are arguments of `prepare_linear`."""
         return tuple(self.prepare_linear(expert, gated=gated) for expert in parts)
 
     def replaceable_weights(self) -> AbstractContextManager[None]:
-        """Prepare weights in memory that is freed with them: adapters come and go while the model stays."""
+        """Prepare weights in memory that is freed with them, for adapters that are loaded and unloaded."""
         return nullcontext()
 
     def prepare_lora(self, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool = False) -> Any:
-        """Prepare what one adapter adds to a linear that stacks parts of `outs` columns; it may leave parts alone.
+        """Prepare one adapter's term of a linear that stacks parts of `outs` columns; parts may be unchanged.
 
-        `gated` says that they are gate and up. By default two linears, of which the second has blocks of zeros.
+        With `gated`, the parts are gate and up. By default two linears, the second one block-diagonal.
         """
         ranks = [0 if part is None else len(part.down) for part in parts]
         up = np.zeros((sum(outs), sum(ranks)), np.float32)
@@ -460,12 +460,12 @@ class Ops(abc.ABC):
     def place_loras(
         self, deltas: Sequence[Any | None], inputs: int, outs: Sequence[int], before: Any | None = None
     ) -> Any | None:
-        """Return what `Lora.deltas` is for one linear; None for nothing to add.
+        """Return `Lora.deltas` of one linear; None if there is no term.
 
-        Called whenever adapters come or go, and before the first where some may come: then `deltas` is empty. It has
-        what `prepare_lora` returned for the places 1 and up, None where an adapter leaves the linear alone. The linear
-        takes `inputs` values, and its parts have `outs` columns. `before` is what was returned for it the last time,
-        which a pack that replays steps writes into: what was captured goes on being right.
+        Called when adapters change, and with empty `deltas` before the first one. `deltas` are the results of
+        `prepare_lora` for slots 1 and up, None if an adapter does not change the linear. The linear has `inputs`
+        inputs, and its parts have `outs` columns. `before` is the previous result for it, which a pack that replays
+        captured steps updates in place, so that captures stay valid.
         """
         return deltas if any(delta is not None for delta in deltas) else None
 
@@ -495,7 +495,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def gate(self, gate_up: Array, activation: Activation) -> Array:
-        """[T, 2 I] -> [T, I]: activation(gate) * up, where gate is the first half of what `gate_up` returns."""
+        """[T, 2 I] -> [T, I]: activation(gate) * up, where gate is the first half of the result of `gate_up`."""
 
     @abc.abstractmethod
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
@@ -509,9 +509,9 @@ class Ops(abc.ABC):
     def write_kv(self, layer: Any, k: Array, v: Array, kv_slots: Array) -> None:
         """Write keys and values of the step into the cache in place.
 
-        A quantized cache keeps rint(x / scale) of each element, at most 127 in size, ties to even, and the scale: the
+        A quantized cache stores rint(x / scale) of each element, clipped to ±127, ties to even, and the scale: the
         largest magnitude of that token's key or value in that head, divided by 127 in float32. A head of zeros has
-        scale 0. So what is kept of a token depends on nothing but that token, however a prompt is cut.
+        scale 0. So the stored values of a token depend only on that token, for any chunking of the prompt.
         """
 
     @abc.abstractmethod
@@ -528,7 +528,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def gather_rows(self, x: Array, rows: Array) -> Array:
-        """Take rows of any array by index: [T, ...], int32[R] -> [R, ...]."""
+        """Gather rows of any array by index: [T, ...], int32[R] -> [R, ...]."""
 
     @abc.abstractmethod
     def logits_of(self, x: Array, head: Array, softcap: float | None) -> Array:
@@ -536,29 +536,28 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
-        """Choose a token for each row: float32[R, V] -> tokens int32[R], peaks float32[R].
+        """Sample a token per row: float32[R, V] -> tokens int32[R], peaks float32[R].
 
-        Order: divide by temperature, keep top_k, then top_p of what is left, then min_p; then the first token in
+        Order: divide by temperature, keep top_k, then top_p of the rest, then min_p; then the first token in
         vocabulary order whose cumulative probability exceeds u times the kept mass, u = uniform(seed, position).
         Greedy rows take the largest logit, the lowest id on a tie.
 
-        All packs choose the same token, because everything after one exponential is exact: a token's weight is
+        All packs sample the same token, because everything after one exponential is exact: a token's weight is
         rint(2^32 * exp((logit - largest logit) / temperature)), computed in float64, so that sums of weights are
-        integers below 2^53, the same in any order. With tokens ordered by logit, the lower id first on a tie:
-        top_k keeps the first k; top_p keeps a token if the weights before it sum to less than top_p times the sum of
-        what top_k kept, and the first one always; min_p keeps weights of at least min_p * 2^32.
+        integers below 2^53, the same in any order. With tokens ordered by logit, the lower id first on a tie: top_k
+        keeps the first k; top_p keeps a token if the weights before it sum to less than top_p times the sum after
+        top_k, and the first one always; min_p keeps weights of at least min_p * 2^32.
 
-        A peak is the largest logit of a row, or NaN if one of its logits is NaN. Where it is not finite no choice is
-        right, and the runner ends the row's request with an error; the token is any of the vocabulary.
+        A peak is the largest logit of a row, or NaN if one of its logits is NaN. If it is not finite, the runner fails
+        the row's request; the token is then any valid id.
         """
 
     @abc.abstractmethod
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
-        """Add values to single cells: x[rows[i], ids[i]] += values[i] for every i, repeated places included.
+        """Add values to single cells: x[rows[i], ids[i]] += values[i] for every i, including repeated cells.
 
-        [R, V], int32[n], int32[n], [n] -> [R, V], all float32 (logits) or, but for places, all int32 (counts of
-        tokens); may write into `x`. It serves logit_bias and, with -inf, tokens that are not allowed, and it counts
-        what was sampled.
+        [R, V], int32[n], int32[n], [n] -> [R, V], all float32 (logits) or all int32 (counts of tokens), indices
+        excepted; may write into `x`. It applies logit_bias, bans tokens with -inf, and counts sampled tokens.
         """
 
     @abc.abstractmethod
@@ -572,58 +571,59 @@ class Ops(abc.ABC):
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
         """Apply repetition, presence and frequency penalties: float32[R, V] -> float32[R, V].
 
-        May write into `logits`. A positive logit of a token that was seen is divided by the repetition penalty, another
-        is multiplied. Then presence + frequency * count is subtracted from the logit of a token that was generated. The
-        sum is computed in float64, where a product of a float32 and a count is exact, and rounded to float32 once, so
-        that all packs agree to the last bit.
+        May write into `logits`. A positive logit of a token that occurred is divided by the repetition penalty, a
+        negative one is multiplied. Then presence + frequency * count is subtracted from the logit of a generated token.
+        The sum is computed in float64, where a product of a float32 and a count is exact, and rounded to float32 once,
+        so that all packs agree bit for bit.
         """
 
     @abc.abstractmethod
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
         """Forbid tokens by packed bits: float32[R, V], int32[n], int32[n, ceil(V / 32)] -> float32[R, V].
 
-        Bit j % 32 of bits[i, j // 32], counted from the lowest, says whether token j may be drawn in row rows[i]; the
-        logits of all others become -inf, whatever they were. Bits beyond the vocabulary mean nothing, rows that are not
-        named stay as they are, and no row occurs twice. May write into `logits`.
+        Bit j % 32 of bits[i, j // 32], from the lowest, is 1 if row rows[i] may sample token j; the logits of all other
+        tokens become -inf, even if NaN. Bits beyond the vocabulary are ignored, other rows are unchanged, and no row
+        occurs twice. May write into `logits`.
         """
 
     @abc.abstractmethod
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
-        """Return log-probabilities of the chosen and of the most likely tokens.
+        """Return log-probabilities of the sampled and of the most likely tokens.
 
-        float32[R, V], int32[R] -> chosen float32[R], top ids int32[R, top_n], top float32[R, top_n], most likely
-        first, the lower id first on a tie. Leaves `logits` as they are.
+        float32[R, V], int32[R] -> chosen float32[R], top ids int32[R, top_n], top float32[R, top_n], most likely first,
+        the lower id first on a tie. Does not modify `logits`.
         """
 
     @abc.abstractmethod
     def ranks(self, logits: Array, tokens: Array) -> Array:
-        """Return the places of tokens among all, 1 for the most likely: float32[R, V], int32[R] -> int32[R].
+        """Return the ranks of tokens by probability, 1 for the most likely: float32[R, V], int32[R] -> int32[R].
 
-        On a tie the lower id comes first. Leaves `logits` as they are.
+        On a tie the lower id is first. Does not modify `logits`.
         """
 
     @abc.abstractmethod
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
-        """Count the accepted drafts: the longest prefix that equals what was sampled in its place.
+        """Count the accepted drafts: the longest prefix equal to the sampled tokens.
 
-        sampled int32[N, 1 + k], drafts int32[N, k], num_drafts int32[N] -> int32[N]. Column j of `sampled` was chosen
+        sampled int32[N, 1 + k], drafts int32[N, k], num_drafts int32[N] -> int32[N]. Column j of `sampled` was sampled
         after draft j - 1, so a row with `a` accepted drafts delivers its first 1 + a sampled tokens.
         """
 
     # Sums over ranks --------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Array) -> Array:
-        """Return the sum of what all ranks hold, the same bits on each; may be captured in a graph."""
+        """Return the sum over all ranks, with the same bits on each; may be captured in a graph."""
         return x
 
     def all_gather(self, x: Array) -> Array:
-        """Return what all ranks hold, joined along the last axis in the order of ranks: float32 [R, V]."""
+        """Return the arrays of all ranks, concatenated along the last axis in the order of ranks: float32 [R, V]."""
         return x
 
     # Compositions that primitives and models share --------------------------------------------------------
 
     def gate_up(self, x: Array, weight: Array) -> Array:
-        """[T, in] -> [T, 2 I], gate first, of a weight prepared as gated; a pack that interleaves them sorts them."""
+        """[T, in] -> [T, 2 I], gate first, of a weight prepared as gated; a pack that interleaves them restores the
+        order."""
         return self.linear(x, weight)
 
     def gated_linear(self, x: Array, weight: Array, activation: Activation) -> Array:
@@ -631,10 +631,11 @@ class Ops(abc.ABC):
         return self.gate(self.gate_up(x, weight), activation)
 
     def lora(self, y: Array, x: Array, lora: Lora) -> Array:
-        """Add what the adapters of a step's tokens make of x: [T, out], [T, in] -> [T, out]. May write into `y`.
+        """Add the low-rank terms of x for the adapters of a step's tokens: [T, out], [T, in] -> [T, out]. May write
+        into `y`.
 
-        Each adapter multiplies its own tokens and no others, so none of its numbers reaches the token of another,
-        whatever they are. Gate and up stand one behind the other in `y`, as `gate_up` returns them.
+        Each adapter multiplies only the tokens that use it, so not even its NaN reaches other tokens. In `y`, up
+        follows gate, as in the result of `gate_up`.
         """
         for place, rows in lora.step.lora_groups:
             delta = lora.deltas[place - 1]
@@ -673,7 +674,7 @@ class Ops(abc.ABC):
     ) -> Array:
         """residual + post_norm(all_reduce(linear(x))): [T, in], [T, H] -> [T, H]. May write into `residual`.
 
-        Returns the residual stream; a pack that lets the sum wait in it overrides `settle` as well.
+        Returns the residual stream; a pack that defers the sum overrides `settle` as well.
         """
         y = self.linear(x, weight)
         if lora is not None:
@@ -693,7 +694,7 @@ class Ops(abc.ABC):
         return self.gate(self.lora(self.gate_up(normed, gate_up), normed, lora), activation)
 
     def add_shared(self, y: Array, x: Array, experts: Experts, activation: Activation) -> Array:
-        """Return y [T, H] plus what the experts that every token passes make of x; may write into `y`."""
+        """Return y [T, H] plus the output of the shared experts for x; may write into `y`."""
         if experts.shared_gate_up is not None:
             y += self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
         return y
@@ -703,15 +704,16 @@ class Ops(abc.ABC):
         return self.add(x, self.all_reduce(self.moe(self.rms_norm(x, norm), experts, activation)))
 
     def settle(self, x: Array) -> Array:
-        """Return the residual stream, or activations, as activations [T, H]; may write into `x`, which stays valid."""
+        """Convert the residual stream, or activations, to activations [T, H]; may write into `x`, which remains
+        valid."""
         return x
 
     def logits(
         self, x: Array, norm: Norm, head: Array, rows: Array, softcap: float | None = None, *, split: bool = False
     ) -> Array:
-        """Final norm and output projection of the wanted rows: [T, H] -> float32 [R, V].
+        """Final norm and output projection of the requested rows: [T, H] -> float32 [R, V].
 
-        `split` says that `head` is this rank's share of the vocabulary, V / size tokens; what ranks have is joined.
+        With `split`, `head` is this rank's shard of the vocabulary, V / size tokens, and the logits are gathered.
         """
         logits = self.logits_of(self.rms_norm(self.gather_rows(x, rows), norm), head, softcap)
         return self.all_gather(logits) if split else logits
@@ -719,30 +721,29 @@ class Ops(abc.ABC):
     # Whole steps ------------------------------------------------------------------------------------------
 
     def padded(self, rows: int, width: int) -> tuple[int, int] | None:
-        """Return the shape that a step is padded to: rows, and tokens of each row; None to compute it as it is.
+        """Return the padded shape of a step: rows, and tokens per row; None for no padding.
 
-        The alignment of a pack that replays graphs of fixed shapes. It is asked for each step, whose `rows` rows have
-        up to `width` tokens each; the shape is no smaller. Padding writes nothing but the cache's `spare_block`. The
-        step is charged to the step token budget as it is padded, so a pack never asks for more tokens than
-        `max_num_batched_tokens`.
+        For packs that replay graphs of fixed shapes. Called for each step, whose `rows` rows have up to `width` tokens
+        each; the shape is no smaller. Padding only writes the cache's `spare_block`. The padded size counts towards the
+        step token budget, so a pack never returns more tokens than `max_num_batched_tokens`.
         """
         return None
 
     def compile(self, forward: Forward) -> Forward:
-        """Return a faster equivalent of a model's forward, such as a captured graph; by default itself.
+        """Return a faster equivalent of a model's forward, such as a captured graph; by default the forward.
 
-        What it returns is good until it is called again.
+        Its result is valid until the next call.
         """
         return forward
 
     def compile_states(self, states: Forward) -> Forward:
-        """Do the same for what returns the states of all tokens; it computes chunks of prompts, which need it less."""
+        """Compile the function that returns the states of all tokens; it runs on prompt chunks, which benefit less."""
         return states
 
     def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
-        """Do the same for steps in which tokens have adapters; called between steps, whenever adapters come or go.
+        """Compile a forward for steps with adapters; called between steps, when adapters change.
 
-        `cache` is what all these steps use, where the forward yields logits, so that a pack may capture at once.
-        `before` is what was returned the last time.
+        `cache` is the cache of all these steps if the forward yields logits, so that a pack may capture at once.
+        `before` is the previous result.
         """
         return forward

@@ -1,4 +1,4 @@
-"""Timeout that does not count time during which both sides may be suspended together."""
+"""Timeout that does not count time while this process is suspended."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 from typing import Final
 
 _MOST_SECONDS: Final = 0.6
-"""That count from one look to the next; looks are more frequent, unless this process stood still itself."""
+"""Maximum time counted between two polls; polls are more frequent unless this process was suspended."""
 
 
 class Patience:
-    """Seconds for which somebody is waited for, by looks.
+    """Timeout of a peer in seconds, checked by polling.
 
-    The clock goes on while a machine, or all of its processes, are paused: that time is nobody's silence.
+    The clock continues while a machine or all of its processes are paused, which must not count as silence of the peer.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -20,11 +20,11 @@ class Patience:
         self.renew()
 
     def renew(self) -> None:
-        """Begin again: there was a sign."""
+        """Restart the timeout after a sign of life."""
         self._waited, self._last = 0.0, time.monotonic()
 
     def is_over(self) -> bool:
-        """Look at the clock, and say whether it was waited for longer than that."""
+        """Poll the clock; return True if the timeout has expired."""
         now = time.monotonic()
         self._waited, self._last = self._waited + min(now - self._last, _MOST_SECONDS), now
         return self._waited > self._seconds

@@ -1,9 +1,9 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2,
 3", SC 2011).
 
-A number is a function of a key and a counter, so a request draws the same one for the same position whatever batch it
-runs in. The key is the request's seed, the counter the token's position. The generator is written once for all
-frameworks: a 32-bit word travels in a signed 64-bit integer, whose products wrap to the right bits.
+A number is a function of a key and a counter, so a request draws the same one for the same position in any batch. The
+key is the request's seed, the counter the token's position. The generator is written once for all frameworks: 32-bit
+words are stored in signed 64-bit integers, whose products wrap to the right bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 _MANTISSA_BITS = 24
-"""A float32 holds every multiple of 2^-24 below 1, so equal steps lie between all numbers."""
+"""A float32 represents every multiple of 2^-24 below 1, so the numbers are evenly spaced."""
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
@@ -28,7 +28,7 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tupl
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    word, half = _word(c0), c0 * 0 + 32  # Paddle makes a tensor of a number each time, and keeps a part of it
+    word, half = _word(c0), c0 * 0 + 32  # Paddle creates a tensor from a scalar each time, and leaks a part of it
     for _ in range(_ROUNDS):
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
@@ -52,7 +52,7 @@ def random_bits(seeds: Any, positions: Any) -> Any:
 
 
 def _word(like: Any) -> Any:
-    """Return 2^32 - 1 in the shape of an array; Paddle has no bitwise operation of an array and a number."""
+    """Return 2^32 - 1 in the shape of an array; Paddle has no bitwise operation of an array and a scalar."""
     return like * 0 + _WORD
 
 

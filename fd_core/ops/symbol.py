@@ -1,4 +1,4 @@
-"""An array that is not known yet: what a forward pass works on while a pack records it."""
+"""Symbolic array: operand of a forward pass while a pack records it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 
 class UnknownArray(abc.ABC):
-    """Stands for a result; refuses whatever would need its values, so that a recording never depends on them."""
+    """Symbol of a result; raises on any use of its values, so that a recording never depends on them."""
 
     __slots__ = ()
 
     @abc.abstractmethod
     def _refuse(self, what: str) -> NoReturn:
-        """Raise the recorder's own error: the forward uses `what` of an array."""
+        """Raise the recorder's error: the forward uses `what` of an array."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

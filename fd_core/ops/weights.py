@@ -1,4 +1,4 @@
-"""Weights as they are read from a checkpoint, before any framework sees them."""
+"""Weights as read from a checkpoint, independent of any framework."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 FP8: Final = "F8_E4M3"
-"""The format whose values are floating-point numbers of 8 bits: a sign, 4 bits of exponent, 3 of mantissa."""
+"""8-bit floating-point format: sign, 4 bits of exponent, 3 bits of mantissa."""
 
 WEIGHT_FORMATS: Final = frozenset(
     {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "int8", "int4", "gptq", "awq", FP8}
@@ -31,7 +31,7 @@ RAW_TYPES: Final[Mapping[str, str]] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A weight as read from a checkpoint, before any framework sees it."""
+    """A weight as read from a checkpoint, independent of any framework."""
 
     dtype: str
     """One of `RAW_TYPES`."""
@@ -50,11 +50,11 @@ class RawTensor:
         return self.data.astype(np.float32, copy=False)
 
     def expanded(self) -> RawTensor:
-        """Return itself: it is not packed."""
+        """Return the tensor itself, as it is not packed."""
         return self
 
     def take_rows(self, order: npt.NDArray[np.intp] | slice) -> RawTensor:
-        """Return some rows (outermost entries), in an order of their own."""
+        """Return some rows (outermost entries), in the given order."""
         return RawTensor(self.dtype, self.data[order])
 
     def take_columns(self, columns: slice) -> RawTensor:
@@ -64,23 +64,23 @@ class RawTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A weight [out, in] as it was quantized: value * scale + minimum, where `group` values of a row share a scale.
+    """A quantized weight [out, in]: value * scale + minimum, where `group` values of a row share a scale.
 
-    Every format is told in these terms, so that a pack knows one form, and a second one for `FP8`: a reader of files
-    unpacks the bits, a pack packs them in the order that its kernels read.
+    Every format is converted to this one, or to its `FP8` variant: the reader of a file unpacks the bits, and a pack
+    repacks them in the layout of its kernels.
     """
 
     format: str
-    """Name for people and for `Ops.weight_formats`, such as `Q4_K` or `int8`."""
+    """Name for display and for `Ops.weight_formats`, such as `Q4_K` or `int8`."""
     bits: int
-    """Of a value: 4, 5, 6 or 8."""
+    """Bits of a value: 4, 5, 6 or 8."""
     values: npt.NDArray[np.int8]
-    """int8[out, in]: from 0 to 2^bits - 1 where there are minima and less than 8 bits, else from -2^(bits - 1) to
-    2^(bits - 1) - 1. Of `FP8` the bits of the numbers, none of which is NaN."""
+    """int8[out, in]: from 0 to 2^bits - 1 with minima and less than 8 bits, else from -2^(bits - 1) to 2^(bits - 1) -
+    1. For `FP8`, the bits of the values, none of them NaN."""
     scales: npt.NDArray[np.float32]
     """float32[out, in / group], finite."""
     minima: npt.NDArray[np.float32] | None = None
-    """float32[out, in / group]; None where all are 0."""
+    """float32[out, in / group]; None if all are 0."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,12 +94,12 @@ class PackedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes where values take their bits, and scales and minima are float32."""
+        """Bytes with values in `bits` bits each, and scales and minima in float32."""
         groups = self.scales.size * (1 if self.minima is None else 2)
         return self.values.size * self.bits // 8 + 4 * groups
 
     def to_float32(self) -> npt.NDArray[np.float32]:
-        """Return the weight as float32: a product and a sum, each rounded once."""
+        """Dequantize to float32: a product and a sum, each rounded once."""
         out, groups = self.scales.shape
         values = _FP8_VALUES[self.values.view(np.uint8)] if self.format == FP8 else self.values
         grouped = values.reshape(out, groups, -1) * self.scales[:, :, np.newaxis]
@@ -108,16 +108,16 @@ class PackedTensor:
         return grouped.reshape(self.shape)
 
     def expanded(self) -> RawTensor:
-        """Return what it stands for."""
+        """Dequantize the weight."""
         return RawTensor("F32", self.to_float32())
 
     def take_rows(self, order: npt.NDArray[np.intp] | slice) -> PackedTensor:
-        """Return some rows, in an order of their own."""
+        """Return some rows, in the given order."""
         minima = None if self.minima is None else self.minima[order]
         return PackedTensor(self.format, self.bits, self.values[order], self.scales[order], minima)
 
     def take_columns(self, columns: slice) -> PackedTensor:
-        """Return some values of each row; they stand for what they stood for, in smaller groups if need be."""
+        """Return some values of each row with the same meaning, in smaller groups if necessary."""
         start, stop, _ = columns.indices(self.values.shape[1])
         group = math.gcd(self.group, start, stop - start) if self.scales.shape[1] > 1 else stop - start
         places = np.arange(start, stop, group) // self.group
@@ -126,7 +126,7 @@ class PackedTensor:
 
 
 def _fp8_values() -> npt.NDArray[np.float32]:
-    """Return the number of each byte: exponents begin at -6, there are no infinities and two NaN."""
+    """Convert bytes to numbers: exponents begin at -6, and the format has no infinities and two NaN."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     whole = np.where(exponent == 0, 2 * mantissa, 8 + mantissa)
@@ -143,21 +143,21 @@ Weight = RawTensor | PackedTensor
 
 
 class WeightUse(msgspec.Struct, frozen=True):
-    """Weights of a model that are stored in one form and computed in one, for people."""
+    """Statistics of weights with the same stored and computed format, for display."""
 
     stored: str
-    """Type in the files, such as `BF16` or `Q4_K`."""
+    """Stored type, such as `BF16` or `Q4_K`."""
     computed: str
     """A format of packed weights, or a dtype."""
     table: bool
-    """True if rows are looked up instead of multiplied by."""
+    """True for tables whose rows are looked up instead of multiplied."""
     parameters: int
     nbytes: int
-    """In memory, about: a pack may pad, or keep scales in another type."""
+    """Approximate bytes in memory: a pack may pad, or store scales in another type."""
 
 
 def summed_uses(parts: Iterable[Iterable[WeightUse]]) -> tuple[WeightUse, ...]:
-    """Return how all parts of a model use their weights, the most parameters first."""
+    """Return the weight usage over all parts of a model, most parameters first."""
     parameters: Counter[tuple[str, str, bool]] = Counter()
     nbytes: Counter[tuple[str, str, bool]] = Counter()
     for use in chain.from_iterable(parts):
@@ -169,7 +169,7 @@ def summed_uses(parts: Iterable[Iterable[WeightUse]]) -> tuple[WeightUse, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Term that an adapter adds to one linear: up @ down."""
+    """An adapter's term of one linear: up @ down."""
 
     down: npt.NDArray[np.float32]
     """[rank, in]"""
@@ -179,10 +179,10 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that fits a model."""
+    """An adapter that matches a model."""
 
     digest: str
-    """Hex SHA-256 of its config and its weights: equal adapters have one, others never."""
+    """Hex SHA-256 of its config and its weights, which identifies the adapter."""
     rank: int
     deltas: Mapping[str, LowRank]
-    """By the name of the linear, such as `model.layers.0.self_attn.q_proj`."""
+    """Terms by name of the linear, such as `model.layers.0.self_attn.q_proj`."""

@@ -1,8 +1,8 @@
-"""Installed plugins and what they offer: the typed interface of the hooks in `fd_core.hookspecs`.
+"""Installed plugins and their offers: the typed interface of the hooks in `fd_core.hookspecs`.
 
 Built-ins and installed distributions are registered the same way, by `Plugins.discover`. Discovery imports the plugins'
-entry modules, never the classes that they describe. A plugin that breaks a rule is left out entirely and its problem
-is recorded: commands that do not need it work, and naming it raises `PluginError` with the distribution and the cause.
+entry modules, never the classes that they describe. A plugin that breaks a rule is skipped entirely and its problem is
+recorded: commands that do not need it work, and naming it raises `PluginError` with the distribution and the cause.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 
 
-OWN_CODE: Final = "the plugin's own code raised this: install another version of it or ask its maker"
+OWN_CODE: Final = "the plugin's code raised this: install another version of it, or ask its author"
 """Hint for an error that only the plugin's author can explain."""
 _HOOK_PREFIX: Final = "fd_"
 _NAME: Final = re.compile(r"[a-z0-9_+]+")
@@ -72,9 +72,9 @@ def shielded(action: Callable[[], Any]) -> Any:
 
 def _hint_for(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"install what provides {error.name}; if the plugin needs it, its pyproject.toml has to say so"
+        return f"install the package that provides {error.name}; add it to the pyproject.toml of a plugin that needs it"
     if isinstance(error, (ImportError, AttributeError)):
-        return "correct the name, or install the version that has it"
+        return "correct the name, or install a version that has it"
     return OWN_CODE
 
 
@@ -82,14 +82,14 @@ def check_module(module: object) -> None:
     """Reject a plugin that was built for another contract or implements an unknown hook; `StrangerError`."""
     if not isinstance(module, ModuleType):
         hint = f"in pyproject.toml, [project.entry-points.{ENTRY_POINT_GROUP}], write the module without `:`"
-        raise StrangerError(f"the entry point names {described(module)}; it must name a module", hint)
+        raise StrangerError(f"the entry point must be a module, got {described(module)}", hint)
     version = getattr(module, "FD_CONTRACT", None)
     if version is None:
         cause = f"{module.__name__} declares no FD_CONTRACT; this fd_core implements {CONTRACT_VERSION}"
-        raise StrangerError(cause, f"write FD_CONTRACT = {CONTRACT_VERSION} there once it keeps that contract")
+        raise StrangerError(cause, f"set FD_CONTRACT = {CONTRACT_VERSION} there once it implements that contract")
     if type(version) is not int or version != CONTRACT_VERSION:
         cause = f"it was built for contract {version!r}; this fd_core implements {CONTRACT_VERSION}"
-        raise StrangerError(cause, "install the version of the plugin, or of fd-core, that matches the other")
+        raise StrangerError(cause, "install matching versions of the plugin and of fd-core")
     known = {name for name in vars(hookspecs) if name.startswith(_HOOK_PREFIX)}
     for name, value in vars(module).items():
         if not callable(value):
@@ -99,27 +99,31 @@ def check_module(module: object) -> None:
             continue
         hook = (marker or {}).get("specname") or name
         if hook not in known:
-            hint = "correct the spelling; a newer hook needs a newer fd-core; helpers must not begin with fd_"
-            raise StrangerError(f"{hook} is not a hook; there are {', '.join(sorted(known))}", hint)
+            hint = (
+                "correct the spelling; a newer hook requires a newer fd-core; names of helpers must not start with fd_"
+            )
+            raise StrangerError(f"{hook} is not a hook; the hooks are {', '.join(sorted(known))}", hint)
         if marker is None:
-            raise StrangerError(f"{name} is not marked with fd_core.hookspecs.hookimpl", "put @hookimpl above it")
+            raise StrangerError(f"{name} is not marked with fd_core.hookspecs.hookimpl", "decorate it with @hookimpl")
 
 
 def checked_entries(hook: str, answer: object) -> list[Entry]:
     """Return the result of a hook if it is a sequence of valid entries. Raises `StrangerError`."""
-    hint = f"let {hook} return a list of Entry(name, 'package.module:Class', 'one line for lists')"
+    hint = f"return a list of Entry(name, 'package.module:Class', 'one line for lists') from {hook}"
     if not isinstance(answer, Sequence) or isinstance(answer, str):
-        raise StrangerError(f"{hook} returned {described(answer)} instead of a sequence of Entry", hint)
+        raise StrangerError(f"{hook}: expected a sequence of Entry, got {described(answer)}", hint)
     entries: list[Entry] = []
     for item in answer:
         if not isinstance(item, Entry):
-            raise StrangerError(f"{hook} returned a sequence with {described(item)} instead of an Entry", hint)
+            raise StrangerError(f"{hook}: expected an Entry in the sequence, got {described(item)}", hint)
         if not isinstance(item.name, str) or not _NAME.fullmatch(item.name):
-            raise StrangerError(f"{hook}: name {item.name!r} may have lower case, digits, _ and + only", hint)
+            raise StrangerError(f"{hook}: name {item.name!r} must consist of lower case letters, digits, _ and +", hint)
         if not isinstance(item.target, str) or not _TARGET.fullmatch(item.target):
-            raise StrangerError(f"{hook}: target {item.target!r} of {item.name} is not package.module:Class", hint)
+            raise StrangerError(
+                f"{hook}: target of {item.name}: expected package.module:Class, got {item.target!r}", hint
+            )
         if not isinstance(item.summary, str):
-            cause = f"{hook}: summary of {item.name} is {described(item.summary)} instead of a line"
+            cause = f"{hook}: summary of {item.name}: expected one line, got {described(item.summary)}"
             raise StrangerError(cause, hint)
         entries.append(item)
     return entries
@@ -158,7 +162,7 @@ _BUILTIN_MODULES: Final = (
 )
 
 _IN_FILE: Final = "in the file"
-"""In place of a distribution's name."""
+"""Placeholder for a distribution's name."""
 _FILE_MODULE: Final = "fd_core_file_"
 _FILE_TARGET: Final = re.compile(r"\.py:[A-Za-z_]\w*$")
 
@@ -168,7 +172,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """A kind of thing that plugins offer."""
+    """A kind of implementation that plugins offer."""
 
     word: str
     plural: str
@@ -177,7 +181,7 @@ class Kind(Generic[T]):
     """Module below `fd_core` and class that its targets must derive from."""
     flag: str
     files: bool = False
-    """True if a class in a file, `FILE.py:Class`, may replace a name; only for names that just the user gives."""
+    """True if a class in a file, `FILE.py:Class`, may replace a name; only for names that only the user sets."""
 
     @property
     def hook(self) -> str:
@@ -316,7 +320,9 @@ class PluginOffer:
             raise StrangerError(f"{self.entry.target} is not a subclass of {self.kind.base}", hint)
         if inspect.isabstract(cls) and self.origin.distribution == _IN_FILE:
             missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-            raise StrangerError(f"{self.entry.target} has no {missing}", f"write it as {self.kind.base} says")
+            raise StrangerError(
+                f"{self.entry.target} has no {missing}", f"implement it as described in {self.kind.base}"
+            )
         return cls
 
     def _ask(self) -> Availability:
@@ -324,7 +330,7 @@ class PluginOffer:
 
         answer = self._import().probe()
         if not isinstance(answer, Availability):
-            cause = f"{self.entry.target}.probe returned {described(answer)} instead of an Availability"
+            cause = f"{self.entry.target}.probe: expected an Availability, got {described(answer)}"
             raise StrangerError(cause, "return Availability(True or False, the reason in one line)")
         return answer
 
@@ -358,7 +364,7 @@ class Plugins:
         self.origins: list[Origin] = []
         """Plugins that were registered."""
         self.problems: list[Problem] = []
-        """Why plugins and names were left out."""
+        """Why plugins and names are not usable."""
 
     @classmethod
     def discover(cls, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> Plugins:
@@ -401,12 +407,12 @@ class Plugins:
         for problem in self.problems:
             if problem.concerns(kind, name):
                 raise PluginError(f"{kind.word} {name} cannot be used: {problem}", field=kind.flag, hint=problem.hint)
-        hint = f"there are: {', '.join(sorted(usable)) or 'none'}"
+        hint = f"available: {', '.join(sorted(usable)) or 'none'}"
         if kind.files and name.endswith(".py"):
-            hint += f"; a class in a file is {name}:Class"
+            hint += f"; for a class in a file use {name}:Class"
         if _plugin_of(name) in KNOWN_PLUGINS:
             hint += f"; `fdcore install {_plugin_of(name)}` installs the plugin"
-        raise PluginError(f"there is no {kind.word} called {name!r}", field=kind.flag, hint=hint)
+        raise PluginError(f"unknown {kind.word} {name!r}", field=kind.flag, hint=hint)
 
     def load(self, kind: Kind[T], name: str) -> type[T]:
         """Import the class called `name`. Raises `PluginError` with the distribution and the cause."""
@@ -419,9 +425,9 @@ class Plugins:
         offer = self.find(BACKEND, name)
         availability = offer.probe()
         if not availability.available:
-            hint = "leave out --backend to take the best that can run; `fdcore env` says of each whether it can"
+            hint = "omit --backend to use the best available one; `fdcore env` lists which can run here"
             raise PluginError(f"backend {name} cannot run here: {availability.reason}", field="--backend", hint=hint)
-        return ChosenBackend(name, offer.load(), f"asked for by name; {availability.reason}")
+        return ChosenBackend(name, offer.load(), f"selected by name; {availability.reason}")
 
     def _best_backend(self) -> ChosenBackend:
         available: list[tuple[int, str, type[Backend], str]] = []
@@ -458,7 +464,7 @@ class Plugins:
             self.problems.append(Problem(origin, str(error), error.hint))
             return
         except (pluggy.PluginValidationError, ValueError) as error:
-            hint = "give the hook the arguments that it has in fd_core/hookspecs.py, and each module one entry point"
+            hint = "use the hook arguments of fd_core/hookspecs.py, and one entry point per module"
             self.problems.append(Problem(origin, " ".join(str(error).split()), hint))
             return
         self.origins.append(origin)
@@ -477,7 +483,7 @@ class Plugins:
                 if len(offers) > 1:
                     givers = " and ".join(offer.origin.distribution for offer in offers)
                     cause = f"the {kind.word} name {name!r} is offered by {givers}"
-                    hint = "uninstall one of them, or give your own another name"
+                    hint = "uninstall one of them, or rename your own"
                     self.problems.append(Problem(offers[-1].origin, cause, hint, kind, name))
 
 
@@ -518,13 +524,13 @@ def _import_target(target: str) -> Any:
 def _module_of_file(path: Path) -> ModuleType:
     """Import a file that is in no package, once."""
     if not path.is_file():
-        raise StrangerError(f"there is no file {path}", "write FILE.py:Class with the path of a file that is there")
+        raise StrangerError(f"file {path} does not exist", "use FILE.py:Class with the path of an existing file")
     name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise StrangerError(f"{path} cannot be imported", "write FILE.py:Class with the path of a file of Python")
+        raise StrangerError(f"{path} cannot be imported", "use FILE.py:Class with the path of a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Classes with annotations, such as dataclasses, look their module up.
+    # Classes with annotations, such as dataclasses, look up their module.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

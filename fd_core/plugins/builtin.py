@@ -11,14 +11,14 @@ FD_CONTRACT = 1
 def fd_register_connectors() -> list[Entry]:
     """Offer `tcp`, `shared_memory` and `kv_store`."""
     module = "fd_core.disagg.connectors"
-    about = "memory that both workers map; on one host"
+    about = "shared memory of both workers on one host"
     return [
-        Entry("tcp", f"{module}.tcp:TCPConnector", "behind the messages, through their connection"),
+        Entry("tcp", f"{module}.tcp:TCPConnector", "after the messages, on the same connection"),
         Entry("shared_memory", f"{module}.shared_memory:SharedMemoryConnector", about),
         Entry(
             "kv_store",
             f"{module}.kv_store:KVStoreConnector",
-            "the KV store behind --kv-store, which both workers reach",
+            "the KV store of --kv-store, which both workers use",
         ),
     ]
 
@@ -33,10 +33,10 @@ def fd_register_router_policies() -> list[Entry]:
         Entry("power_of_two", f"{module}:PowerOfTwo", "the less loaded of two random workers"),
         Entry("request_num", f"{module}:RequestNum", "the fewest requests"),
         Entry("process_tokens", f"{module}:ProcessTokens", "the fewest prompt tokens still to compute"),
-        Entry("metrics_score", f"{module}:MetricsScore", "the fewest running and weighed waiting requests"),
+        Entry("metrics_score", f"{module}:MetricsScore", "the fewest requests, waiting ones weighted"),
         Entry("cache_aware", f"{module}:CacheAware", "the longest cached prefix, weighed against load"),
         Entry("prefix_hash", f"{module}:PrefixHash", "consistent hashing of prefixes, bounded by load"),
-        Entry("session", f"{module}:SessionAffinity", "the worker that the session had before"),
+        Entry("session", f"{module}:SessionAffinity", "the previous worker of the session"),
     ]
 
 

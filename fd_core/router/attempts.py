@@ -1,4 +1,4 @@
-"""Decisions on one request: its worker, the blame for a failure, retries on another worker, the response to the client.
+"""Decisions on one request: its worker, the attribution of failures, retries on another worker, and the response.
 
 Gateways only transfer requests and responses; `Attempts` interprets the outcomes and makes every decision. Pure.
 """
@@ -14,7 +14,7 @@ from fd_core.types import PrefillOutcome
 _Answer = TypeVar("_Answer")
 
 _BUSY: Final = frozenset({429, 503})
-"""Statuses of a worker that has no room: it is not at fault, and another worker may have room."""
+"""HTTP statuses of a worker that is full: it is not at fault, and another worker may have room."""
 _BROKEN: Final = frozenset({500, 502, 504})
 _NOT_FOUND: Final = 404
 _AT_FAULT: Final[frozenset[PrefillOutcome]] = frozenset({"lost", "expired", "damaged"})
@@ -22,12 +22,12 @@ _AT_FAULT: Final[frozenset[PrefillOutcome]] = frozenset({"lost", "expired", "dam
 
 
 def is_refusal(status: int) -> bool:
-    """Return True if another worker might not give an answer with this HTTP status."""
+    """Return True if a retry on another worker may avoid this HTTP status."""
     return status == _NOT_FOUND or status in _BUSY or status in _BROKEN
 
 
 class Attempts(Generic[_Answer]):
-    """The attempts of one request, on one worker after the other until one answers.
+    """The attempts of one request, on one worker after the other until one responds.
 
     attempts = Attempts(router, request)
     selection = attempts.first(now, rng)
@@ -57,12 +57,12 @@ class Attempts(Generic[_Answer]):
     def selection(self) -> Selection:
         """The attempt that was chosen last."""
         if self._selection is None:
-            raise RuntimeError("nobody has been chosen for this request")
+            raise RuntimeError("no worker has been chosen for this request")
         return self._selection
 
     @property
     def result(self) -> _Answer | NoWorker:
-        """Response to the client if no worker answers: the last refusal of a worker, otherwise why none is tried."""
+        """Response to the client if all attempts failed: the last rejection by a worker, else the router's reason."""
         if self._kept is not None:
             return self._kept
         if self._none is None:
@@ -82,7 +82,7 @@ class Attempts(Generic[_Answer]):
             self._router.failed(selection, selection.prefill, now)
 
     def refused(self, status: int, answer: _Answer, now: float, *, no_model: bool = False) -> bool:
-        """It refused before its first byte, for lack of the model if `no_model`; return whether to ask another."""
+        """Record a rejection before the first byte (`no_model`: unknown model); return True to try another worker."""
         if status in _BROKEN:
             self._router.failed(self.selection, self.selection.decode, now)
         elif status in _BUSY or (status == _NOT_FOUND and no_model):
@@ -94,15 +94,15 @@ class Attempts(Generic[_Answer]):
         return True
 
     def began(self) -> None:
-        """The first bytes of the answer are sent to the client: no other worker will be tried."""
+        """Record that the first bytes of the answer are sent to the client: no other worker will be tried."""
         self.selection.first_token()
 
     def lost(self, now: float, *, severe: bool = False) -> None:
-        """Its answer broke off, or never began; `severe` if it could not even be reached."""
+        """Record that the worker was lost before or during its answer; `severe` if it was unreachable."""
         self._router.failed(self.selection, self.selection.decode, now, severe=severe)
 
     def ended(self, status: int, now: float) -> None:
-        """Its answer is complete; one that refuses the request has computed nothing."""
+        """Record that its answer is complete; an error response has computed nothing."""
         if status < 400:
             self._router.served(self.selection, now)
 
@@ -115,23 +115,23 @@ class Attempts(Generic[_Answer]):
 
 
 class Unreached:
-    """Start of the time in which health checks could not reach an address, and the fate of requests pending there."""
+    """Tracks since when health checks cannot reach an address, to decide when requests pending there time out."""
 
     def __init__(self, patience: float) -> None:
-        """`patience`: seconds after which answers that have begun are given up."""
+        """`patience`: seconds after which answers that have begun are ended."""
         self._patience = patience
         self._since: dict[str, float] = {}
 
     def reached(self, url: str) -> None:
-        """A check reached the worker, with success or not, or is inconclusive."""
+        """Record that a check reached the worker, with success or not, or was inconclusive."""
         self._since.pop(url, None)
 
     def missed(self, url: str, begun: float, now: float) -> bool:
-        """Return True if answers that began are given up after a check started at `begun` reached no server."""
+        """Record that a check started at `begun` failed to connect; return True if answers that began should end."""
         return now - self._since.setdefault(url, begun) >= self._patience
 
     def forget(self) -> None:
-        """Restart the measurement: it was this process that was suspended."""
+        """Restart the measurement, because this process was suspended."""
         self._since.clear()
 
     def keep(self, urls: set[str]) -> None:

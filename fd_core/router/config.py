@@ -51,7 +51,7 @@ class RouterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", for
     hit_ratio_weight: Annotated[float, Range(0, math.inf)] = 1.0
     """Weight of the prompt tokens that a worker would have to compute, for the policy `cache_aware`."""
     load_balance_weight: Annotated[float, Range(0, math.inf)] = 1.0
-    """Weight of what a worker still has to compute for other requests, for the policy `cache_aware`."""
+    """Weight of the tokens that a worker must still compute for other requests, for the policy `cache_aware`."""
     waiting_weight: Annotated[float, Range(0, math.inf)] = 1.0
     """Weight of a request that waits for its first token, where a running one has 1, for the policy `metrics_score`."""
     prefix_hash_blocks: Annotated[int, Range(1)] = 1
@@ -67,7 +67,7 @@ class RouterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", for
     health_check_interval_secs: Annotated[float, Range(0, _DAY, above=True)] = 5.0
     """Seconds between two health checks of a worker."""
     health_check_endpoint: Annotated[str, Prefix("/")] = "/health"
-    """Path that health checks ask for."""
+    """Path of health checks."""
     circuit_failure_threshold: Annotated[int, Range(1)] = 3
     """Requests in a row that have to fail on a worker before its circuit breaker opens."""
     circuit_open_secs: Annotated[float, Range(0, math.inf, above=True)] = 1.0
@@ -96,12 +96,12 @@ def router_config(settings: Mapping[str, Any]) -> RouterConfig:
     for key, value in settings.items():
         table = value if key in SECTIONS else {key: value}
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{key} is {value!r:.60}; it is a table of settings", field=key)
+            raise ConfigError(f"{key} is {value!r:.60}; expected a table of settings", field=key)
         for name, setting in table.items():
             name = str(name).replace("-", "_")
             if name in flat:
                 key = name.replace("_", "-")
-                raise ConfigError(f"{key} is set twice", field=key, hint="leave one of them out")
+                raise ConfigError(f"{key} is set twice", field=key, hint="remove one of them")
             flat[name] = setting
     return make_settings(RouterConfig, flat)
 
@@ -116,7 +116,7 @@ class GatewayConfig(ListenConfig, frozen=True, kw_only=True):
     decode: tuple[str, ...] = ()
     """Addresses of decode workers."""
     transfer_secret_file: str | None = None
-    """File with the secret that prefill and decode workers share with the router; None uses the user's own."""
+    """File with the secret that prefill and decode workers share with the router; None uses one in the cache folder."""
     worker_api_keys: tuple[str, ...] = ()
     """API keys of the workers; the first one is sent."""
     worker_ca_certs: str | None = None
@@ -128,7 +128,7 @@ class GatewayConfig(ListenConfig, frozen=True, kw_only=True):
     router_secret: str = ""
     """Secret that workers have to send to register; if it is empty no worker can."""
     connect_seconds: Annotated[float, Range(0, _DAY, above=True)] = 3.0
-    """Seconds within which a connection to a worker has to be made."""
+    """Timeout for connecting to a worker, in seconds."""
     read_seconds: Annotated[float, Range(0, _DAY, above=True)] = 600.0
     """Seconds for which a worker may be silent within one request."""
     unreachable_seconds: Annotated[float, Range(0, _DAY, above=True)] = 20.0

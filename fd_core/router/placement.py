@@ -112,7 +112,7 @@ class Placer:
             return pools
         if limit := self.config.max_requests_per_worker:
             free = _where(pools, lambda pool: (self.loads.at(pool.places)[0] < limit).tolist())
-            if {*_modes(pools)}.isdisjoint(_modes(free)):  # decode workers are not to pay for a full prefill side
+            if {*_modes(pools)}.isdisjoint(_modes(free)):  # a full prefill side must not overload decode workers
                 return NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
             pools = free
         options = [PARTS[mode] for mode in _modes(pools)]
@@ -147,7 +147,7 @@ class Placer:
         self._until = min((one.until for one in circuits if one.state == "open" and one.until > now), default=math.inf)
 
     def _untried(self, request: RouteRequest, tried: frozenset[str], now: float) -> Pools | NoWorker:
-        """Return the healthy workers on which the request has not failed, without those that leave if others stay."""
+        """Return the healthy workers on which the request has not failed; draining ones only if no other is left."""
         kept = self._kept.get(request.model) if request.home is None else None
         if kept is not None and not tried:
             return kept[1]
@@ -210,10 +210,10 @@ class Placer:
             return pool.members[candidates.index(chosen)], chosen
         except ValueError:
             what = f"router policy {self.config.policy_of(role)} chose {chosen!r:.200}"
-            raise PluginError(f"{what}, which is not one of the candidates") from None
+            raise PluginError(f"{what}, which is not a candidate") from None
 
     def _held(self, request: RouteRequest, keys: tuple[bytes, ...], now: float) -> Numbers:
-        """Return how many leading blocks each worker holds by its reports, or served if it reports none."""
+        """Return the leading blocks that each worker reports to hold, or served if it does not report."""
         if not request.tokenized or request.salt or self._adapter(request) or not len(self.reported_kv):
             return self.index.match(keys, now)
         told, silent = self.reported_kv.leading_tokens(HashedPrompt(request.tokens, self.hasher, keys))
@@ -227,7 +227,7 @@ class Placer:
 
 
 def _serving(model: str, pools: Mapping[Role, list[Member]]) -> dict[Role, list[Member]]:
-    """Return the workers without those that would refuse `model`, if some worker is known to serve it."""
+    """Return the workers without those that would reject `model`, if some worker is known to serve it."""
 
     def named(role: Role) -> bool:
         return any(one.models is not None and model in one.models for one in pools[role])

@@ -202,7 +202,7 @@ class RouterPolicy(abc.ABC):
         """Forget an incarnation that was lost or replaced."""
 
     def sweep(self, now: float) -> None:  # noqa: B027 - most policies keep no state
-        """Forget what has expired; called every `eviction-interval-secs`."""
+        """Forget expired state; called every `eviction-interval-secs`."""
 
 
 def least(
@@ -356,12 +356,12 @@ class Expiring(Generic[Key, Value]):
 
 
 _MISSING_WEIGHT: Final = 6
-"""Cost of a prompt token that a worker has to compute, where a token that others wait for there costs 1. The token
-takes its own time, its block evicts another one, and both are paid again when the conversation goes on. Between 4 (the
-first token is soonest) and 8 (the most hits) the choice is flat on recorded conversations, see
-`benchmarks/NOTES.md`."""
+"""Cost of a prompt token to compute, relative to a queued token of other requests. A computed token takes time and its
+block evicts another one, and both costs recur when the conversation continues. On recorded conversations the results
+are flat between 4 (earliest first token) and 8 (most hits), see `benchmarks/NOTES.md`.
+"""
 _REQUEST_TOKENS: Final = 256
-"""Prompt tokens that slow other requests of a worker down as much as one request that decodes there."""
+"""Load of one decoding request, in prompt tokens that slow the worker down equally."""
 
 
 class CacheAware(RouterPolicy):
@@ -453,7 +453,7 @@ def _places_of_urls(workers: tuple[RouterWorker, ...]) -> dict[str, int]:
 
 
 def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return numbers of which each bit depends on all bits of the one given (SplitMix64, Steele and others 2014)."""
+    """Return mixed numbers: each bit depends on all bits of the input (SplitMix64, Steele and others 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
     return numbers ^ (numbers >> np.uint64(31))

@@ -1,7 +1,7 @@
-"""Index of the workers that hold a block, by what they served or report: one integer per block, one bit per worker.
+"""Index of the workers that hold a block, served or reported: one integer per block, one bit per worker.
 
-Each engine of a worker that has several is a worker here. So a prompt is compared with what a thousand workers hold in
-a few operations a block, and not once for each worker.
+Each engine of a worker that has several is a worker here. So a prompt is compared with the blocks of a thousand workers
+in a few operations per block, not once per worker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Holders:
         return 1 << self._places.of(worker)
 
     def add(self, bit: int, keys: Iterable[bytes]) -> None:
-        """The worker with this `bit` holds blocks that it did not hold."""
+        """Record that the worker with this `bit` holds blocks that it did not hold."""
         of = self._of
         for key in keys:
             others = of.get(key)
@@ -47,7 +47,7 @@ class Holders:
             of[key] = bit if others is None else others | bit
 
     def discard(self, bit: int, keys: Iterable[bytes]) -> None:
-        """The worker with this `bit` holds blocks no longer; those that it did not hold change nothing."""
+        """Record that the worker with this `bit` no longer holds blocks; blocks that it did not hold are ignored."""
         of = self._of
         for key in keys:
             holders = of.get(key, 0)
@@ -138,7 +138,7 @@ class PrefixIndex:
         return sum(map(len, self._held.values()))
 
     def record(self, worker: RouterWorker, keys: Sequence[bytes], now: float) -> None:
-        """`worker` served a prompt of these blocks."""
+        """Record that `worker` served a prompt of these blocks."""
         if not keys:
             return
         self.sweep(now)
@@ -230,7 +230,7 @@ class PrefixesInFlight:
         self._holders.add(self._holders.bit(worker), new)
 
     def end(self, worker: RouterWorker, keys: tuple[bytes, ...]) -> None:
-        """A prompt of `worker` that began has ended, with success or not."""
+        """Record the end, with success or not, of a prompt that was assigned to `worker`."""
         if not keys:
             return
         nodes = self._nodes[worker]
@@ -311,9 +311,9 @@ class ReportedKV:
     def begin(self, worker: RouterWorker, block_size: int, instance: str, engines: int = 1) -> bool:
         """Begin the reports of `instance`; return True if it is the worker's process. `ValueError` for bad numbers."""
         if not 1 <= block_size <= MAX_BLOCK_SIZE:
-            raise ValueError(f"it has blocks of {block_size} tokens")
+            raise ValueError(f"invalid block size of {block_size} tokens")
         if not 1 <= engines <= MAX_ENGINES:
-            raise ValueError(f"it has {engines} engines")
+            raise ValueError(f"invalid number of engines: {engines}")
         member = self._registry.member(worker)
         if member is None or member.instance not in (None, instance):
             return False
@@ -333,13 +333,13 @@ class ReportedKV:
         if mirrors is None:
             return False
         if not 0 <= event.engine < len(mirrors):
-            raise ValueError("it reported blocks of an engine that it does not have")
+            raise ValueError("it reported blocks of an unknown engine")
         mirrors[event.engine].apply(event)
         self._num_events[worker] = self.num_events(worker) + 1
         return True
 
     def end(self, worker: RouterWorker) -> None:
-        """Forget the blocks of `worker`: it reports no more."""
+        """Forget the blocks of `worker`, which stopped reporting."""
         self._found = None
         for mirror in self._mirrors.pop(worker, ()):
             mirror.clear()
@@ -421,11 +421,11 @@ class _Mirror:
     def _store(self, event: Stored) -> None:
         parent = self._root if event.parent == BEGINNING else self._names.get(event.parent)
         if parent is None:
-            raise ValueError("it reported blocks that follow a block which it does not hold")
+            raise ValueError("it reported blocks whose preceding block it does not hold")
         if not event.keys or len(event.tokens) != len(event.keys) * self.block_size * TOKEN_BYTES:
             raise ValueError("it reported blocks without all their tokens")
         if len(self._names) + len(event.keys) > self._capacity:
-            raise ValueError(f"it holds more than the {self._capacity:,} blocks of max-index-blocks")
+            raise ValueError(f"it reported more blocks than max-index-blocks ({self._capacity:,})")
         tokens = np.frombuffer(event.tokens, f"<i{TOKEN_BYTES}")
         chain: list[bytes] = []
         self._hasher.extend(chain, parent, tokens, len(tokens))

@@ -2,7 +2,7 @@
 
 selection = router.select(request, now, rng)      # Selection, or NoWorker
 with selection:                                   # releases at the end, also after an error
-    router.prefilled(selection, now)              # for a pair: its prefill side did its part, or failed, or declined
+    router.prefilled(selection, now)              # for a pair: its prefill side succeeded, failed or declined
     ...                                           # stream; selection.first_token() before its first byte goes out
     router.served(selection, now)                 # or router.failed(selection, worker, now)
 selection = router.retry(selection, now, rng)     # after a failure: another worker, only before the first byte
@@ -85,7 +85,7 @@ class Router:
         return worker
 
     def deregister(self, url: str, now: float) -> RouterWorker | None:
-        """Drain a worker: it gets no more requests and leaves after its last one. None if no worker has the address."""
+        """Drain a worker: it gets no new requests and leaves after its last one. None if no worker has the address."""
         worker = self.registry.deregister(url, now)
         if worker is not None and self._loads.of(worker) == IDLE:
             self._on_idle(worker)
@@ -138,9 +138,9 @@ class Router:
     def retry(self, selection: Selection, now: float, rng: float) -> Selection | NoWorker:
         """Choose again among workers not tried, after an attempt that was released; otherwise raises `RuntimeError`."""
         if not selection.released:
-            raise RuntimeError("the failed attempt must be released before the next one is chosen")
+            raise RuntimeError("release the failed attempt before choosing the next one")
         if selection.started:
-            return self._refuse(NoWorker("answer_started", "the worker failed while it answered", None))
+            return self._refuse(NoWorker("answer_started", "the worker failed after its answer had begun", None))
         if selection.failures >= _FAILURES:
             return self._refuse(NoWorker("failed_twice", "two workers failed on this request", None))
         if selection.attempt >= self.config.max_attempts:
@@ -155,11 +155,11 @@ class Router:
     def prefilled(self, selection: Selection, now: float) -> None:
         """Record the prefix for the prefill side, even if the answer fails; `ValueError` if there is no pair."""
         if selection.mode != "pd":
-            raise ValueError("a mixed worker has no prefill side of its own")
+            raise ValueError("a mixed worker has no separate prefill side")
         self._did_well(selection, selection.prefill, now)
 
     def served(self, selection: Selection, now: float) -> None:
-        """Record the prefix for the worker that answered: it succeeded, so workers that failed before are to blame."""
+        """Record the prefix for the worker that succeeded; workers that failed before are then at fault."""
         if self._did_well(selection, selection.decode, now):
             for suspect in selection.suspects:
                 member = self.registry.member(suspect)
@@ -167,11 +167,11 @@ class Router:
                     member.circuit.convict(now)
 
     def declined(self, selection: Selection, worker: RouterWorker) -> None:
-        """Record that `worker` had no room or serves another model: it is not at fault, but a retry avoids it."""
+        """Record that `worker` was full or serves another model: it is not at fault, but a retry avoids it."""
         self._judge(selection, worker, "declined")
 
     def failed(self, selection: Selection, worker: RouterWorker, now: float, *, severe: bool = False) -> None:
-        """Record that `worker`, one of the selection's, failed; `severe` if it cannot even be reached.
+        """Record that `worker`, one of the selection's, failed; `severe` if it was unreachable.
 
         A worker that was reached may have failed because of the request, so its breaker counts it only if another
         worker `served` the same request: a request that fails everywhere makes no worker unselectable.
@@ -326,7 +326,7 @@ class Router:
         return self._by_role[worker.role], self._by_worker.setdefault(worker, SelectionCounts())
 
 
-_PROMPT_BLOCKS: Final = counter("prompt_blocks", "Prompt blocks looked up in what workers hold.")
+_PROMPT_BLOCKS: Final = counter("prompt_blocks", "Prompt blocks looked up in the prefix index.")
 _HIT_BLOCKS: Final = counter("hit_blocks", "Prompt blocks that the chosen worker was believed to hold.")
 
 
@@ -334,29 +334,27 @@ class SelectionCounts(msgspec.Struct):
     """Outcomes of selections, of one worker or of all workers of a role; every count only grows."""
 
     selected: Annotated[int, counter("selected", "Attempts given to the worker.")] = 0
-    served: Annotated[int, counter("served", "Attempts whose answer ended well.")] = 0
+    served: Annotated[int, counter("served", "Attempts that succeeded.")] = 0
     failed: Annotated[int, counter("failed", "Attempts that failed.")] = 0
     declined: Annotated[
-        int, counter("declined", "Attempts that the worker had no room for, or whose model it does not serve.")
+        int, counter("declined", "Attempts rejected because the worker was full or does not serve the model.")
     ] = 0
     unused: Annotated[
         int,
         counter(
-            "unused", "Answers that ended well without this prefill worker: the decode worker had the prompt's KV."
+            "unused", "Answers that did not need this prefill worker, because the decode worker had the prompt's KV."
         ),
     ] = 0
     left: Annotated[
         int,
-        counter(
-            "left", "Attempts that ended without a verdict, as when a client leaves or the pair's other side fails."
-        ),
+        counter("left", "Attempts without a verdict, as when a client disconnects or the pair's other side fails."),
     ] = 0
     prompt_blocks: Annotated[int, _PROMPT_BLOCKS] = 0
     hit_blocks: Annotated[int, _HIT_BLOCKS] = 0
 
 
 OUTCOMES: Final = ("served", "failed", "declined", "unused", "left")
-"""Fields of `SelectionCounts` of which each ended attempt is in one."""
+"""Fields of `SelectionCounts`; each ended attempt counts in exactly one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +372,7 @@ class WorkerSnapshot:
     """Blocks of prompts that the worker served, of the router's block size."""
     held_blocks: int | None
     """Blocks that the worker reports to hold, of the worker's block size; None if it does not report."""
-    kv_events: Annotated[int, counter("kv_events", "KV events taken from the worker.")]
+    kv_events: Annotated[int, counter("kv_events", "KV events received from the worker.")]
     kv_port: int | None
     """Port on which a prefill worker listens for decode workers, if it named one."""
     unfit: str
@@ -404,7 +402,7 @@ class WorkerSnapshot:
     @property
     def reported_blocks(
         self,
-    ) -> Annotated[int, gauge("held_blocks", "KV blocks, of the worker's own size, that the worker reports to hold.")]:
+    ) -> Annotated[int, gauge("held_blocks", "KV blocks, of the worker's size, that the worker reports to hold.")]:
         """Blocks that the worker reports to hold; 0 if it does not report."""
         return self.held_blocks or 0
 
@@ -423,10 +421,10 @@ class RouterSnapshot:
     modes: Annotated[
         dict[Mode, int], counter("attempts", "Attempts on a mixed worker, a pair or a decode worker.", label="mode")
     ]
-    refused: Annotated[dict[str, int], counter("refused", "Requests that got no worker, by reason.", label="reason")]
-    retries: Annotated[int, counter("retries", "Attempts on another worker after one that failed.")]
+    refused: Annotated[dict[str, int], counter("refused", "Requests without a worker, by reason.", label="reason")]
+    retries: Annotated[int, counter("retries", "Attempts on another worker after a failed one.")]
     faults: Annotated[
-        int, counter("faults", "Releases and verdicts that came twice or too late: 0 if the gateway is right.")
+        int, counter("faults", "Duplicate or late releases and verdicts: 0 unless the gateway has a bug.")
     ]
 
     @property

@@ -26,7 +26,7 @@ class Places:
     def __init__(self) -> None:
         self._of: dict[Hashable, int] = {}
         self._free: list[int] = []
-        """Free indices, a heap: there are no more indices than there were workers at one time."""
+        """Free indices, as a heap, so that there are at most as many indices as workers at one time."""
 
     def __len__(self) -> int:
         """Length of arrays with one element for every index."""
@@ -54,7 +54,7 @@ class Places:
 class WorkerLoad(msgspec.Struct, frozen=True):
     """The load of one incarnation, or the part of one selection."""
 
-    requests: Annotated[int, gauge("requests", "Requests in flight: given to a worker and not ended.")] = 0
+    requests: Annotated[int, gauge("requests", "Requests in flight: assigned to the worker and not ended.")] = 0
     waiting: Annotated[int, gauge("requests_waiting", "Requests in flight whose answer has not begun.")] = 0
     prefill_tokens: Annotated[
         int,
@@ -91,7 +91,7 @@ class WorkerLoads:
         """The same by field and index."""
         self._on_idle = on_idle
         self.faults = 0
-        """Duplicate or late releases and verdicts: always 0 if the callers are right."""
+        """Duplicate or late releases and verdicts: 0 unless a caller has a bug."""
 
     def of(self, worker: RouterWorker) -> WorkerLoad:
         """Return the load of one incarnation, also of one that was lost."""
@@ -155,7 +155,7 @@ class RouteRequest:
     """Length of the prompt for the accounting, in tokens; None counts `tokens`."""
     model: str | None = None
     tokenized: bool = True
-    """True if `tokens` are token ids of the workers, False for numbers that the gateway made up."""
+    """True if `tokens` are token ids of the workers, False for numbers that the gateway derived from the text."""
     output_tokens: int = 0
     """Most tokens of all answers together, if the request limits them."""
     home: RouterWorker | None = None
@@ -166,7 +166,7 @@ class RouteRequest:
             raise BadRequest("the prompt has no tokens", field="prompt", hint="send at least one token")
         frozen(self.tokens)
         if self.prefill_tokens is not None and self.prefill_tokens < 0:
-            raise BadRequest(f"prefill_tokens is {self.prefill_tokens}, it cannot be negative", field="prompt")
+            raise BadRequest(f"prefill_tokens={self.prefill_tokens} is negative; expected at least 0", field="prompt")
 
     @property
     def length(self) -> int:
@@ -215,9 +215,9 @@ class Selection:
     """Port from which the decode worker of a pair takes the KV of the prompt; None where there is no pair."""
     attempt: int = 1
     suspects: tuple[RouterWorker, ...] = ()
-    """Workers that failed on the request, now or earlier: they are to blame once another one answers it well."""
+    """Workers that failed on the request, now or earlier: they are at fault once another one succeeds."""
     failures: int = 0
-    """Attempts, this one included, in which the side that answers failed although it could be reached."""
+    """Attempts, this one included, in which the side that answers failed although it was reachable."""
     started: bool = False
     """True once the answer has begun; then the request may not be retried."""
     released: bool = False

@@ -35,7 +35,7 @@ class WorkerState(enum.Enum):
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
     DRAINING = "draining"
-    """Deregistered: it gets no more requests and finishes those that it has."""
+    """Deregistered: it gets no new requests and finishes running ones."""
     GONE = "gone"
 
 
@@ -64,12 +64,12 @@ class Circuit(Breaker):
             self._on_turn()
 
     def withdraw(self) -> None:
-        """The one request that was let through ended without a verdict: let another one through."""
+        """Allow another request: the one that was let through ended without a verdict."""
         if self.state == "half_open":
             self.state = "open"
 
     def convict(self, now: float) -> None:
-        """Report a failure that was the worker's own, as was learned only after the call had ended."""
+        """Record a failure that was attributed to the worker only after the call had ended."""
         self.admit(now)  # so that the failure of a trial lengthens the pause
         self.failure(now, severe=False)
 
@@ -109,9 +109,9 @@ class Member:
     def unfit(self) -> str:
         """Reason why the worker is unfit for its configured role; empty if it is fit."""
         if self.says not in (None, self.worker.role):
-            return f"it was registered as a {self.worker.role} worker and says that its role is {self.says}"
+            return f"it was registered as a {self.worker.role} worker but reports the role {self.says}"
         if self.worker.role == "prefill" and self.kv_port is None and self.state is WorkerState.HEALTHY:
-            return "it names no port from which decode workers could take the KV that it computes"
+            return "it reports no KV transfer port for decode workers"
         return ""
 
     @property
@@ -148,7 +148,7 @@ class Registry:
         """Add a worker and return it; the same process is the same incarnation. Raises `BadRequest`."""
         url = checked_url(url)
         if role not in ROLES:
-            raise BadRequest(f"there is no role {role!r}", field="role", hint=f"use one of {', '.join(ROLES)}")
+            raise BadRequest(f"unknown role {role!r}", field="role", hint=f"use one of {', '.join(ROLES)}")
         member = self._members.get(url)
         if (
             member is not None
@@ -168,7 +168,7 @@ class Registry:
         return worker
 
     def leaving(self, worker: RouterWorker) -> None:
-        """Mark `worker` as shutting down: it is chosen only if no other one can be, until it is gone."""
+        """Mark `worker` as shutting down: it is chosen only if no other one can be, until it is lost."""
         member = self.member(worker)
         if member is not None and not member.leaving:
             member.leaving = True
@@ -182,7 +182,7 @@ class Registry:
             self._changed()
 
     def idle(self, worker: RouterWorker) -> bool:
-        """Record that nothing runs on `worker`; return True if it had been draining, and so is gone."""
+        """Record that nothing runs on `worker`; return True if it was draining, and so is now removed."""
         member = self.member(worker)
         if member is None or member.state is not WorkerState.DRAINING:
             return False
@@ -255,5 +255,5 @@ def checked_url(url: str) -> str:
     scheme, separator, rest = url.strip().rstrip("/").partition("://")
     if not separator or scheme not in ("http", "https") or not rest or any(c in rest for c in "@?# \t\r\n"):
         hint = "use http://HOST:PORT, without user, query or fragment"
-        raise BadRequest(f"{url!r:.200} is not the address of a worker", field="url", hint=hint)
+        raise BadRequest(f"{url!r:.200} is not a worker URL", field="url", hint=hint)
     return f"{scheme}://{rest}"

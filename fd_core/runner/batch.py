@@ -1,4 +1,4 @@
-"""The persistent batch: what the runner remembers of each slot from step to step."""
+"""Persistent batch: the runner's state of each slot from step to step."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from fd_core.types import Admission, IntArray, StepPlan
 
 
 class PersistentBatch:
-    """Arrays over slots; only plans and what the runner samples change them."""
+    """Arrays over slots; only plans and sampled tokens change them."""
 
     def __init__(self, limits: Limits) -> None:
         slots = limits.max_num_seqs
         self._max_drafts = limits.max_drafts
         self.gen = np.zeros(slots, np.int32)
         self.length = np.zeros(slots, np.int32)
-        """Tokens of the text: those admitted and those sampled since."""
+        """Tokens of the text: admitted and sampled since."""
         self.num_drafts = np.zeros(slots, np.int32)
-        """Drafts, stored in `tokens` right after the known tokens."""
+        """Draft tokens, stored in `tokens` right after the known tokens."""
         self.tokens = np.zeros((slots, limits.max_model_len), np.int32)
         self.unsettled = np.zeros(slots, np.int32)
-        """Tokens at the end of each text that only the device knows: one of each step in flight that samples."""
+        """Trailing tokens of each text that are only on the device: one per step in flight that samples."""
         self.places = np.zeros(slots, np.int32)
-        """The place of each request's adapter, 0 for none."""
+        """Adapter slot of each request, 0 for none."""
         self.tables = np.zeros((slots, limits.blocks_per_seq), np.int32)
 
     def admit(self, admission: Admission, place: int = 0) -> None:
-        """Begin a residency: a request's time in a slot."""
+        """Place a request in its slot."""
         slot, n = admission.slot, len(admission.token_ids)
         self.gen[slot] = admission.gen
         self.length[slot] = n
@@ -42,7 +42,7 @@ class PersistentBatch:
             self.tables[grant.slot, grant.offset : grant.offset + len(grant.blocks)] = grant.blocks
 
     def advance(self, slots: IntArray) -> IntArray:
-        """Count a token that a launched step samples of each of `slots` int32[N]; return their places, int32[N]."""
+        """Count one token of a launched step for each of `slots` int32[N]; return the token positions, int32[N]."""
         begins: IntArray = self.length[slots]
         self.length[slots] = np.minimum(begins + 1, self.tokens.shape[1])
         self.num_drafts[slots] = 0
@@ -50,7 +50,7 @@ class PersistentBatch:
         return begins
 
     def settle(self, slots: IntArray, begins: IntArray, sampled: IntArray, accepted: IntArray) -> None:
-        """Settle the oldest step: from begins[i] on, the first 1 + accepted[i] of sampled int32[N, 1 + k] are kept."""
+        """Settle the oldest step: store the first 1 + accepted[i] of sampled int32[N, 1 + k] from begins[i] on."""
         limit = self.tokens.shape[1]
         self.unsettled[slots] -= 1
         for column in range(int(accepted.max(initial=-1)) + 1):
@@ -67,7 +67,7 @@ class PersistentBatch:
         return drafts
 
     def guess(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
-        """Place drafts after the known tokens: the first counts[i] of drafts[i] in slots[i], as far as they fit."""
+        """Store drafts after the known tokens: the first counts[i] of drafts[i] in slots[i], as far as they fit."""
         begin = self.length[slots]
         counts = np.minimum(counts, self.tokens.shape[1] - begin)
         for column in range(drafts.shape[1]):
@@ -76,7 +76,7 @@ class PersistentBatch:
         self.num_drafts[slots] = counts
 
     def latest(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        """Return what the last step changed of `slots` as `correct` takes it: slots, gens, lengths, drafts, tokens."""
+        """Return the last step's changes of `slots` as arguments of `correct`: slots, gens, lengths, drafts, tokens."""
         lengths, drafts = self.length[slots], self.num_drafts[slots]
         places = np.minimum(self._around(lengths), self.tokens.shape[1] - 1)
         return slots, self.gen[slots], lengths, drafts, self.tokens[slots[:, None], places]
@@ -84,7 +84,8 @@ class PersistentBatch:
     def correct(
         self, slots: IntArray, gens: IntArray, lengths: IntArray, num_drafts: IntArray, tokens: IntArray
     ) -> None:
-        """Take over what another runner has of `slots`: all int32[n], tokens int32[n, *]; other residencies stay."""
+        """Copy the state of `slots` from another runner: int32[n], tokens int32[n, *]; skips slots of another
+        generation."""
         same = self.gen[slots] == gens
         slots, lengths = slots[same], lengths[same]
         self.length[slots], self.num_drafts[slots] = lengths, num_drafts[same]
@@ -93,13 +94,13 @@ class PersistentBatch:
         self.tokens[np.broadcast_to(slots[:, None], places.shape)[inside], places[inside]] = tokens[same][inside]
 
     def _around(self, lengths: IntArray) -> IntArray:
-        """Return the places that a step may change: of 1 + k tokens before each length and of k drafts after it."""
+        """Return the positions that a step may change: 1 + k tokens before each length and k drafts after it."""
         offsets = np.arange(-1 - self._max_drafts, self._max_drafts, dtype=np.int32)
         places: IntArray = np.maximum(lengths[:, None] + offsets, np.int32(0))
         return places
 
     def guesses(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Return all drafts as `guess` takes them: slots int32[n], drafts int32[n, k], counts int32[n]."""
+        """Return all drafts as arguments of `guess`: slots int32[n], drafts int32[n, k], counts int32[n]."""
         slots = np.flatnonzero(self.num_drafts).astype(np.int32)
         counts = self.num_drafts[slots]
         places = self.length[slots][:, None] + np.arange(counts.max(initial=0))

@@ -1,4 +1,4 @@
-"""The drafters and postprocessors that come with the core, offered through the same hooks as a stranger's."""
+"""Built-in drafters and postprocessors, registered through the same hooks as those of plugins."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _MATRIX = "fd_core.runner.postprocess"
 
 @hookimpl
 def fd_register_drafters() -> list[Entry]:
-    """Offer `ngram`, `suffix` and `draft_model`."""
+    """Register `ngram`, `suffix` and `draft_model`."""
     return [
-        Entry("ngram", f"{_HERE}.lookup:NgramDrafter", "what followed the same n tokens last time"),
-        Entry("suffix", f"{_HERE}.lookup:SuffixDrafter", "what followed the longest suffix seen before"),
-        Entry("draft_model", f"{_HERE}.draft_model:DraftModelDrafter", "what a smaller model would say"),
+        Entry("ngram", f"{_HERE}.lookup:NgramDrafter", "the tokens after the latest occurrence of the same n tokens"),
+        Entry("suffix", f"{_HERE}.lookup:SuffixDrafter", "the tokens after the longest suffix that occurred before"),
+        Entry("draft_model", f"{_HERE}.draft_model:DraftModelDrafter", "the greedy continuation of a smaller model"),
     ]
 
 
 @hookimpl
 def fd_register_postprocessors() -> list[Entry]:
-    """Offer one for each framework, under its name."""
+    """Register one per framework, under its name."""
     return [
         Entry("numpy", f"{_MATRIX}.numpy_matrix:NumpyPostprocess", "for numpy arrays, those of onnxruntime among them"),
         Entry("torch", f"{_MATRIX}.torch_matrix:TorchPostprocess", "for torch on any device"),

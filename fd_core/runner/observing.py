@@ -3,8 +3,8 @@
     engine's loop                    observer's thread
     step_ended(...) --> bounded queue --> SampledStep --> Observer.observe
 
-The loop hands over values that no longer change and goes on. If the observer falls behind, steps are dropped and
-counted; what it raises is counted and logged once.
+The loop queues immutable values and continues. If the observer lags, steps are dropped and counted; its exceptions are
+counted and logged once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["Observer", "ObserverStats", "ObserverThread", "SampledRequest", "Sam
 _log = logging.getLogger(__name__)
 
 _MAX_QUEUED: Final = 1024
-"""Steps that may wait for the observer; more are dropped."""
+"""Capacity of the queue; further steps are dropped."""
 _IDLE_SECONDS: Final = 0.05
 _CLOSE_SECONDS: Final = 5.0
-"""An observer that takes longer for what waits is left behind."""
+"""Timeout in seconds to drain the queue at close."""
 
 
 class SampledRequest(msgspec.Struct, frozen=True):
@@ -39,14 +39,14 @@ class SampledRequest(msgspec.Struct, frozen=True):
 
     request_id: str
     token_ids: tuple[int, ...]
-    """Accepted drafts and one token more. Those after the end of the request's text are not delivered."""
+    """Accepted drafts and one further token. Those after the end of the request's text are not delivered."""
     drafts_proposed: int
-    """Drafts that the step was planned with."""
+    """Number of drafts in the plan."""
     drafts_accepted: int
 
 
 class SampledStep(msgspec.Struct, frozen=True):
-    """Tokens that one step sampled, without prompts. Requests of which no token was sampled are left out."""
+    """Tokens sampled in one step, without prompts. Requests without a sampled token are omitted."""
 
     epoch: int
     step: int
@@ -54,33 +54,32 @@ class SampledStep(msgspec.Struct, frozen=True):
 
 
 class Observer(abc.ABC):
-    """Made without arguments when the engine starts, then called on one thread; it may wait, and it may fail."""
+    """Observer of sampled tokens. Created without arguments when the engine starts, then called on one thread; it may
+    block and raise."""
 
     @abc.abstractmethod
     def observe(self, step: SampledStep) -> None:
-        """Receive one step. Steps arrive in order; there are gaps where the observer fell behind."""
+        """Receive one step. Steps arrive in order, with gaps for dropped ones."""
 
-    def close(self) -> None:  # noqa: B027 - most observers hold nothing
-        """Release what the observer holds; called after the last step."""
+    def close(self) -> None:  # noqa: B027 - most observers hold no resources
+        """Release the observer's resources; called after the last step."""
 
 
 class ObserverStats(msgspec.Struct):
     """Counters of one observer."""
 
-    steps: Annotated[int, counter("observer_steps", "Steps that the observer was told of.")] = 0
+    steps: Annotated[int, counter("observer_steps", "Steps that the observer received.")] = 0
     failures: Annotated[int, counter("observer_failures", "Calls that the observer ended with an exception.")] = 0
-    dropped: Annotated[
-        int, counter("observer_dropped_steps", "Steps that the observer was not told of because it fell behind.")
-    ] = 0
+    dropped: Annotated[int, counter("observer_dropped_steps", "Steps dropped because the observer lagged.")] = 0
 
 
 class ObserverThread:
-    """Tells one observer of the steps of one engine."""
+    """Delivers the steps of one engine to one observer."""
 
     def __init__(self, observer: Observer, slots: int) -> None:
         self._observer = observer
         self._names = [""] * slots
-        """Request by slot. Replaced and not changed, because steps that wait refer to it."""
+        """Request by slot. Replaced, not mutated, because queued steps refer to it."""
         self._queue: deque[tuple[StepPlan, StepOutput, list[str]]] = deque()
         self._stats = ObserverStats()
         self._ending = threading.Event()
@@ -88,7 +87,7 @@ class ObserverThread:
         self._thread.start()
 
     def step_ended(self, plan: StepPlan, output: StepOutput) -> None:
-        """Hand over a step with its output, or count it as dropped if too many wait."""
+        """Queue a step with its output, or count it as dropped if the queue is full."""
         if plan.admissions:
             self._names = self._names.copy()
             for admission in plan.admissions:
@@ -103,7 +102,7 @@ class ObserverThread:
         return snapshot(self._stats)
 
     def close(self) -> None:
-        """Tell of what waits, as far as that takes no more than some seconds."""
+        """Drain the queue within the timeout, then close the observer."""
         self._ending.set()
         self._thread.join(_CLOSE_SECONDS)
 
@@ -115,7 +114,7 @@ class ObserverThread:
                 plan, output, names = self._queue.popleft()
                 self._stats.steps += 1
                 self._attempt(self._observe, plan, output, names)
-                # Lets the engine's thread have the interpreter at once instead of after a switch interval.
+                # Yields the GIL to the engine's thread at once instead of after a switch interval.
                 time.sleep(0)
         self._attempt(self._observer.close)
 
@@ -134,8 +133,8 @@ class ObserverThread:
     def _attempt(self, action: Callable[..., None], *arguments: object) -> None:
         try:
             action(*arguments)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the observer's own
+        except Exception as error:  # noqa: BLE001 - a plugin's observer may raise anything
             if not self._stats.failures:
-                # Without its words, which may hold tokens of a text.
+                # Without the message, which may contain tokens of a text.
                 _log.warning("the observer failed: %s; further failures are only counted", type(error).__name__)
             self._stats.failures += 1

@@ -44,28 +44,28 @@ Readings = tuple[PromptScores | None, PooledParts | None]
 
 
 class RunnerAdapters:
-    """Places of adapters, 1 and up; an adapter keeps its place for as long as it is there."""
+    """Adapter slots, 1 and up; an adapter keeps its slot while it is loaded."""
 
     def __init__(self, ops: Ops, model: Model, cache: KVCache) -> None:
         self._ops = ops
         self._cache = cache
         self._model = model
         self.places: list[Adapter | None] = []
-        """Content of each index, from 1 on."""
+        """Adapter of each slot, from slot 1 on; None for a free slot."""
         self._forwards: tuple[Forward, Forward] | None = None
 
     @property
     def held(self) -> list[Adapter]:
-        """The adapters that are there."""
+        """The loaded adapters."""
         return [adapter for adapter in self.places if adapter is not None]
 
     def prepare(self) -> None:
-        """Set up what adapters may need before the first is held, if the model takes any. Raises as `replace`."""
+        """Prepare for adapters before the first is loaded, if the model supports them. Raises as `replace`."""
         if isinstance(self._model, AdaptableModel):
             self.replace(())
 
     def replace(self, adapters: Iterable[Adapter]) -> None:
-        """Hold these adapters alone; no request uses one that goes. `ModelError` and `MemoryError` change nothing."""
+        """Load exactly these adapters; removed ones must be unused. No change on `ModelError` and `MemoryError`."""
         wanted = {adapter.digest: adapter for adapter in adapters}
         places = [wanted.pop(held.digest, None) if held is not None else None for held in self.places]
         for adapter in wanted.values():
@@ -74,7 +74,7 @@ class RunnerAdapters:
             else:
                 places.append(adapter)
         if not isinstance(self._model, AdaptableModel):
-            raise ModelError(f"{self._model.architecture} on this backend takes no adapters", field="lora_modules")
+            raise ModelError(f"this backend has no adapters for {self._model.architecture}", field="lora_modules")
         model = self._model.with_adapters(places)
         before = None if self._forwards is None else self._forwards[0]
         forward = self._ops.compile_adapted(model.forward, self._cache, before)
@@ -83,62 +83,62 @@ class RunnerAdapters:
         self.places = places
 
     def place(self, digest: str) -> int:
-        """Return the place of an adapter; `RuntimeError` if it is not held."""
+        """Return the slot of an adapter; `RuntimeError` if it is not loaded."""
         for index, adapter in enumerate(self.places, start=1):
             if adapter is not None and adapter.digest == digest:
                 return index
-        raise RuntimeError(f"the runner does not hold the adapter {digest[:12]}")
+        raise RuntimeError(f"the runner has not loaded the adapter {digest[:12]}")
 
     @property
     def forwards(self) -> tuple[Forward, Forward]:
         """The model's `forward` and `states` for steps with adapters."""
         if self._forwards is None:
-            raise RuntimeError("the runner holds no adapters")
+            raise RuntimeError("the runner has no adapters loaded")
         return self._forwards
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The arrays of a step of which N rows sample: gathered on the host, then uploaded all at once."""
+    """Arrays of a step with N sampling rows: gathered on the host, then uploaded in one transfer."""
 
     inputs: StepInput | None
     """None for a step without rows."""
     fed: Fed | None
     sampling: SamplingWork | None
-    """None where no row samples."""
+    """None if no row samples."""
     slots: Array
     """int32[N]"""
     revoked: Array
     """int32[M]"""
     undrafted: Array
-    """int32[N], zeros: what rows without drafts accept of them."""
+    """int32[N], zeros: the accepted drafts of rows without drafts."""
     cells: Array | None
-    """int32[N * (1 + k)], `Rows.cells`; None where k is 0, and on the host where no row has drafts."""
+    """int32[N * (1 + k)], `Rows.cells`; None if k is 0, and on the host if no row has drafts."""
     drafts: tuple[Array, Array] | None
-    """int32[N, k] and how many of each row are drafts, int32[N]; None for a step without drafts."""
+    """int32[N, k] and the number of drafts per row, int32[N]; None for a step without drafts."""
     unsampled: tuple[Array, ...]
-    """Tokens int32[0, 1 + k] and peaks float32[0] where no row samples; else nothing."""
+    """Tokens int32[0, 1 + k] and peaks float32[0] if no row samples; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that the device computes, or has computed."""
+    """A step that is in flight or complete."""
 
     plan: StepPlan
     rows: Rows
     gens: IntArray
-    """int32[max_num_seqs], the generation that each slot held when the step was launched."""
+    """int32[max_num_seqs], the generation of each slot at launch."""
     begins: IntArray
-    """int32[N], where the first token of each sampling row will stand in its text."""
+    """int32[N], position of the first token of each sampling row in its text."""
     sampled: Sampled
     read: Readings
     copies: HostCopies
-    """Token matrix, accepted drafts, peaks, then what there is of log-probabilities, prompt scores and vectors."""
+    """Token matrix, accepted drafts, peaks, then the optional log-probabilities, prompt scores and vectors."""
 
     def extras(
         self, arrays: Iterable[npt.NDArray[Any]]
     ) -> tuple[LogprobRows | None, PromptLogprobRows | None, PooledRows | None]:
-        """Return what there is of log-probabilities, prompt scores and vectors, given their arrays of `copies`."""
+        """Return the log-probabilities, prompt scores and vectors, if any, from their arrays in `copies`."""
         found = iter(arrays)
         sampled, (scores, pooled) = self.sampled, self.read
         slots, columns = self.rows.logits_slots[sampled.scored], self.rows.columns[sampled.scored]
@@ -150,11 +150,11 @@ class LaunchedStep:
 
 
 class Runner:
-    """Executes plans in order and answers each with exactly one output.
+    """Executes plans in order and yields exactly one output per plan.
 
-    A vendor supplies the `Ops`, and a `Postprocess` where there is none for its framework; batch, input building,
+    A vendor supplies the `Ops`, and a `Postprocess` if there is none for its framework; batch, input building,
     sampling, verification of drafts and the transfer to the host are here. `ops`, `batch`, `cache` and `drafter` are
-    for audits and tests: who changes them may break every law.
+    exposed for audits and tests only: modifying them may break every invariant.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Runner:
         grammars: GrammarCompiler | None = None,
         kv_cache_dtype: str = "auto",
     ) -> None:
-        """`grammars` is None where structured output is switched off; `kv_cache_dtype` is one of `KVShape.dtype`."""
+        """`grammars` is None if structured output is disabled; `kv_cache_dtype` is one of `KVShape.dtype`."""
         self.limits = limits
         self.drafter = drafter
         self.ops = ops
@@ -181,7 +181,7 @@ class Runner:
         self._padded = None if type(ops).padded is Ops.padded else ops.padded
         self._watch: Callable[[StepInput], None] | None = None
         self.adapters = RunnerAdapters(ops, model, self.cache)
-        """Changed between steps, on the thread that executes them."""
+        """Only changed between steps, on the thread that executes them."""
         self.batch = PersistentBatch(limits)
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
         self._grammars = SlotGrammars(grammars, model.vocab_size)
@@ -190,7 +190,8 @@ class Runner:
         self._postprocess = postprocess(ops, limits)
         self._last = LastTokens(ops, limits.max_num_seqs)
         self._failed: dict[tuple[int, int], str] = {}
-        """Why requests failed, by slot and generation: steps in flight may be of the residency before. Mostly empty."""
+        """Reasons of failed requests, by slot and generation, as steps in flight may belong to the slot's previous
+        request."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute one step: launch it, and wait for it."""
@@ -202,13 +203,13 @@ class Runner:
         return self.ops.queues
 
     def must_wait(self, plan: StepPlan) -> str | None:
-        """Say why a plan cannot be launched before the steps in flight are finished; None if it can.
+        """Return the reason why a plan must wait for the steps in flight; None if it can be launched.
 
-        A plan may always be launched if nothing is in flight. Behind steps in flight, the host does not know the last
-        tokens of rows that go on: they are fed from the device to whatever needs no look at them.
+        A plan may always be launched if nothing is in flight. With steps in flight, the last tokens of continuing rows
+        are only on the device, which suffices unless the host has to read them.
         """
         if self.drafter is not None:
-            return "a drafter guesses behind tokens that the host knows"
+            return "a drafter needs the last tokens on the host"
         batch = self.batch
         behind = (batch.unsettled[plan.slots] > 0) & (batch.gen[plan.slots] == plan.gens)
         if not behind.any():
@@ -217,15 +218,15 @@ class Runner:
         if (plan.num_tokens - plan.num_drafts)[behind].max() > 1 or (
             self.limits.max_drafts and batch.unsettled[slots].max() > 1
         ):
-            return "a row computes more tokens than the last, which the host does not know"
+            return "a row computes several tokens that are not on the host yet"
         if self._grammars.matchers and len(self._grammars.among(slots)):
-            return "a grammar follows tokens that the host knows"
+            return "a grammar needs the last tokens on the host"
         if self._sampler.reads_text(slots):
-            return "what is banned depends on tokens that the host knows"
+            return "banned tokens depend on the last tokens, which the host does not have yet"
         return None
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue all that a step computes; a plan whose whole batch was revoked still yields an output."""
+        """Queue the work of a step; a plan whose whole batch was preempted still yields an output."""
         batch, width = self.batch, self.limits.max_drafts + 1
         for admission in plan.admissions:
             self._admit(admission)
@@ -255,10 +256,10 @@ class Runner:
         return LaunchedStep(plan, rows, batch.gen.copy(), begins, sampled, read, self.ops.fetch_later(results))
 
     def finish(self, launched: LaunchedStep) -> StepOutput:
-        """Wait for the oldest step in flight, and for no other.
+        """Wait for the oldest step in flight only.
 
-        A request whose own row fails stands in `StepOutput.errors` of this step and of each later one that computes it,
-        until its slot is admitted anew; whatever else fails is raised.
+        A request whose row fails is in `StepOutput.errors` of this step and of each later one that computes it, until
+        its slot is admitted again; other failures are raised.
         """
         batch, plan, gens, rows = self.batch, launched.plan, launched.gens, launched.rows
         tokens, accepted, peaks, *more = launched.copies.wait()
@@ -266,7 +267,7 @@ class Runner:
             self._fail_strange(launched, accepted, peaks)
         slots, begins, verified, kept = rows.sampled_slots, launched.begins, rows.drafts, accepted
         stays = batch.gen[slots] == gens[slots]
-        if not stays.all():  # a slot that was admitted anew has forgotten
+        if not stays.all():  # not if the slot was admitted again
             slots, begins, verified, kept = slots[stays], begins[stays], verified[stays], kept[stays]
         delivered = tokens[slots]
         batch.settle(slots, begins, delivered, kept)
@@ -284,11 +285,11 @@ class Runner:
         return StepOutput(plan.epoch, plan.step, tokens, gens, ready, logprobs, errors, scores, vectors)
 
     def mask_stats(self) -> MaskStats:
-        """Return what grammars cost and spared so far."""
+        """Return the cost and savings of grammars so far."""
         return snapshot(self._grammars.stats)
 
     def warm_up(self, progress: LoadProgress) -> float:
-        """Compute first steps, see `Ops.warm_up_steps`; return the seconds that a token of the cold prefill took."""
+        """Compute first steps, see `Ops.warm_up_steps`; return the seconds per token of the cold prefill."""
         limits, ops = self.limits, self.ops
         length = min(limits.max_num_batched_tokens, limits.max_model_len - 1, ops.warm_up_tokens or sys.maxsize)
         plans = warm_up_plans(limits, length, ops.warm_up_steps(limits))
@@ -309,16 +310,16 @@ class Runner:
         return seconds[0] / length
 
     def announce(self, plan: StepPlan) -> None:
-        """Receive a plan when it is submitted, on the thread that submits, while others may be executed."""
+        """Receive a plan on submission, on the submitting thread, while others may be executing."""
 
     def check(self) -> None:
-        """Raise `EngineDead` if a process that computes alongside this one is lost; called while nothing executes."""
+        """Raise `EngineDead` if a worker process of another rank is lost; called while no step executes."""
 
     def close(self) -> None:
-        """End the processes that compute alongside this one."""
+        """End the worker processes of the other ranks."""
 
     def watch_forward(self, watch: Callable[[StepInput], None]) -> None:
-        """Have `watch` called with the input of every forward pass from now on."""
+        """Call `watch` with the input of every forward pass from now on."""
         self._watch = watch
 
     def _admit(self, admission: Admission) -> None:
@@ -332,18 +333,18 @@ class Runner:
             self._pooler.admit(admission)
         try:
             self._sampler.admit(admission)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
-            self._fail(slot, f"its sampling parameters cannot be used: {error}")
+        except Exception as error:  # noqa: BLE001 - any exception fails only this request
+            self._fail(slot, f"its sampling parameters are invalid: {error}")
         if self._grammars.matchers or params.grammar is not None or params.reasoning is not None:
             try:
                 self._grammars.admit(admission)
             except GrammarError as error:
-                self._fail(slot, f"its grammar cannot be used: {error}")
+                self._fail(slot, f"its grammar is invalid: {error}")
         if self.drafter is not None:
             self._admit_to_drafter(self.drafter, slot, admission.token_ids)
 
     def _gather(self, plan: StepPlan, rows: Rows) -> StepWork:
-        """Gather, on the host, the arrays of a step that the device has not."""
+        """Gather the host arrays of a step."""
         batch, limits, slots = self.batch, self.limits, rows.sampled_slots
         inputs = fed = sampling = cells = None
         if len(rows.slots):
@@ -373,7 +374,7 @@ class Runner:
         )
 
     def _compute(self, rows: Rows, work: StepWork, masks: Callable[[], Masks] | None) -> tuple[Sampled, Readings]:
-        """Run the model, choose a token from each of its rows of logits, and read what is wanted of prompts."""
+        """Run the model, sample a token from each row of logits, and compute the prompt results."""
         logits: Array = None
         read: Readings = None, None
         if (inputs := work.inputs) is not None:
@@ -400,7 +401,7 @@ class Runner:
         return self._sampler.sample(logits, work.sampling, None if masks is None else masks()), read
 
     def _fail_strange(self, launched: LaunchedStep, accepted: IntArray, peaks: npt.NDArray[np.float32]) -> None:
-        """Fail the requests of which a delivered token was chosen from logits that are not finite."""
+        """Fail the requests with a delivered token that was sampled from logits that are not finite."""
         rows, width = launched.rows, self.limits.max_drafts + 1
         cells = rows.cells(width)
         failed = (~np.isfinite(peaks)[cells] & (np.arange(width) <= accepted[:, None])).any(axis=1)
@@ -410,7 +411,7 @@ class Runner:
             self._fail(slot, f"{NO_CHOICE}{why}", int(launched.gens[slot]))
 
     def _continue(self, slots: IntArray, delivered: IntArray, verified: IntArray, accepted: IntArray) -> None:
-        """Let grammars follow what was delivered of residencies that go on, and guess what comes next."""
+        """Advance the grammars of continuing requests by the delivered tokens, and draft the next ones."""
         healthy = self._healthy(slots)
         slots, delivered, verified, accepted = slots[healthy], delivered[healthy], verified[healthy], accepted[healthy]
         if self._grammars.matchers:
@@ -432,7 +433,7 @@ class Runner:
             drafter.extend(slots, tokens, counts)
         except SlotError as error:
             self._fail_one_of(slots, error)
-            # Which of the others it took in is not known, so it gets their whole texts.
+            # It is unknown which other slots were extended, so all are admitted with their whole texts.
             for slot in slots[self._healthy(slots)].tolist():
                 self._admit_to_drafter(drafter, slot, self.batch.tokens[slot, : self.batch.length[slot]].copy())
         while len(slots := slots[self._healthy(slots)]):
@@ -444,7 +445,7 @@ class Runner:
                 return
 
     def _guess(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
-        """Place counts[i] of drafts[i] behind each text as grammars allow, up to an id beyond the embedding's rows."""
+        """Store counts[i] of drafts[i] after each text, as grammars allow, up to the first id outside the embedding."""
         unknown = drafts.astype(np.uint32) >= self.limits.vocab_size
         if unknown.any():
             counts = np.where(unknown.any(axis=1), np.minimum(counts, unknown.argmax(axis=1)), counts).astype(np.int32)
@@ -456,11 +457,11 @@ class Runner:
     def _admit_to_drafter(self, drafter: Drafter, slot: int, tokens: IntArray) -> None:
         try:
             drafter.admit(slot, tokens)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
+        except Exception as error:  # noqa: BLE001 - any exception fails only this request
             self._fail(slot, f"the drafter {drafter.name} failed: {type(error).__name__}: {error}")
 
     def _healthy(self, slots: IntArray) -> npt.NDArray[np.bool_]:
-        """Return bool[n]: which requests, in `slots` int32[n], did not fail."""
+        """Return bool[n], True for requests in `slots` int32[n] that have not failed."""
         keys = zip(slots.tolist(), self.batch.gen[slots].tolist(), strict=True)
         return np.array([key not in self._failed for key in keys], np.bool_)
 
@@ -470,7 +471,7 @@ class Runner:
         self._fail(error.slot, str(error))
 
     def _fail(self, slot: int, message: str, gen: int | None = None) -> None:
-        """Fail the request that holds a slot, or the one that held it in generation `gen`."""
+        """Fail the request in a slot, or the one that had it in generation `gen`."""
         held = int(self.batch.gen[slot])
         if gen is None or gen == held:
             self._grammars.matchers.pop(slot, None)

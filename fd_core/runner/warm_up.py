@@ -1,4 +1,4 @@
-"""The first steps of a runner, which no request waits for."""
+"""Warm-up steps of a runner, before the first request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fd_core.types import Admission, BlockGrant, IntArray, SamplingParams, StepP
 
 
 def warm_up_plans(limits: Limits, length: int, more: Sequence[WarmUpStep] = ()) -> tuple[StepPlan, ...]:
-    """Return a prefill of `length` tokens in slot 0 and a decode after it, then what else a pack wants.
+    """Return a prefill of `length` tokens in slot 0 and a decode after it, then the steps that a pack requests.
 
-    All requests share the blocks 0 and up, which are overwritten. Steps beyond the limits are left out.
+    All requests share the blocks 0 and up, which are overwritten. Steps beyond the limits are omitted.
     """
     plans = list(_plans((WarmUpRow(length),), 0, limits))
     plans.append(decode_plan(1, plans[0].slots, plans[0].gens, plans[0].num_tokens))
@@ -27,7 +27,7 @@ def warm_up_plans(limits: Limits, length: int, more: Sequence[WarmUpStep] = ()) 
 def prefill_plan(
     step: int, gen: int, lengths: IntArray, params: Iterable[SamplingParams], tables: Iterable[IntArray]
 ) -> StepPlan:
-    """Return a step that admits a prompt of each length, in the slots from 0 on, and computes it as a whole."""
+    """Return a step that admits a prompt of each length, in slots from 0 on, and computes it in one chunk."""
     rows = np.arange(len(lengths), dtype=np.int32)
     return StepPlan(
         epoch=0,
@@ -47,7 +47,7 @@ def prefill_plan(
 
 
 def decode_plan(step: int, slots: IntArray, gens: IntArray, starts: IntArray, drafts: int = 0) -> StepPlan:
-    """Return a step that computes a token of each request, and drafts."""
+    """Return a step that computes one token per request, and drafts."""
     return StepPlan(
         epoch=0,
         step=step,

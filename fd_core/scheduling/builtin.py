@@ -19,8 +19,8 @@ def fd_register_scheduling_policies() -> list[Entry]:
     """Offer `fcfs`, `priority` and `fair`."""
     return [
         Entry("fcfs", "fd_core.scheduling.policies:Fcfs", "first come, first served"),
-        Entry("priority", "fd_core.scheduling.policies:Priority", "lower `priority` first, then first come"),
-        Entry("fair", "fd_core.scheduling.policies:FairShare", "equal shares for tenants, whoever sends more"),
+        Entry("priority", "fd_core.scheduling.policies:Priority", "lower `priority` first, then order of arrival"),
+        Entry("fair", "fd_core.scheduling.policies:FairShare", "equal shares of tokens for all active tenants"),
     ]
 
 
@@ -28,6 +28,6 @@ def fd_register_scheduling_policies() -> list[Entry]:
 def fd_register_victim_policies() -> list[Entry]:
     """Offer `cheapest` and `youngest`."""
     return [
-        Entry("cheapest", "fd_core.scheduling.victims:FewestTokens", "fewest tokens to compute again"),
-        Entry("youngest", "fd_core.scheduling.victims:LatestArrival", "the request that arrived last"),
+        Entry("cheapest", "fd_core.scheduling.victims:FewestTokens", "fewest tokens to recompute"),
+        Entry("youngest", "fd_core.scheduling.victims:LatestArrival", "the request that arrived last (LIFO)"),
     ]

@@ -1,9 +1,9 @@
 """Scheduler contract: construction settings, a few methods, and the resources that a scheduler holds.
 
-A scheduler decides what each step computes and applies each step's output to its requests. It is pure: no I/O,
-no clock, no randomness, no threads. It takes frozen values and returns frozen values.
-`docs/extend/write-a-scheduler.md` shows a complete plugin, built from the parts in this package;
-`fdcore conformance --scheduler NAME` proves that it holds the invariants.
+A scheduler decides what each step computes and applies each step's output to its requests. It is pure: no I/O, no
+clock, no randomness, no threads. It takes frozen values and returns frozen values. `docs/extend/write-a-scheduler.md`
+shows a complete plugin, built from the parts in this package; `fdcore conformance --scheduler NAME` verifies that it
+holds the invariants.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Scheduler(abc.ABC):
         """
 
     def complete(self, completion: Completion) -> Delta | None:
-        """Apply a completion, or a change in what is known of stored KV; return the last delta of a request that ends.
+        """Apply a completion, or a change of the known stored KV; return the last delta of a request that ends.
 
         A scheduler without operations does nothing.
         """
@@ -159,7 +159,7 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def held(self) -> SchedulerHoldings:
-        """Return what is held now."""
+        """Return the resources that are currently held."""
 
     @property
     def has_work(self) -> bool:

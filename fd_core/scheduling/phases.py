@@ -6,7 +6,8 @@
     preempted   from the preemption until it holds a slot again
 
 All queued requests change their wait reason at once, so the queue accumulates seconds by reason, and a request stores
-their values when it joins: no plan visits every waiting request. No decision depends on the clock, a caller's.
+their values when it joins: no plan visits every waiting request. The caller provides the clock; no decision depends on
+it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class PhaseCounters(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, float],
         counter(
             "request_seconds",
-            "Seconds that requests spent, by what they did or waited for; a phase counts once it is over.",
+            "Seconds that requests spent in each phase; a phase counts once it is over.",
             label="phase",
             values=PHASE_NAMES,
         ),

@@ -5,8 +5,8 @@
        +-load-> LOADING -+  +----- finish -----+--> FINISHED (end of text, length, error)
 
 LOADING is an admission whose KV is still being loaded from outside the device; the runner is notified of the request
-afterwards. A request leaves DRAINING only on the release of its own gen. If the last token of a request arrives while
-it drains, the client receives the end at once, and the slot follows on the release.
+afterwards. A request leaves DRAINING only on the release of its gen. If the last token of a request arrives while it
+drains, the client receives the end at once, and the slot follows on the release.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Request:
 
     @property
     def needs_every_position(self) -> bool:
-        """Return True if every prompt position has to be computed here, even where its KV is available."""
+        """Return True if every prompt position must be computed here, even if its KV is available."""
         return self.prompt_logprobs is not None or (self.pooled is not None and self.pooled.mean)
 
     @property
@@ -196,15 +196,15 @@ def check_spec(spec: RequestSpec, max_model_len: int) -> None:
         raise BadRequest("the prompt has no tokens", field="prompt")
     if len(spec.prompt) >= max_model_len:
         raise BadRequest(
-            f"the prompt has {len(spec.prompt)} tokens, but prompt and output together may have at most "
-            f"{max_model_len}",
+            f"the prompt has {len(spec.prompt)} tokens, but the context length (prompt plus output) is {max_model_len}",
             field="prompt",
-            hint="shorten it",
+            hint="shorten the prompt",
         )
     most = min(spec.params.max_tokens, max_model_len - len(spec.prompt))
     if len(spec.delivered) >= most:
         raise BadRequest(
-            f"{len(spec.delivered)} tokens were delivered already, so none of at most {most} is left to generate",
+            f"{len(spec.delivered)} tokens are already delivered, so none of the at most {most} remains to be "
+            "generated",
             field="delivered",
         )
 
@@ -244,7 +244,7 @@ class PooledState:
         self._count = 0
 
     def take(self, start: int, count: int, value: npt.NDArray[np.float32]) -> None:
-        """Add what a step computed from `count` tokens, the first of them at position `start`."""
+        """Add a step's result for `count` tokens, the first of them at position `start`."""
         if self.mean and start:
             self._sum = self._sum + value
             self._count += count

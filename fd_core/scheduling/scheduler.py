@@ -162,8 +162,9 @@ class ContinuousBatchingScheduler(Scheduler):
     def admit(self, draft: PlanBuilder, step: int) -> None:
         """Move waiting requests into free slots of the plan of step `step`, while budget, slots and blocks allow.
 
-        Every plan without revocations calls it, after all running rows were charged. A scheduler that admits
-        requests at other times overrides it; requests that it does not admit are considered again by the next plan.
+        Every plan that preempts and aborts nothing calls it, after all running rows were charged. A scheduler that
+        admits requests at other times overrides it; requests that it does not admit are considered again by the next
+        plan.
         """
         self._admissions.admit(draft, step)
 
@@ -172,7 +173,7 @@ class ContinuousBatchingScheduler(Scheduler):
         return self._output_side.commit(plan, output), self._effects()
 
     def complete(self, completion: effects.Completion) -> Delta | None:
-        """Apply a completion, or a change of what is known of stored KV; return the last delta of a request it ends."""
+        """Apply a completion, or a change of the known stored KV; return the last delta of a request it ends."""
         match completion:
             case effects.Found():
                 self._offloading.found(completion)
@@ -220,7 +221,7 @@ class ContinuousBatchingScheduler(Scheduler):
         return None if request is None else self._times.told(request.times)
 
     def held(self) -> SchedulerHoldings:
-        """Return what is held now."""
+        """Return the resources that are currently held."""
         slots, blocks = self._slots, self._pool.stats()
         running, loading, draining = (int(column.sum()) for column in (slots.running, slots.loading, slots.draining))
         return SchedulerHoldings(

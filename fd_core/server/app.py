@@ -48,8 +48,8 @@ def create_app(
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = config.served_model_names or (client.info.model,)
     if taken := [adapter.name for adapter in client.info.adapters if adapter.name in names]:
-        hint = "give it another one, or the model with --served-model-name"
-        raise ConfigError(f"the adapter {taken[0]!r} has the model's own name", field="--lora-modules", hint=hint)
+        hint = "rename the adapter, or the model with --served-model-name"
+        raise ConfigError(f"the adapter {taken[0]!r} has the same name as the model", field="--lora-modules", hint=hint)
     access = AccessControl(config)
     bodies, supervisor = BodyBudget(config.max_body_memory), Supervisor()
     metrics = ServerMetrics(
@@ -94,7 +94,7 @@ def create_app(
     app.state.fd = state
     families = [messages, responses, completions, embeddings, models, admin, *([routes] if config.batch_api else [])]
     for router in (completions.chat_router, *(family.router for family in families)):
-        app.router.routes += router.routes  # as they are: an included router looks more up for each request
+        app.router.routes += router.routes  # not `include_router`, which adds lookups to each request
     for kind in (ApiError, FdError, HTTPException):
         app.add_exception_handler(kind, handle_error)
     hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)

@@ -51,7 +51,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         head = scope["method"] == "HEAD"
-        if head:  # answered as GET; the protocol, whose scope stays as it is, leaves the body out
+        if head:  # handled as GET; the protocol, whose scope is unchanged, omits the body
             scope = {**scope, "method": "GET"}
         headers = dict(scope["headers"])
         request_id = request_id_of(headers.get(b"x-request-id", b""))
@@ -72,7 +72,7 @@ class Gate:
                 if self._drain.leaving:
                     message["headers"] += _LEAVING
                 path = getattr(scope.get("route"), "path", None)
-                # The route's own path: clients cannot make up metric labels.
+                # The route's template, not the path: clients cannot create metric labels.
                 self._answers[path if isinstance(path, str) else "other", status] += 1
             await send(message)
             ended = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -99,10 +99,10 @@ class Gate:
                     await self._app(scope, receive, numbered)
                 finally:
                     self._drain.running -= 1
-        except Exception as error:  # noqa: BLE001  # the outermost edge: the client gets an answer to every error
+        except Exception as error:  # noqa: BLE001  # the outermost handler: the client gets a response to every error
             answer = to_api_error(error)
             if status:
-                raise ConnectionAbortedError("an answer broke off after it had begun") from None
+                raise ConnectionAbortedError("the response failed after its head was sent") from None
             await error_response(answer, scope["path"])(scope, receive, numbered)
         finally:
             if record.account is not None:
@@ -137,9 +137,9 @@ class Gate:
         secret = None if record.key is None else record.key.digest
         tenant = read_tenant(secret, header, method, path, record.request_id)
         if path.startswith(("/v1/files", "/v1/batches")):
-            tenant = None  # no router forwards these: a key that split itself into tenants would multiply its quota
+            tenant = None  # no router forwards these: a key split into tenants would multiply its quota
         if tenant is None:
-            message = f"{TENANT_HEADER} is not signed with the API key that was sent: only routers send this header"
+            message = f"{TENANT_HEADER} is not signed with the request's API key; only routers may send this header"
             raise ApiError(403, message, kind="permission_error", code="bad_tenant")
         return tenant
 

@@ -47,15 +47,15 @@ log = logging.getLogger(__name__)
 _ABORT_SECONDS = 5
 """Timeout for sending aborted answers to their clients once the drain has ended, in seconds."""
 _UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
-"""Requests another protocol, as Java's client does; a server may ignore it, but the parser would drop the body."""
+"""Header that requests a protocol upgrade, as Java's client does; ignored, since the parser would drop the body."""
 _SLICE: Final = 4096
 """Bytes that are parsed at a time while a head is not complete."""
 _EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
-"""Warnings of the library that any client can cause, as often as it likes."""
+"""Warnings of uvicorn that any client can cause, at any rate."""
 _AGAIN_SECONDS: Final = 10.0
 """Seconds between registrations; a repeated one changes nothing, but registers this server at a restarted router."""
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=3)
-_SILENT: Final = "it does not answer"
+_SILENT: Final = "no response"
 _ABSENT: Final = frozenset({_SILENT, aiohttp.ClientConnectorError.__name__})
 """Errors that mean that there is no router at an address."""
 
@@ -75,9 +75,9 @@ async def serve_http(
 ) -> None:
     """Serve until SIGINT, SIGTERM or `stop`; then drain and return. The client and `spans` stay open.
 
-    Drain: /ready reports the shutdown at once, after `config.drain_delay` new requests are refused with 503,
-    running ones continue for `config.drain_seconds`, the rest is aborted and its clients get the partial text. A second
-    signal aborts at once. Raises `ConfigError` for port, certificate or a registration that cannot work.
+    Drain: /ready reports the shutdown at once, after `config.drain_delay` new requests are rejected with 503, running
+    ones continue for `config.drain_seconds`, the rest is aborted and its clients get the partial text. A second signal
+    aborts at once. Raises `ConfigError` for port, certificate or a registration that cannot work.
     """
     tls = ServingTls.of(config)
     sock = sock or listening.bind_socket(config.host, config.port)
@@ -108,7 +108,7 @@ async def serve_http(
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # clients could make up the address in the access log
+            proxy_headers=False,  # clients could forge the address in the access log
             timeout_keep_alive=math.ceil(config.timeout_keep_alive),
             timeout_graceful_shutdown=_ABORT_SECONDS,
         ),
@@ -195,7 +195,7 @@ class _Server(uvicorn.Server):
 async def _drain(
     state: ServerState, server: _Server, registration: Registration | None, stop: asyncio.Event, hurry: asyncio.Event
 ) -> None:
-    """Wait for `stop`, announce the drain, refuse requests, and wait until idle or timed out; then abort the rest."""
+    """Wait for `stop`, announce the drain, reject requests, and wait until idle or timed out; then abort the rest."""
 
     def prefills_for_others() -> bool:
         leases = state.client.stats.leases
@@ -288,7 +288,7 @@ class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
 
 
 class Registration:
-    """Keeps one server registered at each address of its routers' names; routers cannot disturb the server."""
+    """Keeps one server registered at each address of its routers' names; router failures do not affect the server."""
 
     def __init__(self, config: ServerConfig, url: str, instance: Callable[[], str], role: str) -> None:
         """See `registration_of`. Raises `ConfigError` for certificates that cannot be read."""
@@ -307,7 +307,7 @@ class Registration:
         self._task = (supervisor or Supervisor()).start("registration", self._stay)
 
     async def leave(self) -> None:
-        """Deregister; call it before requests are refused. Safe to call without a start, or twice."""
+        """Deregister; call before requests are rejected. Idempotent, also without a start."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -320,7 +320,7 @@ class Registration:
             await asyncio.sleep(_AGAIN_SECONDS if answered else 1.0)
 
     async def _post(self, what: str) -> bool:
-        """Post to each router; return True if one accepted. An absent one is no failure if another answers."""
+        """Post to each router; return True if one accepted. An absent one is not an error if another responds."""
         target = URL(self._router)
         try:
             found = await ThreadedResolver().resolve(target.host or "", target.port or 0, socket.AF_UNSPEC)
@@ -338,7 +338,7 @@ class Registration:
             if trouble and trouble != said.get(place):
                 log.warning("the router at %s did not %s this server: %s", place, what, trouble)
             elif not trouble and place in said:
-                log.info("the router at %s answers again", place)
+                log.info("the router at %s responds again", place)
         return "" in troubles.values()
 
     async def _tell(self, what: str, place: ResolveResult) -> str:
@@ -351,7 +351,7 @@ class Registration:
                 aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT, headers=headers) as session,
                 session.post(f"{self._router}/{what}", json=body, allow_redirects=False) as answer,
             ):
-                return "" if answer.status == 200 else f"it answered {answer.status}"
+                return "" if answer.status == 200 else f"HTTP status {answer.status}"
         except TimeoutError:
             return _SILENT
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -381,12 +381,14 @@ def registration_of(
         return None
     if not config.router.startswith(("http://", "https://")):
         raise ConfigError(
-            f"{config.router!r} is not an address", field="--router", hint="give http://HOST:PORT of its admin port"
+            f"{config.router!r} is not a URL",
+            field="--router",
+            hint="set it to http://HOST:PORT of the router's admin port",
         )
     if not config.router_secret:
-        message = "a router registers only servers that know its secret"
-        raise ConfigError(message, field="--router-secret-file", hint="give the file that the router was started with")
+        message = "registering with a router requires its secret"
+        raise ConfigError(message, field="--router-secret-file", hint="use the same file as the router")
     if config.advertise_url is None and config.host in listening.ANY_ADDRESS:
-        message = "the server listens on every address, so the router needs the one at which it reaches the server"
-        raise ConfigError(message, field="--advertise-url", hint="for example http://10.0.0.5:8000")
+        message = "the server listens on all addresses, so its URL for the router is unknown"
+        raise ConfigError(message, field="--advertise-url", hint="set it, for example to http://10.0.0.5:8000")
     return Registration(config, url, instance, role)

@@ -58,7 +58,7 @@ MAX_BYTES: Final = 64 * 2**20
 _WAIT_SECONDS: Final = 30.0
 """Timeout for a slot, a process and the work together."""
 _WARM_UP_SECONDS: Final = 2.0
-"""Pause after the start of a server, whose first requests need all CPUs."""
+"""Delay after the start of the server, because its first requests need all CPUs."""
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
@@ -114,7 +114,7 @@ class ResponseStore:
             self._forget_oldest(max(self._owners, key=lambda each: self._owners[each].bytes))
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Return an answer of an owner, None if it is not kept (any more)."""
+        """Return an answer of an owner, None if it is not stored, or was evicted."""
         owned = self._owners.get(owner)
         found = None if owned is None else owned.kept.get(response_id)
         return None if found is None else found[0]
@@ -137,7 +137,7 @@ class ResponseStore:
 
 
 class GrammarChecker:
-    """Makes grammars in other processes, so that a bad one is a 400 and delays no one else; one for each server."""
+    """Compiles grammars in separate processes: an invalid one is a 400 and delays no request. One per server."""
 
     def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
         """`info` describes the engine whose requests are checked."""
@@ -150,15 +150,15 @@ class GrammarChecker:
             self._pool.warm_up(_WARM_UP_SECONDS)
 
     async def checked(self, form: FormAsked) -> FormOutcome:
-        """Return the compiled grammar of a constraint. Raises `ApiError`: 400 names the fault, 503 while busy."""
+        """Return the compiled grammar of a constraint. Raises `ApiError`: 400 for an invalid one, 503 while busy."""
         if not self._served:
-            raise unsupported(f"{form.field}: structured output is switched off here", form.field)
+            raise unsupported(f"{form.field}: structured output is disabled on this server", form.field)
         try:
             async with asyncio.timeout(_WAIT_SECONDS):
                 outcome = await self._pool.run(form)
         except (OSError, EOFError):  # a timeout is an `OSError`
             raise unavailable(
-                f"{form.field}: no process was free for its grammar; try again", "grammars_busy", retry_after=5
+                f"{form.field}: all grammar processes are busy; retry later", "grammars_busy", retry_after=5
             ) from None
         if outcome.message:
             raise BadRequest(outcome.message, field=outcome.field, code=outcome.code)
@@ -242,10 +242,9 @@ class ServerState:
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Names this process, so that a router notices another one at the same address."""
     ticket_key: bytes | None = None
-    """Authenticates the tickets with which a router assigns prompts to prefill workers; None unless this is a decode
-    worker."""
+    """Verifies the tickets with which a router assigns prompts to prefill workers; None except on a decode worker."""
     batches: BatchService | None = None
-    """Keeps files and runs batches; None if that is turned off."""
+    """Stores files and runs batches; None if disabled."""
     supervisor: Supervisor = field(default_factory=Supervisor)
     drain: Drain = field(default_factory=Drain)
     access: AccessControl = field(default_factory=AccessControl)
@@ -262,7 +261,7 @@ class ServerState:
 
     @property
     def max_n(self) -> int:
-        """Texts that one request may ask for."""
+        """Most texts per request."""
         return self.config.max_n
 
     @property
@@ -299,7 +298,7 @@ class ServerState:
             return next(iter(names.values()))
         found = names.get(asked)
         if found is None:
-            message = f"the model {asked[:128]!r} does not exist; served here: {', '.join(names)}"
+            message = f"the model {asked[:128]!r} does not exist; available: {', '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return found
 
@@ -309,13 +308,13 @@ class ServerState:
         return "; ".join(filter(None, (self.client.missing, self.supervisor.failing)))
 
     def not_ready(self) -> str | None:
-        """Return the reason why requests are refused, or None if they are served."""
+        """Return the reason why requests are rejected, or None if they are accepted."""
         if self.drain.leaving:
             return "the server is shutting down"
         return None if self.client.alive else self.client.missing
 
     def admit(self, count: int) -> None:
-        """Raise `ApiError` (503) without room for `count` more generations, 400 if there is never any."""
+        """Raise `ApiError` (503) if the queue has no room for `count` more generations, 400 if it never can."""
         if self.client.info.role == "prefill":
             message = "this prefill worker only computes prompts; send requests to a decode worker or to the router"
             raise ApiError(400, message, code="prefill_worker")
@@ -324,7 +323,7 @@ class ServerState:
         queue = self.config.max_queued_requests
         if self.client.active_requests + count > self.client.info.max_num_seqs + queue:
             raise unavailable(
-                f"the queue holds {queue} requests and has no room for {count} more", "queue_full", retry_after=1
+                f"the waiting queue is full ({queue} requests), no room for {count} more", "queue_full", retry_after=1
             )
 
 
@@ -348,10 +347,8 @@ class EngineStarts(msgspec.Struct, frozen=True):
 
     up: Annotated[int, gauge("engine_up", "1 while the engine answers, 0 otherwise.")]
     epoch: Annotated[int, gauge("engine_epoch", "Number of starts of the engine.")]
-    requeued: Annotated[int, counter("requests_requeued", "Requests given to a restarted engine.")]
-    start_failures: Annotated[
-        int, counter("engine_start_failures", "Starts of an engine that failed after one had died.")
-    ]
+    requeued: Annotated[int, counter("requests_requeued", "Requests resubmitted to a restarted engine.")]
+    start_failures: Annotated[int, counter("engine_start_failures", "Failed attempts to restart an engine that died.")]
     rank_failures: Annotated[
         dict[str, int], counter("rank_failures", "Failures of the engine by one of its ranks.", label="rank")
     ]
@@ -469,7 +466,7 @@ class ServerMetrics(Collector):
         deltas: DeltaStream,
         times: TokenTimes,
     ) -> None:
-        """Count a generation that ended; `deltas` hold when the engine got it and when it got a slot, if it did."""
+        """Count a generation that ended; `deltas` has the times of its submission and of its first slot, if any."""
         submitted, admitted = deltas.submitted, deltas.admitted
         self.outcomes[outcome] += 1
         if adapter is not None:
@@ -503,7 +500,7 @@ class ServerMetrics(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric as it is at this moment."""
+        """Yield every metric with its current value."""
         yield from self._engine()
         yield from (histogram.family() for histogram in self._histograms)
         yield count_family("fdcore_generations", "Generations ended, by outcome.", ["outcome"], self.outcomes)
@@ -520,7 +517,7 @@ class ServerMetrics(Collector):
             yield from self._as_vllm({"model_name": self._vllm_model})
 
     def _by_adapter(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
-        """Return counts of the adapters that are loaded: names of others would add up for ever."""
+        """Return counts of the adapters that are loaded: otherwise labels of unloaded adapters would accumulate."""
         loaded = {adapter.name: counts.get(adapter.name, 0) for adapter in self._client.info.adapters}
         return count_family(f"fdcore_adapter_{name}", text, ["adapter"], loaded)
 

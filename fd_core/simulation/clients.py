@@ -1,4 +1,4 @@
-"""Simulated clients: each runs one conversation, records the answers and verifies them."""
+"""Simulated clients: each runs one conversation, records the responses and verifies them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Reading:
 
 
 class SimulatedClient:
-    """One conversation: sends its requests one after the other, as long as they are answered."""
+    """One conversation: sends its requests one after the other until one fails."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class SimulatedClient:
         """`leave` closes a request's connection. `delay`: seconds from a worker's engine to the client."""
         self.conversation = conversation
         self.wanted: tuple[Sequence[int], str] | None = None
-        """Expected answer to the request in progress and its finish reason, where a model other than the turn's gives
-        it. Set by the endpoint, for every request."""
+        """Expected answer and finish reason of the request in progress, for a model other than the turn's. Set by the
+        endpoint for every request."""
         self._timeline = timeline
         self._send, self._hang_up = ask, leave
         self._vocab_size = vocab_size
@@ -142,7 +142,7 @@ class SimulatedClient:
             self.account.begin_again()
 
     def read(self, delta: Delta, worker: int) -> None:
-        """Receive a part of the answer; it reaches the client after the network delay."""
+        """Receive a part of the response, which arrives at the client after the network delay."""
         now = self._now
         if now.over:
             return
@@ -172,7 +172,7 @@ class SimulatedClient:
             self._timeline.at(at, lambda: self._whole(now, reason))
 
     def broken(self, status: int, reason: str) -> None:
-        """End the request without an answer, or with an incomplete one."""
+        """End the request without a response, or with an incomplete one."""
         now = self._now
         if not now.over:
             self._timeline.after(self._delay, lambda: self._end(now, "failed" if now.count else "refused", reason))

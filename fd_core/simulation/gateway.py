@@ -1,4 +1,4 @@
-"""A simulated gateway: carries requests and answers; the production router makes every routing decision."""
+"""A simulated gateway, which forwards requests and responses; the production router makes every routing decision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fd_core.types import Delta, FinishReason, RequestSpec
 
 
 class SimulatedGateway:
-    """One router process: it selects workers, checks their health and forwards answers."""
+    """One router process: selects workers, checks their health and forwards responses."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class SimulatedGateway:
         self.check()
 
     def check(self) -> None:
-        """Check the health of every worker, and apply the results to requests that wait for its answer."""
+        """Check the health of every worker, and apply the results to requests that wait for its response."""
         for known in self.router.workers():
             worker = self._workers[known.url]
             self.checks += 1
@@ -179,7 +179,7 @@ _SILENT: Final = _Health()
 
 
 class _Exchange(NamedTuple):
-    """One request: attempts on one worker after the other until one answers."""
+    """One request: attempts on one worker after the other until one responds."""
 
     gateway: SimulatedGateway
     spec: RequestSpec
@@ -242,7 +242,7 @@ class _Attempt:
     # Events of the worker, at the time at which it sends them ------------------------------------------------
 
     def answered(self, delta: Delta) -> None:
-        """Forward a part of the answer; only its first and its last change what is counted here."""
+        """Forward a part of the response; only the first and the last change counters."""
         network = self._network
         if network.healthy and delta.finish_reason is None and self.selection.started:  # nearly always
             if not self._over:
@@ -258,7 +258,7 @@ class _Attempt:
         if self._over:
             return
         if delta.finish_reason is FinishReason.ERROR:
-            # A server reports this in place of an answer, or at the end of a partial one.
+            # A server sends this instead of a response, or at the end of a partial one.
             reason = delta.error or "the engine failed"
             self._hear(lambda: self._lost(reason) if self.selection.started else self._refused(500, reason))
             return

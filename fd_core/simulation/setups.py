@@ -31,9 +31,9 @@ class Setup:
     routers: int | None = None
     """None takes one, or none for a single worker."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `EngineConfig` that were given; the profile sets the others."""
+    """Explicit fields of `EngineConfig`; the profile sets the others."""
     router: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `RouterConfig` that were given."""
+    """Explicit fields of `RouterConfig`."""
     acceptance: float = 0.7
     """Probability that a draft is accepted, if those before it were; for engines that draft."""
     shared_store: bool = False

@@ -48,7 +48,7 @@ _LIKE: Final = {
     "array": r"/\s*\[(?s:.*)/",
     "object": r"/\s*\{(?s:.*)/",
 }
-"""Texts that are read as JSON of a type, or may be."""
+"""Texts that may be parsed as JSON of a type."""
 _NUMBER: Final = r"-?(0|[1-9][0-9]*)"
 _SCALARS: Final = {
     "null": '"null"',
@@ -91,19 +91,19 @@ class _Values:
         known = dict(known) if isinstance(known, Mapping) else {}
         required = schema.get("required") or ()
         if not isinstance(required, list | tuple) or not all(isinstance(each, str) for each in required):
-            raise wrong(f"{place}.required", "it has to be a list of names")
+            raise wrong(f"{place}.required", "expected a list of names")
         for name in required:
             if name not in known:
                 known[name] = more
         return _Fields(known, frozenset(required), None if more is False else more)
 
     def argument_fields(self) -> _Fields:
-        """Return what the arguments of the tool may be."""
+        """Return the arguments that the tool accepts."""
         schema = referred(self.root, self.root)
         found = self.fields(schema, self.place) if schema.get("type", "object") == "object" else None
         if found is None:
             other = next((word for word in _told(schema) if word not in _OBJECT), "type")
-            raise wrong(f"{self.place}.{other}", "it cannot be held in the way in which this model writes calls")
+            raise wrong(f"{self.place}.{other}", "it cannot be enforced in the call format of this model")
         return found
 
     def follow(self, schema: Any, place: str) -> Any:
@@ -112,12 +112,12 @@ class _Values:
         if self._parts > _MAX_PARTS:
             raise wrong(self.place, f"the schema has more than {_MAX_PARTS:,} parts")
         if not isinstance(schema, Mapping | bool):
-            raise wrong(place, "a schema is a JSON object")
+            raise wrong(place, "expected a schema as a JSON object")
         found = referred(schema, self.root)
         if found is False or (found == {} and schema not in ({}, True)):
-            raise wrong(place, "no value fits it, or its $ref leads nowhere")
+            raise wrong(place, "no value matches it, or its $ref is dangling")
         if isinstance(schema, Mapping) and found is not schema and not _REFERENCE.issuperset(_told(schema)):
-            raise wrong(place, "a $ref has to stand alone, as this model writes calls")
+            raise wrong(place, "$ref cannot be combined with other keywords in the call format of this model")
         found = {} if found is True else found
         inner = found.get("allOf")
         if isinstance(inner, list) and len(inner) == 1 and _LIST_OF_ONE.issuperset(_told(found)):
@@ -128,7 +128,7 @@ class _Values:
         """Return the schemas of the strings that a schema allows, and those of its other values."""
         schema = self.follow(schema, place)
         if level > _MAX_LEVELS:
-            raise wrong(place, "the schema refers to itself without end")
+            raise wrong(place, "the schema refers to itself infinitely")
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         union = next((word for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)), None)
         if isinstance(values, list):
@@ -153,7 +153,7 @@ class _Values:
         if not isinstance(names, list):
             names = ["string", *sorted(KINDS - {"string"})]
         if (unknown := next((name for name in names if name not in (*KINDS, "integer")), None)) is not None:
-            raise wrong(f"{place}.type", f"{str(unknown)[:40]!r} is no type")
+            raise wrong(f"{place}.type", f"{str(unknown)[:40]!r} is not a type")
         rest = [name for name in names if name != "string"]
         only = {word: value for word, value in schema.items() if word not in _OF_STRINGS}
         return (
@@ -165,7 +165,7 @@ class _Values:
         named = schema.get("type")
         names = [named] if isinstance(named, str) else named
         if not isinstance(names, list) or "string" in names:
-            raise wrong(place, "it says of strings what this model's way to write calls cannot be held to")
+            raise wrong(place, "it has constraints on strings that cannot be enforced in the call format of this model")
         return [], [schema]
 
     def texts(self, schema: Mapping[str, Any]) -> list[str] | None:
@@ -183,7 +183,9 @@ class _Values:
             found.append(self._pattern(pattern, f"{place}.pattern"))
         if (kind := schema.get("format")) is not None:
             if kind not in _FORMATS:
-                raise wrong(f"{place}.format", f"{str(kind)[:40]!r} cannot be held as this model writes calls")
+                raise wrong(
+                    f"{place}.format", f"{str(kind)[:40]!r} cannot be enforced in the call format of this model"
+                )
             found.append(f"/{_FORMATS[kind]}/")
         return found
 
@@ -193,11 +195,11 @@ class _Values:
         return self.lark.json({**shared, **schema} if isinstance(schema, Mapping) else schema)
 
     def _pattern(self, pattern: str, place: str) -> str:
-        """Return the terminal for what a pattern of JSON Schema, which may match anywhere, is found in."""
+        """Return the terminal of texts that contain a match of a JSON Schema pattern."""
         begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
         inner = pattern[begins : len(pattern) - ends]
         if not _PLAIN_PATTERN.fullmatch(inner) or ((begins or ends) and "|" in inner):
-            raise wrong(place, "'^' and '$' can stand at its beginning and end, around all of it")
+            raise wrong(place, "'^' and '$' are only supported at its beginning and end, around all of it")
         return f"/{'' if begins else '(?s:.*)'}({slashed(inner)}){'' if ends else '(?s:.*)'}/"
 
 
@@ -220,7 +222,7 @@ class TaggedGrammar(_Values):
         for name, inner in known.items():
             where = f"{place}.properties.{name}"
             if not name or any(mark in name for mark in (form.before_value[0], form.before_value, *form.ends)):
-                raise wrong(where, "this model cannot write arguments of such a name")
+                raise wrong(where, "this name is not supported in the call format of this model")
             key = f"{lark.spelled(form.before_key)} {literal(name)} {lark.spelled(form.before_value)}"
             argument = lark.rule(f"{key} {self._value(inner, where)}")
             parts.append(argument if name in required else f"{argument}?")
@@ -237,8 +239,8 @@ class TaggedGrammar(_Values):
         kinds = kinds_of(schema, self.root) - {"string"}
         options: list[str] = []
         if strings:
-            # A lexeme extends as far as any can. So where text may be a string or something else, each is one lexeme
-            # with the text after it, or they differ in their first character.
+            # Lexemes are matched greedily. So if text may be a string or another value, each is one lexeme with the
+            # text after it, or they differ in their first character.
             unlike = dict(_LIKE)
             for other in others:
                 options += self._beside_strings(other, unlike)
@@ -249,11 +251,11 @@ class TaggedGrammar(_Values):
             merged = others[0] if len(others) == 1 else {"anyOf": others}
             options.append(f"{self.json(merged)} {self.lark.spelled(self.form.after_value)}")
         if not options:
-            raise wrong(place, "no value fits it")
+            raise wrong(place, "no value matches it")
         return self.lark.either(options)
 
     def _beside_strings(self, schema: Mapping[str, Any], unlike: dict[str, str]) -> Iterator[str]:
-        """Yield expressions for what is no string, and tell how strings have to differ from it."""
+        """Yield expressions for values other than strings, and add to `unlike` how strings must differ from them."""
         end, kind, listed = self.form.after_value, schema.get("type"), self.texts(schema)
         if listed is None and isinstance(kind, list):
             for each in kind:
@@ -272,21 +274,21 @@ class TaggedGrammar(_Values):
         texts = self.texts(schema)
         if texts is None:
             terminals = self.terminals(schema, place)
-            # What ends a value is excluded as a whole, but a regular expression that does so beside another one takes
-            # more states than a lexer may have: there its first character is excluded.
+            # The end marker of a value is excluded as a whole, but in combination with another regular expression that
+            # exceeds the states of the lexer: then only its first character is excluded.
             begin = in_regex(form.ends[-1][0])
             free = " & ".join([*terminals, f"/[^{begin}]*/"]) if terminals else lark.free_text(form.ends)
             yield lark.text_before(form.after_value, free + apart)
             return
         for text in texts:
             if any(end in text for end in form.ends):
-                raise wrong(place, f"this model cannot write the value {text[:40]!r} within a call")
+                raise wrong(place, f"the value {text[:40]!r} is not supported in the call format of this model")
             if not kinds or json_of(text, kinds | {"string"}) == json.dumps(text, ensure_ascii=False):
                 yield lark.text_before(form.after_value, literal(text))
 
 
 class KeywordGrammar(_Values):
-    """Arguments as those of a function of Python's. Inside of what only JSON Schema can say, values are JSON."""
+    """Arguments as keyword arguments in Python. Values with constraints that need JSON Schema are JSON."""
 
     def __init__(self, lark: LarkText, schema: Mapping[str, Any], place: str) -> None:
         super().__init__(lark, schema, place)
@@ -301,7 +303,7 @@ class KeywordGrammar(_Values):
         for name, inner in known.items():
             where = f"{place}.properties.{name}"
             if not _NAME.fullmatch(name):
-                raise wrong(where, "this model cannot write arguments of such a name")
+                raise wrong(where, "this name is not supported in the call format of this model")
             parts.append((lark.rule(f'{literal(name)} "=" {self.value(inner, where)}'), name in required))
         another = None
         if more is not None:
@@ -336,11 +338,11 @@ class KeywordGrammar(_Values):
         for other in others:
             options += self._other(other, place, level)
         if not options:
-            raise wrong(place, "no value fits it")
+            raise wrong(place, "no value matches it")
         return self.lark.either(options)
 
     def _other(self, schema: Mapping[str, Any], place: str, level: int) -> Iterator[str]:
-        """Yield expressions for what is no string."""
+        """Yield expressions for values other than strings."""
         listed, kind = self.texts(schema), schema.get("type")
         if listed is not None and not any(isinstance(each, list | dict) for each in listed):
             yield from (literal(repr(each)) for each in listed)
@@ -372,7 +374,7 @@ class KeywordGrammar(_Values):
 
 
 def _with_commas(lark: LarkText, parts: Sequence[tuple[str, bool]], another: str | None) -> str:
-    """Return the expression of `parts` in order, needed ones in any case, then of more of `another`, with commas."""
+    """Return the expression of `parts` in order, some of them required, then of more of `another`, with commas."""
     behind = f'(", " {another})*' if another else ""
     first = f"({another} {behind})?" if another else ""  # no part before it
     for rule, needed in reversed(parts):

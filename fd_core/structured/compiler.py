@@ -1,4 +1,4 @@
-"""Compiles grammars, within bounds, and keeps the compiled ones in a bounded cache.
+"""Compiles grammars within limits, and caches compiled ones.
 
 Time is bounded by llguidance's fuel, which counts work, so that a grammar that compiles on one machine compiles on all.
 Compiling releases the GIL; callers that must not block compile on a thread (`fd_core.structured.workers.port`).
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from fd_core.text.tokenizer import Tokenizer
 
 LARGE_GRAMMAR: Final = 16 * 1024
-"""Characters of a grammar whose compilation takes too long to compete with steps for a processor."""
+"""Size in characters above which a compilation has low priority, so that it does not compete with steps for CPUs."""
 
 
 def yield_to_others(*, is_large: bool) -> None:
-    """Have the calling thread leave most of a processor to others, and all that they need for a large grammar."""
+    """Lower the CPU priority of the calling thread, to the lowest for a large grammar."""
     # No effect on systems without priorities per thread.
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19 if is_large else 5)
@@ -47,17 +47,19 @@ LIMITS: Final = LLParserLimits(
 """About 20 ms for the regexes of a grammar, 10 ms for the worst mask, and 100 MB for the worst lexer."""
 _MAX_CACHED: Final = 512
 _MAX_CACHED_BYTES: Final = 16 * 2**20
-"""Limit of the texts of cached grammars; the compiled grammars grow with their size."""
+"""Limit of the total size of the texts of cached grammars, since compiled grammars grow with it."""
 _MAX_ANEW_SECONDS: Final = 0.05
 """A grammar that takes longer to compile is not recompiled within a step."""
 _MAX_WORDS: Final = 400
 """Characters of a reason that is displayed."""
 _LISTING: Final = re.compile(r"\s*(\d+ *\|.*|\^)\s*$")
-"""Lines of the grammar that the library shows with an error, and the mark below them: the place is named before."""
+"""Lines of the grammar that the library shows with an error, and the mark below them: the error contains the location
+before.
+"""
 _IN_WORDS: Final = {
-    "NoExtensionBias": "no token continues a text of the form asked for",
-    "ParserTooComplex": "the grammar is too ambiguous here to find what it allows",
-    "LexerTooComplex": "a regular expression in the grammar became too large",
+    "NoExtensionBias": "the grammar allows no further token",
+    "ParserTooComplex": "the grammar is too ambiguous here to compute a mask",
+    "LexerTooComplex": "a regular expression in the grammar is too large",
 }
 
 
@@ -68,9 +70,9 @@ class GrammarError(ValueError):
 class CompilerStats(msgspec.Struct, kw_only=True):
     """Statistics of one compiler since its start."""
 
-    compiled: Annotated[int, counter("grammars_compiled", "Grammars compiled, refused ones included.")] = 0
-    refused: Annotated[int, counter("grammars_refused", "Grammars that could not be compiled.")] = 0
-    cache_hits: Annotated[int, counter("grammar_cache_hits", "Grammars found compiled.")] = 0
+    compiled: Annotated[int, counter("grammars_compiled", "Grammars compiled, including failed ones.")] = 0
+    refused: Annotated[int, counter("grammars_refused", "Grammars that failed to compile.")] = 0
+    cache_hits: Annotated[int, counter("grammar_cache_hits", "Grammars found in the cache.")] = 0
     compile_seconds: Annotated[float, counter("grammar_compile_seconds", "Time spent compiling grammars.")] = 0.0
     cached: Annotated[int, gauge("grammars_cached", "Compiled grammars in the cache.")] = 0
 
@@ -104,8 +106,8 @@ class CompiledGrammar:
         """Recompile it, with a separate lexer; `GrammarError` if that may delay a step for too long."""
         if self._seconds > _MAX_ANEW_SECONDS:
             raise GrammarError(
-                "what requests of the same grammar share of it has become too large, and it takes too long to compile "
-                "anew amid a text; ask again, or make the grammar smaller"
+                "the lexer shared by requests with this grammar became too large, and recompiling takes too long "
+                "within a step; retry, or simplify the grammar"
             )
         return self._anew()
 
@@ -125,7 +127,7 @@ class GrammarCompiler:
         self._stats = CompilerStats()
 
     def warm_up(self) -> None:
-        """Create the vocabulary, so that the first grammar need not wait for it. Raises the errors of `vocabulary`."""
+        """Create the vocabulary, so that the first grammar does not wait for it. Raises the errors of `vocabulary`."""
         self._ready_vocabulary()
 
     def is_cached(self, grammar: str) -> bool:
@@ -200,10 +202,10 @@ def _required(found: CompiledGrammar | GrammarError) -> CompiledGrammar:
 
 
 def _begin(matcher: LLMatcher, ends: Sequence[int]) -> tuple[str | None, int | None]:
-    """Return why a new matcher's grammar allows no text, None if it allows one, and a token that begins one.
+    """Return the reason why a new matcher's grammar allows no text, or None, and a token that begins a text.
 
-    The first mask and the text forced at the beginning are computed for it: a grammar that goes round in circles
-    compiles, and shows its fault there.
+    The first mask and the text forced at the beginning are computed for it: a grammar with infinite recursion compiles,
+    and fails only there.
     """
     if matcher.is_error():
         return for_people(matcher.get_error()), None
@@ -231,7 +233,7 @@ def for_people(error: str) -> str:
 
 
 _MAX_IDS: Final = 2**22
-"""Far beyond any model's; memory for as many is taken."""
+"""Limit of token ids, far above that of any model; memory is proportional to it."""
 
 
 class VocabularyTable(msgspec.Struct, frozen=True):
@@ -256,9 +258,9 @@ def vocabulary_table(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int])
     Raises `ValueError` if no id can end a text, or if there are too many ids.
     """
     if vocab_size > _MAX_IDS:
-        raise ValueError(f"the model has {vocab_size:,} token ids; texts of a given form take at most {_MAX_IDS:,}")
+        raise ValueError(f"the model has {vocab_size:,} token ids; structured output supports at most {_MAX_IDS:,}")
     if not ends:
-        raise ValueError("the model has no end-of-sequence token, so no text of a given form could end")
+        raise ValueError("the model has no end-of-sequence token, so structured output could not end")
     tokens = (tokenizer.byte_table + [b""] * vocab_size)[:vocab_size]
     special = sorted({each for each in (*tokenizer.special_ids, *ends) if each < vocab_size})
     return VocabularyTable(tokens, special, list(ends))
@@ -285,10 +287,10 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Return ordinary tokens whose bytes are exactly those of `text`; what has no token is left out.
+        """Return ordinary tokens whose bytes are exactly those of `text`; bytes without a token are omitted.
 
-        The tokenizer's own way of writing is taken unless it changes the text: by a blank in front, by normalizing it,
-        or by taking what looks like a control token for one.
+        The tokenizer's encoding is used unless it changes the text: by a leading space, by normalization, or by parsing
+        the text of a control token as one.
         """
         wanted = text.encode("utf-8", "replace")
         if self._tokenizer is None:

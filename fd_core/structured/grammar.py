@@ -38,7 +38,7 @@ def _messages(lark: LarkText, messages: Sequence[FreePart], markers: Sequence[st
 
 
 def _calls(lark: LarkText, calls: Sequence[CallAsked], several: bool) -> str:
-    """Return the rule of one call or several, with what stands around all of them."""
+    """Return the rule of one call or several, with the markers around all of them."""
     form = calls[0].form
     return lark.rule(f"{lark.spelled(form.opening)} {_inner(lark, calls, several)}")
 
@@ -51,7 +51,7 @@ def _inner(lark: LarkText, calls: Sequence[CallAsked], several: bool) -> str:
 
 
 def _amid_text(lark: LarkText, calls: Sequence[CallAsked], markers: Sequence[str]) -> str:
-    """Return the rule of text up to a call, or up to all of them where something stands around them, and of those."""
+    """Return the rule of text followed by a call, or by all calls if the format has markers around them."""
     opening = calls[0].form.opening
     if opening:
         return lark.rule(f"{lark.text_up_to(opening, without=markers)} {_inner(lark, calls, True)}")
@@ -78,13 +78,13 @@ def _behind(lark: LarkText, call: CallAsked) -> str:
 def json_schema(
     schema: Mapping[str, Any] | bool, *, whitespace_pattern: str | None = None, field: str = "json_schema"
 ) -> str:
-    """Return the grammar of the JSON values that fit a schema, whose property order is that of the answer.
+    """Return the grammar of the JSON values that match a schema, with properties in the order of the schema.
 
-    JSON is written on one line with one blank after commas and colons, or with text that matches `whitespace_pattern`
+    JSON is written on one line with one space after commas and colons, or with text that matches `whitespace_pattern`
     wherever white space is allowed. Raises `BadRequest` that names `field`.
     """
     if schema is False:
-        raise wrong(field, "no value fits the schema false")
+        raise wrong(field, "no value matches the schema false")
     text = json.dumps(require_schema(schema, field))
     style: Any = JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
     try:
@@ -103,7 +103,7 @@ def regex(pattern: str, *, field: str = "regex") -> str:
 def choice(texts: Sequence[str], *, field: str = "choice") -> str:
     """Return the grammar of a few given texts. Raises `BadRequest` if there are none, too many or too long ones."""
     if not 1 <= len(texts) <= MAX_CHOICES:
-        raise wrong(field, f"there are {len(texts)} choices; allowed are 1 to {MAX_CHOICES}")
+        raise wrong(field, f"there are {len(texts)} choices; expected 1 to {MAX_CHOICES}")
     require_small("".join(texts), "all choices together", field)
     return LLMatcher.grammar_from_lark("start: " + " | ".join(literal(text) for text in dict.fromkeys(texts)))
 
@@ -119,7 +119,7 @@ Schema = dict[str, Any] | bool
 
 
 class SchemaForm(msgspec.Struct, frozen=True, kw_only=True, tag="schema"):
-    """JSON values that fit a schema."""
+    """JSON values that match a schema."""
 
     schema: Schema
     whitespace_pattern: str | None = None
@@ -166,7 +166,7 @@ class TagForm(msgspec.Struct, frozen=True, tag="tag"):
 
 
 class CallsForm(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
-    """Calls of tools that have to be made, or that the model chooses to make."""
+    """Required tool calls, or calls that the model may choose to make."""
 
     calls: list[CallAsked]
     control_tokens: dict[str, int]

@@ -15,8 +15,9 @@ from fd_core.errors import BadRequest
 from fd_core.structured.schemas import MAX_DEPTH, wrong
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as most programs print it on one line. With one way to write white space, most of what a schema demands is
-forced; and no model can fill an answer with blanks."""
+"""JSON as most programs print it on one line. With fixed white space most tokens required by a schema are forced, and
+no model can fill an answer with spaces.
+"""
 ANY_TEXT: Final = "/(?s:.*)/"
 """A terminal: any text without control tokens."""
 
@@ -72,12 +73,12 @@ class LarkText:
         if text.startswith("{"):
             parts = json.loads(text)["grammars"]
         if len(parts) > 1:
-            raise BadRequest(f"{field} has grammars within it and cannot be a part of another one", field=field)
+            raise BadRequest(f"{field} contains nested grammars and cannot be part of another one", field=field)
         self._inner.append({**parts[0], "name": name})
         return f"@{name}"
 
     def spelled(self, text: str) -> str:
-        """Return a text, control tokens by their ids; nothing for an empty one."""
+        """Return the expression of a text, with control tokens by id; empty for an empty text."""
         parts, place = [], 0
         for found in self._find.finditer(text):
             parts += [text[place : found.start()], found[0]]
@@ -87,9 +88,9 @@ class LarkText:
         return " ".join(f"<[{ids[part]}]>" if part in ids else literal(part) for part in parts if part)
 
     def text_up_to(self, *ends: str, without: Sequence[str] = (), free: str = ANY_TEXT) -> str:
-        """Return the name of a rule: text of `free` up to the first of `ends`, which it takes.
+        """Return the name of a rule: text of `free` up to and including the first of `ends`.
 
-        The text holds none of `without`. `ends` are not empty. Control tokens can only begin an end.
+        The text contains none of `without`. `ends` are not empty. Control tokens can only begin an end.
         """
         texts = [end for end in ends if not self._find.match(end)]
         free = self.free_text(without, free)
@@ -103,7 +104,7 @@ class LarkText:
         return f"{free} & ~/(?s:.*)({'|'.join(map(in_regex, without))})(?s:.*)/" if without else free
 
     def text_before(self, end: str, free: str) -> str:
-        """Return the expression of a text of `free`, which must not hold what makes out `end`, and of `end`."""
+        """Return the expression of a text of `free` without the distinctive part of `end`, followed by `end`."""
         control = self._find.search(end)
         if control is None:
             return self.terminal(f"({free}) {literal(end)}")
@@ -137,15 +138,15 @@ def as_lark(text: str, field: str) -> str:
         raise wrong(field, f"parentheses are nested deeper than {MAX_DEPTH} levels")
     try:
         return str(any_to_lark(text))
-    except Exception as error:  # noqa: BLE001 - the library raises whatever its parser runs into
-        raise wrong(field, f"the GBNF cannot be read: {error or type(error).__name__}") from None
+    except Exception as error:  # noqa: BLE001 - the library may raise any exception
+        raise wrong(field, f"the GBNF grammar is invalid: {error or type(error).__name__}") from None
 
 
 def in_regex(text: str) -> str:
-    """Return a regular expression that matches a text as it is, within slashes too."""
+    """Return a regular expression that matches a text literally, also between slashes."""
     return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
 
 
 def slashed(pattern: str) -> str:
-    """Return a regular expression as it stands between slashes."""
+    """Return a regular expression escaped for use between slashes."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n")

@@ -7,7 +7,7 @@ steps, and after a restart too. Where the grammar leaves one continuation, the m
 the tokenizer itself would encode it; such tokens are forced, and drafts of them are always accepted.
 
 Texts of one grammar share a lexer, which any of them may exhaust. So a query of the grammar is repeated with a private
-lexer if the shared one turns out to be exhausted; a text ends if its private lexer does not suffice either.
+lexer if the shared one turns out to be exhausted; a text fails if its private lexer is exhausted as well.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TokenMatcher:
             if not self._asked(self._push, token):
                 if self._is_broken():
                     raise GrammarError(self._reason_broken())
-                raise GrammarError(f"token {token} was chosen, but the grammar does not allow it")
+                raise GrammarError(f"token {token} was sampled, but the grammar does not allow it")
 
     def allowed(self, drafts: Sequence[int]) -> int:
         """Return how many of the leading `drafts` the text may continue with; none after one that ends the text."""

@@ -1,7 +1,7 @@
 """Normalization of JSON schemas for the grammar compiler.
 
-The compiler rejects keywords without effect: they are left out. It allows other values than some schemas: those are
-narrowed to what it handles exactly, or rejected.
+The compiler rejects keywords without effect, so they are removed. It is imprecise for some schemas: those are narrowed
+to constraints that it handles exactly, or rejected.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def wrong(place: str, reason: str) -> BadRequest:
 
 
 def compilable(schema: Any, field: str) -> Any:
-    """Return a schema that the compiler reads as JSON Schema means it.
+    """Return a schema that the compiler interprets as JSON Schema does.
 
-    Every value that fits it fits the given one. Raises `BadRequest` with the location of a part that is unsupported.
+    Every value that matches it matches the given one. Raises `BadRequest` with the location of a part that is
+    unsupported.
     """
     return {} if schema is True else _read(schema, field, _Options(schema))
 
@@ -86,27 +87,30 @@ def _read(value: Any, place: str, options: _Options) -> Any:
         else:
             read[name] = _read(inner, where, options)
     if "oneOf" in read and "anyOf" not in read and options.are_apart(value["oneOf"], f"{place}.oneOf"):
-        read["anyOf"] = read.pop("oneOf")  # which the compiler takes whatever the options are
+        read["anyOf"] = read.pop("oneOf")  # which the compiler supports with any options
     return read
 
 
 def _require_right(schema: Mapping[str, Any], place: str) -> None:
     for word in ("const", "enum"):
         if (number := _inexact(schema.get(word))) is not None:
-            raise wrong(f"{place}.{word}", f"{number} has more digits than can be written exactly")
+            raise wrong(f"{place}.{word}", f"{number} cannot be represented exactly")
     least, required = schema.get("minProperties"), schema.get("required")
     named = len(set(map(str, required))) if isinstance(required, list | tuple) else 0
     if isinstance(least, int | float) and least > named + 1:
         raise wrong(
             f"{place}.minProperties",
-            f"{least} different names cannot be held; list all but one of them in required, which has {named}",
+            f"a minimum of {least} properties cannot be enforced; list all but one of them in required, which has "
+            f"{named}",
         )
     for low, high, sign in (("exclusiveMinimum", _HIGHEST, 1), ("exclusiveMaximum", _LOWEST, -1)):
         near: Any = schema.get(low)
         fars = [schema[each] for each in high if _is_number(schema.get(each))]
         whole = _is_number(near) and near == math.floor(near) and sign * near >= 0
         if whole and schema.get("type") != "integer" and any(0 < sign * (far - near) < 1 for far in fars):
-            raise wrong(f"{place}.{low}", f"{near} itself cannot be left out where less than 1 lies between the bounds")
+            raise wrong(
+                f"{place}.{low}", f"the exclusive bound {near} cannot be enforced if the bounds differ by less than 1"
+            )
 
 
 def _is_number(value: Any) -> bool:
@@ -128,7 +132,7 @@ def _inwards(bound: float, place: str, *, up: bool) -> float:
     """
     if abs(bound) > _LARGEST:
         if (bound > 0) == up:
-            raise wrong(place, f"beyond this bound no number can be written; {_LARGEST} is the largest")
+            raise wrong(place, f"no number beyond this bound can be represented; the largest is {_LARGEST}")
         return -_LARGEST if up else _LARGEST
     if isinstance(bound, float):
         return bound
@@ -145,10 +149,10 @@ class _Options:
         self._root = root
         self._steps = _MAX_STEPS
         self._apart_at: dict[tuple[int, int], int] = {}
-        """Pairs that were compared, by identity, with the depth at which they were not found apart; -1 if they were."""
+        """Compared pairs, by identity, with the depth at which they were not found disjoint; -1 if they were."""
 
     def are_apart(self, options: Any, place: str) -> bool:
-        """Return True if no value fits two options, as far as is seen; `BadRequest` where that takes too many steps."""
+        """Return True if the options are provably disjoint; `BadRequest` if that takes too many steps."""
         if not isinstance(options, list | tuple):
             return False
         found = [self._resolved(each) for each in options]
@@ -160,8 +164,8 @@ class _Options:
         except _TooManySteps:
             raise wrong(
                 place,
-                f"its options take more than {_MAX_STEPS:,} steps to tell apart; give each a required property with "
-                "another const, or use anyOf",
+                f"proving that its options are disjoint takes more than {_MAX_STEPS:,} steps; give each a required "
+                "property with a different const, or use anyOf",
             ) from None
 
     def _spend(self, steps: int) -> None:
@@ -177,7 +181,7 @@ class _Options:
         if known < 0 or known >= depth:
             return known < 0
         self._spend(1)
-        self._apart_at[pair] = depth  # for a pair within itself: what it would need to be apart, it does not have
+        self._apart_at[pair] = depth  # for a pair that contains itself: then it is not disjoint
         if self._differ(one, other, depth):
             self._apart_at[pair] = -1
             return True
@@ -205,7 +209,7 @@ class _Options:
         return any(self._apart(self._resolved(mine[name]), self._resolved(theirs[name]), depth) for name in names)
 
     def _values(self, schema: Any) -> set[str] | None:
-        """Return all values that may fit as JSON, None if they are not listed."""
+        """Return all possible values as JSON, None if they are not listed."""
         if not isinstance(schema, Mapping):
             return None
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -215,7 +219,7 @@ class _Options:
         return {json.dumps(int(each) if isinstance(each, float) and each.is_integer() else each) for each in listed}
 
     def _resolved(self, schema: Any) -> Any:
-        """Follow references within the document; whatever else they are is left to the compiler."""
+        """Follow references within the document; the compiler handles all others."""
         for _ in range(_MAX_HOPS):
             target = schema.get("$ref") if isinstance(schema, Mapping) else None
             if not isinstance(target, str) or not target.startswith("#/"):
@@ -229,7 +233,7 @@ class _Options:
 
 
 class _TooManySteps(Exception):
-    """The budget is spent."""
+    """The budget is exhausted."""
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
@@ -247,7 +251,7 @@ MAX_TAGS: Final = 256
 MAX_MULTIPLE: Final = 20_000
 """Least common multiple of all `multipleOf` in a schema, without decimal points: it takes as many states."""
 MAX_OPTIONAL: Final = 1000
-"""Properties of one object that may be left out: compiling takes the square of their number."""
+"""Optional properties of one object: compile time is quadratic in their number."""
 MAX_REPEATS: Final = 50_000
 """Product of nested repetitions in a regular expression."""
 _PATTERN_PARTS: Final = re.compile(
@@ -257,14 +261,14 @@ _PATTERN_PARTS: Final = re.compile(
 
 
 def require_schema(schema: Any, field: str) -> Any:
-    """Return a schema as the compiler reads it; `BadRequest` with the place of what is none, or out of bounds."""
+    """Return a schema for the compiler; `BadRequest` with the location of an invalid or too large part."""
     if not isinstance(schema, Mapping | bool):
-        raise wrong(field, f"a schema is a JSON object, not {type(schema).__name__}")
+        raise wrong(field, f"expected a schema as a JSON object, got {type(schema).__name__}")
     require_shallow(schema, field)
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise wrong(field, f"the schema is not JSON: {error}") from None
+        raise wrong(field, f"the schema is not valid JSON: {error}") from None
     require_small(text, "the schema", field)
     _require_small_multiples(schema, field)
     _require_quick(schema, field)
@@ -277,7 +281,7 @@ def require_small(text: str, what: str, field: str) -> None:
     if not size:
         raise wrong(field, f"{what} is empty")
     if size > MAX_GRAMMAR_BYTES:
-        raise wrong(field, f"{what} takes {size:,} bytes; at most {MAX_GRAMMAR_BYTES:,} are allowed")
+        raise wrong(field, f"{what} has {size:,} bytes; at most {MAX_GRAMMAR_BYTES:,} are allowed")
 
 
 def require_shallow(value: Any, field: str) -> None:
@@ -297,7 +301,7 @@ def require_shallow(value: Any, field: str) -> None:
 
 def require_few_repeats(pattern: str, field: str) -> None:
     """Raise `BadRequest` for a regular expression, or a grammar, whose nested repetitions multiply beyond the bound."""
-    groups, last = [1], 1  # the largest product within each open group, and of what stands before this place
+    groups, last = [1], 1  # the largest product within each open group, and of the text before this position
     for part in _PATTERN_PARTS.finditer(pattern):
         if part[0] == "(":
             groups.append(1)
@@ -320,7 +324,7 @@ def _require_quick(value: Any, place: str) -> None:
         named = {each for each in required if isinstance(each, str)} if isinstance(required, list | tuple) else set()
         if isinstance(known, Mapping) and (optional := len(known.keys() - named)) > MAX_OPTIONAL:
             raise wrong(
-                f"{place}.properties", f"{optional:,} of them are not required; at most {MAX_OPTIONAL:,} are allowed"
+                f"{place}.properties", f"{optional:,} properties are optional; at most {MAX_OPTIONAL:,} are allowed"
             )
         for name, inner in value.items():
             if name == "pattern" and isinstance(inner, str):
@@ -341,8 +345,8 @@ def _require_small_multiples(schema: Any, field: str) -> None:
         if common > MAX_MULTIPLE:
             raise wrong(
                 place,
-                f"multiples of {value} take too many states; the least common multiple of all `multipleOf` "
-                f"may be {MAX_MULTIPLE:,}",
+                f"multiples of {value} need too many states; the least common multiple of all `multipleOf` is limited "
+                f"to {MAX_MULTIPLE:,}",
             )
 
 

@@ -1,4 +1,4 @@
-"""Structural tags, as vLLM and XGrammar spell them: trees of formats, of which each is a part of a text."""
+"""Structural tags in the syntax of vLLM and XGrammar: trees of formats, each for a part of a text."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class _Tag(NamedTuple):
 class _Formats:
     """Makes expressions of formats.
 
-    A format whose text is free ends with the first of `ends`, which are the marks of the tag around it; without any, it
-    has to be `last`, since no marker would end it.
+    A format whose text is free ends with the first of `ends`, the end markers of the enclosing tag; without any, it
+    must be `last`, since no marker would end it.
     """
 
     def __init__(self, lark: LarkText) -> None:
@@ -91,15 +91,15 @@ class _Formats:
         kind = given.get("type")
         if not isinstance(kind, str) or kind not in self._makers:
             known = ", ".join(self._makers)
-            raise _unfit(f"{place}.type", f"is {str(kind)[:40]!r}; served are {known}")
+            raise _unfit(f"{place}.type", f"is {str(kind)[:40]!r}; expected {known}")
         fields, make = self._makers[kind]
         for name in given:
             if name not in ("type", *fields.split()):
-                raise _unfit(f"{place}.{name}", "is not served")
+                raise _unfit(f"{place}.{name}", "is not supported")
         return make(given, place, ends, last)
 
     def structure(self, given: Any, place: str) -> _Tag:
-        """Return one of the older form, which has a schema as its content."""
+        """Return a tag in the older syntax, which has a schema as its content."""
         given = _mapping(given, place)
         schema = given.get("schema", True)
         end = given.get("end", "")
@@ -118,7 +118,7 @@ class _Formats:
         for tag in tags:
             trigger = max((each for each in triggers if tag.begin.startswith(each)), key=len, default=None)
             if trigger is None:
-                raise _unfit(f"{tag.place}.begin", "begins with none of the triggers")
+                raise _unfit(f"{tag.place}.begin", "must start with one of the triggers")
             begun[trigger].append(f"{self._lark.spelled(tag.begin.removeprefix(trigger))} {tag.behind}")
         excludes = _texts(given.get("excludes"), f"{place}.excludes", optional=True)
         first = [f"{self._lark.spelled(tag.begin)} {tag.behind}" for tag in tags]
@@ -136,9 +136,9 @@ class _Formats:
         style = given.get("style", "json")
         if style not in _STYLES:
             served = ", ".join(_STYLES)
-            raise _unfit(f"{place}.style", f"is {str(style)[:40]!r}; served are {served}")
+            raise _unfit(f"{place}.style", f"is {str(style)[:40]!r}; expected {served}")
         if given.get("any_order"):
-            raise _unfit(f"{place}.any_order", "is not served: properties come in order")
+            raise _unfit(f"{place}.any_order", "is not supported: properties are generated in the order of the schema")
         schema = require_schema(schema, where)
         form = _STYLES[style]
         if form is None or not isinstance(schema, Mapping):
@@ -150,7 +150,7 @@ class _Formats:
 
     def _any_text(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
         if given.get("max_tokens") is not None:
-            raise _unfit(f"{place}.max_tokens", "is not served; max_chars is")
+            raise _unfit(f"{place}.max_tokens", "is not supported; use max_chars")
         most = given.get("max_chars")
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= 100_000):
             raise _unfit(f"{place}.max_chars", "must be 0 to 100000")
@@ -234,12 +234,12 @@ class _Formats:
     def _tag(self, given: Mapping[str, Any], place: str, last: bool) -> _Tag:
         begin, end = given.get("begin"), given.get("end", "")
         if not isinstance(begin, str):
-            raise _unfit(f"{place}.begin", "must be a text; tokens are not served")
+            raise _unfit(f"{place}.begin", "must be a text; tokens are not supported")
         ends = [end] if isinstance(end, str) else end
         if not isinstance(ends, list) or not ends or not all(isinstance(each, str) for each in ends):
-            raise _unfit(f"{place}.end", "must be a text or texts; tokens are not served")
+            raise _unfit(f"{place}.end", "must be a text or texts; tokens are not supported")
         if "" in ends and len(ends) > 1:
-            raise wrong(f"{place}.end", "no text of several may be empty")
+            raise wrong(f"{place}.end", "texts of a list must not be empty")
         found = [each for each in ends if each]
         return _Tag(begin, self.part(given.get("content"), f"{place}.content", found, last and not found), place)
 
@@ -274,7 +274,7 @@ class _Formats:
         if ends:
             return self._lark.text_up_to(*ends, without=excludes, free=free)
         if not last:
-            raise wrong(place, "nothing says where its text ends; put it last, or into a tag with an end")
+            raise wrong(place, "the end of its text is undefined; put it last, or into a tag with an end")
         return self._lark.terminal(self._lark.free_text(excludes, free))
 
     def _end(self, ends: Sequence[str]) -> str:
@@ -284,7 +284,7 @@ class _Formats:
     def _count(given: Mapping[str, Any], name: str, place: str) -> int:
         value = given.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= 10_000:
-            raise _unfit(f"{place}.{name}", "must be a whole number up to 10000")
+            raise _unfit(f"{place}.{name}", "must be an integer up to 10000")
         return value
 
 
@@ -302,7 +302,7 @@ def _sequence(value: Any, place: str) -> Sequence[Any]:
 
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str) or not value:
-        raise _unfit(place, "must be a text that is not empty")
+        raise _unfit(place, "must be a non-empty text")
     return value
 
 

@@ -1,1 +1,1 @@
-"""Test kits that check a plugin's contract. Nothing of the core imports it; it needs the extra `conformance`."""
+"""Conformance kits for plugins. The core does not import them; they need the extra `conformance`."""

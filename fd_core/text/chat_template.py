@@ -1,7 +1,7 @@
 """Chat templates: they turn a conversation into the prompt format that the model was trained on.
 
-A template is shipped with the checkpoint and is an untrusted program: `fd_core.text.sandbox` limits what it can do, and
-`fd_core.text.template_budget` what it can take.
+A template is shipped with the checkpoint and is an untrusted program: `fd_core.text.sandbox` limits its operations, and
+`fd_core.text.template_budget` its time and memory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _MAX_ERROR_CHARS = 500
 _MAX_PATTERN_CHARS = 200
 _TRIAL = ({"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."})
 _END = "\U000f4a7bend of the final message\U000f4a7b"
-"""Follows a message that is to be continued; private-use characters, which no text should contain."""
+"""Marks the end of a message to be continued; private-use characters, which no text should contain."""
 _MAX_CONTAINERS: Final = 32_768
-"""Each of them is made while nothing else runs in this process."""
+"""Limit of compiled objects, because creating each blocks the process."""
 _MAX_DIGITS: Final = 100
 _TOOL_TEMPLATE: Final = "tool_use"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -51,8 +51,8 @@ class _Refused(Exception):
 class ChatTemplate:
     """A template, compiled once and rendered many times; safe to share between threads.
 
-    `now` is the clock behind the template's `strftime_now`. The rendered prompt carries the control tokens
-    itself: encode it with `add_special=False`.
+    `now` is the clock of the template's `strftime_now`. The rendered prompt carries the control tokens itself: encode
+    it with `add_special=False`.
     """
 
     source: str
@@ -95,25 +95,25 @@ class ChatTemplate:
         """Return the prompt for a conversation.
 
         `messages` are OpenAI's: `role`, `content` (text, None or parts of type text), `tool_calls` and so on.
-        `template_kwargs` are variables of the template's own, such as `enable_thinking`. With `continue_final_message`
-        the prompt ends with the content of the last message. `documents` are for templates that have a place for them;
-        a template that knows no tools gets them as texts, see `fd_core.text.chat_template`.
+        `template_kwargs` are variables that the template defines, such as `enable_thinking`. With
+        `continue_final_message` the prompt ends with the content of the last message. `documents` are for templates
+        that support them; a template without support for tools gets these as text, see `with_tools`.
 
-        Arguments of calls are what a model wrote: those that are no JSON are shown as text, and where the template
-        cannot show them, as an object that holds them.
-        Raises `BadRequest`, naming the field, for messages that are malformed or that the template refuses, and
-        `ModelError` for a template that does not compile or goes beyond the limits.
+        Arguments of calls are as a model wrote them: if they are not JSON, they are rendered as text, or as an object
+        that contains the text if the template requires objects. Raises `BadRequest`, naming the field, for messages
+        that are malformed or that the template rejects, and `ModelError` for a template that does not compile or goes
+        beyond the limits.
         """
         chosen = self.for_tools if tools else self
         if not chosen.source and chosen.named:
             raise BadRequest(
-                "the model has several chat templates and no default; name one of them in chat_template: "
+                "the model has several chat templates and no default; select one with chat_template: "
                 f"{', '.join(sorted(chosen.named))}",
                 field="chat_template",
             )
         turns = flatten_messages(messages)
         if documents and "documents" not in chosen.source:
-            raise BadRequest("the chat template has no place for documents", field="documents")
+            raise BadRequest("the chat template does not support documents", field="documents")
         ours = {
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
@@ -126,7 +126,7 @@ class ChatTemplate:
         taken = own.keys() & {*ours, "messages", "self"}
         if taken:
             raise BadRequest(
-                f"chat_template_kwargs may not set {', '.join(sorted(taken))}", field="chat_template_kwargs"
+                f"chat_template_kwargs must not set {', '.join(sorted(taken))}", field="chat_template_kwargs"
             )
         failures: list[BadRequest | ModelError] = []
         readings: Iterable[list[dict[str, Any]]] = ([dict(turn) for turn in turns],)
@@ -153,7 +153,7 @@ class ChatTemplate:
                 text = budget.join(compiled.generate({**variables, "messages": turns}))
             return _up_to_end(text) if goes_on else text
         except _Refused as error:
-            raise BadRequest(f"the chat template refused the messages: {error}", field="messages") from error
+            raise BadRequest(f"the chat template rejected the messages: {error}", field="messages") from error
         except (SecurityError, TooMuch, RecursionError, MemoryError) as error:
             raise ModelError(f"the chat template was stopped: {_shown(error)}", field="chat_template") from error
         except BadRequest:
@@ -189,7 +189,7 @@ class ChatTemplate:
     def _compiled(self) -> jinja2.Template:
         if len(self.source) > _MAX_SOURCE_CHARS:
             raise ModelError(
-                f"the chat template has {len(self.source)} characters, the limit is {_MAX_SOURCE_CHARS}",
+                f"the chat template has {len(self.source)} characters; at most {_MAX_SOURCE_CHARS} are allowed",
                 field="chat_template",
             )
         try:
@@ -197,14 +197,14 @@ class ChatTemplate:
                 return Sandbox().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
-                f"the chat template is not valid, line {error.lineno}: {_shown(error.message)}", field="chat_template"
+                f"the chat template is invalid, line {error.lineno}: {_shown(error.message)}", field="chat_template"
             ) from error
         except (RecursionError, SyntaxError, ValueError, ArithmeticError, MemoryError, TooMuch) as error:
             raise ModelError(f"the chat template cannot be compiled: {_shown(error)}", field="chat_template") from error
 
     def _strftime_now(self, pattern: str) -> str:
         if len(pattern) > _MAX_PATTERN_CHARS:
-            raise TooMuch(f"a pattern of dates has more than {_MAX_PATTERN_CHARS} characters")
+            raise TooMuch(f"a date pattern has more than {_MAX_PATTERN_CHARS} characters")
         return self.now().strftime(pattern)
 
 
@@ -212,7 +212,7 @@ def _shown(error: object) -> str:
     return str(error)[:_MAX_ERROR_CHARS]
 
 
-def _refuse(message: object = "no reason given") -> NoReturn:
+def _refuse(message: object = "no reason") -> NoReturn:
     raise _Refused(the_budget().text(message)[:_MAX_ERROR_CHARS])
 
 
@@ -221,7 +221,7 @@ def _up_to_end(text: str) -> str:
     prompt, found, _ = text.rpartition(_END)
     if not found or _END in prompt:
         raise BadRequest(
-            "the chat template does not show the last message once, so the message cannot be continued",
+            "the last message cannot be continued, because the chat template does not render it exactly once",
             field="continue_final_message",
         )
     return prompt
@@ -276,9 +276,7 @@ def _part(part: Any, field: str) -> str:
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return str(part["refusal"])
     if kind not in _TEXT_PARTS:
-        raise BadRequest(
-            f"{field}.type is {str(kind)[:40]!r}; this model reads text only, type 'text'", field=f"{field}.type"
-        )
+        raise BadRequest(f"{field}.type is {str(kind)[:40]!r}; only type 'text' is supported", field=f"{field}.type")
     text = part.get("text")
     if not isinstance(text, str):
         raise BadRequest(f"{field}.text must be a string", field=f"{field}.text")
@@ -314,14 +312,14 @@ def _arguments(text: str) -> Any:
 
 def _short_integer(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
-        raise ValueError("an integer is longer than a template may write")
+        raise ValueError("an integer is too long for a template")
     return int(digits)
 
 
 def _readings_of_calls(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield copies of the turns with the arguments of calls as they are, as objects, and as texts.
 
-    A model may have written half an object or another value, and some templates take objects only, others texts only.
+    A model may have written half an object or another value; some templates support only objects, others only texts.
     """
     arguments = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
     yield [dict(turn) for turn in turns]
@@ -369,8 +367,8 @@ def with_tools(
 ) -> list[dict[str, Any]]:
     """Return the turns with the tools in the system message.
 
-    With `calls`, calls are written into the assistant's texts, and what tools answered into the user's. `turns` are
-    flattened, see `fd_core.text.chat_template.flatten_messages`. Raises `BadRequest` for calls that are not JSON.
+    With `calls`, calls are written into the assistant's texts, and tool results into the user's. `turns` are flattened,
+    see `fd_core.text.chat_template.flatten_messages`. Raises `BadRequest` for calls that are not JSON.
     """
     written: list[dict[str, Any]] = [] if calls else [dict(turn) for turn in turns]
     for turn in turns if calls else ():
@@ -396,9 +394,9 @@ def with_tools(
 
 
 def shown_tool(tool: Any) -> dict[str, Any]:
-    """Return a tool as templates expect it, without what clients and servers read; `TypeError` if it is none."""
+    """Return a tool in the format of templates, without fields for servers; `TypeError` if it is malformed."""
     if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
-        raise TypeError("a tool is an object with a function")
+        raise TypeError("expected a tool as an object with a function")
     function = tool["function"]
     shown = {name: function[name] for name in _SHOWN if function.get(name) is not None}
     return {"type": "function", "function": shown}
@@ -409,5 +407,5 @@ def _call(call: Mapping[str, Any]) -> str:
     try:
         spoken = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
     except (KeyError, TypeError, ValueError) as error:
-        raise BadRequest("messages: a tool call needs a name and arguments", field="messages") from error
+        raise BadRequest("messages: a tool call must have a name and arguments", field="messages") from error
     return f"<tool_call>\n{spoken}\n</tool_call>"

@@ -1,12 +1,12 @@
 """Streaming detokenization with stop strings.
 
-Laws, each a property test:
+Invariants, each verified by a property test:
 1. The texts of all pushes and of `flush`, joined, are those of all tokens' bytes at once, however they were cut.
 2. No text ends within a character, and none holds the stop string or anything after it.
 3. Text is held back only where it may be the beginning of a stop string, or bytes of an unfinished character.
 
-A push costs the same whatever preceded it: bytes are read from a table, at most one unfinished character and one
-unfinished stop string are kept.
+The cost of a push does not depend on earlier ones: bytes are read from a table, and at most one unfinished character
+and one unfinished stop string are stored.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class TextDelta(NamedTuple):
 class IncrementalDetokenizer:
     """Incrementally turns the tokens of one generation into text.
 
-    Of several stop strings the one that is complete first wins; of those complete at the same character, the
-    longest. `include_stop` lets the text end with the stop string. `keep` names control tokens that are text all the
-    same. The tokens continue a prompt: unlike in `Tokenizer.decode`, a space before the first word stays. Raises
-    `BadRequest` for an empty stop string.
+    Of several stop strings the one that is complete first wins; of those complete at the same character, the longest.
+    `include_stop` lets the text end with the stop string. `keep` names control tokens that are kept as text. The tokens
+    continue a prompt: unlike in `Tokenizer.decode`, a space before the first word stays. Raises `BadRequest` for an
+    empty stop string.
     """
 
     __slots__ = ("_first", "_held", "_include_stop", "_pending", "_stops", "_table", "stopped_by")
@@ -72,7 +72,7 @@ class IncrementalDetokenizer:
             return TextDelta("", self.stopped_by, 0)
         table, stops = self._table, self._stops
         size, texts = len(table), []
-        # Where there are stop strings, each token is looked at by itself.
+        # With stop strings, tokens are processed one by one.
         for count, tokens in enumerate(zip(token_ids, strict=True) if stops else (token_ids,), 1):
             data = self._pending
             for token_id in tokens:
@@ -104,7 +104,7 @@ class IncrementalDetokenizer:
         return TextDelta(released, self.stopped_by)
 
     def _released(self, text: str) -> str:
-        """Take text and return what may go out of it; sets `stopped_by` when a stop string is complete."""
+        """Add text and return the part that may be emitted; sets `stopped_by` when a stop string is complete."""
         if not text or not self._stops:
             return text
         text = self._held + text

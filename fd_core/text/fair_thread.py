@@ -34,7 +34,7 @@ class FairThread:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """End the thread and cancel what waits."""
+        """End the thread and cancel waiting jobs."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for line in self._waiting.values():
@@ -42,7 +42,7 @@ class FairThread:
                     future.cancel()
 
     def _take(self) -> None:
-        """Do the work whose turn it is; this is called once for each that was brought."""
+        """Run the job whose turn it is; called once per submitted job."""
         with self._lock:
             client, line = self._waiting.popitem(last=False)
             future, work = line.popleft()
@@ -52,5 +52,5 @@ class FairThread:
             return
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # a panic in Rust is no Exception; the waiting caller gets it
+        except BaseException as error:  # noqa: BLE001  # a Rust panic is not an Exception; it is raised in the waiting caller
             future.set_exception(error)

@@ -72,14 +72,14 @@ _PRE: Mapping[str, _Pre] = {
 
 
 def build(source: GgmlTokenizerSource) -> tuple[Tokenizer, Decoding]:
-    """Build the tokenizer; `ModelError` for a kind that is not known or metadata that does not fit together."""
+    """Build the tokenizer; `ModelError` for an unknown kind or inconsistent metadata."""
     metadata = _Metadata(source)
     kind = metadata.values.get("model")
     if kind == "gpt2":
         return _byte_level(metadata)
     if kind == "llama":
         return _sentencepiece(metadata)
-    raise metadata.wrong("model", f"is {kind!r}; supported are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)")
+    raise metadata.wrong("model", f"is {kind!r}; expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece)")
 
 
 class _Metadata:
@@ -158,12 +158,11 @@ def _pre(metadata: _Metadata) -> _Pre:
     if pre is None:
         raise metadata.wrong(
             "pre",
-            f"is {str(name)[:60]!r}, a way of splitting text that is not known; known are {', '.join(sorted(_PRE))}",
+            f"is {str(name)[:60]!r}, an unknown pre-tokenizer; expected one of {', '.join(sorted(_PRE))}",
         )
     if name == "default":
         log.warning(
-            "%s does not say how its tokenizer splits text; the common split is used, and the model may see "
-            "other tokens than it was trained on",
+            "%s does not name its pre-tokenizer; the default one is used, so tokens may differ from those of training",
             metadata.origin,
         )
     return pre
@@ -192,14 +191,14 @@ def _merges_from_scores(metadata: _Metadata) -> list[tuple[str, str]]:
     longest = max(map(len, metadata.tokens))
     if longest > _MAX_MERGED_CHARS:
         raise metadata.wrong(
-            "tokens", f"has an entry of {longest} characters; of what merges make up, the limit is {_MAX_MERGED_CHARS}"
+            "tokens", f"has an entry of {longest} characters; the limit for merged tokens is {_MAX_MERGED_CHARS}"
         )
     normal = {token for token, kind in zip(metadata.tokens, metadata.types, strict=True) if kind == _NORMAL}
     ranked: list[tuple[float, int, int, str, str]] = []
     for token in normal:
         rank = -scores[ids[token]]
         if len(ranked) > _MERGES_A_TOKEN * len(ids):
-            raise metadata.wrong("scores", f"stand for more than {_MERGES_A_TOKEN} merges for each token")
+            raise metadata.wrong("scores", f"imply more than {_MERGES_A_TOKEN} merges per token")
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in normal and right in normal:

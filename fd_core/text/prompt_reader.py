@@ -27,11 +27,11 @@ from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from fd_core.types.checks import check_ids
 
 _INLINE_CHARS: Final = 8192
-"""Longer texts are read on a thread, because the event loop feeds every stream."""
+"""Longer texts are read on a thread, so that streams on the event loop are not delayed."""
 LONG_CHARS: Final = 131_072
 """Longer texts are read on a separate thread, so that shorter ones never wait for seconds."""
 _COUNTED_CHARS: Final = 1_000_000
-"""Tools cut long documents to contexts by the tokens that a server counts."""
+"""Limit of texts that are only counted: tools truncate long documents by the token counts of a server."""
 _ROLE_ALIASES: Final = {"developer": "system"}
 _TURN_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Message fields that a template receives; clients send more."""
@@ -46,7 +46,7 @@ _SAMPLE_TURNS: Final = (
     {"role": "user", "content": "Why?"},
 )
 _SAMPLE_DAY: Final = datetime(2001, 2, 3, 4, 5, 6)
-"""For templates that ask for the date."""
+"""Date for templates that use it."""
 
 T = TypeVar("T")
 
@@ -69,14 +69,14 @@ class PromptReader:
         vocab_size: int = _MAX_TOKEN_ID + 1,
         max_chars: int | None = None,
     ) -> None:
-        """Ids of prompts, given or of texts, have to be below `vocab_size`, and texts at most `max_chars` long."""
+        """Ids of prompts must be below `vocab_size`, and texts at most `max_chars` long."""
         self._tokenizer = tokenizer
         self._template = template
         self._vocab_size = vocab_size
         self._max_chars = max_chars
         self.thread = FairThread("fdcore-text")
         self.long_thread = FairThread("fdcore-long-text")
-        """For texts of more than `LONG_CHARS`, so that reading them does not crowd out others."""
+        """For texts of more than `LONG_CHARS`, so that reading them does not delay others."""
         self._given_templates: dict[str, ChatTemplate] = {}
         """Templates of requests, the one used last at the end; only the thread of `run` reads them."""
 
@@ -87,7 +87,7 @@ class PromptReader:
         if self._template is not None:
             try:
                 text = replace(self._template, now=lambda: _SAMPLE_DAY).render(_SAMPLE_TURNS)
-            except FdError as error:  # such as a template without system messages; others refuse the same
+            except FdError as error:  # such as a template without system messages; equal templates fail equally
                 text = type(error).__name__
             ids.append(self._tokenizer.encode(text, add_special=False))
         return hashlib.blake2b(msgspec.json.encode(ids), digest_size=16).hexdigest()
@@ -140,7 +140,7 @@ class PromptReader:
     def text(
         self, text: str, add_special: bool = True, field: str = "prompt", *, counted: bool = False
     ) -> tuple[int, ...]:
-        """Return the ids of one text, given in `field`; `add_special` adds what the model wants around it, such as BOS.
+        """Return the ids of one text, given in `field`; `add_special` adds the model's special tokens, such as BOS.
 
         A text that is only `counted` may be longer than the context, up to a million characters. Raises `BadRequest`
         for a text that is empty, too long for the context or not valid Unicode.
@@ -172,15 +172,15 @@ class PromptReader:
         """Return the ids of a conversation, rendered by the model's template, or by `template`, a source or the name of
         one of the model's templates.
 
-        Control tokens come from the template; `add_special` adds what the model wants around a text as well.
-        `continue_final_message`, `documents` and `tools` are those of `ChatTemplate.render`. Raises `BadRequest` if
-        the template rejects or cannot render the conversation, if the caller's template is invalid, and if there is
-        no template.
+        Control tokens come from the template; `add_special` adds the model's special tokens as well.
+        `continue_final_message`, `documents` and `tools` are those of `ChatTemplate.render`. Raises `BadRequest` if the
+        template rejects or cannot render the conversation, if the caller's template is invalid, and if there is no
+        template.
         """
         turns, size = [], 0
         for message in messages:
             if not isinstance(message, Mapping):
-                raise BadRequest("a message must be an object", field="messages")
+                raise BadRequest("expected a message as an object", field="messages")
             turn = {name: value for name in _TURN_FIELDS if (value := message.get(name)) is not None}
             if isinstance(role := turn.get("role"), str):
                 turn["role"] = _ROLE_ALIASES.get(role, role)
@@ -198,7 +198,7 @@ class PromptReader:
         try:
             given = turns, tools, add_generation_prompt, template_kwargs
             text = rendering.render(*given, continue_final_message=continue_final_message, documents=documents)
-        except ModelError as error:  # the model's own was compiled at the start: these messages are too much for it
+        except ModelError as error:  # the model's template was compiled at startup: these messages exceed its limits
             raise BadRequest(str(error), field="messages" if template is None else "chat_template") from error
         ids = self._encode(text, add_special, "messages")
         if not ids:
@@ -206,7 +206,7 @@ class PromptReader:
         return tuple(ids)
 
     def given(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
-        """Return ids that a client gave in `field`; raises `BadRequest` if there are none or one is unknown."""
+        """Return ids that a client sent in `field`; raises `BadRequest` if there are none or one is unknown."""
         return self._checked_ids(_not_empty(field, ids), field)
 
     def _encode(self, text: str, add_special: bool, field: str, *, counted: bool = False) -> list[int]:
@@ -224,13 +224,13 @@ class PromptReader:
 
     def _too_long(self, chars: int, field: str) -> BadRequest:
         return BadRequest(
-            f"{field} has {chars:,} characters; the context holds {self._max_chars:,} at most",
+            f"{field} has {chars:,} characters, which exceeds the context; at most {self._max_chars:,} fit",
             field=field,
             code="context_length_exceeded",
         )
 
     def _template_of(self, source: str) -> ChatTemplate:
-        """Return the template that a request names, or brings, compiled once for those that repeat it."""
+        """Return the template that a request names or contains, compiled once for repeated requests."""
         if (own := self.own_template(source)) is not None:
             return own
         found = self._given_templates.pop(source, None)
@@ -249,7 +249,7 @@ class PromptReader:
 def template_kwargs(
     kwargs: Mapping[str, Any] | None, enable_thinking: object, reasoning_effort: object
 ) -> Mapping[str, Any] | None:
-    """Return the variables of a template that a request sets: in `chat_template_kwargs`, or by a name of their own.
+    """Return the variables of a template that a request sets: in `chat_template_kwargs`, or in separate fields.
 
     An effort of `none` switches reasoning off, unless the request sets it otherwise.
     """
@@ -269,7 +269,7 @@ def split_prompts(prompt: object, field: str = "prompt") -> list[str] | list[lis
     if not given or any(each in ("", []) for each in given):
         raise _empty(field)
     if not all(isinstance(each, str) for each in given) and not all(map(_is_ids, given)):
-        raise BadRequest(f"{field} mixes texts and ids; give a text, texts, ids, or lists of ids", field=field)
+        raise BadRequest(f"{field} mixes texts and ids; expected a text, texts, ids, or lists of ids", field=field)
     return given
 
 
@@ -284,7 +284,7 @@ def _not_empty(field: str, ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def _empty(field: str) -> BadRequest:
-    return BadRequest(f"{field} is empty; at least one token is needed", field=field, code="empty_prompt")
+    return BadRequest(f"{field} is empty; at least one token is required", field=field, code="empty_prompt")
 
 
 BYTES: Final = "bytes"

@@ -1,9 +1,9 @@
 """The environment in which untrusted templates run: Jinja's sandbox, with everything charged to a budget.
 
-Jinja's own sandbox keeps a template away from Python's internals and from changing its input. It does not keep it
-from looping for hours or from filling the memory. Here filters, tests and methods are those of a list, each charged
-for the data it reads and creates; operators, loops, calls and output likewise. Operands that multiply a size
-(a factor, a width, a separator) are checked first.
+Jinja's own sandbox keeps a template away from Python's internals and from changing its input. It does not prevent a
+template from looping for hours or from filling the memory. Here filters, tests and methods are restricted to a list,
+each charged for the data it reads and creates; operators, loops, calls and output likewise. Operands that multiply a
+size (a factor, a width, a separator) are checked first.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return the_budget().made(super().call_binop(context, operator, left, right))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Look an item up; a key that is a tuple is walked."""
+        """Look up an item; a tuple as a key is charged for."""
         if isinstance(argument, tuple):
             _check_width(the_budget().weigh(argument))
         return super().getitem(obj, argument)
@@ -154,7 +154,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if isinstance(method, BuiltinMethodType) or not isinstance(
                 method, FunctionType | MethodType | type | LoopContext | Undefined
             ):
-                raise SecurityError("it calls something else than a function")
+                raise SecurityError("it calls an object that is not a function")
         if isinstance(owner, str):
             budget.weigh(owner)
             _check_str_call(owner, name, args, kwargs, weight)
@@ -219,7 +219,7 @@ def _charge(cost: int, line: int) -> nodes.ExprStmt:
 
 
 def _cost(body: Iterable[nodes.Node]) -> int:
-    """Return the steps of passing a body once, the bodies of loops in it left out: they are charged by themselves."""
+    """Return the steps of one pass of a body, without the bodies of loops in it, which are charged separately."""
     count, waiting = 0, list(body)
     while waiting:
         node = waiting.pop()
@@ -244,7 +244,7 @@ class _Generation(Extension):
 
 
 def _passing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter or test of jinja's as a function of the context first, whatever it takes itself."""
+    """Return one of jinja's filters or tests as a function whose first argument is the context."""
     wants = _PassArg.from_obj(function)
     if wants is _PassArg.context:
         return function
@@ -278,7 +278,7 @@ def _on_text(function: Callable[..., Any], limit: int) -> Callable[..., Any]:
     def on_text(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         text = the_budget().text(value)
         if len(text) > limit:
-            raise TooMuch(f"a filter gets a text of more than {limit} characters")
+            raise TooMuch(f"the input of a filter has more than {limit} characters")
         if limit < MAX_CHARS:
             the_budget().spend(len(text) // 4)
         return inner(context, text, *args, **kwargs)
@@ -320,7 +320,7 @@ def _rounding(function: Callable[..., Any]) -> Callable[..., Any]:
     @pass_context
     def rounding(context: Context, value: Any, precision: int = 0, method: str = "common") -> Any:
         if not -_MAX_DIGITS <= precision <= _MAX_DIGITS:
-            raise TooMuch(f"it rounds to more than {_MAX_DIGITS} digits")
+            raise TooMuch(f"rounding to more than {_MAX_DIGITS} digits")
         return inner(context, value, precision, method)
 
     return rounding
@@ -356,7 +356,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as Hugging Face's templates expect it: not escaped for HTML, non-ASCII characters as they are."""
+    """Write JSON as Hugging Face's templates expect it: not escaped for HTML, with literal non-ASCII characters."""
     _check_width(indent)
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     # Each piece passes a generator for each level of the value.
@@ -365,12 +365,12 @@ def _tojson(
 
 @pass_context
 def _fromjson(context: Context, value: Any) -> Any:
-    """Parse JSON text; what is no text was parsed before."""
+    """Parse JSON text; other values are already parsed."""
     if not isinstance(value, str):
         return value
     budget = the_budget()
     if budget.weigh(value) > _MAX_SLOW_CHARS:
-        raise TooMuch(f"a filter gets a text of more than {_MAX_SLOW_CHARS} characters")
+        raise TooMuch(f"the input of a filter has more than {_MAX_SLOW_CHARS} characters")
     check_items(value.count("{") + value.count("["))
     budget.make(16 * len(value))
     parsed = json.loads(value)
@@ -419,7 +419,7 @@ def _check_str_call(owner: str, name: str, args: tuple[Any, ...], kwargs: Mappin
     budget = the_budget()
     if name in ("format", "format_map"):
         if _WIDE.search(owner):
-            raise TooMuch("a format is too wide")
+            raise TooMuch("a format width is too large")
         fields = owner.count("{")
         budget.spend(fields)
         check_size(len(owner) + fields * (weight + _MAX_WIDTH))
@@ -434,7 +434,7 @@ def _check_str_call(owner: str, name: str, args: tuple[Any, ...], kwargs: Mappin
             check_size(len(owner) + owner.count(old) * len(new))
     if name == "join" and args:
         if not isinstance(args[0], str | list | tuple | dict):
-            raise TooMuch("a text joins something else than a list")
+            raise TooMuch("the argument of join is not a list")
         check_size(weight + len(owner) * len(args[0]))
     if name in ("split", "rsplit"):
         separator = args[0] if args else kwargs.get("sep")
@@ -454,7 +454,7 @@ def _check_pieces(text: str) -> None:
 
 def _check_width(value: Any) -> None:
     if isinstance(value, int) and abs(value) > _MAX_WIDTH:
-        raise TooMuch(f"a width is beyond {_MAX_WIDTH}")
+        raise TooMuch(f"a width exceeds {_MAX_WIDTH}")
 
 
 def _check_growth(value: str | list[Any] | tuple[Any, ...], size: int) -> None:

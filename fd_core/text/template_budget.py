@@ -75,13 +75,13 @@ class TemplateBudget:
         """Take memory, in bytes, and the time that it takes to fill it."""
         self._bytes -= size
         if self._bytes < 0:
-            raise TooMuch(f"it makes more than {MAX_BYTES >> 20} MiB of values")
+            raise TooMuch(f"it creates more than {MAX_BYTES >> 20} MiB of values")
         self._steps -= size // _BYTES_A_STEP
         if self._steps < 0:
             raise _too_many_steps()
 
     def made(self, value: Any) -> Any:
-        """Take the memory of a value that was made, what it refers to left out; return the value."""
+        """Charge the memory of a new value, without the values that it refers to; return the value."""
         if isinstance(value, str):
             check_size(len(value))
             self.make(sys.getsizeof(value))
@@ -124,7 +124,7 @@ class TemplateBudget:
         return weight
 
     def text(self, value: Any) -> str:
-        """Return `str(value)`, or the very value if it is a text."""
+        """Return `str(value)`; a text is returned unchanged."""
         if isinstance(value, str):
             return value
         if not isinstance(value, bool | float) and self.weigh(value) > _MAX_SHOWN:
@@ -154,13 +154,13 @@ class TemplateBudget:
 
 
 BRIEF_STEPS: Final = 20_000
-"""Limit for the steps of a rendering that other work waits for: about a millisecond."""
+"""Limit for the steps of a rendering on the event loop: about a millisecond."""
 
 _BRIEF_BYTES: Final = 1 << 20
 _brief: ContextVar[bool] = ContextVar("brief_renderings", default=False)
 _current: ContextVar[TemplateBudget] = ContextVar("template_budget")
 the_budget = _current.get
-"""Returns the budget of the rendering that runs."""
+"""Returns the budget of the current rendering."""
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def metered() -> Iterator[TemplateBudget]:
 
 @contextlib.contextmanager
 def brief_renderings() -> Iterator[None]:
-    """Allow what is rendered in the block `BRIEF_STEPS` steps."""
+    """Limit renderings in the block to `BRIEF_STEPS` steps."""
     before = _brief.set(True)
     try:
         yield
@@ -185,7 +185,7 @@ def brief_renderings() -> Iterator[None]:
 
 
 def joined(pieces: Iterable[str], between: str = "") -> str:
-    """Return the pieces as one text, charged to the rendering that runs."""
+    """Return the pieces as one text, charged to the current rendering."""
     return the_budget().join(pieces, between)
 
 

@@ -19,7 +19,7 @@ from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.files import parse_json_object
 from fd_core.models.loading.tokenizer_source import JsonTokenizerSource, token_text
 
-# Texts are encoded one by one: the library's own threads would only take the cores of a step.
+# Texts are encoded one by one: the library's threads would only compete with steps for CPUs.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -59,13 +59,13 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of control tokens, which are left out of decoded text unless asked for."""
+        """Ids of control tokens, which are omitted from decoded text unless requested."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
     def control_tokens(self) -> dict[str, int]:
-        """Control tokens with text, and their ids. Read it, never change it."""
+        """Control tokens with text, and their ids. Read-only."""
         texts = {self.backend.id_to_token(token_id): token_id for token_id in self.special_ids}
         return {text: token_id for text, token_id in texts.items() if text}
 
@@ -80,25 +80,25 @@ class Tokenizer:
         return None if self.eos_id is None else self.backend.id_to_token(self.eos_id)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Return the ids of `text`; `add_special` adds what the model wants around it, such as BOS.
+        """Return the ids of `text`; `add_special` adds the model's special tokens, such as BOS.
 
         Control tokens written out in the text become their ids: rendered chat templates rely on it.
         Raises `BadRequest` for text that is not valid Unicode (a lone surrogate), or that the tokenizer gives up on.
         """
         try:
-            # The call for one text would keep the interpreter to itself until it is done.
+            # The call for a single text would hold the GIL until it returns.
             return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
         except (TypeError, UnicodeEncodeError) as error:
-            raise BadRequest("text is not valid Unicode: it holds a lone surrogate") from error
+            raise BadRequest("text is not valid Unicode: it contains a lone surrogate") from error
         except BaseException as error:
             if not _panicked(error):
                 raise
-            raise BadRequest(f"the model's tokenizer cannot read this text: {error}") from error
+            raise BadRequest(f"the model's tokenizer failed on this text: {error}") from error
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
-        A space that the encoder put before the first word is left out. Raises `BadRequest` for a negative id.
+        A space that the encoder put before the first word is removed. Raises `BadRequest` for a negative id.
         """
         text = self.bytes_of(ids, skip_special).decode("utf-8", "replace")
         return text[1:] if self.decoding.drops_first_space and text.startswith(" ") else text
@@ -121,19 +121,19 @@ class Tokenizer:
 
     @cached_property
     def byte_table(self) -> list[bytes]:
-        """The bytes of every token by id. Read it, never change it."""
+        """The bytes of every token by id. Read-only."""
         return [self.decoding.to_bytes(token) for token in self._tokens]
 
     @cached_property
     def spoken_table(self) -> list[bytes]:
-        """The bytes of every token by id, none for control tokens. Read it, never change it."""
+        """The bytes of every token by id, none for control tokens. Read-only."""
         table = list(self.byte_table)
         for token_id in self.special_ids:
             table[token_id] = b""
         return table
 
     def table_with(self, kept: tuple[str, ...]) -> list[bytes]:
-        """Return `spoken_table` with the bytes of the control tokens named `kept`. Read it, never change it."""
+        """Return `spoken_table` with the bytes of the control tokens named `kept`. Read-only."""
         found = [token_id for token_id in map(self.backend.token_to_id, kept) if token_id in self.special_ids]
         if not found:
             return self.spoken_table
@@ -190,16 +190,16 @@ def _from_json(source: JsonTokenizerSource) -> Tokenizer:
     except BaseException as error:  # the library has no exception type for files that it cannot read
         if not isinstance(error, Exception) and not _panicked(error):
             raise
-        raise ModelError(f"{source.origin} is not a usable tokenizer: {str(error)[:300]}", field="tokenizer") from error
+        raise ModelError(f"{source.origin} is not a valid tokenizer: {str(error)[:300]}", field="tokenizer") from error
     if added := list(_missing_tokens(backend, source.settings)):
         backend.add_tokens(added)
     highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
     if highest > _HOLES * backend.get_vocab_size() + _FEW_IDS:
         raise ModelError(
-            f"{source.origin} gives a token the id {highest}, but has {backend.get_vocab_size()} tokens",
+            f"{source.origin} has a token with id {highest}, but only {backend.get_vocab_size()} tokens",
             field="tokenizer",
         )
-    # A request's length is limited by the engine, in the open; a limit that the file brings would cut silently.
+    # The engine checks the length of a request; a limit in the file would truncate silently.
     backend.no_truncation()
     backend.no_padding()
     return Tokenizer(

@@ -43,12 +43,12 @@ IntArray = npt.NDArray[np.int32]
 
 
 def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return `array` marked read-only, so that a value that was handed over cannot change."""
+    """Return `array` marked read-only, so that a shared value cannot change."""
     array.setflags(write=False)
     return array
 
 
-# Ranges of sampling parameters: decoders refuse what is outside, and the HTTP API publishes the same ranges.
+# Ranges of sampling parameters: decoders reject values outside, and the HTTP API publishes the same ranges.
 TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
@@ -93,9 +93,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: dict[int, LogitBias] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    """Tokens that may be generated, each once; None allows all. The end of a text is one of them or does not come."""
+    """Tokens that may be generated, each once; None allows all. A text only ends early if an end token is among them.
+    """
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that the text never contains, each not empty; what the prompt ends with does not count."""
+    """Non-empty sequences of tokens that the text never contains; the end of the prompt does not count."""
     logprobs: NumLogprobs | None = None
     """Number of most likely tokens reported with the chosen one; 0 reports the chosen one only, None nothing."""
     prompt_logprobs: NumLogprobs | None = None
@@ -141,7 +142,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     traceparent: str = ""
     """Span of the request, see W3C Trace Context; empty if it is not traced."""
     lease: str = ""
-    """Name of the decode worker's lease on its blocks, 32 hexadecimal digits; empty until that worker names it."""
+    """Name of the decode worker's lease on its blocks, 32 hexadecimal digits; empty until that worker sets it."""
     adapter: str = ""
     """Digest of the LoRA adapter that computes it; empty for the model itself."""
 
@@ -157,7 +158,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
 
 
 class PrefillTrace(msgspec.Struct, frozen=True):
-    """A traced prefill job that is over."""
+    """A finished traced prefill job."""
 
     traceparent: str
     ended: float
@@ -177,7 +178,7 @@ Unless the KV was `transferred` or `held`, the decode worker computes the prompt
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One generation asked of the engine."""
+    """Request for one generation."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -215,15 +216,15 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
 
 GRAMMAR_FAULT: Final = "its grammar "
-"""Errors of requests whose grammar cannot be used, or was left, begin so."""
+"""Prefix of errors of requests whose grammar cannot be used, or was violated."""
 NO_CHOICE: Final = "no token can be chosen: "
-"""Errors of requests that forbid every token, or whose logits are no numbers, begin so."""
-NOT_FINITE: Final = "of its logits one is NaN or inf"
-"""Ends such an error where the request forbids nothing."""
+"""Prefix of errors of requests that forbid every token, or whose logits are NaN."""
+NOT_FINITE: Final = "one of its logits is NaN or inf"
+"""Suffix of such an error if the request forbids nothing."""
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended, in OpenAI's words where it has one."""
+    """Finish reason of a request, with OpenAI's value if there is one."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -233,7 +234,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request enters a slot: what the runner must know about it for this stay."""
+    """A request enters a slot: the data that the runner needs while the request holds it."""
 
     slot: int
     gen: int
@@ -262,7 +263,7 @@ class BlockGrant:
 
 @dataclass(frozen=True, slots=True)
 class Revocation:
-    """A slot is revoked; exactly one -9 answers the revocation."""
+    """Preemption or abort of a slot; exactly one -9 acknowledges it."""
 
     slot: int
     gen: int
@@ -272,7 +273,7 @@ class Revocation:
 class StepPlan:
     """Work of one step. Rows are slots with work; row arrays have length `n`.
 
-    The runner applies, in this order: admissions, grants, revocations, rows. A revoked slot has no row.
+    The runner applies, in this order: admissions, grants, revocations, rows. A preempted or aborted slot has no row.
     """
 
     epoch: int
@@ -302,7 +303,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log-probabilities of a step, one row for each sampled token of a request that asked for them."""
+    """Log-probabilities of a step, one row for each sampled token of a request with log-probabilities."""
 
     slots: IntArray
     """int32[r]"""
@@ -311,14 +312,14 @@ class LogprobRows:
     chosen: npt.NDArray[np.float32]
     """float32[r]"""
     top_ids: IntArray
-    """int32[r, m], most likely first; a request reads as many as it asked for."""
+    """int32[r, m], most likely first; a request reads as many as it requested."""
     top: npt.NDArray[np.float32]
     """float32[r, m]"""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobRows:
-    """Log-probabilities of prompt tokens that a step computed for requests that asked for them."""
+    """Log-probabilities of prompt tokens that a step computed for requests with prompt log-probabilities."""
 
     slots: IntArray
     """int32[r]"""
@@ -327,7 +328,7 @@ class PromptLogprobRows:
     chosen: npt.NDArray[np.float32]
     """float32[r]"""
     top_ids: IntArray
-    """int32[r, m], what was most likely there, most likely first; a request reads as many as it asked for."""
+    """int32[r, m], the most likely tokens there, most likely first; a request reads as many as it requested."""
     top: npt.NDArray[np.float32]
     """float32[r, m]"""
     ranks: IntArray
@@ -336,7 +337,7 @@ class PromptLogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Vectors of a step, for requests that asked for one."""
+    """Vectors of a step, for pooling requests."""
 
     slots: IntArray
     """int32[n]"""
@@ -409,7 +410,7 @@ PHASE_NAMES: Final = tuple(phase.name.lower() for phase in Phase)
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """Output of one step for one request.
 
-    A step makes one for each request, and none is part of a cycle: the garbage collector leaves them alone.
+    A step creates one for each request; as none is part of a cycle, the garbage collector does not track them.
     """
 
     request_id: str
@@ -417,7 +418,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc
     finish_reason: FinishReason | None = None
     """Set in the request's last delta and only there."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One for each token id if the request asked for them."""
+    """One for each token id if requested."""
     cached_tokens: int | None = None
     """Prompt tokens served from the prefix cache; set in the first delta."""
     error: str | None = None
@@ -425,9 +426,9 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc
     prefill: PrefillOutcome | None = None
     """Outcome of a prefill that another worker was to compute; set in the first delta."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One for each token of the prompt but the first, if the request asked for them; set in the first delta."""
+    """One for each token of the prompt but the first, if requested; set in the first delta."""
     pooled: bytes | None = None
-    """The vector of a request that asked for one, float32, little-endian."""
+    """The vector of a pooling request, float32, little-endian."""
     phases: tuple[float, ...] | None = None
     """Seconds since the request reached the engine, by phase (`Phase`);
     set in the first delta with tokens and in the last one, unless the scheduler does not measure."""

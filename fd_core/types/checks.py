@@ -33,8 +33,7 @@ def check_ids(ids: Collection[Any], rows: int, field: str, text_of: Callable[[in
     text = text_of(wrong) if _is_integer(wrong) and rows <= wrong <= _HIGHEST_ID else ""
     shown = f"{str(wrong)[:40]} ({text[:80]!r})" if text else str(wrong)[:40]
     raise BadRequest(
-        f"{field}: token ids are 0 to {rows - 1}; it holds the token id {shown}, but the vocabulary has {rows} ids "
-        "(embedding rows)",
+        f"{field}: token id {shown} is out of range; the vocabulary has {rows} ids, 0 to {rows - 1} (embedding rows)",
         field=field,
     )
 
@@ -57,9 +56,9 @@ def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> Non
     for name in SamplingParams.__struct_fields__:
         value = getattr(params, name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise BadRequest(f"{name}: {value} is not a number", field=name)
+            raise BadRequest(f"{name}: expected a finite number, got {value}", field=name)
     if not 0 <= params.seed < 2**64:
-        raise BadRequest("seed: it must fit in 64 bits without a sign", field="seed")
+        raise BadRequest("seed: must be an unsigned 64-bit integer", field="seed")
     try:
         msgspec.convert(msgspec.to_builtins(params), SamplingParams)
     except msgspec.ValidationError as error:
@@ -88,19 +87,19 @@ def check_tokens(params: SamplingParams, vocab_size: int | None = None) -> None:
             check_ids(ids, vocab_size, field)
     allowed = params.allowed_token_ids
     if allowed is not None and not {*allowed} - {ban[0] for ban in bans if len(ban) == 1}:
-        raise BadRequest("allowed_token_ids: every token of it is banned, or it is empty", field="allowed_token_ids")
+        raise BadRequest("allowed_token_ids: it is empty, or all of its tokens are banned", field="allowed_token_ids")
 
 
 def check_structure(params: SamplingParams) -> None:
     """Raise `BadRequest` for parameters that contradict a grammar, which alone decides where the text may end."""
     if params.reasoning is not None and not params.reasoning.end:
-        raise BadRequest("reasoning.end: it must hold at least one token id", field="reasoning.end")
+        raise BadRequest("reasoning.end: must have at least one token id", field="reasoning.end")
     if params.grammar is None:
         return
     if not params.grammar:
-        raise BadRequest("grammar: it is empty; leave it out for any text", field="grammar")
+        raise BadRequest("grammar: it is empty; omit it for unconstrained text", field="grammar")
     for field, given in (("ignore_eos", params.ignore_eos), ("min_tokens", params.min_tokens)):
         if given:
             raise BadRequest(
-                f"{field} cannot be combined with a grammar, which alone says where the text may end", field=field
+                f"{field} cannot be combined with a grammar, which decides where the text may end", field=field
             )

@@ -41,7 +41,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
-    """Blocks were evicted; their descendants may still be stored."""
+    """Blocks that were evicted; their descendants may still be stored."""
 
     keys: tuple[bytes, ...]
     engine: int = 0

@@ -98,7 +98,7 @@ snapshot = copy.deepcopy
 
 
 def one_more(counts: Mapping[str, int], label: str) -> dict[str, int]:
-    """Return counts with one more of `label`; the given ones stay as they are, for other threads that read them."""
+    """Return counts with one more of `label`; the given ones are unchanged, for other threads that read them."""
     return {**counts, label: counts.get(label, 0) + 1}
 
 

@@ -1,7 +1,7 @@
-"""A pytest plugin that refuses what Paddle does not compute on every device, as its sources for XPU say.
+"""Pytest plugin that rejects operations of Paddle that not every device supports, according to its XPU sources.
 
 `pytest -p tests.backends.few_kernels --pyargs fd_core.testing.suite --fd-backend=xpu` then proves that the emulated
-device asks for none of it.
+device needs none of them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from fd_core.ops.paddle.framework import paddle
 
 SORTED_AT_MOST = 16_383
-"""Entries of an axis: the kernel refuses 16,384."""
+"""Maximum entries of an axis, exclusive: the kernel rejects 16,384."""
 
 SHIFTS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift")
 SHIFTED_AT_MOST = 20_480
-"""Entries of an axis: the device has these for bool, none for integers, and few enough may go over the host."""
+"""Maximum entries of an axis: the device supports bool, no integers; small arrays may go through the host."""
 
 SCATTERS = ("scatter", "scatter_", "scatter_nd_add", "put_along_axis", "put_along_axis_", "index_put", "index_put_")
 
@@ -34,7 +34,7 @@ def lacking() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def without(name: str, dtype: str = "", most: int | None = None) -> Callable[..., Any]:
-    """Return an operation that raises for a dtype, or for more entries in an axis."""
+    """Return an operation that raises for a dtype, or for too many entries in an axis."""
     compute = getattr(paddle._C_ops, name)
 
     def computed(*arguments: Any, **named: Any) -> Any:
@@ -50,6 +50,6 @@ def without(name: str, dtype: str = "", most: int | None = None) -> Callable[...
 
 
 def pytest_configure() -> None:
-    """Take the kernels away for the whole process."""
+    """Remove the kernels for the whole process."""
     for name, computed in [*lacking()]:
         setattr(paddle._C_ops, name, computed)

@@ -1,4 +1,4 @@
-"""Limits of control groups of both versions, from files as a kernel writes them."""
+"""Limits of control groups v1 and v2, from files in the kernel's format."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def read(tmp_path: Path):
         ("0::/\n", {"memory.max": "a lot", "memory.current": "-", "cpu.max": "0 0"}, None, None),
     ],
 )
-def test_limits_of_version_2(read, groups: str, files: dict[str, str], memory: int | None, cpus: int | None) -> None:
+def test_limits_of_cgroup_v2(read, groups: str, files: dict[str, str], memory: int | None, cpus: int | None) -> None:
     assert read(groups, files) == (memory, cpus)
 
 
 @pytest.mark.parametrize("group", ["/docker/x", "/"])
-def test_limits_of_version_1(read, group: str) -> None:
-    """A container finds its own group at the root, though /proc shows the name that it has on the host."""
+def test_limits_of_cgroup_v1(read, group: str) -> None:
+    """A container finds its group at the root, although /proc shows the name it has on the host."""
     files = {
         "memory/memory.limit_in_bytes": str(4 * GIB),
         "memory/memory.usage_in_bytes": str(3 * GIB),
@@ -61,7 +61,7 @@ def test_limits_of_version_1(read, group: str) -> None:
     assert read(f"4:memory:{group}\n2:cpu,cpuacct:{group}\n0::/\n", files) == (2 * GIB, 1)
 
 
-def test_no_limits_of_version_1(read) -> None:
+def test_no_limits_of_cgroup_v1(read) -> None:
     files = {
         "memory/memory.limit_in_bytes": UNLIMITED_V1,
         "memory/memory.usage_in_bytes": str(GIB),
@@ -72,7 +72,7 @@ def test_no_limits_of_version_1(read) -> None:
     assert memory is not None and memory > 2**60 and cpus is None
 
 
-def test_the_quota_bounds_the_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_quota_limits_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(contract, "cpu_quota", lambda: 4)
     assert ReferenceBackend(EngineConfig(model="m")).threads == 4

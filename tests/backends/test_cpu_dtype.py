@@ -1,4 +1,4 @@
-"""`--dtype auto` on the processor: bfloat16 with native kernels, and the reason is told."""
+"""`--dtype auto` on the CPU: bfloat16 with native kernels, with the reason reported."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fd_core.errors import ConfigError
 from tests.server.fakes import engine_info
 
 
-@pytest.mark.parametrize(("asked", "dtype"), [("auto", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")])
-def test_a_processor_without_instructions_computes_in_bfloat16_unless_asked(
-    asked: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("option", "dtype"), [("auto", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")])
+def test_cpu_without_bfloat16_instructions_uses_bfloat16(
+    option: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
     monkeypatch.setenv("FD_ISA", "generic")
-    backend = CpuBackend(EngineConfig(model="m", dtype=asked))
+    backend = CpuBackend(EngineConfig(model="m", dtype=option))
     ops = backend.make_ops()
     if ops.name != "native":
         pytest.skip("the native kernels cannot be built here")
     assert ops.dtype == dtype
-    assert backend.dtype_reason.startswith("the processor lacks bfloat16 instructions (generic), but")
+    assert backend.dtype_reason.startswith("the CPU lacks bfloat16 instructions (generic), but")
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ def test_a_processor_without_instructions_computes_in_bfloat16_unless_asked(
     [
         ("amx_bf16", "amx_int8", "has bfloat16 instructions"),
         ("avx512_bf16", "avx512_vnni", "has bfloat16 instructions"),
-        ("avx512", "avx512_vnni", "--quantization int8 takes half of the time"),
-        ("avx2", "avx_vnni", "--quantization int8 takes half of the time"),
-        ("avx2", "avx2", "reading half as much is faster"),
+        ("avx512", "avx512_vnni", "--quantization int8 halves the time"),
+        ("avx2", "avx_vnni", "--quantization int8 halves the time"),
+        ("avx2", "avx2", "halving memory reads is faster"),
     ],
 )
-def test_the_reason_tells_what_is_faster(
+def test_reason_names_the_faster_option(
     instructions: str, products: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack = pytest.importorskip("fd_core.ops.native.pack")
@@ -47,9 +47,7 @@ def test_the_reason_tells_what_is_faster(
 
 
 @pytest.mark.parametrize(("instructions", "emulated"), [("amx_emulated", True), ("amx_bf16", False)])
-def test_instructions_in_plain_code_are_said_to_be_emulated(
-    instructions: str, emulated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulated_instructions_are_reported(instructions: str, emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = pytest.importorskip("fd_core.ops.native.pack")
     monkeypatch.setattr(pack.NativeOps, "instruction_set", instructions)
     backend = CpuBackend(EngineConfig(model="m"))
@@ -58,23 +56,23 @@ def test_instructions_in_plain_code_are_said_to_be_emulated(
     assert backend.emulated == emulated
 
 
-def test_eager_torch_says_why_it_takes_float32() -> None:
+def test_eager_torch_reports_reason_for_float32() -> None:
     pytest.importorskip("torch")
     backend = CpuBackend(EngineConfig(model="m", native_kernels=False))
     assert backend.make_ops().dtype == "float32"
     assert "intermediate result" in backend.dtype_reason
 
 
-def test_the_summary_gives_the_reason() -> None:
-    info = engine_info(dtype="bfloat16", dtype_reason="the processor has bfloat16 instructions (amx_bf16)")
+def test_summary_includes_the_reason() -> None:
+    info = engine_info(dtype="bfloat16", dtype_reason="the CPU has bfloat16 instructions (amx_bf16)")
     rows = dict(summary(info, ServerConfig(), "http://here"))
     assert rows["dtype"] == "bfloat16 (the processor has bfloat16 instructions (amx_bf16))"
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_float16_is_refused_with_what_to_take_instead(native: bool) -> None:
+def test_float16_is_rejected_with_alternative(native: bool) -> None:
     pytest.importorskip("torch")
-    with pytest.raises(ConfigError, match="computes in float32 or bfloat16, not float16") as refused:
+    with pytest.raises(ConfigError, match="computes in float32 or bfloat16, got float16") as refused:
         CpuBackend(EngineConfig(model="m", dtype="float16", native_kernels=native)).make_ops()
     assert refused.value.field == "--dtype"
     assert refused.value.hint == "bfloat16 takes as much memory"

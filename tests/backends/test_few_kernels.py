@@ -1,4 +1,4 @@
-"""Paddle devices without float64 sums, long sorts and bfloat16 scatters: nothing that the pack computes needs them."""
+"""Paddle devices without float64 sums, long sorts and bfloat16 scatters: the pack needs none of them."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_device_of_these_tests_refuses(few_kernels, name):
+def test_restricted_device_rejects_unsupported_kernels(few_kernels, name):
     with pytest.raises(RuntimeError, match="the device has no kernel"):
         REFUSED[name]()
 
 
-def test_the_processor_s_own_form_would_be_refused(few_kernels):
+def test_cpu_implementation_would_be_rejected(few_kernels):
     with pytest.raises(RuntimeError, match="argsort of 20000 entries"):
         PaddleOps().logprobs(paddle.ones([1, 20_000]), paddle.zeros([1], "int32"), 1)
 
 
-def test_devices_that_nobody_measured_are_asked_for_short_sorts_only():
+def test_unmeasured_devices_use_short_sorts_only():
     assert PaddleBackend.longest_sort is not None
     assert PaddleBackend.longest_sort < 16_384
 
 
 def test_bfloat16_keys_and_values_are_written_as_words(few_kernels):
-    """On the processor, which scatters bfloat16 as well but multiplies none."""
+    """Run on the CPU, which scatters bfloat16 as well but cannot multiply it."""
     shape = KVShape(num_layers=2, num_kv_heads=2, head_dim=6, block_size=4)
     cache = PaddleKVCache(shape, 3, paddle.bfloat16, paddle.CPUPlace())
     bits = np.random.default_rng(0).integers(0, 2**16, (5, 6, 6)).astype(np.uint16)
@@ -72,8 +72,8 @@ def test_bfloat16_keys_and_values_are_written_as_words(few_kernels):
     np.testing.assert_array_equal(other.export_blocks(np.array([2, 0, 1], np.int32)), held)
 
 
-def test_many_tokens_choose_experts_part_by_part(few_kernels):
-    """As many choices as the device cannot sort at once."""
+def test_expert_routing_of_many_tokens_is_chunked(few_kernels):
+    """More choices than the device can sort at once."""
     from fd_core.testing.models.layers import Geometry, LayerOn
 
     experts = LayerOn(PaddleOps(), Geometry(experts=5), [(1, 1)]).experts
@@ -91,7 +91,7 @@ CHOSEN = (
 
 
 @pytest.mark.slow
-def test_the_kit_asks_an_emulated_xpu_for_none_of_it():
+def test_kit_needs_no_unsupported_xpu_kernel():
     if find_spec("fd_xpu") is None:
         pytest.skip("fd-xpu is not installed")
     words = ["-p", "tests.backends.few_kernels", "-p", "no:cacheprovider", "-k", CHOSEN, "--fd-backend=xpu"]

@@ -1,4 +1,4 @@
-"""Backends on Paddle: what they say about themselves, and what asking Paddle may not do to this process."""
+"""Backends on Paddle: their descriptions, and isolation of this process from Paddle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Emulated(Chip):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Return a function that says what Paddle answers; None for no Paddle."""
+    """Return a function with Paddle's reply; None means no Paddle."""
 
     def answer(devices: PaddleDevices | None) -> None:
         monkeypatch.setattr(backends, "paddle_installed", lambda: devices is not None)
@@ -48,31 +48,31 @@ def seen(monkeypatch):
     ("devices", "backend", "expected"),
     [
         (None, Emulated, (False, "Paddle is not installed; install chippaddle", False)),
-        (PaddleDevices("3.4", ("chip:0", "chip:1")), Emulated, (True, "Paddle 3.4 drives 2 chip", False)),
-        (PaddleDevices("3.4", ("chip",)), Chip, (True, "Paddle 3.4 drives 1 chip", False)),
-        (PaddleDevices("3.4", ("chip2:0",)), Chip, (False, "Paddle 3.4 sees no chip here; install chippaddle", False)),
-        (PaddleDevices("3.4"), Emulated, (True, "emulated on the processor: Paddle 3.4 sees no chip here", True)),
+        (PaddleDevices("3.4", ("chip:0", "chip:1")), Emulated, (True, "Paddle 3.4 found 2 chip", False)),
+        (PaddleDevices("3.4", ("chip",)), Chip, (True, "Paddle 3.4 found 1 chip", False)),
+        (PaddleDevices("3.4", ("chip2:0",)), Chip, (False, "Paddle 3.4 found no chip; install chippaddle", False)),
+        (PaddleDevices("3.4"), Emulated, (True, "emulated on the CPU: Paddle 3.4 found no chip", True)),
         (PaddleDevices("", problem="the driver broke"), Emulated, (False, "the driver broke", False)),
     ],
 )
-def test_a_device_is_there_or_emulated_or_missing(seen, devices, backend, expected):
+def test_device_is_present_emulated_or_missing(seen, devices, backend, expected):
     seen(devices)
     assert backend.probe() == Availability(*expected)
 
 
-def test_an_emulated_device_says_so_and_computes_on_the_processor_in_float32(seen):
+def test_emulated_device_is_reported_and_uses_cpu_float32(seen):
     seen(PaddleDevices("3.4"))
     backend = Emulated(EngineConfig(model="m", num_threads=3))
     assert backend.emulated
     assert backend.place == "cpu"
-    assert backend.describe() == "chip emulated on the CPU, 3 threads, Paddle eager: says nothing about the hardware"
+    assert backend.describe() == "chip emulated on the CPU, 3 threads, Paddle eager: no evidence for the hardware"
     assert backend._dtype() == "float32"
     assert set(backend.limits) == {"bfloat16"}
-    with pytest.raises(ConfigError, match="the chip backend where it is emulated computes in float32, not bfloat16"):
+    with pytest.raises(ConfigError, match="the chip backend under emulation computes in float32, got bfloat16"):
         Emulated(EngineConfig(model="m", dtype="bfloat16")).make_ops()
 
 
-def test_a_device_that_is_there_is_used(seen):
+def test_present_device_is_used(seen):
     seen(PaddleDevices("3.4", ("chip:0",)))
     backend = Emulated(EngineConfig(model="m"))
     assert not backend.emulated
@@ -83,18 +83,18 @@ def test_a_device_that_is_there_is_used(seen):
     assert Emulated(EngineConfig(model="m", dtype="float32"))._dtype() == "float32"
 
 
-def test_the_processor_is_no_emulation(seen):
+def test_cpu_is_not_reported_as_emulated(seen):
     seen(PaddleDevices("3.4"))
     backend = CpuPaddleBackend(EngineConfig(model="m", num_threads=1))
     assert not backend.emulated
     assert backend.describe() == "CPU, 1 threads, Paddle eager"
     assert backend.free_memory() > 0
-    with pytest.raises(ConfigError, match=r"the cpu\+paddle backend computes in float32, not bfloat16"):
+    with pytest.raises(ConfigError, match=r"the cpu\+paddle backend computes in float32, got bfloat16"):
         CpuPaddleBackend(EngineConfig(model="m", dtype="bfloat16")).make_ops()
 
 
 def ask(monkeypatch, folder: Path, source: str) -> PaddleDevices:
-    """Return the answer of a Paddle whose module is `source`."""
+    """Return the reply of a Paddle whose module is `source`."""
     (folder / "paddle.py").write_text(source)
     monkeypatch.setattr(backends, "_built_for_processors", lambda: None)
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -105,7 +105,7 @@ DEVICES = "class device:\n    get_available_device = staticmethod(lambda: ['chip
 DEVICES += "is_compiled_with_cuda = lambda: False\n"
 
 
-def test_paddle_is_asked_in_another_process(monkeypatch, tmp_path):
+def test_paddle_is_probed_in_a_subprocess(monkeypatch, tmp_path):
     before = "paddle" in sys.modules
     found = ask(monkeypatch, tmp_path, f"print('noise')\n__version__ = '9.1'\n{DEVICES}")
     assert found == PaddleDevices("9.1", ("chip:0", "xpu:0", "xpu:1"), built_for_cuda=False)
@@ -119,10 +119,10 @@ def test_paddle_is_asked_in_another_process(monkeypatch, tmp_path):
         ("raise ImportError('libchip.so.2 is missing')", "ImportError: libchip.so.2 is missing"),
         ("import os; os._exit(3)", "exit status 3"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit status -9"),
-        ("import time; time.sleep(60)", "did not say within 1 s"),
+        ("import time; time.sleep(60)", "did not list its devices within 1 s"),
     ],
 )
-def test_a_paddle_that_breaks_breaks_nothing_else(monkeypatch, tmp_path, source, problem):
+def test_broken_paddle_is_contained(monkeypatch, tmp_path, source, problem):
     if "sleep" in source:
         monkeypatch.setattr(probing, "_PATIENCE", 1.0)
     found = ask(monkeypatch, tmp_path, source)
@@ -130,7 +130,7 @@ def test_a_paddle_that_breaks_breaks_nothing_else(monkeypatch, tmp_path, source,
     assert found.names == ()
 
 
-def test_a_file_in_the_working_folder_is_not_paddle(monkeypatch, tmp_path):
+def test_module_in_working_directory_is_not_paddle(monkeypatch, tmp_path):
     (tmp_path / "paddle.py").write_text("open('imported', 'w')")
     monkeypatch.chdir(tmp_path)
     paddle_devices.__wrapped__()
@@ -143,13 +143,13 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_paddle
-def test_the_installed_paddle_answers_what_its_files_say(monkeypatch):
-    said = paddle_devices.__wrapped__()
+def test_installed_paddle_matches_its_version_files(monkeypatch):
+    in_process = paddle_devices.__wrapped__()
     monkeypatch.setattr(backends, "_built_for_processors", lambda: None)
     found = paddle_devices.__wrapped__()
     assert found.problem == ""
     assert found.version[0].isdigit()
-    assert found == said
+    assert found == in_process
 
 
 VERSION = (
@@ -158,7 +158,7 @@ VERSION = (
 
 
 @pytest.mark.parametrize(
-    ("version", "asked"),
+    ("version", "probed"),
     [
         (VERSION, False),
         (VERSION.replace("cuda_version     = 'False'", "cuda_version     = '12.6'"), True),
@@ -168,20 +168,20 @@ VERSION = (
         ("", True),
     ],
 )
-def test_only_a_paddle_that_may_drive_devices_is_asked(monkeypatch, tmp_path, version, asked):
+def test_only_device_capable_paddle_is_probed(monkeypatch, tmp_path, version, probed):
     package = tmp_path / "paddle"
     (package / "version").mkdir(parents=True)
     (package / "version" / "__init__.py").write_text(version)
     spec = ModuleSpec("paddle", None, origin=str(package / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: spec)
     monkeypatch.delenv("CUSTOM_DEVICE_ROOT", raising=False)
-    assert backends._built_for_processors() == (None if asked else "3.3.1")
+    assert backends._built_for_processors() == (None if probed else "3.3.1")
     (tmp_path / "paddle_custom_device").mkdir()
     assert backends._built_for_processors() is None, "a plugin for another device is installed"
 
 
 @needs_paddle
-def test_importing_paddle_leaves_signals_to_others_and_prints_nothing():
+def test_importing_paddle_keeps_signals_and_prints_nothing():
     code = """
 import os, signal
 def handler(*_): print("mine", flush=True)
@@ -196,11 +196,11 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 @needs_paddle
-def test_the_processor_has_no_bfloat16():
+def test_cpu_has_no_bfloat16():
     from fd_core.ops.paddle.ops import PaddleOps
 
-    with pytest.raises(ValueError, match="Paddle multiplies no bfloat16 matrices on the processor"):
+    with pytest.raises(ValueError, match="Paddle does not multiply bfloat16 matrices on a CPU"):
         PaddleOps("bfloat16")
-    with pytest.raises(ValueError, match="dtype 'int8' is not one of float32, bfloat16"):
+    with pytest.raises(ValueError, match="expected a dtype of float32, bfloat16, got 'int8'"):
         PaddleOps("int8")
     assert CpuPaddleBackend(EngineConfig(model="m", num_threads=1)).make_ops().dtype == "float32"

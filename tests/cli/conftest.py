@@ -1,4 +1,4 @@
-"""The command `fdcore` without a process of its own."""
+"""The `fdcore` command, run in this process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fd_core.config.logs import ACCESS_LOGGER
 
 
 @pytest.fixture
-def entered(
+def run_cli(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Return a function that runs `main` with arguments, as the script does, and returns what the process would show.
+    """Return a function that runs `main` with arguments, as the script does, and returns the output of such a process.
 
-    A process imports the core for each message, 0.5 to 2 CPU seconds; what ends the process itself still needs one.
+    A new process would spend 0.5 to 2 CPU seconds on imports; tests of the process exit itself still start one.
     """
 
     levels = {name: logging.getLogger(name).level for name in (ACCESS_LOGGER, "uvicorn")}

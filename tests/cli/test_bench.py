@@ -28,7 +28,7 @@ def bench_serve(server, tmp_path, *flags):
     return result, json.loads(path.read_text())
 
 
-def test_serve_counts_what_the_server_sent(tmp_path):
+def test_serve_counts_tokens_sent_by_the_server(tmp_path):
     with live(lambda: FakeClient("x" * 50)) as server:
         flags = ["--num-prompts", "6", "--input-len", "20", "--output-len", "10", "--max-concurrency", "2"]
         result, figures = bench_serve(server, tmp_path, *flags, "--goodput", "ttft:60000", "--goodput", "tpot:0.000001")
@@ -43,7 +43,7 @@ def test_serve_counts_what_the_server_sent(tmp_path):
     assert "Output tokens per second" in result.stdout
 
 
-def test_serve_reports_failures_and_exits_nonzero_if_nothing_succeeded(tmp_path):
+def test_serve_exits_nonzero_if_every_request_failed(tmp_path):
     with live() as server:
         result, figures = bench_serve(server, tmp_path, "--num-prompts", "3", "--input-len", "3000")
     assert result.exit_code == 1
@@ -58,35 +58,35 @@ def test_serve_replays_a_dataset(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)))
     with live(lambda: FakeClient("x" * 50)) as server:
         _, figures = bench_serve(server, tmp_path, "--dataset", str(path), "--output-len", "5")
-        asked = sorted(bytes(spec.prompt).decode() for spec in server.client.specs)
-    assert asked == ["abc", "user: hi\nassistant: "]
+        prompts_sent = sorted(bytes(spec.prompt).decode() for spec in server.client.specs)
+    assert prompts_sent == ["abc", "user: hi\nassistant: "]
     assert figures["output_tokens"] == 8
 
 
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("", "has no requests"),
+        ("", "contains no requests"),
         ("{", "line 1: not JSON"),
-        ('{"prompt": "a"}\n[]', "line 2: it has neither `prompt` nor `messages`"),
-        ('{"prompt": 3}', "line 1: it has neither"),
-        ('{"prompt": "a", "max_tokens": "many"}', "line 1: max_tokens 'many' is not a number above 0"),
+        ('{"prompt": "a"}\n[]', "line 2: expected `prompt` or `messages`"),
+        ('{"prompt": 3}', "line 1: expected `prompt` or"),
+        ('{"prompt": "a", "max_tokens": "many"}', "line 1: max_tokens is 'many'; expected a number above 0"),
     ],
 )
-def test_bad_datasets_name_the_line(tmp_path, text, words):
+def test_bad_dataset_names_the_line(tmp_path, text, words):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         from_file(path, None, 8)
 
 
-def test_a_missing_dataset_is_named(tmp_path):
+def test_missing_dataset_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         from_file(tmp_path / "nowhere", None, 8)
 
 
 def test_offline_benchmarks_measure_the_engine(tmp_path):
-    """The null backend scripts its tokens, so only the counts can be checked."""
+    """The null backend scripts its tokens: only the counts can be checked."""
     path = tmp_path / "figures.json"
     shape = ["--backend", "null", "--input-len", "16", "--output-len", "8", "--json", str(path)]
     result = runner.invoke(app, ["bench", "latency", "scripted", "--runs", "3", *shape])
@@ -114,7 +114,7 @@ def test_scheduler_measures_every_case(tmp_path):
     assert "commit" in result.stdout
 
 
-def test_scheduler_refuses_a_result_file_that_cannot_be_written(tmp_path):
+def test_scheduler_rejects_an_unwritable_result_file(tmp_path):
     result = runner.invoke(app, ["bench", "scheduler", "--json", str(tmp_path / "nowhere" / "figures.json")])
     assert result.exit_code == 2
     assert "cannot write" in result.stderr
@@ -138,11 +138,11 @@ def test_router_measures_every_number_of_requests_in_flight(tmp_path):
     [
         (["--in-flight", "0"], 2, "--in-flight"),
         (["--workers", "many"], 2, "--workers"),
-        (["--policy", "best"], 4, "no router policy called 'best'"),
+        (["--policy", "best"], 4, "unknown router policy 'best'"),
         (["--json", "nowhere/figures.json"], 2, "cannot write"),
     ],
 )
-def test_router_refuses_what_cannot_be_measured(flags, exit_code, words):
+def test_router_rejects_invalid_arguments(flags, exit_code, words):
     result = runner.invoke(app, ["bench", "router", *flags])
     assert result.exit_code == exit_code
     assert words in result.stderr
@@ -157,7 +157,7 @@ def test_router_traffic_keeps_its_requests_in_flight():
     assert state.tally.hit_blocks > 0 and all(one.load.requests for one in state.workers)
 
 
-def test_scheduler_compares_a_queue_with_none_and_times_a_burst(tmp_path):
+def test_scheduler_compares_with_empty_queue_and_times_a_burst(tmp_path):
     path = tmp_path / "figures.json"
     flags = ["--running", "3", "--waiting", "5", "--waiting-tokens", "400", "--steps", "12", "--block-size", "4"]
     result = runner.invoke(app, ["bench", "scheduler", *flags, "--json", str(path)])
@@ -173,24 +173,24 @@ def test_scheduler_compares_a_queue_with_none_and_times_a_burst(tmp_path):
     assert "5 x 400 tokens" in result.stdout and "add a request" in result.stdout
 
 
-def test_scheduler_refuses_waiting_prompts_that_would_fit():
+def test_scheduler_rejects_waiting_prompts_that_would_fit():
     flags = ["--running", "3", "--waiting", "1", "--waiting-tokens", "40", "--steps", "12", "--block-size", "4"]
     result = runner.invoke(app, ["bench", "scheduler", *flags])
     assert result.exit_code == 2
     assert "--waiting-tokens: a prompt of 40 tokens may fit beside 3 requests" in result.stderr
 
 
-def test_a_step_costs_its_plan_and_its_commit():
+def test_step_time_is_plan_plus_commit():
     times = StepTimes((1e-6,), (3e-6,)) + StepTimes((3e-6,), (5e-6,))
     figures = times.figures(running=4, drafts=0)
     assert {part: round(row["median"], 6) for part, row in figures["us"].items()} == {"plan": 2, "commit": 4, "step": 6}
     assert figures["per_request_us"] == pytest.approx(1.5)
 
 
-def test_prompts_end_at_every_place_of_a_block():
-    asked = prompts(16, 8, 0)
-    assert sorted(len(ids) % 8 for ids in asked) == sorted([*range(8)] * 2)
-    assert len({tuple(ids[:4]) for ids in asked}) == 16
+def test_prompts_end_at_every_offset_in_a_block():
+    drawn = prompts(16, 8, 0)
+    assert sorted(len(ids) % 8 for ids in drawn) == sorted([*range(8)] * 2)
+    assert len({tuple(ids[:4]) for ids in drawn}) == 16
 
 
 def test_workloads_repeat_and_share_no_prefix():
@@ -228,7 +228,7 @@ def test_figures_of_a_request(gaps, tokens):
         assert timeline.ttft + timeline.tpot * (tokens - 1) == pytest.approx(timeline.e2e)
 
 
-def test_a_failed_request_is_never_good_and_counts_nothing():
+def test_failed_request_is_never_good_and_counts_nothing():
     timelines = [RequestTimes(0.0, (0.1, 0.2), 0.2, 5, 2), RequestTimes(0.0, (0.1,), 0.2, 5, 1, error="broken")]
     figures = report(timelines, 2.0, objectives(["ttft:1000"]))
     assert (figures.completed, figures.failed, figures.good, figures.output_tokens) == (1, 1, 1, 2)

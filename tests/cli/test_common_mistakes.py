@@ -1,4 +1,4 @@
-"""The commonest mistakes, through the entrance of the command: one line says which setting it is and what to do."""
+"""The most common mistakes, through the command's entry point: one line names the setting and the fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fd_core.http.connections.listening import bind_socket
 from fd_core.models.catalog import resolve_model
 from tests.server.fakes import FakeClient, byte_tokenizer, live
 
-Entered = Callable[..., subprocess.CompletedProcess[str]]
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def fdcore(*arguments: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def fdcore(*arguments: str, typed: str = "", **environment: str) -> subprocess.C
     )
 
 
-def assert_told(ended: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+def assert_one_line(ended: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
     assert ended.returncode == code, ended.stderr
     for each in words:
         assert each in ended.stderr
@@ -49,11 +49,11 @@ def assert_told(ended: subprocess.CompletedProcess[str], code: int, *words: str)
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_a_wrong_name_gets_the_right_one(entered: Entered) -> None:
-    assert_told(entered("serve", "smolm2"), 3, "no such model: 'smolm2'; did you mean smollm2?", "a .gguf file")
+def test_misspelled_model_name_is_corrected(run_cli: RunCli) -> None:
+    assert_one_line(run_cli("serve", "smolm2"), 3, "no such model: 'smolm2'; did you mean smollm2?", "a .gguf file")
 
 
-def test_a_wrong_name_of_a_hub_gets_the_one_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelled_hub_name_suggests_the_cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: object) -> Path:
         raise ModelError("no such repository", field="model", hint="check it")
 
@@ -66,16 +66,16 @@ def test_a_wrong_name_of_a_hub_gets_the_one_that_is_here(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"num_kv_blocks": 1000}, r"1000 KV blocks take 1,000,000 bytes, but 5,500 are free \(at most 5 fit"),
-        ({"kv_cache_memory": 9000}, r"9,000 bytes, but 5,500 are free for KV \(give less, or leave it out"),
-        ({"kv_cache_memory": 900}, r"is 900 bytes, and one KV block takes 1,000 \(give more"),
-        ({"free_bytes": 900}, r"for KV beside the weights \(end other programs, take a smaller model"),
-        ({"free_bytes": -5, "num_kv_blocks": 10}, r"but 0 are free \(at most 0 fit"),
-        ({"free_bytes": -5, "kv_cache_memory": 9000}, "but 0 are free for KV"),
-        ({"free_bytes": -5}, "has 0 bytes for KV beside"),
+        ({"num_kv_blocks": 1000}, r"1000 KV blocks need 1,000,000 bytes, but 5,500 are free \(use at most 5,"),
+        ({"kv_cache_memory": 9000}, r"=9,000 exceeds the 5,500 bytes that are free for KV \(lower it, or omit it"),
+        ({"kv_cache_memory": 900}, r"=900 is smaller than one KV block of 1,000 bytes \(increase it"),
+        ({"free_bytes": 900}, r"for KV after loading the weights \(stop other programs, or use a smaller model"),
+        ({"free_bytes": -5, "num_kv_blocks": 10}, r"but 0 are free \(use at most 0,"),
+        ({"free_bytes": -5, "kv_cache_memory": 9000}, "exceeds the 0 bytes that are free for KV"),
+        ({"free_bytes": -5}, "0 bytes are free for KV after"),
     ],
 )
-def test_too_little_memory_is_told_with_what_fits(settings: dict[str, int], words: str) -> None:
+def test_too_little_memory_is_reported_with_what_fits(settings: dict[str, int], words: str) -> None:
     settings = {"free_bytes": 5500} | settings
     free_bytes = settings.pop("free_bytes")
     with pytest.raises(ConfigError, match=words) as refused:
@@ -91,15 +91,17 @@ def test_too_little_memory_is_told_with_what_fits(settings: dict[str, int], word
     assert refused.value.field in ("--num-kv-blocks", "--kv-cache-memory")
 
 
-def test_a_port_that_is_taken_is_told_with_who_has_it() -> None:
+def test_port_in_use_is_reported_with_its_owner() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = fdcore("serve", "smollm2", "--port", str(port))
-    who = f", process {os.getpid()} (stop what uses it" if sys.platform == "linux" else "(stop what uses it"
-    assert_told(ended, 2, f"--port: cannot listen on 127.0.0.1 port {port}: address already in use", who, "--port 0")
+    who = f", process {os.getpid()} (stop that process" if sys.platform == "linux" else "(stop that process"
+    assert_one_line(
+        ended, 2, f"--port: cannot listen on 127.0.0.1 port {port}: address already in use", who, "--port 0"
+    )
 
 
-def test_an_fdcore_server_on_the_port_is_named_without_its_flags() -> None:
+def test_port_owner_fdcore_is_named_without_its_flags() -> None:
     code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", f"{code}; time.sleep(60)", "fdcore", "serve", "--api-key", "secret"],
@@ -115,7 +117,7 @@ def test_an_fdcore_server_on_the_port_is_named_without_its_flags() -> None:
             process.kill()
 
 
-def test_a_port_of_another_user_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_of_another_user_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "_holds", lambda pid, links: False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert listening.port_holder(taken.getsockname()[1]) == "a process of another user"
@@ -123,7 +125,7 @@ def test_a_port_of_another_user_is_told_as_well(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("compiler, what", [("/nowhere/c++", "set CXX"), (None, "apt-get install g++")])
-def test_without_a_compiler_it_says_which_is_missing_and_how_to_get_one(
+def test_missing_compiler_is_named_with_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str | None, what: str
 ) -> None:
     build = pytest.importorskip("fd_core.ops.native.build")
@@ -139,22 +141,22 @@ def test_without_a_compiler_it_says_which_is_missing_and_how_to_get_one(
         build.load()
 
 
-def test_a_wrong_key_is_told_with_the_flag_that_takes_one() -> None:
+def test_wrong_key_is_reported_with_the_flag_to_set() -> None:
     with live(lambda: FakeClient("From afar"), api_keys=("sesame",)) as server:
         ended = fdcore("chat", "--url", server.url, "--api-key", "mustard", typed="hi\n")
-    assert_told(ended, ServerAnswer.exit_code, "answered 401", "--api-key-file FILE or in FD_API_KEY")
+    assert_one_line(ended, ServerAnswer.exit_code, "status 401", "--api-key-file FILE or in FD_API_KEY")
 
 
-def test_a_context_that_is_too_long_is_told_with_both_lengths(entered: Entered) -> None:
+def test_context_too_long_is_reported_with_both_lengths(run_cli: RunCli) -> None:
     with live(lambda: FakeClient("From afar")) as server:
-        ended = entered("complete", "x" * 1000, "--url", server.url)
-    assert_told(ended, FdError.exit_code, "the prompt has 1000 tokens, but the context holds 400", "shorten")
+        ended = run_cli("complete", "x" * 1000, "--url", server.url)
+    assert_one_line(ended, FdError.exit_code, "the prompt has 1000 tokens, but the context length is 400", "shorten")
 
 
-def test_a_model_that_cannot_chat_is_told_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_with_a_model_without_template_fails_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     model = startup.LocalModel(EngineConfig(model="base"), None, byte_tokenizer(), None)
     monkeypatch.setattr(startup, "find_model", lambda *_: model)
-    monkeypatch.setattr(startup, "running_engine", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(startup, "running_engine", lambda *_: pytest.fail("the model was loaded"))
     ended = CliRunner().invoke(app, ["chat", "base"], input="hi\n")
     assert ended.exit_code == 3
     assert ended.stderr.startswith("fdcore: model: base has no chat template")
@@ -165,27 +167,32 @@ def test_a_model_that_cannot_chat_is_told_before_it_is_loaded(monkeypatch: pytes
     "flag, value",
     [("--backend", "cuda"), ("--scheduler", "best"), ("--kv-store", "redsi:x"), ("--scheduling-policy", "lifo")],
 )
-def test_a_plugin_that_is_missing_is_told_with_those_that_are_there(
-    flag: str, value: str, tmp_path: Path, entered: Entered, monkeypatch: pytest.MonkeyPatch
+def test_missing_plugin_is_reported_with_the_installed_ones(
+    flag: str, value: str, tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FD_CACHE", str(tmp_path))
-    ended = entered("serve", "smollm2", "--port", "0", flag, value)
-    assert_told(ended, 4, f"{flag}: there is no ", f"called '{value.partition(':')[0]}' (there are: ")
-    assert list(tmp_path.iterdir()) == [], "nothing is fetched or compiled in vain"
+    ended = run_cli("serve", "smollm2", "--port", "0", flag, value)
+    assert_one_line(ended, 4, f"{flag}: unknown ", f"'{value.partition(':')[0]}' (available: ")
+    assert list(tmp_path.iterdir()) == [], "nothing is fetched or compiled before the check"
 
 
-def test_a_plugin_that_is_broken_is_told_with_its_name_and_what_it_lacks(tmp_path: Path) -> None:
-    told = tmp_path / "broken_plugin-1.0.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\n")
-    (told / "entry_points.txt").write_text("[fd_core]\nbroken = broken_plugin\n")
+def test_broken_plugin_is_reported_with_its_missing_attribute(tmp_path: Path) -> None:
+    metadata = tmp_path / "broken_plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[fd_core]\nbroken = broken_plugin\n")
     (tmp_path / "broken_plugin.py").write_text("import nosuchlibrary\n")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     ended = fdcore("serve", "smollm2", "--port", "0", "--backend", "broken", PYTHONPATH=path)
-    assert_told(ended, 4, "plugin broken-plugin (broken): ModuleNotFoundError", "(install what provides nosuchlibrary")
+    assert_one_line(
+        ended,
+        4,
+        "plugin broken-plugin (broken): ModuleNotFoundError",
+        "(install the package that provides nosuchlibrary",
+    )
 
 
-def test_a_full_disk_is_told_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_before_downloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total, used, _ = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"total": total, "used": used, "free": 10**6})())
     with pytest.raises(ModelError, match=r"needs 197 MB in .*, whose disk has 1 MB left \(.* set FD_CACHE") as refused:
@@ -202,12 +209,12 @@ def test_a_full_disk_is_told_before_anything_is_fetched(tmp_path: Path, monkeypa
         (["serve", "--backend", "null"], "a\udcff", "FD_MODEL is not UTF-8"),
     ],
 )
-def test_bytes_that_are_not_utf_8_are_one_line(arguments: list[str], variable: str, word: str) -> None:
+def test_non_utf_8_bytes_are_a_one_line_error(arguments: list[str], variable: str, word: str) -> None:
     ended = fdcore(*arguments, FD_MODEL=variable)
-    assert_told(ended, 2, word)
+    assert_one_line(ended, 2, word)
     assert "\udcff" not in ended.stderr
 
 
-def test_a_setting_that_is_not_utf_8_does_not_reach_an_engine() -> None:
+def test_non_utf_8_setting_never_reaches_an_engine() -> None:
     with pytest.raises(ConfigError, match="is not UTF-8"):
         asyncio.run(open_client(EngineConfig(backend="null", model="a\udcff"), None))

@@ -1,4 +1,4 @@
-"""`fdcore env` shows what plugins say as they say it."""
+"""`fdcore env` prints the reasons of plugins unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_brackets_in_a_reason_are_shown(monkeypatch: pytest.MonkeyPatch) -> None
     assert "pip install 'x[cpu]'" in shown.stdout
 
 
-def test_a_cache_that_cannot_be_looked_into_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_cache_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(folder: object) -> object:
         raise PermissionError(13, "Permission denied", str(folder))
 

@@ -1,4 +1,4 @@
-"""What people see first: `fdcore` alone, and `fdcore serve` that names no model."""
+"""First contact: `fdcore` alone, and `fdcore serve` without a model."""
 
 from __future__ import annotations
 
@@ -27,19 +27,17 @@ def two_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fd_core.models.catalog.list_models", lambda checked: [ABSENT, HERE])
 
 
-def test_fdcore_alone_says_what_to_type_and_what_is_here(two_models: None) -> None:
+def test_fdcore_alone_suggests_a_command_and_lists_models(two_models: None) -> None:
     shown = CliRunner().invoke(app, [])
     assert shown.exit_code == 0
     assert "  fdcore serve org/large " in shown.output
-    assert "Model    org/large (3,000 MB, here) and 1 more" in shown.output
+    assert "Model    org/large (3,000 MB, local) and 1 more" in shown.output
     assert "Backend  " in shown.output
     assert len(shown.output.splitlines()) < 15
     assert max(map(len, shown.output.splitlines())) < 120
 
 
-def test_fdcore_alone_says_what_to_do_where_no_backend_can_run(
-    two_models: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fdcore_alone_without_a_backend_explains_what_to_do(two_models: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(self: Plugins, name: str = "auto") -> None:
         raise PluginError("no backend can run here", hint="pip install 'fd-core[cpu]'")
 
@@ -50,14 +48,14 @@ def test_fdcore_alone_says_what_to_do_where_no_backend_can_run(
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["env"]])
-def test_a_home_that_is_not_known_is_an_error_of_one_line(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_home_folder_is_a_one_line_error(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FD_CACHE", "~no-such-user/cache")
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 2
-    assert shown.stderr.startswith("fdcore: FD_CACHE: the home folder in '~no-such-user/cache' is not known here")
+    assert shown.stderr.startswith("fdcore: FD_CACHE: the home folder in '~no-such-user/cache' is unknown")
 
 
-def test_a_terminal_without_unicode_shows_the_rest(tmp_path: Path) -> None:
+def test_terminal_without_unicode_shows_the_rest(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "fd_core.cli", "models", "list"],
         capture_output=True,
@@ -69,7 +67,7 @@ def test_a_terminal_without_unicode_shows_the_rest(tmp_path: Path) -> None:
     assert b"98 MB" in ended.stdout
 
 
-def test_serve_without_a_model_tells_programs_what_there_is(tmp_path: Path) -> None:
+def test_serve_without_a_model_lists_models_if_not_interactive(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "fd_core.cli", "serve"],
         stdin=subprocess.DEVNULL,
@@ -80,7 +78,7 @@ def test_serve_without_a_model_tells_programs_what_there_is(tmp_path: Path) -> N
         env={**os.environ, "FD_CACHE": str(tmp_path), "HF_HOME": str(tmp_path)},
     )
     assert ended.returncode == 2
-    assert "smollm2 (98 MB, fetched at the first start) (type `fdcore serve smollm2`" in ended.stderr
+    assert "smollm2 (98 MB, fetched on first use) (run `fdcore serve smollm2`" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 
@@ -88,7 +86,7 @@ def test_serve_without_a_model_tells_programs_what_there_is(tmp_path: Path) -> N
     "typed, chosen",
     [("2\n", "smollm2"), ("\n", "org/large"), ("a/folder\n", "a/folder"), ("7\n0\n2\n", "smollm2")],
 )
-def test_people_at_a_terminal_are_asked(
+def test_serve_without_a_model_prompts_at_a_terminal(
     two_models: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str, chosen: str
 ) -> None:
     monkeypatch.setattr(commands, "_at_a_terminal", lambda: True)
@@ -101,9 +99,11 @@ def test_people_at_a_terminal_are_asked(
     assert f"next time: fdcore serve {chosen}" in capsys.readouterr().err
 
 
-def test_leaving_the_question_is_an_error_with_the_list(two_models: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_input_at_the_prompt_is_an_error_with_the_list(
+    two_models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(commands, "_at_a_terminal", lambda: True)
     with Path(os.devnull).open() as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
-        with pytest.raises(ConfigError, match=r"org/large \(3,000 MB, here\); smollm2 \(98 MB, fetched"):
+        with pytest.raises(ConfigError, match=r"org/large \(3,000 MB, local\); smollm2 \(98 MB, fetched"):
             choose_model("fdcore serve")

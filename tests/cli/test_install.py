@@ -1,4 +1,4 @@
-"""`fdcore install`: what a user is told after pip has ended."""
+"""`fdcore install`: its output after pip has finished."""
 
 import subprocess
 
@@ -11,7 +11,7 @@ from fd_core.errors import PluginError
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that were run; pip and the check end with the codes of `CODES`."""
+    """Return the list of executed commands; pip and the check exit with the codes of `CODES`."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
@@ -29,18 +29,18 @@ CODES = {("--", "nosuch"): 1, ("check", "fd-broken"): 4}
     ("name", "distribution"),
     [("storage_redis", "fd-storage-redis"), ("fd-mychip==1.2", "fd-mychip"), ("fd-mychip", "fd-mychip")],
 )
-def test_only_what_was_installed_is_shown(ran: list[list[str]], name: str, distribution: str) -> None:
+def test_only_the_installed_plugin_is_checked(ran: list[list[str]], name: str, distribution: str) -> None:
     plugins.install.__wrapped__(name)
     assert len(ran) == 2 and ran[1][-3:] == ["plugins", "check", distribution]
 
 
-def test_a_name_that_pip_does_not_know_gets_the_names_of_the_projects_plugins(ran: list[list[str]]) -> None:
-    with pytest.raises(PluginError, match=r"could not install nosuch; .* \(the project's own plugins are gpu_cuda, "):
+def test_unknown_name_lists_the_plugins_of_the_project(ran: list[list[str]]) -> None:
+    with pytest.raises(PluginError, match=r"could not install nosuch; .* \(the plugins of fd_core are gpu_cuda, "):
         plugins.install.__wrapped__("nosuch")
     assert len(ran) == 1
 
 
-def test_a_plugin_that_cannot_be_used_ends_with_the_code_of_its_check(ran: list[list[str]]) -> None:
+def test_unusable_plugin_exits_with_the_code_of_its_check(ran: list[list[str]]) -> None:
     with pytest.raises(typer.Exit) as ended:
         plugins.install.__wrapped__("fd-broken")
     assert ended.value.exit_code == PluginError.exit_code

@@ -54,7 +54,7 @@ def test_nothing_heavy_is_imported(statement):
 
 @pytest.mark.timing
 def test_help_answers_in_under_half_a_second():
-    """Of processor time on a usual machine; the command waits for nothing else."""
+    """In CPU time on a typical machine; the command waits for nothing else."""
 
     def seconds():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -66,7 +66,7 @@ def test_help_answers_in_under_half_a_second():
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_explains_itself(command):
+def test_every_command_has_help(command):
     result = CliRunner().invoke(app, [*command, "--help"], terminal_width=200)
     assert result.exit_code == 0
     assert result.output.startswith(f"Usage: fdcore {' '.join(command)}")
@@ -83,38 +83,38 @@ def test_version():
         (
             ["serve", "smollm2", "--disable-uvicorn-access-log"],
             2,
-            "not a flag of fdcore: requests are logged only where",
+            "not a flag of fdcore: requests are only logged with",
         ),
         (
             ["route", "--uvicorn-log-level", "debug"],
             2,
-            "fdcore: --uvicorn-log-level: it is not a flag of fdcore: --log",
+            "fdcore: --uvicorn-log-level: not a flag of fdcore: use --log",
         ),
-        (["serve", "--model", "smollm2"], 2, "fdcore: --model: it is not a flag of fdcore: the model has no flag"),
-        (["serve", "smollm2", "-c=4096"], 2, "fdcore: -c: it is not a flag of fdcore: --max-model-len is"),
+        (["serve", "--model", "smollm2"], 2, "fdcore: --model: not a flag of fdcore: the model is an argument"),
+        (["serve", "smollm2", "-c=4096"], 2, "fdcore: -c: not a flag of fdcore: use --max-model-len"),
         (["no-such-command"], 2, "no-such-command"),
-        (["serve"], 2, "fdcore: MODEL: no model was named"),
-        (["serve", "smollm2", "--port", "x"], 2, "fdcore: --port: 'x' is not a whole number"),
+        (["serve"], 2, "fdcore: MODEL: no model was specified"),
+        (["serve", "smollm2", "--port", "x"], 2, "fdcore: --port: expected an integer, got 'x'"),
         (
             ["serve", "smollm2", "--num-kv-blocks", "1", "--kv-cache-memory", "1M"],
             2,
-            "--num-kv-blocks and --kv-cache-memory contradict",
+            "--num-kv-blocks and --kv-cache-memory exclude each other",
         ),
-        (["complete", "x", "--url", "127.0.0.1:9", "--dtype", "float32"], 2, "--url and --dtype contradict"),
-        (["complete", "x", "--url", "ftp://host"], 2, "'ftp://host' is not the address of a server"),
+        (["complete", "x", "--url", "127.0.0.1:9", "--dtype", "float32"], 2, "--url cannot be combined with --dtype"),
+        (["complete", "x", "--url", "ftp://host"], 2, "'ftp://host' is not the URL of a server"),
         (["complete", "x", "-m", "no-such-model"], 3, "no such model: 'no-such-model'"),
         (["complete", "x", "-m", "/nowhere/x.gguf"], 3, "/nowhere/x.gguf"),
-        (["complete", "x", "--backend", "warp"], 4, "there is no backend called 'warp'"),
-        (["complete", "x", "--scheduling-policy", "lifo"], 4, "there is no scheduling policy called 'lifo'"),
-        (["complete", "x", "--url", "127.0.0.1:9"], 1, "cannot talk to the server"),
+        (["complete", "x", "--backend", "warp"], 4, "unknown backend 'warp'"),
+        (["complete", "x", "--scheduling-policy", "lifo"], 4, "unknown scheduling policy 'lifo'"),
+        (["complete", "x", "--url", "127.0.0.1:9"], 1, "cannot connect to the server"),
         (["install", "--index-url=http://evil"], 2, "--index-url"),
-        (["install", "--", "--index-url=http://evil"], 2, "is not the name of a distribution"),
-        (["bench", "serve", "--goodput", "speed:3"], 2, "--goodput: 'speed:3' is not one of ttft, tpot, e2e"),
+        (["install", "--", "--index-url=http://evil"], 2, "is not a valid distribution name"),
+        (["bench", "serve", "--goodput", "speed:3"], 2, "--goodput: expected one of ttft, tpot, e2e"),
         (["bench", "latency", "--json", "/nowhere/x.json"], 2, "--json: cannot write /nowhere/x.json"),
     ],
 )
-def test_exit_codes_and_one_clear_line(entered, arguments, code, words):
-    ended = entered(*arguments)
+def test_exit_codes_and_one_clear_line(run_cli, arguments, code, words):
+    ended = run_cli(*arguments)
     assert ended.returncode == code
     assert words in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -122,7 +122,7 @@ def test_exit_codes_and_one_clear_line(entered, arguments, code, words):
         assert len(ended.stderr.splitlines()) == 1
 
 
-def test_ctrl_c_while_it_starts_ends_it_with_130_and_no_traceback():
+def test_ctrl_c_during_start_exits_130_without_traceback():
     slow = "import time, fd_core.cli.report as r\nwith r.interrupts_end_it():\n    print(flush=True); time.sleep(30)"
     process = subprocess.Popen(
         [sys.executable, "-c", slow],
@@ -137,7 +137,7 @@ def test_ctrl_c_while_it_starts_ends_it_with_130_and_no_traceback():
     assert (process.returncode, errors) == (130, "\nfdcore: interrupted\n")
 
 
-def test_ctrl_c_while_commands_are_assembled_is_130_and_no_traceback():
+def test_ctrl_c_while_commands_are_assembled_exits_130():
     slow = """
 import os, signal, typer.main
 from fd_core.cli.main import main
@@ -153,8 +153,8 @@ main()
     assert (ended.returncode, ended.stderr) == (130, "\nfdcore: interrupted\n")
 
 
-def test_little_is_imported_before_ctrl_c_ends_it():
-    """Until then Ctrl-C shows a traceback: only what Python itself needs may come first."""
+def test_little_is_imported_before_ctrl_c_is_handled():
+    """Before that, Ctrl-C shows a traceback: only modules that Python itself needs may be imported earlier."""
     seen = (
         "import sys, fd_core.cli.main; print(sorted(name for name in sys.modules if 'typer' in name or 'data' in name))"
     )
@@ -162,7 +162,7 @@ def test_little_is_imported_before_ctrl_c_ends_it():
     assert ended.stdout == "[]\n"
 
 
-def test_ctrl_c_in_a_command_is_130(monkeypatch, capsys):
+def test_ctrl_c_in_a_command_exits_130(monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt
 
@@ -170,7 +170,7 @@ def test_ctrl_c_in_a_command_is_130(monkeypatch, capsys):
     assert CliRunner().invoke(app, ["env"]).exit_code == 130
 
 
-def test_a_reader_that_leaves_gets_no_traceback():
+def test_closed_output_pipe_causes_no_traceback():
     ended = subprocess.run(
         f"{sys.executable} -m fd_core.cli serve --help | true", shell=True, capture_output=True, text=True, check=False
     )
@@ -178,21 +178,21 @@ def test_a_reader_that_leaves_gets_no_traceback():
 
 
 @pytest.mark.parametrize("words", [["models", "list"], ["--version"]])
-def test_an_output_on_a_full_disk_is_one_line(words):
+def test_output_to_a_full_disk_is_a_one_line_error(words):
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
             [sys.executable, "-m", "fd_core.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert ended.returncode == 1
-    assert ended.stderr == "fdcore: the output cannot be written: No space left on device\n"
+    assert ended.stderr == "fdcore: cannot write the output: No space left on device\n"
 
 
-def test_an_error_is_one_printable_line():
+def test_error_is_one_printable_line():
     error = ModelError("bad\nname \x1b[31mred", field="model", hint="try\tagain")
     assert describe(error) == "model: bad name ?[31mred (try again)"
 
 
-def test_env_and_plugins_list_say_what_there_is():
+def test_env_and_plugins_list_show_what_is_installed():
     wide = {**os.environ, "COLUMNS": "200"}
     shown = run("env", env=wide).stdout
     assert "Python" in shown
@@ -208,7 +208,7 @@ def test_models_list_needs_no_network(tmp_path):
     assert "smollm2" in listed
 
 
-def test_flags_of_other_servers_are_none_here_and_what_is_named_in_their_place_is():
+def test_suggested_flags_exist_and_foreign_flags_do_not():
     commands = typer.main.get_command(app).commands
     here = {name: {word for each in commands[name].params for word in each.opts} for name in ("serve", "route")}
     off = {word for each in commands["serve"].params for word in each.secondary_opts}

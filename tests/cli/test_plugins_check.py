@@ -1,11 +1,14 @@
-"""Every way to break a plugin is explained by `fdcore plugins check` in one paragraph, and harms no other plugin."""
+"""`fdcore plugins check` explains every broken plugin in one paragraph, and a broken plugin harms no other."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from fd_core.cli.app import app
+from fd_core.cli.plugins.plugin_check import Inspection
 from fd_core.hookspecs import ENTRY_POINT_GROUP
 from tests.plugin_sites import GOOD, PARTS, Site
 
@@ -27,19 +30,23 @@ BROKEN = {
     "nocontract": ({"source": "x = 1"}, "fd_nocontract declares no FD_CONTRACT", "write FD_CONTRACT = 1 there"),
     "unknownhook": (
         {"source": HOOK + "fd_register_toasters(): ..."},
-        "fd_register_toasters is not a hook; there are fd_register_backends",
+        "fd_register_toasters is not a hook; the hooks are fd_register_backends",
         "correct the spelling",
     ),
-    "importerror": ({"source": "import no_driver"}, "No module named 'no_driver'", "install what provides no_driver"),
-    "missingname": ({"source": "from os import no_such"}, "cannot import name 'no_such'", "the version that has it"),
+    "importerror": (
+        {"source": "import no_driver"},
+        "No module named 'no_driver'",
+        "package that provides no_driver",
+    ),
+    "missingname": ({"source": "from os import no_such"}, "cannot import name 'no_such'", "a version that has it"),
     "notamodule": ({"source": "FD_CONTRACT = 1", "value": ":Plugin"}, "has no attribute 'Plugin'", "correct the name"),
-    "raises": ({"source": "raise OSError('no licence')"}, "OSError: no licence", "ask its maker"),
-    "exits": ({"source": "import os; os._exit(7)"}, "it ended the process with code 7", "ask its maker"),
-    "offersnothing": ({"source": "FD_CONTRACT = 1"}, "it offers nothing", "implement one of the hooks"),
+    "raises": ({"source": "raise OSError('no licence')"}, "OSError: no licence", "ask its author"),
+    "exits": ({"source": "import os; os._exit(7)"}, "it ended the process with exit code 7", "ask its author"),
+    "offersnothing": ({"source": "FD_CONTRACT = 1"}, "it registers nothing", "implement one of the hooks"),
     "manyhooks": (
         {"source": HOOK + "fd_register_backends(app): ..."},
         "fd_register_backends",
-        "give the hook the arguments that it has",
+        "use the hook arguments of",
     ),
     "framework": ({"source": "import torch\n" + GOOD, "parts": CHIP}, "discovering it imports torch", "fd_framework"),
     "threads": (
@@ -59,7 +66,7 @@ BROKEN = {
     "nomodule": (
         {"source": GOOD},
         "backend nomodule: ModuleNotFoundError: No module named 'fd_nomodule_parts'",
-        "install what provides fd_nomodule_parts",
+        "install the package that provides fd_nomodule_parts",
     ),
     "wrongbase": (
         {"source": GOOD, "parts": "class Chip: ..."},
@@ -74,11 +81,11 @@ BROKEN = {
     "proberaises": (
         {"source": GOOD, "parts": PARTS.format(rank=0, answer="1 / 0")},
         "backend proberaises: ZeroDivisionError: division by zero",
-        "ask its maker",
+        "ask its author",
     ),
     "probelies": (
         {"source": GOOD, "parts": PARTS.format(rank=0, answer="True")},
-        "probe returned bool True instead of an Availability",
+        "probe: expected an Availability, got bool True",
         "return Availability(",
     ),
     "probesilent": (
@@ -99,17 +106,17 @@ BROKEN = {
     "nosummary": (
         {"source": GOOD.replace('"a chip"', '""'), "parts": CHIP},
         "backend nosummary: its summary",
-        "say in the Entry what nosummary is",
+        "describe nosummary in the Entry",
     ),
     "serveless": (
         {"source": GOOD.replace("backends", "postprocessors"), "parts": MATRIX},
-        "postprocessor serveless: fd_serveless_parts:Chip does not say what it serves",
-        "write serves = (",
+        "postprocessor serveless: fd_serveless_parts:Chip does not set `serves`",
+        "set serves = (",
     ),
     "othername": (
         {"source": GOOD, "parts": CHIP, "name": "chip"},
         "fd_othername_parts:Chip calls itself 'chip'",
-        "write name = 'othername' in the class",
+        "set name = 'othername' in the class",
     ),
     "impostor": (
         {"source": GOOD.replace("{name!r}", "'cpu'"), "parts": CHIP, "name": "cpu"},
@@ -117,11 +124,11 @@ BROKEN = {
         "rename your own",
     ),
 }
-"""Entry point to what is installed, the cause and what to do."""
+"""Entry point to installed files, cause and fix."""
 
 
 def install(site, point, source, parts=None, name=None, value=""):
-    """Install `fd-POINT`; its class calls itself `name`."""
+    """Install `fd-POINT`; the class is called `name`."""
     module = f"fd_{point}"
     source = source.replace("{name!r}", repr(point)).replace("{module}", module)
     more = {} if parts is None else {"parts": parts.replace('name = "chip"', f"name = {name or point!r}")}
@@ -144,9 +151,9 @@ def check(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The paragraphs about all broken plugins at once, by entry point, beside a sound one."""
+    """Return the paragraphs about all broken plugins, installed alongside a sound one, by entry point."""
     site = Site(tmp_path_factory.mktemp("broken"))
-    (site.folder / "torch.py").write_text("")  # any module of this name is a framework
+    (site.folder / "torch.py").write_text("")  # any module of this name counts as the framework
     for point, (what, *_) in BROKEN.items():
         install(site, point, **what)
     install(site, "sound", GOOD, CHIP)
@@ -162,28 +169,28 @@ def report(tmp_path_factory):
 
 
 @pytest.mark.parametrize("point, cause, remedy", [(point, *rest) for point, (_, *rest) in BROKEN.items()], ids=BROKEN)
-def test_what_is_wrong_is_explained_in_one_paragraph(report, point, cause, remedy):
+def test_each_fault_is_explained_in_one_paragraph(report, point, cause, remedy):
     (paragraph,) = report[point]
     assert paragraph.startswith(f"fd-{point} 2.5, entry point {point} = fd_{point}")
-    explained, _, advice = paragraph.partition(" What to do: ")
+    explained, _, advice = paragraph.partition(" Remedy: ")
     assert cause in explained
     assert remedy in advice
     assert len(paragraph.splitlines()) == 1
     assert len(paragraph) < 600
 
 
-def test_a_name_offered_twice_is_explained_for_both(report):
+def test_duplicate_name_is_explained_for_both(report):
     for point in ("one", "two"):
         (paragraph,) = report[point]
         assert "backend twice: the name is offered by fd-one and fd-two" in paragraph
 
 
-def test_a_sound_plugin_among_broken_ones_has_no_paragraph(report):
+def test_sound_plugin_among_broken_ones_has_no_paragraph(report):
     assert "sound" not in report
     assert len(report) == len(BROKEN) + 2
 
 
-def test_one_name_shows_one_plugin_and_all_clear_is_short(tmp_path):
+def test_one_name_checks_one_plugin_and_success_is_brief(tmp_path):
     site = Site(tmp_path)
     install(site, "sound", GOOD, CHIP)
     install(site, "broken", "FD_CONTRACT = 99")
@@ -192,18 +199,18 @@ def test_one_name_shows_one_plugin_and_all_clear_is_short(tmp_path):
     assert ended.stdout.splitlines() == [
         "fd-sound 2.5: sound",
         "  backend sound can run here: it is here",
-        "1 plugin checked, nothing is wrong",
+        "1 plugin checked, no problems found",
     ]
-    ended = check(tmp_path, "FD_Broken")  # the distribution, as installers compare names
+    ended = check(tmp_path, "FD_Broken")  # the distribution's name, normalized as installers do
     assert ended.returncode == 4
-    assert ended.stdout.count("What to do") == 1
+    assert ended.stdout.count("Remedy") == 1
 
 
 @pytest.mark.parametrize(
     "name, code, words",
     [
-        ("nosuch", 4, "no plugin called 'nosuch' is installed (there are: "),
-        ("cpu", 2, "cpu comes with fd_core itself"),
+        ("nosuch", 4, "plugin 'nosuch' is not installed (installed: "),
+        ("cpu", 2, "cpu is part of fd_core"),
         ("forgetful", 4, "fd-forgetful 2.5: it is installed but has no entry point in group fd_core"),
         pytest.param(
             *("elsewhere", 4, "fd-elsewhere 2.5: it is installed but has no entry point in group fd_core"),
@@ -211,13 +218,16 @@ def test_one_name_shows_one_plugin_and_all_clear_is_short(tmp_path):
         ),
     ],
 )
-def test_a_name_that_is_no_plugin_is_explained(tmp_path, name, code, words):
+def test_unknown_plugin_name_is_explained(tmp_path, monkeypatch, name, code, words):
     site = Site(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # Every installed plugin would be inspected in a separate process to compare names; none has this one.
+    monkeypatch.setattr("fd_core.cli.plugins.plugin_check._inspect_apart", lambda *_: Inspection())
     if code == 4 and name != "nosuch":
         install(site, name, "FD_CONTRACT = 1")
         info = site.folder / f"fd_{name}-2.5.dist-info" / "entry_points.txt"
         info.unlink() if name == "forgetful" else info.write_text(f"[fdcore]\n{name} = fd_{name}\n")
-    ended = check(tmp_path, name)
-    assert ended.returncode == code
+    ended = CliRunner().invoke(app, ["plugins", "check", name])
+    assert ended.exit_code == code
     assert words in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr

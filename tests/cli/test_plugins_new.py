@@ -1,4 +1,4 @@
-"""`fdcore plugins new` writes a project that is whole, clean and sound, under a name that can be used."""
+"""`fdcore plugins new` writes a complete, lint-free, sound project under a valid name."""
 
 import importlib.util
 import os
@@ -46,7 +46,7 @@ def name_of(kind, framework):
 
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory):
-    """The folder of each project, installed, by kind and framework."""
+    """Return the folder of each installed project, by kind and framework."""
     folder = tmp_path_factory.mktemp("projects")
     written = {}
     for kind, framework in PROJECTS:
@@ -57,7 +57,7 @@ def projects(tmp_path_factory):
 
 
 @each_project
-def test_the_project_is_whole(projects, kind, framework):
+def test_project_is_complete(projects, kind, framework):
     project = projects[kind, framework]
     package = f"fd_{name_of(kind, framework)}"
     files = {path.relative_to(project).as_posix(): path for path in project.rglob("*") if path.is_file()}
@@ -75,7 +75,7 @@ def test_the_project_is_whole(projects, kind, framework):
 
 @pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="ruff is not installed")
 @pytest.mark.parametrize("name", ["a", LONGEST])
-def test_the_projects_are_clean(tmp_path, name):
+def test_projects_pass_ruff(tmp_path, name):
     for kind, framework in PROJECTS:
         write_project(name, kind, framework, tmp_path / name_of(kind, framework))
     run(tmp_path, "-m", "ruff", "check", ".")
@@ -84,7 +84,7 @@ def test_the_projects_are_clean(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
-def test_the_projects_are_typed(projects):
+def test_projects_pass_mypy(projects):
     packages = [
         str(path) for project in projects.values() for path in project.glob("fd_*") if (path / "py.typed").exists()
     ]
@@ -98,16 +98,16 @@ def test_the_projects_are_typed(projects):
     )
 
 
-def test_the_plugins_are_in_order(projects, monkeypatch):
+def test_projects_pass_plugins_check(projects, monkeypatch):
     for project in projects.values():
         monkeypatch.syspath_prepend(str(project))
-    said = run(projects[PluginKind.STORE, None], "-m", "fd_core.cli", "plugins", "check")
-    assert "nothing is wrong" in said
+    output = run(projects[PluginKind.STORE, None], "-m", "fd_core.cli", "plugins", "check")
+    assert "no problems found" in output
     for kind, framework in PROJECTS:
         name = name_of(kind, framework)
-        assert f"fd-{name.replace('_', '-')} 0.1.0: {name}" in said
+        assert f"fd-{name.replace('_', '-')} 0.1.0: {name}" in output
         if framework and importlib.util.find_spec(ROOTS[framework]):
-            assert f"backend {name} can run here: emulated" in said
+            assert f"backend {name} can run here: emulated" in output
 
 
 @pytest.mark.parametrize(
@@ -125,64 +125,72 @@ def test_operations_and_fusions_conform(projects, framework):
     assert "emulated" in card
 
 
-@pytest.mark.parametrize("framework, setting", [(Framework.TORCH, "DEVICE"), (Framework.ONNX, "PROVIDER")])
-def test_a_device_that_nothing_looks_for_is_not_available(tmp_path, framework, setting):
+@pytest.mark.parametrize(
+    "framework, setting",
+    [
+        pytest.param(
+            *(framework, setting),
+            marks=pytest.mark.skipif(not importlib.util.find_spec(ROOTS[framework]), reason=f"no {framework} here"),
+        )
+        for framework, setting in ((Framework.TORCH, "DEVICE"), (Framework.ONNX, "PROVIDER"))
+    ],
+)
+def test_device_without_a_probe_is_not_available(tmp_path, framework, setting):
     project = write_project("mychip", PluginKind.BACKEND, framework, tmp_path)[0]
     installed(project)
     file = project / "fd_mychip" / "backend.py"
     file.write_text(re.sub(f'^{setting} = ".*"', f'{setting} = "npu"', file.read_text(), flags=re.MULTILINE))
-    said = run(project, "-m", "fd_core.cli", "plugins", "check", "mychip")
-    if importlib.util.find_spec(ROOTS[framework]):
-        assert "cannot run here: nothing looks for npu yet: write that in MychipBackend.probe" in said
+    output = run(project, "-m", "fd_core.cli", "plugins", "check", "mychip")
+    assert "cannot run here: nothing looks for npu yet: write that in MychipBackend.probe" in output
 
 
 @pytest.mark.parametrize(
     "name, words",
     [
         *(
-            (name, "cannot be the name of a backend")
+            (name, "is not a valid name of a backend")
             for name in ("MyChip", "my-chip", "1chip", "_chip", "chip_", "a__b")
         ),
-        *((name, "cannot be the name of a backend") for name in ("", "chip+paddle", "../chip", "ch\nip", "x" * 41)),
+        *((name, "is not a valid name of a backend") for name in ("", "chip+paddle", "../chip", "ch\nip", "x" * 41)),
         *((name, "is a reserved word") for name in ("class", "match", "auto")),
-        *((name, "is a backend of fd_core itself") for name in ("cpu", "reference", "null")),
-        ("gpu_cuda", "is the project's own plugin fd-gpu-cuda"),
-        ("core", "the package fd_core exists already"),
+        *((name, "is a built-in backend") for name in ("cpu", "reference", "null")),
+        ("gpu_cuda", "is the plugin fd-gpu-cuda of fd_core"),
+        ("core", "the package fd_core already exists"),
     ],
 )
-def test_a_name_that_cannot_be_used_is_refused(tmp_path, name, words):
+def test_invalid_name_is_rejected(tmp_path, name, words):
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")) as caught:
         write_project(name, PluginKind.BACKEND, folder=tmp_path / "project")
     assert caught.value.field == "NAME"
     assert not (tmp_path / "project").exists()
 
 
-def test_a_name_that_an_installed_plugin_has_is_refused(projects, monkeypatch, tmp_path):
+def test_name_of_an_installed_plugin_is_rejected(projects, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(projects[PluginKind.STORE, None]))
-    with pytest.raises(ConfigError, match="the name some_store is taken by fd-some-store"):
+    with pytest.raises(ConfigError, match="the name some_store is already used by fd-some-store"):
         write_project("some_store", PluginKind.SCHEDULER, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        (PluginKind.SCHEDULER, "continuous", "continuous is a scheduler of fd_core itself"),
-        (PluginKind.POSTPROCESS, "torch", "torch is a postprocessor of fd_core itself"),
-        (PluginKind.STORE, "disk", "disk is a KV store of fd_core itself"),
-        (PluginKind.CONNECTOR, "tcp", "tcp is a connector of fd_core itself"),
-        (PluginKind.ROUTER_POLICY, "session", "session is a router policy of fd_core itself"),
-        (PluginKind.TOOL_PARSER, "hermes", "hermes is a tool parser of fd_core itself"),
-        (PluginKind.REASONING_PARSER, "qwen3", "qwen3 is a reasoning parser of fd_core itself"),
-        (PluginKind.ROUTER_POLICY, "my-policy", "cannot be the name of a router policy"),
+        (PluginKind.SCHEDULER, "continuous", "continuous is a built-in scheduler"),
+        (PluginKind.POSTPROCESS, "torch", "torch is a built-in postprocessor"),
+        (PluginKind.STORE, "disk", "disk is a built-in KV store"),
+        (PluginKind.CONNECTOR, "tcp", "tcp is a built-in connector"),
+        (PluginKind.ROUTER_POLICY, "session", "session is a built-in router policy"),
+        (PluginKind.TOOL_PARSER, "hermes", "hermes is a built-in tool parser"),
+        (PluginKind.REASONING_PARSER, "qwen3", "qwen3 is a built-in reasoning parser"),
+        (PluginKind.ROUTER_POLICY, "my-policy", "is not a valid name of a router policy"),
     ],
 )
-def test_each_kind_has_names_of_its_own(tmp_path, kind, name, words):
+def test_each_kind_has_reserved_names(tmp_path, kind, name, words):
     with pytest.raises(ConfigError, match=words):
         write_project(name, kind, folder=tmp_path / "project")
 
 
 def test_only_a_backend_begins_with_a_framework(tmp_path):
-    with pytest.raises(ConfigError, match="a scheduler begins with no framework") as caught:
+    with pytest.raises(ConfigError, match="a scheduler has no framework") as caught:
         write_project("mine", PluginKind.SCHEDULER, Framework.TORCH, tmp_path / "project")
     assert (caught.value.field, caught.value.exit_code) == ("--framework", 2)
 
@@ -192,22 +200,22 @@ def test_nothing_is_overwritten(tmp_path, there):
     (tmp_path / there).parent.mkdir(exist_ok=True)
     (tmp_path / there).write_text("mine")
     (tmp_path / "notes.txt").write_text("mine as well")
-    with pytest.raises(ConfigError, match="is there already, and nothing is overwritten"):
+    with pytest.raises(ConfigError, match="already exists, and is not overwritten"):
         write_project("mychip", PluginKind.BACKEND, Framework.TORCH, tmp_path)
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {there.rpartition("/")[2], "notes.txt"}
     assert (tmp_path / there).read_text() == "mine"
 
 
-def test_a_folder_with_other_files_may_take_the_project(tmp_path):
+def test_folder_with_other_files_may_take_the_project(tmp_path):
     (tmp_path / "LICENSE").write_text("mine")
     write_project("mychip", PluginKind.BACKEND, Framework.TORCH, tmp_path)
     assert (tmp_path / "LICENSE").read_text() == "mine"
     assert (tmp_path / "fd_mychip" / "ops.py").is_file()
 
 
-def test_the_command_makes_a_folder_of_that_name_and_says_what_is_next(tmp_path):
-    said = run(tmp_path, "-m", "fd_core.cli", "plugins", "new", "mine", "--kind", "router-policy")
-    assert said.splitlines() == [
+def test_command_creates_the_folder_and_prints_next_steps(tmp_path):
+    output = run(tmp_path, "-m", "fd_core.cli", "plugins", "new", "mine", "--kind", "router-policy")
+    assert output.splitlines() == [
         "wrote mine; next:",
         "  cd mine",
         "  pip install -e '.[test]'",
@@ -217,16 +225,16 @@ def test_the_command_makes_a_folder_of_that_name_and_says_what_is_next(tmp_path)
     assert (tmp_path / "mine" / "fd_mine" / "policy.py").is_file()
 
 
-def test_a_folder_of_that_name_is_refused(tmp_path, monkeypatch):
+def test_existing_folder_is_rejected(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    with pytest.raises(ConfigError, match="mine is there already") as caught:
+    with pytest.raises(ConfigError, match="mine already exists") as caught:
         write_project("mine", PluginKind.STORE)
     assert (caught.value.field, caught.value.exit_code) == ("NAME", 2)
     assert not list((tmp_path / "mine").iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_explained(tmp_path):
+def test_unwritable_folder_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write .*file.*: File exists"):
         write_project("mychip", PluginKind.BACKEND, folder=tmp_path / "file")

@@ -1,4 +1,4 @@
-"""Real clients, each in an environment of its own: `nox -s clients`. They are no part of the default run."""
+"""Real clients, each in a separate environment: `nox -s clients`. They are not part of the default run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ ADA = '{"name": "Ada", "age": 36}'
 
 
 def script(spec: RequestSpec) -> bytes:
-    """Think, call the tool that is offered, say what it answered; fill the schema where one is asked for."""
+    """Think, call the offered tool, then repeat its result; fill the schema if the request has one."""
     prompt = bytes(spec.prompt).decode()
     if "<tool_response>" in prompt:
-        said = "It is sunny in Röm."
+        reply = "It is sunny in Röm."
     elif "# Tools" in prompt:
         name, arguments = ("weather", '{"city": "Röm"}') if '"weather"' in prompt else (_first_tool(prompt), ADA)
-        said = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        reply = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
     else:
-        said = ADA if spec.params.grammar is not None else "Hello!"
-    return f"<think>\nHm.\n</think>\n\n{said}".encode()
+        reply = ADA if spec.params.grammar is not None else "Hello!"
+    return f"<think>\nHm.\n</think>\n\n{reply}".encode()
 
 
 def _first_tool(prompt: str) -> str:

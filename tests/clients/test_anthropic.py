@@ -22,7 +22,7 @@ def client(scripted: LiveServer) -> Iterator[anthropic.Anthropic]:
         yield made
 
 
-def test_a_tool_is_called_and_its_answer_said(client: anthropic.Anthropic) -> None:
+def test_tool_is_called_and_its_result_used(client: anthropic.Anthropic) -> None:
     first = client.messages.create(
         model="scripted", max_tokens=500, messages=MESSAGES, tools=[TOOL], system="Be brief."
     )
@@ -36,7 +36,7 @@ def test_a_tool_is_called_and_its_answer_said(client: anthropic.Anthropic) -> No
     assert second.stop_reason == "end_turn"
 
 
-def test_thinking_is_taken_and_shown(client: anthropic.Anthropic) -> None:
+def test_thinking_is_accepted_and_returned(client: anthropic.Anthropic) -> None:
     answer = client.messages.create(
         model="scripted", max_tokens=2000, messages=MESSAGES, thinking={"type": "enabled", "budget_tokens": 1024}
     )
@@ -44,7 +44,7 @@ def test_thinking_is_taken_and_shown(client: anthropic.Anthropic) -> None:
     assert answer.content[0].thinking == "Hm."
 
 
-def test_the_helper_of_streams_collects_the_message(client: anthropic.Anthropic) -> None:
+def test_stream_helper_collects_the_message(client: anthropic.Anthropic) -> None:
     with client.messages.stream(model="scripted", max_tokens=500, messages=MESSAGES, tools=[TOOL]) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
@@ -74,7 +74,7 @@ def test_errors_have_their_classes(client: anthropic.Anthropic) -> None:
         client.messages.create(model="other", max_tokens=9, messages=MESSAGES)
 
 
-def test_a_real_model_answers(smollm2: str) -> None:
+def test_real_model_answers(smollm2: str) -> None:
     with anthropic.Anthropic(base_url=smollm2, api_key="any", max_retries=0) as client:
         answer = client.messages.create(
             model="smollm2",
@@ -82,18 +82,18 @@ def test_a_real_model_answers(smollm2: str) -> None:
             extra_body={"temperature": 0},
             messages=[{"role": "user", "content": "What is gravity?"}],
         )
-    # Each of these tokens is ahead of the next best one by more than 1 in log-probability, in float32 and in bfloat16.
+    # Each of these tokens leads the runner-up by more than 1 in log-probability, in float32 and in bfloat16.
     assert answer.content[0].text == "Gravity is a fundamental concept in physics that"
 
 
-def test_the_models_are_listed(client: anthropic.Anthropic) -> None:
+def test_models_are_listed(client: anthropic.Anthropic) -> None:
     listed = client.models.list()
     assert (listed.data[0].id, listed.last_id, listed.has_more) == ("scripted", listed.data[-1].id, False)
     assert client.models.retrieve("scripted").display_name == "scripted"
 
 
-def test_the_script_of_the_document_prints_an_answer(smollm2: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_of_the_docs_prints_an_answer(smollm2: str, capsys: pytest.CaptureFixture[str]) -> None:
     [block] = [each for each in blocks_of(ROOT / "docs" / "serve" / "apis.md") if "anthropic" in each.text]
     assert "http://127.0.0.1:8000" in block.text
     exec(block.text.replace("http://127.0.0.1:8000", smollm2), {})
-    assert capsys.readouterr().out.strip()  # the script leaves the temperature as it is, so the words are drawn
+    assert capsys.readouterr().out.strip()  # the script uses the default temperature, so the text is sampled

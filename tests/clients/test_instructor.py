@@ -18,7 +18,7 @@ class Person(BaseModel):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-def test_a_model_is_filled(scripted: LiveServer, mode: instructor.Mode) -> None:
+def test_model_is_filled(scripted: LiveServer, mode: instructor.Mode) -> None:
     plain = openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="any", max_retries=0)
     client = instructor.from_openai(plain, mode=mode)
     messages = [{"role": "user", "content": "Who?"}]
@@ -26,7 +26,7 @@ def test_a_model_is_filled(scripted: LiveServer, mode: instructor.Mode) -> None:
     assert person.model_dump() == {"name": "Ada", "age": 36}
 
 
-def test_a_real_model_fills_one(smollm2: str) -> None:
+def test_real_model_fills_a_model(smollm2: str) -> None:
     plain = openai.OpenAI(base_url=f"{smollm2}/v1", api_key="any", max_retries=0)
     client = instructor.from_openai(plain, mode=instructor.Mode.TOOLS)
     person = client.chat.completions.create(

@@ -22,7 +22,7 @@ class Person(BaseModel):
 
 @tool
 def weather(city: str) -> str:
-    """Tells the weather."""
+    """Return the weather."""
     return f"sunny in {city}"
 
 
@@ -46,7 +46,7 @@ def test_bound_tools_are_called_and_answered(model: ChatOpenAI) -> None:
     assert bound.invoke([HumanMessage("Weather?"), first, answered]).text == "It is sunny in Röm."
 
 
-def test_a_stream_joined_is_a_call(model: ChatOpenAI) -> None:
+def test_joined_stream_is_a_call(model: ChatOpenAI) -> None:
     whole: Any = None
     for chunk in model.bind_tools([weather]).stream("Weather?"):
         whole = chunk if whole is None else whole + chunk

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: what it measures over HTTP is what it measures with transformers on the same file."""
+"""lm-evaluation-harness: its results over HTTP equal those with transformers on the same file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Answers to choose from, texts as a whole, and answers to write."""
+    """Write tasks with multiple choice, whole-text likelihood and generation."""
     data = tmp_path_factory.mktemp("task") / "questions.jsonl"
     data.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
     shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
@@ -49,18 +49,18 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    # Native kernels round what they multiply by packed weights to 8 bits, which transformers does not.
+    # Native kernels quantize activations to 8 bits before packed weights, which transformers does not.
     options = ("--max-num-seqs", "4", "--max-model-len", "1024", "--dtype", "float32", "--no-native-kernels")
     with serving(log, "smollm2", *options, "--enable-tokenizer-info-endpoint") as server:
         yield server.url
 
 
 def measured(tasks: list[dict[str, Any]], kind: str, /, **arguments: Any) -> dict[str, list[Any]]:
-    """Return what the model answered in each task: log-likelihoods and whether they are greedy, or texts."""
-    told = lm_eval.simple_evaluate(kind, arguments, tasks=tasks, device="cpu", bootstrap_iters=0, log_samples=True)
+    """Return the model's result in each task: log-likelihoods and whether they are greedy, or texts."""
+    results = lm_eval.simple_evaluate(kind, arguments, tasks=tasks, device="cpu", bootstrap_iters=0, log_samples=True)
     return {
         task: [answer for sample in samples for answer in sample["filtered_resps"]]
-        for task, samples in told["samples"].items()
+        for task, samples in results["samples"].items()
     }
 
 
@@ -80,10 +80,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["remote", "huggingface"])
-def test_a_harness_measures_what_transformers_measures(
+def test_harness_results_equal_those_of_transformers(
     url: str, tasks: list[dict[str, Any]], expected: dict[str, list[Any]], tokenizer: str, backend: str
 ) -> None:
-    # The harness finds out by itself that the server has a tokenizer, unless it is given one.
+    # The harness detects the server's tokenizer by itself unless it is given one.
     own = {} if backend == "remote" else {"tokenizer_backend": backend, "tokenizer": tokenizer}
     address = f"{url}/v1/completions"
     found = measured(tasks, "local-completions", model="smollm2", base_url=address, num_concurrent=2, **own)
@@ -95,10 +95,10 @@ def test_a_harness_measures_what_transformers_measures(
 
 
 @pytest.mark.timeout(600)
-def test_conversations_are_asked(url: str, tasks: list[dict[str, Any]]) -> None:
+def test_chat_requests_are_answered(url: str, tasks: list[dict[str, Any]]) -> None:
     address = f"{url}/v1/chat/completions"
     writing = tasks[2:]
-    told = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         "local-chat-completions", {"model": "smollm2", "base_url": address}, tasks=writing, apply_chat_template=True
     )
-    assert all(sample["resps"][0][0] for sample in told["samples"]["writing"])
+    assert all(sample["resps"][0][0] for sample in results["samples"]["writing"])

@@ -1,4 +1,4 @@
-"""The client `openai`, with strict validation of what it gets."""
+"""The client `openai`, with strict response validation."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def real(smollm2: str) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_a_tool_is_called_and_its_answer_said(client: openai.OpenAI) -> None:
+def test_tool_is_called_and_its_result_used(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(model="scripted", messages=MESSAGES, tools=[TOOL])
-    said = first.choices[0].message
+    message = first.choices[0].message
     assert first.choices[0].finish_reason == "tool_calls"
-    [call] = said.tool_calls
+    [call] = message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Röm"}
-    turns = [*MESSAGES, said, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    turns = [*MESSAGES, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
     second = client.chat.completions.create(model="scripted", messages=turns, tools=[TOOL])
     assert second.choices[0].message.content == "It is sunny in Röm."
     assert second.choices[0].message.model_extra["reasoning_content"] == "Hm."
 
 
-def test_the_helper_of_streams_collects_calls(client: openai.OpenAI) -> None:
+def test_stream_helper_collects_calls(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(model="scripted", messages=MESSAGES, tools=[TOOL]) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
@@ -74,7 +74,7 @@ def test_answers_are_parsed_with_pydantic(client: openai.OpenAI) -> None:
     assert answer.output_parsed == Person(name="Ada", age=36)
 
 
-def test_responses_call_tools_and_go_on(client: openai.OpenAI) -> None:
+def test_responses_call_tools_and_continue(client: openai.OpenAI) -> None:
     first = client.responses.create(model="scripted", input="hi", tools=[FLAT])
     [call] = [item for item in first.output if item.type == "function_call"]
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
@@ -86,7 +86,7 @@ def test_responses_call_tools_and_go_on(client: openai.OpenAI) -> None:
         client.responses.retrieve(first.id)
 
 
-def test_the_helper_of_response_streams_collects_items(client: openai.OpenAI) -> None:
+def test_response_stream_helper_collects_items(client: openai.OpenAI) -> None:
     with client.responses.stream(model="scripted", input="hi", tools=[FLAT]) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
@@ -104,7 +104,7 @@ def test_errors_have_their_classes_and_fields(client: openai.OpenAI) -> None:
     assert caught.value.param == "background"
 
 
-def test_a_real_model_calls_the_tool_that_it_must(real: openai.OpenAI) -> None:
+def test_real_model_calls_a_required_tool(real: openai.OpenAI) -> None:
     for seed in range(3):
         answer = real.chat.completions.create(
             model="smollm2",
@@ -121,7 +121,7 @@ def test_a_real_model_calls_the_tool_that_it_must(real: openai.OpenAI) -> None:
             assert set(json.loads(call.function.arguments)) == {"city"}
 
 
-def test_a_real_model_fills_a_schema(real: openai.OpenAI) -> None:
+def test_real_model_fills_a_schema(real: openai.OpenAI) -> None:
     for seed in range(3):
         answer = real.responses.parse(
             model="smollm2", input="How are you?", text_format=Mood, temperature=1, max_output_tokens=400

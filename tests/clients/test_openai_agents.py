@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from tests.server.fakes import LiveServer
 
 set_tracing_disabled(True)
-asked: list[str] = []
+cities: list[str] = []
 
 
 class Person(BaseModel):
@@ -29,8 +29,8 @@ class Person(BaseModel):
 
 @function_tool
 def weather(city: str) -> str:
-    """Tells the weather."""
-    asked.append(city)
+    """Return the weather."""
+    cities.append(city)
     return "sunny"
 
 
@@ -40,14 +40,14 @@ def model(scripted: LiveServer, request: pytest.FixtureRequest) -> object:
     return request.param(model="scripted", openai_client=client)
 
 
-def test_an_agent_calls_its_tool_and_answers(model: object) -> None:
-    asked.clear()
+def test_agent_calls_its_tool_and_answers(model: object) -> None:
+    cities.clear()
     agent = Agent(name="a", instructions="Be brief.", model=model, tools=[weather])
     assert asyncio.run(Runner.run(agent, "Weather?")).final_output == "It is sunny in Röm."
-    assert asked == ["Röm"]
+    assert cities == ["Röm"]
 
 
-def test_an_agent_streams(model: object) -> None:
+def test_agent_streams(model: object) -> None:
     async def run() -> str:
         agent = Agent(name="a", instructions="Be brief.", model=model, tools=[weather])
         result = Runner.run_streamed(agent, "Weather?")
@@ -58,6 +58,6 @@ def test_an_agent_streams(model: object) -> None:
     assert asyncio.run(run()) == "It is sunny in Röm."
 
 
-def test_an_agent_fills_a_schema(model: object) -> None:
+def test_agent_fills_a_schema(model: object) -> None:
     agent = Agent(name="a", instructions="Be brief.", model=model, output_type=Person)
     assert asyncio.run(Runner.run(agent, "Who?")).final_output == Person(name="Ada", age=36)

@@ -28,24 +28,24 @@ def model(scripted: LiveServer, request: pytest.FixtureRequest) -> Any:
     return kind("scripted", provider=OpenAIProvider(base_url=f"{scripted.url}/v1", api_key="any"))
 
 
-def test_an_agent_calls_its_tool_and_answers(model: Any) -> None:
+def test_agent_calls_its_tool_and_answers(model: Any) -> None:
     agent = Agent(model, instructions="Be brief.")
-    asked = []
+    cities = []
 
     @agent.tool_plain
     def weather(city: str) -> str:
-        """Tells the weather."""
-        asked.append(city)
+        """Return the weather."""
+        cities.append(city)
         return "sunny"
 
     assert agent.run_sync("Weather?").output == "It is sunny in Röm."
-    assert asked == ["Röm"]
+    assert cities == ["Röm"]
 
 
-def test_an_agent_fills_a_schema(model: Any) -> None:
+def test_agent_fills_a_schema(model: Any) -> None:
     assert Agent(model, output_type=Person).run_sync("Who?").output == Person(name="Ada", age=36)
 
 
-def test_an_agent_streams(model: Any) -> None:
+def test_agent_streams(model: Any) -> None:
     result = Agent(model).run_stream_sync("Hi")
     assert "".join(result.stream_text(delta=True)) == "Hello!"

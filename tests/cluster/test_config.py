@@ -1,4 +1,4 @@
-"""The file of a deployment: what is wrong in it is said by the name of the field, and secrets stay out of sight."""
+"""Deployment files: errors name the field, and secrets are not shown."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_a_file_says_how_many_of_what_there_are(tmp_path: Path) -> None:
+def test_file_defines_counts_of_routers_and_workers(tmp_path: Path) -> None:
     plans = plans_of(read_cluster_file(written(tmp_path, GOOD)))
     assert [(plan.name, plan.minimum, plan.maximum) for plan in plans] == [
         ("router", 2, 2),
@@ -59,24 +59,24 @@ def test_a_file_says_how_many_of_what_there_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "field", "said"),
+    ("text", "field", "expected"),
     [
-        ("", "model", "has to say"),
-        ('model = "a"', "workers", "has to say"),
-        ('model = "a"\n[workers]', "workers", "no group"),
-        ('model = "a"\nmodle = "b"\n[workers.a]', "modle", "no setting"),
-        ("model = 1\n[workers.a]", "model", "not a text"),
-        ('model = "a"\n[workers.a]\ncuont = 1', "workers.a.cuont", "no setting"),
+        ("", "model", "required field"),
+        ('model = "a"', "workers", "required field"),
+        ('model = "a"\n[workers]', "workers", "no workers"),
+        ('model = "a"\nmodle = "b"\n[workers.a]', "modle", "unknown setting"),
+        ("model = 1\n[workers.a]", "model", "expected text"),
+        ('model = "a"\n[workers.a]\ncuont = 1', "workers.a.cuont", "unknown setting"),
         ('model = "a"\n[workers.a]\ncount = 0', "workers.a.count", "out of range"),
-        ('model = "a"\n[workers.a]\ncount = 1\nmax = 2', "workers.a.max", "contradict"),
-        ('model = "a"\n[workers.a]\nmin = 3\nmax = 2', "workers.a.min", "more than max"),
-        ('model = "a"\n[workers.a]\nmin = 3', "workers.a.max", "needs max"),
-        ('model = "a"\n[workers.a]\nscaling = {waiting = 1}', "workers.a.scaling", "fixed"),
-        ('model = "a"\n[workers.a]\nrole = "both"', "workers.a.role", "not one of"),
-        ('model = "a"\n[workers.a]\nrole = "prefill"', "workers", "without decode"),
+        ('model = "a"\n[workers.a]\ncount = 1\nmax = 2', "workers.a.max", "exclude each other"),
+        ('model = "a"\n[workers.a]\nmin = 3\nmax = 2', "workers.a.min", "exceeds max"),
+        ('model = "a"\n[workers.a]\nmin = 3', "workers.a.max", "requires max"),
+        ('model = "a"\n[workers.a]\nscaling = {waiting = 1}', "workers.a.scaling", "variable number"),
+        ('model = "a"\n[workers.a]\nrole = "both"', "workers.a.role", "expected one of"),
+        ('model = "a"\n[workers.a]\nrole = "prefill"', "workers", "need decode"),
         ('model = "a"\n[workers.A]', "workers.A", "name"),
-        ('model = "a"\n[workers]\na = 3', "workers.a", "not a table"),
-        ('model = "a"\n[router]\ncount = 9\nport = 65530\n[workers.a]', "router.port", "no room"),
+        ('model = "a"\n[workers]\na = 3', "workers.a", "expected a table"),
+        ('model = "a"\n[router]\ncount = 9\nport = 65530\n[workers.a]', "router.port", "exceed port 65535"),
         ('model = "a"\n[workers.a.settings]\nport = 1', "workers.a.settings", "chooses"),
         ('model = "a"\n[workers.a.settings]\napi_key = "k"', "workers.a.settings", "command line"),
         ('model = "a"\n[workers.a.settings]\nkv-store = "redis://u:p@h/0"', "workers.a.settings", "password"),
@@ -84,28 +84,28 @@ def test_a_file_says_how_many_of_what_there_are(tmp_path: Path) -> None:
         ('model = "a"\n[workers.a.settings]\nmax-num-seq = 1', "workers.a.settings", "did you mean 'max-num-seqs'"),
         ('model = "a"\n[workers.a.settings]\nmax-num-seqs = "x"', "workers.a.settings", "--max-num-seqs"),
         ('model = "a"\n[router.settings]\nmax-attempts = 0\n[workers.a]', "router.settings", "--max-attempts"),
-        ('model = "a"\n[workers.a.secrets]\nkv-stroe = "V"', "workers.a.secrets", "no setting"),
+        ('model = "a"\n[workers.a.secrets]\nkv-stroe = "V"', "workers.a.secrets", "unknown setting"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_name_of_the_field(tmp_path: Path, text: str, field: str, said: str) -> None:
+def test_errors_name_the_field(tmp_path: Path, text: str, field: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_cluster_file(written(tmp_path, text))
-    assert caught.value.field == field and said in str(caught.value)
+    assert caught.value.field == field and expected in str(caught.value)
 
 
-def test_a_bad_file_ends_the_command_with_exit_code_2_and_one_line(tmp_path: Path) -> None:
+def test_bad_file_exits_with_code_2_and_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["cluster", "serve", str(written(tmp_path, 'model = "a"'))])
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1 and "workers" in result.stderr
 
 
-def test_a_secret_that_was_written_into_the_file_is_not_repeated() -> None:
+def test_secret_in_file_is_not_repeated_in_error() -> None:
     with pytest.raises(ConfigError, match="name of a variable") as caught:
         cluster_config({"model": "a", "workers": {"a": {"secrets": {"api-key": "sk-not-a-variable"}}}})
     assert "sk-" not in str(caught.value)
 
 
-def test_secrets_are_no_arguments_and_those_of_files_are_marked_as_content() -> None:
+def test_secrets_are_not_passed_as_arguments() -> None:
     table: dict[str, Any] = {
         "model": "a",
         "router": {"secrets": {"api-key-file": "KEYS"}},
@@ -132,7 +132,7 @@ def test_settings_become_flags(tmp_path: Path) -> None:
 
 
 def meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return what the code says of each field, in one line."""
+    """Return the code's description of each field, on one line."""
     tree = ast.parse(Path(module.__file__).read_text()) if struct.__module__ == module.__name__ else None
     tree = tree or ast.parse((Path(module.__file__).parent / "scaling.py").read_text())
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
@@ -156,16 +156,16 @@ def default(field: msgspec.structs.FieldInfo) -> str:
 
 
 @pytest.mark.parametrize("struct", [ClusterConfig, RouterGroup, WorkerGroup, LoadPolicyOptions])
-def test_the_document_says_of_every_field_what_the_code_says(struct: type[msgspec.Struct]) -> None:
-    said = meanings(struct)
+def test_document_matches_field_descriptions(struct: type[msgspec.Struct]) -> None:
+    expected = meanings(struct)
     rows = [
-        f"| `{field.encode_name}` | {default(field)} | {said[field.name]} |\n"
+        f"| `{field.encode_name}` | {default(field)} | {expected[field.name]} |\n"
         for field in msgspec.structs.fields(struct)
     ]
     assert "".join(rows) in DOCUMENT
 
 
-def test_the_files_in_the_document_can_be_served(tmp_path: Path) -> None:
+def test_example_files_in_document_are_valid(tmp_path: Path) -> None:
     texts = re.findall(r"```toml\n(.*?)```", DOCUMENT, re.DOTALL)
     assert len(texts) >= 2
     for text in texts:

@@ -1,4 +1,4 @@
-"""The life of every process of a deployment, decided without a process: by examples and by hostile orders."""
+"""Lifecycle decisions of a deployment without processes: by example and in adversarial orders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def named(kind: type[StartProcess | DrainProcess | KillProcess], actions: Iterab
 
 
 def serving(now: float = 0.0) -> ClusterController:
-    """Return a controller whose processes have long been ready."""
+    """Return a controller whose processes have been ready for a long time."""
     made = controller()
     names = named(StartProcess, made.step(now, {}))
     assert all(isinstance(each, ClusterNote) for each in made.step(now, dict.fromkeys(names, UP)))
@@ -53,15 +53,15 @@ def serving(now: float = 0.0) -> ClusterController:
 
 
 def well(made: ClusterController) -> dict[str, ProcessSeen]:
-    """Return what is seen while nothing happens."""
+    """Return observations in which nothing happens."""
     return {each.name: UP for each in made.processes.values() if each.phase is ProcessPhase.READY}
 
 
-def test_every_group_starts_with_as_few_processes_as_it_may_have() -> None:
+def test_every_group_starts_with_its_minimum() -> None:
     assert named(StartProcess, controller().step(0, {})) == ["router-1", "mixed-1", "mixed-2"]
 
 
-def test_a_deployment_is_complete_once_every_group_has_the_processes_that_it_needs() -> None:
+def test_deployment_is_ready_when_all_groups_have_their_minimum() -> None:
     made = controller()
     made.step(0, {})
     made.step(1, {"router-1": UP, "mixed-1": UP})
@@ -70,14 +70,14 @@ def test_a_deployment_is_complete_once_every_group_has_the_processes_that_it_nee
     assert made.complete
 
 
-def test_a_process_that_served_long_is_replaced_at_once_under_a_new_name() -> None:
+def test_long_running_process_is_replaced_at_once() -> None:
     made = serving()
     actions = made.step(20, {"mixed-1": killed()})
     assert named(StartProcess, actions) == ["mixed-3"]
     assert made.groups["mixed"].deaths == 1
 
 
-def test_starts_that_fail_again_and_again_come_later_each_time() -> None:
+def test_failed_starts_back_off() -> None:
     made, now, starts = serving(), 20.0, []
     name = "mixed-1"
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_starts_that_fail_again_and_again_come_later_each_time() -> None:
     assert starts == [0, 2, 4]
 
 
-def test_a_group_is_given_up_after_too_many_failed_starts_and_the_others_go_on() -> None:
+def test_group_is_abandoned_after_too_many_failed_starts() -> None:
     made, now, name = serving(), 20.0, "mixed-1"
     while not made.groups["mixed"].given_up:
         actions = made.step(now, {name: killed(1, "ended with exit code 1")} if name else {})
@@ -105,7 +105,7 @@ def test_a_group_is_given_up_after_too_many_failed_starts_and_the_others_go_on()
 
 
 @pytest.mark.parametrize("code", [2, 3, 4])
-def test_what_cannot_ever_start_ends_the_deployment_at_once_with_its_exit_code(code: int) -> None:
+def test_permanent_start_error_ends_deployment_with_its_code(code: int) -> None:
     made = controller()
     made.step(0, {})
     actions = made.step(1, {"mixed-2": killed(code, "ended; it said: no such model")})
@@ -113,13 +113,13 @@ def test_what_cannot_ever_start_ends_the_deployment_at_once_with_its_exit_code(c
     assert set(named(DrainProcess, actions)) == {"router-1", "mixed-1"}
 
 
-def test_a_taken_port_after_a_group_has_served_is_tried_again() -> None:
+def test_port_in_use_after_serving_is_retried() -> None:
     made = serving()
     assert not made.step(20, {"router-1": killed(2, "cannot listen")})[0].text.endswith("given up")  # type: ignore[union-attr]
     assert not made.groups["router"].given_up
 
 
-def test_a_lost_node_is_waited_for_without_end() -> None:
+def test_lost_node_is_awaited_indefinitely() -> None:
     made, now, name = serving(), 20.0, "mixed-1"
     for _ in range(400):
         seen = {"router-1": UP, "mixed-2": UP, **({name: killed(None, "no room", placed=False)} if name else {})}
@@ -130,7 +130,7 @@ def test_a_lost_node_is_waited_for_without_end() -> None:
     assert 50 < made.groups["mixed"].starts < 90
 
 
-def test_the_youngest_leaves_when_there_are_too_many() -> None:
+def test_scale_down_removes_the_youngest() -> None:
     made = serving()
     made.scale("mixed", 4)
     names = named(StartProcess, made.step(20, {}))
@@ -140,7 +140,7 @@ def test_the_youngest_leaves_when_there_are_too_many() -> None:
     assert not named(DrainProcess, made.step(23, {}))
 
 
-def test_what_does_not_serve_leaves_before_what_does() -> None:
+def test_scale_down_removes_unready_processes_first() -> None:
     made = serving()
     made.scale("mixed", 3)
     (third,) = named(StartProcess, made.step(20, {}))
@@ -151,13 +151,13 @@ def test_what_does_not_serve_leaves_before_what_does() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "target"), [(0, 2), (3, 3), (9, 4)])
-def test_a_policy_cannot_leave_the_bounds(wanted: int, target: int) -> None:
+def test_policy_is_clamped_to_bounds(wanted: int, target: int) -> None:
     made = serving()
     made.scale("mixed", wanted)
     assert made.groups["mixed"].target == target
 
 
-def test_a_draining_process_is_killed_at_its_deadline_and_not_before() -> None:
+def test_draining_process_is_killed_at_its_deadline() -> None:
     made = serving()
     made.scale("mixed", 3)
     made.step(20, {})
@@ -169,7 +169,7 @@ def test_a_draining_process_is_killed_at_its_deadline_and_not_before() -> None:
     assert not named(KillProcess, made.step(52, well(made)))
 
 
-def test_a_process_that_is_never_ready_is_killed_and_replaced() -> None:
+def test_process_that_is_never_ready_is_replaced() -> None:
     made = serving()
     made.scale("mixed", 3)
     made.step(20, {})
@@ -180,7 +180,7 @@ def test_a_process_that_is_never_ready_is_killed_and_replaced() -> None:
     assert named(StartProcess, made.step(83, well(made))) == ["mixed-4"]
 
 
-def test_a_worker_whose_engine_starts_again_is_left_alone_for_a_while() -> None:
+def test_worker_with_restarting_engine_gets_a_grace_period() -> None:
     made = serving()
     down = {"mixed-1": ProcessSeen(ready=False, healthy=False)}
     for now in range(20, 39):
@@ -189,13 +189,13 @@ def test_a_worker_whose_engine_starts_again_is_left_alone_for_a_while() -> None:
     assert named(KillProcess, later) == ["mixed-1"]
 
 
-def test_a_time_in_which_the_machine_slept_is_held_against_nobody() -> None:
+def test_machine_suspension_does_not_count_as_timeout() -> None:
     made = serving()
     assert not made.step(5000, {})
     assert not made.step(5001, dict.fromkeys(made.processes, UP))
 
 
-def test_workers_leave_once_no_router_is_left() -> None:
+def test_workers_stop_after_the_last_router() -> None:
     made = serving()
     assert named(DrainProcess, made.stop(20)) == ["router-1"]
     assert not named(DrainProcess, made.step(21, {}))
@@ -204,7 +204,7 @@ def test_workers_leave_once_no_router_is_left() -> None:
     assert made.over
 
 
-def test_whoever_is_in_a_hurry_waits_for_seconds_only() -> None:
+def test_second_interrupt_shortens_drain_to_seconds() -> None:
     made = serving()
     made.stop(20)
     assert set(named(DrainProcess, made.stop(21))) == {"router-1", "mixed-1", "mixed-2"}
@@ -212,13 +212,13 @@ def test_whoever_is_in_a_hurry_waits_for_seconds_only() -> None:
     assert set(named(KillProcess, made.step(24, {}))) == {"router-1", "mixed-1", "mixed-2"}
 
 
-def test_a_death_during_the_end_starts_nothing() -> None:
+def test_death_during_shutdown_starts_no_process() -> None:
     made = serving()
     made.stop(20)
     assert not named(StartProcess, made.step(21, {"mixed-1": killed()}))
 
 
-def test_two_ends_at_once_are_both_known_before_one_of_them_ends_the_deployment() -> None:
+def test_simultaneous_exits_are_both_recorded() -> None:
     made = controller()
     made.step(0, {})
     actions = made.step(1, {"router-1": killed(2), "mixed-1": killed(0)})
@@ -226,7 +226,7 @@ def test_two_ends_at_once_are_both_known_before_one_of_them_ends_the_deployment(
 
 
 class Deployments(RuleBasedStateMachine):
-    """A world of processes that boot, serve, fail, stand still and end whenever they like."""
+    """Stateful test with processes that boot, serve, fail, stall and end at any time."""
 
     @initialize(fewest=st.integers(1, 3), more=st.integers(0, 2), routers=st.integers(1, 2))
     def begin(self, fewest: int, more: int, routers: int) -> None:
@@ -234,7 +234,7 @@ class Deployments(RuleBasedStateMachine):
         self.made = controller(*plans)
         self.now = 0.0
         self.alive: dict[str, str] = {}
-        """What was started and has not been seen to end, and how it is."""
+        """Running processes and their states."""
         self.names: set[str] = set()
         self.drained: dict[str, float] = {}
         self.drains: dict[str, int] = {}
@@ -275,14 +275,14 @@ class Deployments(RuleBasedStateMachine):
                     self.killed.add(name)
                     if name in self.drained:
                         limit = LIMITS.hurry_seconds if self.hurried else LIMITS.drain_seconds
-                        assert self.now >= self.drained[name] + limit, "its requests had time to end"
+                        assert self.now >= self.drained[name] + limit, "its requests had time to finish"
         if not self.made.stopping:
             self.check_kept(drains)
         elif not self.hurried and self.routers():
             assert all(name.startswith("router") or self.alive[name] == "booting" for name in drains)
 
     def check_kept(self, drains: list[str]) -> None:
-        """A ready process leaves only if enough ready ones stay."""
+        """Check that a ready process is stopped only if enough ready ones remain."""
         for name, group in self.made.groups.items():
             if any(self.alive[each] == "ready" for each in drains if each.startswith(name)):
                 assert self.made.ready(name) >= group.plan.minimum
@@ -315,7 +315,7 @@ class Deployments(RuleBasedStateMachine):
             self.ends[name] = ProcessEnd(code, "it ended", placed or self.alive[name] != "booting")
 
     @rule()
-    def ends_as_it_was_told(self) -> None:
+    def end_on_request(self) -> None:
         for name in [*self.drained, *self.killed]:
             if name in self.alive:
                 self.ends[name] = ProcessEnd(0, "it ended")
@@ -333,11 +333,11 @@ class Deployments(RuleBasedStateMachine):
         self.perform(self.made.stop(self.now))
 
     @invariant()
-    def nobody_is_owned_twice_and_nobody_is_forgotten(self) -> None:
+    def every_process_has_exactly_one_owner(self) -> None:
         assert set(self.made.processes) == set(self.alive)
 
     @invariant()
-    def no_group_has_more_than_it_may(self) -> None:
+    def groups_stay_within_maximum(self) -> None:
         for name, group in self.made.groups.items():
             assert sum(each.counts for each in self.made.of_group(name)) <= group.plan.maximum
 
@@ -350,13 +350,13 @@ class Deployments(RuleBasedStateMachine):
         self.perform(self.made.stop(self.now))
         while not self.made.over:
             assert self.now < 10_000
-            self.ends_as_it_was_told()
+            self.end_on_request()
             self.step(4.0)
 
     def recovers(self) -> None:
-        """Left in peace, every group that was not given up has what it should have."""
+        """Check that without further faults every group not abandoned recovers its size."""
         for _ in range(40):
-            self.ends_as_it_was_told()
+            self.end_on_request()
             self.alive |= dict.fromkeys(self.alive, "ready")
             self.step(4.0)
             groups = self.made.groups.items()
@@ -364,12 +364,12 @@ class Deployments(RuleBasedStateMachine):
                 each.given_up or self.made.ready(name) == each.target for name, each in groups
             ):
                 return
-        raise AssertionError("a group does not come back")
+        raise AssertionError("a group does not recover")
 
 
 Deployments.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
 TestDeployments = Deployments.TestCase
 
 
-def test_phases_are_told_apart_by_what_people_read() -> None:
+def test_phases_have_distinct_descriptions() -> None:
     assert {phase.value for phase in ProcessPhase} == {"starting", "ready", "draining", "killed"}

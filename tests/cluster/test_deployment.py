@@ -1,4 +1,4 @@
-"""Whole deployments on this machine: real routers and workers, which die, come and go under load."""
+"""Whole deployments on this machine: real routers and workers that die and scale under load."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ NULL = {
 }
 ROUTER = {"tokenizer": "bytes", "health-check-interval-secs": 0.5, "log-level": "warning"}
 SECONDS = 100.0
-"""The machine may be slow, and shared."""
+"""Timeout in seconds; the machine may be slow and shared."""
 
 
 class Given(ScalingPolicy):
-    """Proposes what the test says."""
+    """Policy that proposes what the test sets."""
 
     def __init__(self) -> None:
         self.wanted = 1
@@ -70,7 +70,7 @@ async def until(true: Callable[[], bool], what: str) -> None:
 
 @contextlib.asynccontextmanager
 async def deployed(deployment: Deployment, notes: list[ClusterNote]) -> AsyncIterator[None]:
-    """Run a deployment, and end it as Ctrl-C does: it must drain, and leave no process."""
+    """Run a deployment, and end it like Ctrl-C: it must drain and leave no process."""
     stop, hurry, ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
     running = asyncio.create_task(deployment.run(stop, hurry, ready.set))
     try:
@@ -99,41 +99,41 @@ async def stream_dies(url: str, kill: Callable[[], None]) -> str:
 
 
 @dataclass
-class Asked:
-    """Requests that clients sent, and what was not answered in full."""
+class Traffic:
+    """Requests that clients sent, and those not answered in full."""
 
     requests: int = 0
     lost: list[str] = field(default_factory=list)
 
 
-async def client(url: str, asked: Asked, session: aiohttp.ClientSession) -> None:
-    """Ask again and again, with a pause that leaves the machine to processes that start."""
+async def client(url: str, traffic: Traffic, session: aiohttp.ClientSession) -> None:
+    """Send requests repeatedly, with a pause that leaves CPU time to starting processes."""
     body = {"prompt": "hello", "max_tokens": 200, "stream": True, "ignore_eos": True, "seed": 7, "temperature": 1.0}
     while True:
-        asked.requests += 1
+        traffic.requests += 1
         try:
             async with session.post(f"{url}/v1/completions", json=body) as answer:
                 text = (await answer.read()).decode()
             if answer.status != 200 or not text.rstrip().endswith("data: [DONE]"):
-                asked.lost.append(f"{answer.status}: {text[-300:]}")
+                traffic.lost.append(f"{answer.status}: {text[-300:]}")
         except aiohttp.ClientError as error:
-            asked.lost.append(f"{type(error).__name__}: {error}")
+            traffic.lost.append(f"{type(error).__name__}: {error}")
         await asyncio.sleep(0.1)
 
 
 @contextlib.asynccontextmanager
-async def asking(url: str, *, may_lose: int = 0) -> AsyncIterator[Asked]:
-    """Let four clients ask within the block; no more than `may_lose` of their requests may be lost."""
-    asked = Asked()
+async def asking(url: str, *, may_lose: int = 0) -> AsyncIterator[Traffic]:
+    """Run four clients within the block; at most `may_lose` of their requests may be lost."""
+    traffic = Traffic()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
-        clients = [asyncio.create_task(client(url, asked, session)) for _ in range(4)]
+        clients = [asyncio.create_task(client(url, traffic, session)) for _ in range(4)]
         try:
-            yield asked
+            yield traffic
         finally:
             for each in clients:
                 each.cancel()
-    print(f"{asked.requests} requests, {len(asked.lost)} lost")
-    assert len(asked.lost) <= may_lose, asked.lost[:3]
+    print(f"{traffic.requests} requests, {len(traffic.lost)} lost")
+    assert len(traffic.lost) <= may_lose, traffic.lost[:3]
 
 
 def pids_of(deployment: Deployment, group: str) -> dict[str, int]:
@@ -141,7 +141,7 @@ def pids_of(deployment: Deployment, group: str) -> dict[str, int]:
 
 
 @pytest.mark.soak
-def test_a_killed_worker_is_replaced_and_a_group_grows_and_shrinks_without_a_lost_request() -> None:
+def test_worker_replacement_and_scaling_lose_no_request() -> None:
     async def scenario() -> None:
         notes: list[ClusterNote] = []
         policy = Given()
@@ -158,7 +158,7 @@ def test_a_killed_worker_is_replaced_and_a_group_grows_and_shrinks_without_a_los
                 policy.wanted = 2
                 await until(lambda: len(deployment.ready("mixed")) == 2, "it does not grow")
                 before = count.requests
-                await until(lambda: count.requests > before + 12, "nothing is served")
+                await until(lambda: count.requests > before + 12, "unknown path")
                 policy.wanted = 1
                 await until(lambda: len(pids_of(deployment, "mixed")) == 1, "it does not shrink")
         assert [note.text for note in notes if note.text.startswith("mixed: ")] == ["mixed: 1 -> 2", "mixed: 2 -> 1"]
@@ -176,7 +176,7 @@ def serves(url: str) -> bool:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Yield what starts `fdcore cluster serve` for one worker; its log is `log`, its file `deployment.toml`."""
+    """Yield a function that starts `fdcore cluster serve` for one worker, with its log and its `deployment.toml`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = "\n".join(f"{key} = {json.dumps(value)}" for key, value in NULL.items())
@@ -206,7 +206,7 @@ def command(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 def family(pid: int) -> list[int]:
-    """Return a process and all below it."""
+    """Return a process and all its descendants."""
     found = [pid]
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -215,7 +215,7 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def test_a_killed_command_leaves_no_process_behind_and_no_secret_is_in_a_command_line(command) -> None:
+def test_killed_command_leaves_no_process_and_hides_secrets(command) -> None:
     process = command()
     below = family(process.pid)[1:]
     assert len(below) >= 3  # router, worker, its engine

@@ -1,4 +1,4 @@
-"""What the policy `load` proposes, and what it is told of first tokens."""
+"""Proposals of the `load` policy, and its time-to-first-token input."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def proposals(policy: LoadPolicy, seen: GroupLoad, seconds: int) -> list[int]:
 @pytest.mark.parametrize(
     "much", [{"waiting": 5}, {"kv_usage": 0.95}, {"ttft_seconds": 2.5}], ids=["queue", "kv", "first_token"]
 )
-def test_too_much_for_some_seconds_asks_for_more(much: dict[str, Any]) -> None:
+def test_sustained_overload_scales_up(much: dict[str, Any]) -> None:
     policy = LoadPolicy({"ttft-seconds": 2, "up-seconds": 5})
     assert proposals(policy, load(2, **much), 6) == [2, 2, 2, 2, 2, 3]
 
 
-def test_a_moment_of_too_much_changes_nothing() -> None:
+def test_momentary_overload_is_ignored() -> None:
     policy = LoadPolicy({"up-seconds": 5})
     seen = [load(2, waiting=50 if now % 4 else 0) for now in range(40)]
     assert {policy.propose(each, float(now)) for now, each in enumerate(seen)} == {2}
 
 
-def test_at_most_twice_as_many_are_asked_for() -> None:
+def test_scale_up_at_most_doubles() -> None:
     assert proposals(LoadPolicy({"up-seconds": 0}), load(3, waiting=1000), 1) == [6]
 
 
-def test_nothing_is_asked_for_while_workers_start() -> None:
+def test_no_scale_up_while_workers_start() -> None:
     assert set(proposals(LoadPolicy({"up-seconds": 0}), load(1, target=3, waiting=1000), 20)) == {3}
 
 
-def test_room_for_a_long_time_lets_one_worker_go() -> None:
+def test_sustained_idle_removes_one_worker() -> None:
     policy = LoadPolicy({"down-seconds": 10})
     assert proposals(policy, load(3, running=2), 12) == [*[3] * 10, 2, 3]
 
@@ -58,28 +58,28 @@ def test_room_for_a_long_time_lets_one_worker_go() -> None:
     [{"running": 40}, {"waiting": 1}, {"kv_usage": 0.5}, {"ttft_seconds": 1.9}],
     ids=lambda full: next(iter(full)),
 )
-def test_nobody_leaves_who_would_be_missed(full: dict[str, Any]) -> None:
+def test_needed_worker_is_not_removed(full: dict[str, Any]) -> None:
     policy = LoadPolicy({"down-seconds": 10, "ttft-seconds": 2})
     assert set(proposals(policy, load(3, **{"running": 2} | full), 60)) == {3}
 
 
-def test_the_last_worker_stays() -> None:
+def test_last_worker_is_not_removed() -> None:
     assert set(proposals(LoadPolicy({"down-seconds": 1}), load(1, running=0), 60)) == {1}
 
 
 @pytest.mark.parametrize("options", [{"wating": 1}, {"waiting": 0}, {"room": "x"}])
-def test_wrong_options_are_refused_by_name(options: dict[str, Any]) -> None:
+def test_invalid_options_are_rejected_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         LoadPolicy(options)
 
 
-def test_a_quantile_is_the_bound_of_its_bucket() -> None:
+def test_quantile_is_the_bucket_bound() -> None:
     assert quantile(0.9, (1, 2, 4), (8, 1, 1, 0)) == 2
     assert quantile(0.9, (1, 2, 4), (0, 0, 0, 5)) == 8
     assert quantile(0.9, (1, 2, 4), (0, 0, 0, 0)) is None
 
 
-def test_first_tokens_of_half_a_minute_count_and_those_of_an_earlier_process_do_not() -> None:
+def test_ttft_uses_last_30_s_of_the_current_process() -> None:
     first, other = FirstTokens(), FirstTokens()
     for now in range(100):
         first.add(float(now), (1.0, 2.0), (now if now < 50 else 50, 0, max(now - 69, 0)))

@@ -28,7 +28,7 @@ def written(level: str, form: str, *, access: bool = False) -> list[str]:
     return ended.stderr.splitlines()
 
 
-def test_json_lines_are_one_object_each_whatever_they_hold() -> None:
+def test_json_log_has_one_object_per_line() -> None:
     first, second, third = map(json.loads, written("info", "json", access=True))
     assert (first["message"], first["level"], first["logger"]) == ("one\n\x1b[31mtwo three", "info", "a.b")
     assert (first["n"], first["path"]) == (1, "x\ny")
@@ -37,17 +37,17 @@ def test_json_lines_are_one_object_each_whatever_they_hold() -> None:
     assert third["logger"] == "fd_core.access"
 
 
-def test_text_lines_say_time_level_and_logger() -> None:
+def test_text_log_has_time_level_and_logger() -> None:
     last = written("info", "text", access=True)[-1]
     assert last.endswith("INFO fd_core.access: seen") and last[:2] == "20"
 
 
-def test_the_access_log_is_written_whatever_the_level() -> None:
+def test_access_log_is_independent_of_level() -> None:
     assert [json.loads(line)["logger"] for line in written("error", "json", access=True)] == ["a.b", "fd_core.access"]
     for level in ("error", "debug"):
         assert "fd_core.access" not in [json.loads(line)["logger"] for line in written(level, "json")]
 
 
-def test_importing_sets_no_level() -> None:
+def test_import_sets_no_level() -> None:
     program = "import fd_core.config.logs, logging, sys; sys.exit(logging.getLogger('fd_core.access').level)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == logging.NOTSET

@@ -1,4 +1,4 @@
-"""Whatever a test did: its threads are gone, and so are its sockets."""
+"""Checks that a test leaves no threads and no sockets."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def open_files() -> int:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def no_leftovers() -> Iterator[None]:
     before, others = open_files(), set(threading.enumerate())
     yield
     until = time.monotonic() + 5
     while True:
         begun = set(threading.enumerate()) - others
         threads = [thread.name for thread in begun if thread.name.startswith("fdcore-kv-")]
-        # What ZeroMQ keeps for itself once it was used at all is a handful.
+        # ZeroMQ keeps a handful of files open once it was used.
         left = open_files() - before
         if not threads and left <= 6:
             return

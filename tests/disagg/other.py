@@ -1,4 +1,4 @@
-"""The other side of a transfer in a process of its own: `python -m tests.disagg.other prefill|decode ...`."""
+"""The other side of a transfer in a separate process: `python -m tests.disagg.other prefill|decode ...`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .pair import Computer, Fetches, make_receiver, make_sender
 
 
 def prefill(pause: float) -> None:
-    """Compute prompts, a chunk in `pause` seconds; print the port."""
+    """Compute prompts, one chunk every `pause` seconds; print the port."""
     cache = ScriptedCache(200)
     sender = make_sender(cache)
     computer = Computer(sender, cache)

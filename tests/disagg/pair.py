@@ -1,4 +1,4 @@
-"""A prefill and a decode worker without models: KV is a function of salt and index, so that foreign KV is noticed."""
+"""A prefill and a decode worker without models: KV is a function of salt and index, so foreign KV is detected."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COMPATIBILITY = KVCompatibility(
     model="m" * 64, dtype="float32", block_size=SIZE, num_layers=1, num_kv_heads=1, head_dim=2
 )
 PATIENCE = 20.0
-"""Seconds; this machine may be busy."""
+"""Timeout in seconds, generous for busy machines."""
 
 
 class FrameInbox(KVInbox):
@@ -56,7 +56,7 @@ class FrameInbox(KVInbox):
 
     def take(self, index, reference, frames):
         if not frames:
-            raise ConnectorError("no value came")
+            raise ConnectorError("no value arrived")
         return b"".join(frames)
 
     def done(self, index, reference):
@@ -78,7 +78,7 @@ class FrameOutbox(KVOutbox):
 
 
 class Frames(Connector):
-    """Values behind the messages. `inbox` and `outbox` make the ends."""
+    """Connector that sends values in message frames. `inbox` and `outbox` create the endpoints."""
 
     name = "frames"
 
@@ -107,7 +107,7 @@ class Computing:
 
 
 class Computer:
-    """What a prefill engine does around its sender; `step` is a turn of its loop."""
+    """Sender with the surroundings of a prefill engine; `step` is one iteration of its loop."""
 
     def __init__(self, sender: Sender, cache: ScriptedCache, *, chunk: int = 2) -> None:
         self.sender = sender
@@ -172,7 +172,7 @@ class Computer:
 
 
 class Fetches:
-    """What a decode engine does around its receiver."""
+    """Receiver with the surroundings of a decode engine."""
 
     def __init__(self, receiver: Receiver, cache: ScriptedCache) -> None:
         self.receiver = receiver
@@ -229,10 +229,10 @@ def _common(options: dict[str, Any]) -> tuple[BlockFormat, KVCompatibility, Enve
 
 
 def pump(condition: Callable[[], bool], *sides: Computer | Fetches, seconds: float = PATIENCE) -> None:
-    """Turn both engines' loops until something holds."""
+    """Run the loops of both engines until a condition holds."""
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it takes too long"
+        assert time.monotonic() < until, "timed out"
         for side in sides:
             side.step()
         time.sleep(0.001)
@@ -278,7 +278,7 @@ class Pair:
         return self.answers([number])[0]
 
     def idle(self) -> None:
-        """Wait until nothing is held on either side."""
+        """Wait until neither side holds anything."""
         self.until(
             lambda: not (self.sender.stats().open_leases or self.receiver.stats().open_leases or self.prefill.pinned)
         )

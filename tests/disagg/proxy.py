@@ -1,4 +1,4 @@
-"""What stands between two workers and does what networks do, and worse."""
+"""Proxy between two workers that delays, loses, repeats and alters messages like a bad network."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import zmq
 
 Parts = list[bytes]
 Verdict = Iterable[tuple[float, Parts]]
-"""Delays in seconds, and what is passed on after them."""
+"""Delays in seconds, each with the frames to forward after it."""
 Judge = Callable[[str, Parts], Verdict]
-"""Takes "up" (to the prefill side) or "down", and the frames of a message."""
+"""Receives "up" (to the prefill side) or "down", and the frames of a message."""
 
 
 def fair(direction: str, parts: Parts) -> Verdict:
@@ -26,7 +26,7 @@ def fair(direction: str, parts: Parts) -> Verdict:
 def hostile(
     seed: int, *, drop: float = 0.0, repeat: float = 0.0, delay: float = 0.0, flip: float = 0.0, longest: float = 0.05
 ) -> Judge:
-    """Each message meets each fate with its own probability; a delayed one is overtaken by others."""
+    """Each message meets each fate with its own probability; delayed ones are overtaken by others."""
     chance = random.Random(seed)
 
     def judge(direction: str, parts: Parts) -> Verdict:
@@ -47,7 +47,7 @@ def hostile(
 
 
 class Proxy:
-    """A ROUTER for decode sides, with a DEALER of its own to the prefill side for each of them."""
+    """A ROUTER for decode sides, with a separate DEALER to the prefill side for each of them."""
 
     def __init__(self, target: str, judge: Judge = fair) -> None:
         self.judge = judge

@@ -1,4 +1,4 @@
-"""Networks and workers that misbehave: nothing foreign is taken, nothing is kept, everything is answered."""
+"""Misbehaving networks and workers: no foreign data is accepted, no state leaks, every request is answered."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_a_bad_network_costs_time_and_nothing_else(network: str, seed: int) -> None:
+def test_bad_network_costs_only_time(network: str, seed: int) -> None:
     chances = NETWORKS[network]
     harmless = not {"drop", "flip"} & set(chances)
     silence = 10.0 if harmless else 0.4
@@ -62,7 +62,7 @@ def test_a_bad_network_costs_time_and_nothing_else(network: str, seed: int) -> N
         pair.until(lambda: len(pair.prefill.free) == len(pair.decode.free) == 200)
 
 
-def test_a_flipped_value_is_damaged_and_the_next_prompt_is_not() -> None:
+def test_corrupt_value_damages_only_its_prompt() -> None:
     def judge(direction, parts):
         if direction == "down" and len(parts) > 1 and not flipped:
             flipped.append(1)
@@ -77,7 +77,7 @@ def test_a_flipped_value_is_damaged_and_the_next_prompt_is_not() -> None:
         pair.idle()
 
 
-def test_a_lost_open_is_repeated() -> None:
+def test_lost_open_is_retransmitted() -> None:
     def judge(direction, parts):
         return [] if len(proxy.seen) == 1 else [(0.0, parts)]
 
@@ -88,7 +88,7 @@ def test_a_lost_open_is_repeated() -> None:
         pair.idle()
 
 
-def test_an_open_that_comes_again_after_the_end_opens_nothing() -> None:
+def test_late_duplicate_open_is_ignored() -> None:
     def judge(direction, parts):
         if direction == "up" and isinstance(WIRE.open_from_decode(parts[0]), Open):
             return [(0.0, parts), (0.5, parts)]
@@ -103,7 +103,7 @@ def test_an_open_that_comes_again_after_the_end_opens_nothing() -> None:
 
 
 @pytest.mark.law("6.2")
-def test_late_pieces_are_answered_with_an_abort() -> None:
+def test_late_pieces_are_answered_with_abort() -> None:
     def judge(direction, parts):
         late = direction == "down" and isinstance(WIRE.open_from_prefill(parts[0]), KVPiece)
         return [(0.6 if late else 0.0, parts)]
@@ -118,7 +118,7 @@ def test_late_pieces_are_answered_with_an_abort() -> None:
         pair.idle()
 
 
-# Strangers --------------------------------------------------------------------------------------------------
+# Unauthenticated peers --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -129,11 +129,11 @@ def dealer(port: int) -> Iterator[zmq.Socket]:
         yield socket
 
 
-def hears(socket: zmq.Socket, seconds: float = PATIENCE) -> object:
+def receive(socket: zmq.Socket, seconds: float = PATIENCE) -> object:
     return WIRE.open_from_prefill(socket.recv_multipart()[0]) if socket.poll(int(seconds * 1000)) else None
 
 
-def test_strangers_are_not_answered() -> None:
+def test_unauthenticated_peers_get_no_reply() -> None:
     with Pair() as pair, dealer(pair.sender.port) as stranger:
         frames = [
             [b""],
@@ -151,7 +151,7 @@ def test_strangers_are_not_answered() -> None:
         assert pair.answer(pair.fetch(8)).outcome == "transferred"
 
 
-def test_a_frame_that_is_too_large_costs_its_sender_the_connection() -> None:
+def test_oversized_frame_closes_the_connection() -> None:
     with Pair() as pair, dealer(pair.sender.port) as stranger:
         stranger.send(bytes(64 * 2**20))
         assert pair.answer(pair.fetch(8)).outcome == "transferred"
@@ -159,24 +159,24 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection() -> None:
         assert pair.sender.stats().dropped_frames == 0
 
 
-def test_those_who_know_the_secret_are_told_what_is_wrong() -> None:
+def test_authenticated_peers_get_an_error_reason() -> None:
     with Pair() as pair, dealer(pair.sender.port) as socket:
         socket.send(WIRE.seal_from_decode(Credit(LEASE, 3)))
-        assert hears(socket) == AbortLease(LEASE, "the prefill worker has no such lease")
+        assert receive(socket) == AbortLease(LEASE, "the prefill worker has no such lease")
         socket.send(WIRE.seal_from_decode(AbortLease(LEASE)))
         opening = Open(PrefillJob(bytes(8), lease=LEASE), COMPATIBILITY, 4, 5.0, "frames", b"")
         odd = {
-            "the window has to be": msgspec.structs.replace(opening, window=-1),
-            "the silence has to be": msgspec.structs.replace(opening, silence=float("nan")),
-            "no KV is asked for": msgspec.structs.replace(opening, job=PrefillJob(bytes(8), 5, lease=LEASE)),
+            "the window is not": msgspec.structs.replace(opening, window=-1),
+            "the idle timeout is not": msgspec.structs.replace(opening, silence=float("nan")),
+            "the job requests no KV": msgspec.structs.replace(opening, job=PrefillJob(bytes(8), 5, lease=LEASE)),
         }
         for reason, message in odd.items():
             socket.send(b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(message))))
-            assert getattr(hears(socket), "reason", "").startswith(reason)
+            assert getattr(receive(socket), "reason", "").startswith(reason)
         assert pair.sender.stats().refused == {"malformed": 3}
 
 
-def test_whoever_sends_for_a_lease_that_is_over_is_told_so_and_nobody_who_breaks_off_is() -> None:
+def test_messages_for_ended_lease_are_answered_except_aborts() -> None:
     cache = ScriptedCache()
     receiver = make_receiver(cache)
     decode = Fetches(receiver, cache)
@@ -205,7 +205,7 @@ def test_whoever_sends_for_a_lease_that_is_over_is_told_so_and_nobody_who_breaks
             receiver.close()
 
 
-def test_a_decode_side_that_says_nothing_after_its_open_holds_nothing_for_long() -> None:
+def test_decode_side_silent_after_open_times_out() -> None:
     with Pair() as pair:
         with dealer(pair.sender.port) as socket:
             socket.send(
@@ -218,7 +218,7 @@ def test_a_decode_side_that_says_nothing_after_its_open_holds_nothing_for_long()
         assert pair.sender.stats().ended == {"expired": 1}
 
 
-def test_a_decode_side_that_closes_its_connection_holds_nothing_for_long() -> None:
+def test_decode_side_disconnect_frees_the_lease() -> None:
     with Pair() as pair:
         with dealer(pair.sender.port) as socket:
             socket.send(
@@ -235,7 +235,7 @@ def test_a_decode_side_that_closes_its_connection_holds_nothing_for_long() -> No
 
 
 class Other:
-    """The other side in a process of its own."""
+    """The other side in a separate process."""
 
     def __init__(self, role: str, *arguments: object) -> None:
         self.process = subprocess.Popen(
@@ -257,7 +257,7 @@ class Other:
         self.process.wait()
         self.out.close()
 
-    def says(self) -> str:
+    def read_line(self) -> str:
         return self.out.readline().strip()
 
     def stop(self, how: signal.Signals) -> None:
@@ -269,14 +269,14 @@ class Other:
     [(signal.SIGKILL, "lost", 4.0), (signal.SIGSTOP, "expired", 10.0)],
     ids=["killed", "stopped"],
 )
-def test_a_prefill_worker_that_goes_away_in_the_middle(how: signal.Signals, outcome: str, within: float) -> None:
+def test_prefill_worker_lost_mid_transfer(how: signal.Signals, outcome: str, within: float) -> None:
     silence = 8.0 if how is signal.SIGKILL else 0.5
     cache = ScriptedCache(200)
     receiver = make_receiver(cache, silence=silence, window=2)
     decode = Fetches(receiver, cache)
     try:
         with Other("prefill", 0.01) as other:
-            peer = f"127.0.0.1:{other.says()}"
+            peer = f"127.0.0.1:{other.read_line()}"
             quick = decode.fetch(peer, 8)
             pump(lambda: quick in decode.fetched, decode)
             assert decode.fetched[quick].outcome == "transferred"
@@ -301,7 +301,7 @@ def test_a_prefill_worker_that_goes_away_in_the_middle(how: signal.Signals, outc
     "how, silence, within", [(signal.SIGKILL, 4.0, 4.0), (signal.SIGSTOP, 0.5, 6.0)], ids=["killed", "stopped"]
 )
 @pytest.mark.timing
-def test_a_decode_worker_that_goes_away_in_the_middle(how: signal.Signals, silence: float, within: float) -> None:
+def test_decode_worker_lost_mid_transfer(how: signal.Signals, silence: float, within: float) -> None:
     cache = ScriptedCache(200)
     sender = make_sender(cache)
     prefill = Computer(sender, cache)

@@ -19,45 +19,45 @@ def changed(**fields: object) -> KVCompatibility:
     return msgspec.structs.replace(COMPATIBILITY, **fields)
 
 
-def test_equal_workers_fit() -> None:
+def test_equal_workers_are_compatible() -> None:
     assert difference(COMPATIBILITY, changed()) is None
 
 
 @pytest.mark.law("6")
-def test_every_field_has_to_be_equal() -> None:
+def test_every_field_must_be_equal() -> None:
     assert set(OTHER) == set(KVCompatibility.__struct_fields__)
     for name, value in OTHER.items():
         assert difference(COMPATIBILITY, changed(**{name: value})) is not None
         assert difference(changed(**{name: value}), COMPATIBILITY) is not None
 
 
-def test_both_values_are_told_each_at_its_side() -> None:
+def test_message_gives_values_of_both_sides() -> None:
     assert difference(changed(block_size=32), COMPATIBILITY) == (
         "--block-size is 32 at the prefill worker and 2 at the decode worker"
     )
 
 
-def test_what_explains_the_model_is_told_first() -> None:
+def test_causes_of_other_differences_are_reported_first() -> None:
     words = difference(COMPATIBILITY, changed(model="another", dtype="bfloat16"))
     assert words is not None and words.startswith("the dtype of the KV is float32 at the prefill worker")
 
 
-def test_another_format_is_told_before_all() -> None:
+def test_transfer_format_is_reported_first() -> None:
     words = difference(COMPATIBILITY, changed(**OTHER))
     assert words is not None and words.startswith(f"the format of transfers is {FORMAT_VERSION} ")
 
 
 @pytest.mark.parametrize("dtype", ["x" * 10_000, "float32\nERROR: all is lost", "\x1b[31m"])
-def test_what_would_not_print_well_is_not_told(dtype: str) -> None:
+def test_unprintable_values_are_omitted(dtype: str) -> None:
     words = difference(COMPATIBILITY, changed(dtype=dtype))
     assert words == "the dtype of the KV differs between the prefill and the decode worker"
 
 
-def test_a_digest_is_of_no_use_to_people() -> None:
+def test_digests_are_omitted_from_messages() -> None:
     words = difference(changed(model="a" * 32), changed(model="b" * 32))
     assert words is not None and "aaa" not in words and "bbb" not in words
 
 
-def test_they_come_back_from_the_wire_as_they_were() -> None:
+def test_compatibility_round_trips_on_the_wire() -> None:
     terms = KVCompatibility(**OTHER)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(terms), type=KVCompatibility) == terms

@@ -14,23 +14,23 @@ DIGESTS = st.dictionaries(st.integers(0, 2**31 - 1), st.binary(min_size=16, max_
 
 
 def changed(**fields: object) -> Open:
-    """Return an `Open` with other fields, its own or those of its job."""
+    """Return an `Open` with changed fields, its own or those of its job."""
     plain = opening(1, 2)
     of_job = {name: fields.pop(name) for name in plain.job.__struct_fields__ if name in fields}
     return msgspec.structs.replace(plain, job=msgspec.structs.replace(plain.job, **of_job), **fields)
 
 
 @given(digests=DIGESTS)
-def test_a_commit_digest_does_not_depend_on_the_order_of_arrival(digests: dict[int, bytes]) -> None:
+def test_commit_digest_is_independent_of_arrival_order(digests: dict[int, bytes]) -> None:
     assert commit_digest(digests) == commit_digest(dict(reversed(digests.items())))
 
 
 @given(one=DIGESTS, other=DIGESTS)
-def test_a_commit_digest_is_of_indices_and_digests(one: dict[int, bytes], other: dict[int, bytes]) -> None:
+def test_commit_digest_covers_indexes_and_digests(one: dict[int, bytes], other: dict[int, bytes]) -> None:
     assert (commit_digest(one) == commit_digest(other)) == (one == other)
 
 
-def test_a_commit_digest_is_what_the_other_version_computes_too() -> None:
+def test_commit_digest_is_stable_between_versions() -> None:
     expected = blake2b(b"\0\0\0\0" + b"a" * 16 + b"\1\0\0\0" + b"b" * 16, digest_size=16).digest()
     assert commit_digest({1: b"b" * 16, 0: b"a" * 16}) == expected
 
@@ -39,11 +39,11 @@ def test_a_commit_digest_is_what_the_other_version_computes_too() -> None:
     ("tokens", "first", "indices"),
     [(1, 0, [0]), (2, 0, [0]), (3, 0, [0, 1]), (4, 1, [1]), (5, 1, [1, 2]), (4, 2, [])],
 )
-def test_wanted_are_all_blocks_of_the_tokens_but_the_first(tokens: int, first: int, indices: list[int]) -> None:
+def test_wanted_blocks_exclude_the_held_prefix(tokens: int, first: int, indices: list[int]) -> None:
     assert [*wanted(changed(tokens=bytes(4 * tokens), held_blocks=first))] == indices
 
 
-def test_a_good_opening_has_no_flaw() -> None:
+def test_valid_open_passes_validation() -> None:
     assert flaw(opening(1, 2)) is None
     assert flaw(opening(2**128 - 1, 1, first=3, window=1, silence=0.05)) is None
 
@@ -68,11 +68,11 @@ def test_a_good_opening_has_no_flaw() -> None:
         ({"silence": math.inf}, "0.05 to 3600 seconds"),
     ],
 )
-def test_an_opening_that_cannot_be_is_told_why(fields: dict[str, object], words: str) -> None:
+def test_invalid_open_is_rejected_with_reason(fields: dict[str, object], words: str) -> None:
     assert words in str(flaw(changed(**fields)))
 
 
-def test_a_side_speaks_four_times_before_the_other_takes_it_for_dead() -> None:
+def test_four_heartbeats_per_silence_timeout() -> None:
     clock = Clock(8.0, 100.0, now=50.0)
     assert clock.next == 52.0
     assert [clock.quiet(now) for now in (51.9, 52.0)] == [False, True]
@@ -82,11 +82,11 @@ def test_a_side_speaks_four_times_before_the_other_takes_it_for_dead() -> None:
     assert clock.next == 54.5
 
 
-def test_a_side_is_late_after_its_silence_or_after_all() -> None:
+def test_deadline_is_silence_or_total_timeout() -> None:
     clock = Clock(8.0, 20.0, now=0.0)
     assert clock.late(7.9) is None
-    assert "silent" in str(clock.late(8.0))
+    assert "no message" in str(clock.late(8.0))
     clock.heard(7.0)
     clock.heard(14.0)
     assert clock.late(19.9) is None
-    assert "longer than any" in str(clock.late(20.0))
+    assert "its time limit" in str(clock.late(20.0))

@@ -1,4 +1,4 @@
-"""Where nothing is broken every lease ends well, however slow the engine and however untidy the network."""
+"""Without faults every lease succeeds, for any engine speed and any message order."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FATES_WITH_LOSS = st.lists(st.sampled_from(["arrive", "lose", "twice"]), min_siz
 def live(
     leases: Sequence[tuple[int, int, int]], delays: Sequence[float], computing: Sequence[float], fates: Sequence[str]
 ) -> World:
-    """Open leases of (blocks, first, window) and let events happen when they are due, until all are over.
+    """Open leases of (blocks, first, window) and run due events until all leases have ended.
 
-    Each message takes the next of `delays` seconds, each block of each lease the next of `computing`. Of `fates` each
-    message that is not a piece has the next; of two that a side says to the other about a lease
-    in a row at most one is lost.
+    Each message takes the next of `delays` seconds, each block of each lease the next of `computing`. Each message
+    that is not a piece has the next of `fates`; of two consecutive messages of one side about a lease at most one is
+    lost.
     """
     world = World(longest=LONGEST)
     for blocks, first, window in leases:
@@ -76,17 +76,17 @@ def live(
 
 @settings(max_examples=60, deadline=None)
 @given(leases=LEASES, delays=DELAYS, computing=COMPUTING, fates=FATES)
-def test_in_a_calm_network_every_lease_ends_transferred_however_long_the_engine_works(
+def test_reliable_network_transfers_every_lease(
     leases: list[tuple[int, int, int]], delays: list[float], computing: list[float], fates: list[str]
 ) -> None:
     world = live(leases, delays, computing, fates)
     assert list(world.outcomes.values()) == ["transferred"] * len(leases)
-    assert {owed.lease.ended for owed in world.over_prefill} <= {"confirmed", "aborted"}
+    assert {owed.lease.ended for owed in world.closed_prefill} <= {"confirmed", "aborted"}
 
 
 @settings(max_examples=60, deadline=None)
 @given(leases=LEASES, delays=DELAYS, computing=COMPUTING, fates=FATES_WITH_LOSS)
-def test_a_lost_message_that_is_not_a_piece_costs_only_time(
+def test_lost_control_message_costs_only_time(
     leases: list[tuple[int, int, int]], delays: list[float], computing: list[float], fates: list[str]
 ) -> None:
     world = live(leases, delays, computing, fates)
@@ -95,11 +95,11 @@ def test_a_lost_message_that_is_not_a_piece_costs_only_time(
 
 @settings(max_examples=30, deadline=None)
 @given(leases=LEASES, delays=DELAYS, computing=COMPUTING)
-def test_where_each_message_arrives_once_both_sides_agree(
+def test_both_sides_agree_if_messages_arrive_once(
     leases: list[tuple[int, int, int]], delays: list[float], computing: list[float]
 ) -> None:
     world = live(leases, delays, computing, ["arrive"])
     assert list(world.outcomes.values()) == ["transferred"] * len(leases)
-    ended = [owed.lease.ended for owed in world.over_prefill if world.incarnations[owed.opening.lease] == 1]
-    # A commit that was repeated meanwhile is answered with an abort, which may come before the confirmation.
+    ended = [owed.lease.ended for owed in world.closed_prefill if world.incarnations[owed.opening.lease] == 1]
+    # A commit that was retransmitted meanwhile is answered with an abort, which may precede the confirmation.
     assert set(ended) <= {"confirmed", "aborted"}

@@ -1,7 +1,7 @@
-"""Hostile orders: loss, repetition, reordering, delay and damage, crashes, aborts and expiry, in any order.
+"""Adversarial orders: loss, repetition, reordering, delay, damage, crashes, aborts and expiry.
 
-The laws are in `world`, checked wherever either side does something; here is who does what when. At the end the network
-is calm, and every lease has to be over on both sides within the time that its silence allows.
+The invariants are in `world`, checked whenever either side acts; the rules here choose the events. At the end the
+network is reliable, and every lease must end on both sides within its silence timeout.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Leases(RuleBasedStateMachine):
         super().__init__()
         self.world = World()
         self.lied_to: set[str] = set()
-        """Leases whose prefill side was given credit for nothing; only `longest` ends them for certain."""
+        """Leases that received invalid credit; only `longest` is sure to end them."""
 
-    # What engines do ---------------------------------------------------------------------------------------------
+    # Engines -----------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.world.decode) < 6)
     @rule(blocks=st.integers(1, 5), first=st.integers(0, 2), window=st.integers(1, 3))
@@ -65,11 +65,11 @@ class Leases(RuleBasedStateMachine):
         self.world.go_on(rounds, compute=compute)
 
     @rule(working=st.booleans())
-    def stand_still_or_work(self, working: bool) -> None:
+    def stall_or_work(self, working: bool) -> None:
         self.world.working = working
 
     @rule(refusing=st.sampled_from([True, False, False]), deciding=st.sampled_from([True, True, False]))
-    def change_its_mind(self, refusing: bool, deciding: bool) -> None:
+    def set_decisions(self, refusing: bool, deciding: bool) -> None:
         self.world.refusing, self.world.deciding = refusing, deciding
 
     @rule(which=WHICH)
@@ -78,12 +78,12 @@ class Leases(RuleBasedStateMachine):
             self.world.decide(owed)
 
     def with_puts(self) -> list[Owed]:
-        return [owed for owed in (*self.world.prefill.values(), *self.world.over_prefill) if owed.puts]
+        return [owed for owed in (*self.world.prefill.values(), *self.world.closed_prefill) if owed.puts]
 
     def with_takes(self) -> list[Leased]:
-        return [leased for leased in (*self.world.decode.values(), *self.world.over_decode) if leased.taking]
+        return [leased for leased in (*self.world.decode.values(), *self.world.closed_decode) if leased.taking]
 
-    # What ends leases --------------------------------------------------------------------------------------------
+    # Ends of leases ----------------------------------------------------------------------------------------------
 
     @rule(
         how=st.sampled_from(["abort", "abort", "give up", "give up", "stop early", "break", "crash", "cut"]),
@@ -110,7 +110,7 @@ class Leases(RuleBasedStateMachine):
         else:
             world.crash_prefill()
 
-    # What the network does ---------------------------------------------------------------------------------------
+    # Network -----------------------------------------------------------------------------------------------------
 
     @rule(which=WHICH)
     def deliver(self, which: int) -> None:
@@ -134,11 +134,11 @@ class Leases(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def repeat_a_piece(self, which: int) -> None:
-        """Of a lease that is still open if there is one, and at once: before or after it was copied."""
-        arrived = [place for place, packet in enumerate(self.world.arrived) if isinstance(packet.message, KVPiece)]
-        open_ones = [place for place in arrived if self.world.arrived[place].message.lease in self.world.decode]
-        for place in chosen(open_ones or arrived, which):
-            self.world.repeat(place)
+        """Repeat a piece at once, of an open lease if there is one: before or after it was copied."""
+        arrived = [offset for offset, packet in enumerate(self.world.arrived) if isinstance(packet.message, KVPiece)]
+        open_ones = [offset for offset in arrived if self.world.arrived[offset].message.lease in self.world.decode]
+        for offset in chosen(open_ones or arrived, which):
+            self.world.repeat(offset)
             self.world.deliver(-1)
 
     @rule(how=st.sampled_from(["lose", "repeat", "damage", "mix up"]), which=WHICH)
@@ -147,30 +147,30 @@ class Leases(RuleBasedStateMachine):
         for _ in range(3):
             if not self.pieces():
                 world.go_on(1)
-        for place in chosen(self.pieces(), which):
+        for offset in chosen(self.pieces(), which):
             if how == "lose":
-                world.flying.pop(place)
+                world.flying.pop(offset)
             elif how == "repeat":
-                world.flying.append(world.flying[place])
+                world.flying.append(world.flying[offset])
             else:
-                world.damage(place, sealed=how == "mix up")
+                world.damage(offset, sealed=how == "mix up")
 
     def pieces(self) -> list[int]:
-        return [place for place, packet in enumerate(self.world.flying) if isinstance(packet.message, KVPiece)]
+        return [offset for offset, packet in enumerate(self.world.flying) if isinstance(packet.message, KVPiece)]
 
     @rule(which=WHICH, index=st.sampled_from([-1, 0, 99]))
     def nonsense(self, which: int, index: int) -> None:
-        """What is known, or none of a lease's business, changes nothing, but for its being a sign of life."""
+        """Messages known already or for other leases change nothing, except that they count as heartbeats."""
         for leased in chosen(self.world.decode.values(), which):
             name, blocks = leased.opening.lease, wanted(leased.opening)
             outside = KVPiece(name, index if index not in blocks else blocks.stop, b"")
             for message in (outside, Accept(name), Alive(name)):
-                self.world.hear_at_decode(Packet(True, message))
+                self.world.receive_at_decode(Packet(True, message))
             assert leased.lease.outcome is None
         for owed in chosen(self.world.prefill.values(), which):
-            self.world.tell_again(owed)
-            self.world.hear_at_prefill(Packet(False, Credit(owed.opening.lease, index)))
-            if index == 99:  # more than was taken: neither is the window kept any more nor a lost piece noticed
+            self.world.replay_computed(owed)
+            self.world.receive_at_prefill(Packet(False, Credit(owed.opening.lease, index)))
+            if index == 99:  # more than was received: neither the window nor a lost piece is noticed any more
                 self.world.tampered.add(owed.opening.lease)
                 self.lied_to.add(owed.opening.lease)
 
@@ -195,13 +195,13 @@ class Leases(RuleBasedStateMachine):
         world.refusing, world.deciding = False, True
         for owed in [owed for owed in world.prefill.values() if not owed.accepted]:
             world.decide(owed)
-        if len(world.arrived) % 2:  # engines that compute, or hang
+        if len(world.arrived) % 2:  # engines that compute, or are stalled
             world.working = True
         working = world.working
         world.settle()
         world.wait(3 * SILENCE, world.settle)
         left = {*world.decode, *world.prefill}
-        assert left <= self.lied_to, f"leases outlive their silence, {working=}"
+        assert left <= self.lied_to, f"leases outlive their silence timeout, {working=}"
         world.wait(LONGEST, world.settle)
         assert world.decode == {} and world.prefill == {}
         for leased in self.with_takes():
@@ -214,7 +214,7 @@ class Leases(RuleBasedStateMachine):
 
 
 def chosen(several: Iterable[T], which: int) -> list[T]:
-    """Return one of them, or none if there is none."""
+    """Return a list with the chosen item, empty if there is none."""
     there = list(several)
     return [there[which % len(there)]] if there else []
 

@@ -1,4 +1,4 @@
-"""Receiver and sender over loopback in one process: what is transferred, and every way in which it is not."""
+"""Receiver and sender over loopback in one process: successful transfers and every kind of failure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .pair import (
 
 
 class HeldCopy:
-    """Holds up the copies of a cache until it is let go."""
+    """Blocks the copies of a cache until released."""
 
     def __init__(self, cache: ScriptedCache) -> None:
         self.begun, self._gate = threading.Event(), threading.Event()
@@ -53,7 +53,7 @@ class HeldCopy:
         self.begun.set()
         self._gate.wait(PATIENCE)
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         self._gate.set()
 
 
@@ -63,11 +63,11 @@ def closed_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# What is transferred ----------------------------------------------------------------------------------------
+# Transfers --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 37])
-def test_a_prompt_is_transferred_block_by_block(tokens: int) -> None:
+def test_prompt_is_transferred_block_by_block(tokens: int) -> None:
     with Pair() as pair:
         fetched = pair.answer(pair.fetch(tokens))
         assert (fetched.outcome, fetched.reason) == ("transferred", "")
@@ -83,7 +83,7 @@ def test_a_prompt_is_transferred_block_by_block(tokens: int) -> None:
         assert pair.connector.log.count("close inbox") == pair.connector.log.count("close outbox") == 1
 
 
-def test_an_order_says_what_is_wanted() -> None:
+def test_order_describes_wanted_blocks() -> None:
     with Pair() as pair:
         pair.answer(pair.fetch(21, first=2, salt="pepper", priority=-3, tenant="t"))
         (job,) = pair.prefill.arrived
@@ -96,9 +96,7 @@ def test_an_order_says_what_is_wanted() -> None:
 @pytest.mark.parametrize(
     ("named", "seen"), [("trace-7.0.0", "trace-7.0.0"), ("", "-"), ("a\nb", "a\\x0ab"), ("x" * 9999, "x" * 256)]
 )
-def test_a_prompt_is_found_in_the_log_of_the_prefill_side_too(
-    caplog: pytest.LogCaptureFixture, named: str, seen: str
-) -> None:
+def test_prefill_log_names_the_request(caplog: pytest.LogCaptureFixture, named: str, seen: str) -> None:
     caplog.set_level(logging.INFO, "fd_core.access")
     with Pair() as pair:
         assert pair.answer(pair.fetch(9, request_id=named)).outcome == "transferred"
@@ -108,14 +106,14 @@ def test_a_prompt_is_found_in_the_log_of_the_prefill_side_too(
     assert line.fields["request_id"] == seen  # type: ignore[attr-defined]
 
 
-def test_what_the_decode_side_has_is_not_asked_for() -> None:
+def test_blocks_held_by_decode_side_are_not_requested() -> None:
     with Pair() as pair:
         assert pair.answer(pair.fetch(8, first=2)).outcome == "held"
         assert pair.prefill.arrived == []
 
 
-def test_blocks_that_nobody_wants_are_answered_at_once() -> None:
-    """A prefill engine may send from the first block on, whatever the decode side has."""
+def test_unwanted_blocks_are_acknowledged_immediately() -> None:
+    """A prefill engine may send from the first block on, regardless of the decode side's prefix."""
     with Pair() as pair:
         number = pair.fetch(12, first=2)
         pair.until(lambda: pair.sender.stats().open_leases == 1)
@@ -130,7 +128,7 @@ def test_blocks_that_nobody_wants_are_answered_at_once() -> None:
         assert pair.answer(number).outcome == "transferred"
 
 
-def test_many_leases_at_once_through_a_small_window() -> None:
+def test_many_leases_share_a_small_window() -> None:
     with Pair(receiver={"window": 2, "silence": 30.0}, blocks=900) as pair:
         numbers = [pair.fetch(1 + number % 16, salt=f"s{number}") for number in range(200)]
         assert {fetched.outcome for fetched in pair.answers(numbers)} == {"transferred"}
@@ -139,7 +137,7 @@ def test_many_leases_at_once_through_a_small_window() -> None:
         assert len(pair.prefill.free) == len(pair.decode.free) == 900
 
 
-def test_several_prefill_workers_at_once() -> None:
+def test_several_prefill_workers_in_parallel() -> None:
     with Pair() as one, Pair() as two:
         numbers = [one.decode.fetch(peer, 9, salt=peer) for peer in (one.peer, two.peer) * 3]
         pump(lambda: len(one.decode.fetched) == 6, one.decode, one.prefill, two.prefill)
@@ -148,30 +146,30 @@ def test_several_prefill_workers_at_once() -> None:
         assert len(two.prefill.arrived) == 3
 
 
-def test_a_name_is_tried_at_each_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within less than a quarter of the silence, after which a lease would say its first word again by itself."""
+def test_all_addresses_of_a_host_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a quarter of the silence timeout, after which a lease would retransmit its first message by itself."""
     with Pair(receiver={"silence": 400.0}) as pair:
         endpoints = [(f"tcp://127.0.0.1:{port}", False) for port in (closed_port(), closed_port(), pair.sender.port)]
-        asked = []
+        lookups = []
 
         def look_up(host: str, port: int, found: Callable[[list[Endpoint]], object]) -> list[Endpoint]:
-            asked.append((host, port))
+            lookups.append((host, port))
             threading.Timer(0.05, found, [endpoints]).start()
             return []
 
         monkeypatch.setattr(connections, "look_up", look_up)
         numbers = [pair.decode.fetch("some.name:77", 9, salt=salt) for salt in "ab"]
         assert {fetched.outcome for fetched in pair.answers(numbers)} == {"transferred"}
-        assert asked == [("some.name", 77)]
+        assert lookups == [("some.name", 77)]
 
 
-def test_a_name_of_this_machine_is_found() -> None:
+def test_local_host_name_is_resolved() -> None:
     with Pair() as pair:
         number = pair.decode.fetch(f"localhost:{pair.sender.port}", 9)
         assert pair.answer(number).outcome == "transferred"
 
 
-def test_ipv6() -> None:
+def test_ipv6_address() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6")
     try:
@@ -183,7 +181,7 @@ def test_ipv6() -> None:
 
 
 @pytest.mark.parametrize("pack", ["numpy", "torch float32", "torch bfloat16"])
-def test_real_caches_hold_the_same_bits_afterwards(pack: str) -> None:
+def test_real_caches_are_bitwise_equal_after_transfer(pack: str) -> None:
     shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
     caches: list[KVCache]
     if pack == "numpy":
@@ -230,7 +228,7 @@ def test_real_caches_hold_the_same_bits_afterwards(pack: str) -> None:
 # Pace -------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_copied_as_the_window_allows_and_pinned_no_longer() -> None:
+def test_blocks_are_pinned_only_while_copied() -> None:
     with Pair(receiver={"window": 2}) as pair:
         gate = threading.Event()
         pair.decode_cache.between = lambda: gate.wait(PATIENCE) and None
@@ -245,7 +243,7 @@ def test_blocks_are_copied_as_the_window_allows_and_pinned_no_longer() -> None:
         assert pair.answer(number).outcome == "transferred"
 
 
-def test_a_slow_import_slows_nobody_else_down_and_loses_nothing() -> None:
+def test_slow_import_does_not_delay_other_leases() -> None:
     with Pair(receiver={"window": 2, "silence": 1.0}) as pair:
         pair.decode_cache.between = lambda: time.sleep(0.02)
         numbers = [pair.fetch(4 * 20), pair.fetch(4)]
@@ -255,7 +253,7 @@ def test_a_slow_import_slows_nobody_else_down_and_loses_nothing() -> None:
 
 
 @pytest.mark.timing
-def test_posting_waits_for_nothing() -> None:
+def test_posting_does_not_block() -> None:
     with Pair() as pair:
         copy = HeldCopy(pair.decode_cache)
         first = pair.fetch(8)
@@ -266,11 +264,11 @@ def test_posting_waits_for_nothing() -> None:
         pair.decode.step()
         assert time.perf_counter() - began < 5
         assert pair.decode.fetched[second].outcome == "aborted"
-        copy.let_go()
+        copy.resume()
         assert pair.answer(first).outcome == "transferred"
 
 
-def test_a_lease_lives_as_long_as_the_engine_turns_and_not_longer() -> None:
+def test_lease_expires_when_engine_loop_stalls() -> None:
     with Pair(receiver={"silence": 0.4}) as pair:
         pair.prefill.computes = False
         number = pair.fetch(8)
@@ -286,7 +284,7 @@ def test_a_lease_lives_as_long_as_the_engine_turns_and_not_longer() -> None:
         pair.idle()
 
 
-def test_no_lease_is_longer_than_the_longest() -> None:
+def test_lease_duration_is_bounded() -> None:
     with Pair(receiver={"longest": 0.3}) as pair:
         pair.prefill.computes = False
         assert pair.answer(pair.fetch(8)).outcome == "expired"
@@ -298,10 +296,10 @@ def test_no_lease_is_longer_than_the_longest() -> None:
         assert pair.sender.stats().ended == {"expired": 1}
 
 
-# What is refused --------------------------------------------------------------------------------------------
+# Rejections -------------------------------------------------------------------------------------------------
 
 
-def test_other_terms_are_refused_in_words() -> None:
+def test_incompatible_settings_are_rejected_with_reason() -> None:
     with Pair(sender={"compatibility": msgspec.structs.replace(COMPATIBILITY, block_size=8)}) as pair:
         fetched = pair.answer(pair.fetch(9))
         assert fetched.outcome == "refused"
@@ -310,7 +308,7 @@ def test_other_terms_are_refused_in_words() -> None:
         assert pair.prefill.arrived == []
 
 
-def test_leases_beyond_the_limit_are_refused() -> None:
+def test_leases_beyond_the_limit_are_rejected() -> None:
     with Pair(sender={"max_leases": 2}) as pair:
         pair.prefill.computes = False
         numbers = [pair.fetch(4) for _ in range(5)]
@@ -321,14 +319,14 @@ def test_leases_beyond_the_limit_are_refused() -> None:
         assert pair.sender.stats().refused == {"busy": 3}
 
 
-def test_a_prompt_that_is_too_long_is_refused_and_costs_others_nothing() -> None:
+def test_oversized_prompt_is_rejected_without_affecting_others() -> None:
     with Pair(sender={"max_tokens": 20}) as pair:
         numbers = [pair.fetch(20), pair.fetch(21), pair.fetch(8)]
         assert [fetched.outcome for fetched in pair.answers(numbers)] == ["transferred", "refused", "transferred"]
         assert "21 tokens" in pair.decode.fetched[numbers[1]].reason
 
 
-def test_the_engine_may_refuse() -> None:
+def test_engine_may_reject_an_order() -> None:
     with Pair() as pair:
         pair.prefill.refuses = "it is shutting down"
         fetched = pair.answer(pair.fetch(8))
@@ -337,12 +335,12 @@ def test_the_engine_may_refuse() -> None:
         assert pair.prefill.ended == []
 
 
-def test_a_salt_that_no_message_holds_is_refused_here() -> None:
+def test_oversized_salt_is_rejected_locally() -> None:
     with Pair() as pair:
         assert pair.answer(pair.fetch(8, salt="x" * 2000)).outcome == "refused"
 
 
-def test_another_secret_gets_no_answer_at_all() -> None:
+def test_wrong_secret_gets_no_reply() -> None:
     with Pair(sender={"secret": bytes(32)}, receiver={"silence": 0.3}) as pair:
         assert pair.answer(pair.fetch(8)).outcome == "expired"
         assert pair.sender.stats().dropped_frames > 0
@@ -350,7 +348,7 @@ def test_another_secret_gets_no_answer_at_all() -> None:
         assert pair.receiver.stats().late_messages == pair.receiver.stats().dropped_frames == 0
 
 
-def test_a_connector_that_is_not_there_is_refused_in_words(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_connector_is_rejected_with_reason(caplog: pytest.LogCaptureFixture) -> None:
     with Pair() as pair:
 
         def missing(name: str) -> Frames:
@@ -362,16 +360,16 @@ def test_a_connector_that_is_not_there_is_refused_in_words(caplog: pytest.LogCap
         assert "there is no connector of that name" in fetched.reason
 
 
-# Who ends it ------------------------------------------------------------------------------------------------
+# Ends of leases ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["at once", "ordered", "half", "copying"])
-def test_a_cancelled_fetch_is_answered_at_once_and_ends_the_lease_on_both_sides(when: str) -> None:
+def test_cancelled_fetch_ends_the_lease_on_both_sides(when: str) -> None:
     with Pair(receiver={"window": 1}) as pair:
         pair.prefill.computes = when in ("half", "copying")
         copy = HeldCopy(pair.decode_cache)
         if when != "copying":
-            copy.let_go()
+            copy.resume()
         if when == "half":
             pair.decode_cache.between = lambda: time.sleep(0.05)
         number = pair.fetch(4 * 12)
@@ -384,9 +382,9 @@ def test_a_cancelled_fetch_is_answered_at_once_and_ends_the_lease_on_both_sides(
         pair.until(reached[when])
         pair.decode.cancel(number)
         pair.decode.step()
-        if when != "half":  # which may be copying or not
+        if when != "half":  # whether or not it is copying
             assert (number in pair.decode.fetched) == (when != "copying")
-        copy.let_go()
+        copy.resume()
         assert pair.answer(number).outcome == "aborted"
         pair.idle()
         pair.until(lambda: len(pair.prefill.free) == 64)
@@ -395,7 +393,7 @@ def test_a_cancelled_fetch_is_answered_at_once_and_ends_the_lease_on_both_sides(
             pair.until(lambda: len(pair.prefill.ended) == 1)
 
 
-def test_a_request_that_is_given_up_ends_the_lease() -> None:
+def test_cancelled_request_ends_the_lease() -> None:
     with Pair() as pair:
         pair.prefill.computes = False
         number = pair.fetch(8)
@@ -407,7 +405,7 @@ def test_a_request_that_is_given_up_ends_the_lease() -> None:
         assert pair.prefill.ended == []
 
 
-def test_a_cancelled_send_is_answered_at_once_and_ends_the_lease() -> None:
+def test_cancelled_send_completes_at_once_and_ends_the_lease() -> None:
     with Pair(receiver={"window": 1}) as pair:
         gate = threading.Event()
         pair.decode_cache.between = lambda: gate.wait(PATIENCE) and None
@@ -424,7 +422,7 @@ def test_a_cancelled_send_is_answered_at_once_and_ends_the_lease() -> None:
         assert pair.sender.stats().ended == {"failed": 1}
 
 
-def test_a_send_that_is_cancelled_before_it_was_begun_ends_the_lease() -> None:
+def test_send_cancelled_before_start_ends_the_lease() -> None:
     with Pair() as pair:
         pair.prefill.computes = False
         number = pair.fetch(4 * 6)
@@ -441,14 +439,14 @@ def test_a_send_that_is_cancelled_before_it_was_begun_ends_the_lease() -> None:
         assert pair.prefill_cache.broken_rules == []
 
 
-def test_sends_for_leases_that_are_over_are_answered() -> None:
+def test_sends_for_ended_leases_are_completed() -> None:
     with Pair() as pair:
         pair.sender.perform([Send(5, "f" * 32, 0, np.array([1, 2], np.int32), tokens=8)])
         pair.prefill.pinned[5] = []
         pair.until(lambda: not pair.prefill.pinned)
 
 
-def test_closing_the_prefill_side_loses_what_is_open() -> None:
+def test_closing_prefill_side_loses_open_leases() -> None:
     with Pair() as pair:
         pair.prefill.computes = False
         numbers = [pair.fetch(8), pair.fetch(8)]
@@ -460,7 +458,7 @@ def test_closing_the_prefill_side_loses_what_is_open() -> None:
         assert {pair.decode.fetched[number].outcome for number in numbers} == {"lost"}
 
 
-def test_closing_the_decode_side_answers_everything_and_tells_the_other() -> None:
+def test_closing_decode_side_completes_fetches_and_aborts_leases() -> None:
     with Pair() as pair:
         pair.prefill.computes = False
         numbers = [pair.fetch(8), pair.fetch(8)]
@@ -477,7 +475,7 @@ def test_closing_the_decode_side_answers_everything_and_tells_the_other() -> Non
 
 
 @pytest.mark.timing
-def test_closing_does_not_wait_for_a_copy_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+def test_close_does_not_wait_for_hung_copy(caplog: pytest.LogCaptureFixture) -> None:
     with Pair() as pair:
         copy = HeldCopy(pair.decode_cache)
         stuck = pair.fetch(8)
@@ -488,13 +486,13 @@ def test_closing_does_not_wait_for_a_copy_that_hangs(caplog: pytest.LogCaptureFi
         assert time.monotonic() - began < 5
         pair.decode.step()
         assert other in pair.decode.fetched
-        assert stuck not in pair.decode.fetched  # its block may still be written
+        assert stuck not in pair.decode.fetched  # its block may still be written to
         assert "left behind" in caplog.text
-        copy.let_go()
+        copy.resume()
         pump(lambda: stuck in pair.decode.fetched, pair.decode)
 
 
-def test_a_thread_that_is_stuck_in_a_connector_keeps_no_fetch_for_ever() -> None:
+def test_thread_stuck_in_connector_does_not_block_fetches() -> None:
     gate = threading.Event()
 
     class Stuck(FrameInbox):
@@ -509,7 +507,7 @@ def test_a_thread_that_is_stuck_in_a_connector_keeps_no_fetch_for_ever() -> None
 
 
 @pytest.mark.timing
-def test_a_thread_that_is_stuck_holds_a_fetch_up_for_little_longer_than_the_silence() -> None:
+def test_fetch_of_stuck_thread_ends_after_silence_timeout() -> None:
     gate = threading.Event()
 
     class Stuck(FrameInbox):
@@ -519,7 +517,7 @@ def test_a_thread_that_is_stuck_holds_a_fetch_up_for_little_longer_than_the_sile
 
     with Pair(receiver={"silence": 0.3}) as pair:
         pair.connector.inbox = Stuck
-        numbers = [pair.fetch(8), pair.fetch(8, salt="behind it")]
+        numbers = [pair.fetch(8), pair.fetch(8, salt="another")]
         began = time.monotonic()
         assert [fetched.outcome for fetched in pair.answers(numbers)] == ["expired", "expired"]
         assert time.monotonic() - began < 10
@@ -529,7 +527,7 @@ def test_a_thread_that_is_stuck_holds_a_fetch_up_for_little_longer_than_the_sile
         gate.set()
 
 
-def test_a_thread_that_is_stuck_keeps_no_blocks_of_a_send(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_thread_does_not_pin_blocks_of_a_send(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
     class Stuck(FrameOutbox):
@@ -550,7 +548,7 @@ def test_a_thread_that_is_stuck_keeps_no_blocks_of_a_send(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_a_refused_connection_is_lost_at_once(host: str) -> None:
+def test_refused_connection_is_lost_immediately(host: str) -> None:
     cache = ScriptedCache()
     receiver = make_receiver(cache, silence=60.0)
     decode = Fetches(receiver, cache)
@@ -564,7 +562,7 @@ def test_a_refused_connection_is_lost_at_once(host: str) -> None:
 
 
 @pytest.mark.parametrize("peer", ["nowhere", "127.0.0.1:99999", "no.such.host.invalid:1000", ":", "a b:1"])
-def test_an_address_that_leads_nowhere_is_lost(peer: str) -> None:
+def test_unroutable_address_is_lost(peer: str) -> None:
     cache = ScriptedCache()
     receiver = make_receiver(cache, silence=60.0)
     decode = Fetches(receiver, cache)
@@ -576,7 +574,7 @@ def test_an_address_that_leads_nowhere_is_lost(peer: str) -> None:
         receiver.close()
 
 
-def test_a_worker_that_comes_back_is_used_again() -> None:
+def test_restarted_worker_is_used_again() -> None:
     with Pair() as first:
         assert first.answer(first.fetch(8)).outcome == "transferred"
         port = first.sender.port
@@ -588,7 +586,7 @@ def test_a_worker_that_comes_back_is_used_again() -> None:
             assert first.decode.fetched[number].outcome == "transferred"
 
 
-def test_a_connection_without_leases_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_without_leases_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_KEEP_SECONDS", 0.1)
     with Pair() as pair:
         pair.answer(pair.fetch(8))
@@ -596,30 +594,30 @@ def test_a_connection_without_leases_is_given_up(monkeypatch: pytest.MonkeyPatch
         assert pair.answer(pair.fetch(8)).outcome == "transferred"
 
 
-def test_a_port_that_is_taken_is_said_with_the_flag() -> None:
+def test_port_in_use_error_names_the_flag() -> None:
     with Pair() as pair, pytest.raises(ConfigError, match="cannot listen") as error:
         make_sender(ScriptedCache(), port=pair.sender.port)
     assert error.value.field == "--transfer-port"
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no.such.host.invalid"])
-def test_a_host_that_is_not_this_machine_is_said_with_the_flag(host: str) -> None:
+def test_foreign_host_error_names_the_flag(host: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_sender(ScriptedCache(), host=host)
     assert error.value.field == "--transfer-host"
 
 
-# Faults of parts --------------------------------------------------------------------------------------------
+# Faulty connectors and caches -------------------------------------------------------------------------------
 
 
 def assert_each_is_logged_once(caplog: pytest.LogCaptureFixture, count: int) -> None:
-    """What failed, and if that was a transfer, why its prompt is computed elsewhere."""
+    """Check that the failure, and for a transfer the reason for the local prefill, is logged once."""
     messages = [record.getMessage() for record in caplog.records if record.name != "fd_core.access"]
     assert len(messages) == len(set(messages)) == count
 
 
 class Fails:
-    """Makes ends of a connector that fail in one call."""
+    """Connector with endpoints that fail in one method."""
 
     def __init__(self, call: str, error: type[Exception]) -> None:
         self.call, self.error = call, error
@@ -637,7 +635,7 @@ class Fails:
 @pytest.mark.parametrize(
     "call, outcome", [("take", "damaged"), ("done", "damaged"), ("put", "lost"), ("close inbox", "transferred")]
 )
-def test_a_connector_that_fails_ends_that_lease(
+def test_failing_connector_ends_only_its_lease(
     call: str, outcome: str, error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -653,7 +651,7 @@ def test_a_connector_that_fails_ends_that_lease(
 
 
 @pytest.mark.parametrize("call", ["open_inbox", "open_outbox"])
-def test_a_connector_that_opens_no_end(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connector_without_endpoint(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Pair() as pair:
         monkeypatch.setattr(pair.connector, call, Fails(call, RuntimeError).fail, raising=True)
         monkeypatch.setattr(
@@ -664,7 +662,7 @@ def test_a_connector_that_opens_no_end(call: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("value", [None, b"", "text", 7, [b"x"], b"x" * 10_000, np.zeros((4, 4))[:, ::2]])
-def test_a_connector_that_returns_nonsense(value: object) -> None:
+def test_connector_returning_invalid_values(value: object) -> None:
     class Nonsense(FrameInbox):
         def take(self, index, reference, frames):
             return value
@@ -675,7 +673,7 @@ def test_a_connector_that_returns_nonsense(value: object) -> None:
         pair.idle()
 
 
-def test_a_reference_that_is_too_long_ends_the_lease() -> None:
+def test_oversized_reference_ends_the_lease() -> None:
     class Long(FrameOutbox):
         def put(self, index, parts):
             return PutResult(bytes(1025))
@@ -686,7 +684,7 @@ def test_a_reference_that_is_too_long_ends_the_lease() -> None:
         pair.idle()
 
 
-def test_pieces_that_are_exchanged_on_their_way_are_damaged() -> None:
+def test_swapped_pieces_are_damaged() -> None:
     class Swapping(FrameOutbox):
         def put(self, index, parts):
             return PutResult(b"", tuple(bytes(part)[::-1] for part in parts))
@@ -699,8 +697,8 @@ def test_pieces_that_are_exchanged_on_their_way_are_damaged() -> None:
         pair.until(lambda: pair.sender.stats().ended == {"aborted": 1})
 
 
-def test_a_value_that_is_not_the_one_that_was_announced_is_damaged() -> None:
-    """Whole, sealed with the secret, for that lease and index: and another one all the same."""
+def test_replayed_value_is_damaged() -> None:
+    """The value is complete and sealed with the secret for this lease and index, but is not the announced one."""
 
     class Exchanging(FrameOutbox):
         def put(self, index, parts):
@@ -710,12 +708,12 @@ def test_a_value_that_is_not_the_one_that_was_announced_is_damaged() -> None:
     with Pair() as pair:
         pair.connector.outbox = Exchanging
         fetched = pair.answer(pair.fetch(4))
-        assert (fetched.outcome, fetched.reason) == ("damaged", "piece 0: damaged (another piece)")
+        assert (fetched.outcome, fetched.reason) == ("damaged", "piece 0: damaged (wrong piece)")
         assert not pair.decode_cache.data.any()
 
 
 @pytest.mark.parametrize("side, outcome", [("prefill_cache", "lost"), ("decode_cache", "damaged")])
-def test_a_cache_that_fails_ends_that_lease(side: str, outcome: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_cache_ends_only_its_lease(side: str, outcome: str, caplog: pytest.LogCaptureFixture) -> None:
     with Pair() as pair:
         getattr(pair, side).fails = RuntimeError
         for number in (pair.fetch(16), pair.fetch(16)):
@@ -726,7 +724,7 @@ def test_a_cache_that_fails_ends_that_lease(side: str, outcome: str, caplog: pyt
         assert pair.answer(pair.fetch(16)).outcome == "transferred"
 
 
-def test_blocks_that_do_not_fit_the_tokens_are_a_fault_that_is_answered() -> None:
+def test_block_count_mismatch_is_reported_as_fault() -> None:
     with Pair() as pair:
         pair.receiver.perform([Fetch(77, pair.peer, PrefillJob(bytes(80)), np.array([1, 2], np.int32))])
         until = time.monotonic() + PATIENCE
@@ -735,6 +733,6 @@ def test_blocks_that_do_not_fit_the_tokens_are_a_fault_that_is_answered() -> Non
         assert [one.outcome for one in answers if isinstance(one, Fetched)] == ["aborted"]
 
 
-def test_transfers_are_sealed_without_compression() -> None:
+def test_transfers_are_not_compressed() -> None:
     with pytest.raises(ValueError, match="compress"):
         make_receiver(ScriptedCache(), envelope=Envelope(SECRET, "zlib"))

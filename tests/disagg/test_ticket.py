@@ -6,51 +6,51 @@ from fd_core.disagg.ticket import read_ticket, sign_ticket
 
 KEY = b"k" * 32
 PEER = "10.0.0.7:5001"
-ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=20)  # halves of surrogates too
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=20)  # includes lone surrogates
 
 
 @pytest.mark.parametrize(
     "peer", [PEER, "worker-1.example.com:1", "a_b:65535", "[::1]:5001", "[fe80::1]:5001", "[::ffff:10.0.0.7]:80"]
 )
-def test_a_signed_address_is_read_back(peer: str) -> None:
+def test_signed_address_round_trips(peer: str) -> None:
     assert read_ticket(KEY, "r1", sign_ticket(KEY, "r1", peer)) == peer
 
 
-def test_a_ticket_is_good_for_its_request_only() -> None:
+def test_ticket_is_bound_to_its_request() -> None:
     assert read_ticket(KEY, "r2", sign_ticket(KEY, "r1", PEER)) is None
 
 
 @pytest.mark.law("6")
-def test_a_ticket_is_good_with_its_secret_only() -> None:
+def test_ticket_is_bound_to_its_secret() -> None:
     assert read_ticket(b"z" * 32, "r1", sign_ticket(KEY, "r1", PEER)) is None
 
 
-def test_a_ticket_is_good_for_its_address_only() -> None:
+def test_ticket_is_bound_to_its_address() -> None:
     mac = sign_ticket(KEY, "r1", PEER).partition(";")[2]
     assert read_ticket(KEY, "r1", f"10.0.0.8:5001;{mac}") is None
 
 
-@given(place=st.integers(0, 200), sign=st.characters())
-def test_a_changed_ticket_is_none(place: int, sign: str) -> None:
+@given(index=st.integers(0, 200), sign=st.characters())
+def test_modified_ticket_is_invalid(index: int, sign: str) -> None:
     ticket = sign_ticket(KEY, "r1", PEER)
-    place %= len(ticket)
-    changed = ticket[:place] + sign + ticket[place + 1 :]
+    index %= len(ticket)
+    changed = ticket[:index] + sign + ticket[index + 1 :]
     assert (read_ticket(KEY, "r1", changed) == PEER) == (changed == ticket)
 
 
 @given(ticket=ANY_TEXT)
-def test_anything_else_is_no_ticket(ticket: str) -> None:
+def test_arbitrary_text_is_no_ticket(ticket: str) -> None:
     assert read_ticket(KEY, "r1", ticket) is None
     assert read_ticket(KEY, "r1", f"{PEER};{ticket}") is None
 
 
 @given(one=st.tuples(ANY_TEXT, ANY_TEXT), other=st.tuples(ANY_TEXT, ANY_TEXT))
-def test_no_two_pairs_of_request_and_address_share_a_signature(one: tuple[str, str], other: tuple[str, str]) -> None:
+def test_request_and_address_have_a_unique_signature(one: tuple[str, str], other: tuple[str, str]) -> None:
     signatures = [sign_ticket(KEY, request, peer).rpartition(";")[2] for request, peer in (one, other)]
     assert (signatures[0] == signatures[1]) == (one == other)
 
 
-def test_a_line_end_does_not_move_text_between_request_and_address() -> None:
+def test_newline_does_not_shift_signed_fields() -> None:
     mac = sign_ticket(KEY, "r1", f"x\n{PEER}").rpartition(";")[2]
     assert read_ticket(KEY, "r1\nx", f"{PEER};{mac}") is None
 
@@ -84,9 +84,9 @@ def test_any_request_id_can_be_signed(request: str) -> None:
         "h" * 254 + ":80",
     ],
 )
-def test_what_cannot_be_an_address_is_none_even_if_it_was_signed(peer: str) -> None:
+def test_signed_invalid_address_is_rejected(peer: str) -> None:
     assert read_ticket(KEY, "r1", sign_ticket(KEY, "r1", peer)) is None
 
 
-def test_a_long_ticket_is_not_even_looked_at() -> None:
+def test_oversized_ticket_is_rejected_unparsed() -> None:
     assert read_ticket(KEY, "r1", sign_ticket(KEY, "r1", PEER) + " " * 10**6) is None

@@ -1,4 +1,4 @@
-"""What is sealed comes back as it was; anything else is told apart before it is believed."""
+"""Sealed messages round-trip; anything else is rejected before it is parsed."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ from_decode = st.one_of(
 
 @settings(deadline=None)
 @given(from_decode, from_prefill)
-def test_messages_come_back_as_they_were(request: m.FromDecode, answer: m.FromPrefill) -> None:
+def test_messages_round_trip(request: m.FromDecode, answer: m.FromPrefill) -> None:
     assert WIRE.open_from_decode(WIRE.seal_from_decode(request)) == request
     assert WIRE.open_from_prefill(WIRE.seal_from_prefill(answer)) == answer
 
 
 @settings(deadline=None)
 @given(from_decode, from_prefill)
-def test_no_side_can_be_made_to_hear_itself(request: m.FromDecode, answer: m.FromPrefill) -> None:
+def test_reflected_messages_are_rejected(request: m.FromDecode, answer: m.FromPrefill) -> None:
     with pytest.raises(Unsealed):
         WIRE.open_from_prefill(WIRE.seal_from_decode(request))
     with pytest.raises(Unsealed):
@@ -71,7 +71,7 @@ def test_no_side_can_be_made_to_hear_itself(request: m.FromDecode, answer: m.Fro
 
 @settings(deadline=None)
 @given(st.binary(max_size=300))
-def test_garbage_is_not_sealed(frame: bytes) -> None:
+def test_garbage_fails_authentication(frame: bytes) -> None:
     for read in (WIRE.open_from_decode, WIRE.open_from_prefill):
         with pytest.raises(Unsealed):
             read(frame)
@@ -79,7 +79,7 @@ def test_garbage_is_not_sealed(frame: bytes) -> None:
 
 @settings(deadline=None)
 @given(from_decode, st.data())
-def test_no_bit_of_a_message_can_be_changed(message: m.FromDecode, data: st.DataObject) -> None:
+def test_any_flipped_bit_fails_authentication(message: m.FromDecode, data: st.DataObject) -> None:
     frame = bytearray(WIRE.seal_from_decode(message))
     bit = data.draw(st.integers(0, 8 * len(frame) - 1))
     frame[bit // 8] ^= 1 << bit % 8
@@ -87,7 +87,7 @@ def test_no_bit_of_a_message_can_be_changed(message: m.FromDecode, data: st.Data
         WIRE.open_from_decode(frame)
 
 
-def test_another_secret_opens_nothing() -> None:
+def test_wrong_secret_fails_authentication() -> None:
     other = Wire(Envelope(bytes(32)), BLOCK)
     with pytest.raises(Unsealed):
         other.open_from_decode(WIRE.seal_from_decode(OPEN))
@@ -114,18 +114,18 @@ def test_another_secret_opens_nothing() -> None:
         ).map(msgspec.msgpack.encode),
     )
 )
-def test_what_is_sealed_and_no_message_is_unfit_or_within_limits(body: bytes) -> None:
+def test_sealed_garbage_is_invalid_or_within_limits(body: bytes) -> None:
     for key, read in ((b"fd_core/decode", WIRE.open_from_decode), (b"fd_core/prefill", WIRE.open_from_prefill)):
         frame = b"".join(Envelope(SECRET).seal(key, body))
         try:
             message = read(frame)
-        except Unfit as unfit:
-            assert unfit.lease in (None, LEASE) or len(unfit.lease) == 32
+        except Unfit as invalid:
+            assert invalid.lease in (None, LEASE) or len(invalid.lease) == 32
         else:
             assert len(message.lease) == 32
 
 
-def test_a_body_that_is_nested_without_end_is_unfit() -> None:
+def test_deeply_nested_body_is_invalid() -> None:
     frame = b"".join(Envelope(SECRET).seal(b"fd_core/decode", b"\x91" * 50_000 + b"\xc0"))
     with pytest.raises(Unfit):
         WIRE.open_from_decode(frame)
@@ -141,7 +141,7 @@ BEYOND = {
     "no window": {"window": 0},
     "huge window": {"window": MAX_WINDOW + 1},
     "negative number of held blocks": {"held_blocks": -1},
-    "nothing is wanted": {"held_blocks": 3},
+    "no blocks wanted": {"held_blocks": 3},
     "no silence": {"silence": float("nan")},
     "address": {"address": bytes(4097)},
     "connector": {"connector": "x" * 65},
@@ -154,25 +154,25 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("change", BEYOND.values(), ids=BEYOND)
-def test_what_is_beyond_a_limit_is_neither_said_nor_heard(change: dict[str, object]) -> None:
+def test_messages_beyond_limits_are_not_sent_or_received(change: dict[str, object]) -> None:
     of_job = {name: value for name, value in change.items() if name in JOB.__struct_fields__}
     others = {name: value for name, value in change.items() if name not in of_job}
     message = msgspec.structs.replace(OPEN, job=msgspec.structs.replace(JOB, **of_job), **others)
     frame = b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(message)))
-    with pytest.raises(Unfit) as heard:
+    with pytest.raises(Unfit) as received:
         WIRE.open_from_decode(frame)
     with pytest.raises(Unfit):
         WIRE.check(message)
-    assert heard.value.lease == (None if "lease" in change else LEASE)
+    assert received.value.lease == (None if "lease" in change else LEASE)
 
 
-def test_a_long_reason_is_cut() -> None:
-    heard = WIRE.open_from_prefill(WIRE.seal_from_prefill(m.Refuse(LEASE, "x" * 5000)))
-    assert isinstance(heard, m.Refuse)
-    assert heard.reason == "x" * 1024
+def test_long_reason_is_truncated() -> None:
+    received = WIRE.open_from_prefill(WIRE.seal_from_prefill(m.Refuse(LEASE, "x" * 5000)))
+    assert isinstance(received, m.Refuse)
+    assert received.reason == "x" * 1024
 
 
-def test_a_piece_comes_back_and_its_digest_is_that_of_what_was_opened() -> None:
+def test_piece_round_trips_with_matching_digest() -> None:
     digest, parts = WIRE.seal_piece(LEASE, 7, kv("s", 7))
     value = b"".join(parts)
     assert len(value) == WIRE.value_bytes
@@ -182,7 +182,7 @@ def test_a_piece_comes_back_and_its_digest_is_that_of_what_was_opened() -> None:
     assert not array.flags.writeable
 
 
-def test_a_piece_is_copied_only_where_its_place_is_not_aligned() -> None:
+def test_piece_is_copied_only_if_unaligned() -> None:
     _, parts = WIRE.seal_piece(LEASE, 7, kv("s", 7))
     whole = b"x" + b"".join(parts)
     _, array = WIRE.open_piece(LEASE, 7, memoryview(whole)[1:])
@@ -192,7 +192,7 @@ def test_a_piece_is_copied_only_where_its_place_is_not_aligned() -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_a_changed_or_moved_piece_is_damaged(data: st.DataObject) -> None:
+def test_changed_or_moved_piece_is_damaged(data: st.DataObject) -> None:
     _, parts = WIRE.seal_piece(LEASE, 7, kv("s", 7))
     value = bytearray(b"".join(parts))
     bit = data.draw(st.integers(0, 8 * len(value) - 1))
@@ -204,12 +204,12 @@ def test_a_changed_or_moved_piece_is_damaged(data: st.DataObject) -> None:
         WIRE.open_piece(LEASE, 7, value)
 
 
-def test_an_envelope_that_compresses_is_refused() -> None:
+def test_compressing_envelope_is_rejected() -> None:
     with pytest.raises(ValueError, match="compress"):
         Wire(Envelope(SECRET, "zlib"), BLOCK)
 
 
-def test_frames_have_room_for_every_message() -> None:
+def test_frame_limit_fits_every_message() -> None:
     longest = Wire(Envelope(SECRET), BLOCK, max_tokens=2**21)
     wide, trace = "\U0001f600" * 1024, f"00-{'f' * 32}-{'f' * 16}-01"
     job = PrefillJob(bytes(4 * 2**21), 0, wide, 0, wide, traceparent=trace, lease=LEASE)

@@ -1,6 +1,6 @@
-"""Two engines with leases between them, a network that does what it is told, and what may be true of all that.
+"""Two engines with leases between them, a scripted network, and the invariants of all that.
 
-Whatever either side does is checked where it happens, against what the world knows and neither side can see.
+Every action of either side is checked as it happens, against global state that neither side can see.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAST_AT_DECODE: dict[str, tuple[type, ...]] = {
     "transferred": (Confirm,),
     **dict.fromkeys(["damaged", "expired", "aborted"], (AbortLease,)),
 }
-"""What is said with the end of a lease, by its outcome."""
+"""Last message of a lease, by its outcome."""
 LAST_AT_PREFILL: dict[str, tuple[type, ...]] = {
     "refused": (Refuse,),
     **dict.fromkeys(["gave_up", "failed", "expired"], (AbortLease,)),
@@ -46,7 +46,7 @@ LAST_AT_PREFILL: dict[str, tuple[type, ...]] = {
 
 
 def opening(number: int, blocks: int, *, first: int = 0, window: int = 2, silence: float = SILENCE) -> Open:
-    """Ask for `blocks` blocks behind the `first`, the last of them not full."""
+    """Request `blocks` blocks from index `first` on; the last one is partial."""
     tokens = (first + blocks) * COMPATIBILITY.block_size - 1
     job = PrefillJob(bytes(4 * tokens), first, lease=f"{number:032x}")
     return Open(job, COMPATIBILITY, window, silence, "tcp", b"")
@@ -57,7 +57,7 @@ def content(lease: str, index: int) -> bytes:
 
 
 def seal(value: bytes, nonce: int) -> bytes:
-    """Return a digest of 16 bytes; sealing the same again gives another one."""
+    """Return a digest of 16 bytes; sealing the same value again yields another one."""
     return nonce.to_bytes(4, "little") + hashlib.blake2b(value, digest_size=12).digest()
 
 
@@ -70,20 +70,20 @@ class Packet:
 
 @dataclass
 class Leased:
-    """A lease at the decode side, with the blocks that belong to it."""
+    """A lease at the decode side, with its blocks."""
 
     opening: Open
     lease: DecodeLease
     begun: float
-    heard: float
+    last_received: float
     taking: list[tuple[KVPiece, bytes]] = field(default_factory=list)
     blocks: dict[int, bytes] = field(default_factory=dict)
     wanted: bool = True
-    """Whether the decode side has not aborted it."""
+    """True until the decode side aborts it."""
     moved: float = math.inf
-    """When the commit came, or a piece was copied since."""
+    """Time of the commit, or of the last copied piece since."""
     lost: bool = False
-    """Whether an `AbortLease` arrived or the connection went."""
+    """True if an `AbortLease` arrived or the connection was lost."""
     refused: bool = False
 
 
@@ -94,12 +94,12 @@ class Owed:
     opening: Open
     lease: PrefillLease
     begun: float
-    heard: float
+    last_received: float
     moved: float
-    """When a piece was sent or credit came."""
+    """Time of the last piece sent or credit received."""
     accepted: bool = False
     computed: int = 0
-    """Leading wanted blocks that were computed."""
+    """Number of leading wanted blocks computed."""
     running: bool = True
     gave_up: bool = False
     broken: bool = False
@@ -123,8 +123,8 @@ class World:
         self.arrived: list[Packet] = []
         self.decode: dict[str, Leased] = {}
         self.prefill: dict[str, Owed] = {}
-        self.over_decode: list[Leased] = []
-        self.over_prefill: list[Owed] = []
+        self.closed_decode: list[Leased] = []
+        self.closed_prefill: list[Owed] = []
         self.outcomes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         self.working = True
@@ -146,7 +146,7 @@ class World:
         return message.lease
 
     def at_decode(self, side: Leased, actions: list[Action]) -> None:
-        """Do what a lease wants done, and see whether it may."""
+        """Perform the actions of a lease and check that they are allowed."""
         name = side.opening.lease
         for action in actions:
             assert self.decode.get(name) is side, "an action after the end"
@@ -159,10 +159,10 @@ class World:
                 case DecodeEnd(outcome=outcome, reason=reason):
                     assert side.lease.outcome == outcome
                     assert (reason == "") == (outcome == "transferred")
-                    assert said(actions) == LAST_AT_DECODE.get(outcome, ())
+                    assert sent_types(actions) == LAST_AT_DECODE.get(outcome, ())
                     self.outcomes[name], self.reasons[name] = outcome, reason
                     del self.decode[name]
-                    self.over_decode.append(side)
+                    self.closed_decode.append(side)
                     self.may_end(side, outcome)
                 case _:
                     raise AssertionError(f"{action} is not for the decode side")
@@ -181,13 +181,13 @@ class World:
             assert {"aborted": not side.wanted, "lost": side.lost, "refused": side.refused}[outcome]
 
     def over(self, side: Leased) -> bool:
-        """Whether a lease took too long, was silent for too long, or waits for a piece sent before a commit."""
+        """Return True if a lease exceeded its maximum, its silence timeout, or the wait for a piece sent earlier."""
         silence = side.opening.silence
         stuck = not side.taking and self.now >= side.moved + silence
-        return stuck or self.now >= min(side.begun + self.longest, side.heard + silence)
+        return stuck or self.now >= min(side.begun + self.longest, side.last_received + silence)
 
     def copy(self, side: Leased, which: int) -> None:
-        """Check a piece that was taken and write it to its block, unless the lease is over by then."""
+        """Check a received piece and write it to its block, unless the lease has ended."""
         piece, payload = side.taking.pop(which)
         if self.decode.get(side.opening.lease) is not side:
             digest = seal(payload, 0)
@@ -204,10 +204,10 @@ class World:
                 side.moved = self.now
             self.at_decode(side, side.lease.copied(piece.index, digest, self.now))
 
-    def hear_at_decode(self, packet: Packet) -> None:
+    def receive_at_decode(self, packet: Packet) -> None:
         message = packet.message
         assert isinstance(message, FromPrefill)
-        for late in self.over_decode:
+        for late in self.closed_decode:
             if late.opening.lease == message.lease:
                 assert late.lease.heard(message, self.now) == []
         side = self.decode.get(message.lease)
@@ -215,7 +215,7 @@ class World:
             if not isinstance(message, AbortLease | Refuse):
                 self.flying.append(Packet(False, AbortLease(message.lease, "no such lease")))
             return
-        side.heard = self.now
+        side.last_received = self.now
         side.lost |= isinstance(message, AbortLease)
         side.refused |= isinstance(message, Refuse)
         if isinstance(message, Commit) and side.moved == math.inf:
@@ -249,7 +249,7 @@ class World:
                         assert side.accepted
                     if isinstance(message, Commit):
                         assert not side.running and side.sent == len(wanted(side.opening))
-                    if not isinstance(message, KVPiece):  # those are sent by `put`, which has the payload
+                    if not isinstance(message, KVPiece):  # `put` sends these with their payload
                         self.flying.append(Packet(True, message))
                 case SendPiece(index=index):
                     assert wanted(side.opening).start <= index < wanted(side.opening).start + side.computed
@@ -258,10 +258,10 @@ class World:
                     assert side.issued - side.credit <= side.opening.window
                 case PrefillEnd(end=end, abort=abort):
                     assert side.lease.ended == end
-                    assert said(actions) == LAST_AT_PREFILL.get(end, ())
+                    assert sent_types(actions) == LAST_AT_PREFILL.get(end, ())
                     assert abort == (side.running and not side.gave_up and end != "refused")
                     del self.prefill[name]
-                    self.over_prefill.append(side)
+                    self.closed_prefill.append(side)
                     self.may_end_at_prefill(side, end)
                 case _:
                     raise AssertionError(f"{action} is not for the prefill side")
@@ -272,17 +272,17 @@ class World:
         if end == "confirmed":
             assert side.confirmed and self.outcomes[side.opening.lease] == "transferred"
         elif end == "expired":
-            silent = self.now >= side.heard + silence
+            silent = self.now >= side.last_received + silence
             stuck = side.sent > side.credit and self.now >= side.moved + silence
             assert self.now >= side.begun + self.longest or silent or stuck
         else:
             why = {"aborted": side.aborted, "failed": side.broken, "gave_up": side.gave_up}
             assert why.get(end, end == "refused")
 
-    def hear_at_prefill(self, packet: Packet) -> None:
+    def receive_at_prefill(self, packet: Packet) -> None:
         message = packet.message
         assert isinstance(message, FromDecode)
-        for late in self.over_prefill:
+        for late in self.closed_prefill:
             if late.opening.lease == message.lease:
                 assert late.lease.heard(message, self.now) == []
         side = self.prefill.get(message.lease)
@@ -292,7 +292,7 @@ class World:
             elif not isinstance(message, AbortLease | Confirm):
                 self.flying.append(Packet(True, AbortLease(message.lease, "no such lease")))
             return
-        side.heard = self.now
+        side.last_received = self.now
         side.aborted |= isinstance(message, AbortLease)
         side.confirmed |= isinstance(message, Confirm)
         if isinstance(message, Credit) and min(message.taken, side.sent) > side.credit:
@@ -315,7 +315,7 @@ class World:
         self.at_prefill(side, side.lease.accept(self.now))
 
     def compute(self, side: Owed, count: int) -> None:
-        """Compute blocks of an accepted request; with the last one it is finished."""
+        """Compute blocks of an accepted request; the last one finishes it."""
         pieces = wanted(side.opening)
         if not (self.working and side.accepted and side.unfinished):
             return
@@ -327,11 +327,11 @@ class World:
             side.running = False
             self.at_prefill(side, side.lease.finished(side.opening.job.num_tokens, 1, self.now))
 
-    def tell_again(self, side: Owed) -> None:
+    def replay_computed(self, side: Owed) -> None:
         self.at_prefill(side, side.lease.ready(0, wanted(side.opening).start + side.computed))
 
     def finish_early(self, side: Owed) -> None:
-        """End a request that was not wholly computed as if it had been."""
+        """End an incomplete request as if it were complete."""
         side.running, side.gave_up = False, True
         self.at_prefill(side, side.lease.finished(side.opening.job.num_tokens, 0, self.now))
         assert side.lease.ended == "gave_up"
@@ -368,27 +368,27 @@ class World:
     # Crashes -----------------------------------------------------------------------------------------------------
 
     def crash_decode(self) -> None:
-        """The decode side forgets everything; what it was asked comes as if nobody had asked before."""
+        """The decode side loses all state; later messages meet a worker without leases."""
         self.decode.clear()
 
     def crash_prefill(self) -> None:
         self.prefill.clear()
 
-    # The network -------------------------------------------------------------------------------------------------
+    # Network -----------------------------------------------------------------------------------------------------
 
     def deliver(self, which: int) -> None:
         packet = self.flying.pop(which)
         self.arrived.append(packet)
         if packet.to_decode:
-            self.hear_at_decode(packet)
+            self.receive_at_decode(packet)
         else:
-            self.hear_at_prefill(packet)
+            self.receive_at_prefill(packet)
 
     def repeat(self, which: int) -> None:
         self.flying.append(self.arrived[which])
 
     def damage(self, which: int, *, sealed: bool) -> None:
-        """Change the payload of a piece on its way, with a digest of its own if `sealed`: a mix-up of the connector."""
+        """Change the payload of a piece in flight, with a valid digest if `sealed`: a mix-up of the connector."""
         packet = self.flying[which]
         if not isinstance(packet.message, KVPiece):
             return
@@ -398,7 +398,7 @@ class World:
         self.flying[which] = replace(packet, message=message, payload=payload)
 
     def cut(self) -> None:
-        """The connection goes: what is on its way is lost, and both sides learn of it."""
+        """The connection is lost with all messages in flight, and both sides are notified."""
         self.flying.clear()
         for leased in [*self.decode.values()]:
             leased.lost = True
@@ -410,14 +410,14 @@ class World:
     # Time --------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Let every lease look at the clock; one that is not due has nothing to do."""
+        """Let every lease check the clock; one that is not due has nothing to do."""
         for leased in [*self.decode.values()]:
             due = self.now >= leased.lease.next_tick
             actions = leased.lease.tick(self.now)
             assert due or actions == []
             self.at_decode(leased, actions)
-            gone = self.over(leased)
-            assert leased.lease.outcome == ("expired" if gone else None)
+            expired = self.over(leased)
+            assert leased.lease.outcome == ("expired" if expired else None)
             assert leased.lease.next_tick > self.now
             assert leased.lease.tick(self.now) == []
         for owed in [*self.prefill.values()]:
@@ -429,8 +429,8 @@ class World:
             self.at_prefill(owed, actions)
             silence = owed.opening.silence
             stuck = owed.sent > owed.credit and self.now >= owed.moved + silence
-            gone = stuck or self.now >= min(owed.begun + self.longest, owed.heard + silence)
-            assert owed.lease.ended == ("expired" if gone else None)
+            expired = stuck or self.now >= min(owed.begun + self.longest, owed.last_received + silence)
+            assert owed.lease.ended == ("expired" if expired else None)
             assert owed.lease.next_tick > self.now
             assert owed.lease.tick(self.now, working=self.working) == []
 
@@ -438,7 +438,7 @@ class World:
         return min(side.lease.next_tick for side in (*self.decode.values(), *self.prefill.values()))
 
     def wait(self, seconds: float, between: Callable[[], object] = lambda: None) -> None:
-        """Let time pass as the threads do that perform all this: they wake when a lease is due."""
+        """Let time pass as the driving threads do: they wake when a lease is due."""
         until = self.now + seconds
         while self.decode or self.prefill:
             if (due := self.next_tick()) > until:
@@ -448,10 +448,10 @@ class World:
             between()
         self.now = max(self.now, until)
 
-    # A calm world ------------------------------------------------------------------------------------------------
+    # Without faults ----------------------------------------------------------------------------------------------
 
     def go_on(self, rounds: int, *, compute: int = 1) -> None:
-        """Let everything take its course, without faults and without a loss of time."""
+        """Run everything without faults and without delays."""
         for _ in range(rounds):
             for _ in range(len(self.flying)):
                 self.deliver(0)
@@ -465,7 +465,7 @@ class World:
                     self.put(owed, 0)
 
     def settle(self, *, compute: int = 1) -> None:
-        """Go on until nothing is on its way any more."""
+        """Run until no message is in flight."""
         for _ in range(1000):
             self.go_on(1, compute=compute)
             busy = any(leased.taking for leased in self.decode.values()) or any(
@@ -474,10 +474,10 @@ class World:
             )
             if not (self.flying or busy):
                 return
-        raise AssertionError("the two sides never stop talking")
+        raise AssertionError("the two sides never stop sending")
 
 
-def said(actions: list[Action]) -> tuple[type, ...]:
+def sent_types(actions: list[Action]) -> tuple[type, ...]:
     return tuple(type(action.message) for action in actions if isinstance(action, Say))
 
 

@@ -33,6 +33,7 @@ LONGER = (
     *("docs/scale/cluster.md", "docs/scale/data-parallel.md", "docs/scale/routers.md", "docs/serve/batches.md"),
     *("docs/serve/evaluation.md", "docs/serve/speculative-decoding.md", "docs/study/study-a-policy.md"),
     *("docs/study/traces.md", "examples/README.md", "plugins/storage_redis/README.md"),
+    *("docs/operate/operations.md", "docs/operate/trouble.md"),
 )
 """Pages that take seconds each: `nox -s guides` follows them with `null` as well, the default run the others."""
 SHORTER: Mapping[str, str] = {

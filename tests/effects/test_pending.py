@@ -1,4 +1,4 @@
-"""A pending operation is completed once, in time, and never while one of its blocks is being copied."""
+"""A pending operation completes once, in time, and never while one of its blocks is being copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pending() -> Pending:
     return Pending()
 
 
-def test_the_first_completion_counts(pending) -> None:
+def test_first_completion_counts(pending) -> None:
     pending.begin(Found(1, 0, 0))
     assert 1 in pending and len(pending) == 1
     assert pending.finish(Found(1, 1, 2))
@@ -31,26 +31,26 @@ def test_the_first_completion_counts(pending) -> None:
     assert 1 not in pending and len(pending) == 0
 
 
-def test_a_number_is_pending_once(pending) -> None:
+def test_duplicate_operation_number_is_rejected(pending) -> None:
     pending.begin(Loaded(1, 0))
     with pytest.raises(ValueError, match="operation 1 is pending"):
         pending.begin(Saved(1, 0))
 
 
-def test_strangers_are_ignored(pending) -> None:
+def test_unknown_operations_are_ignored(pending) -> None:
     assert not pending.end(7)
     assert not pending.finish(Saved(7, 0))
     assert pending.completed == []
 
 
-def test_what_ends_is_completed_as_far_as_it_came(pending) -> None:
+def test_ended_operation_completes_with_partial_result(pending) -> None:
     pending.begin(Saved(1, 0))
     assert pending.advance(Saved(1, 3))
     assert pending.end(1)
     assert pending.completed == [Saved(1, 3)]
 
 
-def test_operations_end_at_their_deadline_and_are_returned_once(pending) -> None:
+def test_expired_operations_are_returned_once(pending) -> None:
     pending.begin(Loaded(1, 0), 101.0)
     pending.begin(Found(2, 0, 0), 100.5)
     pending.begin(Saved(3, 0))
@@ -62,14 +62,14 @@ def test_operations_end_at_their_deadline_and_are_returned_once(pending) -> None
     assert pending.expire(1e9) == [] and 3 in pending
 
 
-def test_what_was_completed_does_not_expire(pending) -> None:
+def test_completed_operation_does_not_expire(pending) -> None:
     pending.begin(Found(1, 0, 0), 100.0)
     pending.finish(Found(1, 1, 1))
     assert pending.expire(101.0) == []
     assert pending.completed == [Found(1, 1, 1)]
 
 
-def test_what_ends_during_a_copy_is_completed_behind_it(pending) -> None:
+def test_operation_ended_during_copy_completes_after_it(pending) -> None:
     pending.begin(Loaded(1, 0), 100.0)
     assert pending.begin_copy(1)
     assert pending.expire(100.0) == [Loaded(1, 0)]
@@ -81,7 +81,7 @@ def test_what_ends_during_a_copy_is_completed_behind_it(pending) -> None:
     assert not pending.begin_copy(1)
 
 
-def test_what_is_finished_during_a_copy_keeps_its_completion(pending) -> None:
+def test_operation_finished_during_copy_keeps_completion(pending) -> None:
     pending.begin(Loaded(1, 0))
     assert pending.begin_copy(1)
     assert pending.finish(Loaded(1, 0, seconds=3.0))
@@ -90,7 +90,7 @@ def test_what_is_finished_during_a_copy_keeps_its_completion(pending) -> None:
     assert pending.completed == [Loaded(1, 0, seconds=3.0)]
 
 
-def test_a_copy_that_failed_does_not_count(pending) -> None:
+def test_failed_copy_does_not_count(pending) -> None:
     pending.begin(Saved(1, 0))
     assert pending.begin_copy(1)
     pending.end_copy(1)
@@ -98,7 +98,7 @@ def test_a_copy_that_failed_does_not_count(pending) -> None:
     assert pending.completed == [Saved(1, 0)]
 
 
-def test_one_copy_does_not_hold_back_another_operation(pending) -> None:
+def test_copy_does_not_block_other_operations(pending) -> None:
     pending.begin(Saved(1, 0))
     pending.begin(Saved(2, 0))
     pending.begin_copy(1)
@@ -108,7 +108,7 @@ def test_one_copy_does_not_hold_back_another_operation(pending) -> None:
     assert pending.completed == [Saved(2, 0), Saved(1, 0)]
 
 
-def test_operations_are_known_by_number_and_by_kind(pending) -> None:
+def test_operations_are_identified_by_number_and_kind(pending) -> None:
     for answer in (Saved(3, 0), Found(1, 0, 0), Loaded(2, 0)):
         pending.begin(answer)
     assert pending.numbers() == [1, 2, 3]

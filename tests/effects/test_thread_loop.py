@@ -1,4 +1,4 @@
-"""Jobs are done in order, turns come when they are due, sockets are read, and the thread ends when it is told to."""
+"""Thread loop: jobs in FIFO order, turns when due, sockets polled, and an orderly stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import zmq
 from fd_core.effects.thread_loop import ThreadLoop
 
 
-def test_jobs_are_done_in_order_and_the_end_comes_last() -> None:
+def test_jobs_run_in_order_and_stop_runs_last() -> None:
     done: list[object] = []
     loop = ThreadLoop("fdcore-test", end=lambda: done.append("end"))
     loop.post(lambda: done.append("before the start"))
@@ -26,7 +26,7 @@ def test_jobs_are_done_in_order_and_the_end_comes_last() -> None:
     assert done == ["before the start", *range(100), "end"]
 
 
-def test_a_sleeping_thread_hears_of_a_job_at_once() -> None:
+def test_posting_a_job_wakes_the_thread() -> None:
     loop = ThreadLoop("fdcore-test")
     loop.start()
     time.sleep(0.05)
@@ -37,7 +37,7 @@ def test_a_sleeping_thread_hears_of_a_job_at_once() -> None:
     assert loop.join(10)
 
 
-def test_a_turn_comes_when_it_is_due() -> None:
+def test_turn_runs_when_due() -> None:
     turns: list[float] = []
 
     def turn() -> float:
@@ -53,7 +53,7 @@ def test_a_turn_comes_when_it_is_due() -> None:
     assert min(later - earlier for earlier, later in itertools.pairwise(turns)) >= 0.04
 
 
-def test_jobs_come_between_turns_that_have_work_left() -> None:
+def test_jobs_run_between_busy_turns() -> None:
     loop = ThreadLoop("fdcore-test", lambda: 0.0)
     loop.start()
     done = threading.Event()
@@ -63,7 +63,7 @@ def test_jobs_come_between_turns_that_have_work_left() -> None:
     assert loop.join(10)
 
 
-def test_a_failed_job_is_shown_and_the_next_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_job_is_logged_and_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[type[BaseException]] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.exc_type))
     done = threading.Event()
@@ -77,7 +77,7 @@ def test_a_failed_job_is_shown_and_the_next_is_done(monkeypatch: pytest.MonkeyPa
     assert shown == [IndexError]
 
 
-def test_a_job_that_was_done_keeps_nothing_alive() -> None:
+def test_finished_job_keeps_no_references() -> None:
     class Array:
         pass
 
@@ -93,17 +93,17 @@ def test_a_job_that_was_done_keeps_nothing_alive() -> None:
     assert loop.join(10)
 
 
-def test_a_watched_socket_is_read_until_it_is_forgotten() -> None:
+def test_watched_socket_is_read_until_unwatched() -> None:
     context = zmq.Context()
     try:
         here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         port = here.bind_to_random_port("tcp://127.0.0.1")
         there.connect(f"tcp://127.0.0.1:{port}")
-        heard: list[bytes] = []
+        received: list[bytes] = []
         arrived = threading.Event()
 
         def read() -> None:
-            heard.append(here.recv())
+            received.append(here.recv())
             arrived.set()
 
         loop = ThreadLoop("fdcore-test", end=lambda: (loop.forget(here), here.close(0)))
@@ -113,13 +113,13 @@ def test_a_watched_socket_is_read_until_it_is_forgotten() -> None:
         assert arrived.wait(10)
         loop.stop()
         assert loop.join(10)
-        assert heard == [b"word"]
+        assert received == [b"word"]
         there.close(0)
     finally:
         context.term()
 
 
-def test_a_loop_that_was_not_started_does_one_job_when_it_is_asked() -> None:
+def test_unstarted_loop_runs_single_jobs_on_request() -> None:
     done: list[int] = []
     loop = ThreadLoop("fdcore-test")
     loop.post(lambda: done.append(1))

@@ -1,7 +1,7 @@
-"""A null backend that fails on purpose, for engines in processes of their own.
+"""Null backend with injected faults, for engines in separate processes.
 
-It is installed like a plugin, through a folder on the path; an environment variable says what goes wrong, because that
-is what a child process inherits.
+It is installed like a plugin, through a folder on the path; an environment variable selects the fault, because child
+processes inherit it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _VARIABLE = "FDCORE_TEST_FAULT"
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes wrong in a step that computes a position from `position` on, or `token` at exactly that position."""
+    """Fault in a step that computes a position from `position` on, or `token` at exactly that position."""
 
     hows: list[str]
-    """One after the other: `kill`, `exit`, `raise`, `stall`; `load` is a model that cannot be loaded a second time."""
+    """Kinds, used one after the other: `kill`, `exit`, `raise`, `stall`; `load` fails the second load of the model."""
     folder: str
-    """Keeps count, over all epochs."""
+    """File that counts strikes over all epochs."""
     position: int = 0
     token: int | None = None
     every: int = 0
-    """How much later it happens the next time."""
+    """Offset added to `position` after each strike."""
 
     @property
     def count(self) -> int:
-        """How often it happened."""
+        """Return the number of strikes so far."""
         return len(list(Path(self.folder).iterdir()))
 
     def strikes(self, step: StepInput) -> bool:
@@ -94,7 +94,7 @@ def fd_register_backends() -> list[Entry]:
 
 
 class Faults:
-    """Installs the backend for the time of a test; `arm` says what it does."""
+    """Installs the backend for the duration of a test; `arm` selects the fault."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self._marks = folder / "marks"
@@ -114,5 +114,5 @@ class Faults:
 
     @property
     def count(self) -> int:
-        """How often it happened."""
+        """Return the number of strikes so far."""
         return len(list(self._marks.iterdir()))

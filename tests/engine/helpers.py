@@ -1,4 +1,4 @@
-"""A small engine on the null backend, and ways to run it."""
+"""Small engine on the null backend, and helpers that run it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _GOLDEN: dict[bytes, list[int]] = {}
 
 
 def golden(specs: list[RequestSpec]) -> dict[str, list[int]]:
-    """The texts of requests run one at a time with room for everything."""
+    """Return the texts of requests run one at a time with an ample cache."""
     texts: dict[str, list[int]] = {}
     for spec in specs:
         key = msgspec.json.encode(spec)

@@ -1,4 +1,4 @@
-"""The kit's drafter, told the golden texts of the null backend."""
+"""Drafter of the test kit that knows the golden texts of the null backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.engine.helpers import golden
 
 
 class KnowingDrafter(drafting.KnowingDrafter):
-    """Guesses from the golden texts, wrong in a share of its tokens."""
+    """Drafts from the golden texts, with a given share of wrong tokens."""
 
     def __init__(self, num_slots: int, specs: list[RequestSpec], wrong: float, seed: int) -> None:
         texts = golden(specs)

@@ -1,8 +1,8 @@
-"""Two engines and what lies between them, in tests: leases whose every message and copy happens when a test says so.
+"""Two engines and the leases between them, with every message and copy triggered by the test.
 
-Copies are made as late as the contract allows: a block is read when its `Send` is answered, a prompt is written when
-its `Fetch` is. Until then, and in every lease that fails, the leased blocks hold garbage: a block that somebody else
-uses too early, or uses although it was not transferred, changes a text.
+Copies happen as late as the contract allows: a block is read when its `Send` is acknowledged, a prompt is written when
+its `Fetch` is. Until then, and in every failed lease, leased blocks hold garbage, so a block that is reused too early,
+or used without having been transferred, changes a text.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 @dataclass(slots=True)
 class Lease:
-    """What the network knows of one lease, whose sides may both have forgotten it."""
+    """Network state of one lease, which both sides may already have forgotten."""
 
     name: str
     fetch: Fetch
-    asked: bool = False
-    """Whether the prefill worker took the order."""
-    over_here: bool = False
-    """Whether the decode worker was told how it ended."""
-    over_there: bool = False
-    """Whether the prefill worker has nothing to do with it any more."""
+    ordered: bool = False
+    """True once the prefill worker accepted the order."""
+    decode_closed: bool = False
+    """True once the decode worker was notified of the outcome."""
+    prefill_closed: bool = False
+    """True once the prefill worker released the lease."""
     cancelled: bool = False
     pieces: dict[int, Any] = field(default_factory=dict)
-    said: int = 0
-    """Leading blocks that were offered in sends, each once and in order."""
+    num_offered: int = 0
+    """Leading blocks offered in sends, each once and in order."""
     tokens: int | None = None
     cached: int = 0
     unread: int = 0
-    """Sends that were not answered."""
+    """Sends not yet acknowledged."""
     ends: int = 0
-    """Last sends and give-ups of the prefill worker: one at most."""
+    """Final sends and cancellations of the prefill worker: at most one."""
 
     @property
     def complete(self) -> bool:
-        """Whether everything arrived, so that a transfer may succeed."""
+        """Return True if everything arrived, so that the transfer may succeed."""
         first, count = self.fetch.job.held_blocks, len(self.fetch.blocks)
         return self.tokens == self.fetch.job.num_tokens and self.pieces.keys() >= set(range(first, first + count))
 
 
 class Worker(Stepper):
-    """One engine of a pair. It hands its transfers to the pair and is audited for blocks that they hold."""
+    """One engine of a pair. Passes its transfers to the pair and is audited for the blocks they hold."""
 
     def __init__(self, engine: Engine, pair: Pair, *, eager: bool) -> None:
         super().__init__(engine, eager=eager)
@@ -67,7 +67,7 @@ class Worker(Stepper):
 
     @property
     def busy(self) -> bool:
-        """Whether anything is left to do or to be answered."""
+        """Return True if anything is left to do or to acknowledge."""
         return self.engine.has_work or bool(self.in_flight)
 
     def perform(self, effects: Effects) -> None:
@@ -79,7 +79,7 @@ class Worker(Stepper):
                 self.pair.take(self, effect)
 
     def turn(self, depth: int, times: int = 1) -> None:
-        """Do as the engine's loop does."""
+        """Run one iteration of the engine loop."""
         for _ in range(times):
             self.flush()
             while len(self.in_flight) < depth and self.plan() is not None:
@@ -89,8 +89,8 @@ class Worker(Stepper):
             if self.tiers is not None and self.tiers.pending:
                 self.complete(0, How.WELL)
 
-    def told(self, answer: Fetched | Sent) -> None:
-        """Tell the scheduler what became of a transfer."""
+    def notify(self, answer: Fetched | Sent) -> None:
+        """Notify the scheduler of the outcome of a transfer."""
         del self.holding[answer.operation]
         self.scheduler.complete(answer)
         self.audit()
@@ -111,7 +111,7 @@ class Worker(Stepper):
                 assert not any(blocks & touched for touched in self._touched.values()), "a step touches leased blocks"
 
     def spoil(self, blocks: IntArray) -> None:
-        """Leave garbage in blocks."""
+        """Overwrite blocks with garbage."""
         garbage = np.full_like(self.runner.cache.export_blocks(blocks), 1.5)
         self.runner.cache.import_blocks(blocks, garbage)
 
@@ -124,16 +124,16 @@ class Pair:
         self.decode = Worker(decode, self, eager=eager)
         self.prefill = Worker(prefill, self, eager=eager)
         self.leases: list[Lease] = []
-        """Those that one of the sides still knows, oldest first."""
+        """Leases that at least one side still knows, oldest first."""
         self.reading: list[tuple[Lease, Send]] = []
-        """Sends that were not answered, oldest first."""
+        """Sends not yet acknowledged, oldest first."""
         self.outcomes: list[PrefillOutcome] = []
         self._count = 0
 
-    # What the engines want --------------------------------------------------------------------------------
+    # Requests of the engines ------------------------------------------------------------------------------
 
     def take(self, worker: Worker, effect: Effect) -> None:
-        """An engine wants something of a transfer."""
+        """Handle a transfer operation of an engine."""
         match effect:
             case Fetch():
                 assert worker is self.decode
@@ -151,24 +151,24 @@ class Pair:
                 lease = self._named(effect.lease)
                 lease.ends += 1
                 assert lease.ends == 1, "a lease ends twice"
-                self._over_there(lease)
+                self._close_prefill(lease)
 
     def _take_send(self, send: Send) -> None:
-        """Each block of a prompt behind those that the decode worker has is offered once, in order, and is settled."""
+        """Check that each block after the decode worker's own prefix is offered once, in order and settled."""
         lease, size = self._named(send.lease), self.prefill.limits.block_size
-        assert not lease.ends, "something is sent behind the end"
-        assert send.first == max(lease.said, lease.fetch.job.held_blocks), "a block is left out or sent twice"
-        assert len(send.blocks) or send.tokens is not None, "a send without blocks says nothing"
-        lease.said = send.first + len(send.blocks)
+        assert not lease.ends, "a block is sent after the last send"
+        assert send.first == max(lease.num_offered, lease.fetch.job.held_blocks), "a block is left out or sent twice"
+        assert len(send.blocks) or send.tokens is not None, "a send without blocks is pointless"
+        lease.num_offered = send.first + len(send.blocks)
         hashes = running_hashes(np.uint64(0), lease.fetch.job.token_ids)
-        for place, block in enumerate(send.blocks.tolist(), send.first):
-            wanted = hashes[place * size : (place + 1) * size].tolist()
+        for position, block in enumerate(send.blocks.tolist(), send.first):
+            wanted = hashes[position * size : (position + 1) * size].tolist()
             held = self.prefill.runner.cache.layer(0)[block, : len(wanted)].tolist()
             assert held == wanted, "a block is sent that does not hold its part of the prompt"
             assert len(wanted) == size or send.tokens is not None, "a block is sent before it is settled"
         if send.tokens is not None:
             assert send.tokens == lease.fetch.job.num_tokens
-            assert lease.said == -(-send.tokens // size), "the last send leaves blocks out"
+            assert lease.num_offered == -(-send.tokens // size), "the last send leaves blocks out"
             lease.ends += 1
         lease.unread += 1
         self.reading.append((lease, send))
@@ -177,26 +177,26 @@ class Pair:
         (lease,) = [lease for lease in self.leases if lease.name == name]
         return lease
 
-    # What the network does --------------------------------------------------------------------------------
+    # Network events ---------------------------------------------------------------------------------------
 
     @property
-    def unasked(self) -> list[Lease]:
-        """Leases that the prefill worker has not heard of."""
-        return [lease for lease in self.leases if not lease.asked and not lease.over_there]
+    def undelivered(self) -> list[Lease]:
+        """Return leases whose order has not reached the prefill worker."""
+        return [lease for lease in self.leases if not lease.ordered and not lease.prefill_closed]
 
     @property
     def awaited(self) -> list[Lease]:
-        """Leases whose end the decode worker was not told."""
-        return [lease for lease in self.leases if not lease.over_here]
+        """Return leases whose outcome has not reached the decode worker."""
+        return [lease for lease in self.leases if not lease.decode_closed]
 
     @property
     def unwanted(self) -> list[Lease]:
-        """Leases that are over for the decode worker, which the prefill worker still serves."""
-        return [lease for lease in self.leases if lease.over_here and lease.asked and not lease.over_there]
+        """Return leases that the decode worker has closed and the prefill worker still serves."""
+        return [lease for lease in self.leases if lease.decode_closed and lease.ordered and not lease.prefill_closed]
 
     def ask(self, lease: Lease) -> None:
-        """The order arrives at the prefill worker; of a lease that is over it may arrive late."""
-        lease.asked = True
+        """Deliver the order to the prefill worker; that of a closed lease may arrive late."""
+        lease.ordered = True
         job = msgspec.structs.replace(lease.fetch.job, lease=lease.name)
         self.prefill.submit(
             RequestSpec(
@@ -211,91 +211,91 @@ class Pair:
         )
 
     def refuse(self, lease: Lease) -> None:
-        """The prefill worker does not take the order."""
-        self._over_there(lease)
+        """The prefill worker rejects the order."""
+        self._close_prefill(lease)
 
     def read(self, index: int) -> None:
-        """A send is done: its blocks were read, if anybody still wanted them."""
+        """Complete a send: its blocks were read if the lease is still wanted."""
         lease, send = self.reading.pop(index)
         lease.unread -= 1
-        if not lease.over_here:
-            for place, block in enumerate(send.blocks, send.first):
-                lease.pieces[place] = self.prefill.runner.cache.export_blocks(np.array([block], np.int32))
+        if not lease.decode_closed:
+            for position, block in enumerate(send.blocks, send.first):
+                lease.pieces[position] = self.prefill.runner.cache.export_blocks(np.array([block], np.int32))
             if send.tokens is not None:
                 lease.tokens, lease.cached = send.tokens, send.cached
-        self.prefill.told(Sent(send.operation))
+        self.prefill.notify(Sent(send.operation))
         self._forget(lease)
 
     def end(self, lease: Lease, outcome: PrefillOutcome = "transferred") -> None:
-        """The decode worker is told what became of a lease; without everything in place it is not transferred."""
+        """Deliver the outcome of a lease to the decode worker; it is a failure unless everything has arrived."""
         if outcome == "transferred" and not lease.complete:
             outcome = "aborted" if lease.cancelled else "lost"
         blocks = lease.fetch.blocks
         if outcome == "transferred":
-            for place, block in enumerate(blocks, lease.fetch.job.held_blocks):
-                self.decode.runner.cache.import_blocks(np.array([block], np.int32), lease.pieces[place])
+            for position, block in enumerate(blocks, lease.fetch.job.held_blocks):
+                self.decode.runner.cache.import_blocks(np.array([block], np.int32), lease.pieces[position])
         else:
             self.decode.spoil(blocks)
-        self._over_here(lease)
+        self._close_decode(lease)
         self.outcomes.append(outcome)
-        self.decode.told(Fetched(lease.fetch.operation, outcome, cached=lease.cached))
+        self.decode.notify(Fetched(lease.fetch.operation, outcome, cached=lease.cached))
 
     def abort(self, lease: Lease) -> None:
-        """The prefill worker hears that nobody wants a lease any more, or finds that out itself."""
+        """Cancel a lease at the prefill worker, by message or by its own timeout."""
         self.prefill.abort(lease.name)
         self.prefill.flush()
 
     def replace(self, worker: Worker, engine: Engine) -> Worker:
-        """An engine dies with its leases; return the next epoch's, which has the texts of what was delivered."""
+        """Kill an engine with its leases; return its successor, which resumes from the delivered texts."""
         new = Worker(engine, self, eager=self.eager)
         if worker is self.prefill:
             self.prefill = new
             self.reading.clear()
             for lease in list(self.leases):
                 lease.unread = 0
-                if lease.asked:
-                    self._over_there(lease)
+                if lease.ordered:
+                    self._close_prefill(lease)
         else:
             self.decode = new
             for lease in list(self.leases):
-                self._over_here(lease)
+                self._close_decode(lease)
         new.texts = worker.texts
         return new
 
     def calm(self) -> None:
-        """Everything that is on its way arrives, and what cannot succeed any more ends."""
+        """Deliver everything in transit and end what can no longer succeed."""
         for lease in self.unwanted:
             if not lease.ends:
                 self.abort(lease)
-        for lease in self.unasked:
-            if lease.over_here:
+        for lease in self.undelivered:
+            if lease.decode_closed:
                 self.refuse(lease)
             else:
                 self.ask(lease)
         while self.reading:
             self.read(0)
         for lease in self.awaited:
-            if lease.complete or lease.over_there or lease.cancelled:
+            if lease.complete or lease.prefill_closed or lease.cancelled:
                 self.end(lease)
 
-    def _over_here(self, lease: Lease) -> None:
-        lease.over_here = True
+    def _close_decode(self, lease: Lease) -> None:
+        lease.decode_closed = True
         self._forget(lease)
 
-    def _over_there(self, lease: Lease) -> None:
-        lease.over_there = True
+    def _close_prefill(self, lease: Lease) -> None:
+        lease.prefill_closed = True
         self._forget(lease)
 
     def _forget(self, lease: Lease) -> None:
         if not lease.unread and lease.ends:
-            lease.over_there = True
-        if lease.over_here and lease.over_there and not lease.unread and lease in self.leases:
+            lease.prefill_closed = True
+        if lease.decode_closed and lease.prefill_closed and not lease.unread and lease in self.leases:
             self.leases.remove(lease)
 
-    # To the end -------------------------------------------------------------------------------------------
+    # Completion -------------------------------------------------------------------------------------------
 
     def run(self, depth: int = 1, turns: int = 3000) -> Texts:
-        """Let both engines work over a calm network until nothing is left; return what the decode worker delivered."""
+        """Run both engines over a calm network until nothing is left; return what the decode worker delivered."""
         for _ in range(turns):
             self.decode.turn(depth)
             self.prefill.turn(depth)
@@ -304,6 +304,6 @@ class Pair:
                 break
         assert not self.leases, "a lease has no end"
         for worker in (self.decode, self.prefill):
-            assert not worker.busy, "an engine did not come to rest"
+            assert not worker.busy, "an engine did not become idle"
             worker.check_idle()
         return self.decode.texts

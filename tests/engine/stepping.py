@@ -1,6 +1,6 @@
-"""The kit's stepper on the null backend, whose cache is known: what the prefix index names is what it holds.
+"""The kit's stepper on the null backend, whose cache is transparent: blocks must hold what the prefix index claims.
 
-Besides it audits KV outside the device, in tiers that a test plays.
+It also audits KV offload, in tiers that the test scripts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def small_engine(specs: list[RequestSpec], k: int = 0, wrong: float = 0.0, seed:
 
 
 def scripted(spec: RequestSpec) -> list[int]:
-    """The greedy text of a request, straight from the model: no scheduler, no runner, no cache."""
+    """Return the greedy text of a request straight from the model: no scheduler, no runner, no cache."""
     model = NullModel()
     ends = {*spec.params.stop_token_ids, *(() if spec.params.ignore_eos else spec.eos_token_ids)}
     state = running_hashes(np.uint64(0), np.array(spec.prompt, np.int32))[-1]
@@ -49,21 +49,21 @@ def scripted(spec: RequestSpec) -> list[int]:
 
 
 class Stepper(stepping.Stepper):
-    """Plans, executes and answers one step at a time, with an audit after each."""
+    """Plans, executes and commits one step at a time, with an audit after each."""
 
     def __init__(self, engine: Engine, *, eager: bool = False) -> None:
-        """`eager` admits whoever fits, without looking ahead: much more preemption."""
+        """`eager` admits every request that fits, without a reserve: many more preemptions."""
         super().__init__(engine, eager=eager)
         self.tiers: ScriptedTiers | None = None
         self._ways = itertools.cycle(How)
 
     def perform(self, effects: Effects) -> None:
-        """Hand the scheduler's operations to whoever plays the tiers."""
+        """Pass the scheduler's operations to the scripted tiers."""
         if self.tiers is not None:
             self.tiers.perform(effects.operations)
 
     def flush(self) -> None:
-        """Hand over at once what the next plan or commit would return."""
+        """Pass on at once what the next plan or commit would return."""
         self.perform(Effects(*self.probe.operations.take()))
 
     def complete(self, index: int, how: How) -> None:
@@ -73,7 +73,7 @@ class Stepper(stepping.Stepper):
         self.audit()
 
     def meanwhile(self) -> bool:
-        """End one operation outside steps, if there is any."""
+        """End one operation outside steps, if any is open."""
         if self.tiers is None or not self.tiers.pending:
             return False
         self.complete(0, next(self._ways))
@@ -89,7 +89,7 @@ class Stepper(stepping.Stepper):
             self._check_settled(slot)
 
     def _check_operations(self, free: set[int]) -> None:
-        """Blocks of an operation belong to it, and what is being loaded is touched by no step."""
+        """Check that an operation owns its blocks and that no step touches a block being loaded."""
         assert self.tiers is not None
         for operation in self.tiers.pending:
             blocks = set(getattr(operation, "blocks", np.empty(0)).tolist())
@@ -98,7 +98,7 @@ class Stepper(stepping.Stepper):
                 assert not any(blocks & touched for touched in self._touched.values())
 
     def _check_settled(self, slot: int) -> None:
-        """What a slot registered is known, hashed from the known tokens, and held by the cache."""
+        """Check that blocks registered by a slot are settled, hashed from the known tokens, and in the cache."""
         slots, size = self.probe.slots, self.limits.block_size
         settled, known = int(slots.num_settled[slot]), int(slots.num_tokens[slot])
         assert settled < known <= slots.limit[slot]
@@ -109,7 +109,9 @@ class Stepper(stepping.Stepper):
         assert request.chain[: known // size] == _keys(hasher, request.root, tokens)[: len(request.chain)]
         hashes = running_hashes(np.uint64(0), tokens)[size - 1 :: size]
         held = self.runner.cache.layer(0)[slots.tables[slot, : slots.num_registered[slot]], size - 1]
-        assert held.tolist() == hashes[: slots.num_registered[slot]].tolist(), "a known prefix is not in its blocks"
+        assert held.tolist() == hashes[: slots.num_registered[slot]].tolist(), (
+            "a registered prefix is not in its blocks"
+        )
 
 
 def _keys(hasher: PrefixHasher, root: bytes, tokens: Any) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The stepper's KV outside the device, in tiers that a test plays."""
+"""KV offload of the stepper, in tiers scripted by the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ScriptedTiers", "keep_kv"]
 def keep_kv(
     stepper: Stepper, *, preempted: bool = True, finished: bool = False, persist: bool = False
 ) -> ScriptedTiers:
-    """Let the stepper's scheduler keep KV outside the device, in tiers that the test plays."""
+    """Enable KV offload of the stepper's scheduler, in tiers scripted by the test."""
     stepper.probe.offloading.keep = KeepKV(preempted, finished, persist)
     stepper.tiers = ScriptedTiers(stepper.runner.cache)
     return stepper.tiers

@@ -32,11 +32,11 @@ GRAMMARS = {
     "lark": grammar.context_free('start: "<" start ">" | "x"'),
 }
 THINK = (7, 9, 7)
-"""Ids that end reasoning."""
+"""Token ids that end reasoning."""
 
 
 def matches(kind: str, text: str) -> bool:
-    """Whether a whole text has the form that it was asked for."""
+    """Return True if a whole text satisfies its output constraint."""
     if kind == "schema":
         jsonschema.validate(json.loads(text), SCHEMA)
         return True
@@ -48,7 +48,9 @@ def matches(kind: str, text: str) -> bool:
 
 
 def structured_specs(count: int, max_tokens: int = 70) -> list[RequestSpec]:
-    """Every kind in turn, every fifth request free, some with reasoning, penalties, filters and log-probabilities."""
+    """Return requests of every kind in turn: every fifth unconstrained, some with reasoning, penalties, filters and
+    logprobs.
+    """
     specs = []
     for index in range(count):
         kind = list(GRAMMARS)[index % len(GRAMMARS)]
@@ -56,7 +58,7 @@ def structured_specs(count: int, max_tokens: int = 70) -> list[RequestSpec]:
         specs.append(
             RequestSpec(
                 request_id=f"{kind}-{index}" if index % 5 != 4 else f"free-{index}",
-                prompt=tuple((index * 37 + place * 11) % 256 for place in range(3 + index * 7 % 90)),
+                prompt=tuple((index * 37 + position * 11) % 256 for position in range(3 + index * 7 % 90)),
                 params=SamplingParams(
                     max_tokens=max_tokens,
                     temperature=float(index % 2),

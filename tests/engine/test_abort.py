@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 SPECS = random_specs(12, seed=3)
 
 
-def test_a_waiting_request_leaves_at_once_and_is_never_prefilled() -> None:
+def test_aborted_waiting_request_leaves_without_prefill() -> None:
     engine = null_engine(max_num_seqs=1)
     for spec in SPECS[:2]:
         engine.submit(spec)
@@ -24,7 +24,7 @@ def test_a_waiting_request_leaves_at_once_and_is_never_prefilled() -> None:
     assert engine.abort(["r1"]) == []
 
 
-def test_a_running_request_ends_with_the_answer_to_its_take_back() -> None:
+def test_aborted_running_request_ends_on_acknowledgement() -> None:
     engine = null_engine()
     engine.submit(SPECS[1])
     engine.step()
@@ -36,18 +36,18 @@ def test_a_running_request_ends_with_the_answer_to_its_take_back() -> None:
     assert engine.stats().scheduler.blocks.used == 0
 
 
-def test_unknown_ids_are_ignored() -> None:
-    assert null_engine().abort(["nobody"]) == []
+def test_abort_of_unknown_id_is_ignored() -> None:
+    assert null_engine().abort(["unknown"]) == []
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(40, marks=pytest.mark.soak)])
-def test_survivors_keep_their_text_whoever_is_aborted_when(examples: int) -> None:
+def test_random_aborts_leave_other_texts_unchanged(examples: int) -> None:
     abort = st.tuples(st.integers(0, 40), st.integers(0, 11))
-    aborted = given(depth=st.integers(1, 3), aborts=st.lists(abort, max_size=12))(survivors_keep_their_text)
+    aborted = given(depth=st.integers(1, 3), aborts=st.lists(abort, max_size=12))(check_survivors)
     settings(max_examples=examples, deadline=None)(aborted)()
 
 
-def survivors_keep_their_text(depth: int, aborts: list[tuple[int, int]]) -> None:
+def check_survivors(depth: int, aborts: list[tuple[int, int]]) -> None:
     engine = null_engine(num_kv_blocks=25, max_num_batched_tokens=48, pipeline_depth=depth, max_num_seqs=6)
     texts = Texts()
     for spec in SPECS:
@@ -81,7 +81,7 @@ def survivors_keep_their_text(depth: int, aborts: list[tuple[int, int]]) -> None
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_abort_of_everything_leaves_nothing(depth: int) -> None:
+def test_abort_of_all_requests_frees_everything(depth: int) -> None:
     engine = null_engine(pipeline_depth=depth)
     texts = Texts()
     for spec in SPECS:

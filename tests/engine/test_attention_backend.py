@@ -1,4 +1,4 @@
-"""Who computes attention: refused where a backend has no such choice, and by the names of other servers."""
+"""Choice of the attention backend: rejected where a backend offers none, with hints for names of other servers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.engine.helpers import null_engine
 
 
 @pytest.mark.parametrize("wanted", ["triton", "flashinfer", "torch"])
-def test_a_backend_without_a_choice_refuses_at_start(wanted: str) -> None:
-    with pytest.raises(ConfigError, match=f"the null backend computes attention in one way, not by {wanted}") as found:
+def test_backend_without_attention_choice_rejects_at_start(wanted: str) -> None:
+    with pytest.raises(ConfigError, match=f"the null backend expects one of auto, got {wanted}") as found:
         null_engine(attention_backend=wanted)
     assert found.value.field == "--attention-backend"
 
@@ -21,6 +21,6 @@ def test_every_backend_takes_auto() -> None:
 
 
 @pytest.mark.parametrize(("word", "here"), [("FLASHINFER", "flashinfer"), ("APPEND_ATTN", "auto")])
-def test_names_of_other_servers_are_refused_with_ours(word: str, here: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{word}' is not served here; use {here}"):
+def test_foreign_attention_names_get_our_equivalent(word: str, here: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{word}' is not supported; use {here}"):
         EngineConfig(model="null", attention_backend=word)

@@ -1,4 +1,4 @@
-"""Outputs arrive the same whichever way they travel; a runner that fails or stalls is an engine fault."""
+"""Outputs are the same over every transport; a runner that fails or stalls is an engine fault."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ made.close()
 
 
 @pytest.mark.parametrize("made", [ThreadDevice, SocketDevice])
-def test_a_pause_of_the_whole_process_is_no_step_without_an_answer(made: type[Device]) -> None:
-    """The clock goes on while a machine, or all of its processes, stand still."""
+def test_suspended_process_does_not_trip_step_timeout(made: type[Device]) -> None:
+    """The clock runs on while the machine or all of its processes are suspended."""
     command = [sys.executable, "-c", PAUSED, made.__name__]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         while " T " not in Path(f"/proc/{process.pid}/stat").read_text():
@@ -85,7 +85,7 @@ def test_a_pause_of_the_whole_process_is_no_step_without_an_answer(made: type[De
 
 
 @given(outputs())
-def test_a_frame_carries_an_output_bit_for_bit(output: StepOutput) -> None:
+def test_frame_preserves_output_bitwise(output: StepOutput) -> None:
     back = decode_output(encode_output(output))
     assert isinstance(back, StepOutput)
     np.testing.assert_equal(_plain(back), _plain(output))
@@ -93,21 +93,21 @@ def test_a_frame_carries_an_output_bit_for_bit(output: StepOutput) -> None:
 
 @pytest.mark.parametrize("transport", ["memory", "zmq"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_texts_with_logprobs_are_the_same_over_each_transport(transport: str, depth: int) -> None:
+def test_texts_and_logprobs_are_equal_over_each_transport(transport: str, depth: int) -> None:
     engine = null_engine(num_kv_blocks=30, pipeline_depth=depth, output_transport=transport)
     assert run(engine, SPECS).tokens == golden(SPECS)
     assert engine.stats().scheduler.outputs.stale_outputs == 0
     engine.close()
 
 
-def test_a_frame_carries_why_there_is_no_output_and_the_rank_at_fault() -> None:
+def test_failure_frame_carries_reason_and_rank() -> None:
     back = decode_output(encode_output(EngineDead("rank 1 is gone", field="rank 1")))
     assert isinstance(back, EngineDead)
     assert (back.message, back.field) == ("rank 1 is gone", "rank 1")
 
 
 @given(st.binary(max_size=60))
-def test_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
+def test_malformed_frame_is_rejected(data: bytes) -> None:
     with pytest.raises((msgspec.MsgspecError, ValueError)):
         decode_output(data)
 
@@ -131,7 +131,7 @@ def _empty_plan() -> StepPlan:
 
 
 @pytest.mark.parametrize("kind", [ThreadDevice, SocketDevice])
-def test_a_runner_that_fails_is_reported_with_its_reason(kind: type[Device]) -> None:
+def test_failed_runner_is_reported_with_reason(kind: type[Device]) -> None:
     device = kind(_FaultyRunner("fail"))  # type: ignore[call-arg]
     device.submit(_empty_plan())
     with pytest.raises(EngineDead, match="step 0 failed: ValueError: the device is on fire"):
@@ -141,7 +141,7 @@ def test_a_runner_that_fails_is_reported_with_its_reason(kind: type[Device]) -> 
 
 @pytest.mark.parametrize("kind", [ThreadDevice, SocketDevice])
 @pytest.mark.law("1.8")
-def test_a_runner_that_stalls_is_noticed(kind: type[Device]) -> None:
+def test_stalled_runner_is_detected(kind: type[Device]) -> None:
     device = kind(_FaultyRunner("stall"))  # type: ignore[call-arg]
     device.submit(_empty_plan())
     with pytest.raises(EngineDead, match=r"not answered within 0\.05 s"):
@@ -156,16 +156,16 @@ def _plain(output: StepOutput) -> dict[str, object]:
     return fields
 
 
-def test_an_engine_tells_what_its_pack_compiled_and_nothing_where_nothing_compiles(
+def test_compilation_stats_only_for_packs_that_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = null_engine()
     assert engine.stats().compilations is None
     counted = CompilationStats(start=7, serving=1, start_seconds=2.5, serving_seconds=0.5)
     monkeypatch.setattr(Ops, "compilation_stats", lambda ops: counted)
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(engine.stats()), type=EngineStats)
-    assert told.compilations == counted
-    samples = {(spec.name, *each): value for spec, found in read_metrics(told) for each, value in found}
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(engine.stats()), type=EngineStats)
+    assert decoded.compilations == counted
+    samples = {(spec.name, *each): value for spec, found in read_metrics(decoded) for each, value in found}
     assert samples["kernel_compilations", "start"] == 7
     assert samples["kernel_compilation_seconds", "serving"] == 0.5
     engine.close()

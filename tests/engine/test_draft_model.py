@@ -1,4 +1,4 @@
-"""An engine with a draft model: the same texts in fewer steps, in memory that was counted before it was taken."""
+"""Engine with a draft model: the same texts in fewer steps, with its memory budgeted before allocation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def drafting(k: int, **changes: object) -> Engine:
 @pytest.mark.parametrize("budget", [24, 64])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_texts_are_the_golden_ones_under_pressure(k: int, depth: int, budget: int) -> None:
+def test_texts_are_golden_under_memory_pressure(k: int, depth: int, budget: int) -> None:
     engine = drafting(k, num_kv_blocks=30, pipeline_depth=depth, max_num_batched_tokens=budget)
     assert run(engine, SPECS).tokens == golden(SPECS)
     stats = engine.stats()
@@ -33,7 +33,7 @@ def test_texts_are_the_golden_ones_under_pressure(k: int, depth: int, budget: in
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_a_model_that_drafts_for_itself_is_always_right(k: int) -> None:
+def test_model_drafting_for_itself_has_full_acceptance(k: int) -> None:
     specs = [greedy(f"r{index}", range(index, 40 * index + 1), 60) for index in range(8)]
     engine, plain = drafting(k), null_engine()
     texts, expected = run(engine, specs), run(plain, specs)
@@ -43,7 +43,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(k: int) -> None:
     assert stats.scheduler.counters.steps < plain.stats().scheduler.counters.steps
 
 
-def test_the_drafts_cache_comes_out_of_the_memory_for_kv() -> None:
+def test_draft_cache_is_taken_from_kv_memory() -> None:
     memory = 16 * 1024
     plain = null_engine(num_kv_blocks=None, kv_cache_memory=memory)
     engine = drafting(3, num_kv_blocks=None, kv_cache_memory=memory)
@@ -51,19 +51,19 @@ def test_the_drafts_cache_comes_out_of_the_memory_for_kv() -> None:
     assert engine.info.kv_cache_bytes == plain.info.kv_cache_bytes == memory
 
 
-def test_blocks_for_which_two_caches_do_not_fit_are_refused() -> None:
+def test_block_count_that_cannot_hold_both_caches_is_rejected() -> None:
     blocks = 64 * 2**20 // 128
     null_engine(num_kv_blocks=blocks)
     with pytest.raises(ConfigError, match="are free"):
         drafting(3, num_kv_blocks=blocks)
 
 
-def test_no_drafts_means_no_draft_model() -> None:
+def test_zero_draft_tokens_loads_no_draft_model() -> None:
     engine = drafting(0)
     assert engine.probe().runner.drafter is None
     assert engine.info.kv_cache_bytes == null_engine().info.kv_cache_bytes
 
 
-def test_a_method_that_needs_a_model_says_so() -> None:
+def test_method_without_required_draft_model_is_rejected() -> None:
     with pytest.raises(ConfigError, match="none is named"):
         null_engine(speculative=SpeculativeConfig(method="draft_model"))

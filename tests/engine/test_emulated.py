@@ -1,4 +1,4 @@
-"""An engine says when its backend is emulated, whatever the backend says itself."""
+"""An emulated backend is reported as emulated, regardless of its own description."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Silent(NullBackend):
 
 
 class Open(Silent):
-    line: ClassVar[str] = "a fast chip, emulated on the processor"
+    line: ClassVar[str] = "a fast chip, emulated on the CPU"
 
 
 @pytest.mark.parametrize(
     ("backend", "device"),
     [
         (Silent, "emulated: a fast chip"),
-        (Open, "a fast chip, emulated on the processor"),
+        (Open, "a fast chip, emulated on the CPU"),
         (NullBackend, NullBackend(EngineConfig(model="m")).describe()),
     ],
 )
-def test_the_line_about_the_device_has_the_word(monkeypatch: pytest.MonkeyPatch, backend, device) -> None:
+def test_device_description_contains_emulated(monkeypatch: pytest.MonkeyPatch, backend, device) -> None:
     plugins = builder.installed_plugins()
-    monkeypatch.setattr(type(plugins), "choose_backend", lambda *_: ChosenBackend("chip", backend, "asked for by name"))
+    monkeypatch.setattr(type(plugins), "choose_backend", lambda *_: ChosenBackend("chip", backend, "selected by name"))
     config = EngineConfig(model="m", max_model_len=64, num_kv_blocks=8)
     engine = load_engine(config, None, progress=lambda *_: None)
     engine.close()

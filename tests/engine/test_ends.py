@@ -1,4 +1,4 @@
-"""A text ends exactly where its request says, drafts or not, and counts exactly what it delivered."""
+"""Texts end exactly where the request specifies, with or without drafts, and usage counts what was delivered."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ def delivered(spec: RequestSpec, k: int, depth: int = 1) -> tuple[list[int], Fin
 
 @DRAFTS
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 20])
-def test_a_text_has_max_tokens_tokens(max_tokens: int, k: int) -> None:
+def test_text_has_max_tokens_tokens(max_tokens: int, k: int) -> None:
     spec = greedy("a", PROMPT, max_tokens)
     assert delivered(spec, k) == (scripted(spec), FinishReason.LENGTH)
 
 
 @DRAFTS
 @pytest.mark.parametrize("depth", [1, 3])
-def test_prompt_and_text_fill_the_context_and_no_more(k: int, depth: int) -> None:
+def test_text_ends_at_context_length(k: int, depth: int) -> None:
     whole = scripted(greedy("a", PROMPT, 56))
     assert delivered(greedy("a", PROMPT, 1000), k, depth) == (whole, FinishReason.LENGTH)
 
 
 @DRAFTS
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_stop_token_ends_a_text_whichever_draft_it_was(k: int, depth: int) -> None:
+def test_stop_token_ends_text_at_any_draft_position(k: int, depth: int) -> None:
     text = scripted(greedy("a", PROMPT, 56))
-    for place, token in enumerate(text[:12]):
-        if token not in text[:place]:
+    for position, token in enumerate(text[:12]):
+        if token not in text[:position]:
             spec = greedy("a", PROMPT, 56, stop_token_ids=(token,))
-            assert delivered(spec, k, depth) == (text[: place + 1], FinishReason.STOP)
+            assert delivered(spec, k, depth) == (text[: position + 1], FinishReason.STOP)
 
 
 @DRAFTS
-def test_penalties_see_the_drafts_before_them(k: int) -> None:
-    """A penalty so strong that no token comes twice: each draft must count before the next one is chosen."""
+def test_penalties_count_preceding_draft_tokens(k: int) -> None:
+    """The penalty is so strong that no token repeats: each draft must count before the next one is chosen."""
     params = SamplingParams(
         max_tokens=40,
         temperature=0.0,
@@ -63,7 +63,7 @@ def test_penalties_see_the_drafts_before_them(k: int) -> None:
 
 
 @pytest.mark.parametrize("salts", [("one", "two"), ("tenant-1", "tenant-2"), ("a", "ab"), ("ab", "a"), ("", "a")])
-def test_requests_of_two_salts_share_no_prefix(salts: tuple[str, str]) -> None:
+def test_cache_salts_separate_prefixes(salts: tuple[str, str]) -> None:
     stepper = Stepper(small_engine([], num_kv_blocks=64))
     for name, salt in zip("abc", (*salts, salts[0]), strict=True):
         stepper.submit(greedy(name, PROMPT, 2, cache_salt=salt))
@@ -72,7 +72,7 @@ def test_requests_of_two_salts_share_no_prefix(salts: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_prompt_whose_request_ends_with_its_first_token_is_still_there_for_the_next(depth: int) -> None:
+def test_prompt_of_one_token_request_stays_cached(depth: int) -> None:
     stepper = Stepper(small_engine([]))
     for name in "ab":
         stepper.submit(greedy(name, range(10), 1))

@@ -1,4 +1,4 @@
-"""The whole engine, driven in hostile orders beside a plain model: the golden texts."""
+"""Stateful test of the whole engine in adversarial orders against the golden texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFIX = tuple(range(100, 112))
 
 
 def _specs() -> list[RequestSpec]:
-    """Random requests, some that share a prefix, some that stop inside their text, one under another salt."""
+    """Random requests: some share a prefix, some stop inside their text, one has another salt."""
     plain = random_specs(12, seed=13, max_prompt=20, max_tokens=42)
     shared = [greedy(f"s{index}", (*PREFIX, index), 40) for index in range(5)]
     salted = [greedy("t0", (*PREFIX, 0), 40, cache_salt="other")]
@@ -34,7 +34,9 @@ SPECS = _specs()
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Rules are biased to pressure: requests come in bunches, mostly admitted at once, and are aborted in mid-work."""
+    """Rules are biased towards pressure: requests arrive in bursts, are mostly admitted at once, and are aborted
+    mid-step.
+    """
 
     @initialize(
         depth=st.integers(1, 3),
@@ -108,18 +110,18 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.stepper.probe.waiting) > 4)
     @rule(data=st.data())
-    def abort_who_waits(self, data: st.DataObject) -> None:
+    def abort_waiting(self, data: st.DataObject) -> None:
         requests = self.stepper.probe.requests
         self._abort(data, [name for name, request in requests.items() if request.state is State.WAITING])
 
     @precondition(lambda self: int(self.stepper.probe.slots.running.sum()) > 2 and self.stepper.in_flight)
     @rule(data=st.data())
-    def abort_who_runs(self, data: st.DataObject) -> None:
+    def abort_running(self, data: st.DataObject) -> None:
         self._abort(data, self._in_slots(self.stepper.probe.slots.running))
 
     @precondition(lambda self: int(self.stepper.probe.slots.draining.sum()))
     @rule(data=st.data())
-    def abort_who_drains(self, data: st.DataObject) -> None:
+    def abort_draining(self, data: st.DataObject) -> None:
         self._abort(data, self._in_slots(self.stepper.probe.slots.draining))
 
     @precondition(lambda self: self.stepper.tiers is not None and self.stepper.tiers.pending)
@@ -130,7 +132,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: int(self.stepper.probe.slots.loading.sum()))
     @rule(data=st.data())
-    def abort_who_loads(self, data: st.DataObject) -> None:
+    def abort_loading(self, data: st.DataObject) -> None:
         self._abort(data, self._in_slots(self.stepper.probe.slots.loading))
 
     def _in_slots(self, which: npt.NDArray[np.bool_]) -> list[str]:
@@ -143,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.stepper.abort(request_id)
 
     @invariant()
-    def delivered_is_a_prefix_of_golden(self) -> None:
+    def delivered_text_is_prefix_of_golden(self) -> None:
         for request_id, tokens in getattr(self, "stepper", _NOTHING).texts.tokens.items():
             whole = self.expected[request_id]
             assert tokens == whole[: len(tokens)]
@@ -158,9 +160,9 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "stepper"):
             return
         self.stepper.run(self.depth, max_steps=3000)
-        self.delivered_is_a_prefix_of_golden()
+        self.delivered_text_is_prefix_of_golden()
         submitted = {spec.request_id for spec in SPECS} - {spec.request_id for spec in self.unused}
-        assert set(self.stepper.texts.ends) == submitted, "a request has no end"
+        assert set(self.stepper.texts.ends) == submitted, "a request never finished"
 
 
 class _Nothing:

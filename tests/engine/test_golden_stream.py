@@ -20,11 +20,11 @@ def expected() -> dict[str, list[int]]:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.law("4")
-def test_texts_survive_a_pool_that_preempts(expected: dict[str, list[int]], depth: int, prefix_caching: bool) -> None:
+def test_preemption_does_not_change_texts(expected: dict[str, list[int]], depth: int, prefix_caching: bool) -> None:
     engine = null_engine(num_kv_blocks=30, pipeline_depth=depth, enable_prefix_caching=prefix_caching)
     texts = run(engine, SPECS)
     assert texts.tokens == expected
-    assert engine.stats().scheduler.counters.preemptions > 0, "the pool was meant to run out"
+    assert engine.stats().scheduler.counters.preemptions > 0, "the pool should run out"
     engine.close()
 
 
@@ -36,7 +36,7 @@ def test_texts_survive_a_pool_that_preempts(expected: dict[str, list[int]], dept
     depth=st.integers(1, 3),
     caching=st.booleans(),
 )
-def test_texts_do_not_depend_on_limits(slots: int, budget: int, blocks: int, depth: int, caching: bool) -> None:
+def test_scheduling_limits_do_not_change_texts(slots: int, budget: int, blocks: int, depth: int, caching: bool) -> None:
     specs = SPECS[:8]
     engine = null_engine(
         max_num_seqs=slots,
@@ -51,7 +51,7 @@ def test_texts_do_not_depend_on_limits(slots: int, budget: int, blocks: int, dep
 
 
 @pytest.mark.law("3.6")
-def test_gauges_return_to_their_start() -> None:
+def test_gauges_return_to_initial_values() -> None:
     engine = null_engine(num_kv_blocks=30, pipeline_depth=2)
     before = engine.stats().scheduler
     run(engine, SPECS)
@@ -62,7 +62,7 @@ def test_gauges_return_to_their_start() -> None:
     engine.close()
 
 
-def test_requests_sharing_a_prefix_arrive_together_and_compute_it_once() -> None:
+def test_concurrent_requests_compute_shared_prefix_once() -> None:
     prefix = tuple(range(64))
     specs = [
         spec.__class__(request_id=spec.request_id, prompt=(*prefix, index), params=spec.params, eos_token_ids=(256,))

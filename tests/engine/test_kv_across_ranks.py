@@ -1,4 +1,4 @@
-"""KV that one number of ranks computed and another one reads: stores, requests of an engine that is gone, and pairs."""
+"""KV written by one number of ranks and read by another: stores, requests of a lost engine, and disaggregated pairs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.engine.building.test_kv_transfer import Pair
 pytestmark = pytest.mark.slow
 
 HEADS = {
-    "uneven": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},  # as SmolLM2, on two ranks 2 and 1
-    "shared": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8},  # both ranks keep the same head
+    "uneven": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},  # like SmolLM2; on two ranks 2 and 1
+    "shared": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8},  # both ranks hold the same head
 }
 SPEC = greedy("r", range(41), 12)
 BLOCKS = 10
-"""Full ones of its prompt."""
+"""Number of full blocks of the prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def ranks(size: int, path: Path, **settings: Any) -> Iterator[Engine]:
         "num_kv_blocks": 60,
         "max_model_len": 80,
         "max_num_batched_tokens": 32,
-        "host_kv_memory": 0,  # so that what comes back comes from a store
+        "host_kv_memory": 0,  # so that resumed requests must load from a store
     }
     engine = load_engine(EngineConfig(**(values | settings)), path, progress=lambda *_: None)
     try:
@@ -67,7 +67,7 @@ def ranks(size: int, path: Path, **settings: Any) -> Iterator[Engine]:
 
 
 def held(engine: Engine) -> Any:
-    """Return the KV of the prompt's full blocks, of all heads."""
+    """Return the KV of the prompt's full blocks, all heads."""
     probe = engine.probe()
     scheduler = probe.scheduler.probe()
     chain: list[bytes] = []
@@ -79,7 +79,7 @@ def held(engine: Engine) -> Any:
 
 
 def wait_for(done: Callable[[], object], engine: Engine, texts: Texts | None = None, seconds: float = 20) -> None:
-    """Step an engine until something holds."""
+    """Step an engine until a condition holds."""
     texts = texts or Texts()
     deadline = time.monotonic() + seconds
     while not done():
@@ -92,7 +92,7 @@ def wait_for(done: Callable[[], object], engine: Engine, texts: Texts | None = N
     ("model", "kv", "weights", "writes", "reads"),
     [("uneven", "auto", "auto", 1, 2), ("uneven", "int8", "int8", 2, 1), ("shared", "auto", "int8", 2, 1)],
 )
-def test_what_some_ranks_stored_any_other_number_reads(
+def test_stored_kv_is_readable_by_any_number_of_ranks(
     model: str,
     kv: str,
     weights: str,
@@ -102,7 +102,7 @@ def test_what_some_ranks_stored_any_other_number_reads(
     secrets: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """Bit for bit."""
+    """Loaded KV is bitwise equal."""
     store = {"kv_cache_dtype": kv, "quantization": weights, "kv_store": f"disk:{tmp_path / 'kv'}", **secrets}
     with ranks(writes, models[model], **store) as engine:
         texts, kept = run(engine, [SPEC]).tokens, held(engine)
@@ -115,31 +115,33 @@ def test_what_some_ranks_stored_any_other_number_reads(
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_requests_go_on_under_another_number_of_ranks_from_the_kv_that_was_stored_when_they_were_preempted(
+def test_requests_resume_from_stored_kv_on_other_number_of_ranks(
     before: int, after: int, models: dict[str, Path], secrets: dict[str, str], tmp_path: Path
 ) -> None:
-    """As after a restart: an engine has too little room, and ends before any request does."""
+    """As after a restart: the first engine preempts for lack of blocks and ends before any request does."""
     specs = [greedy(f"r{index}", range(3 + index, 16 + 2 * index), 50) for index in range(4)]
     with ranks(1, models["uneven"]) as engine:
         texts = run(engine, specs).tokens
     store = {"kv_store": f"disk:{tmp_path / 'kv'}", **secrets}
-    told = Texts()
+    earlier = Texts()
     with ranks(before, models["uneven"], **store, num_kv_blocks=24) as engine:
         for spec in specs:
-            told.take(engine.submit(spec))
+            earlier.take(engine.submit(spec))
         while engine.stats().scheduler.counters.preemptions < 2:
-            told.take(engine.step())
-        assert not told.ends
-        wait_for(lambda: engine.stats().kv.written_blocks, engine, told)  # type: ignore[union-attr]  # it has a store
-    delivered = [msgspec.structs.replace(spec, delivered=tuple(told.tokens.get(spec.request_id, ()))) for spec in specs]
+            earlier.take(engine.step())
+        assert not earlier.ends
+        wait_for(lambda: engine.stats().kv.written_blocks, engine, earlier)  # type: ignore[union-attr]  # it has a store
+    delivered = [
+        msgspec.structs.replace(spec, delivered=tuple(earlier.tokens.get(spec.request_id, ()))) for spec in specs
+    ]
     with ranks(after, models["uneven"], **store) as engine:
         rest = run(engine, delivered)
         assert engine.stats().scheduler.offload.loaded_tokens
-    assert {name: told.tokens.get(name, []) + tokens for name, tokens in rest.tokens.items()} == texts
+    assert {name: earlier.tokens.get(name, []) + tokens for name, tokens in rest.tokens.items()} == texts
 
 
 @pytest.mark.parametrize(("prefill", "decode", "kv"), [(2, 1, "auto"), (1, 2, "int8")])
-def test_the_sides_of_a_pair_may_have_any_numbers_of_ranks(
+def test_pair_may_have_different_numbers_of_ranks(
     prefill: int, decode: int, kv: str, models: dict[str, Path], secrets: dict[str, str]
 ) -> None:
     settings = {"kv_cache_dtype": kv, **secrets}
@@ -157,15 +159,15 @@ def test_the_sides_of_a_pair_may_have_any_numbers_of_ranks(
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "expected"),
     [
         ({"kv_cache_dtype": "int8"}, "the dtype of the KV is float32 at the prefill worker and int8"),
         ({"block_size": 8}, "--block-size is 4 at the prefill worker and 8"),
     ],
 )
-def test_ranks_refuse_what_else_does_not_fit_by_its_name(
+def test_pair_rejects_other_incompatibilities_by_name(
     other: dict[str, Any],
-    said: str,
+    expected: str,
     models: dict[str, Path],
     secrets: dict[str, str],
     caplog: pytest.LogCaptureFixture,
@@ -177,4 +179,4 @@ def test_ranks_refuse_what_else_does_not_fit_by_its_name(
         pair = Pair(first, second)
         pair.run(SPEC)
         assert pair.outcomes == {"r": "refused"}
-    assert said in caplog.text
+    assert expected in caplog.text

@@ -1,4 +1,4 @@
-"""KV in 8 bits through the whole engine: memory, stores, pairs, drafts, and who refuses it."""
+"""8-bit KV cache through the whole engine: memory, stores, pairs, drafts, and unsupported backends."""
 
 from __future__ import annotations
 
@@ -46,32 +46,32 @@ def secrets(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("word", ["fp8", "fp8_e4m3", "fp8_e5m2"])
-def test_what_others_call_8_bits_is_refused_by_name(word: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{word}' is not served here; use int8") as refused:
+def test_foreign_8_bit_dtype_names_get_a_hint(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{word}' is not supported; use int8") as refused:
         EngineConfig(model="null", kv_cache_dtype=word)
     assert refused.value.field == "kv_cache_dtype"
 
 
-def test_a_type_of_activations_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'bfloat16' is not served here; use auto, which keeps KV in the type"):
+def test_activation_dtype_as_kv_dtype_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="'bfloat16' is not supported; use auto, which stores KV in the type"):
         EngineConfig(model="null", kv_cache_dtype="bfloat16")
 
 
-def test_a_backend_that_does_not_keep_it_refuses_at_start() -> None:
-    with pytest.raises(ConfigError, match="the null backend keeps KV in float32, not in int8") as refused:
+def test_unsupported_kv_dtype_is_rejected_at_start() -> None:
+    with pytest.raises(ConfigError, match="the null backend stores KV in float32, got int8") as refused:
         null_engine(kv_cache_dtype="int8")
     assert refused.value.field == "--kv-cache-dtype"
 
 
-def test_the_same_memory_holds_more_tokens(target: Target, wide: Target) -> None:
+def test_int8_cache_holds_more_tokens_in_same_memory(target: Target, wide: Target) -> None:
     room: dict[str, Any] = {"num_kv_blocks": None, "kv_cache_memory": 200_000, "max_model_len": 60}
     with target.engine(**room) as narrow, wide.engine(**room) as full:
-        # Heads of 8 elements: 8 bytes and a scale where float32 takes 32.
+        # A head of 8 elements takes 8 bytes plus a scale; float32 takes 32 bytes.
         assert narrow.info.num_kv_blocks == pytest.approx(32 / 12 * full.info.num_kv_blocks, abs=3)
         assert narrow.info.kv_cache_bytes <= 200_000
 
 
-def test_a_draft_models_cache_has_as_few_bits(target: Target, texts: dict[str, list[int]]) -> None:
+def test_draft_cache_uses_the_same_kv_dtype(target: Target, texts: dict[str, list[int]]) -> None:
     speculative = {"method": "draft_model", "model": str(target.checkpoint()), "num_speculative_tokens": 3}
     with target.engine(speculative=speculative, **ROOM) as engine:
         plain = engine.probe().runner.cache.shape
@@ -82,7 +82,7 @@ def test_a_draft_models_cache_has_as_few_bits(target: Target, texts: dict[str, l
         assert drafts.proposed == drafts.accepted > 0, "it drafts for itself"
 
 
-def test_a_store_gives_back_what_another_engine_kept(
+def test_stored_int8_kv_is_loaded_by_another_engine(
     target: Target, texts: dict[str, list[int]], secrets: dict[str, str], tmp_path: Path
 ) -> None:
     kept = {"kv_store": f"disk:{tmp_path / 'kv'}", **ROOM, **secrets}
@@ -92,7 +92,7 @@ def test_a_store_gives_back_what_another_engine_kept(
             assert engine.stats().scheduler.offload.loaded_tokens == loaded
 
 
-def test_kv_of_other_bits_is_not_found_in_a_store(
+def test_kv_of_another_dtype_is_a_store_miss(
     target: Target, wide: Target, secrets: dict[str, str], tmp_path: Path
 ) -> None:
     kept = {"kv_store": f"disk:{tmp_path / 'kv'}", **ROOM, **secrets}
@@ -115,7 +115,7 @@ def paired(stack: ExitStack, secrets: dict[str, str], prefill: Target, decode: T
     return Pair(start(prefill, "prefill"), start(decode, "decode"))
 
 
-def test_a_pair_carries_it(
+def test_pair_transfers_int8_kv(
     target: Target, texts: dict[str, list[int]], secrets: dict[str, str], stack: ExitStack
 ) -> None:
     two = paired(stack, secrets, target, target)
@@ -124,7 +124,7 @@ def test_a_pair_carries_it(
     assert set(two.outcomes.values()) == {"transferred"}
 
 
-def test_workers_of_different_bits_refuse_each_other(
+def test_pair_with_different_kv_dtypes_is_rejected(
     target: Target,
     wide: Target,
     texts: dict[str, list[int]],

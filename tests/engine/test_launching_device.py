@@ -1,4 +1,4 @@
-"""An engine whose pack queues: plans are launched behind one another, and nobody sees a difference."""
+"""Engine with an asynchronous pack: plans are launched ahead without any visible difference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECS = random_specs(14, seed=31)
 
 @pytest.fixture
 def queued_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[QueuedPack]]:
-    """The null backend on a pack that queues; `golden` is told before."""
+    """The null backend on an asynchronous pack; `golden` is computed beforehand."""
     golden(SPECS)
     packs: list[QueuedPack] = []
 
@@ -45,8 +45,10 @@ def queued_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[QueuedPack]
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.law("1.1", "3.2", "4")
-def test_texts_are_the_golden_ones(queued_backend: list[QueuedPack], blocks: int, depth: int, drafts: int) -> None:
-    """With requests preempted, and with a drafter, beside which no step is launched ahead."""
+def test_launched_ahead_texts_are_golden(
+    queued_backend: list[QueuedPack], blocks: int, depth: int, drafts: int
+) -> None:
+    """Requests are preempted; with a drafter no step is launched ahead."""
     settings: dict[str, Any] = {"num_kv_blocks": blocks, "pipeline_depth": depth}
     if drafts:
         settings["speculative"] = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts)
@@ -70,7 +72,7 @@ def test_texts_are_the_golden_ones(queued_backend: list[QueuedPack], blocks: int
     engine.close()
 
 
-def test_who_launches_ahead() -> None:
+def test_launch_ahead_depends_on_pack_and_drafter() -> None:
     runner, _ = queued_runner()
     assert isinstance(make_device(runner, 2, "memory"), LaunchingDevice)
     at_once = Runner(NullPack(), QueuedModel(40), LIMITS, QueuedPostprocess)
@@ -80,11 +82,11 @@ def test_who_launches_ahead() -> None:
 
 
 def plans(count: int) -> list[StepPlan]:
-    """Plans of which each has a row, from a seed that has none of them wait."""
+    """Return plans with at least one row each, from a seed where none waits for another."""
     return Plans(4, 2).some(count)
 
 
-def test_a_launch_that_fails_is_told_behind_the_steps_before_it() -> None:
+def test_failed_launch_is_reported_after_earlier_steps() -> None:
     runner, _ = queued_runner()
     device = LaunchingDevice(runner)
     first, second, third = plans(3)
@@ -103,7 +105,7 @@ def test_a_launch_that_fails_is_told_behind_the_steps_before_it() -> None:
     device.close()
 
 
-def test_a_step_that_fails_on_the_device_ends_what_is_behind_it() -> None:
+def test_step_failing_on_device_fails_later_steps() -> None:
     runner, pack = queued_runner()
     device = LaunchingDevice(runner)
     first, second, _ = plans(3)
@@ -118,7 +120,7 @@ def test_a_step_that_fails_on_the_device_ends_what_is_behind_it() -> None:
 
 
 @pytest.mark.law("1.8")
-def test_a_step_that_never_ends_is_noticed_and_does_not_hold_up_the_end() -> None:
+def test_hung_step_is_detected_and_does_not_block_close() -> None:
     runner, pack = queued_runner()
     device = LaunchingDevice(runner)
     device.submit(plans(1)[0])
@@ -128,7 +130,7 @@ def test_a_step_that_never_ends_is_noticed_and_does_not_hold_up_the_end() -> Non
     device.close()
 
 
-def test_a_change_waits_for_what_was_launched() -> None:
+def test_weight_change_waits_for_launched_steps() -> None:
     runner, pack = queued_runner()
     device = LaunchingDevice(runner)
     device.submit(plans(1)[0])
@@ -139,7 +141,7 @@ def test_a_change_waits_for_what_was_launched() -> None:
     device.close()
 
 
-def test_what_is_launched_at_the_end_is_waited_for() -> None:
+def test_close_waits_for_launched_steps() -> None:
     runner, pack = queued_runner()
     device = LaunchingDevice(runner)
     for plan in plans(2):
@@ -149,7 +151,7 @@ def test_what_is_launched_at_the_end_is_waited_for() -> None:
 
 
 @pytest.mark.law("1.8")
-def test_the_end_does_not_wait_for_a_device_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_a_hung_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fd_core.engine.device, "_CLOSE_SECONDS", 0.05)
     runner, pack = queued_runner()
     device = LaunchingDevice(runner)

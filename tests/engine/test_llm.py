@@ -1,4 +1,4 @@
-"""What a model used without a server leaves behind when a call fails."""
+"""State left by a failed call of a model used without a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fd_core.errors import FdError
 from fd_core.types import SamplingParams
 
 
-def test_a_prompt_that_cannot_be_read_leaves_no_other_behind() -> None:
+def test_invalid_prompt_leaves_no_request_running() -> None:
     llm = LLM("null", backend="null")
     try:
         with pytest.raises(FdError, match="lone surrogate"):

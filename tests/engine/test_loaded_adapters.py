@@ -1,4 +1,4 @@
-"""LoRA adapters in an engine: the texts of merged weights, whatever shares the batch, and no KV shared."""
+"""LoRA adapters in an engine: the texts of merged weights in any batch, and no KV shared between adapters."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ def digests(engine):
 
 
 def specs_for(of, **changes):
-    """Two requests for the model and each adapter, all with the same two prompts: only adapters tell them apart."""
+    """Two requests for the base model and for each adapter, all with the same two prompts, so only the adapter
+    differs.
+    """
     return [
-        (name, greedy(f"{name}-{index}", [(7 * index + place) % 150 for place in range(20)], LENGTH, **changes))
+        (name, greedy(f"{name}-{index}", [(7 * index + position) % 150 for position in range(20)], LENGTH, **changes))
         for name in of
         for index in range(2)
     ]
@@ -63,7 +65,7 @@ def adapted(engine, pairs):
 
 @pytest.fixture(scope="module")
 def merged(folder):
-    """The texts of merged weights, each model by itself."""
+    """Return the texts of the merged weights, each model run separately."""
     texts = {}
     for name in NAMES:
         engine = make_engine(folder, model="llama" if name is None else f"{name}-merged")
@@ -86,7 +88,7 @@ def merged(folder):
     ids=lambda settings: ", ".join(f"{name}={value}" for name, value in settings.items()) or "plain",
 )
 @pytest.mark.law("4")
-def test_texts_are_those_of_merged_weights(folder, merged, settings):
+def test_adapter_texts_equal_merged_weights(folder, merged, settings):
     engine = make_engine(folder, "one", "two", **settings)
     assert run(engine, adapted(engine, specs_for(NAMES))).tokens == merged
     engine.close()
@@ -94,7 +96,7 @@ def test_texts_are_those_of_merged_weights(folder, merged, settings):
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "recomputed"])
 @pytest.mark.law("4")
-def test_preemption_keeps_the_adapter(folder, merged, keep):
+def test_preempted_request_keeps_its_adapter(folder, merged, keep):
     engine = make_engine(folder, "one", "two", num_kv_blocks=16, block_size=8, save_preempted_kv=keep)
     parts_of(engine).control.growth = lambda *_: 0
     assert run(engine, adapted(engine, specs_for(NAMES))).tokens == merged
@@ -104,7 +106,7 @@ def test_preemption_keeps_the_adapter(folder, merged, keep):
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5])
 @pytest.mark.law("4")
-def test_drafts_change_no_text(folder, merged, wrong):
+def test_drafts_do_not_change_adapter_texts(folder, merged, wrong):
     engine = make_engine(folder, "one", "two", speculative=speculation(3), pipeline_depth=1)
     prompts = {spec.request_id: spec.prompt for _, spec in specs_for(NAMES)}
     engine.probe().runner.drafter = KnowingDrafter(
@@ -118,8 +120,8 @@ def test_drafts_change_no_text(folder, merged, wrong):
 
 
 @pytest.mark.law("5.3")
-def test_no_prefix_is_shared_between_adapters(folder, merged):
-    """One after the other, so that every prompt is known from another adapter before it is asked for."""
+def test_adapters_do_not_share_prefixes(folder, merged):
+    """Requests run in sequence, so every prompt is cached for another adapter before its own turn."""
     engine = make_engine(folder, "one", "two", block_size=4)
     for name, spec in specs_for(NAMES):
         before = engine.stats().scheduler.counters.prefix_hits
@@ -131,7 +133,7 @@ def test_no_prefix_is_shared_between_adapters(folder, merged):
     engine.close()
 
 
-def test_an_adapter_under_a_name_that_another_had_shares_nothing_with_it(folder, merged):
+def test_reused_adapter_name_does_not_share_prefixes(folder, merged):
     engine = make_engine(folder, "two", lora_folder=str(folder))
     (spec,) = adapted(engine, specs_for(["two"]))[:1]
     run(engine, [spec])
@@ -143,7 +145,7 @@ def test_an_adapter_under_a_name_that_another_had_shares_nothing_with_it(folder,
     engine.close()
 
 
-def test_an_adapter_that_is_unloaded_serves_the_requests_that_it_has(folder, merged):
+def test_unloaded_adapter_finishes_its_running_requests(folder, merged):
     engine = make_engine(folder, "one", "two", lora_folder=str(folder), max_loras=2)
     specs = adapted(engine, specs_for(NAMES))
     digest = digests(engine)["one"]
@@ -173,13 +175,13 @@ def test_an_adapter_that_is_unloaded_serves_the_requests_that_it_has(folder, mer
     ("names", "outcome"), [(("two", "one"), "transferred"), (("two",), "refused"), ((), "refused")]
 )
 @pytest.mark.law("5.3", "6.3")
-def test_a_prefill_worker_computes_with_the_adapter_or_refuses(folder, merged, secret, names, outcome):
-    """Adapters are known by their digests, so the places that they have on two workers do not matter."""
+def test_prefill_worker_uses_the_adapter_or_rejects(folder, merged, secret, names, outcome):
+    """Adapters are identified by digest, so their slots on the two workers may differ."""
     both = {"transfer_secret_file": secret, "lease_seconds": 5.0, "block_size": 4}
     prefill = make_engine(folder, *names, role="prefill", **both)
     decode = make_engine(folder, "one", "two", role="decode", **both)
     two = Pair(prefill, decode)
-    # One prompt after the other: each is known from another adapter before it is asked for.
+    # One prompt at a time: each is cached for another adapter before its own turn.
     for pair in specs_for(NAMES):
         two.run(*adapted(decode, [pair]))
     assert two.texts.tokens == merged
@@ -188,7 +190,7 @@ def test_a_prefill_worker_computes_with_the_adapter_or_refuses(folder, merged, s
     decode.close()
 
 
-def test_kv_outside_the_device_knows_the_adapter(folder, merged, tmp_path):
+def test_offloaded_kv_is_keyed_by_adapter(folder, merged, tmp_path):
     settings = {"kv_store": f"disk:{tmp_path / 'store'}", "block_size": 4}
     for _ in range(2):
         engine = make_engine(folder, "one", "two", **settings)
@@ -199,7 +201,7 @@ def test_kv_outside_the_device_knows_the_adapter(folder, merged, tmp_path):
     assert loaded > 0
 
 
-def test_vectors_and_scores_of_prompts_come_from_the_adapter(folder):
+def test_embeddings_and_scores_use_the_adapter(folder):
     found = {}
     for model, name in (("llama", "one"), ("one-merged", None)):
         engine = make_engine(folder, *(["one"] if name else []), model=model)
@@ -214,7 +216,7 @@ def test_vectors_and_scores_of_prompts_come_from_the_adapter(folder):
     np.testing.assert_allclose(*(np.frombuffer(vector, np.float32) for _, vector in found.values()), atol=1e-4)
 
 
-def test_an_llm_takes_adapters_by_name(folder, merged):
+def test_llm_selects_adapters_by_name(folder, merged):
     words = Tokenizer(models.WordLevel({str(token): token for token in range(160)}, "0"))
     words.decoder = decoders.ByteLevel()
     words.save(str(folder / "llama" / "tokenizer.json"))
@@ -225,14 +227,14 @@ def test_an_llm_takes_adapters_by_name(folder, merged):
     found = llm.generate(prompts, params, adapter=[name for name, _ in pairs])
     assert [each.token_ids for each in found] == list(merged.values())
     assert llm.generate(prompts[:1], params, adapter="two")[0].token_ids == merged["two-0"]
-    with pytest.raises(BadRequest, match="no adapter named 'three'; there are one, two"):
+    with pytest.raises(BadRequest, match="unknown adapter 'three'; loaded: one, two"):
         llm.generate(prompts, params, adapter="three")
-    with pytest.raises(BadRequest, match="6 prompts, but 1 adapters"):
+    with pytest.raises(BadRequest, match="6 prompts but 1 adapters"):
         llm.generate(prompts, params, adapter=["one"])
     vectors = llm.embed(prompts[:2], adapter=["one", None])
-    np.testing.assert_allclose(vectors[1], llm.embed(prompts[1])[0], atol=1e-5)  # alone, sums have another order
+    np.testing.assert_allclose(vectors[1], llm.embed(prompts[1])[0], atol=1e-5)  # alone: other order of summation
     assert np.abs(vectors[0] - llm.embed(prompts[0])[0]).max() > 1e-3
-    with pytest.raises(BadRequest, match="no adapter named 'three'"):
+    with pytest.raises(BadRequest, match="adapter 'three'"):
         llm.embed(prompts[:1], adapter="three")
     llm.close()
 
@@ -244,19 +246,19 @@ def test_an_llm_takes_adapters_by_name(folder, merged):
         (('{"name": "a"}',), "path"),
         (('{"name": "a", "path": "x", "rank": 3}',), "rank"),
         (('{"name": "", "path": "x"}',), "NAME=FOLDER"),
-        (("a=x", '{"name": "a", "path": "y"}'), "two adapters named 'a'"),
+        (("a=x", '{"name": "a", "path": "y"}'), "duplicate adapter name 'a'"),
         (("=x",), "NAME=FOLDER"),
-        (("a=x", "a=y"), "two adapters named 'a'"),
+        (("a=x", "a=y"), "duplicate adapter name 'a'"),
         (tuple(f"a{index}=x" for index in range(9)), "--max-loras"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(folder, modules, words):
+def test_invalid_adapter_settings_are_rejected(folder, modules, words):
     with pytest.raises(ConfigError) as caught:
         make_engine(folder, lora_modules=modules)
     assert words in f"{caught.value} {caught.value.hint}"
 
 
-def test_the_form_of_vllm_names_an_adapter_too(folder):
+def test_vllm_adapter_syntax_is_accepted(folder):
     module = msgspec.json.encode({"name": "sql", "path": str(folder / "one"), "base_model_name": "x"}).decode()
     engine = make_engine(folder, lora_modules=(module,))
     (plain,) = make_engine(folder, "one").info.adapters
@@ -264,13 +266,13 @@ def test_the_form_of_vllm_names_an_adapter_too(folder):
     engine.close()
 
 
-def test_a_bad_adapter_stops_the_start_before_the_model_is_read(folder, monkeypatch):
+def test_bad_adapter_fails_start_before_loading_model(folder, monkeypatch):
     monkeypatch.setattr("fd_core.backends.contract.Backend.load_model", lambda *_: pytest.fail("the model was read"))
     with pytest.raises(ModelError, match="adapter_config"):
         make_engine(folder, lora_modules=(f"a={folder / 'llama'}",))
 
 
-def test_models_without_a_checkpoint_take_none(folder):
+def test_models_without_checkpoint_reject_adapters(folder):
     config = Target("null", "null", {}, folder).config(lora_modules=(f"a={folder / 'one'}",))
-    with pytest.raises(ModelError, match="no adapters"):
+    with pytest.raises(ModelError, match="does not support adapters"):
         load_engine(config, None, progress=lambda *_: None)

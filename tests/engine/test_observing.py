@@ -1,4 +1,4 @@
-"""An observer is told what each step sampled, and whatever it does harms nothing."""
+"""Observers receive what each step sampled and cannot disturb the engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Load = Callable[..., tuple[Engine, type]]
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Return a function that loads an engine with an observer that a plugin offers, and returns both."""
+    """Return a function that loads an engine with an observer from a plugin and returns both."""
     site = Site(tmp_path)
     name = f"fd_sees{abs(hash(tmp_path))}"
     source = GOOD.replace("backends", "observers").format(name="sees", module=name)
@@ -57,7 +57,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_all_that_was_sampled_is_seen_with_the_drafts(load: Load, depth: int) -> None:
+def test_observer_sees_all_sampled_and_draft_tokens(load: Load, depth: int) -> None:
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, cheap_tokens=1000)
     engine, observer = load(speculative=speculative, num_kv_blocks=30, pipeline_depth=depth)
     engine.probe().runner.drafter = KnowingDrafter(8, SPECS, 0.3, 0)
@@ -71,7 +71,7 @@ def test_all_that_was_sampled_is_seen_with_the_drafts(load: Load, depth: int) ->
             assert 0 <= each.drafts_accepted <= each.drafts_proposed <= 3
             assert len(each.token_ids) == each.drafts_accepted + 1
             seen[each.request_id] += each.token_ids
-    # What was in flight when a text ended is sampled, but not delivered.
+    # Tokens in flight at the end of a text are sampled, but not delivered.
     assert all(seen[name][: len(tokens)] == tokens for name, tokens in golden(SPECS).items())
     assert [step.step for step in observer.steps] == list(range(observer.steps[0].step, len(observer.steps)))
     assert {step.epoch for step in observer.steps} == {1}
@@ -81,7 +81,7 @@ def test_all_that_was_sampled_is_seen_with_the_drafts(load: Load, depth: int) ->
         observer.steps[0].requests = ()
 
 
-def test_an_observer_that_fails_is_counted_and_harms_nothing(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_observer_is_counted_and_texts_are_unaffected(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     engine, observer = load()
 
     def fail(step: SampledStep) -> None:
@@ -97,7 +97,7 @@ def test_an_observer_that_fails_is_counted_and_harms_nothing(load: Load, caplog:
     assert "no room" not in caplog.text, "what an observer raises may hold tokens"
 
 
-def test_an_observer_that_hangs_loses_steps_and_stops_nobody(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_observer_drops_steps_without_blocking(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observing, "_MAX_QUEUED", 4)
     monkeypatch.setattr(observing, "_CLOSE_SECONDS", 0.2)
     engine, observer = load()
@@ -112,7 +112,7 @@ def test_an_observer_that_hangs_loses_steps_and_stops_nobody(load: Load, monkeyp
     assert stats.steps <= 1
 
 
-def test_an_observer_that_cannot_be_made_is_refused_at_start(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observer_constructor_error_fails_start(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, observer = load()
     engine.close()
 
@@ -120,11 +120,11 @@ def test_an_observer_that_cannot_be_made_is_refused_at_start(load: Load, monkeyp
         raise OSError("no server there")
 
     monkeypatch.setattr(observer, "__init__", broken)
-    with pytest.raises(PluginError, match="the observer sees cannot be made: OSError: no server there"):
+    with pytest.raises(PluginError, match="creating the observer sees failed: OSError: no server there"):
         load()
 
 
-def test_nothing_of_a_prompt_is_told() -> None:
+def test_observer_receives_no_prompt_tokens() -> None:
     assert observing.SampledStep.__struct_fields__ == ("epoch", "step", "requests")
     assert observing.SampledRequest.__struct_fields__ == (
         *("request_id", "token_ids"),
@@ -132,7 +132,7 @@ def test_nothing_of_a_prompt_is_told() -> None:
     )
 
 
-def test_an_observer_that_nobody_offers_is_refused() -> None:
-    with pytest.raises(PluginError, match="there is no observer called 'nosuch'") as refused:
+def test_unknown_observer_is_rejected() -> None:
+    with pytest.raises(PluginError, match="unknown observer 'nosuch'") as refused:
         null_engine(observer="nosuch")
     assert refused.value.exit_code == 4

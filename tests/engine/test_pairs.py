@@ -1,4 +1,4 @@
-"""A decode and a prefill engine, one request at a time: what a text is made of, and that nobody waits for ever."""
+"""A decode and a prefill engine, one request at a time: golden texts, and bounded waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pair_of(
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("length", [5, 8, 9, 38])
-def test_a_text_behind_transferred_kv_is_the_golden_one(length: int, depth: int, k: int) -> None:
+def test_text_after_kv_transfer_is_golden(length: int, depth: int, k: int) -> None:
     spec = greedy("a", range(length), 20)
     pair = pair_of(spec, k=k)
     pair.decode.submit(*elsewhere(spec))
@@ -48,11 +48,11 @@ def test_a_text_behind_transferred_kv_is_the_golden_one(length: int, depth: int,
 
 @pytest.mark.parametrize("outcome", FAILURES)
 @pytest.mark.law("6.3")
-def test_a_text_is_the_golden_one_though_the_transfer_failed(outcome: PrefillOutcome) -> None:
+def test_text_after_failed_transfer_is_golden(outcome: PrefillOutcome) -> None:
     pair = pair_of(LONG)
     pair.decode.submit(*elsewhere(LONG))
     pair.decode.turn(1)
-    (lease,) = pair.unasked
+    (lease,) = pair.undelivered
     pair.ask(lease)
     for _ in range(2):
         pair.prefill.turn(1)
@@ -61,30 +61,30 @@ def test_a_text_is_the_golden_one_though_the_transfer_failed(outcome: PrefillOut
     assert pair.outcomes == [outcome]
 
 
-def test_a_client_is_told_once_what_became_of_it() -> None:
+def test_client_receives_prefill_outcome_once() -> None:
     pair = pair_of(LONG)
-    told: list[Delta] = []
+    received: list[Delta] = []
     take = pair.decode.texts.take
-    pair.decode.texts.take = lambda deltas: (told.extend(deltas), take(deltas))[1]  # type: ignore[method-assign]  # listens
+    pair.decode.texts.take = lambda deltas: (received.extend(deltas), take(deltas))[1]  # type: ignore[method-assign]  # listens
     pair.decode.submit(*elsewhere(LONG))
     pair.run()
-    assert [delta.prefill for delta in told] == ["transferred", *[None] * (len(told) - 1)]
+    assert [delta.prefill for delta in received] == ["transferred", *[None] * (len(received) - 1)]
 
 
-def test_a_prefix_on_the_device_is_not_sent() -> None:
+def test_prefix_cached_on_device_is_not_sent() -> None:
     other = greedy("other", [*range(17), *range(50, 70)], 20)
     pair = pair_of(LONG, other)
     pair.decode.submit(*elsewhere(LONG))
     pair.run()
     pair.decode.submit(*elsewhere(other))
     pair.decode.turn(1)
-    (lease,) = pair.unasked
+    (lease,) = pair.undelivered
     assert (lease.fetch.job.held_blocks, len(lease.fetch.blocks)) == (4, 5)
     assert pair.run().tokens == golden([LONG, other])
     assert pair.prefill.probe.transferring.counters.sent_blocks == 10 + 5
 
 
-def test_requests_of_one_prompt_that_come_one_after_the_other_fetch_it_once() -> None:
+def test_sequential_requests_fetch_shared_prompt_once() -> None:
     specs = [greedy(f"r{index}", range(38), 6) for index in range(4)]
     pair = pair_of(*specs, decode={"num_kv_blocks": 40})
     for spec in elsewhere(*specs):
@@ -95,7 +95,7 @@ def test_requests_of_one_prompt_that_come_one_after_the_other_fetch_it_once() ->
     assert pair.decode.probe.transferring.counters.outcomes == {"transferred": 1, "held": 3}
 
 
-def test_requests_of_one_prompt_that_come_together_each_fetch_it() -> None:
+def test_concurrent_requests_each_fetch_shared_prompt() -> None:
     specs = [greedy(f"r{index}", range(38), 6) for index in range(4)]
     pair = pair_of(*specs, decode={"num_kv_blocks": 60})
     pair.decode.submit(*elsewhere(*specs))
@@ -104,8 +104,8 @@ def test_requests_of_one_prompt_that_come_together_each_fetch_it() -> None:
     assert sum(pair.prefill.computed) < 2 * 37, "the prefill worker computes it once"
 
 
-def test_a_prompt_that_is_being_fetched_is_computed_here_for_who_has_no_prefill_worker() -> None:
-    """A fetch may take long; it holds back nobody."""
+def test_request_without_prefill_worker_ignores_ongoing_fetch() -> None:
+    """A fetch may take long, so no other request waits for it."""
     same = greedy("same", range(38), 6)
     pair = pair_of(LONG, same, decode={"num_kv_blocks": 60})
     pair.decode.submit(*elsewhere(LONG))
@@ -117,7 +117,7 @@ def test_a_prompt_that_is_being_fetched_is_computed_here_for_who_has_no_prefill_
 
 
 @pytest.mark.parametrize("salts", [("", "s"), ("tenant-1", "tenant-2"), ("a", "ab")])
-def test_of_another_salt_nothing_is_shared(salts: tuple[str, str]) -> None:
+def test_fetched_kv_is_not_shared_between_salts(salts: tuple[str, str]) -> None:
     specs = [greedy(f"r{index}", LONG.prompt, 20, cache_salt=salt) for index, salt in enumerate(salts)]
     pair = pair_of(*specs, decode={"num_kv_blocks": 40})
     for spec in specs:
@@ -127,7 +127,7 @@ def test_of_another_salt_nothing_is_shared(salts: tuple[str, str]) -> None:
     assert sum(pair.prefill.computed) == 2 * 37
 
 
-def test_every_slot_waits_for_a_prefill_worker_that_refuses() -> None:
+def test_all_slots_recover_from_rejecting_prefill_worker() -> None:
     specs = [greedy(f"r{index}", range(20 * index, 20 * index + 14), 20) for index in range(8)]
     pair = pair_of(*specs)
     pair.decode.submit(*elsewhere(*specs))
@@ -135,7 +135,7 @@ def test_every_slot_waits_for_a_prefill_worker_that_refuses() -> None:
     assert int(pair.decode.probe.slots.loading.sum()) == 4
     assert int(pair.decode.probe.slots.running.sum()) == 0
     for _ in range(200):
-        for lease in pair.unasked:
+        for lease in pair.undelivered:
             pair.refuse(lease)
             pair.end(lease, "refused")
         pair.decode.turn(1)
@@ -144,8 +144,8 @@ def test_every_slot_waits_for_a_prefill_worker_that_refuses() -> None:
     assert not sum(pair.prefill.computed)
 
 
-def test_who_runs_gets_on_beside_slots_that_wait() -> None:
-    """Leases that take long hold back whoever needs their blocks, not whoever has its own."""
+def test_running_requests_progress_while_others_fetch() -> None:
+    """Slow leases delay only requests that need their blocks."""
     runs = greedy("runs", [1, 2, 3], 20)
     specs = [runs, *(greedy(f"r{index}", range(20 * index, 20 * index + 9), 3) for index in range(3))]
     pair = pair_of(*specs)
@@ -158,20 +158,20 @@ def test_who_runs_gets_on_beside_slots_that_wait() -> None:
     assert pair.run().tokens == golden(specs)
 
 
-def test_preempted_in_the_middle_a_prompt_is_sent_on_behind_what_left() -> None:
+def test_preempted_prefill_resumes_sending_after_sent_blocks() -> None:
     direct = greedy("direct", range(60, 63), 50)
     pair = pair_of(LONG, direct, prefill={"max_num_batched_tokens": 4, "victim_policy": "youngest"})
     pair.prefill.submit(direct)
     pair.prefill.turn(1)
     pair.decode.submit(*elsewhere(LONG))
     pair.decode.turn(1)
-    (lease,) = pair.unasked
+    (lease,) = pair.undelivered
     pair.ask(lease)
     pair.prefill.turn(1, times=5)
     while pair.reading:
         pair.read(0)
-    said = lease.said
-    assert 0 < said < 10
+    num_offered = lease.num_offered
+    assert 0 < num_offered < 10
     pool = pair.prefill.probe.pool
     hostage = pool.allocate(pool.num_free)
     assert hostage is not None
@@ -183,18 +183,18 @@ def test_preempted_in_the_middle_a_prompt_is_sent_on_behind_what_left() -> None:
             pair.read(0)
     pool.release(hostage, -1)
     pair.prefill.audit = audit  # type: ignore[method-assign]
-    assert lease.said >= said
+    assert lease.num_offered >= num_offered
     assert pair.run().tokens == golden([LONG])
     assert pair.outcomes == ["transferred"]
     assert pair.prefill.probe.residencies.counters.preemptions == 1
     assert pair.prefill.texts.tokens["direct"] == golden([direct])["direct"]
 
 
-def test_an_abort_at_the_decode_worker_frees_the_prefill_worker() -> None:
+def test_abort_at_decode_worker_frees_prefill_worker() -> None:
     pair = pair_of(LONG, prefill={"max_num_batched_tokens": 4})
     pair.decode.submit(*elsewhere(LONG))
     pair.decode.turn(1)
-    (lease,) = pair.unasked
+    (lease,) = pair.undelivered
     pair.ask(lease)
     pair.prefill.turn(1, times=3)
     pair.decode.abort("long")
@@ -205,24 +205,24 @@ def test_an_abort_at_the_decode_worker_frees_the_prefill_worker() -> None:
     assert pair.prefill.probe.transferring.counters.given_up == 1
 
 
-def test_blocks_that_are_read_are_waited_for_before_anybody_is_preempted() -> None:
+def test_blocks_being_read_are_awaited_before_preempting() -> None:
     other = greedy("other", range(60, 80), 20)
     pair = pair_of(LONG, other, prefill={"num_kv_blocks": 16})
     pair.decode.submit(*elsewhere(LONG))
     pair.decode.turn(1)
-    pair.ask(pair.unasked[0])
+    pair.ask(pair.undelivered[0])
     pair.prefill.turn(1, times=3)
-    assert pair.prefill.probe.pool.num_fenced == 10, "nobody has read them"
+    assert pair.prefill.probe.pool.num_fenced == 10, "no read has completed"
     pair.prefill.submit(other)
     pair.prefill.turn(1, times=30)
     assert pair.prefill.state_of("other") is State.RUNNING
-    assert pair.prefill.plan() is None, "it needs a block that will come"
+    assert pair.prefill.plan() is None, "it needs a block that will be freed"
     assert pair.run().tokens == golden([LONG])
     assert pair.prefill.texts.tokens["other"] == golden([other])["other"]
     assert not pair.prefill.probe.residencies.counters.preemptions
 
 
-def test_a_prefix_kept_at_the_prefill_worker_is_sent_as_soon_as_it_is_loaded() -> None:
+def test_offloaded_prefix_is_sent_once_loaded() -> None:
     pair = pair_of(LONG)
     tiers = keep_kv(pair.prefill, finished=True)
     pair.decode.submit(*elsewhere(LONG))
@@ -239,7 +239,7 @@ def test_a_prefix_kept_at_the_prefill_worker_is_sent_as_soon_as_it_is_loaded() -
     assert pair.prefill.probe.transferring.counters.sent_blocks == 20
 
 
-def test_an_engine_of_the_next_epoch_fetches_a_prompt_again_but_not_behind_a_text() -> None:
+def test_next_epoch_refetches_only_requests_without_output() -> None:
     second = greedy("second", range(60, 80), 20)
     pair = pair_of(LONG, second, decode={"num_kv_blocks": 40})
     specs = elsewhere(LONG, second)
@@ -252,8 +252,8 @@ def test_an_engine_of_the_next_epoch_fetches_a_prompt_again_but_not_behind_a_tex
     pair.decode.turn(1)
     delivered = tuple(pair.decode.texts.tokens["long"])
     assert 0 < len(delivered) < 20
-    assert len(pair.unasked) == 1
-    old = pair.unasked[0].name
+    assert len(pair.undelivered) == 1
+    old = pair.undelivered[0].name
     pair.replace(pair.decode, small_engine([LONG, second], num_kv_blocks=40))
     pair.decode.submit(msgspec.structs.replace(specs[0], delivered=delivered), specs[1])
     pair.decode.turn(1, times=3)
@@ -261,7 +261,7 @@ def test_an_engine_of_the_next_epoch_fetches_a_prompt_again_but_not_behind_a_tex
     assert pair.run().tokens == golden([LONG, second])
 
 
-def test_a_send_says_what_was_cached() -> None:
+def test_send_reports_cached_tokens() -> None:
     pair = pair_of(LONG)
     pair.decode.submit(*elsewhere(LONG))
     pair.run()
@@ -269,7 +269,7 @@ def test_a_send_says_what_was_cached() -> None:
     again = greedy("again", LONG.prompt, 4)
     pair.decode.submit(*elsewhere(again))
     pair.decode.turn(1)
-    pair.ask(pair.unasked[0])
+    pair.ask(pair.undelivered[0])
     pair.prefill.turn(1)
     last: list[Send] = [send for _, send in pair.reading if send.tokens is not None]
     assert [send.cached for send in last] == [36]

@@ -1,4 +1,4 @@
-"""Vectors of prompts: those of the model's states, whatever is cached, cut into chunks or preempted."""
+"""Embeddings equal the pooled states of the model under caching, chunking and preemption."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {"last": Pooling("last"), "mean": Pooling("mean"), "tokens": Pooling("to
 
 
 def exact(prompt: tuple[int, ...], pooling: Pooling) -> np.ndarray:
-    """The vector straight from the model, without an engine."""
+    """Return the embedding straight from the model, without an engine."""
     if pooling.kind == "tokens":
         return right(prompt)[-1, list(pooling.token_ids)]
     model, blocks = NullModel(), -(-len(prompt) // 16)
@@ -54,7 +54,7 @@ def check(found: Sequence[np.ndarray], prompts: Sequence[tuple[int, ...]], pooli
 @pytest.mark.parametrize("budget", [1, 7, 64])
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("transport", ["memory", "zmq"])
-def test_vectors_are_the_models_in_whatever_chunks(kind: str, budget: int, depth: int, transport: str) -> None:
+def test_embeddings_are_exact_for_any_chunking(kind: str, budget: int, depth: int, transport: str) -> None:
     engine = null_engine(
         max_num_batched_tokens=budget, pipeline_depth=depth, num_kv_blocks=60, output_transport=transport
     )
@@ -63,7 +63,7 @@ def test_vectors_are_the_models_in_whatever_chunks(kind: str, budget: int, depth
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_share_steps_and_prefixes_with_texts(kind: str) -> None:
+def test_embedding_and_text_requests_share_steps_and_prefixes(kind: str) -> None:
     engine = null_engine(num_kv_blocks=200, max_num_batched_tokens=40)
     for spec in random_specs(6, seed=3):
         engine.submit(spec)
@@ -71,12 +71,14 @@ def test_they_share_steps_and_prefixes_with_texts(kind: str) -> None:
     before = engine.stats().scheduler.counters.prefix_hits
     check(pooled(engine, PROMPTS, KINDS[kind]), PROMPTS, KINDS[kind])
     hits = engine.stats().scheduler.counters.prefix_hits - before
-    assert hits == (0 if kind == "mean" else 16 + 80 + 192), "a mean sees every position, the others the last one"
+    assert hits == (0 if kind == "mean" else 16 + 80 + 192), (
+        "mean pooling reads every position, the others only the last"
+    )
     engine.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_vectors_survive_preemption(kind: str) -> None:
+def test_embeddings_survive_preemption(kind: str) -> None:
     engine = null_engine(num_kv_blocks=30, pipeline_depth=2, max_num_batched_tokens=40)
     parts_of(engine).control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits all requests at once
     for spec in random_specs(8, seed=5, max_tokens=200):
@@ -87,7 +89,7 @@ def test_vectors_survive_preemption(kind: str) -> None:
     engine.close()
 
 
-def test_vectors_in_python() -> None:
+def test_embed_in_python() -> None:
     llm = LLM("null", backend="null", pooling="mean", num_kv_blocks=40)
     try:
         assert llm.embed([[1, 2], [3]]).tolist() == [[1.0], [1.0]]

@@ -1,4 +1,4 @@
-"""What a prefilled token costs follows the steps that prefill."""
+"""The estimated cost of a prefilled token follows the measured prefill steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def plan(*tokens: int, drafts: int = 0) -> SimpleNamespace:
     )
 
 
-def test_the_average_moves_a_fifth_of_the_way_to_what_a_step_took() -> None:
+def test_estimate_is_moving_average_with_weight_one_fifth() -> None:
     pace = PrefillPace(1.0)
     measured = pace.observe(plan(100), 10.0, 210.0)
     assert measured is not None and measured.token == pytest.approx(1.2)
 
 
-def test_a_step_begins_when_the_one_before_it_was_answered() -> None:
+def test_step_duration_starts_when_previous_step_completed() -> None:
     pace = PrefillPace(1.0)
     pace.observe(plan(100), 0.0, 100.0)
     measured = pace.observe(plan(100), 0.0, 200.0)
@@ -30,6 +30,6 @@ def test_a_step_begins_when_the_one_before_it_was_answered() -> None:
 
 
 @pytest.mark.parametrize("step", [plan(31), plan(*[1] * 100), plan(40, *[1] * 60), plan(*[4] * 100, drafts=3)])
-def test_a_step_that_hardly_prefills_says_nothing(step) -> None:
+def test_step_with_few_prefill_tokens_is_ignored(step) -> None:
     pace = PrefillPace(1.0)
     assert pace.observe(step, 0.0, 1000.0) is None

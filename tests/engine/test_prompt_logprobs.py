@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of the model, whatever is cached, cut into chunks or preempted."""
+"""Prompt logprobs equal those of the model under caching, chunking and preemption."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def specs(prompts: Sequence[tuple[int, ...]] = PROMPTS, top_n: int = 3, **params
 
 
 def right(prompt: tuple[int, ...]) -> np.ndarray:
-    """Log-probabilities [len(prompt), V] straight from the model's logits, without an engine."""
+    """Return logprobs [len(prompt), V] straight from the logits of the model, without an engine."""
     model = NullModel()
     blocks = -(-len(prompt) // 16)
     step = step_input([(len(prompt), len(prompt))], 16, np.arange(blocks, dtype=np.int32)[None])
@@ -43,25 +43,25 @@ def check(texts: Texts, wanted: Sequence[RequestSpec]) -> None:
     for spec in wanted:
         exact, found = right(spec.prompt), texts.prompt_scores[spec.request_id]
         assert len(found) == len(spec.prompt) - 1
-        for place, score in enumerate(found):
-            assert score.logprob == pytest.approx(exact[place, spec.prompt[place + 1]], abs=1e-4)
-            best = np.argsort(-exact[place], kind="stable")[: spec.params.prompt_logprobs]
+        for position, score in enumerate(found):
+            assert score.logprob == pytest.approx(exact[position, spec.prompt[position + 1]], abs=1e-4)
+            best = np.argsort(-exact[position], kind="stable")[: spec.params.prompt_logprobs]
             assert score.top_ids == tuple(best.tolist())
-            assert score.top == pytest.approx(exact[place, best], abs=1e-4)
-            order = np.argsort(-exact[place], kind="stable").tolist()
-            assert score.rank == order.index(spec.prompt[place + 1]) + 1
+            assert score.top == pytest.approx(exact[position, best], abs=1e-4)
+            order = np.argsort(-exact[position], kind="stable").tolist()
+            assert score.rank == order.index(spec.prompt[position + 1]) + 1
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.law("4")
-def test_they_are_the_models_in_whatever_chunks(budget: int, depth: int) -> None:
+def test_prompt_logprobs_are_exact_for_any_chunking(budget: int, depth: int) -> None:
     engine = null_engine(max_num_batched_tokens=budget, pipeline_depth=depth, num_kv_blocks=60)
     check(run(engine, specs()), specs())
     engine.close()
 
 
-def test_what_is_cached_is_computed_again_for_those_who_ask() -> None:
+def test_cached_prompt_is_recomputed_for_prompt_logprobs() -> None:
     engine = null_engine(num_kv_blocks=100)
     plain = [RequestSpec(request_id="plain", prompt=PROMPTS[-1], params=SamplingParams(max_tokens=2))]
     run(engine, plain)
@@ -69,13 +69,13 @@ def test_what_is_cached_is_computed_again_for_those_who_ask() -> None:
     check(run(engine, specs()), specs())
     assert engine.stats().scheduler.counters.prefix_hits == hits
     run(engine, plain)
-    assert engine.stats().scheduler.counters.prefix_hits == hits + 192, "what they computed is cached for others"
+    assert engine.stats().scheduler.counters.prefix_hits == hits + 192, "recomputed blocks enter the cache"
     engine.close()
 
 
 @pytest.mark.law("4")
 @pytest.mark.parametrize("keep", [True, False])
-def test_they_survive_preemption(keep: bool) -> None:
+def test_prompt_logprobs_survive_preemption(keep: bool) -> None:
     wanted = specs([PROMPTS[-1][: 100 - index] for index in range(8)], max_tokens=80)
     engine = null_engine(num_kv_blocks=30, pipeline_depth=2, max_num_batched_tokens=40, save_preempted_kv=keep)
     parts_of(engine).control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits all requests at once
@@ -86,18 +86,18 @@ def test_they_survive_preemption(keep: bool) -> None:
     engine.close()
 
 
-def test_they_are_told_once_with_the_first_token() -> None:
+def test_prompt_logprobs_are_delivered_once_with_first_token() -> None:
     engine, deltas = null_engine(), []
     engine.submit(specs([PROMPTS[-1]])[0])
     while engine.has_work:
         deltas += engine.step()
-    told = [delta.prompt_logprobs is not None for delta in deltas if delta.token_ids]
-    assert told == [True, *[False] * 4]
+    present = [delta.prompt_logprobs is not None for delta in deltas if delta.token_ids]
+    assert present == [True, *[False] * 4]
     engine.close()
 
 
-def test_a_request_that_was_told_goes_on_without_them() -> None:
-    """As a restart resumes it: with tokens that an earlier engine delivered."""
+def test_resumed_request_does_not_repeat_prompt_logprobs() -> None:
+    """A restart resumes the request with tokens that an earlier engine delivered."""
     engine = null_engine()
     (spec,) = specs([PROMPTS[4]])
     text = run(engine, [spec]).tokens["r0"]
@@ -108,7 +108,7 @@ def test_a_request_that_was_told_goes_on_without_them() -> None:
     engine.close()
 
 
-def test_no_more_logits_exist_at_a_time_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logits_are_computed_within_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_scores, "SCORED_CELLS", 20 * 257)
     seen: list[int] = []
     logprobs = NumpyOps.logprobs
@@ -120,6 +120,6 @@ def test_no_more_logits_exist_at_a_time_than_the_limit(monkeypatch: pytest.Monke
     engine.close()
 
 
-def test_merged_deltas_keep_them() -> None:
+def test_merged_deltas_keep_prompt_logprobs() -> None:
     first, then = Delta("a", (1,), prompt_logprobs=()), Delta("a", (2,))
     assert _merged([first, then]).prompt_logprobs == ()

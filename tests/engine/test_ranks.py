@@ -1,4 +1,6 @@
-"""Ranks in processes of their own: the same texts, whatever becomes of one of them, and its own words for it."""
+"""Tensor-parallel ranks in separate processes: identical texts, recovery from a lost rank, and errors that name the
+rank.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ TWO: dict[str, Any] = {"tensor_parallel_size": 2}
 
 
 @pytest.mark.parametrize("settings", [{**TWO}, {"output_transport": "zmq"}], ids=str)
-def test_an_engine_that_serves_has_no_files_that_its_end_would_leave(
+def test_running_engine_holds_no_files_to_clean_up(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -58,9 +60,9 @@ def test_an_engine_that_serves_has_no_files_that_its_end_would_leave(
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_ranks_make_the_texts_of_one_under_pressure(k: int) -> None:
-    """Drafts are rank 0's, and all ranks verify them."""
-    # So few blocks that requests are preempted, stored and loaded.
+def test_ranks_generate_golden_texts_under_pressure(k: int) -> None:
+    """Rank 0 drafts, and all ranks verify."""
+    # Too few blocks, so requests are preempted, stored and loaded.
     engine = null_engine(num_kv_blocks=26, pipeline_depth=2, speculative=speculation(k), **TWO)
     try:
         if k:
@@ -81,10 +83,10 @@ def test_ranks_make_the_texts_of_one_under_pressure(k: int) -> None:
     ],
     ids=lambda settings: "-".join(settings.values()),
 )
-def test_a_real_model_on_ranks_makes_the_texts_of_one(
+def test_real_model_on_ranks_generates_golden_texts(
     settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nine query heads on three KV heads, as SmolLM2 has; some requests come back from KV that all ranks kept."""
+    """Nine query heads on three KV heads, like SmolLM2; some requests resume from KV that all ranks offloaded."""
     sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 258}
     path = write_checkpoint("llama", tmp_path / "model", **sizes)
     values: dict[str, Any] = {"model": "tiny", **settings, "max_num_seqs": 4, "block_size": 4}
@@ -106,8 +108,8 @@ def test_a_real_model_on_ranks_makes_the_texts_of_one(
     assert warned == (settings["backend"] == "reference")
 
 
-def test_adapters_come_and_go_on_all_ranks_between_steps(tmp_path: Path) -> None:
-    """Requests of both adapters and of none share each batch; one adapter goes while a request uses it."""
+def test_adapters_change_on_all_ranks_between_steps(tmp_path: Path) -> None:
+    """Requests with both adapters and with none share each batch; one adapter is unloaded while in use."""
     sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 258}
     path = write_checkpoint("llama", tmp_path / "model", **sizes)
     for seed, name in enumerate(("one", "two"), 1):
@@ -124,31 +126,29 @@ def test_adapters_come_and_go_on_all_ranks_between_steps(tmp_path: Path) -> None
             long = [greedy(f"long-{adapter}", range(5, 15), 50, adapter=adapter) for adapter in ("", one)]
             for spec in long:
                 engine.submit(spec)
-            told = Texts()
+            record = Texts()
             for _ in range(5):
-                told.take(engine.step())
+                record.take(engine.step())
             two = engine.load_adapter("two", tmp_path / "two").digest
             engine.unload_adapter("one")
-            told.take(engine.submit(greedy("two", range(5, 15), 30, adapter=two)))
+            record.take(engine.submit(greedy("two", range(5, 15), 30, adapter=two)))
             while engine.has_work:
-                told.take(engine.step())
-            engine.step()  # the adapter that nobody uses any more goes
+                record.take(engine.step())
+            engine.step()  # frees the adapter that is no longer in use
             runner = engine.probe().runner
             assert [adapter.digest for adapter in runner.adapters.held] == [two]
-            texts.append(told.tokens)
+            texts.append(record.tokens)
         finally:
             engine.close()
     assert texts[0] == texts[1]
     assert len({tuple(text[:30]) for text in texts[0].values()}) == 3, "the adapters change too little"
 
 
-def test_an_adapter_that_one_rank_cannot_hold_is_refused_and_held_by_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapter_failing_on_one_rank_is_loaded_on_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_checkpoint("llama", tmp_path / "model", vocab_size=258)
     for seed, name in enumerate(("one", "two"), 1):
         write_adapter(path, tmp_path / name, seed=seed, rank=2)
-    # A rank that has no room for a second adapter.
+    # A rank without memory for a second adapter.
     script = (
         "from fd_core.engine.ranks import child\n"
         "from fd_core.runner.runner import RunnerAdapters\n"
@@ -160,7 +160,7 @@ def test_an_adapter_that_one_rank_cannot_hold_is_refused_and_held_by_none(
         "RunnerAdapters.replace = full\n"
         "child.main()"
     )
-    played_by(script, tmp_path, monkeypatch)
+    scripted_ranks(script, tmp_path, monkeypatch)
     config = EngineConfig(
         model="tiny", backend="reference", num_kv_blocks=60, max_model_len=80, lora_folder=str(tmp_path), **TWO
     )
@@ -179,8 +179,8 @@ def test_an_adapter_that_one_rank_cannot_hold_is_refused_and_held_by_none(
         engine.close()
 
 
-def test_a_killed_rank_costs_no_token(caplog: pytest.LogCaptureFixture) -> None:
-    """In the middle of 32 streams."""
+def test_killed_rank_loses_no_token(caplog: pytest.LogCaptureFixture) -> None:
+    """The rank is killed in the middle of 32 streams."""
     expected = golden(SPECS)
 
     async def main() -> None:
@@ -193,11 +193,11 @@ def test_a_killed_rank_costs_no_token(caplog: pytest.LogCaptureFixture) -> None:
                     dead.append(count)
                     os.kill(rank_of(client), signal.SIGKILL)
 
-            told = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
-            assert {spec.request_id: each.tokens for spec, each in zip(SPECS, told, strict=True)} == expected
+            record = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
+            assert {spec.request_id: each.tokens for spec, each in zip(SPECS, record, strict=True)} == expected
             assert client.info.epoch == 2 and client.requests_requeued > 0
             assert client.rank_failures == {"1": 1}
-        assert "engine of epoch 1 is gone: rank 1 was ended by SIGKILL" in caplog.text
+        assert "engine of epoch 1 died: rank 1 was ended by SIGKILL" in caplog.text
 
     with caplog.at_level(logging.ERROR):
         run_test(main)
@@ -207,10 +207,10 @@ def test_a_killed_rank_costs_no_token(caplog: pytest.LogCaptureFixture) -> None:
     ("sent", "words"),
     [
         (signal.SIGKILL, "rank 1 was ended by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "rank 1 did not answer", marks=pytest.mark.soak),
+        pytest.param(signal.SIGSTOP, "rank 1 did not respond", marks=pytest.mark.soak),
     ],
 )
-def test_a_rank_that_is_lost_while_nothing_runs_is_missed_and_named(
+def test_rank_lost_while_idle_is_detected_and_named(
     sent: signal.Signals, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -229,8 +229,8 @@ def test_a_rank_that_is_lost_while_nothing_runs_is_missed_and_named(
         run_test(main)
 
 
-def test_the_end_of_a_rank_wakes_the_engine() -> None:
-    """It need not be looked for."""
+def test_rank_exit_wakes_the_engine() -> None:
+    """No poll is needed."""
     woken = threading.Event()
     engine = null_engine(wake=woken.set, **TWO)
     try:
@@ -245,8 +245,8 @@ def test_the_end_of_a_rank_wakes_the_engine() -> None:
         engine.close()
 
 
-def test_ranks_that_are_idle_answer_when_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks come between steps as well, and their answers are not taken for those of steps."""
+def test_idle_ranks_answer_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats are also sent between steps, and their replies are not mistaken for those of steps."""
     monkeypatch.setattr(leading, "_IDLE_SECONDS", 0.0)
     engine = null_engine(**TWO)
     try:
@@ -265,8 +265,8 @@ def test_ranks_that_are_idle_answer_when_they_are_looked_at(monkeypatch: pytest.
         engine.close()
 
 
-def test_a_rank_that_is_slow_is_waited_for() -> None:
-    """It is stopped again and again, each time for less than it may be silent."""
+def test_slow_rank_is_tolerated() -> None:
+    """It is suspended repeatedly, each time for less than the timeout."""
 
     async def main() -> None:
         async with opened(backend="null", watchdog_seconds=20.0, **TWO) as client:
@@ -280,14 +280,14 @@ def test_a_rank_that_is_slow_is_waited_for() -> None:
                     os.kill(rank, signal.SIGCONT)
                     await asyncio.sleep(0.02)
 
-            told, _ = await asyncio.gather(read(client, LONG, lambda _: None), slow())
-            assert told.tokens == golden([LONG])["long"]
+            record, _ = await asyncio.gather(read(client, LONG, lambda _: None), slow())
+            assert record.tokens == golden([LONG])["long"]
             assert client.info.epoch == 1
 
     run_test(main)
 
 
-def test_a_rank_that_stands_still_is_named_within_the_watchdogs_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_suspended_rank_is_named_within_watchdog_timeout(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with opened(backend="null", watchdog_seconds=6.0, **TWO) as client:
             assert isinstance(client, ProcessClient)
@@ -298,11 +298,11 @@ def test_a_rank_that_stands_still_is_named_within_the_watchdogs_time(caplog: pyt
                     stopped.append(rank_of(client))
                     os.kill(stopped[0], signal.SIGSTOP)
 
-            told = await read(client, LONG, stop)
-            assert told.tokens == golden([LONG])["long"]
+            record = await read(client, LONG, stop)
+            assert record.tokens == golden([LONG])["long"]
             assert client.info.epoch == 2
             await until(lambda: not lives(stopped[0]))
-        assert "rank 1 did not answer within 3 s" in caplog.text
+        assert "rank 1 did not respond within 3 s" in caplog.text
 
     with caplog.at_level(logging.ERROR):
         run_test(main)
@@ -313,8 +313,8 @@ def rank_of(client: ProcessClient) -> int:
     return int(Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()[0])
 
 
-def played_by(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a script in the place of other ranks."""
+def scripted_ranks(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script in place of the other ranks."""
     (folder / "fd_played.py").write_text(script)
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
     monkeypatch.setattr(leading, "CHILD", ("-m", "fd_played"))
@@ -330,7 +330,7 @@ from fd_core.engine.ranks.messages import LOOK, RankDoor, RankLoaded, RankReady,
 socket = zmq.Context().socket(zmq.PAIR)
 socket.connect(msgspec.json.decode(os.environ["FD_RANK_DOOR"], type=RankDoor).steps)
 socket.recv()
-say = lambda message: socket.send(msgspec.msgpack.encode(message))
+send = lambda message: socket.send(msgspec.msgpack.encode(message))
 {script}
 socket.recv()
 """
@@ -339,32 +339,32 @@ socket.recv()
 @pytest.mark.parametrize(
     ("script", "error", "words"),
     [
-        ("say(Fault('it has no memory left: the model'))", EngineDead, "rank 1: it has no memory left: the model"),
-        ("say(Fault('a tensor is missing', 'model', None, 3))", ModelError, "rank 1: a tensor is missing"),
+        ("send(Fault('it ran out of memory: the model'))", EngineDead, "rank 1: it ran out of memory: the model"),
+        ("send(Fault('a tensor is missing', 'model', None, 3))", ModelError, "rank 1: a tensor is missing"),
         ("raise SystemExit(7)", EngineDead, "rank 1 ended with exit code 7"),
         (
-            "say(RankLoaded(0, 1, (0, 1))); socket.recv(); say(RankReady())",
+            "send(RankLoaded(0, 1, (0, 1))); socket.recv(); send(RankReady())",
             ConfigError,
             "num_kv_blocks|KV block",  # free memory is the least of all ranks
         ),
         (
-            "say(RankLoaded(2**30, 1, (0, 1))); socket.recv(); say(RankReady()); socket.recv(); say(RankReady())\n"
-            "while (frame := socket.recv()) == LOOK: say(RankReady())\n"
-            "say(StepDigest(decode_order(frame).plan.step, b'else'))",
+            "send(RankLoaded(2**30, 1, (0, 1))); socket.recv(); send(RankReady()); socket.recv(); send(RankReady())\n"
+            "while (frame := socket.recv()) == LOOK: send(RankReady())\n"
+            "send(StepDigest(decode_order(frame).plan.step, b'else'))",
             EngineDead,
-            "rank 1 made something else of step",
+            "rank 1 computed a different result of step",
         ),
     ],
 )
-def test_the_error_is_the_ranks_own(
+def test_error_of_rank_is_reported_verbatim(
     script: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    played_by(PLAYED.format(script=script), tmp_path, monkeypatch)
+    scripted_ranks(PLAYED.format(script=script), tmp_path, monkeypatch)
     with pytest.raises(error, match=words), contextlib.closing(null_engine(**TWO)) as engine:
         run(engine, SPECS[:1])
 
 
-def test_ranks_are_compared_by_what_they_executed_and_by_what_they_sampled() -> None:
+def test_rank_digest_covers_plan_and_sampled_tokens() -> None:
     def digest(frame: bytes, token: int) -> bytes:
         return step_digest(frame, StepOutput(1, 4, np.full((2, 1), token, np.int32), np.zeros(2, np.int32)))
 
@@ -375,21 +375,21 @@ def test_ranks_are_compared_by_what_they_executed_and_by_what_they_sampled() -> 
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 gave no sign for 1 s while it loaded"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 did not respond for 1 s while it loaded"),
         ("raise SystemExit(7)", "rank 1 ended with exit code 7"),
         (
             "import time\n"
             "from fd_core.engine.ranks import child\n"
             "child.Computing.loaded = lambda self: time.sleep(1000)\n"
             "child.main()",
-            "rank 1 came no further for 0.5 s while it loaded",
+            "rank 1 made no progress for 0.5 s while it loaded",
         ),
     ],
 )
-def test_a_rank_that_does_not_come_to_the_end_of_its_start_is_named(
+def test_rank_that_hangs_during_start_is_named(
     script: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    played_by(script, tmp_path, monkeypatch)
+    scripted_ranks(script, tmp_path, monkeypatch)
     pids: list[int] = []
     start = SpawnLauncher.start
 
@@ -404,12 +404,12 @@ def test_a_rank_that_does_not_come_to_the_end_of_its_start_is_named(
     with pytest.raises(EngineDead, match=words) as error:
         null_engine(watchdog_seconds=1.0 if stopped else 60.0, **TWO).close()
     assert error.value.field == "rank 1"
-    assert len(pids) == 1 and not lives(pids[0]), "the rank was left behind"
+    assert len(pids) == 1 and not lives(pids[0]), "the rank process still exists"
 
 
 @pytest.mark.soak
-def test_a_rank_that_is_slow_to_load_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It says that it goes on, and comes further now and then."""
+def test_rank_that_loads_slowly_is_tolerated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It sends heartbeats, and reports progress now and then."""
     script = (
         "import time\n"
         "from fd_core.engine.ranks import child\n"
@@ -422,7 +422,7 @@ def test_a_rank_that_is_slow_to_load_is_waited_for(monkeypatch: pytest.MonkeyPat
         "child.Computing.loaded = slow\n"
         "child.main()"
     )
-    played_by(script, tmp_path, monkeypatch)
+    scripted_ranks(script, tmp_path, monkeypatch)
     monkeypatch.setattr(leading, "_LOAD_SECONDS", 8.0)
     with contextlib.closing(null_engine(watchdog_seconds=8.0, **TWO)) as engine:
         assert run(engine, SPECS[:3]).tokens == golden(SPECS[:3])
@@ -432,16 +432,16 @@ def test_a_rank_that_is_slow_to_load_is_waited_for(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("settings", "words", "hint"),
     [
-        ({"pipeline_parallel_size": 4}, "the model's 2 layers cannot be divided into 4 stages", "use at most 2"),
+        ({"pipeline_parallel_size": 4}, "cannot divide 2 layers into 4 stages", "use at most 2"),
         (
             {"tensor_parallel_size": 3},
-            "4 query heads, which share 2 KV heads, cannot be divided over 3 ranks",
+            "cannot divide 4 query heads and 2 KV heads among 3 ranks",
             "use 2 or 4",
         ),
-        ({"tensor_parallel_size": 4}, "block of width 3 cannot be divided over 4 ranks", "use 2"),
+        ({"tensor_parallel_size": 4}, "block of width 3 among 4 ranks", "use 2"),
     ],
 )
-def test_a_model_that_cannot_be_divided_is_refused_before_a_rank_is_started(
+def test_indivisible_model_is_rejected_before_starting_ranks(
     form: str, settings: dict[str, Any], words: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "RankProcesses", lambda *_: pytest.fail("ranks were started"))
@@ -459,21 +459,21 @@ def test_a_model_that_cannot_be_divided_is_refused_before_a_rank_is_started(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni is one process"),
+        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni runs one process"),
     ],
 )
-def test_settings_that_contradict_ranks_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_incompatible_with_ranks_are_rejected(settings: dict[str, Any], words: str) -> None:
     with pytest.raises((ConfigError, PluginError), match=words):
         null_engine(**settings)
 
 
-def test_ranks_of_devices_are_refused_where_ray_would_place_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_placement_of_unsupported_backend_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NullBackend, "rank_environments", lambda size: [{"DEVICE": str(rank)} for rank in range(size)])
-    with pytest.raises(ConfigError, match="ranks of the null backend are not placed by Ray yet"):
+    with pytest.raises(ConfigError, match="ranks of the null backend cannot be placed by Ray yet"):
         null_engine(distributed_executor_backend="ray", **TWO)
 
 
-def test_a_rank_is_shown_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_sees_only_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = [{"FD_TEST_DEVICE": str(rank)} for rank in range(2)]
     monkeypatch.setattr(NullBackend, "rank_environments", lambda size: shown)
     engine = null_engine(**TWO)
@@ -486,7 +486,7 @@ def test_a_rank_is_shown_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.close()
 
 
-def test_blocks_of_all_ranks_are_copied_as_one() -> None:
+def test_kv_copy_covers_blocks_of_all_ranks() -> None:
     engine = null_engine(**TWO)
     try:
         runner = engine.probe().runner
@@ -502,26 +502,26 @@ def test_blocks_of_all_ranks_are_copied_as_one() -> None:
         engine.close()
 
 
-def test_what_a_rank_copies_too_late_is_taken_for_nothing_else() -> None:
+def test_late_copy_of_rank_is_not_matched_to_another() -> None:
     engine = null_engine(**TWO)
     try:
         runner = engine.probe().runner
         assert isinstance(runner, leading.LeadingRunner)
-        runner.ranks._seconds = 0.5  # a back door: those of the watchdog are no time to wait for here
+        runner.ranks._seconds = 0.5  # override: the watchdog timeouts are too long for a test
         of_rank_1 = leading.JoinedKVCache(runner.cache, runner.ranks, [(0, 1), (1, 2)])
         (rank,) = runner.ranks.pids
         os.kill(rank, signal.SIGSTOP)
         while " T " not in Path(f"/proc/{rank}/stat").read_text():
             time.sleep(0.001)
         going_on = threading.Timer(8.0, os.kill, (rank, signal.SIGCONT))
-        going_on.start()  # whoever waits without end gets an answer
-        with pytest.raises(EngineDead, match="rank 1 did not answer"):
+        going_on.start()  # an unbounded wait must end as well
+        with pytest.raises(EngineDead, match="rank 1 did not respond"):
             of_rank_1.export_blocks(np.array([2], np.int32))
         going_on.cancel()
         os.kill(rank, signal.SIGCONT)
         with pytest.raises(EngineDead):
             of_rank_1.export_blocks(np.array([9], np.int32))
-        with pytest.raises(EngineDead, match=r"rank 1 did not answer within 0.5 s"):
+        with pytest.raises(EngineDead, match=r"rank 1 did not respond within 0.5 s"):
             runner.check()
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""An engine that dies or stalls is replaced, and its requests go on: same text, nothing twice, nothing lost."""
+"""An engine that dies or stalls is replaced and its requests resume: same text, no token lost or duplicated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.server.processes import process as started_process
 pytestmark = pytest.mark.slow
 
 SPECS = random_specs(10, seed=29, max_prompt=30, max_tokens=110)
-"""More than there are slots, and texts that pass the places of the faults; some want log-probabilities or penalties."""
+"""More requests than slots, with texts that pass the fault positions; some want logprobs or penalties."""
 LONG = greedy("long", range(20), 370)
 POISON = 255
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
@@ -74,8 +74,8 @@ async def opened(where: str = "process", path: Path | None = None, **settings: A
 
 
 @dataclass(slots=True)
-class Told:
-    """What the reader of one stream saw."""
+class StreamRecord:
+    """Record of what the reader of one stream received."""
 
     tokens: list[int] = field(default_factory=list)
     scores: list[TokenLogprobs] = field(default_factory=list)
@@ -84,29 +84,29 @@ class Told:
     error: str | None = None
 
 
-async def read(client: EngineClient, spec: RequestSpec, during: Callable[[int], None] = lambda _: None) -> Told:
-    """Read a stream to its end; `during` is told how many tokens there are."""
-    told = Told()
+async def read(client: EngineClient, spec: RequestSpec, during: Callable[[int], None] = lambda _: None) -> StreamRecord:
+    """Read a stream to its end; `during` is called with the number of tokens so far."""
+    record = StreamRecord()
     async for delta in client.submit(spec):
-        assert told.end is None
-        told.tokens += delta.token_ids
-        told.scores += delta.logprobs or ()
-        told.cached += [] if delta.cached_tokens is None else [delta.cached_tokens]
-        told.end, told.error = delta.finish_reason, delta.error
-        during(len(told.tokens))
-    return told
+        assert record.end is None
+        record.tokens += delta.token_ids
+        record.scores += delta.logprobs or ()
+        record.cached += [] if delta.cached_tokens is None else [delta.cached_tokens]
+        record.end, record.error = delta.finish_reason, delta.error
+        during(len(record.tokens))
+    return record
 
 
 async def all_texts_are(client: EngineClient, expected: Texts) -> None:
     everything = await asyncio.gather(*(read(client, spec) for spec in SPECS))
-    for spec, told in zip(SPECS, everything, strict=True):
+    for spec, record in zip(SPECS, everything, strict=True):
         name = spec.request_id
-        assert (told.tokens, told.scores, told.end) == (
+        assert (record.tokens, record.scores, record.end) == (
             expected.tokens[name],
             expected.scores[name],
             expected.ends[name],
         )
-        assert len(told.cached) == 1, "how much was cached is told once"
+        assert len(record.cached) == 1, "cached_tokens is reported once"
     assert client.active_requests == 0
     await until(lambda: client.stats.scheduler.blocks.used == 0 and client.stats.scheduler.slots.running == 0)
 
@@ -125,7 +125,7 @@ def run_test(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-# Every way to die ---------------------------------------------------------------------------------------------
+# Kinds of death -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,10 @@ def run_test(test: Callable[[], Awaitable[None]]) -> None:
         pytest.param(("raise", "stall"), "memory", 2, id="hows1-memory-2", marks=pytest.mark.soak),
     ],
 )
-def test_texts_survive_an_engine_that_dies_twice(
+def test_texts_survive_two_engine_deaths(
     faults: Faults, undisturbed: Texts, hows: tuple[str, str], transport: str, depth: int
 ) -> None:
-    """In the middle of the texts, with requests that run and others that wait; the second death is a later one."""
+    """Both deaths occur mid-text, with running and waiting requests; the second one strikes later."""
     faults.arm(*hows, position=50, every=40)
 
     async def main() -> None:
@@ -157,7 +157,7 @@ def test_texts_survive_an_engine_that_dies_twice(
     run_test(main)
 
 
-def test_texts_survive_with_drafts(faults: Faults, undisturbed: Texts) -> None:
+def test_speculative_texts_survive_engine_death(faults: Faults, undisturbed: Texts) -> None:
     faults.arm("kill", position=70)
 
     async def main() -> None:
@@ -168,8 +168,8 @@ def test_texts_survive_with_drafts(faults: Faults, undisturbed: Texts) -> None:
     run_test(main)
 
 
-def test_an_engine_that_stands_still_is_replaced_and_its_late_words_are_not_heard() -> None:
-    """Stopped in mid-stream, it is killed by the watch over it."""
+def test_stalled_engine_is_replaced_and_late_messages_ignored() -> None:
+    """The engine is suspended mid-stream and killed by the watchdog."""
 
     async def main() -> None:
         async with opened(backend="null", watchdog_seconds=0.6) as client:
@@ -180,15 +180,15 @@ def test_an_engine_that_stands_still_is_replaced_and_its_late_words_are_not_hear
                     stopped.append(count)
                     signal_to(client, signal.SIGSTOP)
 
-            told = await read(client, LONG, stop)
-            assert told.tokens == golden([LONG])["long"]
+            record = await read(client, LONG, stop)
+            assert record.tokens == golden([LONG])["long"]
             assert (client.info.epoch, client.requests_requeued) == (2, 1)
             assert 0 < stopped[0] < 370
 
     run_test(main)
 
 
-def test_a_real_model_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_real_model_resumes_after_kill(tmp_path: Path) -> None:
     from tests.models.tiny import write_tiny
 
     path = write_tiny("llama", tmp_path).folder
@@ -206,9 +206,9 @@ def test_a_real_model_goes_on_after_a_kill(tmp_path: Path) -> None:
                     dead.append(count)
                     signal_to(client, signal.SIGKILL)
 
-            told = await asyncio.gather(read(client, specs[0], kill), read(client, specs[1]))
+            record = await asyncio.gather(read(client, specs[0], kill), read(client, specs[1]))
             assert client.info.epoch == 2 and dead[0] < 90
-            for mine, whole in zip(told, expected, strict=True):
+            for mine, whole in zip(record, expected, strict=True):
                 assert (mine.tokens, mine.end) == (whole.tokens, whole.end)
                 assert [score.top_ids for score in mine.scores] == [score.top_ids for score in whole.scores]
                 assert [score.logprob for score in mine.scores] == pytest.approx(
@@ -218,29 +218,29 @@ def test_a_real_model_goes_on_after_a_kill(tmp_path: Path) -> None:
     run_test(main)
 
 
-# Not for ever -------------------------------------------------------------------------------------------------
+# Limits of retrying -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["process", "inproc"])
-def test_a_request_that_kills_engines_is_given_up_and_others_go_on(faults: Faults, where: str) -> None:
+def test_poison_request_fails_and_others_resume(faults: Faults, where: str) -> None:
     faults.arm(*["kill" if where == "process" else "raise"] * 9, token=POISON, position=2)
     poison = greedy("poison", [1, 2, POISON], 5)
 
     async def main() -> None:
         async with opened(where) as client:
-            feast: asyncio.Task[Told] | None = None
+            feast: asyncio.Task[StreamRecord] | None = None
 
             def invite(count: int) -> None:
                 nonlocal feast
                 if feast is None:
                     feast = asyncio.create_task(read(client, poison))
 
-            told = await read(client, LONG, invite)
-            assert told.tokens == golden([LONG])["long"]
+            record = await read(client, LONG, invite)
+            assert record.tokens == golden([LONG])["long"]
             assert feast is not None
             victim = await feast
             assert (victim.tokens, victim.end) == ([], FinishReason.ERROR)
-            # A killed engine may not have sent yet that the request entered a slot: such a death does not count.
+            # A killed engine may not have sent yet that the request was admitted: such a death does not count.
             assert victim.error is not None and re.search("died [23] times with this request", victim.error)
             assert 3 <= client.info.epoch <= 8
 
@@ -248,12 +248,10 @@ def test_a_request_that_kills_engines_is_given_up_and_others_go_on(faults: Fault
 
 
 @pytest.mark.parametrize("where", ["process", "inproc"])
-def test_who_enters_in_the_same_step_as_a_request_that_kills_engines_is_not_given_up(
-    faults: Faults, where: str
-) -> None:
+def test_requests_admitted_with_poison_request_survive(faults: Faults, where: str) -> None:
     faults.arm(*["kill" if where == "process" else "raise"] * 9, token=POISON, position=2)
     poison = greedy("poison", [1, 2, POISON], 5)
-    # One comes before it and one behind it.
+    # One request is submitted before it and one after it.
     others = [LONG, greedy("late", range(7), 30)]
 
     async def main() -> None:
@@ -269,7 +267,7 @@ def test_who_enters_in_the_same_step_as_a_request_that_kills_engines_is_not_give
     run_test(main)
 
 
-def test_requests_end_when_no_engine_can_be_started(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_fail_when_restart_fails(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     faults.arm("load")
     monkeypatch.setattr(clients, "_FIRST_SECONDS", 0.01)
 
@@ -277,7 +275,7 @@ def test_requests_end_when_no_engine_can_be_started(faults: Faults, monkeypatch:
         async with opened(restart_attempts=2) as client:
             stream = client.submit(LONG)
             signal_to(client, signal.SIGKILL)
-            with pytest.raises(EngineDead, match="to start again; restart the server"):
+            with pytest.raises(EngineDead, match="failed to restart 2 times; restart the server"):
                 async for _ in stream:
                     pass
             assert not client.alive
@@ -289,9 +287,7 @@ def test_requests_end_when_no_engine_can_be_started(faults: Faults, monkeypatch:
     run_test(main)
 
 
-def test_an_engine_comes_back_after_more_failures_than_requests_wait_for(
-    faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_recovers_after_requests_gave_up(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     faults.arm("load")
     monkeypatch.setattr(clients, "_FIRST_SECONDS", 0.01)
     monkeypatch.setattr(clients, "_PATIENCE", 1)
@@ -316,7 +312,7 @@ def test_an_engine_comes_back_after_more_failures_than_requests_wait_for(
     run_test(main)
 
 
-def test_a_process_that_cannot_be_started_is_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_fork_counts_as_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "_FIRST_SECONDS", 0.01)
 
     async def main() -> None:
@@ -334,11 +330,11 @@ def test_a_process_that_cannot_be_started_is_a_failed_start(monkeypatch: pytest.
     run_test(main)
 
 
-def test_pauses_between_starts_double_up_to_a_minute() -> None:
+def test_restart_backoff_doubles_up_to_one_minute() -> None:
     assert [clients.pause_after(failures) for failures in (1, 2, 3, 6, 7, 10**6)] == [1, 2, 4, 32, 60, 60]
 
 
-def test_an_engine_that_is_stuck_in_its_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_stuck_during_start_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "_FIRST_SECONDS", 0.01)
 
     async def main() -> None:
@@ -346,22 +342,22 @@ def test_an_engine_that_is_stuck_in_its_start_is_given_up(monkeypatch: pytest.Mo
             stream = client.submit(LONG)
             monkeypatch.setattr(process, "_START_SECONDS", 0.01)
             signal_to(client, signal.SIGKILL)
-            with pytest.raises(EngineDead, match="to start again"):
+            with pytest.raises(EngineDead, match="failed to restart"):
                 async for _ in stream:
                     pass
 
-        with pytest.raises(EngineDead, match=r"gave no sign for 0.01 s while it started"):
+        with pytest.raises(EngineDead, match=r"did not respond for 0.01 s while it started"):
             async with opened(backend="null"):
                 pass
 
     run_test(main)
 
 
-# Aborts, departures and the time in between -------------------------------------------------------------------
+# Aborts and disconnects between epochs ------------------------------------------------------------------------
 
 
-def test_an_abort_is_not_undone_by_a_death(faults: Faults) -> None:
-    """Waiting or running, the request that was to be aborted ends so; its neighbour goes on."""
+def test_abort_survives_engine_death(faults: Faults) -> None:
+    """The aborted request ends as aborted, waiting or running; the other one resumes."""
     faults.arm()
 
     async def main() -> None:
@@ -380,7 +376,7 @@ def test_an_abort_is_not_undone_by_a_death(faults: Faults) -> None:
     run_test(main)
 
 
-def test_what_is_aborted_or_left_between_two_epochs_is_not_requeued() -> None:
+def test_requests_aborted_or_abandoned_between_epochs_not_requeued() -> None:
     async def main() -> None:
         async with opened(backend="null") as client:
             aborted, left = client.submit(LONG), client.submit(greedy("left", [1], 370))
@@ -390,7 +386,7 @@ def test_what_is_aborted_or_left_between_two_epochs_is_not_requeued() -> None:
             await until(lambda: not client.alive)
             with pytest.raises(EngineDead, match="the engine failed"):
                 client.submit(SPECS[5])
-            assert client.abort(["long", "nobody"]) == ["long"]
+            assert client.abort(["long", "unknown"]) == ["long"]
             assert [delta.finish_reason async for delta in aborted][-1] is FinishReason.ABORT
             await left.aclose()  # type: ignore[attr-defined]
             assert (await kept).tokens == golden(SPECS)["r4"]
@@ -400,7 +396,7 @@ def test_what_is_aborted_or_left_between_two_epochs_is_not_requeued() -> None:
     run_test(main)
 
 
-def test_closing_while_another_engine_starts_ends_streams_and_leaves_no_process() -> None:
+def test_close_during_restart_ends_streams_and_processes() -> None:
     async def main() -> None:
         async with opened(backend="null") as client:
             assert isinstance(client, ProcessClient)
@@ -418,11 +414,11 @@ def test_closing_while_another_engine_starts_ends_streams_and_leaves_no_process(
     run_test(main)
 
 
-# An engine in a thread -----------------------------------------------------------------------------------------
+# Engine in a thread --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_thread_whose_step_fails_is_replaced(faults: Faults, undisturbed: Texts, depth: int) -> None:
+def test_engine_thread_with_failed_step_is_replaced(faults: Faults, undisturbed: Texts, depth: int) -> None:
     faults.arm("raise", "raise", position=50, every=40)
 
     async def main() -> None:
@@ -434,7 +430,7 @@ def test_a_thread_whose_step_fails_is_replaced(faults: Faults, undisturbed: Text
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_thread_that_stalls_ends_its_requests_and_says_why_it_stays_dead(faults: Faults, depth: int) -> None:
+def test_stalled_engine_thread_fails_requests_with_reason(faults: Faults, depth: int) -> None:
     faults.arm("stall", position=60)
 
     async def main() -> None:
@@ -447,7 +443,7 @@ def test_a_thread_that_stalls_ends_its_requests_and_says_why_it_stays_dead(fault
     run_test(main)
 
 
-def test_a_server_ends_with_exit_code_5_once_its_engine_is_gone(tmp_path: Path) -> None:
+def test_server_exits_with_code_5_when_engine_is_lost(tmp_path: Path) -> None:
     log, port = tmp_path / "log", free_port()
     words = ("serve", "null", "--backend", "null", "--num-threads", "1", "--restart-attempts", "1")
     with started_process(log, sys.executable, "-m", "fd_core.cli", *words, "--port", str(port)) as server:
@@ -461,4 +457,4 @@ def test_a_server_ends_with_exit_code_5_once_its_engine_is_gone(tmp_path: Path) 
         for child in children.read_text().split():
             os.kill(int(child), signal.SIGKILL)
         assert server.wait(60) == 5, log.read_text()
-        assert log.read_text().splitlines()[-1] == "fdcore: the server ended because the engine is not running"
+        assert log.read_text().splitlines()[-1] == "fdcore: the server exited because the engine is not running"

@@ -1,4 +1,4 @@
-"""Speculation changes how many steps a text takes, never the text."""
+"""Speculation changes the number of steps of a text, never the text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def speculating(k: int, wrong: float, seed: int = 0, **changes: object) -> Engin
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
-def test_texts_are_the_golden_ones_under_pressure(k: int, depth: int, wrong: float) -> None:
+def test_speculative_texts_are_golden_under_pressure(k: int, depth: int, wrong: float) -> None:
     engine = speculating(k, wrong, num_kv_blocks=30, pipeline_depth=depth)
     assert run(engine, SPECS).tokens == golden(SPECS)
     stats = engine.stats()
@@ -50,7 +50,7 @@ def test_texts_are_the_golden_ones_under_pressure(k: int, depth: int, wrong: flo
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_log_probabilities_are_those_of_a_run_without_drafts(k: int) -> None:
+def test_logprobs_equal_those_without_drafts(k: int) -> None:
     asking = [spec for spec in SPECS if spec.params.logprobs is not None]
     plain = run(null_engine(num_kv_blocks=200), asking)
     drafted = run(speculating(k, 0.3, num_kv_blocks=25), asking)
@@ -58,12 +58,12 @@ def test_log_probabilities_are_those_of_a_run_without_drafts(k: int) -> None:
     assert all(len(drafted.scores[spec.request_id]) == len(drafted.tokens[spec.request_id]) > 0 for spec in asking)
 
 
-def test_without_speculation_there_are_no_positions() -> None:
+def test_no_draft_positions_without_speculation() -> None:
     stats = null_engine().stats()
     assert stats.scheduler.drafts.proposed_per_position == stats.scheduler.drafts.accepted_per_position == ()
 
 
-def test_good_drafts_save_steps() -> None:
+def test_accepted_drafts_save_steps() -> None:
     alone = SPECS[1:2]
     plain, drafted = null_engine(), speculating(3, 0.0)
     run(plain, alone)
@@ -82,7 +82,7 @@ def test_good_drafts_save_steps() -> None:
     seed=st.integers(0, 99),
 )
 @pytest.mark.law("4")
-def test_texts_do_not_depend_on_limits_or_luck(
+def test_texts_do_not_depend_on_limits_or_acceptance_rate(
     k: int, wrong: float, slots: int, extra_budget: int, blocks: int, depth: int, seed: int
 ) -> None:
     engine = speculating(

@@ -1,4 +1,4 @@
-"""Stages in processes of their own: the same texts, whatever is planned, and whatever becomes of one of them."""
+"""Pipeline-parallel stages in separate processes: identical texts under any plan, and recovery from a lost stage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.structured.test_calls import tokenizer
 LIMITS: dict[str, Any] = {
     "max_num_seqs": 4,
     "block_size": 4,
-    "num_kv_blocks": 24,  # so few that requests are preempted, and their KV kept and loaded
+    "num_kv_blocks": 24,  # too few blocks, so requests are preempted, offloaded and loaded
     "max_model_len": 80,
     "max_num_batched_tokens": 32,
     "num_threads": 1,
@@ -71,47 +71,45 @@ def engine_of(folder: Path, stages: int, **changes: Any) -> Engine:
         pytest.param(2, {"pipeline_depth": 1}, id="one plan at a time", marks=pytest.mark.soak),
     ],
 )
-def test_stages_make_the_texts_of_one_process_under_pressure(
-    folder: Path, stages: int, changes: dict[str, Any]
-) -> None:
-    told = []
+def test_stages_generate_golden_texts_under_pressure(folder: Path, stages: int, changes: dict[str, Any]) -> None:
+    results = []
     for count in (1, stages):
         engine = engine_of(folder, count, **(changes if count > 1 else changes | {"pipeline_depth": None}))
         try:
-            told.append(run(engine, SPECS))
+            results.append(run(engine, SPECS))
             stats = engine.stats()
             assert stats.kv is not None and stats.scheduler.counters.preemptions > 0
             assert engine.probe().runner.cache.shape.num_layers == 4  # of all stages
         finally:
             engine.close()
-    assert told[0].tokens == told[1].tokens and told[0].ends == told[1].ends
+    assert results[0].tokens == results[1].tokens and results[0].ends == results[1].ends
 
 
 @pytest.mark.soak
-def test_structured_output_and_log_probabilities_are_those_of_one_process(tmp_path: Path) -> None:
-    """Grammars force tokens, and mask what else may be drawn."""
+def test_structured_output_and_logprobs_equal_single_process(tmp_path: Path) -> None:
+    """Grammars force some tokens and mask others."""
     model = write_checkpoint("llama", tmp_path, num_hidden_layers=4, vocab_size=258, eos_token_id=256)
     tokenizer(("<a>",)).backend.save(str(model / "tokenizer.json"))
     specs = [
         RequestSpec(
             request_id=f"{kind}-{index}",
             prompt=tuple(range(5 + index, 20)),
-            params=SamplingParams(max_tokens=40, temperature=float(index), seed=index, grammar=asked),
+            params=SamplingParams(max_tokens=40, temperature=float(index), seed=index, grammar=constraint),
             eos_token_ids=(256,),
         )
-        for kind, asked in GRAMMARS.items()
+        for kind, constraint in GRAMMARS.items()
         for index in range(2)
     ]
     specs.append(greedy("scored", range(9), 40, logprobs=2, prompt_logprobs=1))
-    told = []
+    results = []
     for count in (1, 2):
         engine = engine_of(model, count)
         try:
-            told.append(run(engine, specs))
+            results.append(run(engine, specs))
             assert engine.stats().masks.masks > 0
         finally:
             engine.close()
-    one, two = told
+    one, two = results
     assert one.tokens == two.tokens and one.ends == two.ends
     for mine, other in ((two.scores, one.scores), (two.prompt_scores, one.prompt_scores)):
         assert [score.top_ids for score in mine["scored"]] == [score.top_ids for score in other["scored"]]
@@ -120,7 +118,7 @@ def test_structured_output_and_log_probabilities_are_those_of_one_process(tmp_pa
         )
 
 
-def test_a_stage_waits_for_tokens_that_are_on_their_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_waits_for_tokens_in_flight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler may plan a request's next token while the last one is in flight."""
     engine = engine_of(folder, 1)
     expected = run(engine, SPECS).tokens
@@ -133,7 +131,7 @@ def test_a_stage_waits_for_tokens_that_are_on_their_way(folder: Path, monkeypatc
         engine.close()
 
 
-def test_a_killed_stage_costs_no_token(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_killed_stage_loses_no_token(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = LIMITS | {"backend": "reference", "pipeline_parallel_size": 2}
 
     async def main() -> None:
@@ -148,10 +146,10 @@ def test_a_killed_stage_costs_no_token(folder: Path, caplog: pytest.LogCaptureFi
                     dead.append(count)
                     os.kill(rank_of(client), signal.SIGKILL)
 
-            told = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
-            assert [each.tokens for each in told] == expected
+            results = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
+            assert [each.tokens for each in results] == expected
             assert client.info.epoch == 2 and client.requests_requeued > 0
-        assert "engine of epoch 1 is gone: rank 1 was ended by SIGKILL" in caplog.text
+        assert "engine of epoch 1 died: rank 1 was ended by SIGKILL" in caplog.text
 
     with caplog.at_level(logging.ERROR):
         run_test(main)
@@ -161,10 +159,10 @@ def test_a_killed_stage_costs_no_token(folder: Path, caplog: pytest.LogCaptureFi
     ("sent", "words"),
     [
         (signal.SIGKILL, "rank 1 was ended by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "rank 1 did not answer", marks=pytest.mark.soak),
+        pytest.param(signal.SIGSTOP, "rank 1 did not respond", marks=pytest.mark.soak),
     ],
 )
-def test_a_stage_that_is_lost_while_nothing_runs_is_missed_and_named(
+def test_stage_lost_while_idle_is_detected_and_named(
     folder: Path, sent: signal.Signals, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = LIMITS | {"backend": "reference", "pipeline_parallel_size": 2, "watchdog_seconds": 6.0}
@@ -185,7 +183,7 @@ def test_a_stage_that_is_lost_while_nothing_runs_is_missed_and_named(
         run_test(main)
 
 
-def test_stages_that_are_idle_answer_when_they_are_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_stages_answer_heartbeats(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(folder, 2)
     try:
         expected = run(engine, SPECS[:1]).tokens
@@ -193,11 +191,11 @@ def test_stages_that_are_idle_answer_when_they_are_looked_at(folder: Path, monke
         runner = engine.probe().runner
         assert isinstance(runner, leading.LeadingRunner)
         runner.check()
-        if not runner.ranks._unheard:  # it received the answer to an earlier question, of a slow run
+        if not runner.ranks._unheard:  # received the reply to an earlier heartbeat, of a slow run
             runner.check()
         assert runner.ranks._unheard == {1}
         for _ in range(600):
-            monkeypatch.setattr(leading, "_IDLE_SECONDS", 1000.0)  # no further question
+            monkeypatch.setattr(leading, "_IDLE_SECONDS", 1000.0)  # no further heartbeat
             runner.check()
             if not runner.ranks._unheard:
                 break
@@ -210,9 +208,7 @@ def test_stages_that_are_idle_answer_when_they_are_looked_at(folder: Path, monke
 
 
 @pytest.mark.soak
-def test_a_stage_that_stands_still_is_named_within_the_watchdogs_time(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_suspended_stage_is_named_within_watchdog_timeout(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = LIMITS | {"backend": "reference", "pipeline_parallel_size": 2, "watchdog_seconds": 6.0}
 
     async def main() -> None:
@@ -228,13 +224,13 @@ def test_a_stage_that_stands_still_is_named_within_the_watchdogs_time(
             assert len((await read(client, SPECS[0], stop)).tokens) == 40
             assert client.info.epoch == 2
             await until(lambda: not lives(stopped[0]))
-        assert "rank 1 was not heard of for 3 s" in caplog.text
+        assert "rank 1 did not respond within 3 s" in caplog.text
 
     with caplog.at_level(logging.ERROR):
         run_test(main)
 
 
-def test_blocks_of_all_stages_are_copied_as_one(folder: Path) -> None:
+def test_kv_copy_covers_blocks_of_all_stages(folder: Path) -> None:
     engine = engine_of(folder, 3)
     try:
         cache = engine.probe().runner.cache
@@ -245,7 +241,7 @@ def test_blocks_of_all_stages_are_copied_as_one(folder: Path) -> None:
         engine.close()
 
 
-def test_a_pair_may_have_stages_on_one_side_and_ranks_on_the_other(folder: Path, tmp_path: Path) -> None:
+def test_pair_may_combine_stages_and_ranks(folder: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"of sixteen bytes")
     secret.chmod(0o600)
@@ -265,19 +261,19 @@ def test_a_pair_may_have_stages_on_one_side_and_ranks_on_the_other(folder: Path,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tensor_parallel_size": 2}, "does not go with --tensor-parallel-size"),
-        ({"speculative": SpeculativeConfig(method="ngram")}, "does not go with --speculative-config"),
-        ({"lora_modules": ("a=b",)}, "does not go with --lora-modules"),
-        ({"rank_transport": "gloo"}, "does not go with --rank-transport gloo"),
-        ({"distributed_executor_backend": "uni"}, "uni is one process"),
+        ({"tensor_parallel_size": 2}, "cannot be combined with --tensor-parallel-size"),
+        ({"speculative": SpeculativeConfig(method="ngram")}, "cannot be combined with --speculative-config"),
+        ({"lora_modules": ("a=b",)}, "cannot be combined with --lora-modules"),
+        ({"rank_transport": "gloo"}, "cannot be combined with --rank-transport gloo"),
+        ({"distributed_executor_backend": "uni"}, "uni runs one process"),
         ({"max_num_batched_tokens": 3_000_000}, "use at most|cannot hand on"),
     ],
 )
-def test_what_does_not_go_with_stages_is_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
+def test_settings_incompatible_with_stages_are_rejected(folder: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         engine_of(folder, 2, **changes).close()
 
 
-def test_a_backend_that_cannot_be_cut_says_so() -> None:
-    with pytest.raises(ConfigError, match="computes whole models only"):
+def test_backend_without_stage_support_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="does not support pipeline stages"):
         null_engine(pipeline_parallel_size=2)

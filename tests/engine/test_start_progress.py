@@ -1,12 +1,12 @@
-"""What an engine says while it starts."""
+"""Progress messages of an engine during start."""
 
 from fd_core.config import EngineConfig
 from fd_core.engine.building.builder import load_engine
 
 
-def test_preparing_kernels_is_told_before_it_begins_and_when_it_is_done():
-    told = []
-    engine = load_engine(EngineConfig(model="null", backend="null"), None, progress=lambda *each: told.append(each))
+def test_kernel_preparation_is_reported_at_start_and_end():
+    calls = []
+    engine = load_engine(EngineConfig(model="null", backend="null"), None, progress=lambda *each: calls.append(each))
     engine.close()
-    assert told[:2] == [("prepare", 0, 1), ("prepare", 1, 1)]
-    assert {phase for phase, _, _ in told[2:]} == {"load", "warmup"}
+    assert calls[:2] == [("prepare", 0, 1), ("prepare", 1, 1)]
+    assert {phase for phase, _, _ in calls[2:]} == {"load", "warmup"}

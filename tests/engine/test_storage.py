@@ -1,4 +1,4 @@
-"""KV kept outside the device: who loads, who recomputes, and that no block is touched by two."""
+"""KV offload: load or recompute, and exclusive ownership of blocks during copies."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def stepper_with_tiers(*specs: RequestSpec, blocks: int = 16, **keep: bool) -> t
 
 
 def preempt(stepper: Stepper, name: str) -> None:
-    """Take a running request back as if blocks had run out, and answer until it waits again."""
+    """Preempt a running request as if blocks had run out, and commit until it waits again."""
     pool = stepper.probe.pool
     slot = stepper.probe.requests[name].slot
     assert slot is not None
-    stepper.scheduler._planner._choose_victim = lambda: slot  # type: ignore[method-assign]  # a back door
+    stepper.scheduler._planner._choose_victim = lambda: slot  # type: ignore[method-assign]  # override
     hostage = pool.allocate(pool.num_free)
     assert hostage is not None
     while stepper.state_of(name) is State.RUNNING:
@@ -61,7 +61,7 @@ def finish_all(stepper: Stepper, tiers: ScriptedTiers, how: How = How.WELL) -> N
 
 @pytest.mark.parametrize(("how", "loads_something"), [(How.WELL, True), (How.IN_PART, True), (How.BADLY, False)])
 @pytest.mark.law("5.2")
-def test_a_preempted_request_comes_back_with_what_could_be_loaded(how: How, loads_something: bool) -> None:
+def test_preempted_request_resumes_from_loaded_blocks(how: How, loads_something: bool) -> None:
     stepper, tiers = stepper_with_tiers(LONG)
     start(stepper, tiers, LONG)
     preempt(stepper, "long")
@@ -81,20 +81,20 @@ def test_a_preempted_request_comes_back_with_what_could_be_loaded(how: How, load
 
 
 @pytest.mark.law("3.2")
-def test_blocks_of_a_victim_stay_fenced_until_they_are_copied() -> None:
+def test_blocks_of_victim_stay_fenced_until_saved() -> None:
     stepper, tiers = stepper_with_tiers(LONG)
     start(stepper, tiers, LONG)
     preempt(stepper, "long")
     save = next(operation for operation in tiers.pending if isinstance(operation, Save))
     pool = stepper.probe.pool
     assert pool.num_fenced == len(save.blocks)
-    assert len(pool.match(save.keys)) == len(save.keys), "reading them takes nothing from whoever has the same prefix"
+    assert len(pool.match(save.keys)) == len(save.keys), "reads do not block other requests with the same prefix"
     stepper.complete(tiers.pending.index(save), How.WELL)
     assert pool.num_fenced == 0
     assert len(pool.match(save.keys)) == len(save.keys)
 
 
-def test_an_abort_while_loading_ends_the_request_at_once_and_keeps_its_blocks_fenced() -> None:
+def test_abort_while_loading_ends_request_and_fences_blocks() -> None:
     stepper, tiers = stepper_with_tiers(LONG, OTHER)
     start(stepper, tiers, LONG)
     preempt(stepper, "long")
@@ -117,17 +117,17 @@ def test_an_abort_while_loading_ends_the_request_at_once_and_keeps_its_blocks_fe
         stepper.plan()
         if stepper.in_flight:
             stepper.answer()
-    # The load writes its blocks only now; whoever got them meanwhile would be damaged.
+    # The load writes its blocks only now and would corrupt any request that got them meanwhile.
     stepper.complete(tiers.pending.index(load), How.IN_PART)
     assert stepper.run(1).tokens["other"] == golden([OTHER])["other"]
 
 
-def test_a_request_waits_for_its_lookup_and_others_pass() -> None:
+def test_request_awaiting_lookup_does_not_block_others() -> None:
     stepper, tiers = stepper_with_tiers(LONG, OTHER)
     stepper.submit(LONG, greedy("short", [1, 2], 3))
     stepper.plan()
     assert stepper.state_of("long") is State.WAITING
-    assert stepper.state_of("short") is State.RUNNING, "a prompt without a full block has nothing to look up"
+    assert stepper.state_of("short") is State.RUNNING, "no lookup for a prompt shorter than one block"
     (lookup,) = tiers.pending
     stepper.scheduler.complete(Found(lookup.operation, 0, 0))
     tiers.pending.clear()
@@ -136,7 +136,7 @@ def test_a_request_waits_for_its_lookup_and_others_pass() -> None:
 
 
 @pytest.mark.law("5.6")
-def test_what_is_sooner_computed_is_not_loaded_but_tried_again_in_the_end() -> None:
+def test_slow_load_is_skipped_and_retried_at_the_end() -> None:
     stepper, tiers = stepper_with_tiers(LONG)
     offloading = stepper.probe.offloading
     offloading.load_or_recompute.pace = Pace(prefill_token=1e-6, host_block=1e-3, store_block=1e-3)
@@ -155,7 +155,7 @@ def test_what_is_sooner_computed_is_not_loaded_but_tried_again_in_the_end() -> N
     assert offloading.counters.declined == declined
 
 
-def test_a_finished_prompt_is_loaded_by_another_engine() -> None:
+def test_finished_prompt_is_loaded_by_another_engine() -> None:
     first, tiers = stepper_with_tiers(LONG, finished=True, persist=True)
     start(first, tiers, LONG)
     first.run(1)
@@ -168,23 +168,23 @@ def test_a_finished_prompt_is_loaded_by_another_engine() -> None:
     assert second.run(1).tokens == golden([LONG])
 
 
-def test_blocks_already_stored_are_not_stored_again_until_a_lookup_misses_them() -> None:
+def test_stored_blocks_are_saved_again_only_after_lookup_miss() -> None:
     stepper, _ = stepper_with_tiers(LONG, finished=True, persist=True)
     offloading = stepper.probe.offloading
     blocks = stepper.probe.pool.allocate(3)
     assert blocks is not None
     keys = [b"a", b"b", b"c"]
     operations = stepper.probe.operations
-    (asked,) = stepper.scheduler.add(LONG).operations
+    (lookup_effect,) = stepper.scheduler.add(LONG).operations
     request = stepper.probe.requests["long"]
-    offloading.found(Found(asked.operation, 0, 0))  # type: ignore[union-attr]  # a lookup
+    offloading.found(Found(lookup_effect.operation, 0, 0))  # type: ignore[union-attr]  # a lookup
     assert offloading.save(request, keys, blocks) is not None
     assert offloading.save(request, keys, blocks) is None
     assert [len(effect.keys) for effect in operations.take()[0] if isinstance(effect, Save)] == [3]
     request.asked_store = False
     offloading.ask(request, keys)
-    (asked,), _ = operations.take()
-    offloading.found(Found(asked.operation, 0, 1))  # type: ignore[union-attr]  # a lookup
+    (lookup_effect,), _ = operations.take()
+    offloading.found(Found(lookup_effect.operation, 0, 1))  # type: ignore[union-attr]  # a lookup
     offloading.save(request, keys, blocks)
     (again,), _ = operations.take()
     assert isinstance(again, Save)
@@ -193,7 +193,7 @@ def test_blocks_already_stored_are_not_stored_again_until_a_lookup_misses_them()
 
 
 @pytest.mark.law("1.4")
-def test_loading_slots_count_against_the_number_of_requests_at_a_time() -> None:
+def test_loading_requests_count_towards_max_num_seqs() -> None:
     specs = [greedy(f"r{index}", range(index, index + 9), 6) for index in range(6)]
     stepper, tiers = stepper_with_tiers(*specs, blocks=40, finished=True)
     stepper._ways = itertools.cycle([How.WELL])
@@ -212,7 +212,7 @@ def test_loading_slots_count_against_the_number_of_requests_at_a_time() -> None:
 
 
 @pytest.mark.law("3.5")
-def test_only_settled_blocks_of_a_victim_are_saved() -> None:
+def test_only_settled_blocks_of_victim_are_saved() -> None:
     stepper, tiers = stepper_with_tiers(LONG)
     stepper.submit(LONG)
     finish_all(stepper, tiers)
@@ -233,7 +233,7 @@ def test_only_settled_blocks_of_a_victim_are_saved() -> None:
 
 @pytest.mark.parametrize("salts", [("", "another"), ("tenant-1", "tenant-2"), ("a", "ab")])
 @pytest.mark.law("5.3")
-def test_a_prefix_is_not_loaded_under_another_salt(salts: tuple[str, str]) -> None:
+def test_prefix_is_not_loaded_under_another_salt(salts: tuple[str, str]) -> None:
     stored = greedy("long", LONG.prompt, 30, cache_salt=salts[0])
     stepper, tiers = stepper_with_tiers(stored, finished=True, persist=True)
     start(stepper, tiers, stored)
@@ -251,7 +251,7 @@ def test_a_prefix_is_not_loaded_under_another_salt(salts: tuple[str, str]) -> No
     assert stepper.probe.requests["other tenant"].cached_tokens == 0
 
 
-def test_an_answer_does_not_bring_back_who_was_aborted_while_it_waited() -> None:
+def test_lookup_result_does_not_revive_aborted_request() -> None:
     stepper, tiers = stepper_with_tiers(LONG, OTHER)
     stepper.submit(LONG)
     stepper.flush()

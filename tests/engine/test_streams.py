@@ -1,4 +1,4 @@
-"""The client's side of an engine that goes and comes back, without engines."""
+"""Streams of a client whose engine dies and is replaced, without real engines."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ A, B = greedy("a", [1], 9), greedy("b", [2], 9)
 
 
 class Client(SingleEngineClient):
-    """Keeps what it is asked to send; a test plays the engine."""
+    """Records what it would send; the test plays the engine."""
 
     def __init__(self) -> None:
         super().__init__(EngineConfig(model="fake"))
         self.sent: list[ClientMessage] = []
-        self.come_up(1)
+        self.start_epoch(1)
 
-    def come_up(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int) -> None:
         engine = null_engine()
         engine.close()
         self._came_up(msgspec.structs.replace(engine.info, epoch=epoch))
 
-    def hear(self, epoch: int, *deltas: Delta) -> None:
+    def receive(self, epoch: int, *deltas: Delta) -> None:
         self._dispatch(StepEvents(list(deltas), epoch=epoch))
 
     def die(self) -> None:
@@ -46,13 +46,15 @@ class Client(SingleEngineClient):
 
 
 def with_b_held_back() -> tuple[Client, AsyncIterator[Delta], AsyncIterator[Delta]]:
-    """Return a client and its streams: an epoch died before the first tokens of a and b, and the next one tries a."""
+    """Return a client and its streams: an epoch died before the first tokens of a and b, and the next one admits only
+    a.
+    """
     client = Client()
     a, b = client.submit(A), client.submit(B)
     client._dispatch(StepEvents([], admitted=("a", "b"), epoch=1))
     client.die()
     client.sent.clear()
-    client.come_up(2)
+    client.start_epoch(2)
     assert client.sent == [Submit(A)]
     client.sent.clear()
     return client, a, b
@@ -67,39 +69,39 @@ def in_a_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 
 @in_a_loop
-async def test_words_of_a_dead_epoch_are_not_heard() -> None:
+async def test_messages_of_dead_epoch_are_ignored() -> None:
     client = Client()
     stream = client.submit(A)
-    client.hear(1, Delta("a", (1, 2)))
+    client.receive(1, Delta("a", (1, 2)))
     client.die()
-    client.hear(1, Delta("a", (3,)))
-    client.come_up(2)
-    client.hear(1, Delta("a", (3,), FinishReason.STOP))
-    client.hear(2, Delta("a", (3, 4), FinishReason.LENGTH))
+    client.receive(1, Delta("a", (3,)))
+    client.start_epoch(2)
+    client.receive(1, Delta("a", (3,), FinishReason.STOP))
+    client.receive(2, Delta("a", (3, 4), FinishReason.LENGTH))
     assert [(delta.token_ids, delta.finish_reason) async for delta in stream] == [((1, 2, 3, 4), FinishReason.LENGTH)]
     assert client.active_requests == 0
 
 
 @in_a_loop
-async def test_a_new_epoch_is_asked_for_what_is_left_and_it_is_counted() -> None:
+async def test_new_epoch_receives_remaining_requests_and_counts_them() -> None:
     client = Client()
     client.submit(A)
     client.submit(B)
-    client.hear(1, Delta("b", (7,)))
+    client.receive(1, Delta("b", (7,)))
     client.sent.clear()
     client.die()
     assert client.active_requests == 2
-    client.come_up(2)
-    asked = [message.spec for message in client.sent if isinstance(message, Submit)]
-    assert [(spec.request_id, spec.delivered) for spec in asked] == [("a", ()), ("b", (7,))]
+    client.start_epoch(2)
+    resubmitted = [message.spec for message in client.sent if isinstance(message, Submit)]
+    assert [(spec.request_id, spec.delivered) for spec in resubmitted] == [("a", ()), ("b", (7,))]
     assert client.requests_requeued == 2
     client.die()
-    client.come_up(3)
+    client.start_epoch(3)
     assert client.requests_requeued == 4
 
 
 @in_a_loop
-async def test_between_epochs_an_abort_ends_at_once_and_who_leaves_is_forgotten() -> None:
+async def test_abort_and_disconnect_between_epochs() -> None:
     client = Client()
     stream, left = client.submit(A), client.submit(B)
     client.die()
@@ -109,24 +111,24 @@ async def test_between_epochs_an_abort_ends_at_once_and_who_leaves_is_forgotten(
     assert client.abort(["a", "b", "c"]) == ["a"]
     assert [delta.finish_reason async for delta in stream] == [FinishReason.ABORT]
     client.sent.clear()
-    client.come_up(2)
+    client.start_epoch(2)
     assert (client.sent, client.active_requests, client.requests_requeued) == ([], 0, 0)
 
 
 @in_a_loop
-async def test_a_suspect_that_is_held_back_is_tried_behind_the_one_before_it() -> None:
+async def test_held_back_suspect_is_sent_after_its_predecessor() -> None:
     client, _, _ = with_b_held_back()
-    client.hear(2, Delta("a", (7,)))
+    client.receive(2, Delta("a", (7,)))
     assert client.sent == [Submit(B)]
 
 
 @in_a_loop
-async def test_a_suspect_that_is_held_back_ends_at_once_when_it_is_aborted_or_left() -> None:
+async def test_held_back_suspect_ends_immediately_on_abort() -> None:
     client, a, b = with_b_held_back()
     assert client.abort(["b", "a"]) == ["b", "a"]
     assert [delta.finish_reason async for delta in b] == [FinishReason.ABORT]
     assert client.sent == [Abort(("a",))]
-    client.hear(2, Delta("a", finish_reason=FinishReason.ABORT))
+    client.receive(2, Delta("a", finish_reason=FinishReason.ABORT))
     assert [delta.finish_reason async for delta in a] == [FinishReason.ABORT]
     assert client.active_requests == 0
     client, _, b = with_b_held_back()
@@ -135,19 +137,19 @@ async def test_a_suspect_that_is_held_back_ends_at_once_when_it_is_aborted_or_le
 
 
 @in_a_loop
-async def test_who_left_before_the_death_is_not_asked_for_again() -> None:
+async def test_request_abandoned_before_death_is_not_resubmitted() -> None:
     client = Client()
     stream = client.submit(A)
     await stream.aclose()  # type: ignore[attr-defined]
     assert client.sent[-1] == Abort(("a",))
     client.die()
-    client.come_up(2)
+    client.start_epoch(2)
     assert not [message for message in client.sent[2:] if isinstance(message, Submit)]
     assert client.active_requests == 0
 
 
 @in_a_loop
-async def test_an_engine_that_is_gone_for_good_ends_every_stream() -> None:
+async def test_permanently_lost_engine_ends_all_streams() -> None:
     client = Client()
     stream = client.submit(A)
     client.die()

@@ -1,4 +1,4 @@
-"""Texts of a given form: the same in whatever company, with and without drafts, and always of that form."""
+"""Structured output: identical in any batch, with and without drafts, and always valid."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ TOKENIZER = byte_tokenizer()
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[int]]:
-    """The texts of requests run one at a time, without drafts."""
+    """Return the texts of requests run one at a time, without drafts."""
     texts = {}
     for spec in SPECS:
         engine = null_engine(max_num_seqs=1, num_kv_blocks=200, max_num_batched_tokens=1024, max_forced_tokens=0)
         texts |= run(engine, [spec]).tokens
-        assert engine.stats().scheduler.counters.steps == len(texts[spec.request_id]), "no drafts were meant"
+        assert engine.stats().scheduler.counters.steps == len(texts[spec.request_id]), "drafts should be off"
         engine.close()
     return texts
 
 
 def answer_of(spec: RequestSpec, tokens: list[int]) -> str:
-    """The text behind the reasoning."""
+    """Return the text after the reasoning."""
     if spec.params.reasoning is not None:
-        place = next(i for i in range(len(tokens)) if tuple(tokens[i : i + len(THINK)]) == THINK)
-        assert place <= (spec.params.reasoning.max_tokens or 0)
-        tokens = tokens[place + len(THINK) :]
+        position = next(i for i in range(len(tokens)) if tuple(tokens[i : i + len(THINK)]) == THINK)
+        assert position <= (spec.params.reasoning.max_tokens or 0)
+        tokens = tokens[position + len(THINK) :]
     return TOKENIZER.decode(tokens)
 
 
-def test_every_text_that_ended_has_its_form(expected: dict[str, list[int]]) -> None:
+def test_finished_texts_satisfy_their_constraints(expected: dict[str, list[int]]) -> None:
     ended = [spec for spec in SPECS if expected[spec.request_id][-1] in EOS and spec.params.grammar is not None]
     assert len(ended) > 10
     for spec in ended:
@@ -52,13 +52,13 @@ def test_every_text_that_ended_has_its_form(expected: dict[str, list[int]]) -> N
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("speculative", [None, NGRAM], ids=["forced", "ngram"])
 @pytest.mark.law("4")
-def test_texts_are_the_same_in_a_batch_that_is_preempted(
+def test_preemption_does_not_change_structured_texts(
     expected: dict[str, list[int]], depth: int, speculative: SpeculativeConfig | None
 ) -> None:
     engine = null_engine(num_kv_blocks=25, pipeline_depth=depth, speculative=speculative)
     assert run(engine, SPECS).tokens == expected
     stats = engine.stats()
-    assert stats.scheduler.counters.preemptions > 0, "the pool was meant to run out"
+    assert stats.scheduler.counters.preemptions > 0, "the pool should run out"
     assert stats.masks is not None and stats.grammars is not None
     assert 0 < stats.masks.forced_accepted == stats.masks.forced_drafted, "forced tokens are always kept"
     assert stats.grammars.compiled == len(GRAMMARS)
@@ -76,7 +76,7 @@ def test_texts_are_the_same_in_a_batch_that_is_preempted(
     caching=st.booleans(),
 )
 @pytest.mark.law("4")
-def test_texts_do_not_depend_on_limits(
+def test_limits_do_not_change_structured_texts(
     expected: dict[str, list[int]], slots: int, budget: int, blocks: int, depth: int, forced: int, caching: bool
 ) -> None:
     engine = null_engine(
@@ -94,7 +94,7 @@ def test_texts_do_not_depend_on_limits(
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.law("1.1", "4")
-def test_a_text_goes_on_where_an_earlier_epoch_left_it(expected: dict[str, list[int]], depth: int) -> None:
+def test_structured_text_resumes_in_next_epoch(expected: dict[str, list[int]], depth: int) -> None:
     for spec in SPECS[:8]:
         text = expected[spec.request_id]
         for cut in sorted({1, 2, len(text) // 2, len(text) - 1}):
@@ -106,7 +106,7 @@ def test_a_text_goes_on_where_an_earlier_epoch_left_it(expected: dict[str, list[
             engine.close()
 
 
-def test_log_probabilities_are_those_of_the_model_with_and_without_forced_drafts() -> None:
+def test_logprobs_are_exact_with_and_without_forced_drafts() -> None:
     asking = [spec for spec in SPECS if spec.params.logprobs is not None]
     plain = run(null_engine(num_kv_blocks=200, max_forced_tokens=0), asking)
     forced = run(null_engine(num_kv_blocks=200), asking)
@@ -114,7 +114,7 @@ def test_log_probabilities_are_those_of_the_model_with_and_without_forced_drafts
     assert all(len(forced.scores[spec.request_id]) == len(forced.tokens[spec.request_id]) > 0 for spec in asking)
 
 
-def test_forced_tokens_save_steps() -> None:
+def test_forced_tokens_reduce_steps() -> None:
     schema = [spec for spec in SPECS if spec.request_id.startswith("schema")][:1]
     plain, forced = null_engine(max_forced_tokens=0), null_engine()
     assert run(plain, schema).tokens == run(forced, schema).tokens
@@ -139,7 +139,7 @@ def outcome(engine: Engine, spec: RequestSpec) -> tuple[FinishReason | None, str
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_grammar_that_cannot_be_compiled_ends_its_request_with_the_reason(depth: int) -> None:
+def test_invalid_grammar_ends_request_with_reason(depth: int) -> None:
     engine = null_engine(pipeline_depth=depth)
     reason, error = outcome(engine, asking(grammar=grammar.context_free("start: foo")))
     assert reason is FinishReason.ERROR
@@ -148,25 +148,25 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_with_the_reason(dept
     engine.close()
 
 
-def test_a_grammar_without_a_way_on_ends_its_request_with_the_reason() -> None:
+def test_dead_end_of_grammar_ends_request_with_reason() -> None:
     engine = null_engine()
     reason, error = outcome(engine, asking(grammar=grammar.context_free("start: /a/ nothing\nnothing: nothing")))
     assert (reason, error) == (
         FinishReason.ERROR,
-        "no token can be chosen: no token continues a text of the form asked for",
+        "no token can be chosen: the grammar allows no further token",
     )
     engine.close()
 
 
-def test_an_engine_without_structured_output_says_so() -> None:
+def test_engine_without_structured_output_rejects_grammars() -> None:
     engine = null_engine(structured_output=False)
     reason, error = outcome(engine, asking(grammar=GRAMMARS["choice"]))
-    assert reason is FinishReason.ERROR and error is not None and "switched off" in error
+    assert reason is FinishReason.ERROR and error is not None and "disabled" in error
     assert engine.probe().runner.limits.max_drafts == 0
     engine.close()
 
 
-def test_an_answer_cut_by_its_length_says_so() -> None:
+def test_truncated_structured_text_reports_length() -> None:
     engine = null_engine()
     spec = asking(grammar=GRAMMARS["schema"])
     short = msgspec.structs.replace(spec, params=msgspec.structs.replace(spec.params, max_tokens=5))
@@ -174,7 +174,7 @@ def test_an_answer_cut_by_its_length_says_so() -> None:
     engine.close()
 
 
-def test_a_bias_cannot_make_a_forbidden_token_allowed() -> None:
+def test_logit_bias_does_not_override_grammar() -> None:
     engine = null_engine()
     (forbidden,) = TOKENIZER.encode("Q", add_special=False)
     texts = run(engine, [asking(grammar=GRAMMARS["regex"], logit_bias={forbidden: 100.0})])

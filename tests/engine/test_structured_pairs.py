@@ -1,4 +1,4 @@
-"""Texts of a given form, prompts' log-probabilities and vectors in prefill/decode pairs: those of one worker."""
+"""Structured output, prompt logprobs and embeddings in prefill/decode pairs equal those of a single worker."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["secret"]
 
 SPECS = structured_specs(24)
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, cheap_tokens=1000)
-PROMPTS = [tuple((index * 37 + place * 11) % 256 for place in range(20 + 9 * index)) for index in range(6)]
+PROMPTS = [tuple((index * 37 + position * 11) % 256 for position in range(20 + 9 * index)) for index in range(6)]
 
 
 @pytest.fixture(scope="module")
 def mixed() -> Texts:
-    """What one worker that computes everything says, one request at a time and without forced drafts."""
+    """Return the outputs of a single worker, one request at a time and without forced drafts."""
     return alone(SPECS, max_forced_tokens=0)
 
 
@@ -44,7 +44,7 @@ def same(two: Pair, expected: Texts) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("speculative", [None, NGRAM], ids=["forced", "ngram"])
 @pytest.mark.law("4", "6.2")
-def test_texts_have_their_form_behind_a_transferred_prompt(
+def test_structured_texts_are_valid_after_kv_transfer(
     secret: str, mixed: Texts, depth: int, speculative: SpeculativeConfig | None
 ) -> None:
     decode = {"pipeline_depth": depth, "num_kv_blocks": 100, "speculative": speculative}
@@ -60,35 +60,33 @@ def test_texts_have_their_form_behind_a_transferred_prompt(
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.law("4", "6.3")
-def test_a_decode_side_that_preempts_goes_on_in_the_middle_of_a_form(
-    secret: str, mixed: Texts, depth: int, keep: bool
-) -> None:
+def test_preempted_decode_resumes_within_grammar(secret: str, mixed: Texts, depth: int, keep: bool) -> None:
     decode = {"pipeline_depth": depth, "num_kv_blocks": 25, "save_preempted_kv": keep}
     with pair(secret, decode=decode) as two:
         parts_of(two.decode).control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits all requests at once
         two.run(*SPECS)
         same(two, mixed)
         stats = two.decode.stats().scheduler
-        assert stats.counters.preemptions > 0, "the pool was meant to run out"
+        assert stats.counters.preemptions > 0, "the pool should run out"
         assert (stats.offload.saved_tokens > 0) is keep
         assert (stats.offload.loads + stats.offload.declined > 0) is keep
 
 
 @pytest.mark.parametrize("outcome", ["lost", "refused"])
 @pytest.mark.law("6.3")
-def test_a_form_is_kept_though_no_prompt_is_transferred(secret: str, mixed: Texts, outcome: str) -> None:
+def test_structured_texts_are_valid_after_failed_transfer(secret: str, mixed: Texts, outcome: str) -> None:
     prefill = {"max_model_len": 2} if outcome == "refused" else {}
     with pair(secret, prefill=prefill) as two:
         if outcome == "lost":
             two.prefill.close()
         two.run(*SPECS[:8])
-        assert set(two.outcomes.values()) == {outcome, "held"}, "of the shortest prompt nothing is wanted"
+        assert set(two.outcomes.values()) == {outcome, "held"}, "the shortest prompt needs no transfer"
         assert two.texts.tokens == {spec.request_id: mixed.tokens[spec.request_id] for spec in SPECS[:8]}
 
 
 @pytest.mark.law("4", "6.2")
-def test_log_probabilities_of_prompts_are_those_of_one_worker(secret: str) -> None:
-    """The decode side computes such a prompt itself; what the other one would send holds no log-probabilities."""
+def test_prompt_logprobs_equal_those_of_single_worker(secret: str) -> None:
+    """The decode worker computes such a prompt itself, because transferred KV has no logprobs."""
     params = SamplingParams(max_tokens=5, temperature=0.0, prompt_logprobs=3)
     specs = [RequestSpec(request_id=f"r{index}", prompt=prompt, params=params) for index, prompt in enumerate(PROMPTS)]
     expected = alone(specs)
@@ -100,7 +98,7 @@ def test_log_probabilities_of_prompts_are_those_of_one_worker(secret: str) -> No
 
 
 @pytest.mark.law("4", "6.2")
-def test_vectors_are_those_of_one_worker(secret: str) -> None:
+def test_embeddings_equal_those_of_single_worker(secret: str) -> None:
     one = SamplingParams(max_tokens=1, temperature=0.0)
     specs = [
         RequestSpec(request_id=f"{pooling.kind}{index}", prompt=prompt, params=one, pooling=pooling)

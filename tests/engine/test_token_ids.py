@@ -1,4 +1,4 @@
-"""A token id for which the model has no embedding row is refused wherever it comes from, and nothing breaks by it."""
+"""Token ids without an embedding row are rejected from every source without side effects."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fd_core.types import FinishReason, Pooling, PrefillJob, Reasoning, RequestS
 
 ROWS = 257
 PAD = ROWS
-"""Id of `[PAD]`, which the tokenizer has and the model has not."""
+"""Id of `[PAD]`, which the tokenizer has and the model lacks."""
 BAD_IDS = [PAD, -1, 2**31, 2**31 - 1, 2**40, 2**70, -(2**63)]
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose tokenizer was extended, as fine-tunes are, and whose embedding was not."""
+    """Write a model whose tokenizer was extended, as fine-tunes do, without resizing its embedding."""
     model = write_checkpoint(ENGINE_CASE, tmp_path_factory.mktemp("model"), vocab_size=ROWS)
     byte_tokenizer().backend.save(str(model / "tokenizer.json"))
     (model / "tokenizer_config.json").write_text(json.dumps({"pad_token": "[PAD]", "eos_token": "<|end|>"}))
@@ -52,18 +52,18 @@ def refused(prompts: Any, llm: LLM, params: SamplingParams = GREEDY) -> str:
 
 
 @pytest.mark.parametrize("call", [LLM.generate, LLM.embed], ids=["generate", "embed"])
-def test_a_text_with_a_token_without_row_names_all(call: Any, llm: LLM) -> None:
-    with pytest.raises(BadRequest, match=rf"token id {PAD} \('\[PAD\]'\), but the vocabulary has {ROWS} ids"):
+def test_text_with_missing_rows_lists_all_tokens(call: Any, llm: LLM) -> None:
+    with pytest.raises(BadRequest, match=rf"token id {PAD} \('\[PAD\]'\) is out of range; .* {ROWS} ids"):
         call(llm, ["fine", "a [PAD] b"])
     assert len(llm.generate("hello", GREEDY)[0].token_ids) == 3
 
 
 @pytest.mark.parametrize("wrong", [*BAD_IDS, True, 1.0, 1.5, float("nan"), None, "a", np.float32(2), [3]], ids=str)
-def test_a_prompt_of_ids_is_checked(wrong: Any, llm: LLM) -> None:
+def test_prompt_token_ids_are_checked(wrong: Any, llm: LLM) -> None:
     assert "prompt" in refused([[5, wrong], [6]], llm)
 
 
-def test_integers_of_numpy_are_ids(llm: LLM) -> None:
+def test_numpy_integers_are_valid_token_ids(llm: LLM) -> None:
     [plain] = llm.generate([[5, 6, 0]], GREEDY)
     [given] = llm.generate([np.array([5, 6, 0], np.int64)], GREEDY)
     assert given.token_ids == plain.token_ids
@@ -73,7 +73,7 @@ def test_integers_of_numpy_are_ids(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "field", ["stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words_token_ids", "reasoning"]
 )
-def test_ids_of_sampling_are_checked(field: str, wrong: Any, llm: LLM) -> None:
+def test_sampling_token_ids_are_checked(field: str, wrong: Any, llm: LLM) -> None:
     value: Any = (3, wrong)
     if field == "logit_bias":
         value = {3: 1.0, wrong: 1.0}
@@ -84,7 +84,7 @@ def test_ids_of_sampling_are_checked(field: str, wrong: Any, llm: LLM) -> None:
     refused("x", llm, SamplingParams(max_tokens=3, **{field: value}))
 
 
-def test_loading_names_tokens_without_rows(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_warns_about_tokens_without_rows(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         LLM(str(folder), backend="reference", num_kv_blocks=40).close()
     assert f"'[PAD]' = {PAD}" in caplog.text and f"it has {ROWS}" in caplog.text
@@ -102,7 +102,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 @pytest.mark.parametrize(
     "field", ["prompt", "delivered", "pooling", "stop_token_ids", "logit_bias", "allowed_token_ids"]
 )
-def test_the_engine_checks_whatever_was_checked_before(field: str, wrong: Any, engine: Engine) -> None:
+def test_engine_rechecks_token_ids(field: str, wrong: Any, engine: Engine) -> None:
     spec: dict[str, Any] = {"request_id": "a", "prompt": (5, 6), "params": GREEDY}
     if field == "pooling":
         spec["pooling"] = Pooling("tokens", (wrong,))
@@ -111,12 +111,14 @@ def test_the_engine_checks_whatever_was_checked_before(field: str, wrong: Any, e
     else:
         spec["params"] = SamplingParams(**{field: {wrong: 1.0} if field == "logit_bias" else (wrong,)})
     [delta] = engine.submit(RequestSpec(**spec))
-    assert delta.finish_reason is FinishReason.ERROR and f"but the vocabulary has {ROWS} ids" in (delta.error or "")
+    assert delta.finish_reason is FinishReason.ERROR and f"the vocabulary has {ROWS} ids" in (delta.error or "")
     assert not engine.has_work
 
 
 @pytest.mark.parametrize("wrong", [PAD, -1])
-def test_a_prefill_job_with_such_an_id_is_given_up(wrong: int, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_job_with_invalid_token_id_is_cancelled(
+    wrong: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given_up: list[Any] = []
     monkeypatch.setattr(engine._outside, "perform", given_up.extend)
     engine._begin_job(PrefillJob(tokens=np.array([5, wrong], "<i4").tobytes(), lease="0" * 32))

@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 STEPS = 400
-ROUNDS = 4
+ROUNDS = 2
 LONGEST_SECONDS = 0.2
 """A plan that waited for the shortest call to a stopped store would take 0.25 s."""
 JITTER_SECONDS = 0.003

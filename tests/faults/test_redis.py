@@ -126,7 +126,7 @@ def test_engine_starts_without_redis(secret: Path, host: int) -> None:
         assert set(tiers.store_errors) == {Trouble.UNREACHABLE}
         assert tiers.dropped_blocks > 0
         assert (tiers.loaded_blocks_host > 0) == (host > 0), "the host tier works without a store"
-        assert "cannot be used at the moment" in (engine.engine.info.kv_store or "")
+        assert "is unavailable" in (engine.engine.info.kv_store or "")
         engine.close()
 
 

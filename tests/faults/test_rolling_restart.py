@@ -23,7 +23,7 @@ SERVE = (
     *("--num-threads", "1", "--log-level", "info", "--block-size", "16", "--no-batch-api"),
 )
 ROUTE = ("--health-check-interval-secs", "0.5", "--tokenizer", "bytes")
-AT_ONCE = 6
+AT_ONCE = 4
 PROMPTS = [f"prompt number {number} " * 4 for number in range(6)]
 STALL_SECONDS = 15.0
 """Two slow cores run everything; a lost request hangs for longer."""
@@ -120,6 +120,7 @@ async def load(balancer: Balancer, golden: dict[str, str], count: Count, stop: a
             return
         prompt = PROMPTS[turn % len(PROMPTS)]
         count.requests += 1
+        await asyncio.sleep(0.05)  # leaves the processors to what starts
         try:
             text = await text_of(balancer, prompt, turn % 2 == 0, count)
         except Exception as error:  # noqa: BLE001  # any exception means a lost request

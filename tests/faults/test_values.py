@@ -20,6 +20,9 @@ pytestmark = pytest.mark.slow
 SEED = int(os.environ.get("FD_FAULTS_SEED", "20261121"))
 PROMPTS = 125
 
+on_disk = pytest.mark.parametrize("raw_store", ["disk", pytest.param("redis", marks=pytest.mark.soak)], indirect=True)
+"""Envelopes and keys behave alike in every store."""
+
 Corruption = Callable[[np.random.Generator, bytes, bytes], bytes]
 """Damage made from a value and another one of the same store."""
 
@@ -88,6 +91,7 @@ def test_corrupted_values_are_never_used(raw_store: RawStore, secret: Path, roun
     engine.close()
 
 
+@on_disk
 @pytest.mark.parametrize("rounds", [3, pytest.param(8, marks=pytest.mark.soak)])
 def test_texts_under_pressure_stay_golden_while_values_are_damaged(
     raw_store: RawStore, secret: Path, rounds: int
@@ -133,6 +137,7 @@ def test_damaged_value_is_replaced_by_the_request_that_read_it(raw_store: RawSto
     engine.close()
 
 
+@on_disk
 @pytest.mark.parametrize("setting", ["layout", "secret", "block size"])
 def test_foreign_values_in_the_same_namespace_are_never_used(
     raw_store: RawStore, secret: Path, setting: str, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +174,7 @@ def test_foreign_values_in_the_same_namespace_are_never_used(
 
 
 @pytest.mark.law("5.4")
+@on_disk
 def test_values_sealed_with_another_secret_or_format_are_not_used(
     raw_store: RawStore, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,6 @@ def test_share_grows_with_received_bytes_and_is_released_once() -> None:
 
 
 def test_budget_smaller_than_one_body_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="less than one body") as caught:
+    with pytest.raises(ConfigError, match="is smaller than max_body_bytes") as caught:
         ServerConfig(max_body_bytes=2 * MIB, max_body_memory=MIB)
     assert caught.value.field == "--max-body-memory"

@@ -267,7 +267,7 @@ def test_accept_failures_are_counted_and_logged_once_without_spinning(caplog: py
         errors = asyncio.run(scenario())
     assert 2 <= errors == _Full.tried <= 4
     assert [record.getMessage() for record in caplog.records].count(
-        "a connection cannot be accepted: too many open files (logged once a minute)"
+        "accepting a connection failed: too many open files (logged once a minute)"
     ) == 1
 
 

@@ -13,7 +13,7 @@ from fd_core.router.gateway.requests.route_requests import RouteRequestReader
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.prompt_reader import ModelText, find_text
-from tests.hostile.bodies import BODIES, CHAT, COMPLETIONS, MB, MESSAGE
+from tests.hostile.bodies import BODIES, CHAT, COMPLETIONS, MB, MESSAGE, body_of
 from tests.hostile.event_loop import LONGEST_STALL, Beats, least, post, stall
 from tests.server.fakes import FakeClient, LiveServer, live
 
@@ -30,16 +30,25 @@ def settled() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(scope="module", params=[400, 262_144])
+SOME = [*BODIES][::5]
+"""Bodies that the default run also sends to faster targets; `nox -s soak` sends all."""
+
+
+def also(*values: object) -> list[object]:
+    """Return the cases of all bodies with these values, most of them for the soak session."""
+    return [pytest.param(*values, name, marks=() if name in SOME else pytest.mark.soak) for name in BODIES]
+
+
+@pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     """Server with a short context and server with a long one; both support tools."""
     with live(lambda: FakeClient(max_model_len=request.param), parsers=Parsers(HermesTools, None)) as running:
         yield running
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(("server", "name"), [*((262_144, name) for name in BODIES), *also(400)], indirect=["server"])
 def test_large_body_does_not_block_the_loop(server: LiveServer, name: str) -> None:
-    path, body = BODIES[name]
+    path, body = BODIES[name][0], body_of(name)
     seen = set()
     pause = stall(server, lambda: seen.add(post(server, path, body)[0]))
     assert seen <= {200, 400}
@@ -68,10 +77,13 @@ def test_response_full_of_logprobs_does_not_block_the_loop(path: str, stream: bo
     assert pause < LONGEST_STALL
 
 
-@pytest.mark.parametrize("text", [None, TEXT], ids=["by bytes", "by tokens"])
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [*((TEXT, name) for name in BODIES), *also(None)],
+    ids=lambda value: value if isinstance(value, str) else "by tokens" if value else "by bytes",
+)
 def test_reading_a_body_does_not_block_a_router(name: str, text: ModelText | None) -> None:
-    body = BODIES[name][1]
+    body = body_of(name)
 
     async def pause() -> float:
         beats = Beats(asyncio.get_running_loop())

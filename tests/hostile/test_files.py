@@ -27,7 +27,7 @@ from tests.hostile.limits import MEGABYTE, at_length, tried
 from tests.hostile.model_files import gguf_file, model_folder, whole_folder
 from tests.models.loading.tiny_gguf import LLAMA, write_gguf
 
-SEEDS = at_length(70, 2000)
+SEEDS = at_length(35, 2000)
 SLACK = 48 * MEGABYTE
 TABLES = 80 * MEGABYTE
 """Additional bytes for a valid file: tables of 2^20 positions, the largest that seeds request."""
@@ -187,7 +187,7 @@ def test_slow_tokenizer_regex_is_an_error_of_the_text(tmp_path: Path) -> None:
     path = folder_with(tmp_path / "m", "llama", "tokenizer.json", {"pre_tokenizer": split})
     tokenizer = load_tokenizer(open_checkpoint(path))
     assert tokenizer.encode("c")
-    with pytest.raises(BadRequest, match="cannot read this text"):
+    with pytest.raises(BadRequest, match="failed on this text"):
         tokenizer.encode("b" * 40 + "!")  # "a" is the BOS token
 
 

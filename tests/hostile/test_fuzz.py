@@ -18,8 +18,8 @@ from tests.hostile.limits import LONG, at_length
 
 SEED = int(os.environ.get("FD_FUZZ_SEED", "20261122"))
 SECONDS = float(os.environ.get("FD_FUZZ_SECONDS", "600")) if LONG else 0.0
-EXAMPLES = at_length(2, 40)
-DAMAGED = at_length(150, 20_000)
+EXAMPLES = at_length(1, 40)
+DAMAGED = at_length(100, 20_000)
 
 _TURN = {"role": "user", "content": "hi"}
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}

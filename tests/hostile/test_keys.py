@@ -87,7 +87,7 @@ def test_endless_key_file_is_not_read_to_its_end(tmp_path: Path, name: str) -> N
 def test_too_many_keys_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("".join(f"k{number}\n" for number in range(20_001)))
-    with pytest.raises(ConfigError, match="holds 20,001 keys"):
+    with pytest.raises(ConfigError, match="has 20,001 keys"):
         read_key_file(path)
 
 

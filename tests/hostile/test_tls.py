@@ -142,7 +142,7 @@ def test_slow_tls_reader_times_out(tmp_path: Path) -> None:
         ({"ssl_certfile": "KEY"}, "--ssl-certfile", "no certificate"),
         ({"ssl_keyfile": "CERT"}, "--ssl-keyfile", "no private key"),
         ({"ssl_keyfile": None}, "--ssl-certfile", "no private key"),
-        ({"ssl_keyfile": "OTHER"}, "--ssl-keyfile", "not that of the certificate"),
+        ({"ssl_keyfile": "OTHER"}, "--ssl-keyfile", "does not match the certificate"),
         ({"ssl_ca_certs": "KEY"}, "--ssl-ca-certs", "no certificates"),
         ({"ssl_certfile": None}, "--ssl-keyfile", "--ssl-certfile"),
     ],

@@ -1,4 +1,4 @@
-"""A reader of events that keeps nothing but what it was told: the paths of what is held."""
+"""Reader of KV events that tracks only the paths of cached blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from fd_core.types.kv_events import BEGINNING, Cleared, KVEvent, Removed, Stored
 
 SIZE = 2
-"""Tokens in a block."""
+"""Tokens per block."""
 
 
 def ids(tokens: Sequence[int]) -> bytes:
@@ -17,14 +17,14 @@ def ids(tokens: Sequence[int]) -> bytes:
 
 
 class Reader:
-    """Fails on an event that it cannot follow."""
+    """Fails on an event that it cannot apply."""
 
     def __init__(self) -> None:
         self._path_of: dict[bytes, tuple[int, ...]] = {}
 
     @property
     def paths(self) -> set[tuple[int, ...]]:
-        """All tokens up to the end of each block that is held."""
+        """All tokens up to the end of each cached block."""
         return set(self._path_of.values())
 
     def apply(self, event: KVEvent) -> None:

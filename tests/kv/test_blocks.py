@@ -1,4 +1,4 @@
-"""Blocks are partitioned into free, owned and fenced, whatever happens in whatever order."""
+"""Blocks are partitioned into free, owned and fenced under any sequence of operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS = 12
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Drives a pool beside a plain model: owners, the step that each block was last touched in, and who reads."""
+    """Compares a pool with a plain model: owners, last step touching each block, and readers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,15 +34,15 @@ class PoolMachine(RuleBasedStateMachine):
         assert (blocks is None) == (count > free)
         if blocks is not None:
             owned = {block for owner in self.owners for block in owner.tolist()}
-            assert not owned & set(blocks.tolist()), "a block that somebody owns was handed out"
+            assert not owned & set(blocks.tolist()), "an owned block was allocated"
             for block in blocks.tolist():
-                assert self.touched.get(block, -1) <= self.answered, "a fenced block was handed out"
+                assert self.touched.get(block, -1) <= self.answered, "a fenced block was allocated"
             read = {block for reader in self.readers for block in reader.tolist()}
-            assert not read & set(blocks.tolist()), "a block that is being read was handed out"
+            assert not read & set(blocks.tolist()), "a block being read was allocated"
             self.owners.append(blocks)
 
     @rule()
-    def schedule_a_step_that_touches_everything_owned(self) -> None:
+    def schedule_step_touching_all_owned_blocks(self) -> None:
         self.step += 1
         for owner in self.owners:
             for block in owner.tolist():
@@ -50,7 +50,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.answered < self.step)
     @rule()
-    def answer_one_step(self) -> None:
+    def complete_one_step(self) -> None:
         self.answered += 1
         self.pool.answered(self.answered)
 
@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
-    def begin_to_read(self, data: st.DataObject) -> None:
+    def start_reading(self, data: st.DataObject) -> None:
         owner = self.owners[data.draw(st.integers(0, len(self.owners) - 1))]
         self.pool.pin(owner)
         self.readers.append(owner)
@@ -88,7 +88,7 @@ class PoolMachine(RuleBasedStateMachine):
     def match_and_acquire(self, data: st.DataObject) -> None:
         free = self.pool.num_free
         matched = self.pool.match(self.keys[data.draw(st.integers(0, self.names - 1))])
-        assert self.pool.num_free == free, "matching took or evicted something"
+        assert self.pool.num_free == free, "matching allocated or evicted a block"
         owned = {block for owner in self.owners for block in owner.tolist()}
         for block in set(matched.tolist()) - owned:
             assert self.touched.get(block, -1) <= self.answered, "a fenced block matched"
@@ -96,7 +96,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.owners.append(matched)
 
     @invariant()
-    def the_partition_is_exact(self) -> None:
+    def partition_is_exact(self) -> None:
         self.pool.check_integrity(self.owners)
         assert self.pool.num_free + self.pool.num_fenced + self.pool.num_owned == BLOCKS
 
@@ -106,17 +106,17 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 
 @pytest.mark.law("3.1")
-def test_release_of_a_free_block_is_an_error() -> None:
+def test_release_of_free_block_is_an_error() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(2)
     assert blocks is not None
     pool.release(blocks, -1)
-    with pytest.raises(RuntimeError, match="nobody owns"):
+    with pytest.raises(RuntimeError, match="without owner"):
         pool.release(blocks, -1)
 
 
 @pytest.mark.law("3.2")
-def test_a_shared_block_stays_fenced_for_the_latest_of_its_owners() -> None:
+def test_shared_block_stays_fenced_for_latest_owner() -> None:
     pool = BlockPool(1)
     blocks = pool.allocate(1)
     assert blocks is not None
@@ -130,7 +130,7 @@ def test_a_shared_block_stays_fenced_for_the_latest_of_its_owners() -> None:
     assert (pool.num_free, pool.num_fenced) == (1, 0)
 
 
-def test_a_block_that_is_only_read_goes_on_as_a_prefix_and_to_nobody_else() -> None:
+def test_block_only_read_is_reused_only_as_prefix() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2)
     assert blocks is not None
@@ -143,15 +143,15 @@ def test_a_block_that_is_only_read_goes_on_as_a_prefix_and_to_nobody_else() -> N
     pool.acquire(matched)
     assert (pool.num_owned, pool.num_fenced) == (1, 1)
     pool.release(matched, -1)
-    assert (pool.num_free, pool.num_fenced) == (0, 2), "it is still read"
+    assert (pool.num_free, pool.num_fenced) == (0, 2), "it is still being read"
     pool.acquire(pool.match([b"complete"]))
     pool.unpin(blocks)
-    assert (pool.num_owned, pool.num_free) == (1, 1), "the owner that came meanwhile keeps it"
+    assert (pool.num_owned, pool.num_free) == (1, 1), "the new owner keeps it"
     pool.release(matched, -1)
     assert (pool.num_free, pool.num_cached) == (2, 1)
 
 
-def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
+def test_tail_of_prefix_is_evicted_before_head() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(3)
     assert blocks is not None
@@ -163,7 +163,7 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
     assert len(pool.match(keys)) == 2
 
 
-def test_the_first_holder_of_a_prefix_stays_its_holder() -> None:
+def test_first_block_registered_for_a_prefix_is_kept() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(1), pool.allocate(1)
     assert first is not None
@@ -173,6 +173,6 @@ def test_the_first_holder_of_a_prefix_stays_its_holder() -> None:
     assert pool.match([b"key"]).tolist() == first.tolist()
     pool.release(second, -1)
     pool.release(first, -1)
-    assert pool.num_cached == 1, "only one block answers for a prefix"
+    assert pool.num_cached == 1, "a prefix maps to one block only"
     assert pool.allocate(2) is not None
     assert not len(pool.match([b"key"]))

@@ -1,17 +1,17 @@
-"""The breaker opens on failures, lets one call probe, and waits twice as long after each failed probe."""
+"""Circuit breaker: opens on failures, admits one probe, and doubles its pause after each failed probe."""
 
 from __future__ import annotations
 
 from fd_core.kv.breaker import Breaker
 
 
-def test_a_severe_failure_opens_at_once_others_after_three_in_a_row() -> None:
+def test_breaker_opens_on_severe_or_third_failure() -> None:
     severe, patient = Breaker(), Breaker()
     assert severe.failure(0.0, severe=True) and severe.state == "open"
     assert [patient.failure(0.0, severe=False) for _ in range(3)] == [False, False, True]
 
 
-def test_a_success_forgives() -> None:
+def test_success_resets_failure_count() -> None:
     breaker = Breaker()
     for _ in range(5):
         breaker.failure(0.0, severe=False)
@@ -20,7 +20,7 @@ def test_a_success_forgives() -> None:
     assert breaker.state == "closed"
 
 
-def test_one_call_probes() -> None:
+def test_single_call_probes() -> None:
     breaker = Breaker()
     breaker.failure(10.0, severe=True)
     assert not breaker.admit(10.9) and not breaker.ready(10.9)
@@ -31,7 +31,7 @@ def test_one_call_probes() -> None:
     assert breaker.admit(11.0) and breaker.state == "closed"
 
 
-def test_pauses_double_up_to_half_a_minute_and_start_again_after_a_success() -> None:
+def test_pause_doubles_up_to_30_s_and_resets_on_success() -> None:
     breaker = Breaker()
     now, pauses = 0.0, []
     breaker.failure(now, severe=True)
@@ -48,7 +48,7 @@ def test_pauses_double_up_to_half_a_minute_and_start_again_after_a_success() -> 
     assert breaker.remaining(now) == 1
 
 
-def test_calls_from_before_it_opened_change_nothing() -> None:
+def test_calls_started_before_opening_are_ignored() -> None:
     breaker = Breaker()
     breaker.failure(0.0, severe=True)
     breaker.success()

@@ -1,4 +1,4 @@
-"""Late readers, lost readers, and engines that end."""
+"""KV event log: late readers, lost readers, and engines that end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def follow(reader: Reader, log: KVEventLog, after: int | None) -> int:
     return number
 
 
-def test_a_reader_goes_on_where_it_was() -> None:
+def test_reader_resumes_at_its_position() -> None:
     log, reader = KVEventLog(SIZE), Reader()
     log.extend([A])
     number = follow(reader, log, None)
@@ -38,7 +38,7 @@ def test_a_reader_goes_on_where_it_was() -> None:
     assert reader.paths == {(1, 2, 3, 4), (5, 6)}
 
 
-def test_who_is_too_late_or_ahead_is_told_everything() -> None:
+def test_reader_out_of_range_receives_full_snapshot() -> None:
     log = KVEventLog(SIZE, capacity=2)
     log.extend([A, B, C, Removed((b"a",))])
     whole = (Cleared(), Stored(BEGINNING, (b"a", b"b"), ids([1, 2, 3, 4])), C, Removed((b"a",)))
@@ -46,10 +46,10 @@ def test_who_is_too_late_or_ahead_is_told_everything() -> None:
         assert log.read(after) == (4, whole)
     assert log.read(2) == (4, (C, Removed((b"a",))))
     log.extend([Stored(BEGINNING, (b"d", b"e", b"f"), ids([7] * 6))])
-    assert log.read(4)[1][0] == Cleared(), "an event larger than all that is kept"
+    assert log.read(4)[1][0] == Cleared(), "an event larger than the whole log"
 
 
-def test_an_engine_that_died_holds_nothing() -> None:
+def test_dead_engine_holds_no_blocks() -> None:
     async def scenario() -> None:
         client = FakeClient(kv_events=True, block_size=SIZE)
         assert client.kv_log is not None
@@ -58,14 +58,14 @@ def test_an_engine_that_died_holds_nothing() -> None:
         client._went_away("it died")
         assert client.kv_log.read(None)[1] == (Cleared(),) and client.kv_log.read(2) == (3, (Cleared(),))
         client._dispatch(StepEvents([], kv=(C,)))
-        assert client.kv_log.read(3) == (3, ()), "an epoch that is over told something"
+        assert client.kv_log.read(3) == (3, ()), "an ended epoch published events"
         assert FakeClient().kv_log is None
 
     asyncio.run(scenario())
 
 
-def test_each_engine_of_a_server_tells_of_its_own_blocks() -> None:
-    """Engines that share a store name the same prefix by the same key."""
+def test_each_engine_publishes_only_its_blocks() -> None:
+    """Engines that share a store use the same key for the same prefix."""
     log = KVEventLog(SIZE, engines=2)
     log.extend([A, B])
     log.extend([A], 1)
@@ -80,7 +80,7 @@ def test_each_engine_of_a_server_tells_of_its_own_blocks() -> None:
     assert log.read(4) == (5, (Cleared(engine=1),))
 
 
-def test_whoever_waits_is_woken_by_news_and_by_the_end() -> None:
+def test_waiting_reader_is_woken_by_events_and_by_close() -> None:
     async def scenario() -> None:
         log = KVEventLog(SIZE)
         for end in (lambda: log.extend([A]), log.close):
@@ -99,23 +99,23 @@ def test_whoever_waits_is_woken_by_news_and_by_the_end() -> None:
     asyncio.run(scenario())
 
 
-def test_a_whole_engine_tells_what_its_pool_knows() -> None:
-    """Far more prompts than blocks, two steps in flight: after each turn the log holds what the pool knows."""
+def test_engine_events_match_its_block_pool() -> None:
+    """Far more prompts than blocks, two steps in flight: after each iteration the log equals the pool."""
     engine = null_engine(kv_events=True, num_kv_blocks=26, block_size=16, pipeline_depth=2)
-    log, told = KVEventLog(16), 0
+    log, published = KVEventLog(16), 0
     for spec in random_specs(30, seed=3):
         engine.submit(spec)
     while engine.has_work:
         engine.step()
         events = engine.take_kv_events()
-        told += len(events)
+        published += len(events)
         log.extend(events)
         assert set(log._stored[0]) == set(engine.probe().scheduler.probe().pool._block_of)
-    assert engine.info.kv_events and told > 40
+    assert engine.info.kv_events and published > 40
     assert engine.stats().scheduler.blocks.cached == len(log._stored[0]) > 0
 
 
-def test_an_engine_tells_nothing_unless_asked() -> None:
+def test_engine_publishes_no_events_unless_enabled() -> None:
     engine = null_engine()
     run(engine, random_specs(3, seed=1))
     assert engine.take_kv_events() == () and not engine.info.kv_events

@@ -1,4 +1,4 @@
-"""Keys of prefixes differ whenever anything that decides the KV differs."""
+"""Prefix keys differ whenever anything that determines the KV differs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def chain(
 
 
 @given(TOKENS, TOKENS)
-def test_chains_agree_exactly_on_common_full_blocks(first: list[int], second: list[int]) -> None:
+def test_chains_agree_on_common_full_blocks_only(first: list[int], second: list[int]) -> None:
     common = 0
     while common < min(len(first), len(second)) and first[common] == second[common]:
         common += 1
@@ -31,7 +31,7 @@ def test_chains_agree_exactly_on_common_full_blocks(first: list[int], second: li
 
 
 @given(TOKENS)
-def test_growing_a_chain_equals_computing_it_at_once(tokens: list[int]) -> None:
+def test_incremental_chain_equals_full_chain(tokens: list[int]) -> None:
     hasher = PrefixHasher(block_size=4, identity="m", secret=b"s")
     keys: list[bytes] = []
     for upto in range(len(tokens) + 1):
@@ -55,7 +55,7 @@ def test_identity_salt_secret_and_block_size_separate_chains() -> None:
 
 @pytest.mark.parametrize("other", ["tenant-2", "tenant-", "tenant-12", "tenant-1 ", "Tenant-1", "tenant-1\0", "t", ""])
 @pytest.mark.law("5.3")
-def test_salts_with_a_common_beginning_share_no_key(other: str) -> None:
+def test_salts_with_common_prefix_share_no_key(other: str) -> None:
     tokens = list(range(16))
     assert not set(chain(tokens, salt="tenant-1")) & set(chain(tokens, salt=other))
 

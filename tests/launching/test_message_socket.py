@@ -1,4 +1,4 @@
-"""The parent's end of a message stream, on an event loop."""
+"""Parent's end of a message stream, on an event loop."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fd_core.launching.message_stream import MessageSocket, MessageStream
 
 
 class Pair:
-    """The parent's socket, and a child's end that the test drives."""
+    """The parent's socket, and the child's end, driven by hand."""
 
     def __init__(self) -> None:
-        self.received: list[str] = []
+        self.inbox: list[str] = []
         self.failures: list[Exception] = []
         own, childs = socket.socketpair()
-        self.parent = MessageSocket(own, self._receive, self.failures.append, limit=1000)
+        self.parent = MessageSocket(own, self._on_message, self.failures.append, limit=1000)
         self.child = MessageStream(childs)
 
-    def _receive(self, message: bytes) -> None:
+    def _on_message(self, message: bytes) -> None:
         if message == b"bad":
             raise LookupError("bad")
-        self.received.append(message.decode())
+        self.inbox.append(message.decode())
 
-    def send_from_child(self, *names: str) -> None:
+    def send(self, *names: str) -> None:
         for name in names:
             self.child.send(name.encode())
 
@@ -45,52 +45,52 @@ async def opened() -> AsyncIterator[Pair]:
         pair.close()
 
 
-async def wait_received(pair: Pair, count: int) -> None:
-    while len(pair.received) < count:
+async def until_received(pair: Pair, count: int) -> None:
+    while len(pair.inbox) < count:
         await asyncio.sleep(0.001)
 
 
-def test_messages_arrive_in_order_without_starving_the_loop() -> None:
-    """More messages than one read returns: other tasks of the loop get their turn before the last of them."""
+def test_event_loop_runs_while_many_messages_arrive_in_order() -> None:
+    """The messages exceed what one read returns: the event loop runs between reads."""
 
     async def main() -> None:
         async with opened() as pair:
             names = [str(number) for number in range(1000)]
-            pair.send_from_child(*names)
+            pair.send(*names)
             time.sleep(0.1)
             turns = set()
-            while len(pair.received) < len(names):
+            while len(pair.inbox) < len(names):
                 pair.child.flush()
-                turns.add(len(pair.received))
+                turns.add(len(pair.inbox))
                 await asyncio.sleep(0)
-            assert pair.received == names and pair.parent.received == 1000 and len(turns) > 1
+            assert pair.inbox == names and pair.parent.received == 1000 and len(turns) > 1
 
     asyncio.run(main())
 
 
-def test_unread_messages_are_buffered_without_blocking_the_parent() -> None:
-    """More than a socket buffer holds, in both directions at once: messages arrive in order and complete."""
+def test_send_to_slow_reader_is_buffered_without_blocking() -> None:
+    """More than a socket buffers, in both directions at once: messages arrive complete and in order."""
 
     async def main() -> None:
-        sent_back: list[bytes] = []
+        delivered: list[bytes] = []
         names = [f"{'x' * 500}{i}" for i in range(3000)]
         async with opened() as pair:
             for name in names:
                 pair.parent.send(name.encode())
-                pair.send_from_child(name)
+                pair.send(name)
             assert pair.child.unsent
-            while len(sent_back) < len(names) or pair.child.unsent:
+            while len(delivered) < len(names) or pair.child.unsent:
                 pair.child.flush()
-                sent_back += pair.child.receive() or ()
+                delivered += pair.child.receive() or ()
                 await asyncio.sleep(0)
-            await wait_received(pair, len(names))
-            assert [each.decode() for each in sent_back] == names
-            assert pair.received == names
+            await until_received(pair, len(names))
+            assert [each.decode() for each in delivered] == names
+            assert pair.inbox == names
 
     asyncio.run(main())
 
 
-def test_no_task_is_created_per_message() -> None:
+def test_receiving_creates_no_tasks() -> None:
     async def main() -> None:
         made: list[object] = []
 
@@ -101,31 +101,31 @@ def test_no_task_is_created_per_message() -> None:
         async with opened() as pair:
             asyncio.get_running_loop().set_task_factory(factory)  # type: ignore[arg-type]
             for number in range(50):
-                pair.send_from_child("x")
-                await wait_received(pair, number + 1)
+                pair.send("x")
+                await until_received(pair, number + 1)
             assert made == []
 
     asyncio.run(main())
 
 
-def test_handler_error_is_reported_and_the_next_message_handled() -> None:
+def test_handler_error_is_reported_and_next_message_delivered() -> None:
     async def main() -> None:
         async with opened() as pair:
-            pair.send_from_child("bad", "next")
-            await wait_received(pair, 1)
+            pair.send("bad", "next")
+            await until_received(pair, 1)
             assert [type(failure) for failure in pair.failures] == [LookupError]
 
     asyncio.run(main())
 
 
-def test_message_to_a_dead_child_is_dropped_without_blocking() -> None:
+def test_send_after_child_exit_is_dropped_without_blocking() -> None:
     async def main() -> None:
         async with opened() as pair:
-            pair.send_from_child("a")
-            await wait_received(pair, 1)
-            pair.send_from_child("last words")
+            pair.send("a")
+            await until_received(pair, 1)
+            pair.send("last words")
             pair.child.close()
-            await wait_received(pair, 2)
+            await until_received(pair, 2)
             for _ in range(3):
                 pair.parent.send(b"a")
                 await asyncio.sleep(0.01)
@@ -136,13 +136,13 @@ def test_message_to_a_dead_child_is_dropped_without_blocking() -> None:
     asyncio.run(main())
 
 
-def test_oversized_message_ends_the_stream() -> None:
+def test_oversized_message_ends_stream() -> None:
     async def main() -> None:
         async with opened() as pair:
-            pair.send_from_child("a", "x" * 1001, "b")
+            pair.send("a", "x" * 1001, "b")
             while not pair.failures:
                 await asyncio.sleep(0.001)
-            assert pair.received == ["a"] and pair.parent.ended
+            assert pair.inbox == ["a"] and pair.parent.ended
             assert [type(failure) for failure in pair.failures] == [EOFError]
 
     asyncio.run(main())
@@ -151,11 +151,11 @@ def test_oversized_message_ends_the_stream() -> None:
 def test_closed_socket_delivers_nothing() -> None:
     async def main() -> None:
         async with opened() as pair:
-            pair.send_from_child("a", "b")
-            await wait_received(pair, 2)
-            pair.send_from_child("c")
+            pair.send("a", "b")
+            await until_received(pair, 2)
+            pair.send("c")
             pair.parent.close()
             await asyncio.sleep(0.05)
-            assert pair.received == ["a", "b"]
+            assert pair.inbox == ["a", "b"]
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Messages on a byte stream that delivers pieces of any length."""
+"""Messages on a byte stream that arrives in chunks of any length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fd_core.launching.message_stream import MessageStream
 
 
 class Ends:
-    """A stream, and the raw socket at its other end."""
+    """A message stream and the raw socket at its other end."""
 
     def __init__(self) -> None:
         own, self.other = socket.socketpair()
@@ -38,7 +38,7 @@ def framed(message: bytes) -> bytes:
 
 
 @given(messages=st.lists(st.binary(max_size=40)), cuts=st.lists(st.integers(1, 50)))
-def test_messages_are_complete_however_their_bytes_arrive(messages: list[bytes], cuts: list[int]) -> None:
+def test_messages_survive_any_chunking(messages: list[bytes], cuts: list[int]) -> None:
     ends, data, received = Ends(), b"".join(map(framed, messages)), []
     for cut in [*cuts, len(data) or 1]:
         ends.other.sendall(data[:cut])
@@ -48,14 +48,14 @@ def test_messages_are_complete_however_their_bytes_arrive(messages: list[bytes],
     assert received == messages
 
 
-def test_empty_read_is_distinguished_from_a_partial_message(ends: Ends) -> None:
+def test_no_data_differs_from_partial_message(ends: Ends) -> None:
     assert ends.stream.receive() is None
     ends.other.sendall(framed(b"abc")[:5])
     assert ends.stream.receive() == []
     assert ends.stream.receive() is None and not ends.stream.ended
 
 
-def test_oversized_message_ends_the_stream_before_its_payload() -> None:
+def test_oversized_message_ends_stream_before_its_body() -> None:
     own, other = socket.socketpair()
     stream = MessageStream(own, limit=8)
     with other:
@@ -66,12 +66,12 @@ def test_oversized_message_ends_the_stream_before_its_payload() -> None:
     stream.close()
 
 
-def test_blocking_end_exchanges_complete_messages(ends: Ends) -> None:
+def test_blocking_end_receives_and_sends_whole_messages(ends: Ends) -> None:
     message, answers = os.urandom(1_000_000), []
 
     def serve() -> None:
-        for message in ends.stream:
-            ends.stream.send(message)
+        for request in ends.stream:
+            ends.stream.send(request)
             ends.stream.flush(wait=True)
             assert not ends.stream.unsent
 
@@ -87,7 +87,7 @@ def test_blocking_end_exchanges_complete_messages(ends: Ends) -> None:
     assert answers == [message, b"", b"last"]
 
 
-def test_last_message_is_received_before_end_of_stream(ends: Ends) -> None:
+def test_final_message_is_read_before_end_of_stream(ends: Ends) -> None:
     ends.stream.send(b"never read")
     ends.other.sendall(framed(b"last"))
     ends.other.close()
@@ -97,25 +97,25 @@ def test_last_message_is_received_before_end_of_stream(ends: Ends) -> None:
     assert not ends.stream.unsent
 
 
-def test_close_flushes_unsent_messages(ends: Ends) -> None:
+def test_close_flushes_unsent_data(ends: Ends) -> None:
     message = os.urandom(100_000)
     for _ in range(5):
         ends.stream.send(message)
     assert ends.stream.unsent
     received = bytearray()
 
-    def read_all() -> None:
+    def drain() -> None:
         while data := ends.other.recv(1 << 20):
             received.extend(data)
 
-    listening = threading.Thread(target=read_all)
+    listening = threading.Thread(target=drain)
     listening.start()
     ends.stream.close(linger=30)
     listening.join()
     assert bytes(received) == framed(message) * 5
 
 
-def test_close_does_not_wait_for_a_peer_that_does_not_read(ends: Ends) -> None:
+def test_close_does_not_wait_for_peer_that_does_not_read(ends: Ends) -> None:
     ends.stream.send(bytes(1_000_000))
     ends.stream.close(linger=0.05)
     ends.stream.close(linger=0.05)

@@ -1,4 +1,4 @@
-"""Conformance of the core's launcher, and tests that need a single machine."""
+"""The spawn launcher: the launcher suite, and tests that need one machine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.process_state import lives
 class TestSpawn(LauncherSuite):
     launcher = "spawn"
 
-    def test_processes_are_pinned_to_disjoint_processors(self, launching: Launcher) -> None:
+    def test_processes_are_pinned_to_disjoint_cores(self, launching: Launcher) -> None:
         if launching.nodes()[0].cores < 2:
-            pytest.skip("one processor cannot be divided")
+            pytest.skip("needs two cores")
         pinned = launching.start([self.spec(name) for name in ("one", "two")])
         (free,) = launching.start([self.spec("three", cores=0)])
         first, second, rest = (self.seen(process)["cores"] for process in (*pinned, free))
@@ -73,7 +73,7 @@ def answers(url: str) -> bool:
 
 
 def test_processes_end_with_their_launcher() -> None:
-    """Children exit however their parent ended, since no process would supervise them."""
+    """A killed launcher cannot supervise its processes: they must exit as well."""
     code = (
         "from tests.launching.test_spawn import *\n"
         "process, = SpawnLauncher().start([TestSpawn().spec('one', cores=0)])\n"

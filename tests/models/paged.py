@@ -1,4 +1,4 @@
-"""The driver of a forward pass over a paged cache: the kit's."""
+"""The kit's driver of a forward pass over a paged cache."""
 
 from fd_core.testing.models.paged import BLOCK_SIZE, PagedDriver, Row
 

@@ -1,4 +1,4 @@
-"""Ten schemas as people write them, for a real model to fill."""
+"""Ten realistic schemas for a real model to fill."""
 
 from __future__ import annotations
 

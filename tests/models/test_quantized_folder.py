@@ -30,7 +30,7 @@ def write(source: Path, form: str, folder: Path) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("case", ["llama", "qwen3-moe", "gemma3"])
-def test_what_is_written_is_read_as_it_is_quantized_when_it_is_loaded(tmp_path: Path, case: str, form: str) -> None:
+def test_written_folder_equals_quantization_on_load(tmp_path: Path, case: str, form: str) -> None:
     (tmp_path / "source").mkdir()
     source, folder = write_checkpoint(case, tmp_path / "source"), tmp_path / "quantized"
     write(source, form, folder)
@@ -50,7 +50,7 @@ def test_what_is_written_is_read_as_it_is_quantized_when_it_is_loaded(tmp_path: 
         load_model(after, NumpyOps(), 64)
 
 
-def test_the_file_is_one_that_the_library_reads(tmp_path: Path) -> None:
+def test_file_is_readable_by_the_library(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     write(write_checkpoint("llama", tmp_path / "source"), "int4", tmp_path / "quantized")
     name = "model.layers.0.mlp.down_proj"
@@ -62,7 +62,7 @@ def test_the_file_is_one_that_the_library_reads(tmp_path: Path) -> None:
     assert (tmp_path / "quantized" / "tokenizer.json").read_bytes() == b"{}"
 
 
-def test_nothing_is_left_of_what_could_not_be_finished(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     source = write_checkpoint("llama", tmp_path / "source")
     weights = source / "model.safetensors"

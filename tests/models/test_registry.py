@@ -13,7 +13,7 @@ from tests.models.tiny import CASES
 
 
 class CountingOps(NumpyOps):
-    """Counts what is prepared, to see that nothing is before the checks."""
+    """Counts prepared tensors, to verify that checks precede preparation."""
 
     prepared = 0
 
@@ -28,7 +28,7 @@ class CountingOps(NumpyOps):
 
 @pytest.fixture
 def folder(tiny, tmp_path):
-    """A copy of the tiny Llama that a test may damage."""
+    """Return a copy of the tiny Llama that a test may damage."""
     for file in tiny("llama").folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -75,54 +75,57 @@ def test_tied_embeddings_count_once(tiny):
     assert model.num_parameters == sum(parameter.numel() for parameter in tiny("gemma3").reference.parameters())
 
 
-def test_takes_the_models_own_limit_by_default(tiny):
+def test_default_context_is_the_model_limit(tiny):
     assert load(tiny("llama").folder, max_positions=None).max_positions == 256
 
 
-def test_refuses_more_positions_than_the_model_has(tiny):
-    with pytest.raises(ConfigError, match="max_model_len is 257, the model was made for 256"):
+def test_context_above_model_limit_is_rejected(tiny):
+    with pytest.raises(ConfigError, match="max_model_len=257 exceeds the model's context"):
         load(tiny("llama").folder, max_positions=257)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_progress_ends_at_the_whole(tiny, case):
+def test_progress_ends_at_100_percent(tiny, case):
     seen = []
     load(tiny(case).folder, progress=lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert {total for _, total in seen} == {seen[-1][0]}
 
 
-def test_an_unknown_architecture_lists_the_known_ones(folder):
+def test_unknown_architecture_lists_known_ones(folder):
     edit_config(folder, architectures=["MambaForCausalLM"])
     message = refusal(folder)
     assert "'MambaForCausalLM' is not known" in message
     assert all(name in message for name in ARCHITECTURES)
 
 
-def test_a_missing_tensor_is_named_with_its_shape(folder):
+def test_missing_tensor_is_named_with_shape(folder):
     edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     assert "'model.layers.1.mlp.up_proj.weight' of shape (96, 64) is missing" in refusal(folder)
 
 
-def test_a_misshapen_tensor_is_named_with_both_shapes(folder):
+def test_misshapen_tensor_is_named_with_both_shapes(folder):
     edit_config(folder, num_key_value_heads=4)
     message = refusal(folder)
-    assert "'model.layers.0.self_attn.k_proj.weight' has shape (32, 64), the config asks for (64, 64), and 5" in message
+    assert (
+        "'model.layers.0.self_attn.k_proj.weight' has shape (32, 64), expected (64, 64) from the config, and 5"
+        in message
+    )
 
 
-def test_an_unexpected_tensor_is_named(folder):
+def test_unexpected_tensor_is_named(folder):
     edit_tensors(folder, lambda tensors: tensors.update(extra=np.zeros(3, np.float32)))
     assert "tensor 'extra' is not expected" in refusal(folder)
 
 
-def test_tensors_that_mean_nothing_are_allowed(folder):
+def test_irrelevant_tensors_are_ignored(folder):
     edit_config(folder, tie_word_embeddings=True)
     inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)}
     edit_tensors(folder, lambda tensors: tensors.update(inverse))
     assert load(folder).vocab_size == 160
 
 
-def test_a_vocabulary_wider_than_the_tokenizer_is_fine(folder):
+def test_vocabulary_wider_than_tokenizer_is_accepted(folder):
     def pad(tensors):
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             tensors[name] = np.pad(tensors[name], ((0, 32), (0, 0)))
@@ -137,7 +140,7 @@ def test_a_vocabulary_wider_than_the_tokenizer_is_fine(folder):
     [
         ({"hidden_size": "64"}, "hidden_size must be a positive integer; found '64'"),
         ({"num_hidden_layers": None}, "num_hidden_layers must be a positive integer; it is missing"),
-        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 key and value heads"),
+        ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3 key and value heads"),
         ({"hidden_act": "relu2"}, "hidden_act must be one of silu"),
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
@@ -146,15 +149,15 @@ def test_a_vocabulary_wider_than_the_tokenizer_is_fine(folder):
             {"rope_parameters": {"rope_type": "linear"}},
             "rope_parameters.factor must be a positive number; it is missing",
         ),
-        ({"architectures": []}, "the config names no architecture"),
+        ({"architectures": []}, "the config has no architecture"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused_by_field(folder, changes, message):
+def test_invalid_config_is_rejected_by_field(folder, changes, message):
     edit_config(folder, **changes)
     assert message in refusal(folder)
 
 
-def test_more_experts_per_token_than_experts_are_refused(tiny, tmp_path):
+def test_more_experts_per_token_than_experts_are_rejected(tiny, tmp_path):
     for file in tiny("qwen3-moe").folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     edit_config(tmp_path, num_experts_per_tok=7)
@@ -177,7 +180,7 @@ OLDER_CONFIGS = {
 
 
 @pytest.mark.parametrize("case", OLDER_CONFIGS)
-def test_configs_of_older_transformers_mean_the_same(tiny, tmp_path, case):
+def test_configs_of_older_transformers_are_equivalent(tiny, tmp_path, case):
     for file in tiny(case).folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tiny(case).reference.config.save_pretrained(tmp_path)
@@ -193,7 +196,7 @@ def test_configs_of_older_transformers_mean_the_same(tiny, tmp_path, case):
         assert spec_of(checkpoint) == expected
 
 
-def test_code_beside_the_weights_is_refused_unless_it_is_not_needed(folder, caplog):
+def test_remote_code_is_rejected_unless_unneeded(folder, caplog):
     code = {"AutoModelForCausalLM": "modeling.Model"}
     edit_config(folder, auto_map=code)
     with caplog.at_level("WARNING"):

@@ -18,7 +18,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_frequencies_are_those_of_transformers(scaling):
+def test_frequencies_match_transformers(scaling):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -32,7 +32,7 @@ def test_frequencies_are_those_of_transformers(scaling):
     assert spec.amplitude == pytest.approx(amplitude)
 
 
-def test_tables_hold_every_position():
+def test_tables_cover_every_position():
     spec = rope_spec(ModelConfig({"rope_theta": 100.0}), 8, theta=10000.0)
     rope = rope_tables(spec, 5, NumpyOps())
     np.testing.assert_allclose(spec.inverse_frequencies, [1, 100**-0.25, 0.1, 100**-0.75])

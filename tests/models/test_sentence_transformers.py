@@ -1,4 +1,4 @@
-"""Vectors equal those of sentence-transformers, on checkpoints that it writes; `nox -s embeddings` has it."""
+"""Embeddings equal those of sentence-transformers on its own checkpoints; `nox -s embeddings` installs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = ["hello", "a much longer text about nothing at all", "naïve 東京", "x
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Qwen3 without its output projection, whose tokenizer ends each text as Qwen3-Embedding's does."""
+    """Write a tiny random Qwen3 without output projection, whose tokenizer ends each text like Qwen3-Embedding."""
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16, "vocab_size": 300}
@@ -48,7 +48,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("mode", ["lasttoken", "mean"])
-def test_vectors_equal_theirs(base: Path, tmp_path: Path, mode: str, normalize: bool, backend: str) -> None:
+def test_embeddings_equal_sentence_transformers(
+    base: Path, tmp_path: Path, mode: str, normalize: bool, backend: str
+) -> None:
     modules = [Transformer(str(base)), Pooling(64, pooling_mode=mode), *([Normalize()] if normalize else [])]
     model = sentence_transformers.SentenceTransformer(modules=modules, device="cpu")
     model.save_pretrained(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Ranks that hold shares of a model: what one rank computes, from weights that no rank holds whole."""
+"""Sharded models compute the same as one rank, and no rank holds whole weights."""
 
 import numpy as np
 import pytest
@@ -49,19 +49,19 @@ def checked(folder, make_ops, size, *how, atol=2e-5):
     ranks = run_on_ranks(folder, make_ops, size, *how)
     for rank_texts, rank_logits in ranks:
         assert rank_texts == texts
-        np.testing.assert_array_equal(rank_logits, ranks[0][1])  # the same bits
+        np.testing.assert_array_equal(rank_logits, ranks[0][1])  # bitwise equal
         np.testing.assert_allclose(rank_logits, logits, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pack", [NumpyOps, TorchOps])
-def test_two_ranks_compute_what_one_does(case, pack, tmp_path):
+def test_two_ranks_match_one(case, pack, tmp_path):
     checked(write_checkpoint(case, tmp_path / case), pack, 2)
 
 
 @pytest.mark.parametrize("targets", [EVERYTHING, ("k_proj", "o_proj", "up_proj"), ("q_proj", "v_proj", "down_proj")])
 @pytest.mark.parametrize("pack", [NumpyOps, TorchOps])
-def test_adapters_are_cut_as_the_weights_are(pack, targets, tmp_path):
+def test_adapters_are_sharded_like_the_weights(pack, targets, tmp_path):
     folder = write_checkpoint("llama", tmp_path / "model", **NINE_HEADS)
     adapters = [
         write_adapter(folder, tmp_path / str(seed), seed=seed, rank=2 + seed, targets=targets) for seed in (1, 2)
@@ -69,33 +69,33 @@ def test_adapters_are_cut_as_the_weights_are(pack, targets, tmp_path):
     checked(folder, pack, 2, "auto", adapters, atol=5e-5)
 
 
-def test_a_rank_needs_room_for_its_share_of_adapters_only(tmp_path):
+def test_rank_budgets_only_its_share_of_adapters(tmp_path):
     with open_checkpoint(write_checkpoint("llama", tmp_path / "model", **NINE_HEADS)) as checkpoint:
         spec = spec_of(checkpoint)
     whole, first, last = (adapters_bytes(spec, 3, 16, 4, Parallel(*rank)) for rank in ((0, 1), (0, 3), (2, 3)))
     assert first == last
-    assert whole / 3 < first < whole / 1.5  # one side of each adapter is whole
+    assert whole / 3 < first < whole / 1.5  # one matrix of each adapter is not sharded
 
 
 @pytest.mark.parametrize("size", [2, 3, 9])
-def test_heads_need_not_divide_evenly_and_may_be_held_by_several_ranks(size, tmp_path):
+def test_uneven_and_replicated_heads_are_supported(size, tmp_path):
     checked(write_checkpoint("llama", tmp_path / "model", **NINE_HEADS), NumpyOps, size)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_packed_weights_stand_for_the_same_on_each_rank(form, tmp_path):
+def test_packed_weights_shard_to_the_same_values(form, tmp_path):
     checked(write_checkpoint("llama", tmp_path / "model"), NumpyOps, 2, form)
 
 
 @pytest.mark.parametrize(
     ("case", "sizes", "ranks", "words", "hint"),
     [
-        ("llama", NINE_HEADS, 4, r"9 query heads, which share 3 KV heads, .* over 4 ranks", "use 2, 3 or 9"),
+        ("llama", NINE_HEADS, 4, r"9 query heads and 3 KV heads among 4 ranks", "use 2, 3 or 9"),
         ("llama", NINE_HEADS | {"intermediate_size": 7}, 9, "block of width 7 .* over 9 ranks", "use 2 or 3"),
         ("qwen3-moe", {"moe_intermediate_size": 1}, 2, "block of width 1 .* over 2 ranks", "leave it out"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_sizes_that_can(case, sizes, ranks, words, hint, tmp_path):
+def test_indivisible_model_is_rejected_with_valid_sizes(case, sizes, ranks, words, hint, tmp_path):
     with open_checkpoint(write_checkpoint(case, tmp_path / "model", **sizes)) as checkpoint:
         spec = spec_of(checkpoint)
     with pytest.raises(ConfigError, match=words) as refused:
@@ -103,22 +103,22 @@ def test_what_cannot_be_divided_is_refused_with_sizes_that_can(case, sizes, rank
     assert refused.value.hint == hint
 
 
-def test_each_query_head_and_each_column_belongs_to_one_rank(tmp_path):
+def test_query_heads_and_columns_are_partitioned(tmp_path):
     with open_checkpoint(write_checkpoint("llama", tmp_path / "model", **NINE_HEADS)) as checkpoint:
         attention = spec_of(checkpoint).layers[0].attention
     for size in (2, 3, 9):
         shares = [head_shares(attention, Parallel(rank, size)) for rank in range(size)]
         assert [head for queries, _ in shares for head in range(9)[queries]] == list(range(9))
-        for queries, kv in shares:  # a rank has the KV heads that its query heads read
+        for queries, kv in shares:  # a rank has the KV heads of its query heads
             assert sorted({head // 3 for head in range(9)[queries]}) == list(range(3)[kv])
     for width, size in ((1536, 2), (96, 2), (96, 5), (100, 3), (7, 7)):
         shares = [width_share(width, Parallel(rank, size)) for rank in range(size)]
-        assert [place for share in shares for place in range(width)[share]] == list(range(width))
+        assert [column for share in shares for column in range(width)[share]] == list(range(width))
 
 
 @pytest.mark.parametrize("columns", [slice(0, 64), slice(64, 96), slice(48, 96), slice(5, 12)])
 @pytest.mark.parametrize("group", [32, 96])
-def test_columns_of_a_packed_weight_stand_for_what_they_stood_for(columns, group):
+def test_column_slices_of_packed_weights_keep_their_values(columns, group):
     rng = np.random.default_rng(3)
     values = rng.integers(0, 16, (8, 96)).astype(np.int8)
     scales, minima = (rng.normal(size=(8, 96 // group)).astype(np.float32) for _ in range(2))

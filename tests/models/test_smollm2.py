@@ -1,4 +1,4 @@
-"""A real model from a real GGUF file: the packs against each other and against transformers."""
+"""A real model from a real GGUF file: packs compared with each other and with transformers."""
 
 import socket
 
@@ -19,7 +19,7 @@ GENERATED = 5
 
 
 def network_is_there() -> bool:
-    """Whether any route leads out; nothing is sent."""
+    """Return True if a default route exists; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -57,7 +57,7 @@ def torch_rows(checkpoint, prompts):
     return run(checkpoint, TorchOps(), prompts)
 
 
-def test_describes_itself(checkpoint):
+def test_description(checkpoint):
     model = load_model(checkpoint, TorchOps("bfloat16"), 64)
     assert model.num_parameters == 134_515_008
     assert model.eos_token_ids == (2,)

@@ -1,4 +1,4 @@
-"""Models cut by layers: what stages compute one after the other, each from its own weights alone."""
+"""Models split by layers: stages run in sequence, each with only its own weights."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -37,7 +37,7 @@ def loaded(folder, ops, stage=None):
 
 
 def chained(drivers):
-    """Return the last driver, whose forward runs the others before it."""
+    """Return the last driver, whose forward runs the preceding ones first."""
     for before, after in pairwise(drivers):
 
         def forward(step, cache, before=before, after=after, own=after.forward):
@@ -50,7 +50,7 @@ def chained(drivers):
 
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("case", CASES)
-def test_stages_compute_what_one_process_does(case, pack, tmp_path):
+def test_stages_match_one_process(case, pack, tmp_path):
     folder = write_checkpoint(case, tmp_path)
     whole = loaded(folder, PACKS[pack]())
     cut = chained([loaded(folder, PACKS[pack](), Stage(index, 3)) for index in range(3)])
@@ -61,7 +61,7 @@ def test_stages_compute_what_one_process_does(case, pack, tmp_path):
         np.testing.assert_allclose(np.stack(mine.logits), np.stack(one.logits), rtol=0, atol=1e-6)
 
 
-def test_bfloat16_crosses_a_cut_unchanged(tmp_path):
+def test_bfloat16_crosses_stage_boundary_unchanged(tmp_path):
     folder = write_checkpoint("llama", tmp_path)
     whole = loaded(folder, TorchOps("bfloat16"))
     cut = chained([loaded(folder, TorchOps("bfloat16"), Stage(index, 2)) for index in range(2)])
@@ -72,7 +72,7 @@ def test_bfloat16_crosses_a_cut_unchanged(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_stage_reads_its_own_weights_only(tied, tmp_path):
+def test_stage_reads_only_its_own_weights(tied, tmp_path):
     folder = write_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
     read = []
     for index in range(3):
@@ -99,12 +99,12 @@ def test_a_stage_reads_its_own_weights_only(tied, tmp_path):
     ("layers", "vocabulary", "count", "expected"),
     [
         (8, 16, 2, [4, 4]),
-        (8, 1024, 2, [6, 2]),  # the output projection is as much as four layers
-        (8, 4096, 3, [6, 1, 1]),  # and here more than all layers: each stage has one at least
+        (8, 1024, 2, [6, 2]),  # the output projection is as large as four layers
+        (8, 4096, 3, [6, 1, 1]),  # and here larger than all layers: each stage has at least one
         (3, 16, 3, [1, 1, 1]),
     ],
 )
-def test_stages_have_about_as_much_to_read(layers, vocabulary, count, expected, tmp_path):
+def test_stages_have_balanced_weight_sizes(layers, vocabulary, count, expected, tmp_path):
     sizes = {"num_hidden_layers": layers, "vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 64}
     attention = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     with open_checkpoint(write_checkpoint("llama", tmp_path, **sizes, **attention)) as checkpoint:
@@ -114,6 +114,6 @@ def test_stages_have_about_as_much_to_read(layers, vocabulary, count, expected, 
     assert [share.start for share in shares[1:]] == [share.stop for share in shares[:-1]]
 
 
-def test_more_stages_than_layers_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="3 layers cannot be divided into 4 stages"):
+def test_more_stages_than_layers_are_rejected(tmp_path):
+    with pytest.raises(ConfigError, match="cannot divide 3 layers into 4 stages"):
         loaded(write_checkpoint("llama", tmp_path), NumpyOps(), Stage(0, 4))

@@ -1,4 +1,4 @@
-"""The kit's tiny checkpoints, and what transformers computes from them."""
+"""The kit's tiny checkpoints, and their reference outputs from transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CASES", "LLAMA3_ROPE", "YARN_ROPE", "Tiny", "write_tiny"]
 
 @dataclass
 class Tiny:
-    """A checkpoint folder and transformers' model of it."""
+    """Checkpoint folder with its transformers model."""
 
     folder: Path
     reference: Any
@@ -30,8 +30,8 @@ class Tiny:
 
 def write_tiny(case: str, folder: Path) -> Tiny:
     write_checkpoint(case, folder)
-    reference, told = transformers.AutoModelForCausalLM.from_pretrained(
+    reference, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )
-    assert not any(told.values()), f"transformers reads the checkpoint otherwise than it was meant: {told}"
+    assert not any(info.values()), f"transformers does not read the checkpoint as intended: {info}"
     return Tiny(folder, reference.eval())

@@ -104,12 +104,12 @@ MUTANTS = (
     mutant(
         "prefill-worker-ignores-an-abort",
         _ABORT,
-        (PREFILL, 'return self._end("aborted", reason or "the decode worker broke off")', "return []"),
+        (PREFILL, 'return self._end("aborted", reason or "the decode worker aborted the lease")', "return []"),
     ),
     mutant(
         "decode-worker-ignores-an-abort",
         _ABORT,
-        (DECODE, 'return self._end("lost", reason or "the prefill worker broke off")', "return []"),
+        (DECODE, 'return self._end("lost", reason or "the prefill worker aborted the lease")', "return []"),
     ),
     mutant(
         "request-continues-without-its-lease",

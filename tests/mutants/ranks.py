@@ -40,9 +40,9 @@ MUTANTS = (
         "3.2: a copy without a timely answer is applied to no other blocks",
         (
             LEADING,
-            '                        self._silent = f"rank {rank} did not answer within {self._seconds:g} s"\n'
+            '                        self._silent = f"rank {rank} did not respond within {self._seconds:g} s"\n'
             "                        self.group.abandon()\n",
-            '                        raise RuntimeError(f"rank {rank} did not answer within {self._seconds:g} s")\n',
+            '                        raise RuntimeError(f"rank {rank} did not respond within {self._seconds:g} s")\n',
         ),
     ),
     mutant(

@@ -1,4 +1,4 @@
-"""Lets the kit's cases of single operations run on the packs themselves, without a backend around them."""
+"""Runs the kit's cases of single operations on bare packs, without a backend."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def ops(request):
 
 @pytest.fixture
 def require():
-    """No pack of the core lacks anything."""
+    """No pack of the core lacks any operation."""
     return lambda *abilities: None

@@ -1,4 +1,4 @@
-"""The packs under test; the arrays to feed them are the kit's."""
+"""Packs under test; their input arrays are those of the kit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _onnx() -> Ops:
 
 
 PACKS: dict[str, Callable[[], Ops]] = {"numpy": NumpyOps, "torch": TorchOps, "paddle": _paddle, "onnx": _onnx}
-"""In float32. Making one skips the test where its framework is not installed."""
+"""Packs in float32. Creating one skips the test if its framework is not installed."""
 FORMS: dict[str, Callable[[], Ops]] = {
     **PACKS,
     "bf16": partial(TorchOps, "bfloat16"),

@@ -1,4 +1,4 @@
-"""float16 in the torch pack: what it keeps, where it ends, and that nobody takes its KV for that of bfloat16."""
+"""float16 in the torch pack: precision, range, and KV that is not confused with bfloat16."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.ops.packs import on_device  # noqa: E402
 SHAPE = KVShape(2, 3, 10, 5)
 
 
-def test_weights_in_f16_stay_exact() -> None:
-    """As GPTQ and AWQ store what they do not pack; bfloat16 would round them."""
+def test_float16_weights_stay_exact() -> None:
+    """GPTQ and AWQ store their unpacked tensors in float16; bfloat16 would round them."""
     values = np.random.default_rng(0).standard_normal((7, 12)).astype(np.float16)
     kept = {
         dtype: TorchOps(dtype).prepare_linear([RawTensor("F16", values)]).weight for dtype in ("float16", "bfloat16")
@@ -32,7 +32,7 @@ def test_weights_in_f16_stay_exact() -> None:
     assert not np.array_equal(kept["bfloat16"].float().numpy(), values)
 
 
-def test_exported_blocks_are_float16_bit_for_bit() -> None:
+def test_exported_blocks_are_bitwise_float16() -> None:
     cache = TorchOps("float16").allocate_kv(SHAPE, 4)
     data = np.random.default_rng(0).integers(0, 2**16, (2, 2, 2, 5, 3, 10)).astype(np.uint16).view(np.float16)
     cache.import_blocks(np.array([3, 1]), data)
@@ -43,8 +43,8 @@ def test_exported_blocks_are_float16_bit_for_bit() -> None:
         cache.import_blocks(np.array([3, 1]), data.view(np.uint16))
 
 
-def test_kv_in_float16_has_another_name_and_type_than_in_bfloat16(tmp_path: Path) -> None:
-    """Both take two bytes: bits of one must never be read as the other's."""
+def test_float16_kv_differs_from_bfloat16_in_name_and_type(tmp_path: Path) -> None:
+    """Both take two bytes: one must never be read as the other."""
     formats = {dtype: BlockFormat.of(SHAPE, dtype) for dtype in ("float16", "bfloat16")}
     assert formats["float16"].bytes == formats["bfloat16"].bytes
     assert formats["float16"].dtype != formats["bfloat16"].dtype
@@ -53,7 +53,7 @@ def test_kv_in_float16_has_another_name_and_type_than_in_bfloat16(tmp_path: Path
     assert names["float16"] != names["bfloat16"]
 
 
-def test_logits_come_in_float32_and_host_arrays_are_wide() -> None:
+def test_logits_and_host_arrays_are_float32() -> None:
     ops, oracle = TorchOps("float16"), NumpyOps()
     values = Values(1)
     weight, x = RawTensor("F32", values(50, 16)), values(3, 16)
@@ -63,7 +63,7 @@ def test_logits_come_in_float32_and_host_arrays_are_wide() -> None:
     np.testing.assert_allclose(found, expected, atol=5e-3 * np.abs(expected).max())
 
 
-def test_a_row_that_leaves_the_range_shows_it_in_its_peak_and_others_do_not() -> None:
+def test_overflow_shows_in_the_peak_of_its_row_only() -> None:
     ops = TorchOps("float16")
     weight = ops.prepare_linear([RawTensor("F32", np.full((8, 16), 100.0, np.float32))])
     x = torch.ones(2, 16, dtype=torch.float16)

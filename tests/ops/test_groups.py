@@ -1,4 +1,4 @@
-"""Groups of ranks, whatever carries what they exchange: order of sums, ranks that end, do not come or stand still."""
+"""Groups of ranks over every transport: order of sums, and ranks that end, are missing or stall."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ each_transport = pytest.mark.parametrize("make", [shared_memory_ranks, gloo_rank
 
 
 def of_rank(rank: int, rows: int, width: int = 96) -> Any:
-    """Numbers of very different sizes, whose sum depends on its order."""
+    """Return numbers of very different magnitudes, whose sum depends on the order."""
     values = np.random.default_rng(rank).standard_normal((rows, width), np.float32)
     return (values * 10.0 ** np.random.default_rng(7 + rank).integers(-3, 4, values.shape)).astype(np.float32)
 
@@ -46,7 +46,7 @@ def in_order(size: int, rows: int) -> Any:
 
 
 @each_transport
-def test_a_row_s_sum_does_not_depend_on_the_rows_beside_it(make: Make) -> None:
+def test_sum_of_a_row_does_not_depend_on_other_rows(make: Make) -> None:
     def work(group: RankGroup) -> list[Any]:
         mine = of_rank(group.parallel.rank, 40)
         return [group.all_reduce(mine), *(group.all_reduce(mine[i : i + 1]) for i in range(3))]
@@ -59,10 +59,8 @@ def test_a_row_s_sum_does_not_depend_on_the_rows_beside_it(make: Make) -> None:
 @pytest.mark.parametrize("make", [shared_memory_ranks, gloo_ranks])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("most", [0, 1 << 18])
-def test_tensors_add_up_in_the_order_of_ranks_however_many_there_are(
-    size: int, most: int, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sent whole to all ranks, or added up in parts: the same bits, rounded once."""
+def test_tensors_are_summed_in_rank_order(size: int, most: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent whole to all ranks, or reduced in parts: bitwise equal, rounded once."""
     import torch
 
     monkeypatch.setattr("fd_core.ops.torch.group._WHOLE_BYTES", most)
@@ -89,19 +87,19 @@ def test_tensors_add_up_in_the_order_of_ranks_however_many_there_are(
 
 
 @each_transport
-def test_a_rank_that_does_not_come_is_named(make: Make) -> None:
+def test_missing_rank_is_named(make: Make) -> None:
     def work(group: RankGroup) -> None:
         if group.parallel.rank != 1:
-            with pytest.raises(RanksApart, match=r"rank 1 was not heard of for 1 s"):
+            with pytest.raises(RanksApart, match=r"rank 1 did not respond within 1 s"):
                 group.all_reduce(of_rank(0, 1))
 
     on_ranks(3, work, 1.0, make)
 
 
-def test_a_rank_is_not_taken_for_late_where_all_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock goes on while a machine, or all of its processes, are stopped."""
-    looks = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * (next(looks) > 3))
+def test_suspended_machine_does_not_time_out_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock runs on while the machine or all of its processes are suspended."""
+    calls = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * (next(calls) > 3))
     monkeypatch.setattr(patience, "time", clock)
     monkeypatch.setattr(parallel, "_SPINS", 0)
 
@@ -112,33 +110,33 @@ def test_a_rank_is_not_taken_for_late_where_all_stood_still(monkeypatch: pytest.
 
     for total in on_ranks(2, work, 20.0):
         np.testing.assert_array_equal(total, in_order(2, 1))
-    assert next(looks) > 5
+    assert next(calls) > 5
 
 
 @each_transport
-def test_a_rank_that_stands_still_is_named_by_all_others(make: Make) -> None:
+def test_stalled_rank_is_named_by_all_others(make: Make) -> None:
     def work(group: RankGroup) -> str:
         group.all_reduce(of_rank(0, 1))
         if group.parallel.rank == 1:
-            time.sleep(1.5)  # longer than it is waited for
+            time.sleep(1.5)  # longer than the timeout
             return ""
         with pytest.raises(RanksApart) as caught:
             group.all_reduce(of_rank(0, 1))
         return str(caught.value)
 
     first, _, last = on_ranks(3, work, 0.5, make)
-    assert "rank 1 was not heard of" in first and "rank 1 was not heard of" in last
+    assert "rank 1 did not respond" in first and "rank 1 did not respond" in last
 
 
 @each_transport
-def test_a_rank_that_gives_up_lets_nobody_wait(make: Make) -> None:
+def test_failing_rank_releases_waiting_ranks(make: Make) -> None:
     def work(group: RankGroup) -> float:
         group.all_reduce(of_rank(0, 1))
         if group.parallel.rank == 1:
             group.abandon()
             return 0.0
         begun = time.monotonic()
-        with pytest.raises(RanksApart, match="the other ranks are gone"):
+        with pytest.raises(RanksApart, match="the other ranks are lost"):
             group.all_reduce(of_rank(0, 1))
         assert group.abandoned
         return time.monotonic() - begun
@@ -147,15 +145,15 @@ def test_a_rank_that_gives_up_lets_nobody_wait(make: Make) -> None:
 
 
 @each_transport
-def test_nobody_waits_for_devices_of_a_group_that_was_abandoned(make: Make) -> None:
+def test_abandoned_group_does_not_wait_for_devices(make: Make) -> None:
     group = make(2, 60.0)[0]
     threading.Timer(0.2, group.abandon).start()
-    with pytest.raises(RanksApart, match="the other ranks are gone"):
+    with pytest.raises(RanksApart, match="the other ranks are lost"):
         group.wait_until(lambda: False)
 
 
 @each_transport
-def test_the_rank_whose_device_holds_up_all_others_is_named(make: Make) -> None:
+def test_rank_with_hung_device_is_named(make: Make) -> None:
     def work(group: RankGroup) -> str:
         group.all_reduce(of_rank(0, 1))
         if group.parallel.rank == 2:
@@ -166,15 +164,15 @@ def test_the_rank_whose_device_holds_up_all_others_is_named(make: Make) -> None:
         return str(caught.value)
 
     first, second, _ = on_ranks(3, work, 0.8, make)
-    assert "rank 2 was not heard of" in first and "rank 2 was not heard of" in second
+    assert "rank 2 did not respond" in first and "rank 2 did not respond" in second
 
 
 @each_transport
-def test_devices_that_come_to_no_end_are_said_where_every_rank_answers(make: Make) -> None:
+def test_hung_devices_are_reported_if_all_ranks_respond(make: Make) -> None:
     def work(group: RankGroup) -> None:
         group.all_reduce(of_rank(0, 1))
         group.wait_until(lambda: True)
-        with pytest.raises(RanksApart, match=r"the ranks' devices did not come to the end of a step within 1.5 s"):
+        with pytest.raises(RanksApart, match=r"the ranks' devices did not complete a step within 1.5 s"):
             group.wait_until(lambda: False)
 
     on_ranks(2, work, 2.0, make)
@@ -193,21 +191,21 @@ sys.stdin.read()
 
 
 @pytest.mark.timing
-def test_the_end_of_a_process_is_noticed_at_once_over_gloo() -> None:
-    group, place = opened_group(2, 60.0, "gloo")
-    command = [sys.executable, "-c", KILLED, msgspec.json.encode(place).decode()]
+def test_process_exit_is_detected_immediately_over_gloo() -> None:
+    group, rendezvous = opened_group(2, 60.0, "gloo")
+    command = [sys.executable, "-c", KILLED, msgspec.json.encode(rendezvous).decode()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         np.testing.assert_array_equal(group.all_reduce(np.ones((1, 8), np.float32)), np.full((1, 8), 2, np.float32))
         assert process.stdout is not None and process.stdout.readline() == b"met\n"
         threading.Timer(0.3, process.send_signal, [signal.SIGKILL]).start()
         begun = time.monotonic()
-        with pytest.raises(RanksApart, match="the other ranks are gone"):
+        with pytest.raises(RanksApart, match="the other ranks are lost"):
             group.all_reduce(np.ones((1, 8), np.float32))
         assert group.abandoned and time.monotonic() - begun < 20
 
 
-def test_meetings_are_held_on_loopback_only() -> None:
-    """What listens beyond this machine would serve anybody who asks."""
+def test_rendezvous_listens_on_loopback_only() -> None:
+    """A socket open beyond this machine would serve any client."""
     groups = gloo_ranks(2, 20.0)
     on_ranks(2, lambda group: group.all_reduce(of_rank(0, 1)), make=lambda *_: groups)
     owned = {str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
@@ -216,20 +214,20 @@ def test_meetings_are_held_on_loopback_only() -> None:
     assert mine and all(address.startswith("0100007F:") for address in mine)
 
 
-def test_two_groups_at_one_place_do_not_meet() -> None:
+def test_groups_at_one_address_are_not_mixed() -> None:
     first = TorchGroup.open(2, 0.5)
     stranger = TorchGroup.join(Parallel(1, 2), msgspec.structs.replace(first.meeting, token="another"), 0.5)
     for group, other in ((first, 1), (stranger, 0)):
-        with pytest.raises(RanksApart, match=f"rank {other} was not heard of"):
+        with pytest.raises(RanksApart, match=f"rank {other} did not respond"):
             group.all_reduce(of_rank(0, 1))
 
 
-def test_a_processor_that_reorders_stores_needs_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fences_are_required_for_weak_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "_STORES_IN_ORDER", False)
     fences: list[int] = []
 
     def work(group: RankGroup) -> Any:
-        with pytest.raises(ConfigError, match="native kernels only"):
+        with pytest.raises(ConfigError, match="requires native kernels"):
             NumpyOps().join(group)
         assert isinstance(group, parallel.SharedMemoryGroup)
         group.fence = lambda: fences.append(1)
@@ -238,5 +236,5 @@ def test_a_processor_that_reorders_stores_needs_a_fence(monkeypatch: pytest.Monk
 
     for total in on_ranks(2, work):
         np.testing.assert_array_equal(total, in_order(2, 1))
-    assert len(fences) == 6  # on each rank before it shows its slot, and behind each wait
+    assert len(fences) == 6  # on each rank before it publishes its slot, and after each wait
     on_ranks(2, lambda group: NumpyOps().join(group), make=gloo_ranks)

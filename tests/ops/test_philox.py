@@ -20,19 +20,19 @@ def column(value):
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
-def test_matches_the_published_known_answers(counter, key, expected):
+def test_matches_published_known_answers(counter, key, expected):
     found = philox4x32(tuple(map(column, counter)), tuple(map(column, key)))
     assert tuple(int(word[0]) for word in found) == expected
 
 
-def test_torch_draws_the_same_words():
+def test_torch_generates_the_same_words():
     torch = pytest.importorskip("torch")
     for counter, key, expected in KNOWN:
         found = philox4x32(tuple(torch.tensor([word]) for word in counter), tuple(torch.tensor([word]) for word in key))
         assert tuple(int(word) for word in found) == expected
 
 
-def test_a_number_depends_on_seed_and_position_only():
+def test_number_depends_only_on_seed_and_position():
     seeds = np.array([0, 1, 2**64 - 1, 1], np.uint64)
     positions = np.array([0, 5, 2**31 - 1, 6], np.int32)
     together = uniform(seeds, positions)

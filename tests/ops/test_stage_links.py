@@ -1,4 +1,4 @@
-"""What stages hand on: every array once, in order, however fast each of them is."""
+"""Arrays passed between stages arrive once and in order, at any relative speed."""
 
 import time
 
@@ -12,7 +12,7 @@ SHAPES = [(1 + step % 3, 40) for step in range(30)]
 
 
 @pytest.mark.parametrize("slow", [None, 0, 1, 2])
-def test_each_stage_takes_what_the_one_before_left(slow: int | None) -> None:
+def test_stages_receive_arrays_of_the_previous_stage(slow: int | None) -> None:
     def work(group: SharedMemoryGroup) -> list[float]:
         rank, seen = group.parallel.rank, []
         for step, shape in enumerate(SHAPES):
@@ -30,11 +30,11 @@ def test_each_stage_takes_what_the_one_before_left(slow: int | None) -> None:
     assert middle == [step + 100 for step in begin] and ends == [step + 200 for step in begin]
 
 
-def test_a_stage_that_takes_nothing_is_named() -> None:
+def test_stage_that_does_not_receive_is_named() -> None:
     def work(group: SharedMemoryGroup) -> None:
         for _ in range(4 * group.parallel.rank):
             group.hand_on(np.zeros((1, 4), np.float32))
         time.sleep(0.2)
 
-    with pytest.raises(RanksApart, match=r"rank 0 was not heard of for 0\.05 s"):
+    with pytest.raises(RanksApart, match=r"rank 0 did not respond within 0\.05 s"):
         on_ranks(2, work, patience=0.05)

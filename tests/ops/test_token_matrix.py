@@ -12,12 +12,12 @@ from tests.runner.inputs.test_inputs import LIMITS
 
 @st.composite
 def steps(draw):
-    """A step of `num_slots` slots with up to k drafts: sampled tokens, drafts, slots, slots revoked."""
+    """Draw a step of `num_slots` slots with up to k drafts: sampled tokens, drafts, slots, preempted slots."""
     num_slots, k = draw(st.integers(1, 6)), draw(st.integers(0, 4))
     slots = draw(st.permutations(range(num_slots)))
     rows = draw(st.integers(0, num_slots))
     released = draw(st.integers(0, num_slots - rows))
-    tokens = st.integers(0, 2)  # token 0 is a token, and few tokens make drafts right
+    tokens = st.integers(0, 2)  # includes token 0; a small vocabulary makes accepted drafts likely
     matrix = lambda width: np.array(  # noqa: E731 - a local shorthand
         draw(st.lists(st.lists(tokens, min_size=width, max_size=width), min_size=rows, max_size=rows)), np.int32
     ).reshape(rows, width)
@@ -29,7 +29,7 @@ def steps(draw):
 @pytest.mark.parametrize("pack", PACKS)
 @settings(deadline=None, max_examples=150)
 @given(steps())
-def test_a_step_delivers_right_drafts_one_token_more_and_one_release_each(pack, step):
+def test_matrix_has_accepted_drafts_bonus_token_and_releases(pack, step):
     num_slots, sampled, drafts, num_drafts, slots, taken = step
     ops = PACKS[pack]()
     accepted = ops.verify(*map(ops.from_host, (sampled, drafts, num_drafts)))

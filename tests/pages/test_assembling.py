@@ -1,4 +1,4 @@
-"""Pages are one file each: nothing is loaded from elsewhere, and no value can pass for a part of the page."""
+"""Each page is one self-contained file: it loads nothing from elsewhere, and no value is parsed as markup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("package", PAGES)
-def test_a_live_page_holds_its_styles_and_scripts_and_names_no_other_host(package):
+def test_live_page_embeds_its_assets_and_names_no_other_host(package):
     page = assemble(package, shared=("theme.css", "curves.js"), own=PAGES[package])
     assert "/* style */" not in page and "/* script */" not in page
     assert "--back:" in page and "function drawCurve(" in page and "followTheme(" in page
@@ -27,19 +27,19 @@ def test_a_live_page_holds_its_styles_and_scripts_and_names_no_other_host(packag
 
 
 @pytest.mark.parametrize("package", PAGES)
-def test_every_place_that_a_script_fills_is_in_the_page(package):
+def test_every_element_id_used_by_scripts_exists(package):
     page = assemble(package, shared=("theme.css", "curves.js"), own=PAGES[package])
-    asked = set(re.findall(r'byId\("(\w+)"\)', page))
-    assert asked and asked <= set(re.findall(r'id="(\w+)"', page))
+    ids = set(re.findall(r'byId\("(\w+)"\)', page))
+    assert ids and ids <= set(re.findall(r'id="(\w+)"', page))
 
 
-def test_a_value_that_looks_like_a_mark_stays_text():
+def test_placeholder_in_a_value_stays_text():
     page = assemble("fd_core.cli.trace_page", values={"facts": "{data} /* script */", "data": "{facts}"})
     assert "{data} /* script */" in page and ">{facts}<" in page
 
 
 @pytest.mark.parametrize("package", PAGES)
-def test_only_styles_and_scripts_of_the_page_itself_apply(package):
+def test_policy_allows_only_embedded_styles_and_scripts(package):
     page = assemble(package, shared=("theme.css", "curves.js"), own=PAGES[package])
     headers = page_headers(page)
     rules = dict(rule.strip().split(" ", 1) for rule in headers["Content-Security-Policy"].split(";"))
@@ -53,7 +53,7 @@ def test_only_styles_and_scripts_of_the_page_itself_apply(package):
     assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == ("nosniff", "no-referrer")
 
 
-def test_no_page_has_attributes_that_its_policy_forbids():
+def test_no_page_uses_attributes_that_its_policy_blocks():
     for page in Path(fd_core.__file__).parent.rglob("page.html"):
         assert not re.search(r"\s(style|on\w+)=", page.read_text("utf-8")), page
     for script in Path(fd_core.__file__).parent.rglob("*.js"):
@@ -62,7 +62,7 @@ def test_no_page_has_attributes_that_its_policy_forbids():
         ), script
 
 
-def test_a_page_that_is_saved_carries_its_policy():
+def test_saved_page_carries_its_policy():
     page = assemble("fd_core.cli.trace_page", values={"facts": "{policy}", "data": ""})
     assert re.search(r"""content="default-src 'none'; [^"]*script-src 'sha256-""", page)
     assert ">{policy}<" in page and "unsafe-inline" not in page

@@ -1,4 +1,4 @@
-"""Live pages in a real browser: nothing that they need is forbidden by their own policy."""
+"""Live pages in a real browser: their own policy blocks nothing that they need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.hostile.endpoints import KINDS, endpoint
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="draws the page in chromium, and there is none")
-def test_the_live_page_draws_itself_under_its_policy(kind: str, tmp_path: Path) -> None:
+def test_live_page_renders_under_its_policy(kind: str, tmp_path: Path) -> None:
     with endpoint(kind) as opened:
         words = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
         words += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", "--dump-dom"]

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import fd_core
+from fd_core.deprecations import OLD_NAMES
 
-CHANGELOG = (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
+ROOT = Path(__file__).parents[2]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 
 
@@ -44,6 +46,25 @@ def faults(text: str, version: str) -> list[str]:
 def test_the_changelog_has_its_form():
     assert "keepachangelog.com/en/1.1.0" in CHANGELOG
     assert faults(CHANGELOG, fd_core.__version__) == []
+
+
+def test_each_release_fits_80_lines_and_has_release_notes_in_the_menu():
+    sections = re.findall(r"^## \[(\d+\.\d+\.\d+)\].*\n((?:(?!## ).*\n)*)", CHANGELOG, re.MULTILINE)
+    assert fd_core.__version__ in [version for version, _ in sections]
+    menu = (ROOT / "mkdocs.yml").read_text()
+    for version, text in sections:
+        assert len(text.splitlines()) <= 80, version
+        notes = ROOT / "docs" / "releases" / f"{version}.md"
+        assert f"# Release notes for {version}\n" in notes.read_text()
+        assert f"{version}: releases/{version}.md" in menu
+        kinds = re.findall(r"^### (.*)$", text, re.MULTILINE)
+        assert re.findall(f"^## ({'|'.join(KINDS)})$", notes.read_text(), re.MULTILINE) == kinds
+
+
+def test_deprecated_names_are_listed():
+    listed = "".join(re.findall(r"^### Deprecated\n((?:(?!##).*\n)*)", CHANGELOG, re.MULTILINE))
+    names = {old.name.rpartition(".")[2].partition("{")[0] for old in OLD_NAMES}
+    assert sorted(name for name in names if name not in listed) == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Routers and requests for tests, made of few words."""
+"""Short helpers that build routers and requests for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ policy_class = partial(Plugins.discover([]).load, ROUTER_POLICY)
 
 
 def router_of(mixed: int = 0, prefill: int = 0, decode: int = 0, **settings: object) -> Router:
-    """Return a router with so many healthy workers of each role, at time 0."""
+    """Return a router with this many healthy workers of each role, at time 0."""
     router = Router(RouterConfig(**settings), policy_class)  # type: ignore[arg-type]
     for role, count in (("mixed", mixed), ("prefill", prefill), ("decode", decode)):
         for number in range(count):
@@ -28,11 +28,11 @@ def router_of(mixed: int = 0, prefill: int = 0, decode: int = 0, **settings: obj
 
 def add(router: Router, url: str, role: Role = "mixed", now: float = 0.0, instance: str | None = None) -> RouterWorker:
     """Register a worker whose first check passes."""
-    return well(router, router.register(url, role, now, instance=instance), now, instance)
+    return pass_check(router, router.register(url, role, now, instance=instance), now, instance)
 
 
-def well(router: Router, worker: RouterWorker, now: float = 0.0, instance: str | None = None) -> RouterWorker:
-    """Let a check pass in which the worker says what its role needs."""
+def pass_check(router: Router, worker: RouterWorker, now: float = 0.0, instance: str | None = None) -> RouterWorker:
+    """Report a passed check that includes everything the worker's role requires."""
     port = KV_PORT if worker.role == "prefill" else None
     return router.health(worker, True, now, instance=instance, role=worker.role, kv_port=port)
 
@@ -56,7 +56,7 @@ def place(router: Router, tokens: Sequence[int] = (1, 2, 3), now: float = 0.0, r
 
 
 def serve(router: Router, tokens: Sequence[int] = (1, 2, 3), now: float = 0.0, rng: float = 0.0) -> RouterWorker:
-    """Let one request pass from beginning to end; return who gave the answer."""
+    """Complete one request; return the worker that answered."""
     with place(router, tokens, now, rng) as selection:
         selection.first_token()
         if selection.mode == "pd":
@@ -66,6 +66,6 @@ def serve(router: Router, tokens: Sequence[int] = (1, 2, 3), now: float = 0.0, r
 
 
 def is_idle(router: Router) -> bool:
-    """Whether nothing is counted anywhere and nothing came twice."""
+    """Return True if every counter is zero and no fault was counted."""
     state = router.snapshot()
     return state.total == IDLE and state.departed == () and all(one.load == IDLE for one in state.workers)

@@ -1,4 +1,4 @@
-"""Selections give back what they hold, once; nothing else writes a counter."""
+"""Selections release what they hold, exactly once; nothing else writes a counter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def take(loads: WorkerLoads, prefill_tokens: int, *workers: RouterWorker) -> Sel
     return Selection(request(), workers, held, loads, lambda _: None)
 
 
-def test_the_first_token_gives_back_the_prefill_tokens_and_the_end_the_rest() -> None:
+def test_first_token_releases_prefill_tokens_and_end_the_rest() -> None:
     loads = loads_of()
     selection = take(loads, 100, MIXED)
     assert loads.of(MIXED) == WorkerLoad(1, 1, 100)
@@ -38,7 +38,7 @@ def test_the_first_token_gives_back_the_prefill_tokens_and_the_end_the_rest() ->
     assert loads.by_worker() == {}
 
 
-def test_what_ends_before_its_first_token_gives_back_its_prefill_tokens_as_well() -> None:
+def test_end_before_first_token_releases_prefill_tokens_too() -> None:
     loads = loads_of()
     selection = take(loads, 100, MIXED)
     assert selection.release()
@@ -47,7 +47,7 @@ def test_what_ends_before_its_first_token_gives_back_its_prefill_tokens_as_well(
 
 
 @pytest.mark.law("7.1")
-def test_the_prefill_side_ends_at_the_first_token() -> None:
+def test_prefill_side_is_released_at_the_first_token() -> None:
     loads = loads_of()
     other, selection = take(loads, 7, PREFILL, DECODE), take(loads, 100, PREFILL, DECODE)
     selection.first_token()
@@ -59,7 +59,7 @@ def test_the_prefill_side_ends_at_the_first_token() -> None:
 
 
 @pytest.mark.law("7.1")
-def test_a_second_release_is_a_fault_and_changes_nothing() -> None:
+def test_second_release_is_a_fault_and_changes_nothing() -> None:
     loads = loads_of()
     take(loads, 7, MIXED)
     selection = take(loads, 100, MIXED)
@@ -69,7 +69,7 @@ def test_a_second_release_is_a_fault_and_changes_nothing() -> None:
     assert loads.of(MIXED) == WorkerLoad(1, 1, 7)
 
 
-def test_an_earlier_incarnation_keeps_its_own_counters() -> None:
+def test_earlier_incarnation_keeps_its_own_counters() -> None:
     loads = loads_of()
     again = RouterWorker(MIXED.url, "mixed", 9)
     old = take(loads, 5, MIXED)
@@ -79,30 +79,30 @@ def test_an_earlier_incarnation_keeps_its_own_counters() -> None:
     assert (loads.of(MIXED), loads.of(again)) == (IDLE, WorkerLoad(1, 1, 3))
 
 
-def test_idle_workers_are_told_of_once() -> None:
-    told: list[RouterWorker] = []
-    loads = WorkerLoads(told.append, Places())
+def test_idle_callback_runs_once() -> None:
+    notified: list[RouterWorker] = []
+    loads = WorkerLoads(notified.append, Places())
     first, second = take(loads, 5, MIXED), take(loads, 0, MIXED)
     first.release()
-    assert told == []
+    assert notified == []
     second.first_token()
-    assert told == []
+    assert notified == []
     second.release()
-    assert told == [MIXED]
+    assert notified == [MIXED]
 
 
-def test_columns_say_what_each_worker_says_also_when_places_are_given_on() -> None:
-    places = Places()
-    loads = WorkerLoads(lambda _: None, places)
+def test_columns_match_workers_when_slots_are_reused() -> None:
+    slots = Places()
+    loads = WorkerLoads(lambda _: None, slots)
     workers = [RouterWorker(f"http://{number}", "mixed", number) for number in range(40)]
     for number, worker in enumerate(workers):
         loads.add(worker, WorkerLoad(number + 1, number, 100 * number))
     for worker in workers[:9]:
         loads.subtract(worker, loads.of(worker))
-        places.leave(worker)
+        slots.leave(worker)
     late = [RouterWorker(f"http://late{number}", "mixed", 100 + number) for number in range(12)]
     for worker in late[6:]:
         loads.add(worker, WorkerLoad(7, 6, 5))
-    shown = loads.at(places.among([*late, *workers[9:]])).T.tolist()
+    shown = loads.at(slots.among([*late, *workers[9:]])).T.tolist()
     assert shown == [list(msgspec.structs.astuple(loads.of(worker))) for worker in (*late, *workers[9:])]
-    assert len(places) == 43
+    assert len(slots) == 43

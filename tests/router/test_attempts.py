@@ -1,4 +1,4 @@
-"""What becomes of one request is decided here for every gateway, real or simulated."""
+"""The life of one request, decided here for every gateway, real or simulated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def begun(router: Router) -> Attempts[str]:
         (400, False, False, None),
     ],
 )
-def test_a_refusal_that_another_worker_may_not_give_is_kept_and_another_is_asked(
+def test_retryable_refusal_is_kept_and_another_worker_tried(
     status: int, no_model: bool, elsewhere: bool, verdict: str | None
 ) -> None:
     router = router_of(mixed=2)
@@ -46,11 +46,11 @@ def test_a_refusal_that_another_worker_may_not_give_is_kept_and_another_is_asked
         with second:
             attempts.lost(0.0, severe=True)
         assert attempts.next(0.0, 0.0) is None
-        assert attempts.result == f"{status} of the first", "the refusal of a worker says more than that there is none"
+        assert attempts.result == f"{status} of the first", "a worker's refusal takes precedence"
     assert is_idle(router) and router.snapshot().faults == 0
 
 
-def test_why_nobody_is_asked_is_what_the_client_gets_where_no_worker_said_anything() -> None:
+def test_no_worker_reason_is_returned_if_no_worker_answered() -> None:
     attempts: Attempts[str] = Attempts(router_of(), request())
     assert attempts.first(0.0, 0.0) is None
     assert isinstance(attempts.result, NoWorker) and attempts.result.reason == "none_registered"
@@ -64,7 +64,7 @@ def test_why_nobody_is_asked_is_what_the_client_gets_where_no_worker_said_anythi
 
 
 @pytest.mark.law("7.3")
-def test_nobody_else_is_asked_once_the_answer_has_begun() -> None:
+def test_no_retry_once_the_answer_has_started() -> None:
     router = router_of(mixed=2)
     attempts = begun(router)
     with attempts.selection:
@@ -76,7 +76,7 @@ def test_nobody_else_is_asked_once_the_answer_has_begun() -> None:
 
 @pytest.mark.law("7.2")
 @pytest.mark.parametrize(("status", "blocks"), [(200, 1), (400, 0)])
-def test_a_prefix_is_recorded_for_an_answer_and_not_for_a_refusal(status: int, blocks: int) -> None:
+def test_prefix_is_recorded_for_an_answer_and_not_for_an_error(status: int, blocks: int) -> None:
     router = router_of(mixed=1, policy="cache_aware", cache_block_size=2)
     attempts = begun(router)
     with attempts.selection:
@@ -94,7 +94,7 @@ def test_a_prefix_is_recorded_for_an_answer_and_not_for_a_refusal(status: int, b
         *((outcome, None) for outcome in ("held", "aborted", "not_told", None)),
     ],
 )
-def test_what_became_of_a_prefill_is_a_verdict_on_the_prefill_worker(outcome: str | None, verdict: str | None) -> None:
+def test_prefill_outcome_is_a_verdict_on_the_prefill_worker(outcome: str | None, verdict: str | None) -> None:
     attempts = begun(router_of(prefill=1, decode=1))
     with attempts.selection as selection:
         attempts.prefilled(outcome, 0.0)
@@ -104,7 +104,7 @@ def test_what_became_of_a_prefill_is_a_verdict_on_the_prefill_worker(outcome: st
     assert alone.selection.verdicts == {}, "there is no prefill worker"
 
 
-def test_answers_are_given_up_after_checks_have_reached_nobody_for_long() -> None:
+def test_unreachable_worker_loses_its_streams_after_a_timeout() -> None:
     unreached = Unreached(30.0)
     assert not unreached.missed("http://a", 10.0, 15.0)
     assert not unreached.missed("http://a", 35.0, 39.9)

@@ -1,4 +1,4 @@
-"""Whatever one client's hostile requests do, in whatever order, a healthy worker stays selectable."""
+"""No sequence of hostile requests from one client makes a healthy worker unselectable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fd_core.router.selection import NoWorker, Selection
 from tests.router.helpers import chosen, place, refused, request, router_of, serve
 
 FATES = ("refused", "fails", "breaks", "client leaves", "no room", "prefill lost", "served")
-"""What becomes of a hostile request: the same on every worker, for healthy workers answer alike."""
+"""Outcomes of a hostile request: equal on every worker, as healthy workers answer alike."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class HostileClient(RuleBasedStateMachine):
         self.router = router_of(**kinds, policy=policy, decode_policy=policy, circuit_failure_threshold=1)
 
     @rule(fate=st.sampled_from(FATES), rng=st.floats(0, 1, exclude_max=True))
-    def ask(self, fate: str, rng: float) -> None:
+    def issue(self, fate: str, rng: float) -> None:
         self.running.append(Hostile(fate, chosen(self.router.select(request(), self.now, rng))))
 
     @rule(which=st.integers(0, 99), rng=st.floats(0, 1, exclude_max=True))
@@ -49,7 +49,7 @@ class HostileClient(RuleBasedStateMachine):
         one = self.running.pop(which % len(self.running))
         selection = one.selection
         with selection:
-            self.suffer(one)
+            self.apply_fate(one)
         if one.fate not in ("fails", "no room"):
             return
         following = self.router.retry(selection, self.now, rng)
@@ -58,7 +58,7 @@ class HostileClient(RuleBasedStateMachine):
         if isinstance(following, Selection):
             self.running.append(Hostile(one.fate, following, one.attempts + 1))
 
-    def suffer(self, one: Hostile) -> None:
+    def apply_fate(self, one: Hostile) -> None:
         router, selection, now = self.router, one.selection, self.now
         if one.fate == "prefill lost" and selection.mode == "pd":
             router.failed(selection, selection.prefill, now)
@@ -72,7 +72,7 @@ class HostileClient(RuleBasedStateMachine):
             router.served(selection, now)
 
     @rule()
-    def somebody_else_is_served(self) -> None:
+    def other_client_is_served(self) -> None:
         serve(self.router, now=self.now)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 100.0]))
@@ -90,7 +90,7 @@ TestHostileClient = HostileClient.TestCase
 
 
 @pytest.mark.law("7.3")
-def test_who_fails_where_another_worker_serves_is_to_blame() -> None:
+def test_failure_counts_if_another_worker_then_serves() -> None:
     router = router_of(mixed=2, policy="round_robin", circuit_failure_threshold=2)
     bad = place(router).decode
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_who_fails_where_another_worker_serves_is_to_blame() -> None:
     assert {each.worker: each.circuit for each in router.snapshot().workers}[bad] == "open"
 
 
-def test_a_trial_that_fails_where_another_worker_serves_waits_twice_as_long() -> None:
+def test_failed_trial_doubles_the_open_time() -> None:
     router = router_of(mixed=2, policy="round_robin", circuit_open_secs=4)
     with place(router) as first:
         bad = first.decode
@@ -121,7 +121,7 @@ def test_a_trial_that_fails_where_another_worker_serves_waits_twice_as_long() ->
     assert member is not None and member.circuit.remaining(4.0) == 8.0
 
 
-def test_a_prefill_side_that_failed_is_to_blame_once_the_answer_ended_well() -> None:
+def test_failed_prefill_side_is_blamed_once_the_answer_succeeds() -> None:
     router = router_of(prefill=1, decode=1, circuit_failure_threshold=1)
     with place(router) as selection:
         router.failed(selection, selection.prefill, 0.0)
@@ -133,7 +133,7 @@ def test_a_prefill_side_that_failed_is_to_blame_once_the_answer_ended_well() -> 
 
 @pytest.mark.law("7.3")
 @pytest.mark.parametrize("count", [2, 5])
-def test_a_request_that_fails_twice_is_tried_no_third_time(count: int) -> None:
+def test_request_that_fails_twice_is_not_retried(count: int) -> None:
     router = router_of(mixed=count, max_attempts=5)
     with place(router) as first:
         router.failed(first, first.decode, 0.0)
@@ -143,7 +143,7 @@ def test_a_request_that_fails_twice_is_tried_no_third_time(count: int) -> None:
     assert (answer.reason, answer.status, answer.retry_after) == ("failed_twice", 502, None)
 
 
-def test_workers_that_cannot_be_reached_do_not_use_up_the_second_try() -> None:
+def test_unreachable_workers_do_not_use_up_the_retry() -> None:
     router = router_of(mixed=4, max_attempts=4)
     selection = place(router)
     for severe in (True, True, False):

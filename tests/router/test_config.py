@@ -1,4 +1,4 @@
-"""The router's settings as files give them."""
+"""The router's settings as given in files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig, router_config
 
 
-def test_the_keys_of_fastdeploys_router_are_understood() -> None:
+def test_fastdeploy_router_keys_are_accepted() -> None:
     config = router_config(
         {
             "scheduler": {
@@ -40,7 +40,7 @@ def test_the_keys_of_fastdeploys_router_are_understood() -> None:
     assert (config.health_failure_threshold, config.health_check_endpoint) == (3, "/ready")
 
 
-def test_defaults_are_fastdeploys_but_for_balance_and_keys_may_stand_outside_of_tables() -> None:
+def test_defaults_match_fastdeploy_except_balance() -> None:
     assert router_config({}) == RouterConfig()
     assert router_config({"cache_block_size": 16}) == router_config({"cache-block-size": 16})
     config = RouterConfig()
@@ -55,19 +55,19 @@ def test_defaults_are_fastdeploys_but_for_balance_and_keys_may_stand_outside_of_
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"polcy": "random"}, "no setting 'polcy'"),
-        ({"scheduler": 3}, "scheduler is 3; it is a table"),
+        ({"polcy": "random"}, "unknown setting 'polcy'"),
+        ({"scheduler": 3}, "scheduler is 3; expected a table"),
         ({"policy": "random", "scheduler": {"policy": "session"}}, "policy is set twice"),
         ({"cache-block-size": "big"}, "cache-block-size"),
-        ({"cache-block-size": 0}, "cache-block-size: 0 is out of range; it must be between 1 and 65536"),
-        ({"eviction-interval-secs": 0}, "eviction-interval-secs: 0 is out of range; it must be above 0"),
-        ({"hit-ratio-weight": -1}, "hit-ratio-weight: -1 is out of range; it must be at least 0"),
-        ({"hit-ratio-weight": float("nan")}, "hit-ratio-weight: nan is not a number"),
-        ({"waiting-weight": float("inf")}, "waiting-weight: inf is not a number"),
+        ({"cache-block-size": 0}, "cache-block-size: 0 is out of range; expected between 1 and 65536"),
+        ({"eviction-interval-secs": 0}, "eviction-interval-secs: 0 is out of range; expected above 0"),
+        ({"hit-ratio-weight": -1}, "hit-ratio-weight: -1 is out of range; expected at least 0"),
+        ({"hit-ratio-weight": float("nan")}, "hit-ratio-weight: expected a number, got nan"),
+        ({"waiting-weight": float("inf")}, "waiting-weight: expected a number, got inf"),
         ({"health-check-endpoint": "health"}, "must begin with /"),
     ],
 )
-def test_what_cannot_be_used_is_named(settings: dict[str, object], words: str) -> None:
+def test_invalid_setting_is_named(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         router_config(settings)
     assert words in str(caught.value) and caught.value.exit_code == 2

@@ -1,4 +1,4 @@
-"""The router's core is light: who only chooses workers loads no framework, no server and no store."""
+"""The router core is lightweight: it loads no framework, no server and no store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 LIGHT = {"fd_core", "msgspec", "numpy", "typing_extensions"}
 
 
-def test_the_core_imports_nothing_heavy() -> None:
+def test_core_imports_nothing_heavy() -> None:
     code = (
         "import sys, fd_core.router.router, fd_core.router.policies\n"
         "print(*{name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))"

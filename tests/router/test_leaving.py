@@ -1,11 +1,11 @@
-"""A worker that says that it shuts down."""
+"""Workers that announce their shutdown."""
 
 from __future__ import annotations
 
 from tests.router.helpers import add, place, router_of
 
 
-def test_who_leaves_gets_nothing_while_another_one_stays() -> None:
+def test_leaving_worker_gets_nothing_while_another_stays() -> None:
     router = router_of(mixed=2, policy="round_robin")
     leaves, stays = router.workers()
     router.leaving(leaves)
@@ -13,13 +13,13 @@ def test_who_leaves_gets_nothing_while_another_one_stays() -> None:
     assert {each.circuit for each in router.snapshot().workers} == {"closed"}
 
 
-def test_the_only_worker_serves_as_long_as_it_takes_requests() -> None:
+def test_only_worker_serves_while_it_accepts_requests() -> None:
     router = router_of(mixed=1)
     router.leaving(router.workers()[0])
     assert place(router).decode == router.workers()[0] and router.ready()
 
 
-def test_a_side_of_a_pair_that_leaves_is_replaced_alone() -> None:
+def test_leaving_side_of_a_pair_is_replaced_alone() -> None:
     router = router_of(prefill=2, decode=2, decode_policy="round_robin", prefill_policy="round_robin")
     p, q, d, e = router.workers()
     router.leaving(p)
@@ -28,7 +28,7 @@ def test_a_side_of_a_pair_that_leaves_is_replaced_alone() -> None:
     assert pairs == {(q, d)}
 
 
-def test_the_process_that_follows_is_not_leaving() -> None:
+def test_next_process_at_the_address_is_not_leaving() -> None:
     router = router_of()
     worker = add(router, "http://a", instance="one")
     router.leaving(worker)

@@ -1,6 +1,6 @@
-"""Every interleaving of success, error, disconnect, retry, worker loss and return, against a plain model.
+"""Every interleaving of success, error, disconnect, retry, worker loss and return, checked against a model.
 
-The model holds a list of attempts in force and adds up what each should count. It knows nothing of guards.
+The model is a list of attempts in force, and sums the load that each should count. It has no release guards.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BLOCK = 2
 
 @dataclass
 class Attempt:
-    """What the model knows of one selection."""
+    """The model's record of one selection."""
 
     selection: Selection
     tokens: tuple[int, ...]
@@ -54,9 +54,9 @@ class Attempt:
 
     def counts(self) -> dict[RouterWorker, WorkerLoad]:
         counted = {}
-        for place, worker in enumerate(self.selection.workers):
+        for index, worker in enumerate(self.selection.workers):
             if not self.started:
-                counted[worker] = WorkerLoad(1, 1, 0 if place else self.missing)
+                counted[worker] = WorkerLoad(1, 1, 0 if index else self.missing)
             elif worker.role != "prefill":
                 counted[worker] = WorkerLoad(1, 0, 0)
         return counted
@@ -67,12 +67,12 @@ class Interleavings(RuleBasedStateMachine):
         super().__init__()
         self.router: Router | None = None
         self.now = 0.0
-        self.there: dict[str, RouterWorker] = {}
+        self.registered: dict[str, RouterWorker] = {}
         self.replaced: list[RouterWorker] = []
         self.processes: dict[str, str | None] = {}
         self.states: dict[str, str] = {}
         self.ports: dict[str, int | None] = {}
-        self.says: dict[str, str | None] = {}
+        self.reported_roles: dict[str, str | None] = {}
         self.running: list[Attempt] = []
         self.ended: list[Attempt] = []
         self.holds: dict[RouterWorker, set[tuple[int, ...]]] = {}
@@ -101,13 +101,13 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(url=st.sampled_from(list(URLS)), process=st.sampled_from([None, "one", "two"]))
     def register(self, url: str, process: str | None) -> None:
-        before = self.there.get(url)
+        before = self.registered.get(url)
         worker = self.ready().register(url, URLS[url], self.now, instance=process)
         same = before is not None and process is not None and process == self.processes.get(url)
         if same and self.states[url] != "draining":
             assert worker == before
             return
-        self.arrive(url, worker, process)
+        self.install(url, worker, process)
         self.states[url] = "unknown"
 
     @rule(
@@ -115,13 +115,13 @@ class Interleavings(RuleBasedStateMachine):
         ok=st.sampled_from([True, True, False]),
         process=st.sampled_from([None, "one", "two"]),
         port=st.sampled_from([None, 7001, 7001, 7002]),
-        says=st.sampled_from([None, None, None, *ROLES]),
+        role=st.sampled_from([None, None, None, *ROLES]),
     )
-    def check(self, url: str, ok: bool, process: str | None, port: int | None = 7000, says: str | None = None) -> None:
-        if url not in self.there:
+    def check(self, url: str, ok: bool, process: str | None, port: int | None = 7000, role: str | None = None) -> None:
+        if url not in self.registered:
             return
-        worker, known, state = self.there[url], self.processes[url], self.states[url]
-        after = self.ready().health(worker, ok, self.now, instance=process, role=says, kv_port=port)
+        worker, known, state = self.registered[url], self.processes[url], self.states[url]
+        after = self.ready().health(worker, ok, self.now, instance=process, role=role, kv_port=port)
         if state == "draining":
             assert after == worker
         elif not ok:
@@ -129,61 +129,61 @@ class Interleavings(RuleBasedStateMachine):
             self.states[url] = "unhealthy"
         else:
             self.states[url] = "healthy"
-            self.ports[url], self.says[url] = port, says
+            self.ports[url], self.reported_roles[url] = port, role
             other = process is not None and known not in (None, process)
-            came_back = state == "unhealthy" and (process is None or process != known)
-            if other or came_back:
-                self.arrive(url, after, process)
+            recovered = state == "unhealthy" and (process is None or process != known)
+            if other or recovered:
+                self.install(url, after, process)
             else:
                 assert after == worker
                 self.processes[url] = process or known
 
     @rule()
-    def everybody_is_well(self) -> None:
+    def every_worker_recovers(self) -> None:
         for url in URLS:
             if self.states.get(url) in (None, "draining"):
                 self.register(url, None)
             self.check(url, True, None)
 
     @rule(which=st.integers(0, 99), ok=st.booleans())
-    def a_late_check(self, which: int, ok: bool) -> None:
+    def apply_late_check(self, which: int, ok: bool) -> None:
         if not self.replaced:
             return
         worker = self.replaced[which % len(self.replaced)]
         assert self.ready().health(worker, ok, self.now) == worker
 
-    def arrive(self, url: str, worker: RouterWorker, process: str | None) -> None:
-        before = self.there.get(url)
+    def install(self, url: str, worker: RouterWorker, process: str | None) -> None:
+        before = self.registered.get(url)
         assert worker != before
         if before is not None:
             assert worker.incarnation > before.incarnation
             self.holds.pop(before, None)
             self.replaced.append(before)
-        self.there[url] = worker
+        self.registered[url] = worker
         self.processes[url] = process
 
     @rule(url=st.sampled_from(list(URLS)))
     def deregister(self, url: str) -> None:
-        assert self.ready().deregister(url, self.now) == self.there.get(url)
-        if url in self.there:
+        assert self.ready().deregister(url, self.now) == self.registered.get(url)
+        if url in self.registered:
             self.states[url] = "draining"
-            self.see_who_drained()
+            self.drop_drained()
 
-    def see_who_drained(self) -> None:
+    def drop_drained(self) -> None:
         busy = {worker for attempt in self.running for worker in attempt.counts()}
-        for url, worker in list(self.there.items()):
+        for url, worker in list(self.registered.items()):
             if self.states[url] == "draining" and worker not in busy:
-                del self.there[url]
+                del self.registered[url]
                 del self.states[url]
                 self.holds.pop(worker, None)
 
     @rule(tokens=PROMPTS, rng=DRAWS, session=st.sampled_from([None, "s", "t"]))
     def select(self, tokens: list[int], rng: float, session: str | None) -> None:
         answer = self.ready().select(request(tokens, session=session), self.now, rng)
-        self.see(answer, tuple(tokens), frozenset())
+        self.record(answer, tuple(tokens), frozenset())
 
     @rule(tokens=PROMPTS, rng=DRAWS)
-    def one_from_beginning_to_end(self, tokens: list[int], rng: float) -> None:
+    def one_request_completes(self, tokens: list[int], rng: float) -> None:
         before = len(self.running)
         self.select(tokens, rng, None)
         if len(self.running) > before:
@@ -191,20 +191,20 @@ class Interleavings(RuleBasedStateMachine):
             attempt = self.running[before]
             if attempt.selection.mode == "pd":
                 self.ready().prefilled(attempt.selection, self.now)
-                self.did_well(attempt, attempt.selection.prefill)
+                self.succeeded(attempt, attempt.selection.prefill)
             self.succeed(before)
             self.end(before)
 
-    def see(self, answer: Selection | NoWorker, tokens: tuple[int, ...], avoided: frozenset[str]) -> None:
+    def record(self, answer: Selection | NoWorker, tokens: tuple[int, ...], avoided: frozenset[str]) -> None:
         if isinstance(answer, NoWorker):
             return
         assert [worker.role for worker in answer.workers] in (["mixed"], ["prefill", "decode"], ["decode"])
         if answer.mode == "alone":
-            assert not [one for one in self.who_could_serve(avoided) if one.role != "decode"]
+            assert not [one for one in self.candidates(avoided) if one.role != "decode"]
         for worker in answer.workers:
-            assert self.there[worker.url] == worker and self.states[worker.url] == "healthy"
+            assert self.registered[worker.url] == worker and self.states[worker.url] == "healthy"
             assert worker.url not in avoided
-            assert self.says[worker.url] in (None, worker.role)
+            assert self.reported_roles[worker.url] in (None, worker.role)
         if answer.mode == "pd":
             assert answer.kv_port is not None and answer.kv_port == self.ports[answer.prefill.url]
         else:
@@ -217,8 +217,10 @@ class Interleavings(RuleBasedStateMachine):
             missing = max(1, missing - BLOCK * leading(held.union(*computed), tokens))
         self.running.append(Attempt(answer, tokens, avoided, missing))
 
-    def who_could_serve(self, avoided: frozenset[str]) -> list[RouterWorker]:
-        members = (self.ready().registry.member(worker) for url, worker in self.there.items() if url not in avoided)
+    def candidates(self, avoided: frozenset[str]) -> list[RouterWorker]:
+        members = (
+            self.ready().registry.member(worker) for url, worker in self.registered.items() if url not in avoided
+        )
         return [one.worker for one in members if one is not None and one.open_to_requests(self.now)]
 
     @rule(which=st.integers(0, 99))
@@ -228,7 +230,7 @@ class Interleavings(RuleBasedStateMachine):
         attempt = self.running[which % len(self.running)]
         attempt.selection.first_token()
         attempt.started = True
-        self.see_who_drained()
+        self.drop_drained()
 
     @rule(which=st.integers(0, 99))
     def succeed(self, which: int) -> None:
@@ -236,7 +238,7 @@ class Interleavings(RuleBasedStateMachine):
             return
         attempt = self.running[which % len(self.running)]
         self.ready().served(attempt.selection, self.now)
-        self.did_well(attempt, attempt.selection.decode)
+        self.succeeded(attempt, attempt.selection.decode)
 
     @rule(which=st.integers(0, 99))
     def prefill(self, which: int) -> None:
@@ -245,16 +247,16 @@ class Interleavings(RuleBasedStateMachine):
             return
         attempt = pairs[which % len(pairs)]
         self.ready().prefilled(attempt.selection, self.now)
-        self.did_well(attempt, attempt.selection.prefill)
+        self.succeeded(attempt, attempt.selection.prefill)
 
-    def did_well(self, attempt: Attempt, worker: RouterWorker) -> None:
+    def succeeded(self, attempt: Attempt, worker: RouterWorker) -> None:
         if worker in attempt.verdicts:
             self.faults += 1
             return
         attempt.verdicts[worker] = "served"
         self.served += 1
         aware = self.ready().config.policy_of(worker.role) == "cache_aware"
-        if aware and self.there.get(worker.url) == worker:
+        if aware and self.registered.get(worker.url) == worker:
             self.holds.setdefault(worker, set()).update(blocks(attempt.tokens))
 
     @rule(which=st.integers(0, 99), side=st.booleans())
@@ -285,7 +287,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 99))
     def end(self, which: int) -> None:
-        """Of a success, a failure or, without a verdict, a client that left."""
+        """End after a success, a failure or, without a verdict, a disconnect."""
         if not self.running:
             return
         attempt = self.running.pop(which % len(self.running))
@@ -296,7 +298,7 @@ class Interleavings(RuleBasedStateMachine):
         else:
             self.left += silent
         self.ended.append(attempt)
-        self.see_who_drained()
+        self.drop_drained()
 
     @rule(which=st.integers(0, 99), late=st.booleans())
     def end_twice(self, which: int, late: bool) -> None:
@@ -320,10 +322,10 @@ class Interleavings(RuleBasedStateMachine):
         failed = {worker.url for worker, verdict in attempt.verdicts.items() if verdict != "served"}
         avoided = attempt.avoided | (failed or {worker.url for worker in attempt.selection.workers})
         assert not (attempt.started and isinstance(answer, Selection))
-        self.see(answer, attempt.tokens, frozenset(avoided))
+        self.record(answer, attempt.tokens, frozenset(avoided))
 
     @rule(tokens=PROMPTS, rng=DRAWS, side=st.booleans())
-    def one_that_fails_over(self, tokens: list[int], rng: float, side: bool) -> None:
+    def one_request_fails_over(self, tokens: list[int], rng: float, side: bool) -> None:
         before = len(self.running)
         self.select(tokens, rng, None)
         while len(self.running) > before:
@@ -336,7 +338,7 @@ class Interleavings(RuleBasedStateMachine):
         self.now += seconds
 
     @invariant()
-    def counters_are_what_the_attempts_in_force_add_up_to(self) -> None:
+    def counters_match_the_attempts_in_force(self) -> None:
         if self.router is None:
             return
         expected: dict[RouterWorker, WorkerLoad] = {}
@@ -352,30 +354,30 @@ class Interleavings(RuleBasedStateMachine):
         assert (state.tally.left, state.tally.declined, state.tally.unused) == (self.left, self.declined, self.unused)
 
     @invariant()
-    def those_who_are_there_are_shown_as_they_are(self) -> None:
+    def snapshot_matches_the_model(self) -> None:
         if self.router is None:
             return
         state = self.router.snapshot()
         shown = {one.worker: (one.state.value, one.index_blocks) for one in state.workers}
         assert state.index_blocks == sum(map(len, self.holds.values()))
         assert shown == {
-            worker: (self.states[url], len(self.holds.get(worker, ()))) for url, worker in self.there.items()
+            worker: (self.states[url], len(self.holds.get(worker, ()))) for url, worker in self.registered.items()
         }
 
     @invariant()
-    def who_may_be_chosen_is_who_would_be_found_anew(self) -> None:
+    def cached_candidates_match_a_fresh_search(self) -> None:
         if self.router is None:
             return
-        placer, asked = self.router._placer, request()
+        placer, query = self.router._placer, request()
         placer._forget_what_changed(self.now)
-        kept = placer._untried(asked, frozenset(), self.now)
+        kept = placer._untried(query, frozenset(), self.now)
         placer._kept.clear()
-        assert kept == placer._untried(asked, frozenset(), self.now)
+        assert kept == placer._untried(query, frozenset(), self.now)
 
     def teardown(self) -> None:
         while self.running:
             self.end(0)
-            self.counters_are_what_the_attempts_in_force_add_up_to()
+            self.counters_match_the_attempts_in_force()
         if self.router is not None:
             assert is_idle(self.router)
 

@@ -1,4 +1,4 @@
-"""Policies choose by what they see, and by nothing else."""
+"""Policies choose by their context, and by nothing else."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def number(chosen: Candidate) -> int:
 
 
 @pytest.mark.parametrize("name", ["random", "request_num", "process_tokens", "metrics_score", "cache_aware", "session"])
-def test_the_random_number_decides_between_equals(name: str) -> None:
+def test_random_number_breaks_ties(name: str) -> None:
     equals = [candidate(index) for index in range(4)]
     counted = Counter(number(policy(name).choose(context(*equals, random=draw))) for draw in DRAWS)
     assert set(counted) == {0, 1, 2, 3} and max(counted.values()) - min(counted.values()) <= 1
 
 
-def test_round_robin_goes_round_and_bears_coming_and_going() -> None:
+def test_round_robin_rotates_while_workers_come_and_go() -> None:
     robin = policy("round_robin")
     a, b, c, d = (candidate(index) for index in range(4))
     assert [number(robin.choose(context(c, a, b))) for _ in range(4)] == [0, 1, 2, 0]
@@ -69,7 +69,7 @@ def test_power_of_two_takes_the_less_loaded_of_any_two() -> None:
     assert number(policy("power_of_two").choose(context(candidate(7), random=0.9))) == 7
 
 
-def test_request_num_and_process_tokens_look_at_the_other_when_equal() -> None:
+def test_request_num_and_process_tokens_break_each_others_ties() -> None:
     few_requests, few_tokens = candidate(0, 1, 900), candidate(1, 4, 10)
     assert number(policy("request_num").choose(context(few_tokens, few_requests))) == 0
     assert number(policy("process_tokens").choose(context(few_requests, few_tokens))) == 1
@@ -77,7 +77,7 @@ def test_request_num_and_process_tokens_look_at_the_other_when_equal() -> None:
     assert number(policy("process_tokens").choose(context(candidate(0, 9, 1), candidate(1, 8, 1)))) == 1
 
 
-def test_metrics_score_weighs_those_that_wait() -> None:
+def test_metrics_score_weights_waiting_requests() -> None:
     waits, runs = candidate(0, requests=2, waiting=2), candidate(1, requests=3, waiting=0)
     assert number(policy("metrics_score").choose(context(waits, runs))) == 0
     assert number(policy("metrics_score", waiting_weight=2.0).choose(context(waits, runs))) == 1
@@ -86,22 +86,22 @@ def test_metrics_score_weighs_those_that_wait() -> None:
 FOUR_BLOCKS = tuple(range(4 * 64))
 
 
-def test_a_cached_prefix_is_worth_as_much_load_as_the_weights_say() -> None:
+def test_cached_prefix_trades_against_load_by_weight() -> None:
     idle, warm = candidate(0), candidate(1, tokens=1000, hits=3)
-    asked = context(idle, warm, tokens=FOUR_BLOCKS, blocks=4)
-    assert number(policy("cache_aware").choose(asked)) == 1
-    assert number(policy("cache_aware", load_balance_weight=2).choose(asked)) == 0
-    assert number(policy("cache_aware", hit_ratio_weight=0.5).choose(asked)) == 0
+    warm_context = context(idle, warm, tokens=FOUR_BLOCKS, blocks=4)
+    assert number(policy("cache_aware").choose(warm_context)) == 1
+    assert number(policy("cache_aware", load_balance_weight=2).choose(warm_context)) == 0
+    assert number(policy("cache_aware", hit_ratio_weight=0.5).choose(warm_context)) == 0
     barely = candidate(1, tokens=1000, hits=2)
     assert number(policy("cache_aware").choose(context(idle, barely, tokens=FOUR_BLOCKS, blocks=4))) == 0
 
 
-def test_what_a_worker_computes_for_another_counts_as_if_it_held_it() -> None:
+def test_prefix_being_computed_counts_as_cached() -> None:
     idle, busy = candidate(0), candidate(1, requests=1, tokens=256, expected_hits=4)
     assert number(policy("cache_aware").choose(context(idle, busy, tokens=FOUR_BLOCKS, blocks=4))) == 1
 
 
-def test_between_equal_hits_the_shorter_queue_decides_then_the_fewer_requests() -> None:
+def test_equal_hits_are_decided_by_queue_then_requests() -> None:
     aware = policy("cache_aware")
     assert (
         number(aware.choose(context(candidate(0, 1, 900, 1), candidate(1, 2, 40, 1), tokens=FOUR_BLOCKS, blocks=4)))
@@ -112,7 +112,7 @@ def test_between_equal_hits_the_shorter_queue_decides_then_the_fewer_requests() 
     )
 
 
-def test_a_long_history_stays_while_the_queue_is_shorter_than_computing_it_again() -> None:
+def test_long_prefix_stays_while_queue_is_cheaper_than_recompute() -> None:
     history = tuple(range(100 * 64))
     home, idle = candidate(0, requests=3, tokens=20_000, hits=99), candidate(1)
     assert number(policy("cache_aware").choose(context(home, idle, tokens=history, blocks=100))) == 0
@@ -129,7 +129,7 @@ def test_a_long_history_stays_while_the_queue_is_shorter_than_computing_it_again
         (2, {"balance_abs_threshold": 1}, True),
     ],
 )
-def test_where_load_is_out_of_balance_tokens_alone_decide(
+def test_unbalanced_load_is_decided_by_tokens_alone(
     busy: int, settings: dict[str, float], out_of_balance: bool
 ) -> None:
     warm, cold = candidate(0, requests=busy, tokens=10, hits=4), candidate(1, requests=0, tokens=5)
@@ -138,11 +138,11 @@ def test_where_load_is_out_of_balance_tokens_alone_decide(
     assert number(chosen) == int(out_of_balance)
 
 
-def test_a_prompt_shorter_than_a_block_is_placed_by_load() -> None:
+def test_prompt_shorter_than_a_block_is_placed_by_load() -> None:
     assert number(policy("cache_aware").choose(context(candidate(0, 2), candidate(1, 1), blocks=0))) == 1
 
 
-def test_prefix_hash_moves_only_the_share_of_who_leaves() -> None:
+def test_prefix_hash_moves_only_the_share_of_a_removed_worker() -> None:
     chooser = policy("prefix_hash", cache_block_size=2)
     four = [candidate(index) for index in range(4)]
     before = {prefix: number(chooser.choose(context(*four, tokens=(prefix, 1, 2)))) for prefix in range(400)}
@@ -161,7 +161,7 @@ def test_prefix_hash_keeps_load_within_its_bound() -> None:
     assert max(loads) == 32
 
 
-def test_a_session_stays_where_it_was_and_moves_if_it_must() -> None:
+def test_session_is_sticky_and_moves_if_it_must() -> None:
     chooser = policy("session", eviction_duration_mins=1)
     a, b = candidate(0), candidate(1, requests=9)
     assert number(chooser.choose(context(a, b, session="s"))) == 0
@@ -172,7 +172,7 @@ def test_a_session_stays_where_it_was_and_moves_if_it_must() -> None:
     assert number(chooser.choose(context(a, b, session="s"))) == 1
 
 
-def test_a_silent_session_is_forgotten_and_so_is_one_too_many() -> None:
+def test_idle_session_expires_and_excess_session_is_evicted() -> None:
     chooser = policy("session", eviction_duration_mins=1, max_sessions=2)
     a, b = candidate(0), candidate(1)
     for session in ("s", "t"):
@@ -186,7 +186,7 @@ def test_a_silent_session_is_forgotten_and_so_is_one_too_many() -> None:
     assert number(chooser.choose(context(a, candidate(1, 1), session="s", now=1000.0))) == 0
 
 
-def test_candidates_are_a_sequence_whose_columns_say_the_same() -> None:
+def test_candidates_are_a_sequence_that_matches_its_columns() -> None:
     these = [candidate(index, requests=5 - index, tokens=index, hits=index, expected_hits=2) for index in range(4)]
     seen = Candidates.of(these)
     fresh = Candidates(seen.workers, np.array([seen.requests, seen.waiting, seen.prefill_tokens]), seen.hits)
@@ -208,13 +208,13 @@ def test_candidates_are_a_sequence_whose_columns_say_the_same() -> None:
     st.lists(st.tuples(*[st.integers(0, 2)] * 2), min_size=1, max_size=9),
     st.floats(0, 1, exclude_max=True),
 )
-def test_the_lowest_of_columns_is_the_least_of_tuples(loads: list[tuple[int, int]], random: float) -> None:
+def test_lowest_of_columns_equals_least_of_tuples(loads: list[tuple[int, int]], random: float) -> None:
     seen = Candidates.of(candidate(index, requests, tokens) for index, (requests, tokens) in enumerate(loads))
     by_tuples = least(seen, lambda each: (each.load.requests, each.load.prefill_tokens), random)
     assert lowest(seen, random, seen.requests, seen.prefill_tokens) is by_tuples
 
 
-def test_what_is_worked_out_once_is_kept_as_long_as_the_workers_are_the_same() -> None:
+def test_derived_data_is_cached_while_workers_are_unchanged() -> None:
     router = router_of(mixed=2, policy="round_robin")
     seen: list[Candidates] = []
     choose = RoundRobin.choose

@@ -1,4 +1,4 @@
-"""What the gateway relies on, one behaviour at a time; `test_machine` has the interleavings."""
+"""Behaviour that the gateway relies on, case by case; `test_machine` covers the interleavings."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.router.helpers import (
     add,
     chosen,
     is_idle,
+    pass_check,
     place,
     policy_class,
     refused,
     request,
     router_of,
     serve,
-    well,
 )
 
 PROMPT = tuple(range(8))
 AWARE = {"policy": "cache_aware", "prefill_policy": "cache_aware", "cache_block_size": 2}
 
 
-def test_a_mixed_request_counts_until_its_first_token_and_its_end() -> None:
+def test_mixed_request_counts_until_first_token_and_end() -> None:
     router = router_of(mixed=1)
     with place(router, PROMPT) as selection:
         assert (selection.mode, selection.prefill) == ("mixed", selection.decode)
@@ -40,7 +40,7 @@ def test_a_mixed_request_counts_until_its_first_token_and_its_end() -> None:
     assert is_idle(router) and router.snapshot().faults == 0
 
 
-def test_a_pair_counts_on_both_sides_and_prefill_ends_at_the_first_token() -> None:
+def test_pair_counts_on_both_sides_until_first_token() -> None:
     router = router_of(prefill=1, decode=1)
     selection = place(router, PROMPT)
     assert (selection.mode, selection.prefill.role, selection.decode.role) == ("pd", "prefill", "decode")
@@ -53,25 +53,25 @@ def test_a_pair_counts_on_both_sides_and_prefill_ends_at_the_first_token() -> No
     assert is_idle(router)
 
 
-def test_a_pair_that_ends_before_its_first_token_gives_back_both_sides() -> None:
+def test_pair_that_ends_before_first_token_releases_both_sides() -> None:
     router = router_of(prefill=1, decode=1)
     place(router).release()
     assert is_idle(router)
 
 
-def test_the_length_that_is_counted_may_differ_from_the_ids() -> None:
+def test_prefill_length_may_differ_from_the_ids() -> None:
     router = router_of(mixed=1)
     chosen(router.select(request(PROMPT, prefill_tokens=2), 0.0, 0.0))
     assert router.snapshot().total.prefill_tokens == 2
 
 
-def test_whoever_has_fewer_requests_for_each_worker_serves_mixed_or_as_a_pair() -> None:
+def test_mode_with_fewer_requests_per_worker_is_chosen() -> None:
     router = router_of(mixed=1, prefill=2, decode=2)
     modes = [place(router).mode for _ in range(4)]
     assert modes == ["mixed", "pd", "pd", "mixed"]
 
 
-def test_the_two_sides_of_a_pair_draw_independently() -> None:
+def test_sides_of_a_pair_draw_independently() -> None:
     router = router_of(prefill=2, decode=2, prefill_policy="random", decode_policy="random")
     pairs = set()
     for draw in range(1000):
@@ -81,7 +81,7 @@ def test_the_two_sides_of_a_pair_draw_independently() -> None:
 
 
 @pytest.mark.law("7.2")
-def test_only_what_was_served_is_recorded_and_then_attracts() -> None:
+def test_only_served_prefixes_are_recorded_and_attract() -> None:
     router = router_of(mixed=2, **AWARE)
     with place(router, PROMPT, rng=0.9) as selection:
         first = selection.decode
@@ -104,13 +104,13 @@ def test_requests_of_another_salt_find_nothing(salts: tuple[str, str]) -> None:
     assert found == [4, 0]
 
 
-def test_a_pair_records_where_a_policy_asks_for_it() -> None:
+def test_pair_records_prefixes_where_the_policy_uses_them() -> None:
     router = router_of(prefill=1, decode=1, **AWARE)
     serve(router, PROMPT)
     assert {one.worker.role: one.index_blocks for one in router.snapshot().workers} == {"prefill": 4, "decode": 0}
 
 
-def test_a_prefill_that_was_not_needed_is_not_recorded() -> None:
+def test_unused_prefill_is_not_recorded() -> None:
     router = router_of(prefill=1, decode=1, **AWARE)
     with place(router, PROMPT) as selection:
         router.served(selection, 0.0)
@@ -119,24 +119,24 @@ def test_a_prefill_that_was_not_needed_is_not_recorded() -> None:
     assert (roles["prefill"].served, roles["prefill"].unused, roles["decode"].served) == (0, 1, 1)
 
 
-def test_what_was_prefilled_is_recorded_although_the_answer_broke_off() -> None:
+def test_completed_prefill_is_recorded_although_the_answer_failed() -> None:
     router = router_of(prefill=1, decode=1, **AWARE)
     with place(router, PROMPT) as selection:
         router.prefilled(selection, 0.0)
         router.failed(selection, selection.decode, 0.0)
     assert {one.worker.role: one.index_blocks for one in router.snapshot().workers} == {"prefill": 4, "decode": 0}
-    with pytest.raises(ValueError, match="no prefill side"):
+    with pytest.raises(ValueError, match="no separate prefill side"):
         router.prefilled(place(router_of(mixed=1)), 0.0)
 
 
-def test_a_pair_knows_where_its_decode_side_finds_the_kv() -> None:
+def test_pair_has_the_kv_port_of_its_prefill_side() -> None:
     router = router_of(prefill=1, decode=1)
     assert place(router).kv_port == KV_PORT
     assert place(router_of(mixed=1)).kv_port is None
 
 
 @pytest.mark.parametrize(
-    ("role", "says", "port", "eligible"),
+    ("role", "reported", "port", "eligible"),
     [
         ("prefill", "prefill", 1, True),
         ("prefill", None, 1, True),
@@ -148,24 +148,24 @@ def test_a_pair_knows_where_its_decode_side_finds_the_kv() -> None:
         ("mixed", "decode", None, False),
     ],
 )
-def test_who_says_another_role_or_no_port_is_not_chosen(role: Role, says: str, port: int, eligible: bool) -> None:
+def test_worker_with_wrong_role_or_no_port_is_not_chosen(role: Role, reported: str, port: int, eligible: bool) -> None:
     roles = {"prefill": {"decode": 1}, "decode": {"prefill": 1}, "mixed": {}}[role]
     router = router_of(**roles)  # type: ignore[arg-type]
     worker = router.register("http://it", role, 0.0)
-    router.health(worker, True, 0.0, role=says, kv_port=port)
+    router.health(worker, True, 0.0, role=reported, kv_port=port)
     answer = router.select(request(), 0.0, 0.0)
-    served = eligible or role == "prefill"  # decode workers can do without
+    served = eligible or role == "prefill"  # decode workers can compute prompts themselves
     assert router.ready() == isinstance(answer, Selection) == served
     assert worker not in getattr(answer, "workers", ()) or eligible
     (shown,) = (one for one in router.snapshot().workers if one.worker == worker)
     assert bool(shown.unfit) == (not eligible) and shown.kv_port == port
     if not eligible:
         assert served or refused(answer).reason == "none_healthy"
-        well(router, worker)
+        pass_check(router, worker)
         assert worker in place(router).workers
 
 
-def test_one_check_that_failed_does_not_make_up_for_a_port() -> None:
+def test_failed_check_does_not_make_a_worker_without_port_usable() -> None:
     router = router_of(decode=1, health_failure_threshold=3)
     worker = router.register("http://p", "prefill", 0.0)
     router.health(worker, True, 0.0)
@@ -173,7 +173,7 @@ def test_one_check_that_failed_does_not_make_up_for_a_port() -> None:
     assert worker not in place(router).workers
 
 
-def test_prompts_of_an_adapter_share_nothing_with_others() -> None:
+def test_adapter_prompts_share_no_prefix_with_others() -> None:
     router = router_of(mixed=1, policy="cache_aware", cache_block_size=4)
     (worker,) = router.workers()
     router.serves(worker, ["base", "alias", "sql", "chat"], ["sql", "chat"])
@@ -185,24 +185,24 @@ def test_prompts_of_an_adapter_share_nothing_with_others() -> None:
     assert found == {"base": [0], "alias": [4], "sql": [0, 4], "chat": [0]}
 
 
-def test_who_serves_another_model_is_not_asked() -> None:
+def test_worker_without_the_model_is_not_chosen() -> None:
     router = router_of(mixed=2)
     one, other = router.workers()
     router.serves(one, ["a", "b"])
     assert {chosen(router.select(request(model="b"), 0.0, rng)).decode for rng in (0.0, 0.9)} == {one, other}
     router.serves(other, ["c"])
     assert {chosen(router.select(request(model="b"), 0.0, rng)).decode for rng in (0.0, 0.9)} == {one}
-    asked = [chosen(router.select(request(model="unknown"), 0.0, 0.0)).decode for _ in range(8)]
-    assert set(asked) == {one, other}, "a worker has to refuse it"
+    answered = [chosen(router.select(request(model="unknown"), 0.0, 0.0)).decode for _ in range(8)]
+    assert set(answered) == {one, other}, "a worker has to reject it"
     router.health(one, False, 0.0)
-    assert refused(router.select(request(model="a"), 0.0, 0.0)).status == 503, "it is served, but not at this moment"
+    assert refused(router.select(request(model="a"), 0.0, 0.0)).status == 503, "the model is known, but not served now"
     assert chosen(router.select(request(), 0.0, 0.0)).decode == other
     back = router.health(one, True, 0.0)
     router.serves(one, ["c"])
     assert {chosen(router.select(request(model="a"), 0.0, 0.9)).decode for _ in range(8)} <= {back, other}
 
 
-def test_a_prefill_worker_may_have_the_model_under_another_name() -> None:
+def test_prefill_worker_may_serve_the_model_under_another_name() -> None:
     router = router_of(prefill=2, decode=2)
     p, q, d, e = router.workers()
     for worker, name in ((p, "x"), (q, "y"), (d, "a"), (e, "b")):
@@ -213,7 +213,7 @@ def test_a_prefill_worker_may_have_the_model_under_another_name() -> None:
     assert {chosen(router.select(request(model="a"), 0.0, 0.0)).prefill for _ in range(4)} == {q}
 
 
-def test_who_declined_is_blameless_and_not_asked_again() -> None:
+def test_declining_worker_is_not_blamed_and_not_retried() -> None:
     router = router_of(prefill=1, decode=2, circuit_failure_threshold=1)
     with place(router) as first:
         router.declined(first, first.decode)
@@ -226,7 +226,7 @@ def test_who_declined_is_blameless_and_not_asked_again() -> None:
     assert all(one.circuit == "closed" for one in router.snapshot().workers)
 
 
-def test_a_prefix_expires_and_its_memory_is_given_back() -> None:
+def test_prefix_expires_and_its_memory_is_freed() -> None:
     router = router_of(mixed=1, eviction_duration_mins=1, eviction_interval_secs=10, **AWARE)
     serve(router, PROMPT, now=1.0)
     with place(router, PROMPT, now=60.9) as selection:
@@ -238,7 +238,7 @@ def test_a_prefix_expires_and_its_memory_is_given_back() -> None:
 
 
 @pytest.mark.law("7.2")
-def test_the_policy_sees_the_prompt_and_no_prompt_is_empty() -> None:
+def test_policy_gets_a_nonempty_prompt() -> None:
     seen: list[RoutingContext] = []
 
     class Curious(RouterPolicy):
@@ -264,14 +264,14 @@ def test_the_policy_sees_the_prompt_and_no_prompt_is_empty() -> None:
         RouteRequest(np.zeros(0, np.int32))
 
 
-def test_a_policy_that_chooses_nobody_is_an_error_and_counts_nothing() -> None:
+def test_invalid_choice_of_a_policy_is_an_error_without_counts() -> None:
     class Wild(RouterPolicy):
         def choose(self, context: RoutingContext) -> Candidate:
             return Candidate(context.candidates[0].worker, WorkerLoad(99))
 
     router = Router(RouterConfig(), lambda name: Wild)
     add(router, "http://a")
-    with pytest.raises(PluginError, match="not one of the candidates"):
+    with pytest.raises(PluginError, match="not a candidate"):
         router.select(request(), 0.0, 0.0)
     assert is_idle(router)
 
@@ -283,7 +283,7 @@ def test_unhealthy_workers_are_not_chosen() -> None:
     assert {place(router, now=1.0).decode for _ in range(8)} == set(others)
 
 
-def test_the_load_of_an_unhealthy_worker_does_not_unbalance_the_others() -> None:
+def test_load_of_unhealthy_worker_does_not_unbalance_others() -> None:
     router = router_of(mixed=3, balance_abs_threshold=0, load_balance_weight=0.1, **AWARE)
     sick, warm, _ = [one.worker for one in router.snapshot().workers]
     router.health(warm, False, 0.0)
@@ -316,7 +316,7 @@ def test_health_checks_never_write_counters() -> None:
 
 
 @pytest.mark.law("7.4")
-def test_a_worker_that_comes_back_holds_nothing() -> None:
+def test_returning_worker_holds_nothing() -> None:
     router = router_of(mixed=1, **AWARE)
     worker = serve(router, PROMPT)
     late = place(router, PROMPT)
@@ -331,7 +331,7 @@ def test_a_worker_that_comes_back_holds_nothing() -> None:
 
 
 @pytest.mark.law("7.3")
-def test_a_retry_goes_to_another_worker_until_none_is_left() -> None:
+def test_retries_use_every_other_worker_once() -> None:
     router = router_of(mixed=2)
     with place(router) as first:
         router.failed(first, first.decode, 0.0)
@@ -343,7 +343,7 @@ def test_a_retry_goes_to_another_worker_until_none_is_left() -> None:
     assert is_idle(router) and router.snapshot().retries == 1
 
 
-def test_a_pair_keeps_the_side_that_did_not_fail() -> None:
+def test_pair_keeps_the_side_that_did_not_fail() -> None:
     router = router_of(prefill=2, decode=1)
     with place(router) as first:
         router.failed(first, first.prefill, 0.0)
@@ -351,14 +351,14 @@ def test_a_pair_keeps_the_side_that_did_not_fail() -> None:
     assert second.prefill != first.prefill and second.decode == first.decode
 
 
-def test_an_attempt_that_nobody_was_blamed_for_is_not_repeated_where_it_was() -> None:
+def test_attempt_without_verdict_is_retried_elsewhere() -> None:
     router = router_of(mixed=2)
     with place(router) as first:
         pass
     assert chosen(router.retry(first, 0.0, 0.0)).decode != first.decode
 
 
-def test_who_came_back_is_still_the_worker_that_was_tried() -> None:
+def test_returning_worker_still_counts_as_tried() -> None:
     router = router_of(mixed=1)
     with place(router) as first:
         router.failed(first, first.decode, 0.0)
@@ -377,7 +377,7 @@ def test_attempts_are_bounded() -> None:
 
 
 @pytest.mark.law("7.3")
-def test_nothing_is_retried_once_the_answer_began() -> None:
+def test_no_retry_after_the_answer_started() -> None:
     router = router_of(mixed=2)
     with place(router) as selection:
         selection.first_token()
@@ -385,13 +385,13 @@ def test_nothing_is_retried_once_the_answer_began() -> None:
     assert refused(router.retry(selection, 0.0, 0.0)).reason == "answer_started"
 
 
-def test_a_retry_while_the_attempt_still_counts_is_a_mistake() -> None:
+def test_retry_before_release_raises() -> None:
     router = router_of(mixed=2)
-    with pytest.raises(RuntimeError, match="released"):
+    with pytest.raises(RuntimeError, match="release the failed attempt"):
         router.retry(place(router), 0.0, 0.0)
 
 
-def test_nobody_is_there_or_nobody_is_healthy() -> None:
+def test_no_worker_or_no_healthy_worker() -> None:
     router = router_of(prefill=1)
     assert refused(router.select(request(), 0.0, 0.0)).reason == "none_registered"
     worker = router.register("http://d", "decode", 0.0)
@@ -402,7 +402,7 @@ def test_nobody_is_there_or_nobody_is_healthy() -> None:
     assert router.snapshot().refused == {"none_registered": 1, "none_healthy": 1}
 
 
-def test_everybody_is_busy() -> None:
+def test_all_workers_busy() -> None:
     router = router_of(mixed=2, max_requests_per_worker=1)
     first, second = place(router), place(router)
     assert first.decode != second.decode
@@ -412,7 +412,7 @@ def test_everybody_is_busy() -> None:
     assert place(router).decode == second.decode
 
 
-def test_who_cannot_be_reached_is_left_alone_and_then_tried_once() -> None:
+def test_unreachable_worker_is_avoided_then_tried_once() -> None:
     router = router_of(mixed=1, circuit_open_secs=4)
     with place(router) as selection:
         router.failed(selection, selection.decode, 0.0, severe=True)
@@ -420,21 +420,21 @@ def test_who_cannot_be_reached_is_left_alone_and_then_tried_once() -> None:
     assert (answer.reason, answer.retry_after) == ("none_healthy", 3.0)
     trial = place(router, now=4.0)
     assert refused(router.select(request(), 4.0, 0.0)).reason == "none_healthy"
-    trial.release()  # the client left: nothing was learned
+    trial.release()  # the client disconnected: no verdict
     with place(router, now=4.0) as selection:
         router.served(selection, 4.0)
     assert router.snapshot().workers[0].circuit == "closed"
     place(router, now=4.0), place(router, now=4.0)
 
 
-def test_who_cannot_be_reached_gets_nothing_more() -> None:
+def test_unreachable_worker_gets_no_more_requests() -> None:
     router = router_of(mixed=1)
     with place(router) as selection:
         router.failed(selection, selection.decode, 0.0, severe=True)
     assert refused(router.select(request(), 0.5, 0.0)).reason == "none_healthy"
 
 
-def test_who_deregisters_finishes_what_it_has() -> None:
+def test_deregistered_worker_finishes_its_requests() -> None:
     router = router_of(mixed=1)
     selection = place(router)
     assert router.deregister("http://mixed0", 1.0) == selection.decode
@@ -447,13 +447,13 @@ def test_who_deregisters_finishes_what_it_has() -> None:
     assert router.deregister("http://mixed0", 2.0) is None
 
 
-def test_an_idle_worker_is_gone_when_it_deregisters() -> None:
+def test_idle_worker_is_removed_on_deregistration() -> None:
     router = router_of(mixed=1)
     router.deregister("http://mixed0", 1.0)
     assert router.workers() == ()
 
 
-def test_what_is_told_twice_or_late_is_a_fault_and_nothing_else() -> None:
+def test_repeated_or_late_report_is_only_a_fault() -> None:
     router = router_of(mixed=1, **AWARE)
     selection = place(router, PROMPT)
     router.failed(selection, selection.decode, 0.0)
@@ -475,14 +475,14 @@ def test_only_workers_of_the_selection_can_be_blamed() -> None:
         router.failed(selection, other, 0.0)
 
 
-def test_settings_and_policies_that_cannot_be_used_are_refused() -> None:
+def test_invalid_settings_and_policies_are_rejected() -> None:
     with pytest.raises(ConfigError, match="max-attempts: 0 is out of range"):
         router_of(max_attempts=0)
-    with pytest.raises(PluginError, match="no router policy called 'best'"):
+    with pytest.raises(PluginError, match="unknown router policy 'best'"):
         Router(RouterConfig(policy="best"), policy_class)
 
 
-def test_who_comes_back_does_not_have_the_load_of_who_it_was() -> None:
+def test_returning_worker_starts_without_load() -> None:
     router = router_of(mixed=1)
     before = [place(router) for _ in range(3)]
     back, other = add(router, "http://mixed0"), add(router, "http://other")
@@ -490,13 +490,13 @@ def test_who_comes_back_does_not_have_the_load_of_who_it_was() -> None:
     for selection in before:
         selection.release()
     assert {place(router).decode for _ in range(2)} == {back, other}
-    assert router._places.of(add(router, "http://last")) <= 3, "places of those who are gone are given on"
+    assert router._places.of(add(router, "http://last")) <= 3, "slots of removed workers are reused"
 
 
-def test_who_comes_back_does_not_compute_what_it_did_before() -> None:
+def test_returning_worker_starts_without_prefixes_in_flight() -> None:
     router = router_of(prefill=1, decode=1, **AWARE)
     selection = place(router, PROMPT)
-    selection.first_token()  # the prefill side counts no longer, but computes as far as anybody knows
+    selection.first_token()  # the prefill side no longer counts, but may still be computing
     add(router, selection.prefill.url, "prefill")
     with place(router, PROMPT):
         assert router.snapshot().total.prefill_tokens == len(PROMPT)
@@ -504,7 +504,7 @@ def test_who_comes_back_does_not_compute_what_it_did_before() -> None:
     assert router._places.of(add(router, "http://last")) <= 2 and is_idle(router)
 
 
-def test_a_decode_worker_computes_prompts_alone_while_no_prefill_worker_can_be_chosen() -> None:
+def test_decode_worker_prefills_without_available_prefill_worker() -> None:
     router = router_of(prefill=1, decode=1, circuit_open_secs=4)
     with place(router, PROMPT) as pair:
         router.failed(pair, pair.prefill, 0.0, severe=True)
@@ -521,7 +521,7 @@ def test_a_decode_worker_computes_prompts_alone_while_no_prefill_worker_can_be_c
     assert router.snapshot().modes == {"mixed": 0, "pd": 2, "alone": 1}
 
 
-def test_a_decode_worker_alone_counts_what_it_holds_by_its_own_policy() -> None:
+def test_decode_worker_alone_counts_hits_by_its_own_policy() -> None:
     router = router_of(decode=2, decode_policy="cache_aware", cache_block_size=2)
     home = serve(router, PROMPT, rng=0.9)
     with place(router, PROMPT, rng=0.0) as selection:
@@ -530,7 +530,7 @@ def test_a_decode_worker_alone_counts_what_it_holds_by_its_own_policy() -> None:
     assert router.snapshot().roles["decode"].hit_blocks == 4
 
 
-def test_a_retry_may_be_alone_and_nobody_is_alone_beside_a_mixed_worker_or_a_pair() -> None:
+def test_decode_alone_only_as_retry_or_without_other_modes() -> None:
     router = router_of(prefill=1, decode=2)
     with place(router) as first:
         router.failed(first, first.prefill, 0.0)
@@ -541,7 +541,7 @@ def test_a_retry_may_be_alone_and_nobody_is_alone_beside_a_mixed_worker_or_a_pai
     assert {place(router, rng=rng).mode for rng in (0.0, 0.3, 0.6, 0.9)} <= {"mixed", "pd"}
 
 
-def test_decode_workers_do_not_pay_for_a_prefill_side_that_is_full() -> None:
+def test_full_prefill_side_does_not_shift_load_to_decode() -> None:
     router = router_of(prefill=1, decode=2, max_requests_per_worker=1)
     first = place(router)
     assert refused(router.select(request(), 0.0, 0.0)).reason == "all_busy"

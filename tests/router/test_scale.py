@@ -1,4 +1,4 @@
-"""What a request costs does not grow with the workers, but for passes of numpy over their columns."""
+"""The cost of a request is independent of the number of workers, except for numpy passes over columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLICIES = [entry.name for entry in builtin.fd_register_router_policies()]
 
 
 def calls(router: Router) -> int:
-    """Return how many Python functions one selection calls; what is done for each worker must not be one of them."""
+    """Return the number of Python function calls of one selection; no call may be made per worker."""
     count = 0
 
     def seen(_frame: Any, event: str, _argument: Any) -> None:
@@ -38,7 +38,7 @@ def calls(router: Router) -> int:
 
 
 def operations(router: Router) -> int:
-    """Return how many operations of Python one selection takes, loops within a line included."""
+    """Return the number of Python opcodes of one selection, loops within a line included."""
     count = 0
 
     def seen(frame: FrameType, event: str, _argument: Any) -> Any:
@@ -57,11 +57,11 @@ def operations(router: Router) -> int:
     return count
 
 
-def fleet(count: int, policy: str, *, told: bool) -> Router:
+def fleet(count: int, policy: str, *, published: bool) -> Router:
     router = router_of(mixed=count, policy=policy, cache_block_size=4)
     for worker in router.workers():
         router.serves(worker, ["m"])
-        if told:
+        if published:
             router.reported_kv.begin(worker, 4, "p")
             event = Stored(BEGINNING, tuple(b"%d" % block for block in range(8)), np.arange(32, dtype="<i4").tobytes())
             router.reported_kv.apply(worker, event)
@@ -72,22 +72,22 @@ def fleet(count: int, policy: str, *, told: bool) -> Router:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("told", [False, True])
-def test_choosing_does_nothing_for_each_worker(policy: str, told: bool) -> None:
-    few, many = (fleet(count, policy, told=told) for count in (10, 300))
+@pytest.mark.parametrize("published", [False, True])
+def test_selection_does_no_work_per_worker(policy: str, published: bool) -> None:
+    few, many = (fleet(count, policy, published=published) for count in (10, 300))
     assert calls(many) <= calls(few) + 5
     assert operations(many) <= operations(few) + 300
 
 
-def test_choosing_beside_an_open_breaker_does_nothing_for_each_worker() -> None:
-    router = fleet(300, "request_num", told=False)
+def test_selection_with_an_open_breaker_does_no_work_per_worker() -> None:
+    router = fleet(300, "request_num", published=False)
     with chosen(router.select(request(model="m"), 1.0, 0.0)) as selection:
         router.failed(selection, selection.decode, 1.0, severe=True)
     chosen(router.select(request(model="m"), 1.0, 0.0)).release()
     assert calls(router) < 100
 
 
-def test_every_change_of_a_worker_is_seen_by_the_next_request() -> None:
+def test_every_worker_change_is_seen_by_the_next_request() -> None:
     router = router_of(mixed=2, policy="request_num", circuit_open_secs=5.0)
 
     def choices(now: float, model: str = "m") -> set[str]:
@@ -119,6 +119,6 @@ def test_every_change_of_a_worker_is_seen_by_the_next_request() -> None:
     router.health(two, False, 6.0)
     assert choices(6.0) == {one.url}
     router.health(two, True, 6.0, role="decode")
-    assert choices(6.0) == {one.url}, "it says that it is something else"
+    assert choices(6.0) == {one.url}, "it reports another role"
     router.deregister(one.url, 6.0)
     refused(router.select(request(), 6.0, 0.0))

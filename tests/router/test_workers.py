@@ -1,4 +1,4 @@
-"""Who is there, who is healthy, and who came back as another."""
+"""Registration, health, and new incarnations of workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def healthy(registry: Registry, instance: str | None = None) -> RouterWorker:
     return registry.health(worker, True, 0.0, instance=instance)
 
 
-def test_a_worker_is_unknown_until_its_checks_pass() -> None:
+def test_worker_is_unknown_until_its_checks_pass() -> None:
     registry = registry_of(health_success_threshold=2)
     worker = registry.register("http://a/", "mixed", 0.0)
     assert worker.url == "http://a" and state_of(registry, worker) is WorkerState.UNKNOWN
@@ -31,7 +31,7 @@ def test_a_worker_is_unknown_until_its_checks_pass() -> None:
     assert registry.health(worker, True, 2.0) == worker and state_of(registry, worker) is WorkerState.HEALTHY
 
 
-def test_failures_count_in_a_row_only() -> None:
+def test_only_consecutive_failures_count() -> None:
     registry = registry_of(health_failure_threshold=2)
     worker = healthy(registry)
     for ok in (False, True, False):
@@ -41,7 +41,7 @@ def test_failures_count_in_a_row_only() -> None:
     assert state_of(registry, worker) is WorkerState.UNHEALTHY
 
 
-def test_who_was_unhealthy_comes_back_as_a_new_incarnation() -> None:
+def test_recovered_worker_is_a_new_incarnation() -> None:
     registry = registry_of(health_success_threshold=2)
     worker = registry.register("http://a", "mixed", 0.0)
     registry.health(worker, False, 1.0)
@@ -51,7 +51,7 @@ def test_who_was_unhealthy_comes_back_as_a_new_incarnation() -> None:
     assert state_of(registry, again) is WorkerState.HEALTHY and registry.member(worker) is None
 
 
-def test_the_same_process_is_the_same_incarnation() -> None:
+def test_same_process_is_the_same_incarnation() -> None:
     registry = registry_of()
     worker = healthy(registry, instance="one")
     registry.health(worker, False, 1.0)
@@ -60,14 +60,14 @@ def test_the_same_process_is_the_same_incarnation() -> None:
 
 
 @pytest.mark.law("7.4")
-def test_another_process_is_another_incarnation_although_no_check_failed() -> None:
+def test_new_process_is_a_new_incarnation_without_a_failed_check() -> None:
     registry = registry_of()
     worker = healthy(registry, instance="one")
     again = registry.health(worker, True, 1.0, instance="two")
     assert again != worker and state_of(registry, again) is WorkerState.HEALTHY
 
 
-def test_the_result_of_a_check_of_an_earlier_incarnation_changes_nothing() -> None:
+def test_late_check_of_an_earlier_incarnation_changes_nothing() -> None:
     registry = registry_of()
     worker = healthy(registry)
     again = registry.health(registry.register("http://a", "mixed", 1.0), True, 1.0)
@@ -75,7 +75,7 @@ def test_the_result_of_a_check_of_an_earlier_incarnation_changes_nothing() -> No
     assert state_of(registry, again) is WorkerState.HEALTHY
 
 
-def test_who_registers_again_is_new_unless_it_names_the_same_process() -> None:
+def test_reregistration_is_new_unless_it_names_the_same_process() -> None:
     registry = registry_of()
     worker = registry.register("http://a", "mixed", 0.0, instance="one")
     assert registry.register("http://a", "mixed", 1.0, instance="one") == worker
@@ -85,7 +85,7 @@ def test_who_registers_again_is_new_unless_it_names_the_same_process() -> None:
     assert len(list(registry)) == 1
 
 
-def test_who_deregisters_drains_until_idle() -> None:
+def test_deregistered_worker_drains_until_idle() -> None:
     registry = registry_of()
     worker = healthy(registry)
     assert not registry.idle(worker)
@@ -97,7 +97,7 @@ def test_who_deregisters_drains_until_idle() -> None:
     assert registry.member(worker) is None and registry.deregister("http://a", 3.0) is None
 
 
-def test_who_registers_while_it_drains_is_new() -> None:
+def test_worker_that_registers_while_draining_is_new() -> None:
     registry = registry_of()
     worker = registry.register("http://a", "mixed", 0.0, instance="one")
     registry.deregister("http://a", 1.0)
@@ -108,17 +108,17 @@ def test_who_registers_while_it_drains_is_new() -> None:
 @pytest.mark.parametrize(
     "url", ["", "a:1", "ftp://a", "http://", "http://u:p@a", "http://a?x", "http://a b", "http://a#b", "http://a\r\nb"]
 )
-def test_an_address_that_cannot_be_used_is_refused(url: str) -> None:
-    with pytest.raises(BadRequest, match="not the address of a worker"):
+def test_invalid_address_is_rejected(url: str) -> None:
+    with pytest.raises(BadRequest, match="not a worker URL"):
         registry_of().register(url, "mixed", 0.0)
 
 
-def test_a_role_that_there_is_not_is_refused() -> None:
-    with pytest.raises(BadRequest, match="no role 'both'"):
+def test_unknown_role_is_rejected() -> None:
+    with pytest.raises(BadRequest, match="unknown role 'both'"):
         registry_of().register("http://a", "both", 0.0)  # type: ignore[arg-type]
 
 
-def test_a_trial_without_a_verdict_lets_another_one_try() -> None:
+def test_trial_without_a_verdict_allows_another() -> None:
     circuit = Circuit(first=1.0, longest=30.0, patience=3, on_turn=lambda: None)
     circuit.failure(0.0, severe=True)
     assert circuit.admit(1.0) and not circuit.ready(1.0)

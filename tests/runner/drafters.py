@@ -1,4 +1,4 @@
-"""Drafters on the null pack, and what a scripted model would say next."""
+"""Drafters on the null pack, and the greedy text of a scripted model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMITS = {
 
 
 class Watched(NullModel):
-    """Remembers how many tokens each forward computed."""
+    """Records how many tokens each forward computed."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -43,7 +43,7 @@ def ids(tokens: Sequence[int]) -> np.ndarray:
 def make(
     kind: type[Drafter], model: NullModel | None = None, cheap_tokens: int = 1000, **settings: int | str
 ) -> Drafter:
-    """A drafter ready for use; `settings` are limits, or options of the drafter."""
+    """Return a drafter ready for use; `settings` are limits, or options of the drafter."""
     own = {name: settings.pop(name) for name in list(settings) if name in LIMITS}
     limits = Limits(**(LIMITS | own))  # type: ignore[arg-type]  # names are checked by the struct
     context = DraftContext(
@@ -75,7 +75,7 @@ def propose(drafter: Drafter, slots: Sequence[int], limit: int) -> list[list[int
 
 
 def extend(drafter: Drafter, more: dict[int, list[int]]) -> None:
-    """Deliver tokens to slots; what is behind them in the matrix is -1, as in a step's output."""
+    """Deliver tokens to slots; the rest of their matrix rows is -1, as in a step's output."""
     tokens = np.full((len(more), max(map(len, more.values()))), -1, np.int32)
     for row, given in enumerate(more.values()):
         tokens[row, : len(given)] = given
@@ -83,10 +83,10 @@ def extend(drafter: Drafter, more: dict[int, list[int]]) -> None:
 
 
 def greedy(text: Sequence[int], count: int) -> list[int]:
-    """What the scripted model says after a text, without any cache."""
+    """Return the scripted model's continuation of a text, without any cache."""
     model, state = NullModel(), running_hashes(np.uint64(0), ids(text))[-1]
-    said: list[int] = []
+    generated: list[int] = []
     for _ in range(count):
-        said.append(int(np.argmax(model.head(np.array([[state]]))[0])))
-        state = running_hashes(state, ids(said[-1:]))[-1]
-    return said
+        generated.append(int(np.argmax(model.head(np.array([[state]]))[0])))
+        state = running_hashes(state, ids(generated[-1:]))[-1]
+    return generated

@@ -1,6 +1,6 @@
-"""The null model on a pack that queues: nothing is computed before somebody waits for it.
+"""The null model on an asynchronous pack: nothing is computed before the host waits for it.
 
-Whoever looks at an array of the device before that fails.
+Reading a device array before that fails.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["NullPack", "QueuedModel", "QueuedPack", "QueuedPostprocess"]
 
 
 class NullPack(NumpyOps):
-    """The numpy pack with the cache of the null model."""
+    """Numpy pack with the cache of the null model."""
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         return NullCache(shape, num_blocks)
 
 
 class Later:
-    """An array that the device may not have computed."""
+    """Array that the device may not have computed yet."""
 
     def __init__(self, pack: QueuedPack) -> None:
         self._pack = pack
@@ -41,7 +41,7 @@ class Later:
         return self._pack.queue(lambda array: array[key], self)
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise AssertionError("the host looks at an array of the device")
+        raise AssertionError("the host reads an array that is still on the device")
 
     __array__ = __len__ = __iter__ = __bool__ = __int__ = _refuse
 
@@ -51,7 +51,7 @@ class _Copies(HostCopies):
         self._pack, self._later, self._end = pack, arrays, pack.queued
 
     def ready(self) -> bool:
-        """Each look lets the device compute some more."""
+        """Each poll lets the device compute some more."""
         self._pack.compute(min(self._pack.computed + 7, self._end))
         return self._pack.computed >= self._end
 
@@ -61,7 +61,7 @@ class _Copies(HostCopies):
 
 
 class QueuedPack(NullPack):
-    """Queues what the runner calls, in order, and computes it with the numpy pack."""
+    """Queues the runner's calls in order, and computes them with the numpy pack."""
 
     on_host = False
     queues = True
@@ -141,7 +141,7 @@ class QueuedPack(NullPack):
 
 
 class QueuedModel(NullModel):
-    """Some texts have strange logits; with `pack`, states are on its way."""
+    """Some texts have abnormal logits; with `pack`, states are computed asynchronously."""
 
     def __init__(self, vocab_size: int, pack: QueuedPack | None = None, strange: int = 0) -> None:
         super().__init__(vocab_size)
@@ -162,7 +162,7 @@ class QueuedModel(NullModel):
 
 
 class QueuedPostprocess(NumpyPostprocess):
-    """The numpy one, queued where the pack queues."""
+    """Numpy postprocessor, queued where the pack queues."""
 
     def token_matrix(self, sampled: Any, accepted: Any, slots: Any, revoked: Any) -> IntArray:
         if not isinstance(self.ops, QueuedPack):
@@ -172,7 +172,7 @@ class QueuedPostprocess(NumpyPostprocess):
 
 
 def _known(value: Any) -> Any:
-    """Return a value with the arrays that were computed in the place of those that would be."""
+    """Return a value with computed arrays in place of pending ones."""
     if isinstance(value, Later):
         return value.value
     if is_dataclass(value) and not isinstance(value, type):

@@ -1,4 +1,4 @@
-"""The persistent batch: what one runner takes over from another."""
+"""State that one runner's persistent batch takes over from another."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def admitted(*lengths: int) -> PersistentBatch:
     return batch
 
 
-def test_another_batch_takes_over_what_a_step_delivered_and_what_is_guessed_behind_it() -> None:
+def test_batch_takes_over_delivered_tokens_and_drafts() -> None:
     own, other = admitted(1, 3, 7), admitted(1, 3, 7)
     own.settle(
         ALL,
@@ -36,14 +36,14 @@ def test_another_batch_takes_over_what_a_step_delivered_and_what_is_guessed_behi
     )
     own.guess(ALL, np.array([[80, 81], [82, 0], [83, 84]], np.int32), np.array([2, 1, 2], np.int32))
     other.correct(*own.latest(ALL))
-    np.testing.assert_array_equal(other.length, [4, 4, 8])  # the last one is full
+    np.testing.assert_array_equal(other.length, [4, 4, 8])  # the last row is full
     np.testing.assert_array_equal(other.num_drafts, own.num_drafts)
     for slot in range(3):
         known = own.length[slot] + own.num_drafts[slot]
         np.testing.assert_array_equal(other.tokens[slot, :known], own.tokens[slot, :known])
 
 
-def test_what_was_delivered_to_a_request_that_left_its_slot_does_not_reach_the_next_one() -> None:
+def test_late_tokens_do_not_reach_next_request_in_slot() -> None:
     own, other = admitted(1, 3, 6), admitted(1, 3, 6)
     own.settle(ALL, own.advance(ALL), np.full((3, 3), 90, np.int32), np.zeros(3, np.int32))
     other.admit(Admission(1, 6, np.array([7, 8], np.int32), 2, SamplingParams(), eos_token_ids=(), computed=0))

@@ -1,4 +1,4 @@
-"""The draft model says what it would say itself, in few forwards of bounded size."""
+"""The draft model proposes its own greedy continuation in few forwards of bounded size."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ TURNS = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
     st.integers(12, 40),
     st.integers(0, 2**32 - 1),
 )
-def test_a_proposal_is_the_models_own_greedy_continuation(
+def test_proposal_equals_greedy_continuation_of_draft_model(
     events: list, limit: int, budget: int, blocks: int, seed: int
 ) -> None:
-    """However small budget and cache are, and however many drafts are kept: right or not at all."""
+    """With small budgets and caches, and any number of accepted drafts: correct or empty."""
     model, rng = Watched(), np.random.default_rng(seed)
     drafter = draft_model(model, max_num_batched_tokens=budget, num_kv_blocks=blocks)
     texts: dict[int, list[int]] = {}
     drafts: dict[int, list[int]] = {}
-    for residency, turn in events:
-        if residency is not None:
-            slot, text = residency
+    for admitted, turn in events:
+        if admitted is not None:
+            slot, text = admitted
             texts[slot], drafts[slot] = list(text), []
             drafter.admit(slot, ids(text))
         more = {
@@ -59,7 +59,7 @@ def test_a_proposal_is_the_models_own_greedy_continuation(
             assert len(guess) in (0, min(limit, LONGEST - len(texts[slot])))
 
 
-def test_all_slots_share_one_forward_for_each_draft() -> None:
+def test_slots_share_one_forward_per_draft() -> None:
     model = Watched()
     drafter = draft_model(model)
     for slot in range(4):
@@ -69,7 +69,7 @@ def test_all_slots_share_one_forward_for_each_draft() -> None:
     assert model.computed == [3 + 4 + 5 + 6, 4, 4]
 
 
-def test_only_what_is_new_is_computed() -> None:
+def test_only_new_tokens_are_computed() -> None:
     model = Watched()
     drafter = draft_model(model)
     drafter.admit(0, ids([5] * 20))
@@ -82,7 +82,7 @@ def test_only_what_is_new_is_computed() -> None:
         assert model.computed == [missing, 1, 1]
 
 
-def test_nothing_is_kept_of_drafts_that_several_other_tokens_replaced() -> None:
+def test_kv_of_replaced_drafts_is_recomputed() -> None:
     drafter = draft_model()
     drafter.admit(0, ids([5] * 20))
     first = propose(drafter, [0], 4)[0]
@@ -91,7 +91,7 @@ def test_nothing_is_kept_of_drafts_that_several_other_tokens_replaced() -> None:
     assert propose(drafter, [0], 4) == [greedy([5] * 20 + others, 4)]
 
 
-def test_a_prompt_is_computed_in_chunks_while_others_keep_drafting() -> None:
+def test_chunked_prompt_does_not_stop_other_drafting() -> None:
     model = Watched()
     drafter = draft_model(model, max_num_batched_tokens=8)
     texts = {0: [1] * 4, 1: [2] * 30}
@@ -110,7 +110,7 @@ def test_a_prompt_is_computed_in_chunks_while_others_keep_drafting() -> None:
     assert propose(drafter, [1], 2) == [greedy(texts[1], 2)]
 
 
-def test_drafts_that_could_not_be_verified_are_not_made() -> None:
+def test_unverifiable_drafts_are_not_computed() -> None:
     drafter = draft_model(cheap_tokens=6)
     for slot in range(4):
         drafter.admit(slot, ids([slot]))
@@ -119,7 +119,7 @@ def test_drafts_that_could_not_be_verified_are_not_made() -> None:
     assert draft_model(cheap_tokens=1).propose(ids([0]), 3)[1].tolist() == [0]
 
 
-def test_the_shorter_context_of_a_draft_model_ends_its_drafts() -> None:
+def test_drafting_stops_at_context_of_draft_model() -> None:
     drafter = draft_model(NullModel(max_positions=10))
     drafter.admit(0, ids([3] * 8))
     assert propose(drafter, [0], 5) == [greedy([3] * 8, 2)]
@@ -127,28 +127,28 @@ def test_the_shorter_context_of_a_draft_model_ends_its_drafts() -> None:
     assert propose(drafter, [0], 5) == [[]]
 
 
-def test_another_vocabulary_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"100 tokens.* 257") as caught:
+def test_vocabulary_mismatch_is_rejected_with_both_sizes() -> None:
+    with pytest.raises(ConfigError, match=r"257 tokens, got 100") as caught:
         draft_model(NullModel(vocab_size=100))
     assert caught.value.field == "--speculative-config"
 
 
-def test_a_slot_that_rested_gives_way() -> None:
+def test_blocks_of_idle_slot_are_evicted() -> None:
     drafter = draft_model(num_kv_blocks=12)
     for slot in (0, 1):
         drafter.admit(slot, ids([slot] * 40))
         assert propose(drafter, [slot], 2) == [greedy([slot] * 40, 2)]
     assert propose(drafter, [0], 2) == [greedy([0] * 40, 2)]
-    assert propose(drafter, [1, 0], 2) == [[], greedy([0] * 40, 2)], "those of the same turn keep theirs"
+    assert propose(drafter, [1, 0], 2) == [[], greedy([0] * 40, 2)], "slots of the same step keep theirs"
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), max_size=40), st.integers(5, 20))
-def test_a_block_is_free_or_held_by_one_slot(events: list[tuple[int, int]], num_blocks: int) -> None:
+def test_block_is_free_or_held_by_one_slot(events: list[tuple[int, int]], num_blocks: int) -> None:
     blocks = SlotBlocks(4, num_blocks, 4, 20)
     for slot, tokens in events:
         blocks.begin_turn(ids([slot]))
         if tokens:
-            assert blocks.reserve(slot, tokens), "whoever rests gives way"
+            assert blocks.reserve(slot, tokens), "blocks of idle slots are evicted"
         else:
             blocks.release(slot)
         held = [blocks.tables[row, : blocks._held[row]].tolist() for row in range(4)]

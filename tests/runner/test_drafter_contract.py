@@ -1,4 +1,4 @@
-"""What holds for every drafter of the core, however residencies begin, go on and end."""
+"""Contract of all core drafters over the start, continuation and end of requests in slots."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ RESIDENCIES = st.tuples(st.integers(0, 3), st.lists(TOKENS, min_size=1, max_size
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @settings(max_examples=40, deadline=None)
 @given(st.lists(RESIDENCIES | DELIVERIES, min_size=1, max_size=12), st.integers(1, 5))
-def test_proposals_depend_on_the_text_alone(kind: type[Drafter], events: list, limit: int) -> None:
-    """Each step keeps the first drafts of each slot and adds a token of its own; a fresh drafter agrees every time."""
+def test_proposals_depend_only_on_the_text(kind: type[Drafter], events: list, limit: int) -> None:
+    """Each step accepts the first drafts of each slot and adds another token; a fresh drafter agrees every time."""
     drafter = make(kind)
     texts: dict[int, list[int]] = {}
     drafts: dict[int, list[int]] = {}
@@ -57,7 +57,7 @@ def test_proposals_depend_on_the_text_alone(kind: type[Drafter], events: list, l
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_text_that_outgrows_the_context_is_cut_like_the_runners(kind: type[Drafter]) -> None:
+def test_text_exceeding_context_is_truncated_like_the_runner(kind: type[Drafter]) -> None:
     drafter = make(kind)
     drafter.admit(0, ids([1, 2] * (LONGEST // 2 - 1)))
     extend(drafter, {0: [1, 2, 1, 2]})
@@ -65,18 +65,18 @@ def test_a_text_that_outgrows_the_context_is_cut_like_the_runners(kind: type[Dra
 
 
 @pytest.mark.parametrize("method", KINDS)
-def test_what_a_drafter_does_not_read_is_refused(method: str) -> None:
+def test_unused_drafter_option_is_rejected(method: str) -> None:
     model = "some" if KINDS[method].uses_model else None
     fine = SpeculativeConfig(method=method, model=model, options=dict.fromkeys(KINDS[method].options, 3))
     check_drafter(KINDS[method], fine)
-    with pytest.raises(ConfigError, match="does not read depth"):
+    with pytest.raises(ConfigError, match="does not support depth"):
         check_drafter(KINDS[method], SpeculativeConfig(method=method, model=model, options={"depth": 3}))
-    with pytest.raises(ConfigError, match="named"):
+    with pytest.raises(ConfigError, match="draft model"):
         other = None if model else "some"
         check_drafter(KINDS[method], SpeculativeConfig(method=method, model=other))
 
 
 @pytest.mark.parametrize("value", [0, -1, "two", 1.5])
-def test_an_option_that_is_no_number_is_refused(value: float | str) -> None:
+def test_non_numeric_option_is_rejected(value: float | str) -> None:
     with pytest.raises(ConfigError, match="min_match"):
         make(KINDS["suffix"], min_match=value)  # type: ignore[arg-type]

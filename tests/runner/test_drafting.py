@@ -1,4 +1,4 @@
-"""Drafters that look into the text find what followed before."""
+"""Drafters that search the text find what followed an earlier occurrence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
 def longest_earlier_suffix(text: list[int]) -> tuple[int, int]:
-    """Length and place behind the first earlier occurrence, by trying everything."""
+    """Return length of, and position after, the first earlier occurrence, by brute force."""
     for length in range(len(text) - 1, 0, -1):
         for start in range(len(text) - length):
             if text[start : start + length] == text[-length:]:
@@ -21,16 +21,16 @@ def longest_earlier_suffix(text: list[int]) -> tuple[int, int]:
 
 
 @given(TEXTS, st.integers(1, 5))
-def test_suffix_finds_the_longest_one(text: list[int], limit: int) -> None:
+def test_suffix_finds_longest_match(text: list[int], limit: int) -> None:
     drafter = make(SuffixDrafter, min_match=1)
     drafter.admit(0, ids(text))
-    length, place = longest_earlier_suffix(text)
-    expected = text[place : place + limit] if length else []
+    length, position = longest_earlier_suffix(text)
+    expected = text[position : position + limit] if length else []
     assert propose(drafter, [0], limit) == [expected]
 
 
 @given(TEXTS, st.integers(1, 5))
-def test_ngram_takes_the_latest_occurrence_of_the_longest_gram(text: list[int], limit: int) -> None:
+def test_ngram_uses_latest_occurrence_of_longest_gram(text: list[int], limit: int) -> None:
     drafter = make(NgramDrafter, prompt_lookup_max=3, prompt_lookup_min=1)
     drafter.admit(0, ids(text))
     expected: list[int] = []
@@ -42,7 +42,7 @@ def test_ngram_takes_the_latest_occurrence_of_the_longest_gram(text: list[int], 
     assert propose(drafter, [0], limit) == [expected]
 
 
-def test_a_new_stay_forgets_the_one_before() -> None:
+def test_new_request_in_slot_drops_previous_text() -> None:
     for kind in (NgramDrafter, SuffixDrafter):
         drafter = make(kind)
         drafter.admit(0, ids([1, 2, 3, 1, 2]))

@@ -1,4 +1,4 @@
-"""What fails for one request ends that request alone, and everybody else gets the right text."""
+"""A failure of one request ends only that request; all others get the correct text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = Limits(
 
 
 class Counting(NullModel):
-    """The token after t is t + 1; the logits of chosen positions of chosen slots are strange."""
+    """Token t is followed by t + 1; logits at chosen positions of chosen slots are abnormal."""
 
     def __init__(self, strange: Callable[[int, int], float | None] = lambda *_: None) -> None:
         super().__init__(VOCABULARY)
@@ -49,7 +49,7 @@ class Counting(NullModel):
 
 
 class Guessing(PerSlotDrafter):
-    """Adds 1 to the last token, or more, which is wrong; raises what it is told to."""
+    """Drafts the last token plus 1, or a wrong increment; raises on demand."""
 
     name = "guessing"
 
@@ -73,7 +73,7 @@ class Guessing(PerSlotDrafter):
 
 
 class Steps:
-    """Three requests side by side; slot 1 has parameters of its own until it is admitted anew."""
+    """Three requests in one batch; slot 1 has special parameters until it is admitted again."""
 
     def __init__(self, model: NullModel, drafter: Drafter | None = None, **params: Any) -> None:
         limits = msgspec.structs.replace(LIMITS, max_drafts=LIMITS.max_drafts if drafter is not None else 0)
@@ -90,7 +90,7 @@ class Steps:
         slots = np.arange(SLOTS, dtype=np.int32)
         fresh = np.isin(slots, admitted)
         drafts = np.where(fresh, 0, self.runner.limits.max_drafts).astype(np.int32)
-        # As a scheduler that has not heard of the failure: everything in flight may have been delivered.
+        # Like a scheduler unaware of the failure: everything in flight may have been delivered.
         lost = [len(self.errors[slot]) * (1 + self.runner.limits.max_drafts) for slot in range(SLOTS)]
         lengths = np.array([2 + len(self.texts[slot]) + lost[slot] for slot in range(SLOTS)], np.int32)
         plan = StepPlan(
@@ -121,33 +121,33 @@ class Steps:
         return Admission(slot, 1, prompt, 2, SamplingParams(temperature=0.0, **own), (), 0)
 
     def check(self, *, failed: int, after: int) -> None:
-        """The text of one slot ended after some tokens, those of the others went on."""
+        """Check that one slot's text ended after some tokens while the others continued."""
         assert [slot for slot, messages in self.errors.items() if messages] == [failed]
         assert len(self.texts[failed]) == after
         for slot, text in self.texts.items():
-            assert text == [(10 * slot + 2 + place) % VOCABULARY for place in range(len(text))]
+            assert text == [(10 * slot + 2 + position) % VOCABULARY for position in range(len(text))]
             assert slot == failed or len(text) >= self.step
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_logits_that_are_not_finite_end_their_request(value: float, drafts: bool) -> None:
+def test_non_finite_logits_end_their_request(value: float, drafts: bool) -> None:
     steps = Steps(Counting(lambda slot, at: value if slot == 1 and at == 4 else None), Guessing() if drafts else None)
     steps.run(0, 1, 2)
     for _ in range(4):
         steps.run()
-    # The token behind position 4 cannot be chosen. With drafts, those of its step go with it.
+    # No token can be sampled after position 4. With drafts, the tokens of its step are lost with it.
     steps.check(failed=1, after=1 if drafts else 3)
 
 
-def test_what_follows_a_rejected_draft_may_be_anything() -> None:
+def test_logits_after_rejected_draft_are_ignored() -> None:
     steps = Steps(Counting(lambda slot, at: np.nan if slot == 1 and at == 3 else None), Guessing(wrong=2))
     steps.run(0, 1, 2)
     assert steps.run().errors == ()
     assert [len(text) for text in steps.texts.values()] == [2, 2, 2]
 
 
-def test_a_failed_request_fails_until_its_slot_is_admitted_anew() -> None:
+def test_failed_request_fails_until_slot_is_readmitted() -> None:
     steps = Steps(Counting(lambda slot, at: np.nan if slot == 1 and at == 2 and steps.step < 4 else None))
     steps.run(0, 1, 2)
     for _ in range(2):
@@ -158,7 +158,7 @@ def test_a_failed_request_fails_until_its_slot_is_admitted_anew() -> None:
 
 
 @pytest.mark.parametrize("when", ["admit", "grow", "guess"])
-def test_what_a_drafter_raises_for_a_slot_ends_that_request(when: str) -> None:
+def test_drafter_error_ends_only_its_request(when: str) -> None:
     def raises(what: str, slot: int, length: int) -> None:
         if what == when and slot == 1 and (what == "admit" or length >= 3):
             raise KeyError("lost")
@@ -169,10 +169,10 @@ def test_what_a_drafter_raises_for_a_slot_ends_that_request(when: str) -> None:
         steps.run()
     steps.check(failed=1, after={"admit": 0, "grow": 1, "guess": 0}[when])
     assert "guessing failed: KeyError: 'lost'" in steps.errors[1][0]
-    assert len(steps.texts[0]) == len(steps.texts[2]) == 13, "the others are guessed for as before"
+    assert len(steps.texts[0]) == len(steps.texts[2]) == 13, "the others still get drafts"
 
 
-def test_a_drafter_that_names_nobody_of_the_step_is_a_fault_of_the_engine() -> None:
+def test_drafter_naming_unknown_slot_is_an_engine_fault() -> None:
     class Astray(Guessing):
         def propose(self, slots: IntArray, limit: int) -> tuple[IntArray, IntArray]:
             raise SlotError(7, "who?")
@@ -182,7 +182,7 @@ def test_a_drafter_that_names_nobody_of_the_step_is_a_fault_of_the_engine() -> N
 
 
 @pytest.mark.parametrize("wrong", [VOCABULARY, 2**31 - 1, -1, -(2**31)])
-def test_drafts_are_cut_at_the_first_id_without_a_row(wrong: int) -> None:
+def test_drafts_are_cut_at_first_invalid_token_id(wrong: int) -> None:
     class Beyond(Guessing):
         def guess(self, slot: int, limit: int) -> IntArray:
             found = super().guess(slot, limit)
@@ -196,15 +196,15 @@ def test_drafts_are_cut_at_the_first_id_without_a_row(wrong: int) -> None:
     assert [len(text) for text in steps.texts.values()] == [3, 3, 3], "the draft before it was verified"
 
 
-def test_sampling_parameters_that_cannot_be_used_end_their_request() -> None:
+def test_invalid_sampling_parameters_end_their_request() -> None:
     steps = Steps(Counting(), None, logit_bias={VOCABULARY: 1.0})
     steps.run(0, 1, 2)
     steps.run()
     steps.check(failed=1, after=0)
-    assert "logit_bias names token 40 of a vocabulary of 40" in steps.errors[1][0]
+    assert "logit_bias has token 40, which exceeds the vocabulary of 40" in steps.errors[1][0]
 
 
-def test_an_end_outside_the_vocabulary_is_no_failure() -> None:
+def test_stop_token_outside_vocabulary_is_accepted() -> None:
     steps = Steps(Counting(), None, min_tokens=3, stop_token_ids=(VOCABULARY, 12))
     steps.run(0, 1, 2)
     assert steps.texts[1] not in ([], [12])

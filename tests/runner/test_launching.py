@@ -1,4 +1,4 @@
-"""Steps that are launched behind one another give what they give one by one, whatever is planned."""
+"""Steps launched ahead give the same results as steps run one by one, for any plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = Limits(
 
 
 def any_params(rng: np.random.Generator) -> SamplingParams:
-    """Everything that a request may ask for."""
+    """Draw sampling parameters of all kinds."""
 
     def sometimes(value: Any, otherwise: Any, share: float = 0.3) -> Any:
         return value if rng.random() < share else otherwise
@@ -55,35 +55,35 @@ def any_params(rng: np.random.Generator) -> SamplingParams:
 
 
 class Plans:
-    """Random plans that the law allows, without drafts: what they plan does not depend on what is sampled.
+    """Random valid plans without drafts: they do not depend on sampled tokens.
 
-    A slot that was revoked is used again once its revocation was answered; one whose request ended is used again at
-    once, though a step in flight may still compute it.
+    A preempted slot is reused after its acknowledgement; a slot whose request ended is reused at once, although a step
+    in flight may still compute it.
     """
 
     def __init__(self, seed: int, depth: int) -> None:
         self._rng = np.random.default_rng(seed)
         self._depth = depth
         self._gens = np.zeros(SLOTS, np.int64)
-        self._stays: dict[int, list[int]] = {}
-        """By slot: tokens admitted, tokens computed, tokens of the text at most."""
+        self._running: dict[int, list[int]] = {}
+        """Per slot: tokens admitted, tokens computed, maximum length."""
         self._leaving: dict[int, int] = {}
-        """By slot: the step that answers its revocation."""
+        """Per slot: the step that acknowledges its preemption."""
 
     def some(self, count: int) -> list[StepPlan]:
         return [self._next(step) for step in range(count)]
 
     def _next(self, step: int) -> StepPlan:
         rng = self._rng
-        revoked = [slot for slot in self._stays if rng.random() < rng.choice([0.0, 0.1, 1.0], p=[0.7, 0.25, 0.05])]
+        revoked = [slot for slot in self._running if rng.random() < rng.choice([0.0, 0.1, 1.0], p=[0.7, 0.25, 0.05])]
         for slot in revoked:
-            del self._stays[slot]
+            del self._running[slot]
             self._leaving[slot] = step
-        for slot in [slot for slot in self._stays if rng.random() < 0.06]:
-            del self._stays[slot]
+        for slot in [slot for slot in self._running if rng.random() < 0.06]:
+            del self._running[slot]
         self._leaving = {slot: begun for slot, begun in self._leaving.items() if begun > step - self._depth}
         admissions, grants = [], []
-        free = [slot for slot in range(SLOTS) if slot not in self._stays and slot not in self._leaving]
+        free = [slot for slot in range(SLOTS) if slot not in self._running and slot not in self._leaving]
         for slot in free:
             if rng.random() < 0.4:
                 self._gens[slot] += 1
@@ -94,14 +94,14 @@ class Plans:
                     Admission(slot, int(self._gens[slot]), tokens, prompt, any_params(rng), (11,), computed=0)
                 )
                 grants.append(BlockGrant(slot, 0, np.arange(9, dtype=np.int32) + 9 * slot))
-                self._stays[slot] = [length, 0, LIMITS.max_model_len]
+                self._running[slot] = [length, 0, LIMITS.max_model_len]
         rows, left = [], LIMITS.max_num_batched_tokens
-        for slot in rng.permutation(list(self._stays)).tolist():
-            admitted, computed, most = self._stays[slot]
+        for slot in rng.permutation(list(self._running)).tolist():
+            admitted, computed, most = self._running[slot]
             if rng.random() < 0.1 or computed >= most or not left:
                 continue
             count = 1 if computed >= admitted else int(min(rng.integers(1, admitted - computed + 1), left))
-            self._stays[slot][1] = computed + count
+            self._running[slot][1] = computed + count
             left -= count
             rows.append((slot, computed, count, computed + count >= admitted))
         slots, starts, counts, samples = (np.array(column) for column in zip(*rows, strict=True)) if rows else [()] * 4
@@ -126,7 +126,7 @@ def queued_runner(limits: Limits = LIMITS, strange: int = 0) -> tuple[Runner, Qu
 
 
 def launched_ahead(plans: list[StepPlan], depth: int, strange: int) -> tuple[list[StepOutput], int]:
-    """Compute plans with up to `depth` of them in flight; also count those that were launched behind others."""
+    """Compute plans with up to `depth` in flight; also count those launched after others."""
     runner, pack = queued_runner(strange=strange)
     device = LaunchingDevice(runner)
     outputs: list[StepOutput] = []
@@ -145,7 +145,7 @@ def launched_ahead(plans: list[StepPlan], depth: int, strange: int) -> tuple[lis
 
 
 def plain(value: Any) -> Any:
-    """Return a value that numpy's comparison goes into."""
+    """Return a value as arrays that numpy can compare."""
     if is_dataclass(value):
         return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     return [plain(each) for each in value] if isinstance(value, tuple) else value
@@ -154,7 +154,7 @@ def plain(value: Any) -> Any:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([2, 2, 3]), st.sampled_from([0, 11, 60]))
 @pytest.mark.law("1.1", "1.2", "1.3", "4")
-def test_what_is_launched_ahead_gives_what_it_gives_one_by_one(seed: int, depth: int, strange: int) -> None:
+def test_launch_ahead_equals_sequential_execution(seed: int, depth: int, strange: int) -> None:
     plans = Plans(seed, depth).some(40)
     runner = Runner(NullPack(), QueuedModel(VOCABULARY, strange=strange), LIMITS, QueuedPostprocess)
     expected = [runner.execute(plan) for plan in plans]
@@ -163,8 +163,8 @@ def test_what_is_launched_ahead_gives_what_it_gives_one_by_one(seed: int, depth:
         np.testing.assert_equal(plain(other), plain(one), f"step {one.step}, seed {seed}")
 
 
-def test_the_random_plans_are_launched_ahead_and_have_all_that_is_hostile() -> None:
-    """So that the property above says something."""
+def test_random_plans_cover_launch_ahead_and_edge_cases() -> None:
+    """Guards the property above against becoming vacuous."""
     plans, ahead, errors = 0, 0, 0
     seen: set[str] = set()
     for seed in range(12):
@@ -185,12 +185,12 @@ def test_the_random_plans_are_launched_ahead_and_have_all_that_is_hostile() -> N
 
 
 def decode(runner: Runner, params: SamplingParams, **admission: Any) -> StepPlan:
-    """Launch the prefill of a request; returns the plan of its first decode."""
+    """Launch the prefill of a request; return the plan of its first decode."""
     tokens = np.array([1, 2, 3], np.int32)
     zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
-    came = Admission(0, 1, tokens, 3, params, (), 0, **admission)
+    arrival = Admission(0, 1, tokens, 3, params, (), 0, **admission)
     blocks = np.arange(9, dtype=np.int32)
-    prefill = StepPlan(1, 0, zero, one, zero, 3 * one, zero, one.astype(bool), (came,), (BlockGrant(0, 0, blocks),))
+    prefill = StepPlan(1, 0, zero, one, zero, 3 * one, zero, one.astype(bool), (arrival,), (BlockGrant(0, 0, blocks),))
     runner.launch(prefill)
     return StepPlan(1, 1, zero, one, 3 * one, one, zero, one.astype(bool))
 
@@ -205,7 +205,7 @@ def decode(runner: Runner, params: SamplingParams, **admission: Any) -> StepPlan
         (SamplingParams(reasoning=Reasoning(end=(7,), max_tokens=5)), "grammar"),
     ],
 )
-def test_a_step_whose_choice_depends_on_a_token_in_flight_must_wait(params: SamplingParams, why: str | None) -> None:
+def test_step_depending_on_token_in_flight_waits(params: SamplingParams, why: str | None) -> None:
     runner, _ = queued_runner()
     assert runner.launches_ahead
     plan = decode(runner, params)
@@ -213,32 +213,32 @@ def test_a_step_whose_choice_depends_on_a_token_in_flight_must_wait(params: Samp
     assert found is None if why is None else why in (found or "")
 
 
-def test_a_slot_that_another_request_enters_waits_for_nothing() -> None:
+def test_slot_with_new_request_does_not_wait() -> None:
     runner, _ = queued_runner()
     decode(runner, SamplingParams(bad_words_token_ids=((5, 6),)))
     zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
-    came = Admission(0, 2, np.array([4, 5], np.int32), 2, SamplingParams(), (), 0)
-    assert runner.must_wait(StepPlan(1, 1, zero, 2 * one, zero, 2 * one, zero, one.astype(bool), (came,))) is None
+    arrival = Admission(0, 2, np.array([4, 5], np.int32), 2, SamplingParams(), (), 0)
+    assert runner.must_wait(StepPlan(1, 1, zero, 2 * one, zero, 2 * one, zero, one.astype(bool), (arrival,))) is None
 
 
-def test_a_failure_of_a_request_that_left_does_not_touch_the_next_one_in_its_slot() -> None:
-    """It is told by the steps that computed it, and the grammar that came meanwhile stays."""
+def test_late_failure_does_not_affect_next_request_in_slot() -> None:
+    """The steps that computed it report it, and the new request's grammar is kept."""
     runner, _ = queued_runner(strange=1)
     zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
     plans = []
     for gen, params in ((1, SamplingParams()), (2, SamplingParams(reasoning=Reasoning(end=(7,), max_tokens=5)))):
-        came = Admission(0, gen, np.array([1, 2], np.int32), 2, params, (), 0)
+        arrival = Admission(0, gen, np.array([1, 2], np.int32), 2, params, (), 0)
         grant = BlockGrant(0, 0, np.arange(9, dtype=np.int32))
         samples = np.array([gen == 1])
         count = one + samples
-        plans.append(StepPlan(1, gen, zero, gen * one, zero, count, zero, samples, (came,), (grant,)))
+        plans.append(StepPlan(1, gen, zero, gen * one, zero, count, zero, samples, (arrival,), (grant,)))
     first, second = map(runner.launch, plans)
     assert [slot for slot, _ in runner.finish(first).errors] == [0]
     assert runner.finish(second).errors == ()
     assert runner._grammars.among(zero).tolist() == [0]
 
 
-def test_beside_a_drafter_every_step_waits() -> None:
+def test_every_step_waits_with_a_drafter() -> None:
     from tests.runner.test_failures import Guessing
 
     limits = msgspec.structs.replace(LIMITS, max_drafts=2)

@@ -1,4 +1,4 @@
-"""Padding: it is charged, writes nothing but the spare block, and changes nothing of what is computed."""
+"""Padding is charged, writes only the spare block, and does not change results."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def admission(slot: int, length: int) -> Admission:
 
 
 def plan(step: int, rows: list[tuple[int, int, int, int]], **more: Any) -> StepPlan:
-    """Rows of (slot, start, own tokens, drafts), all of which sample."""
+    """Return rows of (slot, start, own tokens, drafts), all of which sample."""
     slots, starts, own, drafts = (ids(*column) for column in zip(*rows, strict=True))
     ones = np.ones(len(rows), np.int32)
     return StepPlan(1, step, slots, ones, starts, own + drafts, drafts, ones.astype(np.bool_), **more)
 
 
 def batch(*slots: tuple[int, int]) -> PersistentBatch:
-    """Slots of (length, drafts)."""
+    """Return slots of (length, drafts)."""
     result = PersistentBatch(LIMITS)
     for slot, (length, drafts) in enumerate(slots):
         result.admit(admission(slot, length))
@@ -67,27 +67,27 @@ def decodes(*drafts: int, length: int = 5) -> tuple[StepPlan, PersistentBatch]:
     return plan(0, rows), batch(*((length, some) for some in drafts))
 
 
-def test_a_padded_step_is_charged_as_it_is_computed() -> None:
+def test_padded_step_is_charged_at_padded_size() -> None:
     assert resolve_rows(*decodes(0, 0), LIMITS, lambda rows, width: (8, 1)).shape == (8, 1)
     assert resolve_rows(*decodes(3, 1), LIMITS, lambda rows, width: (10, 4)).shape == (10, 4)
-    with pytest.raises(BudgetExceeded, match="computes 44 tokens; the budget is 40"):
+    with pytest.raises(BudgetExceeded, match="computes 44 tokens, over the budget 40"):
         resolve_rows(*decodes(3, 1), LIMITS, lambda rows, width: (11, 4))
 
 
-def test_a_pack_is_asked_with_the_drafts_that_there_are() -> None:
-    asked: list[tuple[int, int]] = []
+def test_pack_receives_actual_draft_count() -> None:
+    shapes: list[tuple[int, int]] = []
     planned, slots = decodes(3, 1)
     slots.num_drafts[:] = 1
-    resolve_rows(planned, slots, LIMITS, lambda rows, width: asked.append((rows, width)))
-    assert asked == [(2, 2)]
+    resolve_rows(planned, slots, LIMITS, lambda rows, width: shapes.append((rows, width)))
+    assert shapes == [(2, 2)]
 
 
-def test_a_request_shorter_than_a_row_is_computed_as_it_is() -> None:
+def test_request_shorter_than_a_row_is_not_padded() -> None:
     assert resolve_rows(*decodes(1, 0, length=3), LIMITS, lambda rows, width: (2, 4)).shape is None
     assert resolve_rows(*decodes(1, 0, length=4), LIMITS, lambda rows, width: (2, 4)).shape == (2, 4)
 
 
-def test_padding_rows_lie_in_the_spare_block() -> None:
+def test_padding_rows_use_the_spare_block() -> None:
     planned, slots = decodes(0, 0)
     rows = resolve_rows(planned, slots, LIMITS, lambda rows, width: (4, 1))
     step = gather_inputs(rows, slots.tokens, slots.tables, BLOCK, spare_block=30)
@@ -103,7 +103,7 @@ def test_padding_rows_lie_in_the_spare_block() -> None:
 
 @dataclass
 class Work:
-    """A step of few tokens a row, and the shape that it is padded to."""
+    """Step with few tokens per row, and the shape that it is padded to."""
 
     rows: list[tuple[int, int, int, int]]
     lengths: list[int]
@@ -131,20 +131,20 @@ def works(draw: st.DrawFn) -> Work:
 
 
 @given(works())
-def test_padding_writes_the_spare_block_alone_and_real_tokens_are_where_they_were(work: Work) -> None:
+def test_padding_writes_only_spare_block(work: Work) -> None:
     (plain, expected), (rows, step) = work.inputs(padded=False), work.inputs(padded=True)
     count, (height, width) = len(work.rows), work.shape
     assert len(step.token_ids) == len(step.positions) == len(step.kv_slots) == height * width
     assert step.query_start.tolist() == [width * row for row in range(height + 1)]
     assert (step.max_query, step.uniform) == (width, True)
-    # What is computed of a request is its own tokens, in their order, at the end of its row.
+    # Each request computes its own tokens, in order, at the end of its row.
     own = np.concatenate([begin + np.arange(count) for begin, count in zip(rows.begins, rows.counts, strict=True)])
     for name in ("token_ids", "positions", "kv_slots"):
         np.testing.assert_array_equal(getattr(step, name)[own], getattr(expected, name))
     np.testing.assert_array_equal(own[plain.logits_rows], rows.logits_rows)
     others = np.setdiff1d(np.arange(height * width), own)
     assert (step.kv_slots[others] // BLOCK == 30).all()
-    # Every row is one that the contract allows: consecutive positions that end with its context.
+    # Every row satisfies the contract: consecutive positions that end with its context.
     ends = step.context_len[:, None] - width + np.arange(width)
     np.testing.assert_array_equal(step.positions.reshape(height, width), ends)
     np.testing.assert_array_equal(step.context_len[:count], expected.context_len)
@@ -154,7 +154,7 @@ def test_padding_writes_the_spare_block_alone_and_real_tokens_are_where_they_wer
 
 
 class Padding(NumpyOps):
-    """The oracle with padding, up to the budget: a multiple of three rows, and one token each or 1 + k."""
+    """Oracle that pads up to the budget: to a multiple of three rows with one token, or 1 + k."""
 
     def padded(self, rows: int, width: int) -> tuple[int, int] | None:
         shape = -(-rows // 3) * 3, 1 if width == 1 else 1 + K
@@ -168,7 +168,7 @@ class Padding(NumpyOps):
 
 @pytest.fixture(scope="module")
 def runners(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Make pairs of runners, the second of which pads."""
+    """Create pairs of runners, the second of which pads."""
     folder = tmp_path_factory.mktemp("llama")
     write_checkpoint("llama", folder)
     packs = [NumpyOps(), Padding()]
@@ -191,7 +191,7 @@ def begin(runners: list[Any], lengths: list[int]) -> list[Runner]:
 
 
 @given(st.data())
-def test_texts_are_those_without_padding_whatever_is_drafted(runners: list[Any], data: st.DataObject) -> None:
+def test_padding_does_not_change_texts_with_drafts(runners: list[Any], data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=5))
     pair = begin(runners, lengths)
     for step in range(1, 4):
@@ -209,8 +209,8 @@ def test_texts_are_those_without_padding_whatever_is_drafted(runners: list[Any],
     np.testing.assert_allclose(*(runner.cache.export_blocks(blocks) for runner in pair), atol=1e-5)
 
 
-def test_padding_carries_no_nan_from_one_request_to_another(runners: list[Any]) -> None:
-    """The keys of one are broken, and its row is padded: nobody else notices, in this step or a later one."""
+def test_nan_does_not_spread_through_padding(runners: list[Any]) -> None:
+    """The keys of one request are NaN and its row is padded: no other request is affected, now or later."""
     pair = begin(runners, [7, 7, 7])
     for runner in pair:
         runner.cache.import_blocks(ids(0, 1), np.full_like(runner.cache.export_blocks(ids(0, 1)), np.nan))

@@ -1,4 +1,4 @@
-"""The runner writes token matrices with the postprocessor that fits its backend."""
+"""The runner writes token matrices with the postprocessor for its backend."""
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from tests.engine.helpers import null_engine
 
 
 @pytest.mark.law("1")
-def test_a_later_step_leaves_an_earlier_matrix_alone():
+def test_later_step_does_not_modify_earlier_matrix():
     matrices, rng = Matrices(PostprocessTarget("numpy", NumpyPostprocess, NumpyOps()), 5, 2), np.random.default_rng(1)
     steps = [random_rows(rng, 5, 2, rows, 5 - rows) for rows in (3, 2, 0, 5, 3)]
     for matrix, rows in [(matrices.begin(rows), rows) for rows in steps]:
@@ -27,36 +27,36 @@ class ForTwo(NumpyPostprocess):
     serves = ("mychip", "numpy")
 
 
-class ForNobody(NumpyPostprocess):
+class ForNothing(NumpyPostprocess):
     serves = "numpy"
 
 
 @pytest.mark.parametrize(
     ("framework", "backend", "fits"), [("numpy", "reference", True), ("torch", "mychip", True), ("torch", "cpu", False)]
 )
-def test_a_postprocessor_is_for_frameworks_or_for_backends(framework, backend, fits):
+def test_postprocessor_targets_frameworks_or_backends(framework, backend, fits):
     if fits:
         require_fit(ForTwo, "two", framework, backend)
         return
-    with pytest.raises(PluginError, match="two is not for the backend cpu, whose arrays are those of torch"):
+    with pytest.raises(PluginError, match=r"two does not support the backend cpu \(framework torch"):
         require_fit(ForTwo, "two", framework, backend)
 
 
-@pytest.mark.parametrize("cls", [ForNobody, Postprocess])
-def test_who_does_not_say_properly_what_it_serves_serves_nobody(cls):
-    with pytest.raises(PluginError, match="it serves"):
-        require_fit(cls, "nobody", "num", "numpy")
+@pytest.mark.parametrize("cls", [ForNothing, Postprocess])
+def test_postprocessor_with_invalid_target_is_rejected(cls):
+    with pytest.raises(PluginError, match="it supports"):
+        require_fit(cls, "unused", "num", "numpy")
 
 
-def test_an_engine_refuses_a_postprocessor_for_another_framework():
-    with pytest.raises(PluginError, match="torch is not for the backend null") as refused:
+def test_postprocessor_for_other_framework_is_rejected():
+    with pytest.raises(PluginError, match="torch does not support the backend null") as refused:
         null_engine(postprocess="torch")
     assert refused.value.exit_code == 4
 
 
-@pytest.mark.parametrize("asked", [None, "numpy"])
-def test_the_summary_mentions_another_than_the_default(asked):
-    engine = null_engine(postprocess=asked)
+@pytest.mark.parametrize("name", [None, "numpy"])
+def test_summary_names_non_default_postprocessor(name):
+    engine = null_engine(postprocess=name)
     engine.close()
     assert engine.info.postprocess is None
     assert "Postprocess" not in dict(summary(engine.info, ServerConfig(), ""))

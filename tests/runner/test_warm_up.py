@@ -1,4 +1,4 @@
-"""What is computed before the first request."""
+"""Warm-up steps before the first request."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ LIMITS = Limits(
 
 
 @pytest.mark.parametrize(("most", "length"), [(None, 64), (5, 5), (1000, 64)])
-def test_a_warm_up_is_the_longest_prefill_or_as_long_as_the_pack_says(monkeypatch, most, length):
+def test_warm_up_prefill_has_maximum_or_pack_length(monkeypatch, most, length):
     engine = null_engine(max_num_batched_tokens=64)
     runner, computed = engine.probe().runner, []
     monkeypatch.setattr(
         runner, "execute", lambda plan: computed.append((plan.num_tokens.tolist(), plan.starts.tolist()))
     )
     monkeypatch.setattr(runner.ops, "warm_up_tokens", most)
-    told = []
-    assert runner.warm_up(lambda *progress: told.append(progress)) > 0
+    calls = []
+    assert runner.warm_up(lambda *progress: calls.append(progress)) > 0
     engine.close()
     assert computed == [([length], [0]), ([1], [length])]
-    assert told == [(0, 2), (1, 2), (2, 2)]
+    assert calls == [(0, 2), (1, 2), (2, 2)]
 
 
-def test_steps_that_a_pack_wants_follow_and_drafts_take_a_step_of_their_own() -> None:
+def test_pack_warm_up_steps_follow_with_separate_draft_steps() -> None:
     params = SamplingParams(top_k=3)
     drafting = (WarmUpRow(5, 2), WarmUpRow(1, 2))
     plans = warm_up_plans(LIMITS, 7, [(WarmUpRow(9, params=params), WarmUpRow()), drafting])
@@ -52,7 +52,7 @@ def test_steps_that_a_pack_wants_follow_and_drafts_take_a_step_of_their_own() ->
         [3, 3],
         [2, 2],
     )
-    for plan in plans:  # each in blocks that there are, with room for what is sampled
+    for plan in plans:  # each within existing blocks, with room for sampled tokens
         assert all(grant.blocks.max() < LIMITS.num_kv_blocks for grant in plan.grants)
         assert int(plan.num_tokens.sum()) <= LIMITS.max_num_batched_tokens
 
@@ -69,12 +69,12 @@ def test_steps_that_a_pack_wants_follow_and_drafts_take_a_step_of_their_own() ->
         (),
     ],
 )
-def test_steps_beyond_the_limits_are_left_out(beyond: WarmUpStep) -> None:
+def test_warm_up_steps_beyond_limits_are_skipped(beyond: WarmUpStep) -> None:
     assert len(warm_up_plans(LIMITS, 7, [beyond])) == 2
 
 
-def test_what_a_pack_wants_is_computed_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are really verified, and neither tokens nor penalties stay behind."""
+def test_warm_up_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are really verified, and neither tokens nor penalties are kept."""
     engine = null_engine(max_num_batched_tokens=64, max_num_seqs=4, max_forced_tokens=2)
     runner = engine.probe().runner
     assert runner.limits.max_drafts == 2

@@ -1,4 +1,4 @@
-"""A scheduler driven by hand: what it plans, and the answers of a runner that a test makes up."""
+"""Helpers that drive a scheduler step by step with scripted runner outputs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 _wanted: WeakKeyDictionary[ContinuousBatchingScheduler, list[Effect]] = WeakKeyDictionary()
-"""What each scheduler wanted done outside steps since a test last asked."""
+"""Effects of each scheduler that no test has taken yet."""
 
 
 def add(scheduler: ContinuousBatchingScheduler, spec: RequestSpec) -> Request:
-    """Queue a request and return what the scheduler knows of it."""
+    """Queue a request and return the scheduler's record of it."""
     _remember(scheduler, scheduler.add(spec))
     return scheduler.probe().requests[spec.request_id]
 
 
 def next_plan(scheduler: ContinuousBatchingScheduler) -> StepPlan | None:
-    """The next plan, None if a step could do nothing."""
+    """Return the next plan, or None if a step would do nothing."""
     plan, effects = scheduler.plan()
     _remember(scheduler, effects)
     assert plan is None or plan.total_tokens <= scheduler.limits.max_num_batched_tokens
@@ -45,7 +45,7 @@ def next_plan(scheduler: ContinuousBatchingScheduler) -> StepPlan | None:
 
 
 def planned(scheduler: ContinuousBatchingScheduler) -> StepPlan:
-    """The next plan, which there has to be."""
+    """Return the next plan, which must exist."""
     plan = next_plan(scheduler)
     assert plan is not None
     return plan
@@ -60,7 +60,9 @@ def output_of(
     tokens: Mapping[int, list[int]] | None = None,
     errors: tuple[tuple[int, str], ...] = (),
 ) -> StepOutput:
-    """The answer of a healthy runner: rows that sample deliver `token`, or what `tokens` says for their slot."""
+    """Return the output of a healthy runner: rows that sample deliver `token`, or the entry of `tokens` for their
+    slot.
+    """
     limits = scheduler.limits
     matrix = np.full((limits.max_num_seqs, 1 + limits.max_drafts), EMPTY_TOKEN_ID, np.int32)
     gens = scheduler.probe().slots.gen.copy()
@@ -78,36 +80,36 @@ def output_of(
 
 
 def commit(scheduler: ContinuousBatchingScheduler, plan: StepPlan, output: StepOutput) -> list[Delta]:
-    """Apply an answer and return what the clients are told."""
+    """Commit an output and return the deltas for clients."""
     deltas, effects = scheduler.commit(plan, output)
     _remember(scheduler, effects)
     return deltas
 
 
 def answer(scheduler: ContinuousBatchingScheduler, plan: StepPlan, token: int = 50) -> list[Delta]:
-    """Apply the answer of a healthy runner and return what the clients are told."""
+    """Commit the output of a healthy runner and return the deltas for clients."""
     return commit(scheduler, plan, output_of(scheduler, plan, token))
 
 
 def take_effects(scheduler: ContinuousBatchingScheduler) -> list[Effect]:
-    """What a scheduler wanted done outside steps since the last call, also what its next call would return."""
+    """Return the scheduler's effects since the last call, including those that its next call would return."""
     effects = _wanted.pop(scheduler, [])
     effects.extend(scheduler.probe().operations.take()[0])
     return effects
 
 
 def num_running(scheduler: ContinuousBatchingScheduler) -> int:
-    """Requests that run."""
+    """Return the number of running requests."""
     return int(scheduler.probe().slots.running.sum())
 
 
 def num_loading(scheduler: ContinuousBatchingScheduler) -> int:
-    """Requests in slots whose KV is on its way."""
+    """Return the number of requests in slots whose KV is still loading."""
     return int(scheduler.probe().slots.loading.sum())
 
 
 def num_draining(scheduler: ContinuousBatchingScheduler) -> int:
-    """Slots that were revoked and are not released."""
+    """Return the number of preempted slots that are not yet freed."""
     return int(scheduler.probe().slots.draining.sum())
 
 

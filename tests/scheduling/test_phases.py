@@ -1,4 +1,4 @@
-"""Where the time of requests goes: all of it is told, under the reason that is true."""
+"""Request durations: all time is attributed, under the correct wait reason."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LIMITS = Limits(
 )
 
 
-class Hand:
-    """A clock that is moved by hand."""
+class ManualClock:
+    """Manually advanced clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -48,7 +48,7 @@ def made(
         limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep, clock=clock
     )
     scheduler = kind(setup)
-    scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: shortages come soon
+    scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # override: early shortages
     return scheduler
 
 
@@ -57,28 +57,28 @@ def spec(name: str, length: int = 10, max_tokens: int = 4, first: int = 0) -> Re
     return RequestSpec(request_id=name, prompt=prompt, params=SamplingParams(max_tokens=max_tokens))
 
 
-def told(scheduler: ContinuousBatchingScheduler, name: str) -> dict[str, float]:
-    """The phases of a request that lasted, by name."""
+def durations_of(scheduler: ContinuousBatchingScheduler, name: str) -> dict[str, float]:
+    """Return the non-zero durations of a request, by wait reason."""
     phases = scheduler.phases(name)
     assert phases is not None
     return {PHASE_NAMES[index]: seconds for index, seconds in enumerate(phases) if seconds}
 
 
-def step(scheduler: ContinuousBatchingScheduler, clock: Hand, seconds: float = 1.0) -> list[Delta]:
+def step(scheduler: ContinuousBatchingScheduler, clock: ManualClock, seconds: float = 1.0) -> list[Delta]:
     plan = next_plan(scheduler)
     clock.now += seconds
     return [] if plan is None else answer(scheduler, plan)
 
 
-def test_without_a_clock_nothing_is_told() -> None:
+def test_no_durations_without_a_clock() -> None:
     scheduler = made(None)
     add(scheduler, spec("one"))
     assert scheduler.phases("one") is None and scheduler.stats().phases is None
     assert {delta.phases for delta in answer(scheduler, planned(scheduler))} == {None}
 
 
-def test_who_waits_for_a_slot_is_told_so_with_its_first_and_its_last_delta() -> None:
-    clock = Hand()
+def test_slot_wait_is_reported_with_first_and_last_delta() -> None:
+    clock = ManualClock()
     scheduler = made(clock, max_num_seqs=1)
     add(scheduler, spec("first", max_tokens=2))
     add(scheduler, spec("second", max_tokens=3, first=50))
@@ -92,27 +92,27 @@ def test_who_waits_for_a_slot_is_told_so_with_its_first_and_its_last_delta() -> 
     assert (("slot",), 2.0) in samples and (("computing",), 5.0) in samples
 
 
-def test_who_waits_for_blocks_is_told_so() -> None:
-    clock = Hand()
+def test_wait_for_blocks_is_reported() -> None:
+    clock = ManualClock()
     scheduler = made(clock, num_kv_blocks=16)
     add(scheduler, spec("large", 60, 3))
     add(scheduler, spec("next", 10, first=50))
-    add(scheduler, spec("behind", 1, first=70))
+    add(scheduler, spec("later", 1, first=70))
     for _ in range(2):
         step(scheduler, clock)
-    assert told(scheduler, "next") == told(scheduler, "behind") == {"blocks": 2.0}
+    assert durations_of(scheduler, "next") == durations_of(scheduler, "later") == {"blocks": 2.0}
 
 
-def test_a_budget_that_others_use_is_told_in_line_and_in_a_slot() -> None:
-    clock = Hand()
+def test_exhausted_budget_is_reported_queued_and_running() -> None:
+    clock = ManualClock()
     scheduler = made(clock, max_num_batched_tokens=8)
     for index in range(3):
         add(scheduler, spec(str(index), 12, first=30 * index))
     step(scheduler, clock)  # 8 of the first
     step(scheduler, clock)  # 4 of the first, 4 of the second
     step(scheduler, clock)  # 1 of the first, 7 of the second
-    assert told(scheduler, "1") == {"budget": 1.0, "computing": 2.0}
-    assert told(scheduler, "2") == {"budget": 3.0}
+    assert durations_of(scheduler, "1") == {"budget": 1.0, "computing": 2.0}
+    assert durations_of(scheduler, "2") == {"budget": 3.0}
     narrow = made(clock, max_num_batched_tokens=2, keep=1)
     for index in range(3):
         add(narrow, spec(str(index), 8, 20, first=30 * index))
@@ -130,32 +130,32 @@ def test_a_budget_that_others_use_is_told_in_line_and_in_a_slot() -> None:
         for slot in {0, 1, 2} - set(plan.slots.tolist()):
             left_out[slot] += 1.0
         answer(narrow, plan)
-    found = [told(narrow, name) for name in "012"]
+    found = [durations_of(narrow, name) for name in "012"]
     assert [sum(each.values()) for each in found] == [12.0] * 3
     assert [each["budget"] for each in found] == left_out and min(left_out) >= 3
 
 
-def test_who_waits_for_the_prefix_that_another_computes_is_told_so() -> None:
-    clock = Hand()
+def test_wait_for_shared_prefix_is_reported() -> None:
+    clock = ManualClock()
     scheduler = made(clock, max_num_batched_tokens=8)
     add(scheduler, spec("first", 16))
     step(scheduler, clock)
     add(scheduler, spec("same", 24))
     for _ in range(3):
         step(scheduler, clock)
-    assert told(scheduler, "same") == {"budget": 1.0, "computing": 2.0}
+    assert durations_of(scheduler, "same") == {"budget": 1.0, "computing": 2.0}
     wide = made(clock, max_num_batched_tokens=12)
     add(wide, spec("first", 20))
     step(wide, clock)
     add(wide, spec("same", 24))
     step(wide, clock)
-    assert told(wide, "same") == {"prefix": 1.0}
+    assert durations_of(wide, "same") == {"prefix": 1.0}
     step(wide, clock)
-    assert told(wide, "same") == {"prefix": 1.0, "computing": 1.0}
+    assert durations_of(wide, "same") == {"prefix": 1.0, "computing": 1.0}
 
 
-def test_a_store_that_is_asked_and_read_is_told_so() -> None:
-    clock = Hand()
+def test_store_lookup_and_load_are_reported() -> None:
+    clock = ManualClock()
     scheduler = made(clock, keep=1)
     add(scheduler, spec("stored", 18))
     (lookup,) = take_effects(scheduler)
@@ -172,34 +172,34 @@ def test_a_store_that_is_asked_and_read_is_told_so() -> None:
     assert (delta.phases[Phase.STORE], delta.phases[Phase.COMPUTING], sum(delta.phases)) == (0.75, 1.0, 1.75)
 
 
-def test_who_is_preempted_is_told_so_until_it_is_resumed() -> None:
-    clock = Hand()
+def test_preemption_is_reported_until_resumed() -> None:
+    clock = ManualClock()
     scheduler = made(clock, num_kv_blocks=9)
     add(scheduler, spec("old", 12, 14))
     add(scheduler, spec("young", 12, 14, first=50))
     while scheduler.stats().counters.preemptions == 0:
         step(scheduler, clock)
-    ran = told(scheduler, "young")
+    ran = durations_of(scheduler, "young")
     while scheduler.probe().requests["young"].state is not State.RUNNING:
-        assert set(told(scheduler, "young")) == {"computing", "preempted"}
+        assert set(durations_of(scheduler, "young")) == {"computing", "preempted"}
         step(scheduler, clock)
-    back = told(scheduler, "young")
+    back = durations_of(scheduler, "young")
     step(scheduler, clock)
-    assert back["preempted"] >= 5 and told(scheduler, "young")["computing"] == back["computing"] + 1
+    assert back["preempted"] >= 5 and durations_of(scheduler, "young")["computing"] == back["computing"] + 1
     assert ran["computing"] <= back["computing"] <= ran["computing"] + 1
 
 
-def test_what_a_scheduler_keeps_out_by_a_rule_of_its_own_is_told_so() -> None:
+def test_custom_admission_rule_is_reported() -> None:
     class Closed(ContinuousBatchingScheduler):
         def admit(self, draft: PlanBuilder, step: int) -> None:
             pass
 
-    clock = Hand()
+    clock = ManualClock()
     scheduler = made(clock, Closed)
     add(scheduler, spec("one"))
     step(scheduler, clock)
     step(scheduler, clock)
-    assert told(scheduler, "one") == {"scheduler": 2.0}
+    assert durations_of(scheduler, "one") == {"scheduler": 2.0}
 
 
 @settings(max_examples=60, deadline=None)
@@ -210,13 +210,13 @@ def test_what_a_scheduler_keeps_out_by_a_rule_of_its_own_is_told_so() -> None:
     st.sampled_from([6, 16, 64]),
     st.booleans(),
 )
-def test_all_time_of_every_request_is_told_and_in_a_slot_or_out_of_it_where_it_was(
+def test_durations_cover_all_time_queued_and_running(
     seed: int, slots: int, blocks: int, budget: int, keep: bool
 ) -> None:
-    """A second account is kept by looking at the states of all requests whenever the clock moves."""
-    draw, clock = np.random.default_rng(seed), Hand()
+    """A second account samples the states of all requests whenever the clock advances."""
+    draw, clock = np.random.default_rng(seed), ManualClock()
     scheduler = made(clock, max_num_seqs=slots, num_kv_blocks=blocks, max_num_batched_tokens=budget, keep=int(keep))
-    came: dict[str, float] = {}
+    arrived: dict[str, float] = {}
     inside: dict[str, float] = {}
     leaving: dict[str, float] = {}
     outside = (Phase.SLOT, Phase.BLOCKS, Phase.BUDGET, Phase.SCHEDULER, Phase.PREFIX, Phase.STORE, Phase.PREEMPTED)
@@ -236,15 +236,15 @@ def test_all_time_of_every_request_is_told_and_in_a_slot_or_out_of_it_where_it_w
                 continue
             name = delta.request_id
             assert min(delta.phases) >= 0
-            assert sum(delta.phases) == pytest.approx(clock.now - came[name])
-            waited = clock.now - came[name] - inside[name] - leaving[name]
+            assert sum(delta.phases) == pytest.approx(clock.now - arrived[name])
+            waited = clock.now - arrived[name] - inside[name] - leaving[name]
             assert delta.phases[Phase.COMPUTING] <= inside[name] + leaving[name] + 1e-6
             assert sum(delta.phases[phase] for phase in outside) >= waited - 1e-6
 
     for index in range(60):
         if index < 30 and draw.random() < 0.6:
             name = str(index)
-            came[name], inside[name], leaving[name] = clock.now, 0.0, 0.0
+            arrived[name], inside[name], leaving[name] = clock.now, 0.0, 0.0
             length, most = int(draw.integers(1, 40)), int(draw.integers(1, 20))
             add(scheduler, spec(name, length, most, first=int(draw.integers(0, 3)) * 20))
         move()

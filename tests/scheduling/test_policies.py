@@ -1,4 +1,4 @@
-"""Who comes first, and who is preempted."""
+"""Order of admission and choice of preemption victims."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request(arrival: int, tenant: str = "", prompt: int = 1, max_tokens: int = 9
 
 
 class Queue:
-    """Requests that arrive, are admitted in turn and end, as a scheduler's do; each generates `uses` of its tokens."""
+    """Requests that arrive, are admitted in order and end, as in a scheduler; each generates `uses` of its tokens."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.policy = policy
@@ -73,7 +73,7 @@ class Queue:
         self.waiting.turn_changed(ended)
 
     def turns(self, count: int, uses: dict[str, int]) -> Counter[str]:
-        """Serve `count` requests one by one, of tenants that always have another; returns how often it was whose."""
+        """Serve `count` requests one at a time from always backlogged tenants; return how many each tenant got."""
         served: Counter[str] = Counter()
         for _ in range(count):
             chosen = self.admit()
@@ -84,10 +84,10 @@ class Queue:
         return served
 
 
-# An equal share for each tenant -------------------------------------------------------------------------------
+# Fair share per tenant ----------------------------------------------------------------------------------------
 
 
-def test_a_tenant_with_many_requests_does_not_delay_one_with_few() -> None:
+def test_busy_tenant_does_not_delay_light_tenant() -> None:
     queue = Queue(FairShare())
     for _ in range(10):
         queue.add("greedy")
@@ -96,7 +96,7 @@ def test_a_tenant_with_many_requests_does_not_delay_one_with_few() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.integers(0, 50)), min_size=3, max_size=60))
-def test_backlogged_tenants_get_equal_service_whatever_they_ask_for(arrivals: list[tuple[str, int, int]]) -> None:
+def test_backlogged_tenants_get_equal_service(arrivals: list[tuple[str, int, int]]) -> None:
     queue = Queue(FairShare())
     uses: dict[int, int] = {}
     left: Counter[str] = Counter()
@@ -113,7 +113,7 @@ def test_backlogged_tenants_get_equal_service_whatever_they_ask_for(arrivals: li
         assert max(served.values()) - min(served.values()) <= 2 * 100
 
 
-def test_asking_for_many_tokens_costs_a_tenant_nothing() -> None:
+def test_high_max_tokens_does_not_cost_a_tenant() -> None:
     queue = Queue(FairShare())
     queue.add("modest", 10, 100)
     queue.add("grand", 10, 32_000)
@@ -121,7 +121,7 @@ def test_asking_for_many_tokens_costs_a_tenant_nothing() -> None:
     assert abs(served["modest"] - served["grand"]) <= 2
 
 
-def test_a_tenant_that_uses_more_gets_fewer_turns() -> None:
+def test_tenant_with_longer_outputs_gets_fewer_turns() -> None:
     queue = Queue(FairShare())
     queue.add("short", 10, 1000)
     queue.add("long", 10, 1000)
@@ -129,8 +129,8 @@ def test_a_tenant_that_uses_more_gets_fewer_turns() -> None:
     assert served["long"] * 200 == pytest.approx(served["short"] * 20, rel=0.2)
 
 
-def test_many_at_a_time_are_charged_what_outputs_usually_are() -> None:
-    """With all slots taken nobody has ended yet, so nothing is corrected: the charge must be near the truth."""
+def test_concurrent_requests_are_charged_typical_output() -> None:
+    """With all slots taken none has ended, so nothing is corrected yet: the charge must be close to actual use."""
     queue = Queue(FairShare())
     queue.add("any", 10, 1000)
     queue.turns(60, {"any": 20})
@@ -143,7 +143,7 @@ def test_many_at_a_time_are_charged_what_outputs_usually_are() -> None:
     assert tokens["long prompts"] == pytest.approx(tokens["short prompts"], abs=240)
 
 
-def test_a_tenant_that_was_idle_saved_nothing_up() -> None:
+def test_idle_tenant_accumulates_no_credit() -> None:
     queue = Queue(FairShare())
     queue.add("busy", 100, 100)
     queue.turns(50, {"busy": 100})
@@ -154,8 +154,8 @@ def test_a_tenant_that_was_idle_saved_nothing_up() -> None:
     assert 4 <= served.count("busy") <= 6
 
 
-def test_a_debt_is_not_forgiven_by_a_pause() -> None:
-    """A tenant that took much at once goes on behind the others, though it had nothing to ask for meanwhile."""
+def test_debt_is_not_forgiven_by_a_pause() -> None:
+    """A tenant that used a burst resumes after the others, although it had no requests meanwhile."""
     queue = Queue(FairShare())
     queue.add("other", 10, 100)
     queue.add("greedy", 10, 20_000)
@@ -168,16 +168,16 @@ def test_a_debt_is_not_forgiven_by_a_pause() -> None:
     assert {queue.admit().spec.tenant for _ in range(10)} == {"other"}
 
 
-def test_whoever_left_the_queue_unserved_is_charged_nothing() -> None:
+def test_unserved_aborted_request_is_not_charged() -> None:
     queue = Queue(FairShare())
     for _ in range(20):
         queue.abort_waiting(queue.add("impatient", 1000, 1000))
     queue.add("impatient")
     queue.add("other")
-    assert queue.admit().spec.tenant == "impatient", "the first to come of two whose clocks are equal"
+    assert queue.admit().spec.tenant == "impatient", "equal clocks: first come, first served"
 
 
-def test_an_abort_gives_back_what_was_charged_and_not_used() -> None:
+def test_abort_refunds_unused_charge() -> None:
     queue = Queue(FairShare())
     queue.add("a", 10, 1000)
     queue.add("b", 10, 1000)
@@ -190,7 +190,7 @@ def test_an_abort_gives_back_what_was_charged_and_not_used() -> None:
     assert served.count("a") > 4 * served.count("b"), "a uses 10 tokens a request, b 120"
 
 
-def test_a_preempted_request_returns_before_every_other_and_is_charged_once() -> None:
+def test_preempted_request_goes_first_and_is_charged_once() -> None:
     queue = Queue(FairShare())
     first = queue.add("a", 10, 50)
     queue.add("b", 10, 50)
@@ -203,7 +203,7 @@ def test_a_preempted_request_returns_before_every_other_and_is_charged_once() ->
     assert queue.admit().spec.tenant == "a"
 
 
-def test_the_end_of_a_request_that_was_preempted_corrects_its_tenants_turn() -> None:
+def test_end_of_preempted_request_corrects_tenant_charge() -> None:
     queue = Queue(FairShare())
     first = queue.add("a", 10, 256)
     queue.admit()
@@ -212,14 +212,14 @@ def test_the_end_of_a_request_that_was_preempted_corrects_its_tenants_turn() -> 
     other = queue.add("b", 10, 100)
     queue.admit()
     waiting = {tenant: queue.add(tenant, 10, 10) for tenant in "ab"}
-    assert queue.waiting.first() is waiting["b"], "charged 110 tokens beside 266"
+    assert queue.waiting.first() is waiting["b"], "charged 110 tokens compared with 266"
     queue.end(first, 1)
     assert queue.waiting.first() is waiting["a"], "it used 11"
     queue.end(other, 0)
     assert queue.waiting.first() is waiting["b"], "it used 10"
 
 
-def test_tenants_are_forgotten_once_nobody_competes() -> None:
+def test_tenants_are_forgotten_without_competition() -> None:
     policy = FairShare()
     queue = Queue(policy)
     for index in range(100):
@@ -230,8 +230,8 @@ def test_tenants_are_forgotten_once_nobody_competes() -> None:
     assert not policy._unfinished
 
 
-def test_a_scheduler_gives_tenants_equal_turns_whatever_they_ask_for() -> None:
-    """With one slot, requests of 20 tokens: the tenant that asks for 32,000 gets as many turns as the one with 100."""
+def test_scheduler_gives_tenants_equal_turns() -> None:
+    """With one slot and requests of 20 tokens, a tenant with max_tokens=32,000 gets as many turns as one with 100."""
     limits = Limits(
         max_num_seqs=1,
         max_num_batched_tokens=64,
@@ -256,10 +256,10 @@ def test_a_scheduler_gives_tenants_equal_turns_whatever_they_ask_for() -> None:
     assert abs(ended.count("grand") - 20) <= 1
 
 
-# What policies see --------------------------------------------------------------------------------------------
+# Policy inputs ------------------------------------------------------------------------------------------------
 
 
-def test_a_policy_learns_of_a_request_what_may_matter_to_it() -> None:
+def test_policy_receives_request_attributes() -> None:
     made = request(3, "t", prompt=4, max_tokens=20)
     assert made.queued() == QueuedRequest(3, 4, 20, 0, "t", False)
     made.tokens.append((1, 2))
@@ -267,7 +267,7 @@ def test_a_policy_learns_of_a_request_what_may_matter_to_it() -> None:
     assert made.queued() == QueuedRequest(3, 6, 18, 0, "t", True)
 
 
-def test_a_preempted_request_keeps_its_rank() -> None:
+def test_preempted_request_keeps_its_rank() -> None:
     queue = Queue(Priority())
     first = queue.add("")
     rank = first.rank
@@ -278,7 +278,7 @@ def test_a_preempted_request_keeps_its_rank() -> None:
     assert queue.admit() is first
 
 
-# Victims ------------------------------------------------------------------------------------------------------
+# Preemption victims -------------------------------------------------------------------------------------------
 
 
 def running(num_tokens: list[int], *, preempted: list[int] | None = None, gained: int = 0) -> RunningRequests:
@@ -294,13 +294,13 @@ def running(num_tokens: list[int], *, preempted: list[int] | None = None, gained
     )
 
 
-def test_only_the_least_important_are_expendable() -> None:
+def test_only_lowest_priority_requests_are_candidates() -> None:
     three = running([5, 5, 5])
     three.priorities[:] = [0, 3, 3]
     assert Priority().expendable(three).tolist() == [1, 2]
 
 
-def test_some_of_the_running_requests_are_seen_with_all_that_is_known_of_them() -> None:
+def test_candidates_carry_full_request_state() -> None:
     three = running([9, 4, 7], preempted=[2], gained=3)
     three.priorities[:] = [0, 5, 6]
     two = three.only(np.array([2, 1]))
@@ -313,17 +313,17 @@ def test_some_of_the_running_requests_are_seen_with_all_that_is_known_of_them() 
     assert two.block_size == 16
 
 
-def test_the_victim_has_the_fewest_tokens_and_is_the_youngest_of_equals() -> None:
+def test_victim_has_fewest_tokens_then_latest_arrival() -> None:
     assert FewestTokens().choose(running([9, 4, 7, 4])) == 3
 
 
-def test_a_request_that_just_came_back_is_spared_until_it_filled_a_block() -> None:
+def test_resumed_request_is_spared_until_it_fills_a_block() -> None:
     assert FewestTokens().choose(running([9, 4, 7], preempted=[1])) == 2
-    assert FewestTokens().choose(running([9, 4, 7], preempted=[0, 1, 2])) == 1, "somebody has to go"
+    assert FewestTokens().choose(running([9, 4, 7], preempted=[0, 1, 2])) == 1, "one victim is needed"
     assert FewestTokens().choose(running([9, 4, 7], preempted=[1], gained=15)) == 2
     assert FewestTokens().choose(running([9, 4, 7], preempted=[1], gained=16)) == 1
 
 
-def test_lifo_takes_the_latest_arrival() -> None:
+def test_lifo_preempts_latest_arrival() -> None:
     assert LatestArrival().choose(running([9, 4, 7])) == 2
     assert LatestArrival().choose(running([9, 4, 7]).only(np.array([1, 0]))) == 0

@@ -1,4 +1,4 @@
-"""What a plan contains: budget, room, admission and take-backs."""
+"""Contents of plans: budget, blocks, admission and preemption."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def scheduler(
             drafts=drafts,
         )
     )
-    made.probe().control.forecast.share = 0.0  # nothing is kept in reserve, so that shortages come soon
+    made.probe().control.forecast.share = 0.0  # no reserve, so that shortages occur early
     return made
 
 
@@ -75,11 +75,11 @@ def spec(name: str, length: int = 6, max_tokens: int = 8, priority: int = 0, fir
     )
 
 
-def test_an_idle_scheduler_has_no_plan() -> None:
+def test_idle_scheduler_has_no_plan() -> None:
     assert scheduler().plan() == (None, NO_EFFECTS)
 
 
-def test_prefill_is_chunked_to_the_budget_and_samples_only_at_its_end() -> None:
+def test_prefill_is_chunked_to_budget_and_samples_at_end() -> None:
     s = scheduler(max_num_batched_tokens=4)
     s.add(spec("a", length=10))
     chunks = []
@@ -90,7 +90,7 @@ def test_prefill_is_chunked_to_the_budget_and_samples_only_at_its_end() -> None:
     assert chunks == [([0], [4], [False]), ([4], [4], [False]), ([8], [2], [True])]
 
 
-def test_decodes_come_before_prefills() -> None:
+def test_decodes_are_planned_before_prefills() -> None:
     s = scheduler(max_num_batched_tokens=8)
     s.add(spec("a"))
     answer(s, planned(s))
@@ -99,8 +99,8 @@ def test_decodes_come_before_prefills() -> None:
     assert plan.num_tokens.tolist() == [1, 7]
 
 
-def test_a_budget_equal_to_the_decode_demand_serves_decodes_and_an_unfinished_prefill_in_turn() -> None:
-    """The second decode comes from a load, which needs no budget, while the prefill is under way."""
+def test_budget_equal_to_decode_demand_alternates_with_prefill() -> None:
+    """The second decode starts from a load, which needs no budget, during the prefill."""
     limits = msgspec.structs.replace(scheduler().limits, max_num_batched_tokens=2)
     s = ContinuousBatchingScheduler(
         SchedulerSetup(limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=KeepKV())
@@ -126,7 +126,7 @@ def test_a_budget_equal_to_the_decode_demand_serves_decodes_and_an_unfinished_pr
     assert (len(served), min(served.count(slot) for slot in range(3))) == (18, 6)
 
 
-def test_the_smallest_budget_makes_progress() -> None:
+def test_smallest_budget_makes_progress() -> None:
     s = scheduler(max_num_batched_tokens=1)
     s.add(spec("a", length=3, max_tokens=4))
     deltas = [delta for _ in range(6) for delta in answer(s, planned(s))]
@@ -135,7 +135,7 @@ def test_the_smallest_budget_makes_progress() -> None:
 
 
 @pytest.mark.law("2.3")
-def test_a_request_that_was_aborted_in_the_same_pass_is_not_charged() -> None:
+def test_request_aborted_in_same_pass_is_not_charged() -> None:
     s = scheduler()
     s.add(spec("a"))
     answer(s, planned(s))
@@ -145,7 +145,7 @@ def test_a_request_that_was_aborted_in_the_same_pass_is_not_charged() -> None:
 
 
 @pytest.mark.law("2.4")
-def test_a_take_back_happens_even_when_no_budget_is_left() -> None:
+def test_preemption_needs_no_budget() -> None:
     s = scheduler(max_num_batched_tokens=2)
     for name in "abc":
         s.add(spec(name, length=1))
@@ -157,7 +157,7 @@ def test_a_take_back_happens_even_when_no_budget_is_left() -> None:
     assert plan.total_tokens == 2
 
 
-def test_blocks_running_out_takes_back_the_youngest_only() -> None:
+def test_block_shortage_preempts_only_the_youngest() -> None:
     s = scheduler(num_kv_blocks=10, max_num_seqs=3)
     for index, name in enumerate("abc"):
         s.add(spec(name, length=4, max_tokens=30, first=10 * index))
@@ -165,14 +165,14 @@ def test_blocks_running_out_takes_back_the_youngest_only() -> None:
     while not victims:
         plan = planned(s)
         victims = [back.slot for back in plan.revocations]
-        assert not (victims and plan.admissions), "a pass that preempted admits nobody"
+        assert not (victims and plan.admissions), "a pass that preempted admits no request"
         answer(s, plan)
     assert victims == [2]
     s.check_integrity()
 
 
 @pytest.mark.law("3.4")
-def test_blocks_that_are_fenced_are_waited_for_before_another_victim_is_taken() -> None:
+def test_fenced_blocks_are_awaited_before_second_preemption() -> None:
     s = scheduler(num_kv_blocks=10, max_num_seqs=3, pipeline_depth=2)
     for index, name in enumerate("abc"):
         s.add(spec(name, length=4, max_tokens=30, first=10 * index))
@@ -194,7 +194,7 @@ def test_blocks_that_are_fenced_are_waited_for_before_another_victim_is_taken() 
     s.check_integrity()
 
 
-def test_priority_goes_first_and_is_taken_back_last() -> None:
+def test_high_priority_is_admitted_first_and_preempted_last() -> None:
     s = scheduler(Priority(), max_num_seqs=1)
     s.add(spec("low", priority=5))
     s.add(spec("high", priority=-1))
@@ -205,7 +205,7 @@ def test_priority_goes_first_and_is_taken_back_last() -> None:
 
 
 @pytest.mark.law("2.1")
-def test_a_cached_prefix_is_not_charged_but_the_last_token_always_is() -> None:
+def test_cached_prefix_is_free_except_last_token() -> None:
     s = scheduler(hasher=HASHER)
     s.add(spec("a", length=8))
     answer(s, planned(s))
@@ -215,12 +215,12 @@ def test_a_cached_prefix_is_not_charged_but_the_last_token_always_is() -> None:
     assert (plan.starts[row], plan.num_tokens[row]) == (4, 4)
 
 
-def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers() -> None:
+def test_prompt_filling_context_is_rejected_with_limits() -> None:
     with pytest.raises(BadRequest, match=r"40 tokens.*at most 40"):
         scheduler().add(spec("a", length=40))
 
 
-def test_what_add_decides_is_returned_at_once_and_what_abort_decides_by_the_next_plan_or_commit() -> None:
+def test_decisions_of_add_and_abort_are_returned_once() -> None:
     s = ContinuousBatchingScheduler(
         SchedulerSetup(
             limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=KeepKV()
@@ -240,7 +240,7 @@ def test_what_add_decides_is_returned_at_once_and_what_abort_decides_by_the_next
     assert s.has_work
 
 
-def test_an_abort_of_a_request_that_waits_ends_it_at_once() -> None:
+def test_abort_of_waiting_request_ends_it_immediately() -> None:
     s = scheduler()
     s.add(spec("a"))
     assert s.abort("a") == Delta("a", finish_reason=FinishReason.ABORT)
@@ -250,7 +250,7 @@ def test_an_abort_of_a_request_that_waits_ends_it_at_once() -> None:
 
 
 @pytest.mark.law("1.7")
-def test_an_abort_of_a_running_request_ends_it_with_its_release() -> None:
+def test_abort_of_running_request_ends_it_on_release() -> None:
     s = scheduler()
     s.add(spec("a"))
     answer(s, planned(s))
@@ -259,7 +259,7 @@ def test_an_abort_of_a_running_request_ends_it_with_its_release() -> None:
     assert not s.has_work
 
 
-def test_load_or_recompute_is_told_once_with_the_plan_that_decided() -> None:
+def test_load_or_recompute_decision_is_returned_once() -> None:
     s = ContinuousBatchingScheduler(
         SchedulerSetup(
             limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=KeepKV()
@@ -277,7 +277,7 @@ def test_load_or_recompute_is_told_once_with_the_plan_that_decided() -> None:
     assert s.commit(plan, output_of(s, plan))[1] == NO_EFFECTS
 
 
-def test_prefixes_that_the_device_came_to_hold_and_lost_are_told_once() -> None:
+def test_prefix_cache_events_are_returned_once() -> None:
     s = ContinuousBatchingScheduler(
         SchedulerSetup(limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, kv_events=True)
     )
@@ -292,13 +292,13 @@ def test_prefixes_that_the_device_came_to_hold_and_lost_are_told_once() -> None:
     assert len(s.plan()[1].events) == 1
 
 
-def test_an_empty_prompt_is_refused() -> None:
+def test_empty_prompt_is_rejected() -> None:
     with pytest.raises(BadRequest, match="no tokens"):
         scheduler().add(spec("a", length=0))
 
 
 @pytest.mark.law("2.1", "1.5")
-def test_a_slot_that_loads_hears_nothing_of_drafts_of_the_gen_before() -> None:
+def test_loading_slot_ignores_drafts_of_previous_gen() -> None:
     s = ContinuousBatchingScheduler(
         SchedulerSetup(
             limits=scheduler(max_num_seqs=1, max_drafts=3).limits,
@@ -321,7 +321,7 @@ def test_a_slot_that_loads_hears_nothing_of_drafts_of_the_gen_before() -> None:
 
 
 @pytest.mark.law("8")
-def test_a_plan_cannot_be_written() -> None:
+def test_plan_arrays_are_read_only() -> None:
     s = scheduler()
     s.add(spec("a"))
     plan = planned(s)
@@ -329,7 +329,7 @@ def test_a_plan_cannot_be_written() -> None:
     assert not any(column.flags.writeable for column in columns)
 
 
-def test_a_new_residency_is_not_charged_for_the_drafts_of_the_one_before() -> None:
+def test_new_request_in_slot_is_not_charged_for_old_drafts() -> None:
     s = scheduler(max_num_seqs=1, max_drafts=3, drafts=DraftControl(1, 3, cheap_tokens=100))
     s.add(spec("a", length=1, max_tokens=1))
     first = planned(s)
@@ -340,7 +340,7 @@ def test_a_new_residency_is_not_charged_for_the_drafts_of_the_one_before() -> No
 
 
 @pytest.mark.law("3.2")
-def test_blocks_come_free_with_the_answer_to_the_last_step_that_touches_them() -> None:
+def test_blocks_are_freed_after_last_step_touching_them() -> None:
     s = scheduler(num_kv_blocks=10, pipeline_depth=2)
     s.add(spec("a", length=6))
     steps = [planned(s), planned(s)]
@@ -354,7 +354,7 @@ def test_blocks_come_free_with_the_answer_to_the_last_step_that_touches_them() -
 
 
 @pytest.mark.law("3.3")
-def test_a_prefix_that_matched_is_not_evicted_to_make_room_behind_it() -> None:
+def test_matched_prefix_is_not_evicted_for_its_own_request() -> None:
     s = scheduler(hasher=HASHER, num_kv_blocks=10, max_num_batched_tokens=32)
     s.add(spec("a", length=17, max_tokens=1))
     answer(s, planned(s))
@@ -362,13 +362,13 @@ def test_a_prefix_that_matched_is_not_evicted_to_make_room_behind_it() -> None:
     s.add(spec("other", length=23, first=50))
     s.add(spec("again", length=19))
     plan = planned(s)
-    assert len(plan.admissions) == 1, "nothing but its own prefix is left for the second one, so it waits"
+    assert len(plan.admissions) == 1, "only its own prefix is left for the second request, so it waits"
     assert s.probe().pool.num_cached == 4
     s.check_integrity()
 
 
 @pytest.mark.law("1.4")
-def test_a_request_waits_for_its_release_before_it_may_return() -> None:
+def test_preempted_request_waits_for_release_before_resuming() -> None:
     s = scheduler(num_kv_blocks=10, max_num_seqs=3, pipeline_depth=2)
     for index, name in enumerate("abc"):
         s.add(spec(name, length=4, max_tokens=30, first=10 * index))
@@ -384,7 +384,7 @@ def test_a_request_waits_for_its_release_before_it_may_return() -> None:
     assert (num_draining(s), len(s.probe().waiting)) == (0, 1)
 
 
-def test_where_stages_compute_plans_in_flight_each_has_its_share_of_the_requests() -> None:
+def test_pipelined_plans_split_the_requests() -> None:
     s = scheduler(pipeline_depth=2, num_stages=2, max_num_batched_tokens=40)
     for name in "abcd":
         s.add(spec(name, length=1, max_tokens=30))
@@ -392,14 +392,14 @@ def test_where_stages_compute_plans_in_flight_each_has_its_share_of_the_requests
     rows = []
     flying = [planned(s), planned(s)]
     for _ in range(6):
-        assert s.plan()[0] is None, "every token is on its way"
+        assert s.plan()[0] is None, "every token is in flight"
         rows.append([plan.slots.tolist() for plan in flying])
         s.commit(flying[0], output_of(s, flying.pop(0)))
         flying.append(planned(s))
     assert rows == 3 * [[[0, 1], [2, 3]], [[2, 3], [0, 1]]]
 
 
-def test_where_stages_compute_a_long_prompt_does_not_wait_for_its_own_chunks() -> None:
+def test_pipelined_prompt_chunks_overlap() -> None:
     s = scheduler(pipeline_depth=2, num_stages=2, max_num_batched_tokens=8)
     s.add(spec("a", length=20))
     chunks = [planned(s), planned(s), planned(s)]

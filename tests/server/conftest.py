@@ -1,4 +1,4 @@
-"""One server for all tests of a module that do not change how it is set up."""
+"""One server for all tests of a module that do not change its setup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shared_server() -> Iterator[LiveServer]:
 
 @pytest.fixture
 def server(shared_server: LiveServer) -> Iterator[LiveServer]:
-    """A server whose engine says "Hello, world!"; whatever a test sets on the engine is put back."""
+    """A server whose engine replies "Hello, world!"; changes of a test to the engine are reverted."""
     fresh = shared_server.call(FakeClient)
     client = shared_server.client
     names = ("reply", "step_seconds", "per_step", "held", "pause_after", "fail_after", "cached_tokens")

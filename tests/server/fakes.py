@@ -1,4 +1,4 @@
-"""An engine in memory that says what a test tells it to, a byte tokenizer, and a live server around them."""
+"""A scripted in-memory engine, a byte tokenizer, and a live server around them."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ class FakeClient(SingleEngineClient):
         self.held = False
         """While true, nothing is generated."""
         self.pause_after: int | None = None
-        """Tokens behind which a request gets no more."""
+        """Number of tokens after which a request stalls."""
         self.fail_after: int | None = None
-        """Tokens after which a request fails with an error."""
+        """Number of tokens after which a request fails with an error."""
         self.cached_tokens = 0
         self.phases: tuple[float, ...] | None = None
-        """What the last delta of each request says of its time in the engine."""
+        """Durations by phase, reported in the last delta of each request."""
         self.prefill: PrefillOutcome | None = None
-        """What becomes of prompts that others compute."""
+        """Outcome reported for prompts computed by a prefill worker."""
         self.specs: list[RequestSpec] = []
         self.aborts: list[str] = []
         self.live: dict[str, tuple[RequestSpec, int]] = {}
@@ -304,7 +304,7 @@ class LiveServer:
 
 
 def samples(server: LiveServer) -> dict[str, float]:
-    """Every metric by its name and label values."""
+    """Return every metric by its name and label values."""
     text = server.get("/metrics").body.decode()
     families = text_string_to_metric_families(text)
     return {
@@ -323,7 +323,7 @@ def live(
     spans: RequestSpans | None = None,
     **settings: Any,
 ) -> Iterator[LiveServer]:
-    """Run a server over what `make` returns, or awaits, until the block ends; its tokens are bytes by default."""
+    """Run a server over the client that `make` returns or awaits, by default with byte tokens, until the block ends."""
 
     async def client() -> EngineClient:
         made = make()

@@ -1,4 +1,4 @@
-"""Real processes: `fdcore` and a server of its own."""
+"""Real processes: `fdcore`, and a running server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GAUGES = (
 
 
 _RANDOM = random.SystemRandom()
-"""Processes side by side must not choose the same ports, so no seed."""
+"""Unseeded, because parallel processes must not choose equal ports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Server:
     url: str
 
     def metrics(self) -> dict[str, float]:
-        """Return every sample without its prefix; a label's value stands in brackets."""
+        """Return every sample without its prefix; label values are appended in brackets."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as page:
             families = list(text_string_to_metric_families(page.read().decode()))
         return {
@@ -52,14 +52,14 @@ class Server:
         }
 
     def gauges(self) -> dict[str, float]:
-        """Return those that only requests raise."""
+        """Return the gauges that only requests raise."""
         metrics = self.metrics()
         return {name: metrics[name] for name in GAUGES}
 
 
 @contextmanager
 def serving(log: Path, *arguments: str) -> Iterator[Server]:
-    """Run `fdcore serve` and end it with Ctrl-C; it must end in order and have no traceback to show."""
+    """Run `fdcore serve` and end it with Ctrl-C; it must exit cleanly without a traceback."""
     port = free_port()
     server = Server(f"http://127.0.0.1:{port}")
     with running(log, "serve", *arguments, "--port", str(port)) as started:
@@ -80,7 +80,7 @@ def running(log: Path, *arguments: str) -> AbstractContextManager[subprocess.Pop
 def process(
     log: Path, *command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command, end it with Ctrl-C if it still runs; it must end in order and have no traceback to show."""
+    """Run a command, end it with Ctrl-C if it still runs; it must exit cleanly without a traceback."""
     with log.open("w") as output:
         started = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, cwd=cwd, env=env)
     try:
@@ -96,10 +96,10 @@ def process(
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens.
+    """Return a free port.
 
-    It lies below the range from which systems choose ports of outgoing connections: one of these could take the port
-    before the server listens, or connect to itself.
+    The port is below the ephemeral range: an outgoing connection could otherwise take it before the server listens, or
+    connect to itself.
     """
     while True:
         port = _RANDOM.randrange(20_000, 32_768)

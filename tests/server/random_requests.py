@@ -1,4 +1,4 @@
-"""Random requests made from an OpenAPI document, and what is looked at in each answer."""
+"""Random requests generated from an OpenAPI document, and the checks of each answer."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def send(
     headers: Mapping[str, str] | None = None,
     seen: Callable[[int], object] = lambda status: None,
 ) -> None:
-    """Send random requests; each answer must be one that the document names, and no failure.
+    """Send random requests; each answer must be documented and no server error.
 
-    Without a `number` for the seed every run of a test makes the same ones. `seen` gets the status of each answer.
+    Without a seed (`number`), every run of a test sends the same requests. `seen` collects the status of each answer.
     """
 
     @settings(

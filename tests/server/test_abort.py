@@ -14,7 +14,7 @@ PATH = "/v1/completions"
 
 
 class Background(threading.Thread):
-    """A request that runs while the test goes on."""
+    """A request that runs in the background of the test."""
 
     def __init__(self, server: LiveServer, request_id: str, path: str = PATH, **fields: object) -> None:
         super().__init__(daemon=True)
@@ -36,7 +36,7 @@ def ended(choice: dict[str, object]) -> tuple[object, object]:
 
 
 ABORTED = ("length", "abort")
-"""Clients that check what they read know OpenAI's reasons only."""
+"""Clients with validation accept only OpenAI's finish reasons."""
 
 
 def waiting(server: LiveServer, count: int) -> None:
@@ -44,7 +44,7 @@ def waiting(server: LiveServer, count: int) -> None:
 
 
 @pytest.mark.parametrize("given", ["one", "cmpl-one"])
-def test_a_request_is_aborted_by_its_id_or_by_that_of_its_answer(server: LiveServer, given: str) -> None:
+def test_request_is_aborted_by_its_id_or_its_response_id(server: LiveServer, given: str) -> None:
     server.client.held = True
     one, two = Background(server, "one", n=2), Background(server, "two")
     waiting(server, 3)
@@ -68,7 +68,7 @@ def test_all_are_aborted(server: LiveServer) -> None:
     assert server.post("/v1/abort_requests", {"abort_all": True}).json == {"aborted": [], "not_found": []}
 
 
-def test_requests_that_share_an_id_run_and_are_aborted_together(server: LiveServer) -> None:
+def test_requests_that_share_an_id_are_aborted_together(server: LiveServer) -> None:
     server.client.held = True
     running = [Background(server, "trace") for _ in range(3)]
     waiting(server, 3)
@@ -76,7 +76,7 @@ def test_requests_that_share_an_id_run_and_are_aborted_together(server: LiveServ
     assert [ended(each.answer.json["choices"][0]) for each in running] == [ABORTED] * 3
 
 
-def test_an_aborted_text_is_counted_as_aborted_and_a_stop_string_of_that_name_is_not(server: LiveServer) -> None:
+def test_abort_is_counted_as_aborted_and_stop_string_abort_is_not(server: LiveServer) -> None:
     before = samples(server)
     server.client.reply = lambda _: b"we abort here"
     choice = server.post(PATH, {"prompt": "a", "stop": "abort"}).json["choices"][0]
@@ -97,7 +97,7 @@ MESSAGE = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 300}
 
 
 def abort_midway(server: LiveServer, name: str, path: str, **fields: object) -> Answer:
-    """Return the answer to a request that is aborted after half of its text, by the name of its answer."""
+    """Return the answer to a request that is aborted by its response id after half of its text."""
     server.client.reply = lambda _: b"Hello"
     server.client.per_step, server.client.step_seconds = 5, 0.0
     server.client.pause_after = 5
@@ -108,7 +108,7 @@ def abort_midway(server: LiveServer, name: str, path: str, **fields: object) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_aborted_response_is_cancelled(server: LiveServer, stream: bool) -> None:
+def test_aborted_response_is_cancelled(server: LiveServer, stream: bool) -> None:
     answer = abort_midway(server, "resp_one", "/v1/responses", input="hi", stream=stream)
     assert answer.status == 200
     response = answer.events[-1]["response"] if stream else answer.json
@@ -122,24 +122,24 @@ def test_an_aborted_response_is_cancelled(server: LiveServer, stream: bool) -> N
         openai.types.responses.ResponseIncompleteEvent.model_validate(answer.events[-1], strict=True)
 
 
-def test_an_aborted_message_ends_with_an_error(server: LiveServer) -> None:
+def test_aborted_message_ends_with_an_error(server: LiveServer) -> None:
     answer = abort_midway(server, "msg_one", "/v1/messages", stream=True, **MESSAGE)
     assert (answer.status, answer.events[-1]["type"]) == (200, "error")
     assert answer.events[-1]["error"] == {
         "type": "api_error",
-        "message": "the request was aborted; its text is not whole",
+        "message": "the request was aborted; its text is incomplete",
     }
     assert not [each for each in answer.events if each["type"] in ("message_delta", "message_stop")]
     assert "".join(each["delta"]["text"] for each in answer.events if "delta" in each) == "Hello"
 
 
-def test_an_aborted_message_without_a_stream_is_an_error_that_nobody_repeats(server: LiveServer) -> None:
+def test_aborted_whole_message_is_an_error_clients_do_not_retry(server: LiveServer) -> None:
     answer = abort_midway(server, "msg_one", "/v1/messages", **MESSAGE)
     assert (answer.status, answer.json["error"]["type"]) == (499, "api_error")
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_a_stream_whose_engine_is_gone_fails(path: str) -> None:
+def test_stream_fails_if_its_engine_dies(path: str) -> None:
     fields = {"input": "hi"} if path == "/v1/responses" else MESSAGE
     with live() as server:
         server.client.pause_after = 5

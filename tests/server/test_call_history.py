@@ -1,4 +1,4 @@
-"""An answer of the model's, whatever it holds, is taken as history by each of the APIs that gave it."""
+"""Any answer of the model is accepted as history by each of the APIs that returned it."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def ask(server: LiveServer, path: str, **body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("reply", REPLIES)
-def test_each_api_takes_back_what_it_answered(server: LiveServer, reply: str) -> None:
+def test_each_api_accepts_its_own_answer_as_history(server: LiveServer, reply: str) -> None:
     server.client.reply = lambda _: reply.encode()
     user = {"role": "user", "content": "hi"}
     chat = {"tools": [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}], "max_tokens": 500}
-    said = ask(server, "/v1/chat/completions", messages=[user], **chat)["choices"][0]["message"]
-    answers = [{"role": "tool", "tool_call_id": each["id"], "content": "ok"} for each in said.get("tool_calls", ())]
-    ask(server, "/v1/chat/completions", messages=[user, said, *answers, user], **chat)
+    turn = ask(server, "/v1/chat/completions", messages=[user], **chat)["choices"][0]["message"]
+    answers = [{"role": "tool", "tool_call_id": each["id"], "content": "ok"} for each in turn.get("tool_calls", ())]
+    ask(server, "/v1/chat/completions", messages=[user, turn, *answers, user], **chat)
 
     flat = {"tools": [{"type": "function", "name": "look", "parameters": SCHEMA}]}
     response = ask(server, "/v1/responses", input="hi", **flat)
@@ -83,7 +83,7 @@ def test_each_api_takes_back_what_it_answered(server: LiveServer, reply: str) ->
 
 
 @pytest.mark.parametrize("given", [{"city": "Paris"}, {}, None, "", '{"city": "Par', [1], [], 3, True])
-def test_the_messages_api_takes_any_input_of_a_call(server: LiveServer, given: Any) -> None:
+def test_messages_api_accepts_any_input_of_a_call(server: LiveServer, given: Any) -> None:
     used = {"type": "tool_use", "id": "t1", "name": "look", "input": given}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": "ok"}
     turns = [
@@ -101,12 +101,12 @@ def test_the_messages_api_takes_any_input_of_a_call(server: LiveServer, given: A
         [{"role": "assistant", "content": "", "tool_calls": []}],
         [{"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": None}],
         [{"role": "assistant", "content": None, "reasoning": ""}],
-        [{"role": "tool", "tool_call_id": "nobody's", "content": "ok"}],
+        [{"role": "tool", "tool_call_id": "unknown", "content": "ok"}],
         [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "look", "arguments": "{"}}] * 2000}],
         [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "look"}}]}],
     ],
 )
-def test_earlier_answers_of_any_kind_are_taken(server: LiveServer, turns: Any) -> None:
+def test_earlier_answers_of_any_kind_are_accepted(server: LiveServer, turns: Any) -> None:
     answer = server.post(
         "/v1/chat/completions", {"messages": [*turns, {"role": "user", "content": "x"}], "max_tokens": 5}
     )
@@ -116,7 +116,7 @@ def test_earlier_answers_of_any_kind_are_taken(server: LiveServer, turns: Any) -
         assert answer.error["code"] == "context_length_exceeded", answer.body
 
 
-def test_an_answer_in_parts_is_kept_whole(server: LiveServer) -> None:
+def test_answer_in_several_parts_is_kept_whole(server: LiveServer) -> None:
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     server.client.reply = lambda _: f"First.{call}Second.".encode()
     flat = {"tools": [{"type": "function", "name": "look", "parameters": SCHEMA}]}

@@ -1,4 +1,4 @@
-"""What a server over several engines says of them."""
+"""Health, status and metrics of a server over several engines."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def server(engines: list[FakeClient]) -> Iterator[LiveServer]:
         yield serving
 
 
-def test_a_missing_engine_is_named_while_the_others_serve(server: LiveServer, engines: list[FakeClient]) -> None:
+def test_missing_engine_is_reported_while_others_serve(server: LiveServer, engines: list[FakeClient]) -> None:
     assert [server.get(path).json for path in ("/ready", "/health")] == [{"status": "ok", "reason": None}] * 2
     server.call(lambda: engines[1]._went_away("it died"))
-    said = {"status": "ok", "reason": "engine 1 of 2 is not running"}
-    assert [(server.get(path).status, server.get(path).json) for path in ("/ready", "/health")] == [(200, said)] * 2
-    assert server.get("/status.json").json["missing"] == said["reason"]
+    expected = {"status": "ok", "reason": "engine 1 of 2 is not running"}
+    assert [(server.get(path).status, server.get(path).json) for path in ("/ready", "/health")] == [(200, expected)] * 2
+    assert server.get("/status.json").json["missing"] == expected["reason"]
     assert server.post("/v1/completions", {"prompt": "p", "max_tokens": 3}).status == 200
 
 
-def test_an_engine_that_is_gone_for_good_asks_for_another_server(server: LiveServer, engines: list[FakeClient]) -> None:
+def test_permanently_lost_engine_fails_the_health_check(server: LiveServer, engines: list[FakeClient]) -> None:
     server.call(engines[0].die)
     assert (server.get("/ready").status, server.get("/health").status) == (200, 503)
     server.call(engines[1].die)

@@ -1,4 +1,4 @@
-"""/health at a port and on a thread of its own, of servers and of routers."""
+"""/health on a separate port and thread, of servers and of routers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ask(port: int, line: str = "GET /health") -> tuple[int, bytes]:
 
 
 def hold(opened: Endpoint, seconds: float) -> None:
-    """Keep the event loop busy for a while; return at once."""
+    """Block the event loop for a while; return at once."""
     opened.loop.call_soon_threadsafe(time.sleep, seconds)
     time.sleep(0.05)
 
@@ -44,23 +44,23 @@ def test_health_is_answered_while_the_event_loop_is_busy(kind: str) -> None:
         assert ask(port)[0] == 200
         answered = time.monotonic() - begun
         assert opened.get("/health")[0] == 200
-        assert answered < time.monotonic() - begun - 0.3, "it waited for the event loop"
+        assert answered < time.monotonic() - begun - 0.3, "the probe waited for the event loop"
 
 
 @both
 @pytest.mark.timing
-def test_an_event_loop_that_is_stuck_shows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_event_loop_fails_the_health_check(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_STUCK_SECONDS", 0.6)
     port = free_port()
     with endpoint(kind, health_port=port) as opened:
         hold(opened, 3.0)
         until(lambda: ask(port)[0] == 503, 2.5)
         status, body = ask(port)
-        assert status == 503 and "event loop has been stuck" in json.loads(body)["reason"]
+        assert status == 503 and "event loop has been blocked" in json.loads(body)["reason"]
         until(lambda: ask(port)[0] == 200)
 
 
-def test_a_dead_engine_shows() -> None:
+def test_dead_engine_fails_the_health_check() -> None:
     port = free_port()
     with live(health_port=port) as server:
         server.call(server.client.die)
@@ -68,7 +68,7 @@ def test_a_dead_engine_shows() -> None:
 
 
 @pytest.mark.timing
-def test_other_requests_and_silent_connections_do_not_hold_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_and_idle_connections_do_not_block_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_PROBE_SECONDS", 0.5)
     port = free_port()
     with live(health_port=port), ExitStack() as stack:
@@ -84,14 +84,14 @@ def test_other_requests_and_silent_connections_do_not_hold_it_up(monkeypatch: py
         until(lambda: _answers(lambda: ask(port)), 10)
 
 
-def _answers(asked: Callable[[], tuple[int, bytes]]) -> bool:
+def _answers(probe: Callable[[], tuple[int, bytes]]) -> bool:
     try:
-        return asked()[0] == 200
-    except (AssertionError, OSError):  # closed without an answer while there are too many
+        return probe()[0] == 200
+    except (AssertionError, OSError):  # closed without an answer when there are too many
         return False
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_port_in_use_is_named() -> None:
     async def serve(port: int) -> None:
         with connections.liveness(ServerConfig(health_port=port), lambda: ""):
             pass

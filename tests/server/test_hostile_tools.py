@@ -1,4 +1,4 @@
-"""Tools that mean harm, and calls that end in the middle: a clear 400 or a clean end, and nobody else waits."""
+"""Hostile tools, and truncated calls: a clear 400 or a clean end, and no delay for others."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ def ask(server: LiveServer, *tools: Any, **more: Any) -> Any:
     "given",
     ['a"}}', "a\nb", "a>b", "<|end|>", "</tool_call>", "a(b=1)", "a b", "", "é", "a" * 65, "a\u2028", "functions.x y"],
 )
-def test_names_that_mean_something_to_a_format_are_refused(
-    servers: dict[str, LiveServer], name: str, given: str
-) -> None:
+def test_names_with_format_markers_are_rejected(servers: dict[str, LiveServer], name: str, given: str) -> None:
     for choice in ("auto", "required"):
         answer = ask(servers[name], tool("ok"), tool(given), tool_choice=choice)
         assert (answer.status, answer.error["param"]) == (400, "tools[1].function.name")
@@ -97,7 +95,7 @@ SCHEMAS: dict[str, Any] = {
 @EACH
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.timing
-def test_schemas_that_mean_harm_end_with_a_clear_answer(servers: dict[str, LiveServer], name: str, schema: str) -> None:
+def test_hostile_schemas_are_answered_in_time(servers: dict[str, LiveServer], name: str, schema: str) -> None:
     for more in ({"tool_choice": "required"}, {"tool_choice": "auto", "strict": True}):
         strict = more.pop("strict", None)
         began = time.perf_counter()
@@ -109,7 +107,7 @@ def test_schemas_that_mean_harm_end_with_a_clear_answer(servers: dict[str, LiveS
 
 @EACH
 @pytest.mark.timing
-def test_others_are_answered_while_a_thousand_tools_are_compiled(servers: dict[str, LiveServer], name: str) -> None:
+def test_others_are_served_while_a_thousand_tools_compile(servers: dict[str, LiveServer], name: str) -> None:
     tools = [tool(f"t{index}", CITY) for index in range(1000)]
     body = json.dumps({"messages": HI, "max_tokens": 1, "tools": tools, "tool_choice": "required"}).encode()
     answers: list[Any] = []
@@ -126,18 +124,18 @@ def test_others_are_answered_while_a_thousand_tools_are_compiled(servers: dict[s
 
 
 def joined(events: list[Any]) -> dict[str, Any]:
-    """The message that the events of a stream add up to."""
-    said: dict[str, Any] = {"content": "", "calls": [], "reason": None}
+    """Join the events of a stream into one message."""
+    reply: dict[str, Any] = {"content": "", "calls": [], "reason": None}
     for event in events[:-1]:
         [choice] = event["choices"]
-        said["content"] += choice["delta"].get("content") or ""
-        said["reason"] = choice["finish_reason"] or said["reason"]
+        reply["content"] += choice["delta"].get("content") or ""
+        reply["reason"] = choice["finish_reason"] or reply["reason"]
         for call in choice["delta"].get("tool_calls", ()):
             if "id" in call:
-                said["calls"].append(dict(call["function"]))
+                reply["calls"].append(dict(call["function"]))
             else:
-                said["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
-    return said
+                reply["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    return reply
 
 
 def whole(answer: Any) -> dict[str, Any]:
@@ -147,29 +145,29 @@ def whole(answer: Any) -> dict[str, Any]:
 
 
 @EACH
-def test_a_call_cut_off_at_any_byte_ends_cleanly(servers: dict[str, LiveServer], name: str) -> None:
+def test_call_truncated_at_any_byte_ends_cleanly(servers: dict[str, LiveServer], name: str) -> None:
     server, size = servers[name], len(TEXTS[name].encode())
     server.client.per_step = 3
     for end in range(1, size + 1):
         answer = ask(server, tool("weather", CITY), max_tokens=end)
-        said = whole(answer)
-        assert said["reason"] == "length"
-        assert all(call["name"] == "weather" for call in said["calls"])
-        assert joined(ask(server, tool("weather", CITY), max_tokens=end, stream=True).events) == said
-    assert json.loads(said["calls"][0]["arguments"]) == {"city": "Röm, 東", "days": 3}
+        reply = whole(answer)
+        assert reply["reason"] == "length"
+        assert all(call["name"] == "weather" for call in reply["calls"])
+        assert joined(ask(server, tool("weather", CITY), max_tokens=end, stream=True).events) == reply
+    assert json.loads(reply["calls"][0]["arguments"]) == {"city": "Röm, 東", "days": 3}
 
 
 @EACH
 @pytest.mark.parametrize("per_step", [1, 2, 1000])
-def test_a_stream_of_any_cut_is_the_answer(servers: dict[str, LiveServer], name: str, per_step: int) -> None:
+def test_joined_stream_equals_answer_for_any_chunking(servers: dict[str, LiveServer], name: str, per_step: int) -> None:
     servers[name].client.per_step = per_step
-    said = whole(ask(servers[name], tool("weather", CITY)))
-    assert said["reason"] == "tool_calls"
-    assert joined(ask(servers[name], tool("weather", CITY), stream=True).events) == said
+    reply = whole(ask(servers[name], tool("weather", CITY)))
+    assert reply["reason"] == "tool_calls"
+    assert joined(ask(servers[name], tool("weather", CITY), stream=True).events) == reply
 
 
 @EACH
-def test_a_stop_string_within_arguments_cuts_them_and_says_so(servers: dict[str, LiveServer], name: str) -> None:
+def test_stop_string_within_arguments_truncates_them(servers: dict[str, LiveServer], name: str) -> None:
     servers[name].client.per_step = 3
     answer = ask(servers[name], tool("weather", CITY), stop=[", 東"])
     [choice] = answer.json["choices"]
@@ -194,7 +192,7 @@ SOURCE = {"type": "base64", "media_type": "image/png", "data": "AA=="}
 
 @pytest.mark.parametrize("part", [IMAGE, AUDIO, VIDEO, {"type": "file", "file": {"file_id": "x"}}])
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
-def test_a_chat_refuses_what_is_no_text(servers: dict[str, LiveServer], part: Any, role: str) -> None:
+def test_chat_rejects_non_text_parts(servers: dict[str, LiveServer], part: Any, role: str) -> None:
     content = [{"type": "text", "text": "What is it?"}, part]
     answer = servers["hermes"].post(CHAT, {"messages": [{"role": role, "content": content}, *HI]})
     assert (answer.status, answer.error["param"]) == (400, "messages[0].content[1].type")
@@ -202,7 +200,7 @@ def test_a_chat_refuses_what_is_no_text(servers: dict[str, LiveServer], part: An
 
 
 @pytest.mark.parametrize(
-    ("item", "place"),
+    ("item", "field"),
     [
         ({"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}, "input[0].content[0].type"),
         ({"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}, "input[0].content[0].type"),
@@ -217,13 +215,13 @@ def test_a_chat_refuses_what_is_no_text(servers: dict[str, LiveServer], part: An
         ),
     ],
 )
-def test_responses_refuse_what_is_no_text(servers: dict[str, LiveServer], item: Any, place: str) -> None:
+def test_responses_reject_non_text_parts(servers: dict[str, LiveServer], item: Any, field: str) -> None:
     answer = servers["hermes"].post("/v1/responses", {"input": [item]})
-    assert (answer.status, answer.error["param"]) == (400, place), answer.body
+    assert (answer.status, answer.error["param"]) == (400, field), answer.body
 
 
 @pytest.mark.parametrize(
-    ("block", "place"),
+    ("block", "field"),
     [
         ({"type": "image", "source": SOURCE}, "messages[0].content[0].type"),
         ({"type": "document", "source": SOURCE}, "messages[0].content[0].type"),
@@ -233,9 +231,9 @@ def test_responses_refuse_what_is_no_text(servers: dict[str, LiveServer], item: 
         ),
     ],
 )
-def test_messages_refuse_what_is_no_text(servers: dict[str, LiveServer], block: Any, place: str) -> None:
+def test_messages_reject_non_text_parts(servers: dict[str, LiveServer], block: Any, field: str) -> None:
     body = {"model": "fake", "messages": [{"role": "user", "content": [block]}]}
     for path, more in (("/v1/messages", {"max_tokens": 5}), ("/v1/messages/count_tokens", {})):
         answer = servers["hermes"].post(path, body | more)
         assert answer.status == 400
-        assert place in answer.json["error"]["message"], answer.body
+        assert field in answer.json["error"]["message"], answer.body

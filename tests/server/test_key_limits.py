@@ -26,7 +26,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def key_file(folder: Path, *keys: dict[str, Any]) -> str:
-    """Write a file whose keys are called as they read."""
+    """Write a file whose keys equal their names."""
     path = folder / "keys.json"
     path.write_text(json.dumps({"keys": [{"key": each["name"]} | each for each in keys]}))
     path.chmod(0o600)
@@ -43,7 +43,7 @@ def ask(server: LiveServer, key: str, **fields: Any) -> Any:
     return server.post(PATH, {"prompt": "abcde"} | fields, x_api_key=key)
 
 
-def test_requests_beyond_the_limit_of_a_key_are_refused_and_told_when_to_come_back(tmp_path: Path) -> None:
+def test_requests_beyond_the_key_limit_are_429_with_retry_after(tmp_path: Path) -> None:
     with guarded(tmp_path, {"name": "alice", "requests_per_minute": 2}, {"name": "bob"}) as server:
         first, second, third = (ask(server, "alice") for _ in range(3))
         assert [first.status, second.status, third.status] == [200, 200, 429]
@@ -53,13 +53,13 @@ def test_requests_beyond_the_limit_of_a_key_are_refused_and_told_when_to_come_ba
         assert third.headers["x-ratelimit-reset-requests"].endswith("s")
         assert "x-ratelimit-limit-tokens" not in third.headers
         assert (third.error["type"], third.error["code"]) == ("requests", "rate_limit_exceeded")
-        assert "alice may have 2 requests a minute" in third.error["message"]
+        assert "alice exceeds its limit of 2 requests a minute" in third.error["message"]
         bob = ask(server, "bob")
         assert bob.status == 200 and not [name for name in bob.headers if name.startswith("x-ratelimit")]
         assert samples(server)["fdcore_key_refusals_total[alice][requests]"] == 1
 
 
-def test_a_text_takes_the_tokens_that_it_used_and_no_more(tmp_path: Path) -> None:
+def test_request_is_charged_its_actual_tokens(tmp_path: Path) -> None:
     with guarded(tmp_path, {"name": "alice", "tokens_per_minute": 100}) as server:
         first = ask(server, "alice", max_tokens=90)
         assert first.json["usage"]["total_tokens"] == 5 + 14
@@ -70,7 +70,7 @@ def test_a_text_takes_the_tokens_that_it_used_and_no_more(tmp_path: Path) -> Non
         assert ask(server, "alice", max_tokens=76).status == 200
 
 
-def test_while_a_text_is_made_what_it_may_need_is_taken(tmp_path: Path) -> None:
+def test_running_request_reserves_its_maximum(tmp_path: Path) -> None:
     with guarded(tmp_path, {"name": "alice", "tokens_per_minute": 100}) as server:
         server.client.held = True
         running = in_background(lambda: ask(server, "alice", max_tokens=80))
@@ -82,7 +82,7 @@ def test_while_a_text_is_made_what_it_may_need_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_gets_its_tokens_and_its_place_back(tmp_path: Path, stream: bool) -> None:
+def test_disconnect_refunds_tokens_and_slot(tmp_path: Path, stream: bool) -> None:
     limits = {"tokens_per_minute": 100, "parallel_requests": 1}
     with guarded(tmp_path, {"name": "alice", **limits}) as server:
         server.client.pause_after = 2
@@ -91,13 +91,13 @@ def test_a_client_that_leaves_gets_its_tokens_and_its_place_back(tmp_path: Path,
             pytest.raises(Exception, match=r"(?i)timed out|timeout|^$") as raised,
         ):
             assert list(client.completions.create(model="fake", prompt="abcde", max_tokens=90, stream=stream))
-        assert "Timeout" in type(raised.value).__name__  # the class of a stream is that of the client's HTTP library
+        assert "Timeout" in type(raised.value).__name__  # streams raise an exception of the HTTP library
         waiting(server, 0)
         server.client.pause_after = None
         eventually(lambda: ask(server, "alice", max_tokens=80).status == 200, 5)
 
 
-def test_a_text_of_unnamed_length_is_no_longer_than_the_minute_of_its_key(tmp_path: Path) -> None:
+def test_default_max_tokens_fits_the_minute_limit_of_the_key(tmp_path: Path) -> None:
     with guarded(tmp_path, {"name": "alice", "tokens_per_minute": 60}) as server:
         server.client.reply = lambda _: b"x" * 300
         answer = server.post("/v1/chat/completions", CHAT | {"model": "fake"}, x_api_key="alice")
@@ -105,22 +105,22 @@ def test_a_text_of_unnamed_length_is_no_longer_than_the_minute_of_its_key(tmp_pa
         assert (answer.json["usage"]["total_tokens"], answer.json["choices"][0]["finish_reason"]) == (60, "length")
 
 
-def test_what_never_fits_is_not_to_be_tried_again(tmp_path: Path) -> None:
+def test_request_that_never_fits_should_not_be_retried(tmp_path: Path) -> None:
     with guarded(tmp_path, {"name": "alice", "tokens_per_minute": 60}) as server:
         answer = ask(server, "alice", max_tokens=56)
         assert (answer.status, answer.headers["x-should-retry"]) == (429, "false")
         assert "retry-after" not in answer.headers and "max_tokens" in answer.error["message"]
 
 
-def test_requests_at_a_time_have_a_limit_whatever_they_stream(tmp_path: Path) -> None:
+def test_parallel_request_limit_covers_streams_and_whole_answers(tmp_path: Path) -> None:
     with guarded(tmp_path, {"name": "alice", "parallel_requests": 2}, {"name": "bob"}) as server:
         server.client.held = True
         running = [in_background(lambda s=stream: ask(server, "alice", stream=s)) for stream in (True, False)]
         waiting(server, 2)
         refused = ask(server, "alice")
         assert (refused.status, refused.headers["retry-after"]) == (429, "1")
-        assert "2 requests at the same time" in refused.error["message"]
-        assert server.post("/v1/abort_requests", {"req_ids": ["x"]}, x_api_key="alice").status == 200, "never refused"
+        assert "2 parallel requests" in refused.error["message"]
+        assert server.post("/v1/abort_requests", {"req_ids": ["x"]}, x_api_key="alice").status == 200, "never limited"
         server.client.held = False
         assert ask(server, "bob").status == 200
         for each in running:
@@ -128,7 +128,7 @@ def test_requests_at_a_time_have_a_limit_whatever_they_stream(tmp_path: Path) ->
         assert ask(server, "alice").status == 200
 
 
-def test_embeddings_and_prompts_that_are_read_only_count_too(tmp_path: Path) -> None:
+def test_embeddings_and_prompt_only_requests_are_charged(tmp_path: Path) -> None:
     with guarded(tmp_path, {"name": "alice", "tokens_per_minute": 20}) as server:
         body = {"model": "fake", "input": ["abcde", "abcdefg"]}
         first = server.post("/v1/embeddings", body, x_api_key="alice")
@@ -137,7 +137,7 @@ def test_embeddings_and_prompts_that_are_read_only_count_too(tmp_path: Path) -> 
         assert server.post("/tokenize", {"prompt": "x" * 30}, x_api_key="alice").status == 200
 
 
-def test_clients_of_openai_and_anthropic_understand_a_refusal(tmp_path: Path) -> None:
+def test_openai_and_anthropic_clients_parse_a_rate_limit_error(tmp_path: Path) -> None:
     with guarded(tmp_path, {"name": "alice", "requests_per_minute": 1}) as server:
         ask(server, "alice")
         with (
@@ -154,29 +154,29 @@ def test_clients_of_openai_and_anthropic_understand_a_refusal(tmp_path: Path) ->
         )
 
 
-def test_a_batch_counts_for_its_owner_and_waits_for_room(tmp_path: Path) -> None:
+def test_batch_is_charged_to_its_owner_and_waits_for_room(tmp_path: Path) -> None:
     keys = {"name": "alice", "tokens_per_minute": 10_000, "parallel_requests": 1}, {"name": "bob"}
     with guarded(tmp_path, *keys, batch_api=True, batch_store=str(tmp_path / "store")) as server:
-        asked = upload(server, "alice")
+        file_id = upload(server, "alice")
         server.client.held = True
         in_background(lambda: ask(server, "alice", max_tokens=9))
         waiting(server, 1)
-        time.sleep(1.1)  # a place may be free again by the second try
+        time.sleep(1.1)  # a slot may be free again by the second try
         server.client.held = False
-        eventually(lambda: begin(server, "alice", asked).status == 200, 5)
+        eventually(lambda: begin(server, "alice", file_id).status == 200, 5)
         [batch] = server.get("/v1/batches", x_api_key="alice").json["data"]
         assert ended(server, "alice", batch["id"])["request_counts"]["completed"] == 1
-        assert server.get(f"/v1/batches/{batch['id']}", x_api_key="alice").status == 200, "to look is never refused"
+        assert server.get(f"/v1/batches/{batch['id']}", x_api_key="alice").status == 200, "reads are never limited"
         used = 10_000 - int(ask(server, "alice").headers["x-ratelimit-remaining-tokens"])
         assert used == (5 + 9) + (1 + 14) + (5 + 14)
 
 
-def test_a_batch_of_a_key_that_is_gone_is_not_run(tmp_path: Path) -> None:
+def test_batch_of_a_removed_key_is_not_run(tmp_path: Path) -> None:
     settings = {"batch_api": True, "batch_store": str(tmp_path / "store")}
     with guarded(tmp_path, {"name": "alice"}, **settings) as server:
         server.client.held = True
-        asked = upload(server, "alice")
-        batch_id = begin(server, "alice", asked).json["id"]
+        file_id = upload(server, "alice")
+        batch_id = begin(server, "alice", file_id).json["id"]
         waiting(server, 1)
     with guarded(tmp_path, {"name": "bob"}, **settings) as server:
         eventually(lambda: state_of(server).batches._store.batches[batch_id].ended, 10)  # type: ignore[union-attr]
@@ -186,7 +186,7 @@ def test_a_batch_of_a_key_that_is_gone_is_not_run(tmp_path: Path) -> None:
         assert batch["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
 
 
-def test_only_an_admin_key_aborts_the_requests_of_others(tmp_path: Path) -> None:
+def test_only_an_admin_key_aborts_requests_of_others(tmp_path: Path) -> None:
     path = "/v1/abort_requests"
     keys = [{"name": "alice"}, {"name": "bob"}, {"name": "root", "admin": True}]
     with guarded(tmp_path, *keys) as server:
@@ -202,7 +202,7 @@ def test_only_an_admin_key_aborts_the_requests_of_others(tmp_path: Path) -> None
         assert server.post(path, {"req_ids": ["other"]}, x_api_key="alice").json["not_found"] == ["other"]
         assert server.post(path, {"req_ids": ["same"]}, x_api_key="alice").json["aborted"] == ["same"]
         running[0].join(10)
-        assert len(server.client.live) == 1, "the id was another key's as well"
+        assert len(server.client.live) == 1, "another key used the same id"
         assert server.post(path, {"req_ids": ["same"]}, x_api_key="alice").json["not_found"] == ["same"]
         assert server.post(path, {"req_ids": ["same"]}, x_api_key="root").json["aborted"] == ["same"]
         running[1].join(10)
@@ -219,13 +219,13 @@ def test_only_an_admin_key_aborts_the_requests_of_others(tmp_path: Path) -> None
 PAGES = ("/", "/status.json", "/openapi.json", "/load", "/version", "/metrics")
 
 
-def test_pages_ask_for_a_key_where_that_is_wanted(tmp_path: Path) -> None:
+def test_pages_require_a_key_if_configured(tmp_path: Path) -> None:
     with guarded(tmp_path, {"name": "alice"}, protect_pages=True) as server:
         for path in PAGES:
             refused = server.get(path)
             assert (refused.status, refused.headers["www-authenticate"].split()[0]) == (401, "Basic"), path
             assert server.get(path, x_api_key="alice").status == 200
-            assert server.get(path, authorization="Basic OmFsaWNl").status == 200, "as browsers send a password"
+            assert server.get(path, authorization="Basic OmFsaWNl").status == 200, "Basic auth as sent by browsers"
         for path in ("/health", "/ping", "/ready"):
             assert server.get(path).status == 200
         assert server.post(PATH, {"prompt": "a"}, authorization="Basic OmFsaWNl").status == 401
@@ -239,12 +239,12 @@ def state_of(server: LiveServer) -> ServerState:
 
 
 def reloaded(server: LiveServer) -> None:
-    """Do what SIGHUP does."""
+    """Reload keys as SIGHUP does."""
     access = state_of(server).access
     asyncio.run_coroutine_threadsafe(access.reload(), server._loop).result(10)
 
 
-def test_keys_are_read_again_and_what_was_taken_still_counts(tmp_path: Path) -> None:
+def test_reloaded_keys_keep_their_usage(tmp_path: Path) -> None:
     with guarded(tmp_path, {"name": "alice", "requests_per_minute": 1}, {"name": "bob"}) as server:
         assert [ask(server, "alice").status for _ in range(2)] == [200, 429]
         key_file(tmp_path, {"name": "alice", "key": "new", "requests_per_minute": 2}, {"name": "carol"})
@@ -255,7 +255,7 @@ def test_keys_are_read_again_and_what_was_taken_still_counts(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"keys": []}', '{"keys": [{"name": "x"}]}', None])
-def test_a_wrong_file_changes_nothing_but_the_log(
+def test_invalid_key_file_is_logged_and_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:
     with guarded(tmp_path, {"name": "alice"}) as server:
@@ -263,7 +263,7 @@ def test_a_wrong_file_changes_nothing_but_the_log(
         path.unlink() if text is None else path.write_text(text)
         with caplog.at_level(logging.ERROR):
             reloaded(server)
-        assert "the API keys stay as they were" in caplog.text
+        assert "API keys were not reloaded" in caplog.text
         assert (ask(server, "alice").status, ask(server, "x").status) == (200, 401)
 
 

@@ -1,4 +1,4 @@
-"""What the metrics say about KV outside the device: nothing where there is none, all of it where there is."""
+"""Metrics of KV outside the device: absent if there is none, complete if there is."""
 
 from __future__ import annotations
 
@@ -47,39 +47,39 @@ def metrics(stats: EngineStats) -> dict[str, float]:
     }
 
 
-def test_without_kv_outside_the_device_there_are_no_metrics_of_it() -> None:
-    told = metrics(EngineStats())
-    assert not [name for name in told if name.startswith(("fdcore_kv_host", "fdcore_kv_store", "fdcore_kv_pace"))]
-    assert "fdcore_kv_lookups_total" not in told and told["fdcore_kv_loads_total"] == 0
+def test_without_offloaded_kv_its_metrics_are_absent() -> None:
+    seen = metrics(EngineStats())
+    assert not [name for name in seen if name.startswith(("fdcore_kv_host", "fdcore_kv_store", "fdcore_kv_pace"))]
+    assert "fdcore_kv_lookups_total" not in seen and seen["fdcore_kv_loads_total"] == 0
 
 
-def test_what_the_tiers_know_is_told() -> None:
-    told = metrics(EngineStats(kv=KV, scheduler=SchedulerStats(pace=Pace(prefill_token=0.002, store_block=0.5))))
-    assert told["fdcore_kv_host_bytes"] == 300
-    assert told["fdcore_kv_host_limit_bytes"] == 1000
-    assert told["fdcore_kv_store_pending_bytes"] == 77
-    assert (told["fdcore_kv_loaded_tokens_total[host]"], told["fdcore_kv_loaded_tokens_total[store]"]) == (32, 80)
-    assert (told["fdcore_kv_found_blocks_total[host]"], told["fdcore_kv_found_blocks_total[store]"]) == (4, 6)
-    assert (told["fdcore_kv_store_written_blocks_total"], told["fdcore_kv_store_dropped_blocks_total"]) == (8, 1)
-    assert told["fdcore_kv_store_damaged_total[digest]"] == 2
-    assert told["fdcore_kv_store_failures_total[timeout]"] == 3
-    assert told["fdcore_kv_store_failures_total[full]"] == 0, "a failure that comes later must be seen as growth"
-    states = {name: value for name, value in told.items() if name.startswith("fdcore_kv_store_breaker")}
+def test_statistics_of_the_tiers_are_exported() -> None:
+    seen = metrics(EngineStats(kv=KV, scheduler=SchedulerStats(pace=Pace(prefill_token=0.002, store_block=0.5))))
+    assert seen["fdcore_kv_host_bytes"] == 300
+    assert seen["fdcore_kv_host_limit_bytes"] == 1000
+    assert seen["fdcore_kv_store_pending_bytes"] == 77
+    assert (seen["fdcore_kv_loaded_tokens_total[host]"], seen["fdcore_kv_loaded_tokens_total[store]"]) == (32, 80)
+    assert (seen["fdcore_kv_found_blocks_total[host]"], seen["fdcore_kv_found_blocks_total[store]"]) == (4, 6)
+    assert (seen["fdcore_kv_store_written_blocks_total"], seen["fdcore_kv_store_dropped_blocks_total"]) == (8, 1)
+    assert seen["fdcore_kv_store_damaged_total[digest]"] == 2
+    assert seen["fdcore_kv_store_failures_total[timeout]"] == 3
+    assert seen["fdcore_kv_store_failures_total[full]"] == 0, "a later failure must appear as an increase"
+    states = {name: value for name, value in seen.items() if name.startswith("fdcore_kv_store_breaker")}
     assert len(states) == 6
     assert {name for name, value in states.items() if value} == {
         "fdcore_kv_store_breaker[open][read]",
         "fdcore_kv_store_breaker[closed][write]",
     }
-    assert (told["fdcore_kv_pace_prefill_token_seconds"], told["fdcore_kv_pace_store_block_seconds"]) == (0.002, 0.5)
-    assert "fdcore_kv_pace_host_block_seconds" not in told, "nothing was measured"
+    assert (seen["fdcore_kv_pace_prefill_token_seconds"], seen["fdcore_kv_pace_store_block_seconds"]) == (0.002, 0.5)
+    assert "fdcore_kv_pace_host_block_seconds" not in seen, "nothing was measured"
 
 
-def test_without_a_store_nothing_is_said_of_one() -> None:
-    told = metrics(EngineStats(kv=msgspec.structs.replace(KV, store=None)))
-    assert "fdcore_kv_host_bytes" in told
-    assert not [name for name in told if name.startswith("fdcore_kv_store")]
+def test_without_a_store_its_metrics_are_absent() -> None:
+    seen = metrics(EngineStats(kv=msgspec.structs.replace(KV, store=None)))
+    assert "fdcore_kv_host_bytes" in seen
+    assert not [name for name in seen if name.startswith("fdcore_kv_store")]
 
 
-def test_statistics_survive_the_way_to_the_server() -> None:
+def test_statistics_round_trip_through_msgpack() -> None:
     stats = EngineStats(kv=KV, scheduler=SchedulerStats(pace=Pace(host_block=0.25), offload=OffloadCounters(loads=2)))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats) == stats

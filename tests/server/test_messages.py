@@ -14,7 +14,7 @@ from fd_core.text.parsing.thinking import QwenReasoning
 from tests.server.fakes import Answer, FakeClient, LiveServer, live
 
 PATH = "/v1/messages"
-TOOL = {"name": "weather", "description": "Tells it", "input_schema": {"type": "object"}}
+TOOL = {"name": "weather", "description": "Returns it", "input_schema": {"type": "object"}}
 ASK = {"model": "fake", "max_tokens": 300, "messages": [{"role": "user", "content": "hi"}]}
 REPLY = (
     "<think>\nHm é.\n</think>\n\nI look.\n<tool_call>\n"
@@ -53,7 +53,7 @@ def events(answer: Answer) -> list[dict[str, Any]]:
     return [json.loads(data.removeprefix("data: ")) for _, data in found]
 
 
-def test_an_answer_has_anthropics_shape(server: LiveServer) -> None:
+def test_answer_has_anthropic_format(server: LiveServer) -> None:
     answer = post(server)
     assert answer.status == 200, answer.body
     body = answer.json
@@ -76,7 +76,7 @@ def test_an_answer_has_anthropics_shape(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 1000])
-def test_a_stream_says_the_same_in_the_official_order(server: LiveServer, per_step: int) -> None:
+def test_stream_equals_the_answer_in_official_order(server: LiveServer, per_step: int) -> None:
     server.client.per_step = per_step
     whole = post(server).json
     stream = events(post(server, {"stream": True}))
@@ -111,7 +111,7 @@ def test_a_stream_says_the_same_in_the_official_order(server: LiveServer, per_st
     assert blocks == whole["content"]
 
 
-def test_a_conversation_with_tools_reaches_the_prompt(server: LiveServer) -> None:
+def test_conversation_with_tools_reaches_the_prompt(server: LiveServer) -> None:
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
         {
@@ -130,13 +130,13 @@ def test_a_conversation_with_tools_reaches_the_prompt(server: LiveServer) -> Non
         },
     ]
     assert post(server, {"messages": turns, "system": [{"type": "text", "text": "Be brief."}]}).status == 200
-    said = prompt(server)
-    assert said.startswith("system: Be brief.\n\n# Tools")
-    assert 'assistant: <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}' in said
-    assert said.endswith("<tool_response>\nsunny\n</tool_response>\nuser: and?\nassistant: ")
+    rendered = prompt(server)
+    assert rendered.startswith("system: Be brief.\n\n# Tools")
+    assert 'assistant: <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}' in rendered
+    assert rendered.endswith("<tool_response>\nsunny\n</tool_response>\nuser: and?\nassistant: ")
 
 
-def test_an_answer_may_be_begun_for_the_model(server: LiveServer) -> None:
+def test_answer_prefix_may_be_given(server: LiveServer) -> None:
     turns = [*ASK["messages"], {"role": "assistant", "content": "It is"}]
     assert post(server, {"messages": turns, "tools": None}).status == 200
     assert prompt(server) == "user: hi\nassistant: It is"
@@ -151,7 +151,7 @@ def test_an_answer_may_be_begun_for_the_model(server: LiveServer) -> None:
         (REPLY, {"max_tokens": 90}, "max_tokens", None),
     ],
 )
-def test_why_an_answer_ends(
+def test_stop_reasons(
     server: LiveServer, reply: str, changes: dict[str, Any], reason: str, sequence: str | None
 ) -> None:
     server.client.reply = lambda _: reply.encode()
@@ -161,13 +161,13 @@ def test_why_an_answer_ends(
     assert delta == {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def test_tokens_are_counted_as_they_are_read(server: LiveServer) -> None:
+def test_token_count_equals_the_prompt_length(server: LiveServer) -> None:
     post(server, {"system": "Be brief."})
     count = server.post(f"{PATH}/count_tokens", {**ASK, "tools": [TOOL], "system": "Be brief."}, x_api_key="secret")
     assert count.json == {"input_tokens": len(server.client.specs[-1].prompt)}
 
 
-def test_a_tool_can_be_demanded(server: LiveServer) -> None:
+def test_tool_call_can_be_required(server: LiveServer) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         assert post(server, {"tool_choice": choice}).status == 200
         assert server.client.specs[-1].params.grammar is not None
@@ -176,7 +176,7 @@ def test_a_tool_can_be_demanded(server: LiveServer) -> None:
     assert [block["type"] for block in one["content"]].count("tool_use") == 1
 
 
-def test_a_schema_of_the_answer_is_held(server: LiveServer) -> None:
+def test_output_schema_is_enforced(server: LiveServer) -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     assert post(server, {"tools": None, "output_config": {"format": form}}).status == 200
     assert server.client.specs[-1].params.grammar is not None
@@ -201,7 +201,7 @@ def test_a_schema_of_the_answer_is_held(server: LiveServer) -> None:
         ({"stop_sequences": [""]}, "stop_sequences"),
     ],
 )
-def test_errors_have_anthropics_shape_and_name_the_field(
+def test_errors_have_anthropic_format_and_name_the_field(
     server: LiveServer, changes: dict[str, Any], word: str
 ) -> None:
     answer = post(server, changes)

@@ -1,4 +1,4 @@
-"""Names, kinds and labels of every metric are promises: dashboards and alerts outside this repository use them."""
+"""Names, types and labels of every metric are a public contract: external dashboards and alerts use them."""
 
 from __future__ import annotations
 
@@ -164,11 +164,11 @@ VLLM = {
     "vllm:time_per_output_token_seconds": ("histogram", MODEL),
     "vllm:time_to_first_token_seconds": ("histogram", MODEL),
 }
-"""As vLLM names and labels them, so that what was made for vLLM finds them."""
+"""Named and labelled like vLLM's, so that dashboards for vLLM work."""
 
 
 def families(leases: LeaseStats, vllm_model: str | None = None) -> list[Metric]:
-    """Return all metrics of a server whose engine reports everything that there is."""
+    """Return all metrics of a server whose engine reports every statistic."""
     client = FakeClient()
     client.rank_failures = {"1": 1}
     client.info = msgspec.structs.replace(client.info, adapters=(AdapterInfo("sql", "digest", "/sql", 8),))
@@ -199,19 +199,19 @@ def served(leases: LeaseStats, vllm_model: str | None = None) -> dict[str, tuple
     return {family.name: (family.type, labels(family)) for family in families(leases, vllm_model)}
 
 
-def test_the_metrics_of_all_roles_together_are_those_promised() -> None:
+def test_metrics_of_all_roles_match_the_contract() -> None:
     decode = served(LeaseStats(receiver=ReceiverStats()))
     prefill = served(LeaseStats(sender=SenderStats(ended={"confirmed": 1}, refused={"busy": 1})))
     assert decode | prefill == PROMISED
 
 
-def test_vllms_names_come_beside_our_own_if_they_are_asked_for() -> None:
+def test_vllm_names_are_added_on_request() -> None:
     both = served(LeaseStats(receiver=ReceiverStats()), "a model")
     assert {name: kind for name, kind in both.items() if name.startswith("vllm:")} == VLLM
     assert both.keys() - VLLM.keys() == served(LeaseStats(receiver=ReceiverStats())).keys()
 
 
-def test_both_names_have_the_same_figures() -> None:
+def test_both_names_have_equal_values() -> None:
     with live(lambda: FakeClient(block_size=16), metrics_names="vllm", served_model_names=("first", "other")) as server:
         for _ in range(3):
             server.post("/v1/completions", {"prompt": "abc", "max_tokens": 5})
@@ -232,14 +232,14 @@ def test_both_names_have_the_same_figures() -> None:
     assert found["vllm:cache_config_info[16][none][0][40]"] == 1
 
 
-def test_the_page_of_metrics_pairs_the_names() -> None:
+def test_metrics_page_pairs_the_names() -> None:
     page = (Path(__file__).parents[2] / "docs" / "operate" / "metrics.md").read_text()
     named = {found.removesuffix("_total") for found in re.findall(r"`((?:vllm:|fdcore_)\w+)", page)}
     assert {name for name in named if name.startswith("vllm:")} == VLLM.keys()
     assert {name for name in named if not name.startswith("vllm:")} <= PROMISED.keys()
 
 
-def test_every_help_is_a_sentence_and_the_same_wherever_the_name_is_declared() -> None:
+def test_every_help_is_a_sentence_and_equal_for_each_name() -> None:
     helps: dict[str, set[str]] = {}
     for spec in declared_metrics(EngineStats):
         helps.setdefault(spec.name, set()).add(spec.help)

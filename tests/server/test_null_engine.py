@@ -1,4 +1,4 @@
-"""The server over a real engine, whose backend is scripted: nothing is left behind, texts do not depend on company."""
+"""The server over a real engine with a scripted backend: nothing leaks, and texts are independent of the batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gauges(server: LiveServer) -> dict[str, float]:
     return {name: found[name] for name in IDLE}
 
 
-def rests(server: LiveServer, seconds: float) -> None:
+def wait_until_idle(server: LiveServer, seconds: float) -> None:
     eventually(lambda: all(value == 0 for value in gauges(server).values()), seconds)
 
 
@@ -71,7 +71,7 @@ def body(number: int, **fields: object) -> dict[str, object]:
     }
 
 
-def test_a_stream_carries_the_text_of_the_whole_answer(null: LiveServer) -> None:
+def test_joined_stream_equals_the_whole_answer(null: LiveServer) -> None:
     whole = null.post(PATH, body(1, logprobs=2)).json
     events = null.post(PATH, body(1, stream=True, stream_options={"include_usage": True})).events
     assert "".join(event["choices"][0]["text"] for event in events[:-2]) == whole["choices"][0]["text"]
@@ -79,7 +79,7 @@ def test_a_stream_carries_the_text_of_the_whole_answer(null: LiveServer) -> None
     assert events[-2]["usage"]["completion_tokens"] == 40
 
 
-def test_the_prefix_cache_shows_in_the_usage(null: LiveServer) -> None:
+def test_prefix_cache_hits_show_in_usage(null: LiveServer) -> None:
     request = {**body(0), "prompt": "x" * 100, "cache_salt": "s"}
     cached = [
         null.post(PATH, each).json["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -88,16 +88,16 @@ def test_the_prefix_cache_shows_in_the_usage(null: LiveServer) -> None:
     assert cached == [0, 96, 0]
 
 
-def test_texts_do_not_depend_on_company(null: LiveServer) -> None:
-    """24 requests in a pool that holds few of them: preempted, chunked, batched, each says what it says alone."""
+def test_texts_do_not_depend_on_the_batch(null: LiveServer) -> None:
+    """24 requests in a small pool: preempted, chunked or batched, each text equals the one generated alone."""
     alone = [null.post(PATH, body(number)).json["choices"][0]["text"] for number in range(24)]
     with ThreadPoolExecutor(24) as pool:
         together = list(pool.map(lambda number: null.post(PATH, body(number)).json["choices"][0]["text"], range(24)))
     assert together == alone
-    rests(null, 2)
+    wait_until_idle(null, 2)
 
 
-def test_departures_leave_every_gauge_where_it_was(null: LiveServer) -> None:
+def test_disconnects_restore_every_gauge(null: LiveServer) -> None:
     chance = random.Random(3)
 
     async def one(number: int) -> None:
@@ -113,29 +113,29 @@ def test_departures_leave_every_gauge_where_it_was(null: LiveServer) -> None:
         await asyncio.gather(*(one(number) for number in range(64)))
 
     asyncio.run(all_of_them())
-    rests(null, 3)
+    wait_until_idle(null, 3)
 
 
 @pytest.mark.timing
-def test_a_departure_frees_its_blocks_within_a_second(null: LiveServer) -> None:
+def test_disconnect_frees_its_blocks_within_a_second(null: LiveServer) -> None:
     request = {**body(2), "prompt": "y" * 90, "max_tokens": 300, "ignore_eos": True, "stream": True}
     asyncio.run(leave(null.port, request, 400))
     start = time.monotonic()
-    rests(null, 3)
-    assert time.monotonic() - start < 3  # and what else the machine does
+    wait_until_idle(null, 3)
+    assert time.monotonic() - start < 3  # and other work of the machine
 
 
-def test_an_abort_by_id_reaches_the_engine(null: LiveServer) -> None:
+def test_abort_by_id_reaches_the_engine(null: LiveServer) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(null.post, PATH, body(2, max_tokens=360, n=8, ignore_eos=True), X_Request_Id="q")
         eventually(lambda: null.post("/v1/abort_requests", {"req_ids": ["q"]}).json["aborted"] == ["q"], 5)
         reasons = {choice["stop_reason"] for choice in running.result(10).json["choices"]}
     assert "abort" in reasons
-    rests(null, 2)
+    wait_until_idle(null, 2)
 
 
-def test_a_stream_goes_on_across_the_death_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The official client sees one text and one usage; in between the server is not ready and takes nothing new."""
+def test_stream_survives_the_death_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client sees one text and one usage; during the restart the server is not ready and rejects new requests."""
     may_restart = threading.Event()
     start_another = ProcessClient._start_another
 
@@ -168,11 +168,11 @@ def test_a_stream_goes_on_across_the_death_of_its_engine(monkeypatch: pytest.Mon
         assert (refused[1].error["code"], refused[1].headers["retry-after"]) == ("engine_dead", "5")
         found = samples(server)
         assert (found["fdcore_requests_requeued_total"], found["fdcore_engine_epoch"]) == (2, 2)
-        rests(server, 2)
+        wait_until_idle(server, 2)
 
 
-def test_a_generations_time_is_queue_prefill_and_decode(null: LiveServer) -> None:
-    rests(null, 5)
+def test_generation_time_is_queue_plus_prefill_plus_decode(null: LiveServer) -> None:
+    wait_until_idle(null, 5)
     before = samples(null)
     null.post(PATH, {"prompt": "a" * 100, "max_tokens": 20, "n": 10, "ignore_eos": True})
     after = samples(null)

@@ -64,7 +64,7 @@ def test_errors_have_their_classes(client: openai.OpenAI, server: LiveServer) ->
         list(client.chat.completions.create(model="fake", messages=MESSAGES, stream=True))
 
 
-def test_async_client_with_many_streams_at_once(server: LiveServer) -> None:
+def test_async_client_with_many_concurrent_streams(server: LiveServer) -> None:
     server.client.reply = lambda spec: bytes(spec.prompt) * 3
 
     async def one(client: openai.AsyncOpenAI, number: int) -> str:

@@ -1,4 +1,4 @@
-"""Files, batches and kept responses belong to the key that they were made with."""
+"""Files, batches and stored responses belong to the key that created them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def listed(server: LiveServer, key: str, what: str) -> list[str]:
     return [each["id"] for each in server.get(f"/v1/{what}", x_api_key=key).json["data"]]
 
 
-def test_files_and_batches_are_seen_by_their_key_only_also_after_a_restart(server: LiveServer, tmp_path: Path) -> None:
+def test_files_and_batches_are_private_to_their_key(server: LiveServer, tmp_path: Path) -> None:
     mine = upload(server, "one")
     batch_id = begin(server, "one", mine).json["id"]
     output = ended(server, "one", batch_id)["output_file_id"]
@@ -84,13 +84,13 @@ def test_files_and_batches_are_seen_by_their_key_only_also_after_a_restart(serve
         check(again)
         assert again.request("DELETE", f"/v1/files/{mine}", x_api_key="one").status == 200
     stored = "".join(each.read_text() for each in tmp_path.glob("*.json"))
-    assert '"owner":"' in stored and '"one"' not in stored, "a key stands on the disk"
+    assert '"owner":"' in stored and '"one"' not in stored, "a key was written to disk"
 
 
-def test_kept_responses_are_seen_by_their_key_only(server: LiveServer) -> None:
+def test_stored_responses_are_private_to_their_key(server: LiveServer) -> None:
     ask = {"model": "fake", "input": "hi"}
     ids = {key: server.post(RESPONSES, ask, x_api_key=key, x_request_id="same").json["id"] for key in KEYS}
-    assert len(set(ids.values())) == 1, "clients choose ids, and the same one is no way to another's answer"
+    assert len(set(ids.values())) == 1, "an id chosen by a client must not expose another key's response"
     assert server.request("DELETE", f"{RESPONSES}/{ids['two']}", x_api_key="two").status == 200
     for key, status in (("one", 200), ("two", 404)):
         assert server.get(f"{RESPONSES}/{ids['one']}", x_api_key=key).status == status
@@ -99,15 +99,15 @@ def test_kept_responses_are_seen_by_their_key_only(server: LiveServer) -> None:
     assert server.request("DELETE", f"{RESPONSES}/{ids['one']}", x_api_key="two").status == 404
 
 
-def test_answers_of_a_batch_belong_to_its_owner(server: LiveServer) -> None:
-    asked = upload(server, "one", RESPONSES, model="fake", input="hi", store=True)
-    batch = ended(server, "one", begin(server, "one", asked, RESPONSES).json["id"])
+def test_results_of_a_batch_belong_to_its_owner(server: LiveServer) -> None:
+    file_id = upload(server, "one", RESPONSES, model="fake", input="hi", store=True)
+    batch = ended(server, "one", begin(server, "one", file_id, RESPONSES).json["id"])
     content = server.get(f"/v1/files/{batch['output_file_id']}/content", x_api_key="one")
     kept = json.loads(content.body)["response"]["body"]["id"]
     assert [server.get(f"{RESPONSES}/{kept}", x_api_key=key).status for key in KEYS] == [200, 404]
 
 
-def test_without_keys_there_is_one_owner_and_keys_that_come_later_do_not_see_its_files(tmp_path: Path) -> None:
+def test_keys_added_later_do_not_see_files_created_without_keys(tmp_path: Path) -> None:
     with live(**settings(tmp_path, api_keys=())) as server:
         mine = upload(server, "one")
         assert listed(server, "two", "files") == [mine]
@@ -119,7 +119,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_prefixes_are_shared_within_a_key_only_unless_wanted(share: bool) -> None:
+def test_prefixes_are_shared_only_within_a_key_by_default(share: bool) -> None:
     with live(api_keys=KEYS, share_prefix_cache=share) as server:
         bodies = [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT)]
         bodies += [("/v1/responses", {"input": "a"}), ("/v1/messages", CHAT | {"model": "fake", "max_tokens": 5})]
@@ -130,10 +130,10 @@ def test_prefixes_are_shared_within_a_key_only_unless_wanted(share: bool) -> Non
                 for key in (*KEYS, KEYS[0]):
                     assert server.post(path, body | {"cache_salt": salt}, x_api_key=key).status == 200
                 one, two, again = (each.tenant for each in server.client.specs)
-                assert one == again != two, "a fair share of a key's own, whatever user it names"
+                assert one == again != two, "fair shares are per key and user field"
                 one, two, again = (each.cache_salt for each in server.client.specs)
                 assert (one == again, one == two) == (True, share), path
                 assert one.endswith(salt or "")
     with live() as server:
         server.post("/v1/completions", {"prompt": "a", "cache_salt": "s"})
-        assert server.client.specs[0].cache_salt == "s", "without keys there is nothing to keep apart"
+        assert server.client.specs[0].cache_salt == "s", "without keys prefixes need no separation"

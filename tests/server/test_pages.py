@@ -23,7 +23,7 @@ def test_models_are_listed_under_their_served_names() -> None:
         assert server.post("/v1/completions", {"prompt": "a", "model": "fake"}).status == 404
 
 
-def test_another_start_of_the_engine_answers_under_another_name() -> None:
+def test_restarted_engine_has_another_system_fingerprint() -> None:
     with live() as server:
         first = server.get("/health").headers["x-instance"]
         assert server.get("/health").headers["x-instance"] == first
@@ -31,10 +31,10 @@ def test_another_start_of_the_engine_answers_under_another_name() -> None:
         assert server.get("/health").headers["x-instance"] != first
 
 
-def test_what_the_page_shows_is_there_without_a_key_and_tells_no_secret() -> None:
+def test_page_data_is_public_and_contains_no_secrets() -> None:
     with live(api_keys=("topsecretkey",)) as server:
-        asked = server.post("/v1/completions", {"prompt": "hidden words"}, Authorization="Bearer topsecretkey")
-        assert asked.status == 200
+        answered = server.post("/v1/completions", {"prompt": "hidden words"}, Authorization="Bearer topsecretkey")
+        assert answered.status == 200
         answer = server.get("/status.json")
         status = answer.json
         assert (status["models"], status["not_ready"]) == (["fake"], None)
@@ -101,7 +101,7 @@ def test_metrics_follow_engine_and_streams(server: LiveServer) -> None:
         assert f"fdcore_{name}" in after
 
 
-def test_paths_that_clients_make_up_are_no_labels(server: LiveServer) -> None:
+def test_invented_paths_are_not_labels(server: LiveServer) -> None:
     server.get("/made/up/path")
     server.get("/v1/models/made-up")
     names = samples(server)
@@ -110,7 +110,7 @@ def test_paths_that_clients_make_up_are_no_labels(server: LiveServer) -> None:
     assert names["fdcore_http_answers_total[/v1/models/{model:path}][404]"] >= 1
 
 
-def test_a_histogram_counts_cumulatively() -> None:
+def test_histogram_is_cumulative() -> None:
     histogram = Histogram("h", "text", (1.0, 2.0))
     for value, times in ((0.5, 1), (1.0, 1), (1.5, 2), (9.0, 1)):
         histogram.observe(value, times)
@@ -123,7 +123,7 @@ def test_a_histogram_counts_cumulatively() -> None:
     assert {s.name: s.value for s in family.samples if s.name != "h_bucket"} == {"h_count": 5.0, "h_sum": 13.5}
 
 
-def test_the_document_describes_every_endpoint_with_limits(server: LiveServer) -> None:
+def test_openapi_describes_every_endpoint_with_limits(server: LiveServer) -> None:
     document = server.get("/openapi.json").json
     assert set(document["paths"]) == {
         "/v1/completions",
@@ -149,7 +149,7 @@ def test_the_document_describes_every_endpoint_with_limits(server: LiveServer) -
     assert {"200", "400", "401", "413", "415", "503"} <= set(operation["responses"])
 
 
-def test_load_and_model_are_told_as_others_tell_them(server: LiveServer) -> None:
+def test_load_and_model_info_match_other_servers(server: LiveServer) -> None:
     assert server.get("/load").json == {"server_load": 0, "running": 0, "waiting": 0}
     found = server.get("/get_model_info").json
     assert (found["model_path"], found["is_generation"], found["max_model_len"]) == ("fake", True, 400)
@@ -189,18 +189,18 @@ def test_health_is_json(server: LiveServer, path: str) -> None:
     assert server.get(path).json == {"status": "ok", "reason": None}
 
 
-def test_what_the_tokenizer_is_is_told_where_the_operator_allows_it(server: LiveServer) -> None:
+def test_tokenizer_info_requires_permission_of_the_operator(server: LiveServer) -> None:
     refused = server.get("/tokenizer_info")
     assert (refused.status, refused.json["error"]["code"]) == (404, "not_enabled")
     assert "--enable-tokenizer-info-endpoint" in refused.json["error"]["message"]
-    with live(enable_tokenizer_info_endpoint=True) as telling:
-        told = telling.get("/tokenizer_info").json
-    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert (told["bos_token"], told["eos_token"]) == (None, "<|end|>")
-    assert (told["vocab_size"], told["model_max_length"]) == (257, 400)
-    assert told["added_tokens_decoder"]["256"] == {
+    with live(enable_tokenizer_info_endpoint=True) as allowed:
+        info = allowed.get("/tokenizer_info").json
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (info["bos_token"], info["eos_token"]) == (None, "<|end|>")
+    assert (info["vocab_size"], info["model_max_length"]) == (257, 400)
+    assert info["added_tokens_decoder"]["256"] == {
         **dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False),
         "content": "<|end|>",
         "special": True,
     }
-    assert "messages" in told["chat_template"]
+    assert "messages" in info["chat_template"]

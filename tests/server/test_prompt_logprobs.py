@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts over HTTP, as evaluation harnesses ask for them."""
+"""Log-probabilities of prompts over HTTP, as requested by evaluation harnesses."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def null() -> Iterator[LiveServer]:
 
 
 def exact(ids: list[int]) -> list[float]:
-    """What follows each token: its log-probability, straight from the model."""
+    """Log-probabilities after each token, straight from the model."""
     table = right(tuple(ids))
-    return [float(table[place, token]) for place, token in enumerate(ids[1:])]
+    return [float(table[index, token]) for index, token in enumerate(ids[1:])]
 
 
 def greedy(ids: list[int]) -> int:
@@ -36,29 +36,29 @@ def greedy(ids: list[int]) -> int:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_a_harness_gets_the_log_likelihood_of_a_continuation(null: LiveServer, max_tokens: int) -> None:
-    """The request of lm-evaluation-harness, and what it reads from the answer; twice, so that the prefix is known."""
+def test_harness_gets_the_log_likelihood_of_a_continuation(null: LiveServer, max_tokens: int) -> None:
+    """The request of lm-evaluation-harness and the values it reads; sent twice, so that the prefix is cached."""
     ids = CONTEXT + CONTINUATION
     body = {"prompt": [ids, PROMPT], "max_tokens": max_tokens, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1}
     for _ in range(2):
         answer = null.post(PATH, body).json
         for choice, given in zip(answer["choices"], (ids, PROMPT), strict=True):
             scores = choice["logprobs"]
-            told = scores["token_logprobs"]
-            assert told[0] is None
+            scored = scores["token_logprobs"]
+            assert scored[0] is None
             assert scores["top_logprobs"][0] is None
-            assert told[1 : len(given)] == pytest.approx(exact(given), abs=1e-4)
+            assert scored[1 : len(given)] == pytest.approx(exact(given), abs=1e-4)
             assert {len(column) for column in scores.values()} == {len(given) + max_tokens}
             assert choice["finish_reason"] == "length" or greedy(given) == 256
         assert answer["usage"]["completion_tokens"] == 2 * max_tokens
         assert answer["usage"]["prompt_tokens"] == len(ids) + len(PROMPT)
-        # As the harness does it: the last one is the generated token's.
+        # The harness drops the last one, which belongs to the generated token.
         first = answer["choices"][0]["logprobs"]
         end = None if max_tokens == 0 else -1
         assert sum(first["token_logprobs"][len(CONTEXT) : end]) == pytest.approx(sum(exact(ids)[3:]), abs=1e-3)
 
 
-def test_a_greedy_continuation_is_seen_as_such(null: LiveServer) -> None:
+def test_greedy_continuation_is_recognized(null: LiveServer) -> None:
     ids = list(CONTEXT)
     for _ in range(3):
         ids.append(greedy(ids))
@@ -69,7 +69,7 @@ def test_a_greedy_continuation_is_seen_as_such(null: LiveServer) -> None:
         assert all(own == max(top.values()) for own, top in pairs) is is_greedy
 
 
-def test_offsets_count_characters_from_the_beginning_of_the_echo(null: LiveServer) -> None:
+def test_offsets_count_characters_from_the_start_of_the_echo(null: LiveServer) -> None:
     body = {
         "prompt": "naïve",
         "max_tokens": 3,
@@ -84,13 +84,13 @@ def test_offsets_count_characters_from_the_beginning_of_the_echo(null: LiveServe
     assert choice["logprobs"]["tokens"][2:4] == ["bytes:\\xc3", "bytes:\\xaf"]
 
 
-def test_a_prompt_alone_shows_nothing_of_the_text(null: LiveServer) -> None:
+def test_prompt_alone_returns_no_generated_text(null: LiveServer) -> None:
     choice = null.post(PATH, {"prompt": "ab", "max_tokens": 0, "echo": True}).json["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("ab", "length", None)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 2])
-def test_a_stream_says_the_same(null: LiveServer, max_tokens: int) -> None:
+def test_joined_stream_equals_the_whole_answer(null: LiveServer, max_tokens: int) -> None:
     body = {
         "prompt": "abc",
         "max_tokens": max_tokens,
@@ -107,55 +107,53 @@ def test_a_stream_says_the_same(null: LiveServer, max_tokens: int) -> None:
     assert choices[-1]["finish_reason"] == "length"
 
 
-def test_vllms_shape_of_completions(null: LiveServer) -> None:
+def test_completions_use_vllm_format(null: LiveServer) -> None:
     choice = null.post(PATH, {"prompt": PROMPT, "prompt_logprobs": 2, "max_tokens": 1}).json["choices"][0]
     first, *others = choice["prompt_logprobs"]
     assert (first, len(others)) == (None, len(PROMPT) - 1)
     table = right(tuple(PROMPT))
-    for place, told in enumerate(others):
-        order = np.argsort(-table[place], kind="stable").tolist()
-        own = PROMPT[place + 1]
-        assert set(told) == {str(each) for each in {*order[:2], own}}
-        assert told[str(order[0])]["rank"] == 1
-        assert {each: score["rank"] for each, score in told.items()} == {
-            each: order.index(int(each)) + 1 for each in told
+    for index, row in enumerate(others):
+        order = np.argsort(-table[index], kind="stable").tolist()
+        own = PROMPT[index + 1]
+        assert set(row) == {str(each) for each in {*order[:2], own}}
+        assert row[str(order[0])]["rank"] == 1
+        assert {each: score["rank"] for each, score in row.items()} == {
+            each: order.index(int(each)) + 1 for each in row
         }
-        for token_id, score in told.items():
-            assert score["logprob"] == pytest.approx(table[place, int(token_id)], abs=1e-4)
+        for token_id, score in row.items():
+            assert score["logprob"] == pytest.approx(table[index, int(token_id)], abs=1e-4)
     assert others[1]["97"]["decoded_token"] == "a"
 
 
-def test_chat_tells_them_beside_the_choices(null: LiveServer) -> None:
+def test_chat_returns_prompt_logprobs_outside_choices(null: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "n": 2}
     assert "prompt_logprobs" not in null.post("/v1/chat/completions", body).json
     answer = null.post("/v1/chat/completions", {**body, "prompt_logprobs": 0}).json
     rendered = list(b"user: hi\nassistant: ")
-    assert [next(iter(told)) for told in answer["prompt_logprobs"][1:]] == [str(each) for each in rendered[1:]]
-    found = [told[str(own)]["logprob"] for own, told in zip(rendered[1:], answer["prompt_logprobs"][1:], strict=True)]
+    assert [next(iter(row)) for row in answer["prompt_logprobs"][1:]] == [str(each) for each in rendered[1:]]
+    found = [row[str(own)]["logprob"] for own, row in zip(rendered[1:], answer["prompt_logprobs"][1:], strict=True)]
     assert found == pytest.approx(exact(rendered), abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"max_tokens": 0}, "max_tokens", "needs echo"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not told in a stream"),
+        ({"max_tokens": 0}, "max_tokens", "requires echo"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not supported with stream"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "0"),
         ({"prompt": [[1] * 399] * 126, "prompt_logprobs": 20}, "prompt_logprobs", "1048576"),
         ({"prompt": [[1] * 399] * 126, "echo": True, "logprobs": 20}, "logprobs", "1048576"),
     ],
 )
-def test_what_cannot_be_told_is_refused_by_name(null: LiveServer, fields: dict, param: str, words: str) -> None:
+def test_unsupported_request_is_rejected_by_name(null: LiveServer, fields: dict, param: str, words: str) -> None:
     answer = null.post(PATH, {"prompt": "a", "max_tokens": 1, **fields})
     assert (answer.status, answer.json["error"]["param"]) == (400, param)
     assert words in answer.json["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_of_a_prompt_share_what_is_computed_once(
-    null: LiveServer, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choices_of_a_prompt_share_its_scores(null: LiveServer, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
     score = PromptScorer.score
     monkeypatch.setattr(PromptScorer, "score", lambda *given: (computed.append(len(given[3][0])), score(*given))[1])
@@ -167,13 +165,13 @@ def test_choices_of_a_prompt_share_what_is_computed_once(
     for event in answer.events[:-1] if stream else [answer.json]:
         for choice in event["choices"]:
             found[choice["index"]] += choice["logprobs"]["token_logprobs"]
-    for index, told in found.items():
+    for index, row in found.items():
         given = PROMPT if index < 3 else CONTEXT
-        assert len(told) == len(given) + 3
-        assert told[1 : len(given)] == pytest.approx(exact(given), abs=1e-4)
+        assert len(row) == len(given) + 3
+        assert row[1 : len(given)] == pytest.approx(exact(given), abs=1e-4)
 
 
-def test_an_aborted_prompt_keeps_no_choice_waiting(null: LiveServer) -> None:
+def test_aborted_prompt_leaves_no_choice_waiting(null: LiveServer) -> None:
     slow = {"prompt": [[1] * 300], "n": 4, "echo": True, "logprobs": 0, "max_tokens": 90, "stream": True}
     running = Background(null, "slow", **slow)
     eventually(lambda: bool(null.call(lambda: null.client.active_requests)), 5)

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and answers that are kept."""
+"""POST /v1/responses, and stored responses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
 
 
-def test_an_answer_has_openais_shape(server: LiveServer) -> None:
+def test_answer_has_openai_format(server: LiveServer) -> None:
     answer = post(server, metadata={"a": "b"})
     assert answer.status == 200, answer.body
     body = answer.json
@@ -91,7 +91,7 @@ def test_an_answer_has_openais_shape(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 1000])
-def test_a_stream_says_the_same_in_the_official_order(server: LiveServer, per_step: int) -> None:
+def test_stream_equals_the_answer_in_official_order(server: LiveServer, per_step: int) -> None:
     server.client.per_step = per_step
     whole = post(server).json
     events = post(server, stream=True).events
@@ -115,14 +115,14 @@ def test_a_stream_says_the_same_in_the_official_order(server: LiveServer, per_st
     assert done == final["output"]
 
 
-def test_an_answer_that_is_cut_off_is_incomplete(server: LiveServer) -> None:
+def test_truncated_answer_is_incomplete(server: LiveServer) -> None:
     body = post(server, max_output_tokens=40).json
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert body["output"][-1]["status"] == "incomplete"
     assert post(server, max_output_tokens=40, stream=True).events[-1]["type"] == "response.incomplete"
 
 
-def test_items_of_a_conversation_reach_the_prompt(server: LiveServer) -> None:
+def test_conversation_items_reach_the_prompt(server: LiveServer) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
@@ -133,13 +133,13 @@ def test_items_of_a_conversation_reach_the_prompt(server: LiveServer) -> None:
         {"type": "message", "role": "developer", "content": "Go on."},
     ]
     assert post(server, input=items, instructions="Be brief.").status == 200
-    said = prompt(server)
-    assert said.startswith("system: Be brief.\n\n# Tools")
-    assert said.count("<tool_call>\n{") == 3 and said.count("<tool_response>\n") == 2
-    assert said.endswith("system: Go on.\nassistant: ")
+    rendered = prompt(server)
+    assert rendered.startswith("system: Be brief.\n\n# Tools")
+    assert rendered.count("<tool_call>\n{") == 3 and rendered.count("<tool_response>\n") == 2
+    assert rendered.endswith("system: Go on.\nassistant: ")
 
 
-def test_a_format_of_the_text_is_held(server: LiveServer) -> None:
+def test_text_format_is_enforced(server: LiveServer) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
     body = post(server, tools=None, text={"format": form})
@@ -149,7 +149,7 @@ def test_a_format_of_the_text_is_held(server: LiveServer) -> None:
     assert server.client.specs[-1].params.grammar is None
 
 
-def test_a_call_can_be_demanded(server: LiveServer) -> None:
+def test_tool_call_can_be_required(server: LiveServer) -> None:
     for choice in ("required", {"type": "function", "name": "weather"}):
         assert post(server, tool_choice=choice).status == 200
         assert server.client.specs[-1].params.grammar is not None
@@ -174,33 +174,33 @@ def test_a_call_can_be_demanded(server: LiveServer) -> None:
         ({"max_output_tokens": 10_000}, "max_output_tokens"),
     ],
 )
-def test_what_is_not_served_is_named(server: LiveServer, changes: dict[str, Any], field: str) -> None:
+def test_unsupported_value_is_named(server: LiveServer, changes: dict[str, Any], field: str) -> None:
     answer = post(server, **changes)
     assert (answer.status, answer.error["param"]) == (400, field), answer.body
 
 
-def test_values_that_ask_for_nothing_are_taken(server: LiveServer) -> None:
+def test_neutral_values_are_accepted(server: LiveServer) -> None:
     neutral = {"store": False, "truncation": "disabled", "background": False, "include": [], "metadata": {}, "text": {}}
     more = {"reasoning": {"effort": None}, "top_logprobs": 0, "previous_response_id": None, "service_tier": "auto"}
     assert post(server, **neutral, **more).status == 200
 
 
-def test_a_kept_answer_is_gone_on_from(keeping: LiveServer) -> None:
+def test_stored_response_can_be_continued(keeping: LiveServer) -> None:
     first = post(keeping, instructions="Be brief.").json
     assert first["store"] is True
     second = post(keeping, input="And?", previous_response_id=first["id"]).json
     assert second["previous_response_id"] == first["id"]
-    said = prompt(keeping)
-    assert "Be brief." not in said
-    assert "user: hi\nassistant: I look.\n<tool_call>" in said and said.endswith("user: And?\nassistant: ")
+    rendered = prompt(keeping)
+    assert "Be brief." not in rendered
+    assert "user: hi\nassistant: I look.\n<tool_call>" in rendered and rendered.endswith("user: And?\nassistant: ")
     assert keeping.get(f"{PATH}/{first['id']}").json == first
     assert keeping.request("DELETE", f"{PATH}/{first['id']}").json["deleted"] is True
     assert keeping.get(f"{PATH}/{first['id']}").status == 404
-    gone = post(keeping, previous_response_id=first["id"])
-    assert (gone.status, gone.error["code"]) == (404, "previous_response_not_found")
+    missing = post(keeping, previous_response_id=first["id"])
+    assert (missing.status, missing.error["code"]) == (404, "previous_response_not_found")
 
 
-def test_an_answer_is_not_kept_against_the_clients_will(keeping: LiveServer) -> None:
+def test_store_false_is_respected(keeping: LiveServer) -> None:
     body = post(keeping, store=False).json
     assert body["store"] is False and keeping.get(f"{PATH}/{body['id']}").status == 404
 
@@ -228,7 +228,7 @@ def stored(name: str, size: int) -> StoredResponse:
     )
 
 
-def test_the_store_is_bounded() -> None:
+def test_store_is_bounded() -> None:
     store = ResponseStore(2, max_bytes=5000)
     for name in "abc":
         store.put("", stored(name, 10))
@@ -241,16 +241,16 @@ def test_the_store_is_bounded() -> None:
     for _ in range(9):
         store.put("", stored("again", 3000))
     store.put("", stored("b", 10))
-    assert (len(store), store.get("", "again") is not None) == (2, True), "what was replaced is not counted"
+    assert (len(store), store.get("", "again") is not None) == (2, True), "a replaced response is not counted"
     fair = ResponseStore(4)
     fair.put("bob", stored("b", 10))
     for number in range(9):
         fair.put("alice", stored(f"{number}", 10))
-    assert fair.get("bob", "b") is not None, "a key forgets its own answers first"
+    assert fair.get("bob", "b") is not None, "a key evicts its own responses first"
     assert [fair.get("alice", f"{number}") is not None for number in range(9)] == [False] * 6 + [True] * 3
 
 
-def test_the_official_client_reads_answers_and_streams(server: LiveServer) -> None:
+def test_official_client_parses_answers_and_streams(server: LiveServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         answer = client.responses.create(model="fake", input="hi", tools=[TOOL])
         assert answer.output_text == "I look."
@@ -261,7 +261,7 @@ def test_the_official_client_reads_answers_and_streams(server: LiveServer) -> No
             assert stream.get_final_response().output_text == "I look."
 
 
-def test_no_owner_drives_out_what_others_keep() -> None:
+def test_owner_cannot_evict_responses_of_others() -> None:
     for store in (ResponseStore(4), ResponseStore(100, max_bytes=3000)):
         store.put("alice", stored("one", 10))
         for index in range(20):

@@ -1,4 +1,4 @@
-"""An engine that is killed within a schema, or within a call behind reasoning: the client sees one whole answer."""
+"""An engine killed within a schema, or within a call after reasoning: the client sees one whole answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fd_core.text.parsing.thinking import DeepSeekR1Reasoning
 from fd_core.text.tokenizer import byte_tokenizer
 from tests.engine.faults import Faults
 from tests.server.fakes import LiveServer, live, samples
-from tests.server.test_null_engine import rests
+from tests.server.test_null_engine import wait_until_idle
 
 pytestmark = pytest.mark.slow
 
@@ -72,26 +72,26 @@ async def engine(speculative: SpeculativeConfig | None = None) -> EngineClient:
     return await open_client(config, None, where="process")
 
 
-async def answers(url: str, asked: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """What streams say, requested at the same time: content, reasoning and arguments, each joined, and the end."""
+async def answers(url: str, bodies: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return concurrent streams joined by content, reasoning, arguments and finish reason."""
 
     async def one(request: dict[str, Any]) -> dict[str, str]:
-        said = {"content": "", "reasoning": "", "arguments": "", "names": "", "end": "", "usage": "", "prompt": ""}
+        joined = {"content": "", "reasoning": "", "arguments": "", "names": "", "end": "", "usage": "", "prompt": ""}
         async for chunk in await client.chat.completions.create(**request):
             if chunk.usage is not None:
-                said["usage"] += str(chunk.usage.completion_tokens)
-                said["prompt"] += str(chunk.usage.prompt_tokens)
+                joined["usage"] += str(chunk.usage.completion_tokens)
+                joined["prompt"] += str(chunk.usage.prompt_tokens)
             for choice in chunk.choices:
-                said["content"] += choice.delta.content or ""
-                said["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+                joined["content"] += choice.delta.content or ""
+                joined["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
                 for call in choice.delta.tool_calls or ():
-                    said["names"] += call.function.name or ""
-                    said["arguments"] += call.function.arguments or ""
-                said["end"] += choice.finish_reason or ""
-        return said
+                    joined["names"] += call.function.name or ""
+                    joined["arguments"] += call.function.arguments or ""
+                joined["end"] += choice.finish_reason or ""
+        return joined
 
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
-        return list(await asyncio.gather(*map(one, asked)))
+        return list(await asyncio.gather(*map(one, bodies)))
 
 
 def requests(form: dict[str, Any], budget: int) -> list[dict[str, Any]]:
@@ -99,15 +99,15 @@ def requests(form: dict[str, Any], budget: int) -> list[dict[str, Any]]:
     return [ASK | form | more | {"seed": seed, "temperature": float(seed % 2)} for seed in range(6)]
 
 
-def said_by(make: Callable[[], Any], asked: list[dict[str, Any]], deaths: int) -> list[dict[str, str]]:
+def generated_by(make: Callable[[], Any], bodies: list[dict[str, Any]], deaths: int) -> list[dict[str, str]]:
     with live(make, parsers=PARSERS, tokenizer=byte_tokenizer()) as server:
-        found = asyncio.run(answers(server.url, asked))
+        found = asyncio.run(answers(server.url, bodies))
         check_nothing_leaks(server, deaths)
     return found
 
 
 def check_nothing_leaks(server: LiveServer, deaths: int) -> None:
-    rests(server, 5)
+    wait_until_idle(server, 5)
     counts = samples(server)
     assert counts["fdcore_engine_epoch"] == 1 + deaths
     assert (counts["fdcore_requests_requeued_total"] > 0) is bool(deaths)
@@ -118,29 +118,29 @@ def check_nothing_leaks(server: LiveServer, deaths: int) -> None:
     [
         pytest.param(FORM, 8, (60, 60), None, id="schema-forced"),
         pytest.param(FORM, 8, (60, 60), NGRAM, id="schema-ngram", marks=pytest.mark.soak),
-        pytest.param(CALL, 40, (20, 100), None, id="call behind reasoning-forced", marks=pytest.mark.soak),
-        pytest.param(CALL, 40, (20, 100), NGRAM, id="call behind reasoning-ngram"),
+        pytest.param(CALL, 40, (20, 100), None, id="call after reasoning-forced", marks=pytest.mark.soak),
+        pytest.param(CALL, 40, (20, 100), NGRAM, id="call after reasoning-ngram"),
     ],
 )
 @pytest.mark.law("1.1", "4")
-def test_an_answer_is_whole_though_its_engine_was_killed(
+def test_constrained_answer_survives_engine_kills(
     faults: Faults,
     form: dict[str, Any],
     budget: int,
     positions: tuple[int, int],
     speculative: SpeculativeConfig | None,
 ) -> None:
-    """Killed twice: in the reasoning and behind it, or twice within the JSON."""
-    asked = requests(form, budget)
+    """Killed twice: in the reasoning and after it, or twice within the JSON."""
+    bodies = requests(form, budget)
     faults.arm()
-    undisturbed = said_by(engine, asked, deaths=0)
-    for said in undisturbed:
-        text = said["arguments"] if form is CALL else said["content"]
+    undisturbed = generated_by(engine, bodies, deaths=0)
+    for joined in undisturbed:
+        text = joined["arguments"] if form is CALL else joined["content"]
         jsonschema.validate(json.loads(text), SCHEMA)
-        assert (said["names"], said["end"]) == (("keep_animals", "tool_calls") if form is CALL else ("", "stop"))
-        assert said["reasoning"]
-        assert int(said["usage"]) > 120
+        assert (joined["names"], joined["end"]) == (("keep_animals", "tool_calls") if form is CALL else ("", "stop"))
+        assert joined["reasoning"]
+        assert int(joined["usage"]) > 120
     first, then = positions
     faults.arm("kill", "kill", position=int(undisturbed[0]["prompt"]) + first, every=then)
-    assert said_by(lambda: engine(speculative), asked, deaths=2) == undisturbed
+    assert generated_by(lambda: engine(speculative), bodies, deaths=2) == undisturbed
     assert faults.count == 2

@@ -1,6 +1,6 @@
-"""Random requests made from the OpenAPI document: the server never fails and answers as the document says.
+"""Random requests generated from the OpenAPI document: the server never fails and answers as documented.
 
-Hypothesis derives the examples from the test's name, so every run makes the same ones; a failure prints the case and
+Hypothesis derives the examples from the test's name, so every run draws the same ones; a failure prints the case and
 the request as a curl command.
 """
 
@@ -23,7 +23,7 @@ OPERATIONS = operations(DOCUMENT)
 
 @pytest.fixture(scope="module")
 def fuzzed() -> Iterator[LiveServer]:
-    """An engine that knows every id that the document allows, so that valid requests are often accepted."""
+    """An engine that accepts every id allowed by the document, so that valid requests often succeed."""
     with live(lambda: FakeClient("Hello", vocab_size=2**31, max_num_seqs=256)) as server:
         yield server
 
@@ -34,9 +34,9 @@ def test_random_requests_are_answered_as_documented(
     operation: schemathesis.APIOperation, mode: GenerationMode, fuzzed: LiveServer
 ) -> None:
     if mode is GenerationMode.NEGATIVE and operation.method in ("get", "delete"):
-        pytest.skip("nothing of it can be wrong")
+        pytest.skip("no value can be invalid")
 
-    examples = 8 if operation.method == "post" else 3  # tests/hostile/test_fuzz.py sends them for minutes
+    examples = 5 if operation.method == "post" else 2  # tests/hostile/test_fuzz.py sends them for minutes
     send(fuzzed.url, operation, mode, examples=examples, seen=lambda _: alive(fuzzed))
 
 
@@ -44,5 +44,5 @@ def alive(server: LiveServer) -> None:
     assert server.client.alive
 
 
-def test_the_document_lists_what_the_tests_cover() -> None:
+def test_document_lists_every_tested_route() -> None:
     assert {operation.path for operation in OPERATIONS} == set(DOCUMENT["paths"])

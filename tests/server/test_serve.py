@@ -23,7 +23,7 @@ from tests.server.fakes import FakeClient, byte_tokenizer, chat_template, live
 from tests.server.test_abort import Background, waiting
 
 
-def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
+def test_port_in_use_is_named_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}") as caught:
@@ -37,17 +37,17 @@ def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
         ("no.such.host.invalid", 0, "--host"),
         ("a" * 80, 0, "--host"),
         ("a..b", 0, "--host"),
-        ("192.0.2.1", 0, "--host"),  # an address of documents, which no machine has
+        ("192.0.2.1", 0, "--host"),  # an address reserved for documentation, which no machine has
         ("127.0.0.1", 65536, "--port"),
     ],
 )
-def test_hosts_and_ports_that_do_not_exist(host: str, port: int, field: str) -> None:
+def test_invalid_hosts_and_ports(host: str, port: int, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         bind_socket(host, port)
     assert caught.value.field == field
 
 
-def test_a_port_taken_between_binding_and_listening_is_named() -> None:
+def test_port_taken_between_bind_and_listen_is_named() -> None:
     async def scenario() -> None:
         sock = bind_socket("127.0.0.1", 0)
         rival = bind_socket("127.0.0.1", sock.getsockname()[1])
@@ -70,14 +70,14 @@ def test_a_port_taken_between_binding_and_listening_is_named() -> None:
         ("example.org", (), True),
     ],
 )
-def test_an_open_server_without_a_key_warns(
+def test_public_server_without_a_key_warns(
     caplog: pytest.LogCaptureFixture, host: str, keys: tuple[str, ...], warned: bool
 ) -> None:
     warn_if_open(host, keys=bool(keys))
     assert bool(caplog.records) == warned
 
 
-def test_drain_lets_running_requests_finish_and_refuses_others() -> None:
+def test_drain_finishes_running_requests_and_rejects_others() -> None:
     with live(drain_seconds=10.0) as server:
         assert server.get("/ready").json == {"status": "ok", "reason": None}
         server.client.held = True
@@ -96,7 +96,7 @@ def test_drain_lets_running_requests_finish_and_refuses_others() -> None:
 
 
 @pytest.mark.timing
-def test_what_outlasts_the_drain_is_aborted_and_told() -> None:
+def test_request_beyond_the_drain_timeout_is_aborted() -> None:
     with live(drain_seconds=0.1) as server:
         server.client.held = True
         running = Background(server, "r")
@@ -111,7 +111,7 @@ def test_what_outlasts_the_drain_is_aborted_and_told() -> None:
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("signals", [1, 2])
 @pytest.mark.timing
-def test_signals_drain_and_a_second_one_does_not_wait(signals: int, loop: Callable[[], Any]) -> None:
+def test_signal_drains_and_second_signal_exits_at_once(signals: int, loop: Callable[[], Any]) -> None:
     """Runs on the main thread, where signals arrive; a thread sends them once the server serves."""
     drain = 20.0 if signals == 2 else 0.2
 

@@ -1,4 +1,4 @@
-"""Answers of a given form over HTTP: every way to ask for one, and clear errors for those that cannot be."""
+"""Output constraints over HTTP: every way to request one, and clear errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fd_core.structured.schemas import compilable
 from fd_core.text.tokenizer import byte_tokenizer
 from tests.engine.structured import SCHEMA
 from tests.server.fakes import FakeClient, LiveServer, live, samples
-from tests.server.test_null_engine import null_client, rests
+from tests.server.test_null_engine import null_client, wait_until_idle
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -99,7 +99,7 @@ def text_of(answer: Any) -> tuple[str, str]:
     ("fields", "holds"), FORMS, ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
 )
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_every_way_to_ask_for_a_form(null: LiveServer, path: str, fields: dict[str, Any], holds: Any) -> None:
+def test_every_constraint_field(null: LiveServer, path: str, fields: dict[str, Any], holds: Any) -> None:
     prompt = {"prompt": "a"} if path == TEXT else {"messages": HI}
     answer = null.post(path, {**prompt, **fields, "max_tokens": 120, "temperature": 0.9, "seed": 4})
     assert answer.status == 200, answer.body
@@ -143,18 +143,18 @@ def test_any_json_object(null: LiveServer) -> None:
         ({"guided_grammar": "start: foo"}, "", 'unknown name: "foo"'),
         ({"guided_grammar": "root ::= foo"}, "", "foo"),
         ({"guided_grammar": "root ::= " + "(" * 9000}, "", "nested"),
-        ({"structural_tag": {"structures": [{}], "triggers": ["<"]}}, ".structures[0].begin", "not empty"),
+        ({"structural_tag": {"structures": [{}], "triggers": ["<"]}}, ".structures[0].begin", "non-empty"),
         ({"response_format": {"type": "json_schema"}}, ".json_schema", "required"),
         ({"response_format": {"type": "yaml"}}, ".type", "json_object"),
         ({"response_format": "json"}, "", "object"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "one of them"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "only one"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "cannot be combined"),
         ({"guided_regex": "a", "min_tokens": 1, "max_tokens": 4}, "min_tokens", "cannot be combined"),
         ({"structured_outputs": {"json": {"anyOf": [{}, {"type": "strng"}]}}}, ".json.anyOf[1]", "Invalid type"),
     ],
 )
 @pytest.mark.timing
-def test_a_form_that_cannot_be_is_a_400_that_names_the_place(
+def test_invalid_constraint_is_a_400_naming_the_path(
     null: LiveServer, fields: dict[str, Any], param: str, words: str
 ) -> None:
     began = time.monotonic()
@@ -187,9 +187,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", HOSTILE, ids=lambda fields: str(fields)[:60])
 @pytest.mark.timing
-def test_hostile_forms_end_with_a_clear_error_or_clean_and_leave_nothing(
-    null: LiveServer, fields: dict[str, Any]
-) -> None:
+def test_hostile_constraints_end_cleanly_and_leave_nothing(null: LiveServer, fields: dict[str, Any]) -> None:
     began = time.monotonic()
     answer = null.post(TEXT, {"prompt": "a", **fields, "max_tokens": 30, "temperature": 1.0, "seed": 1})
     assert time.monotonic() - began < 15
@@ -198,11 +196,11 @@ def test_hostile_forms_end_with_a_clear_error_or_clean_and_leave_nothing(
     else:
         assert answer.status == 400, answer.body
         assert answer.error["message"]
-    rests(null, 5)
+    wait_until_idle(null, 5)
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_a_model_that_serves_no_forms_says_so_whatever_is_asked_for(path: str) -> None:
+def test_model_without_grammars_rejects_every_constraint(path: str) -> None:
     prompt = {"prompt": "a"} if path == TEXT else {"messages": HI}
     with live(lambda: FakeClient(vocab_size=2**31)) as server:
         for fields, _ in FORMS:
@@ -211,7 +209,7 @@ def test_a_model_that_serves_no_forms_says_so_whatever_is_asked_for(path: str) -
             assert "2,147,483,648 token ids" in answer.error["message"]
 
 
-def test_the_same_text_as_a_stream_and_with_company(null: LiveServer) -> None:
+def test_constrained_text_is_equal_as_stream_and_in_a_batch(null: LiveServer) -> None:
     body = {"prompt": "a", "guided_json": SCHEMA, "max_tokens": 120, "temperature": 1.0, "seed": 9}
     alone = text_of(null.post(TEXT, body))
     with ThreadPoolExecutor(8) as pool:
@@ -230,12 +228,12 @@ def test_the_same_text_as_a_stream_and_with_company(null: LiveServer) -> None:
         assert "".join(chunk.choices[0].text for chunk in stream) == alone[0]
 
 
-def test_an_answer_cut_by_max_tokens_says_length(null: LiveServer) -> None:
+def test_answer_truncated_by_max_tokens_reports_length(null: LiveServer) -> None:
     answer = null.post(CHAT, {"messages": HI, "guided_json": SCHEMA, "max_tokens": 5})
     assert text_of(answer) == ('{"nam', "length")
 
 
-def test_metrics_tell_of_grammars(null: LiveServer) -> None:
+def test_metrics_count_grammars(null: LiveServer) -> None:
     null.post(TEXT, {"prompt": "a", "guided_choice": ["something new", "something old"]})
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
@@ -251,14 +249,14 @@ def test_metrics_tell_of_grammars(null: LiveServer) -> None:
     assert found["fdcore_forced_drafted_tokens_total"] >= found["fdcore_forced_accepted_tokens_total"] > 0
 
 
-def test_every_field_is_among_the_forms() -> None:
-    asked = {name for fields, _ in FORMS for name in fields} | {"guided_json_object", "grammar"}
+def test_every_field_is_covered() -> None:
+    covered = {name for fields, _ in FORMS for name in fields} | {"guided_json_object", "grammar"}
     ours = set(StructuredFields.__struct_fields__) - {"prompt_logprobs"}
-    assert asked | {"guided_whitespace_pattern"} == ours
+    assert covered | {"guided_whitespace_pattern"} == ours
 
 
-def weapon(properties: int) -> dict[str, Any]:
-    """Two schemas that refer to each other by every property, of which one option has to be told from the other."""
+def exponential(properties: int) -> dict[str, Any]:
+    """Return two schemas that refer to each other in every property, and whose options must be distinguished."""
     names = [f"p{index}" for index in range(properties)]
     one, other = (
         {"type": "object", "required": names, "properties": {name: {"$ref": f"#/$defs/{target}"} for name in names}}
@@ -268,7 +266,7 @@ def weapon(properties: int) -> dict[str, Any]:
 
 
 WEAPONS: list[dict[str, Any]] = [
-    {"guided_json": weapon(10)},
+    {"guided_json": exponential(10)},
     {"guided_grammar": "start: T\nT: " + " & ".join(f"/(.*a{i}.*b.*)*/" for i in range(200))},
     {
         "guided_grammar": "\n".join(
@@ -280,25 +278,25 @@ WEAPONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", WEAPONS, ids=["references", "intersections", "depth", "patterns"])
-def test_a_weapon_is_a_400_and_delays_no_other_schema(null: LiveServer, fields: dict[str, Any]) -> None:
+def test_exponential_schema_is_a_400_and_delays_no_other(null: LiveServer, fields: dict[str, Any]) -> None:
     with ThreadPoolExecutor(2) as pool:
-        weapons = [pool.submit(null.post, TEXT, {"prompt": "a", **fields}) for _ in range(2)]
+        pending = [pool.submit(null.post, TEXT, {"prompt": "a", **fields}) for _ in range(2)]
         served = 0
-        while not all(each.done() for each in weapons):
+        while not all(each.done() for each in pending):
             schema = {"type": "object", "properties": {f"n{served}": {"const": 1}}, "required": [f"n{served}"]}
             assert null.post(TEXT, {"prompt": "a", "guided_json": schema, "max_tokens": 2}).status == 200
             served += 1
-    for each in weapons:
+    for each in pending:
         answer = each.result()
         assert (answer.status, answer.error["code"]) == (400, "invalid_grammar"), answer.body
         assert answer.error["param"].startswith(next(iter(fields)))
 
 
-def test_options_within_each_other_are_told_apart_within_a_budget() -> None:
-    assert json_schema({"$defs": weapon(3)["$defs"], "$ref": "#/$defs/a"})
+def test_nested_options_are_distinguished_within_a_budget() -> None:
+    assert json_schema({"$defs": exponential(3)["$defs"], "$ref": "#/$defs/a"})
     options = [{"enum": [*range(10 * index, 10 * index + 60_000)]} for index in range(2)]
     mixed = {"oneOf": [*options, {"type": "string"}]}
-    with pytest.raises(BadRequest, match="tell apart") as error:
+    with pytest.raises(BadRequest, match="options are disjoint") as error:
         compilable(mixed, "schema")
     assert error.value.field == "schema.oneOf"
 
@@ -315,12 +313,12 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_a_schema_that_nothing_fits_names_the_place(null: LiveServer, name: str) -> None:
+def test_unsatisfiable_schema_names_its_path(null: LiveServer, name: str) -> None:
     inner = CONTRADICTIONS[name]
     within = {"type": "object", "required": ["a"], "properties": {"a": inner}}
-    for schema, place in ((inner, ""), (within, ".properties.a")):
+    for schema, path in ((inner, ""), (within, ".properties.a")):
         answer = null.post(TEXT, {"prompt": "a", "guided_json": schema})
-        assert (answer.status, answer.error["param"]) == (400, f"guided_json{place}")
+        assert (answer.status, answer.error["param"]) == (400, f"guided_json{path}")
 
 
 @pytest.mark.parametrize(
@@ -334,7 +332,7 @@ def test_a_schema_that_nothing_fits_names_the_place(null: LiveServer, name: str)
     ],
     ids=str,
 )
-def test_a_request_that_leaves_no_token_is_a_400(null: LiveServer, fields: dict[str, Any]) -> None:
+def test_request_that_allows_no_token_is_a_400(null: LiveServer, fields: dict[str, Any]) -> None:
     answer = null.post(TEXT, {"prompt": "a", "max_tokens": 9, **fields})
     assert (answer.status, answer.error["code"]) == (400, "no_way_on"), answer.body
     assert null.post(TEXT, {"prompt": "a", "max_tokens": 2}).status == 200

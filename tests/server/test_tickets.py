@@ -1,4 +1,4 @@
-"""Workers of a pair: who takes tickets, who generates, and what a router is told."""
+"""Workers of a pair: accepting tickets, generating, and reporting to the router."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def decode() -> Iterator[LiveServer]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
-def test_a_ticket_names_who_computes_the_prompt_and_the_answer_says_what_became_of_it(
-    decode: LiveServer, path: str, stream: bool
-) -> None:
+def test_ticket_names_the_prefill_worker_and_answer_its_outcome(decode: LiveServer, path: str, stream: bool) -> None:
     decode.call(decode.client.specs.clear)
     decode.client.prefill = "transferred"
     ticket = sign_ticket(KEY, "one", PEER)
@@ -72,7 +70,7 @@ def test_without_a_ticket_the_prompt_is_computed_here(decode: LiveServer) -> Non
     ],
     ids=["other request", "other key", "other peer", "empty", "not signed"],
 )
-def test_a_ticket_that_was_not_signed_for_this_request_is_refused(decode: LiveServer, ticket: str) -> None:
+def test_ticket_not_signed_for_this_request_is_rejected(decode: LiveServer, ticket: str) -> None:
     decode.call(decode.client.specs.clear)
     answer = decode.post("/v1/completions", BODIES["/v1/completions"], X_Request_Id="one", X_FD_Prefill=ticket)
     assert (answer.status, answer.error["code"]) == (403, "bad_ticket")
@@ -80,7 +78,7 @@ def test_a_ticket_that_was_not_signed_for_this_request_is_refused(decode: LiveSe
     assert not decode.client.specs
 
 
-def test_a_worker_of_another_role_has_no_use_for_tickets(server: LiveServer) -> None:
+def test_worker_of_another_role_rejects_tickets(server: LiveServer) -> None:
     ticket = sign_ticket(KEY, "one", PEER)
     answer = server.post("/v1/completions", BODIES["/v1/completions"], X_Request_Id="one", X_FD_Prefill=ticket)
     assert (answer.status, answer.error["code"]) == (400, "not_a_decode_worker")
@@ -88,7 +86,7 @@ def test_a_worker_of_another_role_has_no_use_for_tickets(server: LiveServer) -> 
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score", "/v1/rerank"])
-def test_vectors_are_made_by_a_decode_worker_itself(decode: LiveServer, path: str) -> None:
+def test_decode_worker_computes_embeddings_itself(decode: LiveServer, path: str) -> None:
     decode.call(decode.client.specs.clear)
     ticket = sign_ticket(KEY, "one", PEER)
     assert decode.post(path, OTHERS[path], X_Request_Id="one", X_FD_Prefill=ticket).status == 200
@@ -96,7 +94,7 @@ def test_vectors_are_made_by_a_decode_worker_itself(decode: LiveServer, path: st
 
 
 @pytest.mark.parametrize("path", BODIES | OTHERS)
-def test_a_prefill_worker_generates_nothing_but_says_where_it_is_reached(path: str) -> None:
+def test_prefill_worker_rejects_requests_and_reports_its_port(path: str) -> None:
     with live(partial(FakeClient, role="prefill", kv_port=7001)) as server:
         answer = server.post(path, (BODIES | OTHERS)[path])
         assert answer.status == 400
@@ -119,7 +117,7 @@ def lines(stats: LeaseStats | None, transfers: TransferCounters | None = None) -
     return generate_latest(registry).decode().splitlines()
 
 
-def test_the_metrics_of_either_side() -> None:
+def test_metrics_of_either_side() -> None:
     assert not [line for line in lines(None) if line.startswith(("fdcore_kv_lease", "fdcore_prefills"))]
     shown = lines(
         LeaseStats(open=2, receiver=ReceiverStats(bytes=9)),
@@ -138,7 +136,7 @@ def test_the_metrics_of_either_side() -> None:
     assert "fdcore_kv_sent_blocks_total 4.0" in shown
 
 
-def test_a_prompt_that_is_scored_is_computed_here_for_all_its_choices(decode: LiveServer) -> None:
+def test_scored_prompt_is_computed_here_for_all_choices(decode: LiveServer) -> None:
     decode.call(decode.client.specs.clear)
     ticket = sign_ticket(KEY, "one", PEER)
     body = {"prompt": "ab", "n": 3, "prompt_logprobs": 0, "max_tokens": 1}

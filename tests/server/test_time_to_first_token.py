@@ -1,4 +1,4 @@
-"""The times that the server measures are those that a client waits: reading the prompt is part of them."""
+"""Server-side latencies equal those seen by a client: preprocessing the prompt is included."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def slow_template(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.timing
-def test_reading_the_prompt_counts(
+def test_prompt_preprocessing_counts(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, slow: Any, stream: bool
 ) -> None:
     before = samples(server)

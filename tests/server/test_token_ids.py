@@ -1,4 +1,4 @@
-"""Every field that holds token ids, or text that becomes ids, is held to the model's embedding rows: 400, never 500."""
+"""Every field with token ids, or text that becomes ids, is checked against the embedding rows: 400, never 500."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("path", "body", "field"), TEXTS)
-def test_a_token_without_row_is_named(server: LiveServer, path: str, body: dict[str, Any], field: str | None) -> None:
+def test_token_without_a_row_is_named(server: LiveServer, path: str, body: dict[str, Any], field: str | None) -> None:
     server.client.specs.clear()
     answer = server.post(path, body)
     assert answer.status == 400, answer.body
     message = answer.json["error"]["message"]
-    assert f"token id {PAD} ('[PAD]'), but the vocabulary has {ROWS} ids" in message
+    assert f"token id {PAD} ('[PAD]') is out of range; the vocabulary has {ROWS} ids" in message
     assert field is None or (answer.error["param"] == field and message.startswith(f"{field}:"))
-    assert not server.client.specs, "nothing of it reaches the engine"
+    assert not server.client.specs, "nothing must reach the engine"
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**31, 2**63, 2**70, True, 1.5, None, "1", [1]], ids=str)
@@ -94,10 +94,10 @@ def test_a_token_without_row_is_named(server: LiveServer, path: str, body: dict[
         ("/detokenize", lambda wrong: {"tokens": [1, wrong]}),
     ],
 )
-def test_what_is_no_id_is_refused(server: LiveServer, path: str, body: Any, wrong: Any) -> None:
+def test_invalid_id_is_rejected(server: LiveServer, path: str, body: Any, wrong: Any) -> None:
     assert server.post(path, body(wrong)).status == 400
 
 
-def test_tokens_without_rows_are_shown_where_nothing_is_computed(server: LiveServer) -> None:
+def test_tokens_without_rows_are_allowed_in_tokenize(server: LiveServer) -> None:
     assert server.post("/tokenize", {"prompt": "a[PAD]"}).json["tokens"][-1] == PAD
     assert server.post(COMPLETIONS, {"prompt": "x"}).status == 200

@@ -1,4 +1,4 @@
-"""Token id 0 on its way between a client and the engine, and the salt of a request."""
+"""Token id 0 between a client and the engine, and the salt of a request."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def spec(server: LiveServer):
     return server.client.specs[-1]
 
 
-def test_it_is_part_of_a_text(server: LiveServer) -> None:
+def test_zero_is_part_of_a_text(server: LiveServer) -> None:
     assert choice(server)["text"] == "ab\0cd"
 
 
-def test_as_a_stop_token_it_is_named_and_not_shown(server: LiveServer) -> None:
+def test_zero_as_a_stop_token_is_named_and_not_shown(server: LiveServer) -> None:
     found = choice(server, stop_token_ids=[0])
     assert (found["text"], found["finish_reason"]) == ("ab", "stop")
     assert found["stop_reason"] == 0 and found["stop_reason"] is not None
     assert spec(server).params.stop_token_ids == (0,)
 
 
-def test_as_a_stop_token_it_may_be_shown(server: LiveServer) -> None:
+def test_zero_as_a_stop_token_may_be_shown(server: LiveServer) -> None:
     assert choice(server, stop_token_ids=[0], include_stop_str_in_output=True)["text"] == "ab\0"
 
 
-def test_as_a_stop_token_it_ends_a_stream(server: LiveServer) -> None:
+def test_zero_as_a_stop_token_ends_a_stream(server: LiveServer) -> None:
     body = {"prompt": "x", "max_tokens": 10, "stop_token_ids": [0], "stream": True}
     events = server.post(PATH, body).events
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "ab"
@@ -54,23 +54,23 @@ def test_as_a_stop_token_it_ends_a_stream(server: LiveServer) -> None:
     assert events[-1] == "[DONE]"
 
 
-def test_as_a_bias_it_reaches_the_engine(server: LiveServer) -> None:
+def test_zero_as_a_bias_reaches_the_engine(server: LiveServer) -> None:
     choice(server, logit_bias={"0": -100})
     assert spec(server).params.logit_bias == {0: -100.0}
 
 
-def test_in_a_prompt_it_reaches_the_engine(server: LiveServer) -> None:
+def test_zero_in_a_prompt_reaches_the_engine(server: LiveServer) -> None:
     choice(server, prompt=[0, 5, 0])
     assert spec(server).prompt == (0, 5, 0)
 
 
-def test_its_log_probability_is_told(server: LiveServer) -> None:
+def test_zero_has_a_logprob(server: LiveServer) -> None:
     found = choice(server, logprobs=1)["logprobs"]
     assert len(found["tokens"]) == len(found["token_logprobs"]) == 5 + 1
     assert found["tokens"][2] == "\0"
 
 
-def test_as_the_end_of_text_it_ends_a_text_and_is_not_shown() -> None:
+def test_zero_as_eos_ends_a_text_and_is_not_shown() -> None:
     async def client() -> FakeClient:
         return FakeClient(REPLY, eos_token_ids=(0,))
 
@@ -80,6 +80,6 @@ def test_as_the_end_of_text_it_ends_a_text_and_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize("salt", ["tenant-1", "t", " t", "x" * 256])
-def test_a_salt_reaches_the_engine_whole(server: LiveServer, salt: str) -> None:
+def test_salt_reaches_the_engine_unchanged(server: LiveServer, salt: str) -> None:
     choice(server, cache_salt=salt)
     assert spec(server).cache_salt == salt

@@ -1,4 +1,4 @@
-"""Schemas that are not strict: what cannot be enforced stays open and is reported; strict ones are refused."""
+"""Schemas that are not strict: unenforceable parts are left open and reported; strict ones are rejected."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def ask(server: LiveServer, *tools: Any, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_an_unusual_schema_is_left_open_and_reported(server: LiveServer, name: str) -> None:
+def test_unsupported_schema_is_left_open_and_reported(server: LiveServer, name: str) -> None:
     inner, word = UNUSUAL[name]
     answer = ask(server, tool(inner), {"type": "function", "function": {"name": "now"}})
     assert answer.status == 200, answer.body
@@ -68,18 +68,18 @@ def test_an_unusual_schema_is_left_open_and_reported(server: LiveServer, name: s
     assert warning["param"] == f"{PLACE}.properties.q{word}"
     assert "not enforced" in warning["message"]
     grammar = server.client.specs[-1].params.grammar
-    assert ("now" in grammar and "integer" in grammar) or "-?(0|[1-9]" in grammar  # the rest still holds
+    assert ("now" in grammar and "integer" in grammar) or "-?(0|[1-9]" in grammar  # the rest is still enforced
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_an_unusual_strict_schema_names_tool_and_path(server: LiveServer, name: str) -> None:
+def test_unsupported_strict_schema_names_tool_and_path(server: LiveServer, name: str) -> None:
     error = ask(server, tool(UNUSUAL[name][0], strict=True)).error
     assert error["param"].startswith(PLACE) and "'look'" in error["message"]
     assert error["code"] == "invalid_grammar"
 
 
 @pytest.mark.parametrize("inner", HARMLESS, ids=str)
-def test_harmless_words_need_no_warning(server: LiveServer, inner: Any) -> None:
+def test_keywords_without_effect_need_no_warning(server: LiveServer, inner: Any) -> None:
     for strict in (None, True):
         assert "warnings" not in ask(server, tool(inner, strict)).json
 
@@ -87,11 +87,11 @@ def test_harmless_words_need_no_warning(server: LiveServer, inner: Any) -> None:
 @pytest.mark.parametrize(
     "function", [{"name": "f"}, {"name": "f", "parameters": None}, {"name": "f", "parameters": {}}]
 )
-def test_a_tool_without_parameters_can_be_demanded(server: LiveServer, function: Any) -> None:
+def test_tool_without_parameters_can_be_required(server: LiveServer, function: Any) -> None:
     assert "warnings" not in ask(server, {"type": "function", "function": function}).json
 
 
-def test_a_stream_of_chunks_reports_it_once_at_its_beginning(server: LiveServer) -> None:
+def test_stream_reports_it_once_at_its_beginning(server: LiveServer) -> None:
     first, *rest = ask(server, tool(UNUSUAL["not"][0]), stream=True).events
     assert first["warnings"][0]["param"] == f"{PLACE}.properties.q.not"
     assert all("warnings" not in event for event in rest[:-1])
@@ -122,18 +122,18 @@ def test_messages_report_it(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, None, True])
-def test_a_response_format_is_left_open_only_if_it_is_not_strict(server: LiveServer, strict: bool | None) -> None:
+def test_response_format_is_left_open_only_if_not_strict(server: LiveServer, strict: bool | None) -> None:
     schema = {"type": "object", "properties": {"a": {"not": {}}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": strict}}
     answer = server.post(CHAT, {"messages": HI, "max_tokens": 2, "response_format": form})
-    place = "response_format.json_schema.schema.properties.a"
+    path = "response_format.json_schema.schema.properties.a"
     if strict is False:
-        assert answer.json["warnings"][0]["param"] == f"{place}.not"
+        assert answer.json["warnings"][0]["param"] == f"{path}.not"
     else:
-        assert answer.error["param"] == place
+        assert answer.error["param"] == path
 
 
-def test_a_schema_with_faults_everywhere_is_left_open_as_a_whole(server: LiveServer) -> None:
+def test_schema_unsupported_throughout_is_left_open_as_a_whole(server: LiveServer) -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"not": {}} for i in range(200)}}
     given = {"type": "function", "function": {"name": "f", "parameters": schema}}
     answer = ask(server, given)

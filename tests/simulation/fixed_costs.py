@@ -12,7 +12,7 @@ class FixedCosts(Costs):
     """Powers of two, so that sums of a few are exact."""
 
     def __init__(self) -> None:
-        """Take no profile."""
+        """Accept no profile."""
 
     def step(self, plan: StepPlan) -> float:
         return 2**-7

@@ -19,14 +19,14 @@ from fd_core.simulation.world import SimulatedDeployment, World
 from fd_core.types import StepPlan
 
 SYSTEM = Piece(7, 40)
-"""What every conversation begins with."""
+"""Prefix of every conversation."""
 
 
 class PlainCosts(Costs):
-    """Times that one can reckon with in the head."""
+    """Round costs that are easy to add up by hand."""
 
     def __init__(self) -> None:
-        """Take no profile."""
+        """Accept no profile."""
 
     def step(self, plan: StepPlan) -> float:
         return 0.01 + 1e-4 * plan.total_tokens
@@ -90,7 +90,7 @@ def conversations(
     turns: int = 1,
     adjust: Callable[[UserTurn, random.Random], UserTurn] = lambda turn, _: turn,
 ) -> Iterator[Conversation]:
-    """Yield conversations that come at random; `adjust` changes a turn."""
+    """Yield conversations with random arrivals; `adjust` changes a turn."""
     draw, at = random.Random(f"{seed}/conversations"), 0.0
     for number in range(count):
         at += draw.expovariate(rate)
@@ -104,8 +104,8 @@ def conversations(
         yield Conversation(f"c{number}", at, tuple(made))
 
 
-def require_all_time_told(run: Run) -> None:
-    """Raise `AssertionError` unless the time of every request has its reasons, before its first token and behind it."""
+def require_complete_waits(run: Run) -> None:
+    """Raise `AssertionError` unless wait reasons cover the time of every request, before and after its first token."""
     waits = np.frombuffer(run.waits, np.float32).reshape(-1, 2, len(WAITS))
     sums = waits.sum(2, dtype=np.float64)
     assert len(waits) == len(run.outcomes) and waits.min(initial=0.0) >= 0

@@ -1,4 +1,4 @@
-"""The same requests at an engine that computes and at a simulated one, let in behind equal numbers of plans."""
+"""Equal requests for a computing engine and a simulated one, submitted after equal numbers of plans."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from fd_core.types import RequestSpec, SamplingParams, StepPlan
 from tests.simulation.fixed_costs import FixedCosts
 
 PlainPlan = dict[str, Any]
-"""All that a plan says, but for which tokens: a simulated model says others than a real one."""
+"""Plan fields, except token values, which differ in a simulated model."""
 
 
 @dataclass
 class Arrivals:
-    """Messages to an engine, each with how many plans are made before it."""
+    """Messages to an engine, each with the number of plans that precede it."""
 
     due: list[tuple[int, ClientMessage]]
     plans: list[PlainPlan] = field(default_factory=list)
 
     def listen(self, scheduler: Scheduler, send: Callable[[ClientMessage], None]) -> None:
-        """Keep every plan of a scheduler, and send what is due behind it."""
+        """Record every plan of a scheduler, and send what is due after it."""
         plan_of = scheduler.plan
 
         def plan() -> Any:
@@ -55,7 +55,7 @@ class Arrivals:
 
 
 def plain(plan: StepPlan) -> PlainPlan:
-    """Return a plan in values that can be compared."""
+    """Return a plan as comparable values."""
     rows = ("slots", "gens", "starts", "num_tokens", "num_drafts", "samples")
     return {
         "step": plan.step,
@@ -70,7 +70,7 @@ def plain(plan: StepPlan) -> PlainPlan:
 
 
 def messages(count: int, seed: int, *, vocab: int, longest: int) -> list[tuple[int, ClientMessage]]:
-    """Return requests whose answers end by their limit, some of which begin alike, and aborts of some of them."""
+    """Return requests that end at their token limit, some with a shared prefix, and aborts of some of them."""
     draw, at, made = random.Random(seed), 0, []
     heads = [[draw.randrange(3, vocab) for _ in range(70)] for _ in range(2)]
     for index in range(count):
@@ -91,7 +91,7 @@ def messages(count: int, seed: int, *, vocab: int, longest: int) -> list[tuple[i
 
 
 def computed_plans(engine: Engine, due: list[tuple[int, ClientMessage]]) -> list[PlainPlan]:
-    """Return the plans of an engine with a runner, in the loop that serves."""
+    """Return the plans of an engine with a runner, in the serving loop."""
     arrivals, inbox = Arrivals(list(due)), []
     arrivals.listen(engine.probe().scheduler, inbox.append)
     service = EngineService(engine, lambda _: None)
@@ -103,7 +103,7 @@ def computed_plans(engine: Engine, due: list[tuple[int, ClientMessage]]) -> list
 
 
 def simulated_plans(engine: Engine, config: EngineConfig, due: list[tuple[int, ClientMessage]]) -> list[PlainPlan]:
-    """Return the plans of a simulated engine with the limits of one that computes."""
+    """Return the plans of a simulated engine with the limits of a computing one."""
     limits = engine.probe().runner.limits
     hasher = PrefixHasher(block_size=limits.block_size, identity="other", secret=bytes(32))
     parts = EngineParts(

@@ -1,4 +1,4 @@
-"""Faults of a schedule: each happens, ends, and costs no client more than it must."""
+"""Faults of a schedule: each one starts, ends, and affects clients no more than necessary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.simulation.helpers import conversations, group, world
 
 WORKERS, ROUTERS = ("mixed0", "mixed1"), ("router0",)
 HARMLESS = {"engine_dies", "engine_hangs", "device_slow", "clock_wrong", "network_slow"}
-"""Faults, one of which alone lets no request fail while there is another worker and time."""
+"""Faults that, one at a time, fail no request while another worker and time remain."""
 
 
 def schedule(seed: int) -> tuple[SimulatedFault, ...]:
@@ -21,18 +21,18 @@ def schedule(seed: int) -> tuple[SimulatedFault, ...]:
     return draw_faults(draw, 40, seconds=3.0, workers=WORKERS, routers=ROUTERS, store=True, pairs=True)
 
 
-def test_equal_seeds_give_equal_schedules() -> None:
+def test_equal_seeds_give_equal_fault_schedules() -> None:
     assert schedule(1) == schedule(1) != schedule(2)
 
 
-def test_every_kind_is_drawn_that_has_a_target() -> None:
+def test_every_applicable_fault_kind_is_drawn() -> None:
     drawn = {fault.kind for seed in range(10) for fault in schedule(seed)}
     assert drawn == set(FAULT_KINDS)
     alone = draw_faults(random.Random(1), 300, seconds=3.0, workers=("mixed0",))
     assert not {"store_full", "router_restarted", "places_parted"} & {fault.kind for fault in alone}
 
 
-def test_a_fault_of_what_is_not_there_is_refused() -> None:
+def test_fault_without_target_is_rejected() -> None:
     with pytest.raises(ValueError, match="mixed7"):
         apply([SimulatedFault(at=0.0, kind="engine_dies", target=("mixed7",))], world())
     with pytest.raises(ValueError, match="needs a store"):
@@ -40,7 +40,7 @@ def test_a_fault_of_what_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAULT_KINDS if not kind.startswith(("store", "transfers"))])
-def test_every_request_ends_whatever_happens(kind: str) -> None:
+def test_every_request_ends_under_faults(kind: str) -> None:
     router = RouterConfig(policy="round_robin", health_check_interval_secs=0.5)
     one = world(group(count=2, config={"watchdog_seconds": 1.0}, restart_seconds=0.5), router=router)
     faults = draw_faults(random.Random(3), 1, seconds=1.0, workers=WORKERS, routers=ROUTERS, kinds=(kind,))
@@ -52,22 +52,22 @@ def test_every_request_ends_whatever_happens(kind: str) -> None:
         assert set(ends) == {"stop"}
 
 
-def test_the_answer_to_a_health_check_takes_its_slow_way_and_is_what_the_worker_said_then() -> None:
+def test_slow_health_check_returns_state_at_reply_time() -> None:
     one = world(group(count=2), routers=1)
     gateway, worker, network = one.gateways[0], one.workers[1], one.network
     network.slow("router0", "mixed1", 0.2)
     gateway.check()
     gateway.check()
-    asked = gateway.checks
+    checks = gateway.checks
     one.timeline.at(0.1, worker.kill)
     one.timeline.run(0.3)
     assert [each.state.value for each in gateway.router.snapshot().workers] == ["healthy", "healthy"]
     one.timeline.run(0.5)
     assert [each.state.value for each in gateway.router.snapshot().workers] == ["healthy", "unhealthy"]
-    assert gateway.checks == asked, "one question at a time"
+    assert gateway.checks == checks, "one check at a time"
 
 
-def test_the_answer_of_a_process_that_was_replaced_meanwhile_changes_nothing() -> None:
+def test_health_reply_of_replaced_process_is_ignored() -> None:
     one = world(group(count=2), routers=1)
     gateway, worker, network = one.gateways[0], one.workers[1], one.network
     worker.kill()
@@ -82,36 +82,36 @@ def test_the_answer_of_a_process_that_was_replaced_meanwhile_changes_nothing() -
     assert gateway.router.snapshot().workers == before
 
 
-def test_what_waits_where_places_are_parted_arrives_in_order_once_they_are_joined() -> None:
-    timeline, came = Timeline(), []
+def test_partitioned_messages_arrive_in_order_after_healing() -> None:
+    timeline, delivered = Timeline(), []
     network = Network(timeline, 0.25)
     network.part("a", "b")
-    network.send("a", "b", lambda: came.append("first"))
-    network.send("a", "c", lambda: came.append("elsewhere"))
+    network.send("a", "b", lambda: delivered.append("first"))
+    network.send("a", "c", lambda: delivered.append("elsewhere"))
     timeline.run(1.0)
-    assert came == ["elsewhere"]
+    assert delivered == ["elsewhere"]
     network.join("b", "a")
-    assert not network.clear("a", "b"), "what waited has not arrived"
-    network.send("a", "b", lambda: came.append("second"))
+    assert not network.clear("a", "b"), "held messages have not arrived"
+    network.send("a", "b", lambda: delivered.append("second"))
     timeline.run(1.25)
     assert network.clear("a", "b")
-    assert came == ["elsewhere", "first", "second"]
+    assert delivered == ["elsewhere", "first", "second"]
 
 
-def test_what_is_sent_behind_a_slow_message_does_not_overtake_it() -> None:
-    timeline, came = Timeline(), []
+def test_messages_do_not_overtake_slow_ones() -> None:
+    timeline, delivered = Timeline(), []
     network = Network(timeline, 0.25)
     network.slow("a", "b", 1.0)
-    network.send("a", "b", lambda: came.append("first"))
+    network.send("a", "b", lambda: delivered.append("first"))
     network.slow("a", "b", 0.0)
     assert not network.clear("a", "b")
-    network.send("a", "b", lambda: came.append("second"))
+    network.send("a", "b", lambda: delivered.append("second"))
     timeline.run()
-    assert came == ["first", "second"]
+    assert delivered == ["first", "second"]
     assert timeline.now == 1.25
 
 
-def test_a_process_that_stands_still_does_everything_late_and_in_order() -> None:
+def test_suspended_process_acts_late_and_in_order() -> None:
     timeline, did = Timeline(), []
     local = LocalTimeline(timeline)
     local.at(1.0, lambda: did.append((timeline.now, "one")))
@@ -122,7 +122,7 @@ def test_a_process_that_stands_still_does_everything_late_and_in_order() -> None
     assert did == [(3.5, "one"), (3.5, "two")]
 
 
-def test_a_wrong_clock_runs_on_and_never_back() -> None:
+def test_skewed_clock_is_monotonic() -> None:
     timeline, did = Timeline(), []
     local = LocalTimeline(timeline)
     local.set_clock(10.0, 1.0)

@@ -22,14 +22,14 @@ FIRST = int(os.environ.get("FD_HOSTILE_FIRST", "0"))
 
 @pytest.fixture(autouse=True)
 def _logs_for_later_tests() -> Iterator[None]:
-    """A session switches warnings off for its process."""
+    """Restore logging: a session disables warnings for its process."""
     yield
     logging.disable(logging.NOTSET)
 
 
 @pytest.mark.law("1.1", "1.2", "1.4", "1.5", "1.7", "1.8", "1.9", "2", "3.2", "3.6", "4", "5.3", "5.5")
 @pytest.mark.law("6.1", "6.3", "7.1", "7.2", "7.3", "7.4")
-def test_the_laws_hold_in_hostile_worlds() -> None:
+def test_invariants_hold_in_hostile_worlds() -> None:
     session = run_session(range(FIRST, FIRST + WORLDS), stop_after=1)
     assert not session.failures, str(session)
     rare = {"returned_with_tokens", "loads", "prefill_transferred", "retries", "engine_deaths", "drafts_accepted"}
@@ -44,21 +44,21 @@ def test_equal_seeds_give_equal_worlds() -> None:
         assert first == second
 
 
-def test_a_failing_world_prints_the_command_that_runs_it_again(
+def test_failing_world_prints_its_replay_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def settle(one: HostileWorld) -> None:
-        raise BrokenLaw("9", f"{len(one.asked)} requests of seed {one.seed} are not answered at {one.timeline.now!r}")
+        raise BrokenLaw("9", f"{len(one.submitted)} requests of seed {one.seed} are unanswered at {one.timeline.now!r}")
 
     monkeypatch.setattr(HostileWorld, "settle", settle)
     session = run_session(range(8, 9))
-    (command,) = re.findall(r"see it again: python -m tests.simulation.hostile (.*)", str(session))
+    (command,) = re.findall(r"replay: python -m tests.simulation.hostile (.*)", str(session))
     monkeypatch.setattr(sys, "argv", ["hostile", *command.split()])
     assert main() == 1
     assert capsys.readouterr().out.splitlines()[-1] == session.failures[0].what
 
 
-def test_a_world_can_do_without_clients_and_faults() -> None:
+def test_world_runs_without_some_clients_and_faults() -> None:
     plan = next(plan for plan in map(draw_plan, range(100)) if plan.faults and plan.accidents)
     count = len(plan.faults)
     smaller = without(plan, {"c0", "c1"}, {0, count})

@@ -1,4 +1,4 @@
-"""Small worlds with pairs or a store, and faults drawn from a seed: all requests end, their texts and KV are theirs."""
+"""Small worlds with pairs or a store under random faults: all requests end with correct texts and KV."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ FATES = {
     "repeated": lambda number: (0.0, 0.02 * (number % 3)),
     "late": lambda number: (0.05 * (number % 7),),
 }
-"""What becomes of what pairs say to each other."""
+"""Fate of messages between pairs."""
 
 
 class SlowCopies(PlainCosts):
-    """Copies that last longer than a step, so that blocks which are given away too early are written meanwhile."""
+    """Copies that outlast a step, so that blocks freed too early are overwritten meanwhile."""
 
     def host_copy(self, blocks: int) -> float:
         return 0.005 * blocks
 
 
 def hostile(seed: int) -> World:
-    """Make a world from a seed, with faults in its first seconds."""
+    """Return a world from a seed, with faults in its first seconds."""
     draw = random.Random(f"outside/{seed}")
     blocks = draw.choice([30, 60, 200])
     settings = {
@@ -58,7 +58,7 @@ def longer(turn: UserTurn, draw: random.Random) -> UserTurn:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_request_ends_and_nothing_is_left(seed: int) -> None:
+def test_every_request_ends_and_leaves_no_state(seed: int) -> None:
     one = hostile(seed)
     run = one.run(conversations(6, 20.0, seed=seed, turns=2, adjust=longer), until=600.0)
     assert {outcome.end for outcome in run.outcomes} <= {"stop", "length", "left", "failed", "refused"}

@@ -1,4 +1,4 @@
-"""The simulator decides nothing by itself: what plans, routes and counts in it is the code that serves."""
+"""The simulator makes no decisions itself: planning, routing and counting use the serving code."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def modules() -> list[ModuleType]:
 
 
 def executed(run: Callable[[], Any]) -> set[str]:
-    """Return the files of fd_core whose code runs meanwhile."""
+    """Yield the files of fd_core whose code runs in the block."""
     found: set[str] = set()
 
-    def look(frame: FrameType, event: str, _: Any) -> None:
+    def trace(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             found.add(frame.f_code.co_filename)
 
     before = sys.getprofile()
-    sys.setprofile(look)
+    sys.setprofile(trace)
     try:
         run()
     finally:
@@ -78,7 +78,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, counted: Counter[str], one: typ
     monkeypatch.setattr(one, name, outside)
 
 
-def test_nothing_that_decides_has_a_version_for_simulations() -> None:
+def test_decision_modules_have_no_simulated_variant() -> None:
     own = [
         thing
         for module in modules()
@@ -89,7 +89,7 @@ def test_nothing_that_decides_has_a_version_for_simulations() -> None:
     assert [thing.__name__ for thing in own if issubclass(thing, DECIDERS)] == []
 
 
-def test_no_simulated_module_replaces_a_function_that_decides() -> None:
+def test_simulator_does_not_patch_decision_functions() -> None:
     before = {(one, name): value for one in DECIDERS for name, value in vars(one).items()}
     modules()
     world(group(count=2)).run(conversations(4))
@@ -97,7 +97,7 @@ def test_no_simulated_module_replaces_a_function_that_decides() -> None:
     assert all(vars(one)[name] is value for (one, name), value in before.items() if callable(value))
 
 
-def test_a_simulation_runs_the_modules_that_an_engine_runs() -> None:
+def test_simulation_executes_the_engine_modules() -> None:
     real = null_engine(num_kv_blocks=14, save_preempted_kv=False, max_num_seqs=6, max_model_len=200)
     config = EngineConfig(model="null", save_preempted_kv=False)
     due = messages(12, 17, vocab=256, longest=60)
@@ -112,7 +112,7 @@ def test_a_simulation_runs_the_modules_that_an_engine_runs() -> None:
     assert "engine/core.py" in found & made
 
 
-def test_every_plan_and_every_route_is_made_by_production(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_and_routes_are_made_by_production_code(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: Counter[str] = Counter()
     count_calls(monkeypatch, counted, ContinuousBatchingScheduler, "add")
     count_calls(monkeypatch, counted, ContinuousBatchingScheduler, "commit")
@@ -125,7 +125,7 @@ def test_every_plan_and_every_route_is_made_by_production(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("gateway", ["router/gateway", "simulation/gateway.py"])
-def test_gateways_ask_for_every_decision_about_a_request(gateway: str) -> None:
+def test_gateways_delegate_every_request_decision(gateway: str) -> None:
     decisions = {"select", "retry", "prefilled", "served", "declined", "failed"}
     path = ROOT / gateway
     trees = [ast.parse(file.read_text()) for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
@@ -137,11 +137,11 @@ def test_gateways_ask_for_every_decision_about_a_request(gateway: str) -> None:
         and isinstance(node.func, ast.Attribute)
         and "router" in ast.unparse(node.func.value)
     }
-    assert not called & decisions, "the router is asked and told by `Attempts` alone"
-    assert called, "the router is told of workers there"
+    assert not called & decisions, "only `Attempts` calls the router for requests"
+    assert called, "workers are registered with the router there"
 
 
-def test_what_is_decided_of_a_request_is_decided_by_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_decisions_share_the_production_code(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: Counter[str] = Counter()
     for name in ("first", "next", "refused", "began", "ended"):
         count_calls(monkeypatch, counted, Attempts, name)

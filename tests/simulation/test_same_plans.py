@@ -1,4 +1,4 @@
-"""Simulated engines plan what engines plan that compute: step by step, where requests arrive at the same steps."""
+"""Simulated engines make the same plans as computing ones, step by step, if requests arrive at the same steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def compare(backend: str, count: int, vocab: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the plans, which were equal."""
+    """Return the plans of both engines, which were equal."""
     values: dict[str, Any] = {
         "model": "null" if backend == "null" else "smollm2",
         "backend": backend,
@@ -53,18 +53,18 @@ def compare(backend: str, count: int, vocab: int, settings: dict[str, Any]) -> l
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_plans_are_those_of_an_engine_that_computes(name: str) -> None:
+def test_plans_equal_those_of_computing_engine(name: str) -> None:
     settings = SETTINGS[name]
     plans = compare("null", 24, 256, settings)
     admitted = Counter(request for plan in plans for request, *_ in plan["admissions"])
     assert len(admitted) > 10
     assert any(plan["revocations"] for plan in plans)
-    assert (max(admitted.values()) > 1) == ("num_kv_blocks" in settings), "who is preempted enters a slot again"
+    assert (max(admitted.values()) > 1) == ("num_kv_blocks" in settings), "preempted requests are admitted again"
     shared = any(computed for plan in plans for *_, computed in plan["admissions"])
     assert shared == settings.get("enable_prefix_caching", True)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SETTINGS)
-def test_plans_are_those_of_smollm2(name: str) -> None:
+def test_plans_equal_those_of_smollm2(name: str) -> None:
     assert len(compare("cpu", 40, 49152, SETTINGS[name])) > 100

@@ -5,14 +5,14 @@ from fd_core.simulation.engines.scripted import REJECT_EVERY, PrefillBurst, Stea
 
 
 def decoding(count=5, steps=20, num_drafts=0, block_size=4, waiting_tokens=0):
-    prompts = [[100 * index + place for place in range(6 + index % block_size)] for index in range(1, count + 1)]
+    prompts = [[100 * index + position for position in range(6 + index % block_size)] for index in range(1, count + 1)]
     draw = np.random.default_rng(0)
     sizes = {"steps": steps, "num_drafts": num_drafts, "block_size": block_size, "waiting_tokens": waiting_tokens}
     return SteadyDecode(prompts, **sizes, draw=draw)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
-def test_every_step_computes_every_request_and_ends_none(num_drafts):
+def test_every_step_decodes_all_requests(num_drafts):
     workload = decoding(num_drafts=num_drafts)
     delivered = 0
     for _ in range(20):
@@ -26,7 +26,7 @@ def test_every_step_computes_every_request_and_ends_none(num_drafts):
     assert delivered == 5 * 20 * (1 + num_drafts) - (rejected if num_drafts else 0)
 
 
-def test_queued_prompts_wait_throughout_and_fit_an_empty_pool():
+def test_queued_prompts_wait_throughout_the_run():
     workload = decoding(waiting_tokens=200, steps=10)
     for index in range(3):
         workload.queue(range(1000 * index, 1000 * index + 200))
@@ -43,7 +43,7 @@ def test_queued_prompts_wait_throughout_and_fit_an_empty_pool():
         decoding(waiting_tokens=20, steps=10)
 
 
-def test_all_prompts_of_a_burst_run_and_share_their_prefix():
+def test_burst_of_prompts_runs_and_shares_prefix():
     burst = PrefillBurst(6, 50, block_size=4, draw=np.random.default_rng(0))
     assert len({prompt[:46] for prompt in burst.prompts}) == 1 and len(set(burst.prompts)) == 6
     for prompt in burst.prompts:
@@ -58,7 +58,7 @@ def test_all_prompts_of_a_burst_run_and_share_their_prefix():
     burst.check_integrity()
 
 
-def test_more_steps_than_there_is_room_for_are_refused():
+def test_too_many_steps_for_the_pool_are_rejected():
     workload = decoding(steps=1)
 
     def play():

@@ -1,4 +1,4 @@
-"""Worlds of production engines and routers: every answer is the model's, and equal arguments give equal runs."""
+"""Worlds of production engines and routers: outputs match the model, and equal arguments give equal runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ends(run: Run) -> Counter[str]:
 
 
 def idle(one: World) -> bool:
-    """Whether nothing of any request is left anywhere."""
+    """Return True if no state of any request is left."""
     one.timeline.run(one.timeline.now + 1.0)
     engines = [worker.client.engine for worker in one.workers if worker.client is not None]
     routed = [gateway.router.snapshot() for gateway in one.gateways]
@@ -34,14 +34,14 @@ def idle(one: World) -> bool:
     )
 
 
-def test_equal_seeds_give_equal_bytes() -> None:
+def test_equal_seeds_give_equal_runs() -> None:
     runs = [world(group(count=2), routers=2, seed=3).run(conversations(30, turns=2)) for _ in range(2)]
     first, second = (msgspec.json.encode(msgspec.structs.replace(run, wall_seconds=0.0)) for run in runs)
     assert first == second
 
 
 @pytest.mark.parametrize("routers", [0, 1, 2])
-def test_every_request_ends_once_and_nothing_is_left(routers: int) -> None:
+def test_every_request_ends_once_and_leaves_no_state(routers: int) -> None:
     one = world(group(count=max(1, routers)), routers=routers)
     run = one.run(conversations(30, turns=2))
     assert ends(run) == {"stop": 60}
@@ -49,11 +49,11 @@ def test_every_request_ends_once_and_nothing_is_left(routers: int) -> None:
     assert idle(one)
 
 
-def test_a_request_alone_takes_the_time_of_its_steps() -> None:
+def test_single_request_takes_the_time_of_its_steps() -> None:
     one = world(group(limit={"pipeline_depth": 1}), routers=0, latency=0.0)
     run = one.run([Conversation("c", 1.0, (UserTurn((Piece(1, 100),), Piece(2, 3)),))])
     outcome = run.outcomes[0]
-    # 1 ms in the server, a prefill of 100 tokens, and a decode for each further token, the last of them the end.
+    # 1 ms in the server, a prefill of 100 tokens, and one decode per further token; the last one ends it.
     assert outcome.first_token == pytest.approx(1.0 + 0.001 + 0.01 + 0.01)
     assert outcome.ended == pytest.approx(1.0 + 0.001 + 0.02 + 3 * 0.0101)
     assert outcome.prompt_tokens == 100
@@ -64,40 +64,40 @@ class BusyServer(PlainCosts):
         return 0.002
 
 
-def test_serving_delays_steps_where_a_worker_has_one_processor() -> None:
+def test_serving_delays_steps_on_a_single_cpu() -> None:
     load = [Conversation("c", 1.0, (UserTurn((Piece(1, 100),), Piece(2, 3)),))]
     one = world(group(limit={"pipeline_depth": 1}, costs=BusyServer(), shares_processor=True), routers=0, latency=0.0)
     outcome = one.run(load).outcomes[0]
     assert outcome.first_token == pytest.approx(1.0 + 0.001 + 0.02 + 0.002)
-    # Each further step begins when the token before it was delivered; the last delivery is the client's wait.
+    # Each further step starts when the previous token was delivered; the client waits for the last delivery.
     assert outcome.ended == pytest.approx(1.0 + 0.001 + 0.02 + 3 * (0.002 + 0.0101) + 0.002)
 
 
-def test_a_step_is_answered_later_by_what_its_processor_does_meanwhile() -> None:
+def test_step_completes_later_by_other_work_of_its_cpu() -> None:
     load = [Conversation(f"c{at}", 1.0 + 0.01 * at, (UserTurn((Piece(at, 100),), Piece(9, 3)),)) for at in range(2)]
     first = []
     for shares in (False, True):
         pool = group(limit={"pipeline_depth": 1}, shares_processor=shares)
         outcomes = world(pool, routers=0, latency=0.0).run(load).outcomes
         first.append(min(outcome.first_token for outcome in outcomes))
-    alone, beside = first
+    alone, shared = first
     # Receiving the other request takes 1 ms.
-    assert (alone, beside - alone) == (pytest.approx(1.021), pytest.approx(0.001))
+    assert (alone, shared - alone) == (pytest.approx(1.021), pytest.approx(0.001))
 
 
-def test_a_router_on_the_first_workers_processor_delays_its_steps_with_answers_of_all() -> None:
+def test_colocated_router_delays_steps_of_first_worker() -> None:
     load = [Conversation(f"c{index}", 0.0, (UserTurn((Piece(index, 100),), Piece(9, 40)),)) for index in (1, 2)]
     ended = []
     for relay in (0.0, 0.001):
         outcomes = world(group(count=2, limit={"pipeline_depth": 1}), relay=relay).run(load).outcomes
         ended.append({outcome.worker: outcome.ended for outcome in outcomes})
-    alone, beside = ended
-    assert beside[1] == pytest.approx(alone[1])
-    assert beside[0] - alone[0] == pytest.approx(0.001 * 80, abs=0.003)
+    alone, shared = ended
+    assert shared[1] == pytest.approx(alone[1])
+    assert shared[0] - alone[0] == pytest.approx(0.001 * 80, abs=0.003)
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_positions_that_several_rows_read_are_charged_once(caching: bool) -> None:
+def test_shared_positions_are_charged_once(caching: bool) -> None:
     class Sharing(PlainCosts):
         def shared_read(self, positions: int) -> float:
             return 1e-6 * positions
@@ -109,13 +109,13 @@ def test_positions_that_several_rows_read_are_charged_once(caching: bool) -> Non
         return one.workers[0].client.device.busy_seconds
 
     saved = busy(PlainCosts()) - busy(Sharing())
-    # Two of the blocks of 16 tokens, in each step in which both requests are there.
+    # Two blocks of 16 tokens, in each step that has both requests.
     steps = saved / 32e-6
     assert steps == pytest.approx(round(steps))
     assert (10 < steps < 42) == caching
 
 
-def test_preempted_requests_lose_nothing() -> None:
+def test_preempted_requests_lose_no_token() -> None:
     def long(turn: UserTurn, draw: random.Random) -> UserTurn:
         return msgspec.structs.replace(turn, answer=Piece(turn.answer.seed, draw.randint(50, 300)))
 
@@ -125,7 +125,7 @@ def test_preempted_requests_lose_nothing() -> None:
     assert run.counters["preemptions"] > 0
 
 
-def test_drafts_are_kept_by_chance_and_change_no_text() -> None:
+def test_random_draft_acceptance_does_not_change_texts() -> None:
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     drafting = group(config={"speculative": speculative}, limit={"max_drafts": 3}, acceptance=0.6)
     run = world(drafting, routers=0).run(conversations(20))
@@ -133,7 +133,7 @@ def test_drafts_are_kept_by_chance_and_change_no_text() -> None:
     assert 0 < run.counters["drafts_accepted_per_position_tokens"] < run.counters["drafts_proposed_per_position_tokens"]
 
 
-def test_an_engine_that_dies_goes_on_with_the_same_texts() -> None:
+def test_texts_survive_engine_death() -> None:
     one = world(group(restart_seconds=0.5), routers=0)
     for at in (0.4, 1.2):
         one.timeline.at(at, lambda: one.workers[0].client.die("a fault"))
@@ -144,7 +144,7 @@ def test_an_engine_that_dies_goes_on_with_the_same_texts() -> None:
     assert found == [(0.4, pytest.approx(0.9), True), (1.2, pytest.approx(1.7), True)]
 
 
-def test_an_engine_that_hangs_is_noticed_by_its_watchdog() -> None:
+def test_hung_engine_is_detected_by_watchdog() -> None:
     one = world(group(config={"watchdog_seconds": 2.0}, restart_seconds=0.5), routers=0)
     one.timeline.at(0.4, lambda: one.workers[0].client.device.hang())
     run = one.run(conversations(10))
@@ -152,7 +152,7 @@ def test_an_engine_that_hangs_is_noticed_by_its_watchdog() -> None:
     assert one.workers[0].client.deaths == 1
 
 
-def test_requests_of_a_killed_worker_that_got_no_token_are_answered_elsewhere() -> None:
+def test_requests_without_token_are_retried_after_worker_death() -> None:
     one = world(group(count=3), router=RouterConfig(policy="round_robin"))
     one.timeline.at(0.5, one.workers[0].kill)
     one.timeline.at(3.0, one.workers[0].start)
@@ -168,7 +168,7 @@ def test_requests_of_a_killed_worker_that_got_no_token_are_answered_elsewhere() 
 @pytest.mark.parametrize(
     ("kind", "name"), [("bursts:on=1,off=1,quiet=0.2,rate=20", "19/0"), ("closed:users=4,think=exponential:0.1", "3/9")]
 )
-def test_a_workload_is_served_to_its_last_request(kind: str, name: str) -> None:
+def test_workload_is_served_completely(kind: str, name: str) -> None:
     text = f"{kind},requests=40,turns=2,prompt=uniform:1:90,output=uniform:1:9,prefixes=2x32"
     one = world(group(), routers=0)
     run = one.run(read_workload(text, 1))
@@ -179,7 +179,7 @@ def test_a_workload_is_served_to_its_last_request(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("patience", [None, 0.001])
-def test_a_turn_that_begins_anew_forgets_what_was_said_and_needs_no_answer_before(patience: float | None) -> None:
+def test_fresh_turn_drops_history_and_needs_no_prior_response(patience: float | None) -> None:
     turns = (
         UserTurn((Piece(1, 20),), Piece(2, 3), patience=patience),
         UserTurn((Piece(3, 5),), Piece(4, 3), think=1.0),
@@ -193,7 +193,7 @@ def test_a_turn_that_begins_anew_forgets_what_was_said_and_needs_no_answer_befor
     assert idle(one)
 
 
-def test_clients_that_leave_free_what_they_held() -> None:
+def test_disconnected_clients_free_their_state() -> None:
     def hasty(turn: UserTurn, draw: random.Random) -> UserTurn:
         return msgspec.structs.replace(turn, patience=draw.uniform(0.001, 0.5))
 
@@ -203,13 +203,13 @@ def test_clients_that_leave_free_what_they_held() -> None:
     assert idle(one)
 
 
-def test_a_prompt_that_never_fits_is_refused_with_its_reason() -> None:
+def test_oversized_prompt_is_rejected_with_reason() -> None:
     run = world(group(count=2)).run([Conversation("c", 0.0, (UserTurn((Piece(1, 2000),), Piece(2, 3)),))])
     assert run.outcomes[0].end == "refused"
     assert "1024" in run.outcomes[0].reason.replace(",", "")
 
 
-def test_a_world_that_stands_still_says_who_waits() -> None:
+def test_stalled_world_names_waiting_requests() -> None:
     one = world(group(config={"watchdog_seconds": 1000.0}), routers=0)
     one.workers[0].client.device.hang()
     with pytest.raises(Stuck, match="among them c0"):

@@ -148,5 +148,5 @@ def test_model_on_ranks_survives_faults_of_one_rank(tmp_path: Path, model: str) 
     log = tmp_path / "server.log"
     with serving(log, model, *MODELS[model], *SERVE) as server:
         asyncio.run(check_model(server, model, random.Random(SEED)))
-    for words in ("rank 1 was ended by SIGKILL", "rank 1 was not heard of|rank 1 did not answer"):
+    for words in ("rank 1 was ended by SIGKILL", "rank 1 did not respond|rank 1 did not answer"):
         assert any(each in log.read_text() for each in words.split("|")), words

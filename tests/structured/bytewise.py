@@ -1,4 +1,4 @@
-"""Matchers over a vocabulary of bytes, and one of words, for tests."""
+"""Matchers over a byte vocabulary and a word vocabulary, for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BYTES", "END_ID", "VOCABULARY", "allowed", "bytes_compiler", "ids", 
 
 BYTES = byte_tokenizer()
 VOCABULARY = 300
-"""Ids of the model: more than the tokenizer has."""
+"""Number of ids of the model: more than the tokenizer has."""
 
 
 def bytes_compiler(limits: LLParserLimits = LIMITS) -> GrammarCompiler:
@@ -41,7 +41,7 @@ def matcher(grammar: str | None, ends: tuple[int, ...] = (END_ID,), reasoning: R
 
 
 def allowed(matched: TokenMatcher, drafts: list[int] | None = None) -> list[set[int] | None]:
-    """The ids that a matcher allows behind each number of drafts; None where it allows everything."""
+    """Return the ids that a matcher allows after each number of drafts; None where it allows all."""
     drafts = drafts or []
     masks = np.zeros((len(drafts) + 1, mask_words(VOCABULARY)), np.int32)
     masked = matched.write_masks(drafts, masks)
@@ -50,7 +50,7 @@ def allowed(matched: TokenMatcher, drafts: list[int] | None = None) -> list[set[
 
 
 def wordy_tokenizer(*words: str) -> Tokenizer:
-    """A byte-level tokenizer with merges for `words`, built from pairs, left to right; two control tokens come last."""
+    """A byte-level tokenizer with merges for `words`, built from pairs, left to right, then two control tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
     merges = []

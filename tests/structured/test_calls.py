@@ -1,4 +1,4 @@
-"""Whatever a grammar of calls allows, the parser of that format reads as calls whose arguments keep their schemas."""
+"""The parser of a format reads everything its call grammar allows as calls with valid arguments."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def special(parser: type[ToolParser], control: bool) -> tuple[str, ...]:
     return parser.markers if control else ()
 
 
-def asked(parser: type[ToolParser], schemas: dict[str, Any]) -> list[CallAsked]:
+def requested(parser: type[ToolParser], schemas: dict[str, Any]) -> list[CallAsked]:
     return [CallAsked(parser.form(name), schema, name) for name, schema in schemas.items()]  # type: ignore[arg-type]
 
 
 def grammar(parser: type[ToolParser], control: bool, schemas: dict[str, Any], chosen: bool = False) -> str:
     known = {each: tokenizer(special(parser, control)).control_tokens[each] for each in special(parser, control)}
     form = CallsForm(
-        calls=asked(parser, schemas),
+        calls=requested(parser, schemas),
         control_tokens=known,
         is_demanded=not chosen,
         before=parser.before_calls,
@@ -179,7 +179,7 @@ def read(parser: type[ToolParser], text: str, cut: int | None = None) -> list[An
 def calls_of(events: list[Any]) -> list[tuple[str, str]]:
     names = {event.index: event.name for event in events if isinstance(event, CallBegun)}
     ended = [event.index for event in events if isinstance(event, CallEnded)]
-    assert ended == sorted(names), "every call is whole"
+    assert ended == sorted(names), "every call is complete"
     return [
         (names[index], "".join(e.text for e in events if isinstance(e, ArgumentsDelta) and e.index == index))
         for index in ended
@@ -187,7 +187,7 @@ def calls_of(events: list[Any]) -> list[tuple[str, str]]:
 
 
 def check(parser: type[ToolParser], text: str, dice: random.Random) -> int:
-    """Hold what was generated to its schemas; return the number of calls."""
+    """Validate the generated calls against their schemas; return the number of calls."""
     events = read(parser, text)
     assert read(parser, text, dice.randint(0, len(text))) == events
     calls = calls_of(events)
@@ -203,7 +203,7 @@ def check(parser: type[ToolParser], text: str, dice: random.Random) -> int:
 
 @EACH
 @CONTROL
-def test_calls_that_have_to_be_made_keep_their_schemas(parser: type[ToolParser], control: bool) -> None:
+def test_required_calls_match_their_schemas(parser: type[ToolParser], control: bool) -> None:
     dice = random.Random(parser.__name__)
     made = grammar(parser, control, SCHEMAS)
     whole = 0
@@ -219,7 +219,7 @@ def test_calls_that_have_to_be_made_keep_their_schemas(parser: type[ToolParser],
 
 @EACH
 @CONTROL
-def test_calls_that_are_chosen_keep_their_schemas(parser: type[ToolParser], control: bool) -> None:
+def test_optional_calls_match_their_schemas(parser: type[ToolParser], control: bool) -> None:
     dice = random.Random(parser.__name__)
     made = grammar(parser, control, SCHEMAS, chosen=True)
     form = parser.form("now")
@@ -234,7 +234,7 @@ def test_calls_that_are_chosen_keep_their_schemas(parser: type[ToolParser], cont
 
 @EACH
 @CONTROL
-def test_what_a_grammar_allows_may_be_cut_off_anywhere(parser: type[ToolParser], control: bool) -> None:
+def test_truncated_output_of_a_grammar_can_be_parsed(parser: type[ToolParser], control: bool) -> None:
     dice = random.Random(parser.__name__)
     made = grammar(parser, control, SCHEMAS)
     text = max((walk(made, special(parser, control), dice, limit=300)[0] for _ in range(5)), key=len)
@@ -266,8 +266,8 @@ def in_order(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {key: arguments[key] for key in SCHEMAS[name].get("properties", arguments) if key in arguments}
 
 
-def spoken(parser: type[ToolParser], name: str, arguments: dict[str, Any]) -> str:
-    """A call as the model's template writes it."""
+def templated(parser: type[ToolParser], name: str, arguments: dict[str, Any]) -> str:
+    """Return a call as the model's template writes it."""
     form = parser.form(name)
     assert form is not None
     arguments = in_order(name, arguments)
@@ -302,16 +302,16 @@ def quoted(value: Any) -> str:
     [("weather", VALUES), ("book", BOOK), ("now", {}), ("store", {"a": 1, "b-c": 2}), ("log", {"x": "a b", "y": [1]})],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_a_call_as_templates_write_it_is_allowed_and_read(
+def test_call_in_template_format_is_allowed_and_parsed(
     parser: type[ToolParser], control: bool, name: str, arguments: dict[str, Any]
 ) -> None:
     if parser is PythonicTools:
         arguments = {key.replace("-", "_"): value for key, value in arguments.items()}
-    text = spoken(parser, name, arguments)
+    text = templated(parser, name, arguments)
     for chosen in (False, True):
         assert complete(parser, control, text, chosen)
-    [(called, said)] = calls_of(read(parser, text))
-    assert (called, json.loads(said)) == (name, arguments)
+    [(called, raw)] = calls_of(read(parser, text))
+    assert (called, json.loads(raw)) == (name, arguments)
 
 
 def complete(parser: type[ToolParser], control: bool, text: str, chosen: bool = False) -> bool:
@@ -323,7 +323,7 @@ def complete(parser: type[ToolParser], control: bool, text: str, chosen: bool = 
 
 @EACH
 @CONTROL
-def test_wrong_arguments_are_not_allowed(parser: type[ToolParser], control: bool) -> None:
+def test_invalid_arguments_are_not_allowed(parser: type[ToolParser], control: bool) -> None:
     for name, wrong in (
         ("weather", VALUES | {"days": 15}),
         ("weather", VALUES | {"unit": "K"}),
@@ -335,9 +335,9 @@ def test_wrong_arguments_are_not_allowed(parser: type[ToolParser], control: bool
     ):
         form = parser.form(name)
         assert form is not None
-        text = spoken(parser, name, wrong)
+        text = templated(parser, name, wrong)
         if name == "now":
-            text = spoken(parser, "log", wrong).replace("log", "now")
+            text = templated(parser, "log", wrong).replace("log", "now")
         if (parser, name) in ((m, "now") for m in JSON_FORMATS):
             continue  # a JSON object may have other properties
         assert not complete(parser, control, text), (name, wrong)
@@ -346,17 +346,15 @@ def test_wrong_arguments_are_not_allowed(parser: type[ToolParser], control: bool
 
 @EACH
 @CONTROL
-def test_an_answer_without_calls_is_allowed_only_where_calls_are_chosen(
-    parser: type[ToolParser], control: bool
-) -> None:
+def test_text_without_calls_is_allowed_only_if_calls_are_optional(parser: type[ToolParser], control: bool) -> None:
     text = parser.answer_begin + "Just a text, [x] <b> 3 < 4."
     assert complete(parser, control, text, chosen=True)
     assert not complete(parser, control, text)
 
 
 @CONTROL
-def test_a_message_of_reasoning_stays_free_before_a_call(control: bool) -> None:
-    call = spoken(HarmonyTools, "now", {})
+def test_reasoning_message_before_a_call_is_unconstrained(control: bool) -> None:
+    call = templated(HarmonyTools, "now", {})
     text = f'<|channel|>analysis<|message|>Hm {{"a"}}, <b>.<|end|><|start|>assistant{call}'
     for chosen in (False, True):
         assert complete(HarmonyTools, control, text, chosen)
@@ -378,7 +376,7 @@ def test_a_message_of_reasoning_stays_free_before_a_call(control: bool) -> None:
         ({"minProperties": 1}, "f.minProperties"),
     ],
 )
-def test_what_cannot_be_held_is_refused_by_its_place(parser: type[ToolParser], schema: Any, field: str) -> None:
+def test_unsupported_schema_is_rejected_by_its_path(parser: type[ToolParser], schema: Any, field: str) -> None:
     if parser is PythonicTools and "pattern" in field:
         return  # its strings are JSON, and the compiler of JSON schemas decides
     with pytest.raises(BadRequest) as caught:
@@ -387,7 +385,7 @@ def test_what_cannot_be_held_is_refused_by_its_place(parser: type[ToolParser], s
 
 
 @EACH_OTHER
-def test_a_schema_that_grows_without_end_is_refused_or_held(parser: type[ToolParser]) -> None:
+def test_exponential_or_endless_schema_is_rejected(parser: type[ToolParser]) -> None:
     doubled = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(40)}
     endless = {"d0": {"anyOf": [{"$ref": "#/$defs/d0"}, {"type": "null"}]}}
     for definitions in (doubled | {"d40": {"type": "string"}}, endless):
@@ -397,8 +395,8 @@ def test_a_schema_that_grows_without_end_is_refused_or_held(parser: type[ToolPar
 
 
 @pytest.mark.parametrize("parser", [GlmTools, QwenCoderTools])
-def test_a_bounded_string_is_no_weight_for_the_lexer(parser: type[ToolParser], smollm2: Tokenizer) -> None:
-    """Excluding a whole marker beside a bound takes more than a lexer may have, where tokens are of many characters."""
+def test_bounded_string_does_not_exhaust_the_lexer(parser: type[ToolParser], smollm2: Tokenizer) -> None:
+    """Excluding a whole marker next to a bound exceeds the lexer's limit for multi-character tokens."""
     form = parser.form("f")
     assert form is not None and not isinstance(form.arguments, str)
     value = {"type": ["string", "integer", "null"], "maxLength": 200}
@@ -419,4 +417,4 @@ def smollm2() -> Tokenizer:
     try:
         return load_tokenizer(open_checkpoint(resolve_model("smollm2").path))
     except ModelError as error:
-        pytest.skip(f"SmolLM2 cannot be had: {error}")
+        pytest.skip(f"SmolLM2 is not available: {error}")

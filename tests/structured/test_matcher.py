@@ -1,4 +1,4 @@
-"""What a text may say next, with drafts, behind reasoning, and at its end."""
+"""Tokens allowed next: with drafts, after reasoning, and at the end of the text."""
 
 from __future__ import annotations
 
@@ -27,57 +27,57 @@ from tests.structured.bytewise import (
 
 AB = grammar.regex("a[bc]{1,2}")
 THINK = (280, 281, 280, 282)
-"""Ids of an end sequence that begins like itself."""
+"""Ids of an end sequence with a repeated prefix."""
 
 
-def test_the_end_is_allowed_exactly_where_the_grammar_accepts() -> None:
+def test_eos_is_allowed_exactly_where_the_grammar_accepts() -> None:
     follow = matcher(AB)
     a, b, c = ids("abc")
     assert allowed(follow, [a, b, c, END_ID]) == [{a}, {b, c}, {b, c, END_ID}, {END_ID}, None]
-    assert allowed(follow, [a]) == [{a}, {b, c}], "what was walked along is taken back"
+    assert allowed(follow, [a]) == [{a}, {b, c}], "checking drafts must not advance the matcher"
 
 
-def test_stop_tokens_are_ends_and_come_nowhere_else() -> None:
+def test_stop_tokens_are_allowed_only_at_the_end() -> None:
     a, b, c = ids("abc")
     follow = matcher(AB, (END_ID, b))
     assert allowed(follow, [a, c]) == [{a}, {c}, {b, c, END_ID}]
-    assert allowed(follow, [a, c, c])[3] == {END_ID}, "the first end is the one that is forced"
+    assert allowed(follow, [a, c, c])[3] == {END_ID}, "the first end token is forced"
 
 
 @pytest.mark.law("4")
-def test_a_draft_that_the_grammar_forbids_and_those_behind_it_are_left_out() -> None:
+def test_forbidden_draft_and_later_ones_are_dropped() -> None:
     follow = matcher(AB)
     assert follow.allowed(ids("abxbc")) == 2
     assert follow.allowed([*ids("abc"), END_ID, *ids("a")]) == 4
     assert follow.allowed([END_ID]) == 0
-    assert follow.allowed(ids("ab")) == 2, "nothing of it was kept"
+    assert follow.allowed(ids("ab")) == 2, "the drafts were not consumed"
 
 
-def test_a_token_that_the_grammar_forbids_is_an_error() -> None:
+def test_consuming_a_forbidden_token_raises() -> None:
     with pytest.raises(GrammarError, match="does not allow"):
         matcher(AB).consume(ids("ax"))
 
 
-def test_whatever_comes_behind_the_end_is_let_through() -> None:
+def test_tokens_after_the_end_are_unconstrained() -> None:
     follow = matcher(AB)
     follow.consume([*ids("ab"), END_ID, *ids("xyz")])
     assert allowed(follow) == [None]
     assert follow.forced(5) == []
 
 
-def test_a_grammar_without_a_way_on_allows_nothing() -> None:
+def test_grammar_without_continuation_allows_nothing() -> None:
     nothing = matcher(grammar.context_free("start: /a/ nothing\nnothing: nothing"))
     nothing.consume(ids("a"))
     assert allowed(nothing) == [set()]
-    assert nothing.trouble == "no token continues a text of the form asked for"
+    assert nothing.trouble == "the grammar allows no further token"
 
 
-def test_a_matcher_that_gave_up_is_made_anew() -> None:
+def test_failed_matcher_is_rebuilt() -> None:
     follow = matcher(AB)
     follow.consume(ids("a"))
     before = allowed(follow)
     assert follow._grammar is not None
-    follow._grammar.rollback(99)  # an error of the library, for good
+    follow._grammar.rollback(99)  # a permanent error of the library
     assert allowed(follow) == before and not follow.trouble
     assert follow.allowed([*ids("bc"), END_ID]) == 3
 
@@ -93,7 +93,7 @@ def heavy(compiler: GrammarCompiler) -> TokenMatcher:
 
 
 def exhaust(compiler: GrammarCompiler) -> TokenMatcher:
-    """Follow texts until the lexer that all of them share has reached its limit."""
+    """Advance texts until their shared lexer has reached its limit."""
     shared, random = compiler.compiled(HEAVY), Random(1)
     follow = TokenMatcher(shared, (END_ID,), VOCABULARY)
     for _ in range(100):
@@ -110,7 +110,7 @@ def exhaust(compiler: GrammarCompiler) -> TokenMatcher:
 
 @pytest.mark.law("4")
 @pytest.mark.parametrize("text", ["", "a", "abbaab", "ab" * 5])
-def test_a_text_goes_on_unharmed_where_another_one_exhausts_their_lexer(text: str) -> None:
+def test_exhausted_shared_lexer_does_not_affect_other_texts(text: str) -> None:
     compiler, drafts = bytes_compiler(FEW), ids("abab")
     follow, unharmed = heavy(compiler), heavy(bytes_compiler())
     for each in (follow, unharmed):
@@ -125,14 +125,14 @@ def test_a_text_goes_on_unharmed_where_another_one_exhausts_their_lexer(text: st
 
 
 @pytest.mark.law("4")
-def test_a_text_that_exhausts_a_lexer_goes_on_with_one_of_its_own() -> None:
+def test_text_that_exhausts_the_shared_lexer_gets_its_own() -> None:
     compiler = bytes_compiler(FEW)
     follow, unharmed = exhaust(compiler), heavy(bytes_compiler())
     unharmed.consume(follow._tokens)
     assert allowed(follow) == allowed(unharmed) and follow.trouble is None
 
 
-def test_a_text_ends_by_name_if_a_lexer_of_its_own_does_not_suffice() -> None:
+def test_text_that_exhausts_its_own_lexer_fails_with_the_reason() -> None:
     compiler = bytes_compiler(LLParserLimits(max_lexer_states=40, verbose_errors=False))
     follow = heavy(compiler)
     for token in ids("ab" * 20):
@@ -142,19 +142,19 @@ def test_a_text_ends_by_name_if_a_lexer_of_its_own_does_not_suffice() -> None:
     assert "too many states" in (follow.trouble or "")
 
 
-def test_a_grammar_that_compiles_slowly_is_not_compiled_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_grammar_is_not_recompiled_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fd_core.structured.compiler._MAX_ANEW_SECONDS", 0)
     compiler = bytes_compiler(FEW)
     follow = heavy(compiler)
     exhaust(compiler)
-    assert allowed(follow) == [set()] and "ask again" in (follow.trouble or "")
-    with pytest.raises(GrammarError, match="ask again"):
+    assert allowed(follow) == [set()] and "retry" in (follow.trouble or "")
+    with pytest.raises(GrammarError, match="retry"):
         follow.consume(ids("a"))
     assert not compiler.is_cached(HEAVY)
-    assert allowed(heavy(compiler)) == allowed(heavy(bytes_compiler())), "who asks again gets a new one"
+    assert allowed(heavy(compiler)) == allowed(heavy(bytes_compiler())), "a new request gets a new lexer"
 
 
-def test_a_request_without_ends_cannot_have_a_grammar() -> None:
+def test_grammar_requires_a_stop_token() -> None:
     with pytest.raises(GrammarError, match="no end-of-sequence token"):
         matcher(AB, ())
 
@@ -163,22 +163,22 @@ def test_a_request_without_ends_cannot_have_a_grammar() -> None:
 
 
 @pytest.mark.law("4")
-def test_the_grammar_begins_exactly_behind_the_reasoning_also_among_drafts() -> None:
+def test_grammar_starts_right_after_reasoning_also_in_drafts() -> None:
     follow = matcher(AB, reasoning=Reasoning(end=THINK))
     a, b, c = ids("abc")
     drafts = [5, 280, 281, 280, 281, 280, 282, a, b]
-    *thinking, at_start, behind_a, behind_b = allowed(follow, drafts)
+    *thinking, at_start, after_a, after_b = allowed(follow, drafts)
     assert all(
         mask == set(range(VOCABULARY + 20)) - {END_ID} or mask == set(range(VOCABULARY)) - {END_ID} for mask in thinking
     )
-    assert (at_start, behind_a, behind_b) == ({a}, {b, c}, {b, c, END_ID})
+    assert (at_start, after_a, after_b) == ({a}, {b, c}, {b, c, END_ID})
     assert follow.allowed([*drafts, ids("x")[0]]) == len(drafts)
-    assert follow.allowed([7, END_ID]) == 1, "the text cannot end before it was written"
+    assert follow.allowed([7, END_ID]) == 1, "the text cannot end during reasoning"
     follow.consume(drafts[:-1])
     assert allowed(follow) == [{b, c}]
 
 
-def test_reasoning_ends_by_force_when_it_takes_too_long() -> None:
+def test_reasoning_over_budget_is_ended_by_force() -> None:
     follow = matcher(AB, reasoning=Reasoning(end=THINK, max_tokens=3))
     assert follow.forced(10) == []
     follow.consume([1, 2, 280])
@@ -194,7 +194,7 @@ def test_reasoning_may_be_forbidden() -> None:
     assert follow.forced(3) == [280, 281, 280]
 
 
-def test_reasoning_without_a_grammar_is_free_but_for_its_length() -> None:
+def test_reasoning_without_a_grammar_is_limited_only_in_length() -> None:
     follow = matcher(None, reasoning=Reasoning(end=THINK, max_tokens=2))
     assert allowed(follow, [1, 2]) == [None, None, {280}]
     follow.consume([1, *THINK])
@@ -202,11 +202,11 @@ def test_reasoning_without_a_grammar_is_free_but_for_its_length() -> None:
 
 
 @given(st.lists(st.sampled_from(sorted(set(THINK))), max_size=30))
-def test_the_end_of_reasoning_is_its_first_occurrence(tokens: list[int]) -> None:
-    place = next((i for i in range(len(tokens)) if tuple(tokens[i : i + len(THINK)]) == THINK), None)
+def test_first_end_sequence_ends_reasoning(tokens: list[int]) -> None:
+    at = next((i for i in range(len(tokens)) if tuple(tokens[i : i + len(THINK)]) == THINK), None)
     follow = matcher(AB, reasoning=Reasoning(end=THINK))
     kept = follow.allowed(tokens)
-    assert kept == (len(tokens) if place is None else place + len(THINK))
+    assert kept == (len(tokens) if at is None else at + len(THINK))
 
 
 # The same tokens, the same masks -----------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def wordy() -> TokenMatcher:
     return TokenMatcher(compiled(), ENDS, WORDS, Reasoning(end=(WORDS - 1, WORDS - 2), max_tokens=4))
 
 
-def masks_behind(follow: TokenMatcher, drafts: list[int]) -> list[bytes | None]:
+def masks_after(follow: TokenMatcher, drafts: list[int]) -> list[bytes | None]:
     rows = np.zeros((len(drafts) + 1, -(-WORDS // 32)), np.int32)
     return [row.tobytes() if has else None for row, has in zip(rows, follow.write_masks(drafts, rows), strict=True)]
 
@@ -245,16 +245,16 @@ def masks_behind(follow: TokenMatcher, drafts: list[int]) -> list[bytes | None]:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 @pytest.mark.law("4")
-def test_masks_are_a_function_of_the_tokens_alone(data: st.DataObject) -> None:
-    """Whatever was drafted, rolled back, forced or consumed at once: the same tokens give the same masks."""
+def test_masks_depend_on_tokens_alone(data: st.DataObject) -> None:
+    """Drafted, rolled back, forced or consumed at once: the same tokens give the same masks."""
     follow, tokens, seen = wordy(), [], []
     for _ in range(data.draw(st.integers(1, 40))):
-        (mask,) = masks_behind(follow, [])
+        (mask,) = masks_after(follow, [])
         seen.append(mask)
         if mask is None:
             break
         choices = [i for i in range(WORDS) if mask[i // 8] >> i % 8 & 1]
-        assert choices, "a schema always leaves a way on"
+        assert choices, "a schema always allows a continuation"
         forced = follow.forced(8)
         if forced:
             assert choices == forced[:1]
@@ -265,13 +265,13 @@ def test_masks_are_a_function_of_the_tokens_alone(data: st.DataObject) -> None:
         follow.consume([token])
         tokens.append(token)
     fresh = wordy()
-    assert masks_behind(fresh, tokens)[: len(seen)] == seen
+    assert masks_after(fresh, tokens)[: len(seen)] == seen
     fresh.consume(tokens)
-    assert masks_behind(fresh, []) == masks_behind(follow, [])
+    assert masks_after(fresh, []) == masks_after(follow, [])
 
 
 @pytest.mark.law("4")
-def test_forced_tokens_are_those_of_the_tokenizer_and_all_of_them_are_kept() -> None:
+def test_forced_tokens_match_the_tokenizer_and_are_all_accepted() -> None:
     follow = TokenMatcher(compiled(), ENDS, WORDS)
     forced = follow.forced(20)
     assert WORDY.decode(forced) == '{"name": "'
@@ -279,7 +279,7 @@ def test_forced_tokens_are_those_of_the_tokenizer_and_all_of_them_are_kept() -> 
     assert follow.allowed(forced) == len(forced)
 
 
-def test_a_finished_text_forces_its_end() -> None:
+def test_finished_text_forces_its_end() -> None:
     follow = matcher(grammar.choice(["yes", "no"]))
     follow.consume(ids("y"))
     assert follow.forced(8) == [*ids("es"), END_ID]

@@ -1,4 +1,4 @@
-"""The port that compiles: nobody waits behind a large grammar, and an engine that never meets one has no thread."""
+"""The compile port: a large grammar blocks no other, and an engine without grammars starts no thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGE = "x" * (LARGE_GRAMMAR + 1)
 
 
 class SlowCompiler:
-    """Compiles large grammars once it is told to; refuses `bad`."""
+    """Compiles large grammars once released; rejects `bad`."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -35,7 +35,7 @@ class SlowCompiler:
 
 
 def port(compiler: SlowCompiler) -> GrammarPort:
-    return GrammarPort(CompletionQueue(lambda: None), compiler)  # type: ignore[arg-type]  # all that the port asks of it
+    return GrammarPort(CompletionQueue(lambda: None), compiler)  # type: ignore[arg-type]  # all that the port calls
 
 
 def answers(of: GrammarPort, count: int) -> list[Completion]:
@@ -51,7 +51,7 @@ def grammar_threads() -> int:
     return sum("grammars" in thread.name for thread in threading.enumerate())
 
 
-def test_a_small_grammar_does_not_wait_for_a_large_one() -> None:
+def test_small_grammar_does_not_wait_for_a_large_one() -> None:
     compiler = SlowCompiler()
     compiling = port(compiler)
     compiling.perform([CompileGrammar(1, LARGE), CompileGrammar(2, "small"), CompileGrammar(3, "bad")])
@@ -59,11 +59,11 @@ def test_a_small_grammar_does_not_wait_for_a_large_one() -> None:
     compiler.released.set()
     assert answers(compiling, 1) == [GrammarReady(1, None)]
     compiling.perform([CompileGrammar(4, LARGE)])
-    assert compiling.completions() == [GrammarReady(4, None)], "it was compiled before"
+    assert compiling.completions() == [GrammarReady(4, None)], "it was compiled already"
     compiling.close()
 
 
-def test_threads_start_with_the_first_grammar_of_their_size_and_end_with_the_port() -> None:
+def test_threads_start_on_demand_and_end_with_the_port() -> None:
     before = grammar_threads()
     compiling = port(SlowCompiler())
     assert grammar_threads() == before
@@ -74,7 +74,7 @@ def test_threads_start_with_the_first_grammar_of_their_size_and_end_with_the_por
     assert grammar_threads() == before
 
 
-def test_what_nobody_waits_for_any_more_is_answered_once() -> None:
+def test_cancelled_compilation_completes_once() -> None:
     compiler = SlowCompiler()
     compiling = port(compiler)
     compiling.perform([CompileGrammar(1, LARGE), Cancel(1)])

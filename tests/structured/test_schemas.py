@@ -1,4 +1,4 @@
-"""Schemas as they are met: the compiler takes what asks for nothing, and no complete answer breaks its schema."""
+"""Real-world schemas: keywords without effect are accepted, and every complete answer is valid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGEST = 2**63 - 1
 
 
 def walk(made: str, dice: random.Random) -> str | None:
-    """A random complete text, None if it became too long."""
+    """Return a random complete text, or None if it became too long."""
     follow, tokens = matcher(made), []
     while len(tokens) < 120:
         (may,) = allowed(follow)
@@ -54,7 +54,7 @@ def walk(made: str, dice: random.Random) -> str | None:
         {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     ],
 )
-def test_answers_fit_schemas_as_they_are_met(schema: Any) -> None:
+def test_answers_are_valid_for_real_world_schemas(schema: Any) -> None:
     made, dice = grammar.json_schema(schema), random.Random(7)
     texts = {walk(made, dice) for _ in range(40)} - {None}
     assert texts
@@ -62,11 +62,11 @@ def test_answers_fit_schemas_as_they_are_met(schema: Any) -> None:
         jsonschema.validate(json.loads(str(text)), schema)
 
 
-def test_a_dialect_that_nobody_knows_is_no_error() -> None:
+def test_unknown_dialect_is_accepted() -> None:
     assert accepts("null", grammar.json_schema({"$schema": "http://json-schema.org/schema#", "type": "null"}))
 
 
-def test_options_that_a_reference_keeps_apart_are_alternatives() -> None:
+def test_options_with_a_discriminator_are_alternatives() -> None:
     made = grammar.json_schema(DISCRIMINATED)
     assert accepts('{"kind": "a", "x": 2}', made) and accepts('{"kind": "c"}', made)
     assert not accepts('{"kind": "d"}', made)
@@ -84,14 +84,14 @@ def test_options_that_a_reference_keeps_apart_are_alternatives() -> None:
         [{**A, "properties": {"kind": {"$ref": "#"}}}, {**B, "properties": {"kind": {"$ref": "#"}}}],
     ],
 )
-def test_options_that_may_overlap_are_refused(options: Any) -> None:
+def test_options_that_may_overlap_are_rejected(options: Any) -> None:
     schema = {"$defs": {"a": {"type": "null"}}, "oneOf": options}
     with pytest.raises(Exception, match=r"oneOf constraints|does not exist"):
         matcher(grammar.json_schema(schema)).allowed([])
 
 
 @pytest.mark.parametrize(
-    ("schema", "place"),
+    ("schema", "path"),
     [
         ({"const": [2**53 + 1]}, "const"),
         ({"properties": {"a": {"enum": [{"b": -(2**60)}]}}}, "properties.a.enum"),
@@ -103,13 +103,13 @@ def test_options_that_may_overlap_are_refused(options: Any) -> None:
         ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "maximum"),
     ],
 )
-def test_what_would_be_written_wrongly_is_refused_by_its_place(schema: Any, place: str) -> None:
+def test_unsupported_keyword_is_rejected_by_its_path(schema: Any, path: str) -> None:
     with pytest.raises(BadRequest) as error:
         grammar.json_schema(schema, field="s")
-    assert error.value.field == f"s.{place}"
+    assert error.value.field == f"s.{path}"
 
 
-def test_values_that_look_like_words_of_a_schema_stay_as_they_are() -> None:
+def test_values_that_look_like_keywords_are_kept() -> None:
     schema = {"const": {"format": "color", "uniqueItems": False, "minimum": 3}}
     assert accepts('{"format": "color", "uniqueItems": false, "minimum": 3}', grammar.json_schema(schema))
     named = {"type": "object", "properties": {"format": {"const": "x"}}, "required": ["format"]}

@@ -1,4 +1,4 @@
-"""Structural tags mean what XGrammar's documentation says, or are refused by name and place."""
+"""Structural tags have the meaning of XGrammar's documentation, or are rejected by name and path."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def accepts(text: str, made: str) -> bool:
         ),
     ],
 )
-def test_a_format_matches_what_it_says(form: Any, right: list[str], wrong: list[str]) -> None:
+def test_format_matches_as_documented(form: Any, right: list[str], wrong: list[str]) -> None:
     made = grammar.structural_tag({"type": "structural_tag", "format": form})
     for text in right:
         assert accepts(text, made), text
@@ -101,25 +101,25 @@ def deep(levels: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("form", "place", "words"),
+    ("form", "path", "words"),
     [
-        ({"type": "token", "token": 3}, ".type", "'token'; served are const_string"),
-        ({"type": "token_triggered_tags"}, ".type", "served are"),
+        ({"type": "token", "token": 3}, ".type", "'token'; expected const_string"),
+        ({"type": "token_triggered_tags"}, ".type", "expected"),
         ({}, ".type", "'None'"),
         (3, "", "JSON object"),
-        ({**YES, "more": 1}, ".more", "not served"),
+        ({**YES, "more": 1}, ".more", "not supported"),
         ({**FREE, "max_tokens": 5}, ".max_tokens", "max_chars"),
         ({**FREE, "max_chars": -1}, ".max_chars", "0 to"),
-        (row(FREE, YES), ".elements[0]", "nothing says where"),
-        (row(TRIGGERED, YES), ".elements[0]", "nothing says where"),
-        (row({"type": "star", "content": FREE}), ".elements[0].content", "nothing says where"),
-        ({**NUMBER, "style": "minimax_xml"}, ".style", "served are json, qwen_xml, glm_xml"),
-        ({**NUMBER, "any_order": True}, ".any_order", "in order"),
+        (row(FREE, YES), ".elements[0]", "the end of its text"),
+        (row(TRIGGERED, YES), ".elements[0]", "the end of its text"),
+        (row({"type": "star", "content": FREE}), ".elements[0].content", "the end of its text"),
+        ({**NUMBER, "style": "minimax_xml"}, ".style", "expected json, qwen_xml, glm_xml"),
+        ({**NUMBER, "any_order": True}, ".any_order", "in the order"),
         ({**NUMBER, "json_schema": 3}, ".json_schema", "JSON object"),
         (tag({"type": "token", "token": 3}, YES, ""), ".begin", "tokens"),  # type: ignore[arg-type]
         (tag("<a>", YES, {"type": "token"}), ".end", "tokens"),
         (tag("<a>", YES, ["</a>", ""]), ".end", "empty"),
-        ({**TRIGGERED, "triggers": ["<a"]}, ".tags[1].begin", "none of the triggers"),
+        ({**TRIGGERED, "triggers": ["<a"]}, ".tags[1].begin", "one of the triggers"),
         ({**TRIGGERED, "at_least_one": 1}, ".at_least_one", "true or false"),
         ({**SEPARATED, "separator": None}, ".separator", "must be a text"),
         ({**SEPARATED, "tags": [YES]}, ".tags[0].type", "'tag'"),
@@ -129,14 +129,14 @@ def deep(levels: int) -> dict[str, Any]:
         (row(), ".elements", "1 to 256"),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_place(form: Any, place: str, words: str) -> None:
+def test_unsupported_format_is_rejected_by_its_path(form: Any, path: str, words: str) -> None:
     with pytest.raises(BadRequest) as caught:
         grammar.structural_tag({"format": form})
-    assert caught.value.field == f"structural_tag.format{place}"
+    assert caught.value.field == f"structural_tag.format{path}"
     assert words in str(caught.value)
 
 
-def test_a_tree_that_is_too_deep_is_refused() -> None:
+def test_too_deep_tree_is_rejected() -> None:
     for levels in (40, 5000):
         with pytest.raises(BadRequest, match="deeper than 64"):
             grammar.structural_tag({"format": deep(levels)})

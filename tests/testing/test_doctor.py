@@ -81,7 +81,7 @@ class WrongInOne(NumpyOps):
 
 
 def test_deviation_from_the_oracle_is_reported_with_its_size():
-    assert "off by" in findings(WrongInOne(), "rms_norm")[""].reason
+    assert "error" in findings(WrongInOne(), "rms_norm")[""].reason
     sampled = findings(WrongInOne(), "sample")
     assert {case: found.outcome for case, found in sampled.items()} == {
         "greedy": "ok",
@@ -151,7 +151,7 @@ def test_8_bit_kv_is_examined_if_the_pack_supports_it():
     assert (kept[""].outcome, kept["int8"].outcome) == ("ok", "wrong")
     lacking = findings(WideKV(), "paged_attention")
     assert (lacking[""].outcome, lacking["int8"].outcome) == ("ok", "limit")
-    assert lacking["int8"].reason == "its pack keeps no KV in int8"
+    assert lacking["int8"].reason == "no KV in int8"
 
 
 def test_largest_size_is_timed_with_its_memory_traffic():
@@ -278,13 +278,13 @@ def running(pid: int) -> bool:
 def test_healthy_backend_exits_with_0(tmp_path):
     run = doctor(tmp_path, "chip:dtype=float32", "--only", "gather_rows")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "all operations are there and right" in run.stdout
+    assert "all operations are present and correct" in run.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["nochip"], 4, "there is no backend called 'nochip'"),
+        (["nochip"], 4, "unknown backend 'nochip'"),
         (["chip:color=red"], 2, "'color=red' is not a setting"),
         (["chip", "--only", "warp"], 2, "--only: 'warp' is not one of from_host"),
         (["chip", "--json", "/nowhere/found.json"], 2, "cannot write /nowhere/found.json"),

@@ -18,7 +18,7 @@ OFFERED = [
     (kind, name)
     for kind in KINDS
     for name, offer in installed_plugins().offered(kind).items()
-    if not offer.entry.summary.startswith("another name of")
+    if not offer.entry.summary.startswith("alias of")
 ]
 
 

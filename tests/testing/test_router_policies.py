@@ -142,5 +142,5 @@ def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments
 def test_router_errors_name_the_tested_policy(pair):
     suite = RouterPolicySuite()
     suite.policy_class = lambda: OfAnotherKind
-    with pytest.raises(PluginError, match="router policy OfAnotherKind chose 3, which is not one of the candidates"):
+    with pytest.raises(PluginError, match="router policy OfAnotherKind chose 3, which is not a candidate"):
         getattr(suite, SERVES)(pair)

@@ -77,6 +77,21 @@ BROKEN = {
     ),
 }
 
+FIRST_FAILURE = """
+import pytest
+
+failed = set()
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        failed.add(report.nodeid.partition("::")[0])
+
+def pytest_runtest_setup(item):
+    if item.nodeid.partition("::")[0] in failed:
+        pytest.skip("another case has noticed")
+"""
+"""Ends the cases of a store with the first that notices: some of the others wait for what it broke."""
+
 FILE = """
 import pytest
 from hypothesis import Phase, settings
@@ -108,6 +123,7 @@ del Whole
 def outcomes(tmp_path_factory):
     """Results of the kit for all of them, in one run."""
     folder = tmp_path_factory.mktemp("kit")
+    (folder / "conftest.py").write_text(FIRST_FAILURE)
     for number, method in enumerate(["pass", *BROKEN.values()]):
         (folder / f"test_{number}.py").write_text(FILE.format(method=method))
     ended = subprocess.run(

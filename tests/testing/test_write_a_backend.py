@@ -26,9 +26,9 @@ def test_every_command_of_the_guide_succeeds(port):
         if "conformance" in line:
             assert "emulated" in words, line
         if "doctor" in line:
-            assert "all operations are there and right" in words
+            assert "all operations are present and correct" in words
         if "check" in line:
-            assert "nothing is wrong" in words
+            assert "no problems found" in words
 
 
 def test_card_shows_the_limits_with_their_reasons(port):

@@ -1,4 +1,4 @@
-"""Checkpoints that hold nothing but a small tokenizer, in the forms that GGUF files and folders have."""
+"""Checkpoints with only a small tokenizer, as GGUF files and as folders."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ORIGIN = Path("model.gguf")
 
 @dataclass(frozen=True)
 class OnlyTokenizer:
-    """Stands for a checkpoint where only its tokenizer matters."""
+    """Checkpoint stub that has only a tokenizer."""
 
     tokenizer: TokenizerSource
 
 
 def byte_characters() -> list[str]:
-    """GPT-2's stand-in for each byte."""
+    """Return GPT-2's stand-in for each byte."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     characters = {byte: chr(byte) for byte in visible}
     for byte in range(256):
@@ -30,7 +30,7 @@ def byte_characters() -> list[str]:
 
 
 def byte_level_metadata(merges: list[str], pre: str | None = "smollm", **changes: Any) -> dict[str, Any]:
-    """A vocabulary of two control tokens, all bytes and what the merges make of them."""
+    """Return a vocabulary of two control tokens, all bytes and the results of the merges."""
     tokens = ["<|end|>", "<|start|>", *byte_characters()]
     tokens += [merge.replace(" ", "") for merge in merges]
     metadata = {

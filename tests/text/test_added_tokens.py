@@ -1,4 +1,4 @@
-"""Tokens that stand outside tokenizer.json are read as `transformers` reads them."""
+"""Tokens defined outside tokenizer.json are read as `transformers` reads them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("files", FOLDERS.values(), ids=list(FOLDERS))
-def test_added_tokens_are_read_as_transformers_does(files: dict[str, Any], tmp_path: Path) -> None:
+def test_added_tokens_match_transformers(files: dict[str, Any], tmp_path: Path) -> None:
     folder = write_folder(tmp_path, **files)
     ours, theirs = read(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     found = {index: repr(token) for index, token in ours.backend.get_added_tokens_decoder().items()}
@@ -96,11 +96,11 @@ def test_added_tokens_are_read_as_transformers_does(files: dict[str, Any], tmp_p
         {"extra_special_tokens": [None, 3, {}], "add_bos_token": True},
     ],
 )
-def test_entries_that_are_no_tokens_are_left_out(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_entries_are_ignored(settings: dict[str, Any], tmp_path: Path) -> None:
     assert read(write_folder(tmp_path, tokenizer_config=settings)).vocab_size == 258
 
 
-def test_digest_follows_tokens_outside_tokenizer_json(tmp_path: Path) -> None:
+def test_digest_covers_tokens_outside_tokenizer_json(tmp_path: Path) -> None:
     plain = read_tokenizer_folder(write_folder(tmp_path)).digest
     write_folder(tmp_path, tokenizer_config={"pad_token": "[PAD]"})
     assert read_tokenizer_folder(tmp_path).digest != plain

@@ -1,4 +1,4 @@
-"""Every text is its bytes."""
+"""Every text is encoded as its bytes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ TOKENIZER = byte_tokenizer()
 
 
 @given(st.text())
-def test_any_text_becomes_its_bytes_and_comes_back(text: str) -> None:
+def test_any_text_round_trips_as_bytes(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert len(ids) == len(text.encode())
     assert TOKENIZER.decode(ids) == text
 
 
-def test_the_end_token_is_silent() -> None:
+def test_end_token_decodes_to_nothing() -> None:
     assert TOKENIZER.encode("<|end|>") == [END_ID]
     assert TOKENIZER.decode([END_ID]) == ""
     assert TOKENIZER.vocab_size == END_ID + 1

@@ -1,4 +1,4 @@
-"""Whatever a model wrote as the arguments of a call, the conversation goes on."""
+"""Any arguments that a model wrote for a call are accepted in the history of a conversation."""
 
 from __future__ import annotations
 
@@ -52,41 +52,41 @@ def history(arguments: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=list(SOURCES))
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda each: str(each)[:20])
-def test_a_conversation_goes_on_whatever_was_called(source: str, arguments: Any) -> None:
+def test_any_call_arguments_can_be_rendered(source: str, arguments: Any) -> None:
     text = ChatTemplate(source).render(history(arguments))
     assert "look" in text and "found" in text and "and now?" in text
     text.encode()
 
 
 @given(text=st.text(alphabet='{}[]":,\\ud83dnul1ae .', max_size=30), source=st.sampled_from(list(SOURCES.values())))
-def test_any_text_may_stand_as_arguments(text: str, source: str) -> None:
+def test_any_text_is_accepted_as_arguments(text: str, source: str) -> None:
     ChatTemplate(source).render(history(text)).encode()
 
 
-def test_half_an_object_is_shown_as_it_was_written() -> None:
+def test_truncated_arguments_are_rendered_verbatim() -> None:
     text = ChatTemplate(SOURCES["text or json"]).render(history('{"city": "Par'))
     assert '<look:{"city": "Par>' in text
     assert 'arguments={"city": "Par;' in ChatTemplate(SOURCES["items"]).render(history('{"city": "Par'))
 
 
-def test_templates_that_take_texts_get_texts() -> None:
+def test_templates_that_expect_text_get_text() -> None:
     text = ChatTemplate(SOURCES["concatenation"]).render(history('{"city":"Paris"}'))
     assert '<look:with {"city": "Paris"}>' in text
 
 
 @pytest.mark.parametrize("calls", [[], None])
-def test_no_calls_are_no_field(calls: Any) -> None:
+def test_empty_calls_are_omitted(calls: Any) -> None:
     [turn] = flatten_messages([{"role": "assistant", "content": "x", "tool_calls": calls}])
     assert "tool_calls" not in turn
 
 
-def test_what_the_template_refuses_is_told_as_of_the_first_try() -> None:
+def test_template_error_is_that_of_the_first_attempt() -> None:
     refusing = SOURCES["items"] + "{% if messages[0].role == 'user' %}{{ raise_exception('no user') }}{% endif %}"
     with pytest.raises(BadRequest, match="can only get item pairs"):
         ChatTemplate(refusing).render(history("[1]"))
 
 
-def test_more_values_than_are_parsed_stay_text() -> None:
+def test_arguments_with_too_many_values_stay_text() -> None:
     arguments = json.dumps({"a": [[]] * 40_000})
     turns = flatten_messages(history(arguments))
     assert turns[1]["tool_calls"][0]["function"]["arguments"] == arguments

@@ -20,7 +20,7 @@ def ids_of(text: str) -> list[int]:
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[Tokenizer, list[list[int]]]:
-    """Any tokens, valid text or not, cut into any pushes."""
+    """Any tokens, valid text or not, split into any chunks."""
     tokenizer = draw(TOKENIZERS)
     some_ids = st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=12)
     some_text = st.text(max_size=12).map(lambda text: tokenizer.encode(text))
@@ -28,7 +28,7 @@ def streams(draw: st.DrawFn) -> tuple[Tokenizer, list[list[int]]]:
 
 
 @given(streams(), st.booleans())
-def test_the_stream_equals_the_whole(stream: tuple[Tokenizer, list[list[int]]], skip_special: bool) -> None:
+def test_streamed_text_equals_the_whole(stream: tuple[Tokenizer, list[list[int]]], skip_special: bool) -> None:
     tokenizer, pushes = stream
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
     text = "".join(detokenizer.push(ids).text for ids in pushes) + detokenizer.flush().text
@@ -37,14 +37,14 @@ def test_the_stream_equals_the_whole(stream: tuple[Tokenizer, list[list[int]]], 
 
 
 @given(st.text(), st.lists(st.text(min_size=1, max_size=3), max_size=3))
-def test_no_text_ends_within_a_character(text: str, stop: list[str]) -> None:
+def test_chunk_never_ends_within_a_character(text: str, stop: list[str]) -> None:
     detokenizer = IncrementalDetokenizer(BYTES, stop=stop)
     streamed = "".join(detokenizer.push([token_id]).text for token_id in ids_of(text))
     assert text.startswith(streamed)
 
 
 def expected_cut(text: str, stops: list[str], include: bool) -> str:
-    """The first character at which some stop string is complete ends the text; the longest one counts."""
+    """Cut at the first character that completes a stop string; the longest match counts."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -58,7 +58,7 @@ def expected_cut(text: str, stops: list[str], include: bool) -> str:
     st.integers(1, 5),
     st.booleans(),
 )
-def test_stop_strings_end_the_text_however_it_is_cut(text: str, stops: list[str], size: int, include: bool) -> None:
+def test_stop_string_ends_text_for_any_chunking(text: str, stops: list[str], size: int, include: bool) -> None:
     detokenizer = IncrementalDetokenizer(BYTES, stop=stops, include_stop=include)
     ids = ids_of(text)
     streamed = ""
@@ -69,7 +69,7 @@ def test_stop_strings_end_the_text_however_it_is_cut(text: str, stops: list[str]
         if detokenizer.stopped_by is None:
             seen = BYTES.decode(ids[: begin + size])
             held = len(seen.rstrip("\ufffd")) - len(streamed)
-            assert held < max(map(len, stops)), "no more is held than the beginning of a stop string"
+            assert held < max(map(len, stops)), "only a prefix of a stop string is held"
     assert streamed + detokenizer.flush().text == expected_cut(text, stops, include)
     assert (detokenizer.stopped_by is not None) == any(stop in text for stop in stops)
 
@@ -82,7 +82,7 @@ def test_text_is_held_only_while_it_may_begin_a_stop_string() -> None:
     assert detokenizer.flush() == ("##", None, 0)
 
 
-def test_a_stop_names_itself_and_counts_the_tokens_it_needed() -> None:
+def test_stop_reports_its_string_and_token_count() -> None:
     detokenizer = IncrementalDetokenizer(BYTES, stop=["bc", "x"])
     assert detokenizer.push(ids_of("a bc d")) == ("a ", "bc", 3)
     assert detokenizer.stopped_by == "bc"
@@ -90,25 +90,25 @@ def test_a_stop_names_itself_and_counts_the_tokens_it_needed() -> None:
     assert detokenizer.flush() == ("", "bc", 0)
 
 
-def test_a_stop_string_may_end_within_a_token() -> None:
+def test_stop_string_may_end_within_a_token() -> None:
     detokenizer = IncrementalDetokenizer(BYTES, stop=["b"])
     assert detokenizer.push(ids_of("abc")) == ("a", "b", 1)
     assert IncrementalDetokenizer(BYTES, stop=["b"], include_stop=True).push(ids_of("abc")).text == "ab"
 
 
-def test_bytes_of_an_unfinished_character_come_out_at_the_end() -> None:
+def test_bytes_of_unfinished_character_are_flushed() -> None:
     detokenizer = IncrementalDetokenizer(BYTES)
     assert detokenizer.push(ids_of("🦆")[:3]).text == ""
     assert detokenizer.flush().text == "\ufffd"
 
 
-def test_a_space_before_the_first_word_stays_where_a_prompt_is_continued() -> None:
+def test_leading_space_is_kept_when_continuing_a_prompt() -> None:
     ids = PIECES.encode("hello", add_special=False)
     assert IncrementalDetokenizer(PIECES).push(ids).text == " hello"
     assert PIECES.decode(ids) == "hello"
 
 
-def test_bad_values_are_refused() -> None:
+def test_bad_values_are_rejected() -> None:
     with pytest.raises(BadRequest, match="empty"):
         IncrementalDetokenizer(BYTES, stop=["a", ""])
     with pytest.raises(BadRequest, match="negative"):

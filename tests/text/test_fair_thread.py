@@ -13,11 +13,11 @@ def thread():
     made.close()
 
 
-def order_of(thread, brought, cancelled=()):
-    """Bring work of clients while the thread is held; return in which order it was done."""
+def order_of(thread, clients, cancelled=()):
+    """Queue work of clients while the thread is blocked; return the order of execution."""
     done, held = [], threading.Event()
 
-    async def bring(client):
+    async def submit(client):
         CLIENT.set(client[0])
         await thread.run(lambda: done.append(client))
 
@@ -25,8 +25,8 @@ def order_of(thread, brought, cancelled=()):
         holding = asyncio.create_task(thread.run(lambda: held.wait(10)))
         await asyncio.sleep(0)
         tasks = {}
-        for client in brought:
-            tasks[client] = asyncio.create_task(bring(client))
+        for client in clients:
+            tasks[client] = asyncio.create_task(submit(client))
             await asyncio.sleep(0)
         for client in cancelled:
             tasks[client].cancel()
@@ -38,15 +38,15 @@ def order_of(thread, brought, cancelled=()):
     return done
 
 
-def test_who_brings_much_work_waits_for_whoever_brings_little(thread):
+def test_clients_are_served_round_robin(thread):
     assert order_of(thread, ["a1", "a2", "a3", "b1", "c1", "b2"]) == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def test_work_whose_client_left_is_not_done(thread):
+def test_work_of_a_disconnected_client_is_skipped(thread):
     assert order_of(thread, ["a1", "a2", "b1"], cancelled=["a1", "b1"]) == ["a2"]
 
 
-def test_an_error_reaches_who_waits_and_the_thread_goes_on(thread):
+def test_error_is_raised_to_the_caller_and_thread_continues(thread):
     def wrong():
         raise ValueError("no")
 
@@ -55,7 +55,7 @@ def test_an_error_reaches_who_waits_and_the_thread_goes_on(thread):
     assert asyncio.run(thread.run(lambda: 3)) == 3
 
 
-def test_an_end_cancels_what_waits(thread):
+def test_close_cancels_queued_work(thread):
     held, began = threading.Event(), threading.Event()
 
     async def scenario():

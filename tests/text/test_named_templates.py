@@ -1,4 +1,4 @@
-"""Of several chat templates, the one that `transformers` would take is rendered."""
+"""Of several chat templates, the one that `transformers` selects is rendered."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ def reader_of(folder: Path) -> PromptReader:
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
 @pytest.mark.parametrize("template", [None, "rag", "tool_use", "default"])
 @pytest.mark.parametrize("files", FOLDERS.values(), ids=list(FOLDERS))
-def test_the_template_that_transformers_takes_is_rendered(
+def test_same_template_is_selected_as_in_transformers(
     files: dict[str, Any], template: str | None, tools: Any, tmp_path: Path
 ) -> None:
     write(tmp_path, files)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     named = theirs.chat_template if isinstance(theirs.chat_template, dict) else {}
     if template is not None and template not in named:
-        pytest.skip("a name that is none is a source")
+        pytest.skip("an unknown name is a template source")
     reader = reader_of(tmp_path)
     kwargs = {"tools": tools, "chat_template": template}
     try:
         expected = theirs.apply_chat_template(TURNS, tokenize=False, **kwargs)
     except ValueError:
-        with pytest.raises(BadRequest, match="no default; name one of them in chat_template: rag, tool_use"):
+        with pytest.raises(BadRequest, match="no default; select one with chat_template: rag, tool_use"):
             reader.chat(TURNS, tools=tools, template=template)
     except TypeError:  # `tools | length` of none
         with pytest.raises(BadRequest, match="cannot render"):
@@ -85,7 +85,7 @@ def test_the_template_that_transformers_takes_is_rendered(
         reader.close()
 
 
-def test_a_template_without_default_serves_tools(tmp_path: Path) -> None:
+def test_templates_without_default_still_serve_tools(tmp_path: Path) -> None:
     write(tmp_path, {"chat_template": listed("tool_use")})
     reader = reader_of(tmp_path)
     assert reader._tokenizer.decode(reader.chat(TURNS, tools=TOOLS)) == "tool_use: hi 1"
@@ -94,7 +94,7 @@ def test_a_template_without_default_serves_tools(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_an_operators_template_replaces_all(tmp_path: Path) -> None:
+def test_template_of_the_operator_replaces_all(tmp_path: Path) -> None:
     write(tmp_path, {"chat_template": listed("default", "tool_use")})
     tokenizer = load_tokenizer(OnlyTokenizer(read_tokenizer_folder(tmp_path)))
     template = ChatTemplate.of(tokenizer, "own {{ tools | length }}")

@@ -1,4 +1,4 @@
-"""Prompts become token ids in one way, whoever reads them."""
+"""Prompts become token ids in the same way for every reader."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fingerprint(tokenizer: Any, template: ChatTemplate | None) -> str:
     return PromptReader(tokenizer, template).fingerprint
 
 
-def test_completions_are_texts_or_ids(reader: PromptReader) -> None:
+def test_completion_prompt_is_text_or_ids(reader: PromptReader) -> None:
     assert reader.completion("ab") == [PromptText((64, 65), "ab")]
     assert reader.completion(["a", "b"]) == [PromptText((64,), "a"), PromptText((65,), "b")]
     assert reader.completion([0, 299]) == [PromptText((0, 299), None)]
@@ -41,46 +41,46 @@ def test_completions_are_texts_or_ids(reader: PromptReader) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a", ""], [[1], []]])
-def test_an_empty_prompt_is_refused(reader: PromptReader, prompt: object) -> None:
+def test_empty_prompt_is_rejected(reader: PromptReader, prompt: object) -> None:
     with pytest.raises(BadRequest, match="prompt is empty") as caught:
         reader.completion(prompt)
     assert caught.value.code == "empty_prompt"
 
 
 @pytest.mark.parametrize("prompt", [None, 1.5, [1, "a"], [[1], "a"], ["a", [1]], [[1.0]], [True], [["a"]], {"a": 1}])
-def test_mixed_prompts_are_refused(prompt: object) -> None:
+def test_mixed_prompts_are_rejected(prompt: object) -> None:
     with pytest.raises(BadRequest, match="mixes texts and ids"):
         split_prompts(prompt)
 
 
 @pytest.mark.parametrize("wrong", [-1, 300, 2**40])
-def test_ids_out_of_the_vocabulary_are_named(reader: PromptReader, wrong: int) -> None:
-    with pytest.raises(BadRequest, match=f"token id {wrong}, but the vocabulary has 300"):
+def test_ids_outside_the_vocabulary_are_named(reader: PromptReader, wrong: int) -> None:
+    with pytest.raises(BadRequest, match=f"token id {wrong} is out of range; the vocabulary has 300"):
         reader.completion([[1], [5, wrong, 7]])
 
 
-def test_a_conversation_is_rendered_with_the_roles_that_templates_know(reader: PromptReader) -> None:
+def test_developer_role_is_rendered_as_system(reader: PromptReader) -> None:
     turns = [{"role": "developer", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     assert BYTES.decode(reader.chat(turns)) == "system: be\nuser: hi\nassistant: "
     assert BYTES.decode(reader.chat(turns, add_generation_prompt=False)) == "system: be\nuser: hi\n"
 
 
-def test_a_template_sees_of_a_message_only_what_every_reader_passes_on() -> None:
+def test_template_sees_only_the_known_message_fields() -> None:
     shown = PromptReader(BYTES, ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}"))
     message = {"role": "user", "content": "x", "name": None, "refusal": "no", "tool_call_id": "t"}
     assert BYTES.decode(shown.chat([message])) == '{"role": "user", "content": "x", "tool_call_id": "t"}'
 
 
-def test_variables_of_a_template_come_from_the_request(reader: PromptReader) -> None:
+def test_template_variables_are_taken_from_the_request(reader: PromptReader) -> None:
     own = PromptReader(BYTES, ChatTemplate("{{ thinking }}"))
     turns = [{"role": "user", "content": "x"}]
     assert BYTES.decode(own.chat(turns, template_kwargs={"thinking": 7})) == "7"
     for name in ("messages", "tools", "add_generation_prompt", "self", "bos_token"):
-        with pytest.raises(BadRequest, match=f"may not set {name}"):
+        with pytest.raises(BadRequest, match=f"must not set {name}"):
             own.chat(turns, template_kwargs={name: 1})
 
 
-def test_what_becomes_no_tokens_is_refused() -> None:
+def test_conversation_that_renders_to_nothing_is_rejected() -> None:
     with pytest.raises(BadRequest, match="messages is empty"):
         PromptReader(BYTES, ChatTemplate("")).chat([{"role": "user", "content": "x"}])
     with pytest.raises(BadRequest, match="no chat template"):
@@ -93,21 +93,21 @@ def test_long_prompts_are_read_on_a_thread(reader: PromptReader, size: int, else
     assert (thread is not threading.current_thread()) == elsewhere
 
 
-def test_the_fingerprint_depends_on_what_comes_out_and_not_on_what_it_is_made_of() -> None:
+def test_fingerprint_depends_on_output_alone() -> None:
     assert fingerprint(BYTES, TEMPLATE) == fingerprint(replace(BYTES, eos_id=None), TEMPLATE)
     assert len({fingerprint(BYTES, each) for each in (None, TEMPLATE, ChatTemplate("{{ 1 }}"))}) == 3
 
 
-def test_a_date_in_the_template_changes_no_fingerprint() -> None:
+def test_date_in_the_template_does_not_change_the_fingerprint() -> None:
     first, second = (ChatTemplate(DATED, now=lambda day=day: datetime(2026, 1, day)) for day in (1, 2))
     assert fingerprint(BYTES, first) == fingerprint(BYTES, second)
 
 
-def test_a_template_that_refuses_the_sample_has_a_fingerprint() -> None:
+def test_template_that_rejects_the_sample_has_a_fingerprint() -> None:
     assert fingerprint(BYTES, ChatTemplate("{{ raise_exception('no system') }}"))
 
 
-def test_a_template_of_the_caller_replaces_the_models(reader: PromptReader) -> None:
+def test_template_of_a_request_replaces_the_default(reader: PromptReader) -> None:
     turns = [{"role": "user", "content": "hi"}]
     for number in range(40):
         source = f"{number}: {{{{ messages[0].content }}}}"
@@ -131,12 +131,12 @@ def test_a_template_of_the_caller_replaces_the_models(reader: PromptReader) -> N
         (None, "yes", 3, None),
     ],
 )
-def test_what_a_request_says_of_reasoning_becomes_variables_of_the_template(kwargs, thinking, effort, variables):
+def test_reasoning_fields_become_template_variables(kwargs, thinking, effort, variables):
     assert template_kwargs(kwargs, thinking, effort) == variables
 
 
 def _thread_of(reader: PromptReader, template: str, *, is_plain: bool) -> tuple[str, str]:
-    """Return the text of a rendering and the name of the thread that rendered it last."""
+    """Return the rendered text and the name of the thread that rendered it last."""
     names = []
 
     def read() -> str:
@@ -146,19 +146,19 @@ def _thread_of(reader: PromptReader, template: str, *, is_plain: bool) -> tuple[
     return asyncio.run(reader.render(5, read, is_plain=is_plain)), names[-1]
 
 
-def test_a_short_plain_conversation_is_rendered_at_once(reader: PromptReader) -> None:
+def test_short_plain_conversation_is_rendered_inline(reader: PromptReader) -> None:
     assert _thread_of(reader, "{{ messages[0].content }}", is_plain=True) == ("Hello", threading.current_thread().name)
 
 
-def test_a_conversation_that_is_not_plain_is_rendered_on_a_thread(reader: PromptReader) -> None:
+def test_conversation_with_tools_is_rendered_on_a_thread(reader: PromptReader) -> None:
     assert _thread_of(reader, "{{ messages[0].content }}", is_plain=False) == ("Hello", "fdcore-text_0")
 
 
-def test_a_template_with_many_steps_is_moved_to_the_thread(reader: PromptReader) -> None:
+def test_template_with_many_steps_moves_to_the_thread(reader: PromptReader) -> None:
     many = f"{{% for i in range({2 * BRIEF_STEPS}) %}}{{% endfor %}}{{{{ messages[0].content }}}}"
     assert _thread_of(reader, many, is_plain=True) == ("Hello", "fdcore-text_0")
 
 
-def test_a_refused_conversation_is_refused_by_the_thread(reader: PromptReader) -> None:
+def test_rejected_conversation_is_rejected_on_the_thread(reader: PromptReader) -> None:
     with pytest.raises(BadRequest, match="no users"):
         _thread_of(reader, "{{ raise_exception('no users') }}", is_plain=True)

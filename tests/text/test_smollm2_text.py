@@ -1,4 +1,4 @@
-"""What is known of SmolLM2's tokenizer and chat template, checked on the model itself."""
+"""Known facts about SmolLM2's tokenizer and chat template, checked on the model itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def checkpoint() -> Checkpoint:
     try:
         return open_checkpoint(resolve_model("smollm2").path)
     except ModelError as error:
-        pytest.skip(f"SmolLM2 cannot be had: {error}")
+        pytest.skip(f"SmolLM2 is not available: {error}")
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return load_tokenizer(checkpoint)
 
 
-def test_ids_are_those_of_the_original_tokenizer(tokenizer: Tokenizer) -> None:
-    """Ids that transformers' tokenizer gives for the same file."""
+def test_ids_match_the_original_tokenizer(tokenizer: Tokenizer) -> None:
+    """The expected ids are those of transformers' tokenizer for the same file."""
     text = "<|im_start|>Hello 2024, it's été 👩‍👩‍👧 日本語\n\n  x=1;<|im_end|>"
     hello = [1, 19556, 216, 34, 32, 34, 36, 28, 357, 506, 216, 19380, 2756]
     family = [15107, 235, 119, 321, 231, 10813, 235, 119, 321, 231, 10813, 235, 117]
@@ -48,7 +48,7 @@ def test_control_tokens_are_one_id(tokenizer: Tokenizer) -> None:
     assert tokenizer.special_ids == frozenset(range(17))
 
 
-# Beyond U+3FFFF, and for six control characters, the vocabulary lacks bytes.
+# Above U+3FFFF, and for six control characters, the vocabulary lacks bytes.
 WRITABLE = st.characters(
     max_codepoint=0x3FFFF, exclude_categories=["Cs"], exclude_characters="<\x04\x06\x13\x14\x16\x1d"
 )
@@ -60,24 +60,24 @@ TEXT = st.one_of(
 
 
 @given(text=TEXT)
-def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text == tokenizer.backend.decode(ids)
 
 
-def test_bytes_that_the_vocabulary_lacks_are_dropped_as_the_original_does(tokenizer: Tokenizer) -> None:
+def test_bytes_missing_in_the_vocabulary_are_dropped(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\x04b\x1d")) == "ab"
 
 
 @given(text=TEXT)
-def test_text_streams(tokenizer: Tokenizer, text: str) -> None:
+def test_streamed_text_stops_at_stop_string(tokenizer: Tokenizer, text: str) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, stop=["\n\n\n", "User:"])
     ids = tokenizer.encode(text)
     streamed = "".join(detokenizer.push([token_id]).text for token_id in ids) + detokenizer.flush().text
     assert streamed == text.split("\n\n\n")[0]
 
 
-def test_a_chat_is_one_id_for_each_control_token(tokenizer: Tokenizer) -> None:
+def test_chat_has_one_id_per_control_token(tokenizer: Tokenizer) -> None:
     prompt = ChatTemplate.of(tokenizer).render([{"role": "user", "content": "What is the capital of France?"}])
     assert prompt == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -87,7 +87,7 @@ def test_a_chat_is_one_id_for_each_control_token(tokenizer: Tokenizer) -> None:
     assert (ids.count(1), ids.count(2)) == (3, 2)
 
 
-def test_a_generation_ends_with_the_turn(checkpoint: Checkpoint) -> None:
+def test_eos_token_ends_the_turn(checkpoint: Checkpoint) -> None:
     assert checkpoint.eos_token_ids == (2,)
 
 

@@ -31,19 +31,19 @@ def sentencepiece(**changes: Any) -> Tokenizer:
 BOTH = pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()], ids=["byte-level", "sentencepiece"])
 
 
-# without control tokens and SentencePiece's own sign for a space
+# without control tokens and SentencePiece's marker for a space
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<▁"))
 
 
 @BOTH
 @given(text=TEXT)
-def test_decoding_gives_the_text_back(tokenizer: Tokenizer, text: str) -> None:
+def test_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @BOTH
 @given(text=st.text())
-def test_decoding_equals_the_librarys(tokenizer: Tokenizer, text: str) -> None:
+def test_decoding_matches_the_library(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
 
@@ -63,11 +63,11 @@ def test_merges_apply_in_their_order() -> None:
         ("default", ["123", "4", "Ġ", "1"]),
     ],
 )
-def test_digits_are_split_as_the_name_says(pre: str, expected: list[str]) -> None:
+def test_pre_tokenizer_name_selects_digit_splitting(pre: str, expected: list[str]) -> None:
     assert tokens(byte_level(pre=pre, add_bos_token=False), "1234 1") == expected
 
 
-def test_words_that_are_tokens_are_taken_whole_where_the_original_does() -> None:
+def test_whole_word_tokens_are_used_where_the_original_does() -> None:
     metadata = byte_level_metadata(["a b"], pre="llama-bpe", add_bos_token=False)
     metadata["tokens"].append("xyz")
     metadata["token_type"].append(1)
@@ -75,7 +75,7 @@ def test_words_that_are_tokens_are_taken_whole_where_the_original_does() -> None
     assert tokens(load_tokenizer(ggml({**metadata, "pre": "gpt-2"})), "xyz") == ["x", "y", "z"]
 
 
-def test_control_tokens_are_one_id_and_silent() -> None:
+def test_control_tokens_are_one_id_and_decode_to_nothing() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("<|start|>hello<|end|>")
     assert (ids[0], ids[-1], len(ids)) == (1, 0, 3)
@@ -85,7 +85,7 @@ def test_control_tokens_are_one_id_and_silent() -> None:
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|start|>", "<|end|>")
 
 
-def test_tokens_defined_by_the_user_are_matched_whole_and_heard() -> None:
+def test_user_defined_tokens_match_whole_and_are_decoded() -> None:
     tokenizer = sentencepiece()
     assert tokenizer.decode(tokenizer.encode("hello<mask>")) == "hello<mask>"
 
@@ -99,7 +99,7 @@ def test_tokens_defined_by_the_user_are_matched_whole_and_heard() -> None:
         ({"add_space_prefix": False}, ["<s>", "hello"]),
     ],
 )
-def test_what_is_put_around_the_text_follows_the_metadata(changes: dict[str, Any], expected: list[str]) -> None:
+def test_special_tokens_around_text_follow_the_metadata(changes: dict[str, Any], expected: list[str]) -> None:
     tokenizer = sentencepiece(**changes)
     assert tokens(tokenizer, "hello") == expected
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
@@ -128,16 +128,16 @@ def test_text_that_is_not_unicode_is_a_bad_request() -> None:
         byte_level().encode("a\ud800")
 
 
-def test_an_unknown_split_is_refused_and_a_missing_one_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_pre_tokenizer_is_rejected_and_missing_warned(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ModelError, match=r"pre is 'esperanto'.*smollm"):
         byte_level(pre="esperanto")
     with caplog.at_level(logging.WARNING):
         byte_level(pre=None)
-    assert "does not say how" in caplog.text
+    assert "does not name its pre-tokenizer" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("metadata", "says"),
+    ("metadata", "pattern"),
     [
         (byte_level_metadata([], model="bert"), "model is 'bert'"),
         (byte_level_metadata([], tokens=[]), "tokens is missing"),
@@ -153,14 +153,14 @@ def test_an_unknown_split_is_refused_and_a_missing_one_is_announced(caplog: pyte
         (sentencepiece_metadata(scores=None), "scores has 0 entries"),
     ],
 )
-def test_metadata_that_does_not_fit_together_is_named(metadata: dict[str, Any], says: str) -> None:
-    with pytest.raises(ModelError, match=says):
+def test_inconsistent_metadata_is_named(metadata: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ModelError, match=pattern):
         load_tokenizer(ggml(metadata))
 
 
 @pytest.mark.parametrize("build", [byte_level, sentencepiece])
-def test_a_tokenizer_json_says_what_the_metadata_says(build: Any) -> None:
-    """What the metadata describes, written out as tokenizer.json, reads as the same tokenizer."""
+def test_tokenizer_json_equals_the_metadata(build: Any) -> None:
+    """The metadata, written as tokenizer.json, loads as the same tokenizer."""
     first = build()
     settings = {"bos_token": {"content": first.bos_token}, "eos_token": first.eos_token}
     second = load_tokenizer(folder(first.backend.to_str(), settings))
@@ -173,21 +173,21 @@ def test_a_tokenizer_json_says_what_the_metadata_says(build: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "pattern"),
     [
         ("", "not a JSON object"),
         ("[]", "not a JSON object"),
         ({"decoder": None}, "neither byte-level nor"),
         ({"decoder": {"type": "WordPiece"}}, "neither byte-level nor"),
-        ({"decoder": {"type": "ByteLevel"}, "model": {"type": "Nonsense"}}, "not a usable tokenizer"),
+        ({"decoder": {"type": "ByteLevel"}, "model": {"type": "Nonsense"}}, "not a valid tokenizer"),
     ],
 )
-def test_a_damaged_tokenizer_json_is_an_error(content: Any, says: str) -> None:
-    with pytest.raises(ModelError, match=says):
+def test_damaged_tokenizer_json_is_an_error(content: Any, pattern: str) -> None:
+    with pytest.raises(ModelError, match=pattern):
         load_tokenizer(folder(content))
 
 
-def test_a_length_limit_in_the_file_does_not_cut() -> None:
+def test_length_limit_in_the_file_is_ignored() -> None:
     backend = byte_level().backend
     backend.enable_truncation(2)
     tokenizer = load_tokenizer(folder(backend.to_str()))
@@ -201,7 +201,7 @@ def test_digest_follows_the_vocabulary() -> None:
     assert len({first, *(ggml(metadata).tokenizer.digest for metadata in others)}) == 3
 
 
-def test_a_long_text_is_encoded_as_a_short_one_and_meanwhile_others_run() -> None:
+def test_long_text_encodes_correctly_without_blocking_threads() -> None:
     tokenizer = byte_tokenizer()
     counted, done = 0, threading.Event()
 
@@ -219,6 +219,6 @@ def test_a_long_text_is_encoded_as_a_short_one_and_meanwhile_others_run() -> Non
     done.set()
     other.join()
     assert ids == tokenizer.encode("ab", add_special=False) * 200_000
-    assert after - before > 100, "the interpreter's lock was held"
+    assert after - before > 100, "the GIL was held"
     with pytest.raises(BadRequest):
         tokenizer.encode("\ud800" * 1000)

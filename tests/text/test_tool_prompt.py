@@ -1,4 +1,4 @@
-"""Tools in conversations whose template knows nothing of them."""
+"""Tools in conversations whose template does not support them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "
 CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "é"}'}}
 
 
-def test_a_template_that_knows_tools_gets_them_as_they_are() -> None:
+def test_template_with_tool_support_gets_tools_unchanged() -> None:
     template = ChatTemplate("{{ tools[0].function.name }}{{ messages | length }}")
     assert template.knows_tools
     assert template.render([{"role": "user", "content": "x"}], [TOOL]) == "now1"
 
 
-def test_another_one_gets_them_in_the_system_message() -> None:
+def test_other_templates_get_tools_in_the_system_message() -> None:
     assert not PLAIN.knows_tools
     text = PLAIN.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}], [TOOL])
     assert text.startswith("[system]Be brief.\n\n# Tools")
@@ -37,17 +37,17 @@ def test_calls_are_written_as_the_hermes_parser_reads_them() -> None:
     assert CallBegun(0, "now") in HermesTools({}).push(text)
 
 
-def test_what_several_tools_answered_is_one_message_of_the_user() -> None:
+def test_tool_results_are_one_user_message() -> None:
     turns = [{"role": "tool", "tool_call_id": each, "content": each} for each in ("1", "2")]
     assert PLAIN.render(turns) == ("[user]<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>")
 
 
-def test_a_call_without_a_name_is_refused() -> None:
-    with pytest.raises(BadRequest, match="needs a name"):
+def test_call_without_a_name_is_rejected() -> None:
+    with pytest.raises(BadRequest, match="must have a name"):
         PLAIN.render([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}])
 
 
-def test_templates_see_of_a_tool_what_describes_it() -> None:
+def test_templates_see_only_descriptive_fields_of_a_tool() -> None:
     assert shown_tool({"function": {"name": "a", "strict": True, "description": None}, "x": 1}) == {
         "type": "function",
         "function": {"name": "a"},
@@ -56,11 +56,11 @@ def test_templates_see_of_a_tool_what_describes_it() -> None:
         shown_tool("tool")
 
 
-def test_a_template_that_fails_on_a_tools_message_is_the_requests_fault() -> None:
+def test_template_that_fails_on_a_tool_message_is_a_bad_request() -> None:
     picky = ChatTemplate(
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no ' ~ tools) }}{% endif %}{% endfor %}"
     )
-    with pytest.raises(BadRequest, match="refused the messages: no None"):
+    with pytest.raises(BadRequest, match="rejected the messages: no None"):
         picky.render([{"role": "tool", "content": "x"}])
     broken = ChatTemplate("{{ tools }}{{ messages[0].tool_calls[0].function.arguments.city.name.x }}")
     call = {"function": {"name": "now", "arguments": "[1]"}}

@@ -1,4 +1,4 @@
-"""A trace derives the loading slots and their requests from effects and completions alone."""
+"""A trace derives from effects and completions alone which slots load KV, and for which requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = (b"a", b"b", b"c")
 
 
 class Run:
-    """A trace of steps without computation."""
+    """A trace whose steps compute nothing."""
 
     def __init__(self, path: Path) -> None:
         header = TraceHeader(model="m", backend="b", device="d", epoch=1, started=0.0, speculation=None, limits=LIMITS)
@@ -53,7 +53,7 @@ def load(operation: int, slot: int) -> Load:
     return Load(operation, KEYS, BLOCKS, slot, f"r{operation}")
 
 
-def test_slot_is_loading_from_the_effect_to_its_completion(run: Run) -> None:
+def test_slot_is_loading_from_effect_to_completion(run: Run) -> None:
     run.kv.began(Effects((load(1, 2),)))
     run.step()
     run.kv.ended(Loaded(1, 2, 1))
@@ -64,8 +64,8 @@ def test_slot_is_loading_from_the_effect_to_its_completion(run: Run) -> None:
     assert (entry.slot, entry.request_id, entry.blocks, entry.loaded, entry.from_host) == (2, "r1", 3, 2, 1)
 
 
-def test_slot_of_an_aborted_load_belongs_to_its_next_request(run: Run) -> None:
-    """An abandoned load keeps its blocks until its completion, but not its slot."""
+def test_slot_of_aborted_load_is_reused_by_next_request(run: Run) -> None:
+    """The blocks of an aborted load stay allocated until its completion; the slot is free at once."""
     run.kv.began(Effects((load(1, 0),)))
     run.kv.began(
         Effects(
@@ -87,7 +87,7 @@ def test_slot_of_an_aborted_load_belongs_to_its_next_request(run: Run) -> None:
 
 
 @pytest.mark.parametrize("outcome, loaded", [("transferred", 3), ("lost", 0)])
-def test_fetch_from_a_prefill_worker_is_a_load(run: Run, outcome: str, loaded: int) -> None:
+def test_fetch_from_prefill_worker_is_a_load(run: Run, outcome: str, loaded: int) -> None:
     run.kv.began(Effects((Fetch(7, "host:1", PrefillJob(b"", 0), BLOCKS, slot=1, request_id="far"),)))
     run.step()
     run.kv.ended(Fetched(7, outcome))  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_fetch_from_a_prefill_worker_is_a_load(run: Run, outcome: str, loaded: i
     assert [(entry.request_id, entry.blocks, entry.loaded) for entry in second.loads] == [("far", 3, loaded)]
 
 
-def test_saves_are_recorded_and_unknown_completions_are_not(run: Run) -> None:
+def test_saves_are_traced_and_unknown_completions_ignored(run: Run) -> None:
     run.kv.began(
         Effects(
             (

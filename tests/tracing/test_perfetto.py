@@ -1,4 +1,4 @@
-"""`fdcore trace --format perfetto` writes valid Chrome trace events that match the counters."""
+"""`fdcore trace --format perfetto` writes valid Chrome trace events whose sums match the counters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(events: list[Event]) -> None:
 
 
 def check_nesting(timed: list[Event]) -> None:
-    """Check that slices of one thread follow each other or nest."""
+    """Check that slices of one thread are disjoint or nested."""
     open_until: dict[tuple[int, int], list[int]] = defaultdict(list)
     for event in timed:
         if event["ph"] != "X":
@@ -54,7 +54,7 @@ def check_nesting(timed: list[Event]) -> None:
 
 
 def check_pairs(timed: list[Event]) -> None:
-    """Check that every begin event has a later end event, and that arrows connect slices."""
+    """Check that every begin has a later end, and that every flow connects two slices."""
     for begin, end in ("be", "sf"):
         begun = {(event["cat"], event["id"]): event["ts"] for event in timed if event["ph"] == begin}
         ended = {(event["cat"], event["id"]): event["ts"] for event in timed if event["ph"] == end}
@@ -76,7 +76,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return path, trace_of(path, depth=request.param)
 
 
-def test_events_under_pressure_are_valid_and_match_the_counters(run: tuple[Path, EngineStats]) -> None:
+def test_trace_under_pressure_is_valid_and_matches_counters(run: tuple[Path, EngineStats]) -> None:
     path, stats = run
     trace = read_trace(path, 10**6)
     events = events_of(trace)
@@ -89,7 +89,7 @@ def test_events_under_pressure_are_valid_and_match_the_counters(run: tuple[Path,
     prefills = [event["args"]["tokens"] for event in events if event["name"] == "prefill"]
     assert sum(prefills) == sum(args["prefill"] for args in counted) > 0
     residencies = Counter(event["name"] for event in events if event.get("cat") == "residency")
-    assert residencies == Counter(span.request_id for span in trace.residencies)
+    assert residencies == Counter(span.request_id for span in trace.occupancies)
     instants = Counter(event["name"].partition(":")[0] for event in events if event["ph"] == "i")
     assert instants["finished"] == len(SPECS)
     assert instants["preempted"] == sum(position.events["preempted"] for position in trace.positions) > 0
@@ -97,7 +97,7 @@ def test_events_under_pressure_are_valid_and_match_the_counters(run: tuple[Path,
 
 
 def test_slices_of_a_slot_match_its_steps(run: tuple[Path, EngineStats]) -> None:
-    """Each letter of each step is covered by one slice of its kind."""
+    """One slice of the matching kind covers each letter of each step."""
     trace = read_trace(run[0], 10**6)
     letters = "".join(position.line.slots for position in trace.positions)
     slices = [event for event in perfetto_events(trace) if event.cat == "slot"]
@@ -109,7 +109,7 @@ def test_slices_of_a_slot_match_its_steps(run: tuple[Path, EngineStats]) -> None
     assert steps["draining"] == letters.count("x")
 
 
-def test_loads_have_a_slice_in_their_slot_and_a_separate_one(kept: tuple[Path, EngineStats]) -> None:  # noqa: F811
+def test_load_has_a_slot_slice_and_a_transfer_slice(kept: tuple[Path, EngineStats]) -> None:  # noqa: F811
     path, stats = kept
     trace = read_trace(path, 10**6)
     events = events_of(trace)
@@ -120,7 +120,7 @@ def test_loads_have_a_slice_in_their_slot_and_a_separate_one(kept: tuple[Path, E
     assert any(event.get("cat") == "save" for event in events)
 
 
-def test_loading_slice_names_the_waiting_request(tmp_path: Path) -> None:
+def test_loading_slot_names_its_waiting_request(tmp_path: Path) -> None:
     writing = Run(tmp_path / "t.jsonl")
     writing.kv.began(Effects((load(1, 2),)))
     writing.step()
@@ -134,7 +134,7 @@ def test_loading_slice_names_the_waiting_request(tmp_path: Path) -> None:
     assert (waits["name"], waits["tid"], waits["args"]) == ("loading r1", 3, {"steps": 2})
 
 
-def test_epochs_and_missing_steps_break_slices(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+def test_epochs_and_missing_steps_split_slices(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     raw = run[0].read_bytes()
     lines = raw.splitlines(keepends=True)
     path = tmp_path / "two.jsonl"
@@ -151,7 +151,7 @@ def test_trace_without_steps_has_no_slices(run: tuple[Path, EngineStats], tmp_pa
     assert {event["ph"] for event in events_of(read_trace(path, 5))} == {"M"}
 
 
-def test_command_writes_the_file_next_to_the_trace(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+def test_command_writes_its_file_next_to_the_trace(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(run[0].read_bytes())
     code, output = fdcore(path, "--format", "perfetto")

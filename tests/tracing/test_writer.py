@@ -1,4 +1,4 @@
-"""The trace records what happened, never blocks the loop, and its failures do not affect the engine."""
+"""The trace is accurate, never blocks the engine loop, and never harms the engine when it fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.engine.test_speculation import SPECS, speculating
 
 
 def lines_of(path: Path) -> tuple[list[dict], list[StepLine], list[dict]]:
-    """Return headers, steps and closing lines of a file that has nothing else."""
+    """Return the header, the steps and the closing line of a file without other lines."""
     headers, steps, ends = [], [], []
     for raw in path.read_bytes().splitlines():
         if raw.startswith(b'{"step"'):
@@ -52,7 +52,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the writer's thread idle until its engine is closed."""
+    """Keep the writer thread idle until its engine is closed."""
     monkeypatch.setattr(writer, "_WRITE_SECONDS", 3600.0)
 
 
@@ -73,7 +73,7 @@ def test_trace_matches_counters_under_preemption_and_speculation(path: Path, dep
     assert sum(line.delivered for line in steps) == stats.scheduler.outputs.generated_tokens
     assert sum(len(line.revoked) for line in steps) == stats.scheduler.counters.preemptions > 0
     assert len(SPECS) < sum(len(line.admitted) for line in steps) <= len(SPECS) + stats.scheduler.counters.preemptions
-    # With two steps in flight some drafts are computed for a request that has just ended; the counters leave them out.
+    # With two steps in flight, some drafts are computed for a finished request; the counters exclude them.
     drafted, accepted = (sum(total(getattr(line, name)) for line in steps) for name in ("drafted", "accepted"))
     assert drafted == stats.scheduler.drafts.proposed if depth == 1 else drafted >= stats.scheduler.drafts.proposed
     assert 0 < stats.scheduler.drafts.accepted <= accepted < drafted
@@ -104,7 +104,7 @@ def test_every_scheduled_slot_has_a_letter(path: Path) -> None:
         assert line.budget == sum(chunks.values()) + line.slots.count(trace_format.DECODE) + total(line.drafted)
 
 
-def test_lines_contain_no_tokens() -> None:
+def test_trace_contains_no_tokens() -> None:
     secret = np.array([1234567, 7654321], np.int32)
     plan = StepPlan(
         epoch=1,
@@ -143,7 +143,7 @@ def test_lines_contain_no_tokens() -> None:
     assert b"7654321" not in encoded
 
 
-def test_loading_slot_has_a_separate_letter() -> None:
+def test_slot_that_loads_kv_has_its_own_letter() -> None:
     plan = StepPlan(
         epoch=1,
         step=0,
@@ -169,7 +169,7 @@ def stored(folder: Path, **settings: object) -> Engine:
     return null_engine(kv_store=f"disk:{folder / 'kv'}", kv_store_secret_file=str(secret), **settings)
 
 
-def test_decisions_loads_and_saves_have_times_and_sizes(tmp_path: Path, path: Path) -> None:
+def test_trace_records_decisions_loads_and_saves(tmp_path: Path, path: Path) -> None:
     specs = [greedy(f"r{index}", range(index, index + 100), 30) for index in range(4)]
     first = stored(tmp_path)
     run(first, specs)
@@ -189,12 +189,12 @@ def test_decisions_loads_and_saves_have_times_and_sizes(tmp_path: Path, path: Pa
     assert sum(load.from_host for load in loads) == stats.kv.loaded_blocks_host
     assert all(0 < load.began <= load.ended <= steps[-1].ended for load in loads)
     saves = [save for line in steps for save in line.saves]
-    # Operations that end after the last step are not recorded.
+    # Completions after the last step are not traced.
     assert 0 < sum(save.saved for save in saves) * 16 <= stats.scheduler.offload.saved_tokens
     assert all(save.began <= save.ended for save in saves)
 
 
-def test_disabled_trace_starts_no_thread_and_writes_no_file(tmp_path: Path) -> None:
+def test_without_trace_no_thread_and_no_file(tmp_path: Path) -> None:
     engine = null_engine()
     run(engine, SPECS[:2])
     assert "fdcore-trace" not in [thread.name for thread in threading.enumerate()]
@@ -213,7 +213,7 @@ def test_step_is_written_within_half_a_second(path: Path) -> None:
 
 
 class StuckFile:
-    """File on a disk that does not respond."""
+    """A file on a disk that does not respond."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -232,12 +232,12 @@ def test_stuck_disk_does_not_block_the_loop(path: Path, monkeypatch: pytest.Monk
     assert engine._trace is not None
     run(engine, SPECS[3:4])
     while not lines_of(path)[1]:
-        time.sleep(0.001)  # until the writer has opened its file
+        time.sleep(0.001)  # until the writer is blocked on its file
     header, file = engine._trace._file, StuckFile()
     engine._trace._file = file  # type: ignore[assignment]
     try:
         run(engine, SPECS[4:5])
-        assert file.reached.wait(60)  # the writer no longer drains its queue
+        assert file.reached.wait(60)  # from here on the writer drains nothing from its queue
         assert run(engine, SPECS[:3]).tokens == golden(SPECS[:3])
         assert engine._trace._dropped > 10
     finally:
@@ -246,7 +246,7 @@ def test_stuck_disk_does_not_block_the_loop(path: Path, monkeypatch: pytest.Monk
     assert header.closed
 
 
-def test_dropped_steps_are_counted_and_followed_by_a_full_line(
+def test_dropped_steps_are_counted_and_occupants_restated(
     path: Path, sleepy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "_MAX_QUEUED", 5)
@@ -273,18 +273,18 @@ def test_dropped_steps_are_counted_and_followed_by_a_full_line(
     assert end["dropped"] == 4
 
 
-def test_disk_failure_ends_the_trace_but_not_the_engine(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disk_failure_ends_the_trace_and_not_the_engine(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = null_engine(trace=str(path))
     assert engine._trace is not None
     engine._trace._file.close()
     with caplog.at_level(logging.WARNING):
         assert run(engine, SPECS[:3]).tokens == golden(SPECS[:3])
         engine.close()
-    assert "tracing ends: cannot write" in caplog.text
+    assert "tracing stopped: cannot write" in caplog.text
     assert len(engine._trace._queue) == 0
 
 
-def test_file_that_is_not_a_trace_is_never_overwritten(tmp_path: Path) -> None:
+def test_file_that_is_no_trace_is_never_overwritten(tmp_path: Path) -> None:
     precious = tmp_path / "model.gguf"
     precious.write_bytes(b"GGUF and more")
     with pytest.raises(ConfigError, match="exists and is not a trace"):
@@ -304,7 +304,7 @@ def traced(path: Path, epoch: int, **settings: int) -> Engine:
     return load_engine(config, None, epoch=epoch, progress=lambda *_: None)
 
 
-def test_restarted_engine_appends_and_a_new_engine_overwrites(path: Path) -> None:
+def test_restart_appends_and_new_engine_starts_a_new_trace(path: Path) -> None:
     engine = traced(path, 1)
     run(engine, SPECS[:2])
     engine.close()
@@ -342,12 +342,12 @@ raise SystemExit("crashed")
     assert (len(steps), ends) == (7, [])
 
 
-def test_header_names_the_drafter(path: Path) -> None:
+def test_trace_names_the_drafter(path: Path) -> None:
     null_engine(trace=str(path), speculative=SpeculativeConfig(method="ngram")).close()
     assert lines_of(path)[0][0]["speculation"] == "ngram"
 
 
-def test_trace_stays_below_its_limit_and_counts_dropped_steps(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_stays_below_its_limit_and_reports_omissions(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = null_engine(trace=str(path), trace_limit=4000)
     with caplog.at_level(logging.WARNING):
         assert run(engine, SPECS).tokens == golden(SPECS)
@@ -359,10 +359,10 @@ def test_trace_stays_below_its_limit_and_counts_dropped_steps(path: Path, caplog
     assert len(steps) > 2
     assert end["dropped"] == engine.stats().scheduler.counters.steps - len(steps)
     assert path.read_bytes().splitlines()[-2] == b'{"full":4000}'
-    assert caplog.text.count("has reached its limit of 3.9 KiB") == 1
+    assert caplog.text.count("reached its limit of 3.9 KiB") == 1
 
 
-def test_repeated_restarts_do_not_exceed_the_size_limit(path: Path) -> None:
+def test_restart_loop_does_not_fill_the_disk(path: Path) -> None:
     for epoch in range(1, 30):
         engine = traced(path, epoch, trace_limit=4000)
         run(engine, SPECS[:2])
@@ -374,7 +374,7 @@ def test_repeated_restarts_do_not_exceed_the_size_limit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 700, 1000, 1300])
-def test_any_limit_leaves_a_header_and_complete_lines(path: Path, limit: int) -> None:
+def test_any_limit_leaves_a_header_and_whole_lines(path: Path, limit: int) -> None:
     engine = null_engine(trace=str(path), trace_limit=limit)
     run(engine, SPECS[:2])
     engine.close()

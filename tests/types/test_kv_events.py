@@ -1,4 +1,4 @@
-"""Whoever follows the events knows what the pool knows, whatever happens in whatever order."""
+"""A reader of the KV events mirrors the pool's contents after any sequence of operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=SIZE, max_size=BLOCKS * SIZE)
 
 
 def known(tokens: list[int], salt: str = "") -> Request:
-    """A request with these tokens, its keys computed."""
+    """Return a request with these tokens and its keys computed."""
     spec = RequestSpec(request_id="r", prompt=tuple(tokens), params=SamplingParams(max_tokens=1), cache_salt=salt)
     request = Request(spec, 0, 1000, HASHER.root(salt))
     HASHER.extend(request.chain, request.root, request.tokens.view(), len(tokens))
@@ -31,7 +31,7 @@ def known(tokens: list[int], salt: str = "") -> Request:
 
 
 class FollowMachine(RuleBasedStateMachine):
-    """Requests take, name and give up blocks of one small pool; a reader follows its events."""
+    """Requests allocate, publish and release blocks of one small pool; a reader follows its events."""
 
     @initialize(limit=st.sampled_from([1000, 1000, 1000, 6]))
     def start(self, limit: int) -> None:
@@ -86,13 +86,13 @@ class FollowMachine(RuleBasedStateMachine):
             self.held.apply(event)
             self.reader.apply(event)
         held = {key for key in self.paths if self.pool.knows(key)}
-        told = set(self.held)
-        assert told == held if self.complete else told <= held
-        assert self.reader.paths == {self.paths[key] for key in told}
-        assert len(self.held) == len(told)
+        published = set(self.held)
+        assert published == held if self.complete else published <= held
+        assert self.reader.paths == {self.paths[key] for key in published}
+        assert len(self.held) == len(published)
 
     @rule()
-    def come_late(self) -> None:
+    def copy_to_late_reader(self) -> None:
         self.collect()
         late, copy = Reader(), StoredBlocks(SIZE)
         for event in self.held.events():
@@ -102,7 +102,7 @@ class FollowMachine(RuleBasedStateMachine):
         self.reader, self.held = late, copy
 
     @invariant()
-    def nothing_salted_is_told_and_little_waits(self) -> None:
+    def salted_keys_are_never_published_and_buffer_is_bounded(self) -> None:
         if not hasattr(self, "recorder"):
             return
         events = self.recorder._events
@@ -120,7 +120,7 @@ def chain_of(tokens: list[int]) -> list[bytes]:
     return chain
 
 
-def test_nothing_is_told_of_a_prompt_with_a_salt() -> None:
+def test_salted_prompt_publishes_no_events() -> None:
     recorder = Recorder()
     pool = BlockPool(2, recorder)
     table = pool.allocate(2)
@@ -129,7 +129,7 @@ def test_nothing_is_told_of_a_prompt_with_a_salt() -> None:
     assert recorder.take() == ()
 
 
-def test_what_is_evicted_and_stored_again_is_told_in_that_order() -> None:
+def test_eviction_and_re_store_keep_their_order() -> None:
     recorder = Recorder()
     pool = BlockPool(1, recorder)
     prefixes = Prefixes(HASHER, pool, recorder, lambda _: None)
@@ -149,7 +149,7 @@ def test_what_is_evicted_and_stored_again_is_told_in_that_order() -> None:
     assert recorder.take() == ()
 
 
-def test_a_block_whose_parent_left_is_told_with_its_path() -> None:
+def test_orphaned_block_is_published_with_its_full_path() -> None:
     recorder = Recorder()
     chain, tokens = chain_of([1, 2, 3, 4]), np.array([1, 2, 3, 4], np.int32)
     recorder.stored(chain, tokens, SIZE, 0, 1, lambda _: True)
@@ -159,23 +159,23 @@ def test_a_block_whose_parent_left_is_told_with_its_path() -> None:
     assert recorder.take() == (Stored(BEGINNING, tuple(chain), ids([1, 2, 3, 4])), Removed((chain[0],)))
 
 
-def test_who_does_not_collect_begins_again() -> None:
+def test_overflow_publishes_cleared_and_restarts() -> None:
     recorder = Recorder(limit=2)
     chain, tokens = chain_of([1, 2, 3, 4, 5, 6]), np.arange(1, 7, dtype=np.int32)
     recorder.stored(chain, tokens, SIZE, 0, 3, lambda _: True)
     assert recorder.take() == (Cleared(),)
     recorder.removed(chain[2:])
-    assert recorder.take() == (), "what was never told is not taken back"
+    assert recorder.take() == (), "a block that was never published is not removed"
     recorder.stored(chain, tokens, SIZE, 1, 2, lambda _: True)
     assert recorder.take() == (Stored(BEGINNING, tuple(chain[:2]), ids([1, 2, 3, 4])),)
 
 
-def test_an_orphan_breaks_the_law() -> None:
+def test_stored_event_with_unknown_parent_raises() -> None:
     with pytest.raises(ValueError, match="parent of stored blocks is not stored"):
-        StoredBlocks(SIZE).apply(Stored(b"nobody", (b"a",), ids([1, 2])))
+        StoredBlocks(SIZE).apply(Stored(b"unknown", (b"a",), ids([1, 2])))
 
 
-def test_events_pass_a_process_boundary() -> None:
+def test_events_round_trip_through_msgpack() -> None:
     events: tuple[KVEvent, ...] = (Stored(BEGINNING, (b"a",), ids([1, 2])), Removed((b"a",)), Cleared())
     data = msgspec.msgpack.encode(events)
     assert msgspec.msgpack.decode(data, type=tuple[KVEvent, ...]) == events

@@ -1,4 +1,4 @@
-"""Metrics are declared on fields and properties, found by their types and read from values."""
+"""Metrics are declared on fields and properties, found by type and read from values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Inner(msgspec.Struct):
     )
     by_position: Annotated[tuple[int, ...], counter("kept", "Kept.", label="position")] = ()
     measured: Annotated[float | None, gauge("pace_seconds", "Pace.")] = None
-    door: Annotated[str, state("door", "Door.", label="state", values=("open", "shut"), labels={"side": "left"})] = (
+    gate: Annotated[str, state("gate", "Gate.", label="state", values=("open", "shut"), labels={"side": "left"})] = (
         "open"
     )
     undeclared: int = 3
@@ -38,19 +38,19 @@ def read(stats: object) -> dict[str, dict[tuple[str, ...], float]]:
     return {spec.name: dict(samples) for spec, samples in read_metrics(stats)}
 
 
-def test_fields_and_properties_are_read_by_their_declarations() -> None:
+def test_declared_fields_and_properties_are_read() -> None:
     inner = Inner(by_position=(5, 2), measured=0.5)
     inner.by_reason["late"] += 4
     assert read(Outer(inner)) == {
         "refused": {("busy",): 0, ("late",): 4},
         "kept": {("0",): 5, ("1",): 2},
         "pace_seconds": {(): 0.5},
-        "door": {("left", "open"): 1, ("left", "shut"): 0},
+        "gate": {("left", "open"): 1, ("left", "shut"): 0},
         "double": {(): 6},
     }
 
 
-def test_what_is_not_there_has_no_samples() -> None:
+def test_absent_values_have_no_samples() -> None:
     assert read(Outer()) == {}
     assert read(Outer(Inner(), name="a"))["named"] == {(): 1}
     assert read(Inner())["pace_seconds"] == {}, "nothing was measured"
@@ -61,13 +61,13 @@ def test_declarations_are_found_without_a_value() -> None:
         "refused",
         "kept",
         "pace_seconds",
-        "door",
+        "gate",
         "double",
         "named",
     }
 
 
-def test_a_snapshot_does_not_follow_later_counting() -> None:
+def test_snapshot_is_independent_of_later_counts() -> None:
     inner = Inner()
     before = snapshot(inner)
     inner.by_reason["busy"] += 1
@@ -75,7 +75,7 @@ def test_a_snapshot_does_not_follow_later_counting() -> None:
     assert (before.by_reason, before.undeclared) == ({}, 3)
 
 
-def test_statistics_of_an_engine_come_back_from_the_wire() -> None:
+def test_engine_stats_round_trip_through_msgpack() -> None:
     stats = EngineStats()
     stats.scheduler.outputs.finished[FinishReason.STOP] = 2
     stats.scheduler.counters.steps = 7

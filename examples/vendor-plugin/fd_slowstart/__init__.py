@@ -1,6 +1,6 @@
 """The router policy slowstart of fd_core.
 
-Every fd_core command imports this file, so it imports nothing heavy: it only says what there is and where it is.
+Every fd_core command imports this file, so it imports nothing heavy: it only lists implementations and their modules.
 """
 
 from __future__ import annotations

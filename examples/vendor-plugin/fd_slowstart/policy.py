@@ -1,4 +1,4 @@
-"""The router policy: which worker gets a request."""
+"""The router policy: chooses the worker of a request."""
 
 from __future__ import annotations
 

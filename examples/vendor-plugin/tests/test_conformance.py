@@ -1,4 +1,4 @@
-"""The router policy keeps its contract: the conformance kit of fd_core."""
+"""Conformance kit of fd_core for the router policy."""
 
 from fd_core.testing.router_policies import RouterPolicySuite
 

@@ -1,1 +1,1 @@
-"""`fdcore bench`: speed of an engine alone, with a batch, and of its server."""
+"""`fdcore bench`: latency, throughput, and the cost of serving, planning and routing."""

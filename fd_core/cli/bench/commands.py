@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, a running server, planning, or routing.")
 
-Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Model to measure; smollm2 if none is named.")]
+Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Model to measure. [default: smollm2]")]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens in each prompt.", metavar="TOKENS")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens in each answer.", metavar="TOKENS")]
-Seed = Annotated[int, typer.Option(help="Seed of the workload: the same seed makes the same prompts.", metavar="N")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON to FILE.", metavar="FILE")]
+Seed = Annotated[int, typer.Option(help="Seed of the workload: the same seed generates the same prompts.", metavar="N")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the results as JSON to FILE.", metavar="FILE")]
 _KEY_FLAGS = (*(flag for flag in SERVER_FLAGS if flag.field == "api_keys"), CLIENT_KEY_FILE)
 
 
@@ -71,7 +71,7 @@ def latency(
 def throughput(
     given: Given,
     model: Model = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests that are sent at once.", metavar="N")] = 32,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests sent at once.", metavar="N")] = 32,
     input_len: InputLen = 256,
     output_len: OutputLen = 128,
     seed: Seed = 0,
@@ -97,25 +97,25 @@ def throughput(
 def serve(
     given: Given,
     url: Annotated[str, typer.Option(help="Server to measure.", metavar="URL")] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None, typer.Option(help="Model to measure; the first one of the server if none is named.")
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests that are sent in all.", metavar="N")] = 64,
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests open at once.", metavar="N")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to measure; by default the first one of the server.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Total number of requests.", metavar="N")] = 64,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight at most.", metavar="N")] = None,
     request_rate: Annotated[
         float | None,
         typer.Option(
-            min=0.001, help="Requests per second, as a Poisson process; without it all requests are sent at once."
+            min=0.001, help="Requests per second, as a Poisson process; by default all requests are sent at once."
         ),
     ] = None,
     input_len: Annotated[
-        int, typer.Option(min=1, help="Approximate number of tokens in each made-up prompt.", metavar="TOKENS")
+        int, typer.Option(min=1, help="Approximate number of tokens in each generated prompt.", metavar="TOKENS")
     ] = 256,
     output_len: OutputLen = 128,
     dataset: Annotated[
-        Path | None, typer.Option(help="File of JSON lines with `prompt` or `messages`, and perhaps `max_tokens`.")
+        Path | None, typer.Option(help="File of JSON lines with `prompt` or `messages`, and optionally `max_tokens`.")
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Generate every answer to its full length.")] = True,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Generate every answer to its full length, ignoring end-of-sequence tokens.")
+    ] = True,
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Latency objective in ms, such as ttft:300, tpot:50 or e2e:5000; may be repeated."),
@@ -179,7 +179,7 @@ def scheduler(
         typer.Option(
             min=1,
             max=16384,
-            help="Requests that run at once; may be repeated. [default: 16, 256, 1024, 4096]",
+            help="Running requests; may be repeated. [default: 16, 256, 1024, 4096]",
             metavar="N",
         ),
     ] = None,
@@ -188,7 +188,7 @@ def scheduler(
         typer.Option(
             min=0,
             max=16,
-            help="Drafts that each request verifies in a step; may be repeated. [default: 0, 3]",
+            help="Draft tokens that each request verifies per step; may be repeated. [default: 0, 3]",
             metavar="N",
         ),
     ] = None,
@@ -197,7 +197,7 @@ def scheduler(
         typer.Option(
             min=1,
             max=100_000,
-            help="Plan beside N waiting prompts that do not fit, compared with an empty queue, then admit N prompts "
+            help="Plan with N waiting prompts that do not fit, compared with an empty queue, then admit N prompts "
             "with a common prefix at once. Without --running and --drafts: 16 requests, no drafts.",
             metavar="N",
         ),
@@ -240,16 +240,16 @@ def scheduler(
     settings = {"benchmark": "scheduler", "steps": steps, **common}
     heads = ("running", "drafts")
     if waiting is None:
-        share = ("a request", lambda case, part: f"{case['us'][part]['median'] / case['running']:.2f}")
-        title = "bench scheduler: steady decode, microseconds a step"
+        share = ("per request", lambda case, part: f"{case['us'][part]['median'] / case['running']:.2f}")
+        title = "bench scheduler: steady decode, microseconds per step"
         show_times(console, title, figures, heads=heads, last=share)
         write(json, {"settings": settings, "cases": figures})
         return
     queue = f"{waiting:,} x {waiting_tokens:,} tokens"
-    title = f"bench scheduler: steady decode beside prompts that do not fit, {queue}, microseconds a plan"
+    title = f"bench scheduler: steady decode with waiting prompts that do not fit, {queue}, microseconds per plan"
     ratio = ("times", lambda case, part: f"{case['ratio']:.2f}" if part == "waiting" else "")
     show_times(console, title, figures, heads=heads, times="plan_us", last=ratio)
-    title = f"bench scheduler: prompts with a common prefix arrive at once, {queue}, microseconds of the processor"
+    title = f"bench scheduler: prompts with a common prefix arrive at once, {queue}, CPU time in microseconds"
     parts = {"add a request": burst["add_us"], "plan a step": burst["plan_us"]}
     worst = ("worst", lambda _, part: f"{burst['worst_plan_us']:,.0f}" if part == "plan a step" else "")
     show_times(console, title, [{"us": parts}], last=worst)
@@ -298,7 +298,7 @@ def router(
             figures.append(traffic.measure(requests))
             bar.advance(task)
     shape = {"workers": workers, "shared_tokens": shared_tokens, "own_tokens": OWN_TOKENS, "seed": seed}
-    title = f"bench router: {policy}, prompts of {shared_tokens + OWN_TOKENS:,} tokens, microseconds a request"
+    title = f"bench router: {policy}, prompts of {shared_tokens + OWN_TOKENS:,} tokens, microseconds per request"
     show_times(console, title, figures, heads=("in_flight",))
     write(json, {"settings": {"benchmark": "router", "policy": policy, **shape}, "cases": figures})
 
@@ -327,7 +327,10 @@ def _load(model: str | None, given: Given, tokens: int, console: Console) -> LLM
         llm = LLM(**msgspec.structs.asdict(config))
     if llm.info.max_model_len < tokens:
         llm.close()
-        message = f"--input-len and --output-len make {tokens:,} tokens, but the model holds {llm.info.max_model_len:,}"
+        message = (
+            f"--input-len plus --output-len is {tokens:,} tokens, which exceeds the context length "
+            f"{llm.info.max_model_len:,}"
+        )
         raise ConfigError(message, field="--input-len")
     return llm
 

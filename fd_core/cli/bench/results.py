@@ -1,4 +1,4 @@
-"""Results of a benchmark: from the times of tokens to the figures, tables and JSON that people compare.
+"""Results of a benchmark: from token timestamps to statistics, tables and JSON.
 
 TTFT: time to first token. TPOT: time per output token after the first. ITL: time between two arrivals. E2E: the
 whole request. All in seconds here and in milliseconds in tables and files.
@@ -42,7 +42,7 @@ class RequestTimes:
 
     @property
     def tpot(self) -> float:
-        """Time per output token after the first, seconds; not a number for fewer than two tokens."""
+        """Time per output token after the first, seconds; NaN for fewer than two tokens."""
         if self.output_tokens < 2 or not self.arrivals:
             return math.nan
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
@@ -58,7 +58,7 @@ class RequestTimes:
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     def meets(self, limits: Mapping[str, float]) -> bool:
-        """Return True if it succeeded within every limit, in seconds; a measure that it lacks cannot fail one."""
+        """Return True if it succeeded within every limit, in seconds; a missing measure cannot fail."""
         return self.error is None and not any(getattr(self, name) > limit for name, limit in limits.items())
 
 
@@ -152,7 +152,7 @@ def objectives(texts: Sequence[str]) -> dict[str, float]:
         except ValueError:
             limit = math.nan
         if name not in OBJECTIVES or not 0 < limit < math.inf:
-            message = f"--goodput: {text!r} is not one of {', '.join(OBJECTIVES)} with milliseconds"
+            message = f"--goodput: expected one of {', '.join(OBJECTIVES)} with milliseconds, got {text!r}"
             raise ConfigError(message, field="--goodput", hint="for example ttft:300")
         limits[name] = limit / 1e3
     return limits
@@ -170,7 +170,7 @@ def show(console: Console, report: BenchmarkReport, title: str) -> None:
     labels = {
         "requests_per_s": "Requests per second",
         "output_tokens_per_s": "Output tokens per second",
-        "total_tokens_per_s": "All tokens per second",
+        "total_tokens_per_s": "Total tokens per second",
         "goodput_requests_per_s": "Good requests per second",
     }
     for name, value in report.rates().items():
@@ -218,7 +218,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def write(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write figures, plain values, as JSON if a file was named."""
+    """Write figures, plain values, as JSON if there is a `path`."""
     if path is None:
         return
     text = msgspec.json.format(msgspec.json.encode(figures), indent=2)

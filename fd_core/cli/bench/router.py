@@ -30,7 +30,7 @@ class RouterTraffic:
         self._running = [self._select(self._request()) for _ in range(in_flight)]
 
     def measure(self, requests: int) -> dict[str, Any]:
-        """Return the microseconds to select and release `requests`; a random one leaves for each that arrives."""
+        """Return the microseconds to select and release `requests`; a random one is released for each new one."""
         self._turn(50)
         select, release = self._turn(requests)
         parts = {"select": select, "release": release, "both": [*map(sum, zip(select, release, strict=True))]}

@@ -77,13 +77,13 @@ def steady_decode(
             draw=np.random.default_rng(seed),
         )
     except ValueError as error:
-        raise ConfigError(str(error), field="--waiting-tokens", hint="or measure fewer --steps or --running") from error
+        raise ConfigError(str(error), field="--waiting-tokens", hint="or lower --steps or --running") from error
     measure(workload, WARM_UP)
     return workload
 
 
 def measure(workload: SteadyDecode, steps: int) -> StepTimes:
-    """Time `steps` steps. Raises `RuntimeError` if one of them left a request or a draft out."""
+    """Time `steps` steps. Raises `RuntimeError` if one of them skipped a request or a draft."""
     full = workload.num_running * (1 + workload.limits.max_drafts)
     planning, committing = [], []
     for _ in range(steps):
@@ -95,7 +95,7 @@ def measure(workload: SteadyDecode, steps: int) -> StepTimes:
         workload.commit(plan, output)
         committed = time.perf_counter()
         if plan.total_tokens != full:
-            raise RuntimeError(f"step {plan.step} computes {plan.total_tokens} tokens instead of {full}")
+            raise RuntimeError(f"step {plan.step}: expected {full} tokens, got {plan.total_tokens}")
         planning.append(planned - begin)
         committing.append(committed - answered)
     return StepTimes(tuple(planning), tuple(committing))
@@ -112,8 +112,8 @@ def queue_figures(
 ) -> dict[str, Any]:
     """Compare planning with `waiting` prompts that do not fit against planning with an empty queue.
 
-    The two alternate, as machines drift. `ratio` is that of the median plans. Raises `ConfigError` for prompts that
-    would fit.
+    The two alternate, because the speed of machines drifts. `ratio` is that of the median plans. Raises `ConfigError`
+    for prompts that would fit.
     """
     asked = prompts(running, block_size, seed)
     empty, beside = (steady_decode(asked, steps, drafts, block_size, seed, waiting_tokens) for _ in range(2))
@@ -131,7 +131,7 @@ def queue_figures(
         for name, workload in (("empty", empty), ("waiting", beside)):
             times[name] += measure(workload, turn)
     if beside.num_waiting != waiting:
-        raise RuntimeError(f"{beside.num_waiting} of {waiting} prompts wait at the end")
+        raise RuntimeError(f"expected {waiting} waiting prompts at the end, got {beside.num_waiting}")
     plans = {name: microseconds(measured.plan_s) for name, measured in times.items()}
     return {
         "running": running,

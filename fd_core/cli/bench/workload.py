@@ -50,7 +50,7 @@ class Ask:
 
 def synthetic(count: int, input_tokens: int, output_tokens: int, seed: int) -> list[Ask]:
     """Return prompts of about `input_tokens` tokens that share no prefix."""
-    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it protects nothing
+    draw = random.Random(seed)  # noqa: S311 - not for security: a workload must be reproducible
     return [
         Ask(" ".join([str(draw.randrange(10**6)), *draw.choices(_WORDS, k=max(input_tokens - 4, 0))]), output_tokens)
         for _ in range(count)
@@ -59,13 +59,13 @@ def synthetic(count: int, input_tokens: int, output_tokens: int, seed: int) -> l
 
 def synthetic_ids(count: int, input_tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
     """Return prompts of `input_tokens` ids from the upper half of the vocabulary, without special tokens at its top."""
-    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it protects nothing
+    draw = random.Random(seed)  # noqa: S311 - not for security: a workload must be reproducible
     low, high = vocab_size // 2, max(vocab_size * 9 // 10, vocab_size // 2 + 1)
     return [[draw.randrange(low, high) for _ in range(input_tokens)] for _ in range(count)]
 
 
 def from_file(path: Path, count: int | None, output_tokens: int) -> list[Ask]:
-    """Read one request a line: `prompt` or `messages`, perhaps `max_tokens`. Raises `ConfigError` naming the line."""
+    """Read one request per line: `prompt` or `messages`, optionally `max_tokens`. `ConfigError` names the line."""
     asks: list[Ask] = []
     try:
         with path.open("rb") as file:
@@ -75,7 +75,7 @@ def from_file(path: Path, count: int | None, output_tokens: int) -> list[Ask]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field="--dataset") from error
     if not asks:
-        raise ConfigError(f"{path} has no requests", field="--dataset")
+        raise ConfigError(f"{path} contains no requests", field="--dataset")
     return asks
 
 
@@ -87,9 +87,9 @@ def _ask(line: bytes, output_tokens: int, where: str) -> Ask:
     prompt = (row.get("messages") or row.get("prompt")) if isinstance(row, dict) else None
     wanted = row.get("max_tokens", output_tokens) if isinstance(row, dict) else None
     if not isinstance(prompt, str | list) or not prompt:
-        raise ConfigError(f"{where}: it has neither `prompt` nor `messages`", field="--dataset")
+        raise ConfigError(f"{where}: expected `prompt` or `messages`", field="--dataset")
     if type(wanted) is not int or wanted < 1:
-        raise ConfigError(f"{where}: max_tokens {wanted!r} is not a number above 0", field="--dataset")
+        raise ConfigError(f"{where}: max_tokens is {wanted!r}; expected a number above 0", field="--dataset")
     return Ask(prompt, wanted)
 
 
@@ -97,7 +97,7 @@ def arrivals(count: int, per_second: float | None, seed: int) -> list[float]:
     """Return the start time of each request, in seconds: all at once, or as a Poisson process of that rate."""
     if per_second is None:
         return [0.0] * count
-    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it protects nothing
+    draw = random.Random(seed)  # noqa: S311 - not for security: a workload must be reproducible
     times, now = [], 0.0
     for _ in range(count):
         times.append(now)
@@ -177,7 +177,7 @@ async def _send(api: ApiClient, model: str, ask: Ask, ignore_eos: bool) -> Reque
         arrivals=tuple(arrivals),
         ended=time.perf_counter(),
         prompt_tokens=prompt_tokens,
-        # The tokens of a server that reports no usage are counted by its pieces, a lower bound.
+        # If a server reports no usage, its chunks are counted, a lower bound of its tokens.
         output_tokens=output_tokens or len(arrivals),
         error=error,
     )

@@ -1,1 +1,1 @@
-"""Talking to a model at the terminal: `fdcore chat` and `fdcore complete`."""
+"""Chatting with a model in the terminal: `fdcore chat` and `fdcore complete`."""

@@ -1,4 +1,4 @@
-"""A small client of OpenAI-compatible servers, for commands that talk to a running one."""
+"""A small client of OpenAI-compatible servers, for commands that use a running one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIST_SECONDS = 30.0
 
 
 class ServerAnswer(FdError):
-    """A server rejected a request, broke off an answer or cannot be reached."""
+    """A server rejected a request, sent an incomplete answer or is unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ def base_url(text: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise ConfigError(f"{text!r} is not the address of a server", field="--url", hint="http://127.0.0.1:8000")
+        raise ConfigError(
+            f"{text!r} is not the URL of a server", field="--url", hint="for example http://127.0.0.1:8000"
+        )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -86,9 +88,9 @@ class ApiClient:
         try:
             names = [str(card["id"]) for card in msgspec.json.decode(body)["data"]]
         except (msgspec.DecodeError, TypeError, LookupError) as error:
-            raise ServerAnswer("the server does not answer like an OpenAI server", field=self.url) from error
+            raise ServerAnswer("the server's response is not OpenAI-compatible", field=self.url) from error
         if not names:
-            raise FdError("the server serves no model", field=self.url)
+            raise FdError("the server lists no models", field=self.url)
         return names[0]
 
     async def stream(self, path: str, request: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
@@ -110,12 +112,12 @@ class ApiClient:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
         except ValueError as error:
-            raise ServerAnswer("the answer has a line that is too long", field=self.url) from error
+            raise ServerAnswer("a line of the answer is too long", field=self.url) from error
         raise ServerAnswer("the answer ended before it was complete", field=self.url)
 
     def _unreachable(self, error: Exception) -> ServerAnswer:
-        reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else str(error) or type(error).__name__
-        return ServerAnswer(f"cannot talk to the server: {reason}", field=self.url, hint="is it running?")
+        reason = "timeout" if isinstance(error, asyncio.TimeoutError) else str(error) or type(error).__name__
+        return ServerAnswer(f"cannot connect to the server: {reason}", field=self.url, hint="check that it is running")
 
 
 def _chunk(data: bytes, at: float, url: str) -> Chunk:
@@ -133,7 +135,7 @@ def _chunk(data: bytes, at: float, url: str) -> Chunk:
 
 
 def _refused(status: int, body: bytes, url: str) -> ServerAnswer:
-    hint = "give the server's key with --api-key-file FILE or in FD_API_KEY" if status == 401 else None
+    hint = "set the server's key with --api-key-file FILE or in FD_API_KEY" if status == 401 else None
     return ServerAnswer(_refusal(status, body), field=url, hint=hint)
 
 
@@ -141,5 +143,5 @@ def _refusal(status: int | None, body: bytes) -> str:
     try:
         message = str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, TypeError, LookupError):
-        message = body[:200].decode(errors="replace").strip() or "no explanation"
-    return message if status is None else f"the server answered {status}: {message}"
+        message = body[:200].decode(errors="replace").strip() or "empty response"
+    return message if status is None else f"HTTP status {status}: {message}"

@@ -27,10 +27,10 @@ Url = Annotated[
 ]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest answer in tokens.", metavar="N")]
 Temperature = Annotated[
-    float, typer.Option(help="Randomness of sampling, 0 to 2; 0 always takes the most likely token.", metavar="T")
+    float, typer.Option(help="Sampling temperature, 0 to 2; 0 always selects the most likely token.", metavar="T")
 ]
 TopP = Annotated[float, typer.Option(help="Probability mass to sample from, above 0 and at most 1.", metavar="P")]
-Seed = Annotated[int | None, typer.Option(help="Seed of sampling; the same seed repeats an answer.", metavar="N")]
+Seed = Annotated[int | None, typer.Option(help="Sampling seed; the same seed reproduces an answer.", metavar="N")]
 
 
 @reports_errors
@@ -49,10 +49,10 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal.
 
-    MODEL is smollm2 if none is named; --url uses a running server instead. A new line sends the message, unless it
-    ends in a backslash; three quotes begin and end a message of several lines. /help shows the commands: /reset,
-    /system, /save, /load and /quit; Ctrl-C stops an answer. Typed lines are kept in the cache folder for the arrow
-    keys, but not those for a server that requires a key.
+    MODEL defaults to smollm2; --url uses a running server instead. A new line sends the message, unless it ends in a
+    backslash; three quotes begin and end a message of several lines. /help shows the commands: /reset, /system, /save,
+    /load and /quit; Ctrl-C stops an answer. Typed lines are saved in the cache folder for the arrow keys, except those
+    sent to a server that requires a key.
     """
     from fd_core.cli.settings.settings import client_key
 
@@ -60,10 +60,10 @@ def chat(
     with _chat_backend(model, url, given, chats=True) as (loop, backend, name):
         if sys.stdin.isatty():
             print(
-                f"{plain(name)}: /help shows what else can be typed, Ctrl-C stops an answer, Ctrl-D leaves",
+                f"{plain(name)}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D quits",
                 file=sys.stderr,
             )
-        # Messages to a server that requires a key are not kept here.
+        # Messages to a server that requires a key are not saved here.
         secret = url is not None and client_key(given, os.environ)
         with kept_history(None if secret else find_cache_dir() / "chat_history"):
             _converse(loop, backend, ChatHistory(system), options)
@@ -112,7 +112,7 @@ def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: in
 def _chat_backend(
     model: str | None, url: str | None, given: Given, *, chats: bool = False
 ) -> Iterator[tuple[LoopThread, ChatBackend, str]]:
-    """Yield loop, chat backend and its name; `ModelError` before loading for a model that should chat and cannot."""
+    """Yield loop, chat backend and its name; `ModelError` before loading for a model without a chat template."""
     from fd_core.cli.chats.loop_thread import LoopThread
 
     with LoopThread() as loop, contextlib.ExitStack() as stack:
@@ -130,8 +130,8 @@ def _remote(
     keys = ("api_keys", CLIENT_KEY_FILE.field)
     for flag in (*ENGINE_FLAGS, *CHAT_FLAGS):
         if flag.field in given and flag.field not in keys:
-            why = "is for a model loaded here, and with --url the server's own settings hold"
-            raise ConfigError(f"--url and {flag.flag} contradict each other: {flag.flag} {why}")
+            why = "only applies to a model loaded by this command"
+            raise ConfigError(f"--url cannot be combined with {flag.flag}, which {why}")
     api = stack.enter_context(loop.entered(ApiClient(url, client_key(given, os.environ))))
     name = model or loop.run(api.first_model())
     return ServerChatBackend(api, name), f"{name} at {api.url}"
@@ -221,9 +221,9 @@ class AnswerSpeed:
         self._tokens += tokens
 
     def told(self) -> str | None:
-        """Return tokens, tokens a second after the first one and seconds until then; None if there were none."""
+        """Return a line with tokens, tokens per second and time to first token; None without tokens."""
         if not self._tokens:
             return None
         between = self._last - self._first
         rate = f", {(self._tokens - 1) / between:,.1f} tokens/s" if between > 0 and self._tokens > 1 else ""
-        return f"[{self._tokens:,} tokens{rate}, the first after {self._first - self._asked:.2f} s]"
+        return f"[{self._tokens:,} tokens{rate}, first after {self._first - self._asked:.2f} s]"

@@ -46,9 +46,9 @@ class SamplingOptions:
 
 
 def no_template(model: str) -> ModelError:
-    """Return the error of a model that should chat and cannot."""
-    message = f"{model} has no chat template, so it continues texts and does not chat"
-    hint = "use `fdcore complete`, take a model tuned to instructions, or give --chat-template FILE"
+    """Return the error for a chat with a model without a chat template."""
+    message = f"{model} has no chat template, so it only supports completions"
+    hint = "use `fdcore complete`, an instruction-tuned model, or --chat-template FILE"
     return ModelError(message, field="model", hint=hint)
 
 
@@ -80,7 +80,10 @@ class EngineChatBackend:
         if not prompt:
             raise BadRequest("the prompt is empty")
         if room < 1:
-            message = f"the text has {len(prompt):,} tokens and the model holds {info.max_model_len:,} with its answer"
+            message = (
+                f"the prompt has {len(prompt):,} tokens, but the context length including the answer is "
+                f"{info.max_model_len:,}"
+            )
             raise BadRequest(message, hint="shorten it, or /reset the chat")
         params, ends = options.params(room), info.eos_token_ids
         spec = RequestSpec(request_id=secrets.token_hex(8), prompt=tuple(prompt), params=params, eos_token_ids=ends)

@@ -19,10 +19,10 @@ HELP: Final = '''\
 /reset        forget the conversation
 /system TEXT  set the system message; without TEXT, show it
 /save FILE    write the conversation as JSON
-/load FILE    go on with a conversation that was saved
-/help         show this
-/quit         leave, as Ctrl-D does; Ctrl-C stops an answer
-A line that ends in \\ goes on in the next one; """ begins and ends a message of several lines.'''
+/load FILE    continue a saved conversation
+/help         show this help
+/quit         quit, like Ctrl-D; Ctrl-C stops an answer
+A line that ends in \\ continues on the next one; """ begins and ends a message of several lines.'''
 
 
 class ChatHistory:
@@ -61,11 +61,13 @@ class ChatHistory:
                 return f"system: {self.system or 'none'}"
             case "/save" | "/load":
                 if not rest:
-                    raise ConfigError(f"{name} needs the name of a file", field=name)
+                    raise ConfigError(f"{name} requires a file name", field=name)
                 path = user_path(rest, name)
                 return self._save(path) if name == "/save" else self._load(path)
             case _ if name[1:].isalpha() and name.startswith("/"):
-                raise ConfigError(f"there is no {name}", hint="/help shows what there is; a space before / sends it")
+                raise ConfigError(
+                    f"unknown command {name}", hint="/help lists the commands; put a space before / to send the line"
+                )
         return None
 
     def _save(self, path: Path) -> str:
@@ -84,7 +86,7 @@ class ChatHistory:
         first = messages[0] if messages else {}
         self.system = first["content"] if first.get("role") == "system" else None
         self._turns = messages if self.system is None else messages[1:]
-        return f"{len(messages)} messages of {path}"
+        return f"loaded {len(messages)} messages from {path}"
 
 
 def _read(path: Path, command: str) -> list[Message]:
@@ -102,7 +104,7 @@ def _read(path: Path, command: str) -> list[Message]:
     except (ValueError, TypeError, LookupError, RecursionError):
         valid = False
     if not valid:
-        raise ConfigError(f"{path} is not a saved conversation", hint="name another file")
+        raise ConfigError(f"{path} is not a saved conversation", hint="choose another file")
     return messages
 
 
@@ -161,7 +163,7 @@ def kept_history(path: Path | None) -> Iterator[None]:
     """Let arrow keys edit lines and recall earlier ones; typed lines are added to `path`, if it is usable."""
     try:
         import readline
-    except ImportError:  # not everywhere part of Python
+    except ImportError:  # missing on some platforms
         yield
         return
     if not sys.stdin.isatty():

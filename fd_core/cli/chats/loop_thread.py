@@ -1,4 +1,4 @@
-"""An event loop in a thread, so that a terminal command can block on its keyboard while an engine is served."""
+"""An event loop in a thread, so that a terminal command can block on keyboard input while an engine runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 _WAKE_SECONDS = 0.25
-"""Longest delay, in seconds, of a signal that the system delivered to another thread."""
+"""Seconds between checks for a signal that the system delivered to another thread."""
 
 
 class LoopThread:

@@ -11,16 +11,16 @@ from fd_core.errors import PluginError
 
 _NEXT = (
     ("fdcore serve {model}", "a server with OpenAI's API at http://127.0.0.1:8000/v1"),
-    ("fdcore chat {model}", "talk to a model in this terminal"),
-    ("fdcore models list", "models that have a name or are here; `fdcore models pull MODEL` fetches one"),
-    ("fdcore env", "this machine, its backends, and why one cannot run"),
-    ("fdcore --help", "every command; each has --help"),
+    ("fdcore chat {model}", "chat with a model in this terminal"),
+    ("fdcore models list", "known and local models; `fdcore models pull MODEL` fetches one"),
+    ("fdcore env", "this machine, and which backends can run and why"),
+    ("fdcore --help", "all commands; each has --help"),
 )
 
 
 @reports_errors
 def show_welcome() -> None:
-    """Print the screen. Nothing is loaded, fetched or read but names and sizes."""
+    """Print the screen. Only names and sizes are read; nothing is loaded or fetched."""
     print(*_lines(), sep="\n")
 
 
@@ -28,7 +28,7 @@ def _lines() -> Iterator[str]:
     from fd_core.cli.models.models import named_models, size_of
 
     models = named_models()
-    yield f"fdcore {fd_core.__version__} serves language models. What to type next:"
+    yield f"fdcore {fd_core.__version__} serves language models. Next steps:"
     yield ""
     commands = [(command.format(model=models[0].name), about) for command, about in _NEXT]
     width = max(len(command) for command, _ in commands)
@@ -48,5 +48,5 @@ def _backend() -> str:
     except PluginError as error:
         return str(error)
     if chosen.name == "cpu" and shutil.which("c++") is None:
-        return "cpu, slowly: without a C++ compiler (apt-get install g++) there are no native kernels"
+        return "cpu, slow: native kernels require a C++ compiler (apt-get install g++)"
     return chosen.name

@@ -45,7 +45,7 @@ def list_() -> None:
         table.add_row(model.name, model.about, size, "no" if model.path is None else "yes")
     console = Console()
     console.print(table)
-    console.print("A folder with safetensors, a .gguf file or a Hugging Face name can be served as well.")
+    console.print("Other models: a folder with safetensors, a .gguf file or a Hugging Face name.")
 
 
 @app.command()
@@ -71,13 +71,13 @@ def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="A folder that does not exist yet.")],
     form: Annotated[
         Literal["int8", "int4"],
-        typer.Option("--format", help="int8 with a scale for each row, or int4 with one for each 32 values."),
+        typer.Option("--format", help="int8 with a scale per row, or int4 with a scale per 32 values."),
     ] = "int8",
     revision: Revision = None,
 ) -> None:
     """Write MODEL with quantized linear layers to FOLDER, in the format of compressed-tensors.
 
-    Embeddings, norms, routers and the output projection stay as they are. The folder appears when it is complete.
+    Embeddings, norms, routers and the output projection are unchanged. The folder appears when it is complete.
     """
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.models.catalog import resolve_model
@@ -120,19 +120,21 @@ def files_beside(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 @reports_errors
 def tokenize(
-    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text; without it, what comes in.")] = None,
+    text: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="Text to tokenize; by default standard input.")
+    ] = None,
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="A model's name, folder or .gguf file; `bytes` for the null backend.")
     ] = "smollm2",
     chat: Annotated[
-        bool, typer.Option("--chat", help="Read the text as a user's message, in the model's chat template.")
+        bool, typer.Option("--chat", help="Apply the model's chat template to the text as a user message.")
     ] = False,
-    ids: Annotated[bool, typer.Option("--ids", help="Write the ids alone, on one line.")] = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Print only the ids, on one line.")] = False,
     special: Annotated[
-        bool, typer.Option(help="Add what the model wants around a text, such as BOS; a chat template does it itself.")
+        bool, typer.Option(help="Add the model's special tokens, such as BOS; chat templates always include them.")
     ] = True,
 ) -> None:
-    """Show the tokens of TEXT, one a line: id and text. The number of tokens goes to standard error."""
+    """Show the tokens of TEXT, one per line: id and text. The number of tokens is printed to standard error."""
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.text.prompt_reader import PromptReader, find_text
 
@@ -157,12 +159,12 @@ def named_models() -> list[ListedModel]:
 
 
 def size_of(model: ListedModel) -> str:
-    """Return the size of a model and if it has to be fetched first."""
-    return f"{model.size / 1e6:,.0f} MB, " + ("here" if model.path is not None else "fetched at the first start")
+    """Return the size of a model, and if it is local or has to be fetched."""
+    return f"{model.size / 1e6:,.0f} MB, " + ("local" if model.path is not None else "fetched on first use")
 
 
 def choose_model(command: str) -> str:
-    """Return the model chosen at the terminal for `command`; `ConfigError` with the list without one, or a choice."""
+    """Return the model chosen at the terminal for `command`; `ConfigError` with the list if none was chosen."""
     models = named_models()
     if not _at_a_terminal():
         raise _none_named(command, models)
@@ -185,7 +187,7 @@ def _asked(models: Sequence[ListedModel]) -> str:
     from rich.text import Text
 
     console = Console(stderr=True)
-    console.print("No model was named. These can be served; so can a folder, a .gguf file or a Hugging Face name.")
+    console.print("No model was specified. Choose one, or enter a folder, a .gguf file or a Hugging Face name.")
     for number, model in enumerate(models, 1):
         console.print(Text(f"  {number}  {model.name}  ({size_of(model)})"))
     while True:
@@ -194,10 +196,10 @@ def _asked(models: Sequence[ListedModel]) -> str:
             return answer
         if 1 <= int(answer) <= len(models):
             return models[int(answer) - 1].name
-        console.print(f"There is no number {int(answer)}.")
+        console.print(f"{int(answer)} is not in the list.")
 
 
 def _none_named(command: str, models: Sequence[ListedModel]) -> ConfigError:
     listed = "; ".join(f"{model.name} ({size_of(model)})" for model in models)
-    hint = f"type `{command} {models[0].name}`, or name a folder, a .gguf file or a Hugging Face name"
-    return ConfigError(f"no model was named; there is {listed}", field="MODEL", hint=hint)
+    hint = f"run `{command} {models[0].name}`, or use a folder, a .gguf file or a Hugging Face name"
+    return ConfigError(f"no model was specified; available: {listed}", field="MODEL", hint=hint)

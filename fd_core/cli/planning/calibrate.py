@@ -23,23 +23,21 @@ if TYPE_CHECKING:
 @takes_flags(ENGINE_FLAGS, (CONFIG_FILE,))
 def calibrate(
     given: Given,
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Model to measure; smollm2 if none is named.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Model to measure. [default: smollm2]")] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
             metavar="FILE",
-            help="File for the profile; by default one in the cache folder, which is found by its name.",
+            help="File for the profile; by default one in the cache folder, where it is found by name.",
         ),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the profile; by default MODEL-BACKEND.", metavar="NAME")
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Time for the steps that are measured.", metavar="SECONDS")
+        float, typer.Option(min=0.1, max=3600, help="Time for measuring steps.", metavar="SECONDS")
     ] = 25.0,
     max_spread: Annotated[
         float,
@@ -47,13 +45,14 @@ def calibrate(
             min=0.01,
             max=10,
             metavar="SHARE",
-            help="How far half of the repetitions of a step may be from their median before nothing is written.",
+            help="Largest deviation of half of the repetitions of a step from their median; above it, nothing is "
+            "written.",
         ),
     ] = 0.2,
 ) -> None:
     """Run steps of MODEL here, fit their cost, and write it as a profile for `fdcore simulate`.
 
-    The machine should be idle otherwise.
+    The machine should be otherwise idle.
     """
     import datetime
 
@@ -101,10 +100,10 @@ def _with_surroundings(profile: CostProfile, model: str, given: Given, bars: Pro
     bars("server and links", 0, 2)
     try:
         request = serving_times([model, *_typed(given)], profile.request, profile.limits.max_model_len)
-        notes.append("Receiving a request and delivery are the processor time of a server's process, over HTTP.")
+        notes.append("The costs of receiving a request and of delivery are CPU times of a server process, over HTTP.")
     except FdError as error:
         request = profile.request
-        notes += [ASSUMED_SERVING, f"They were not measured: {error.message}."[:500].replace("\n", " ")]
+        notes += [ASSUMED_SERVING, f"Measuring them failed: {error.message}."[:500].replace("\n", " ")]
     bars("server and links", 1, 2)
     transfer = transfer_link(profile.bytes_per_block)
     reads, writes = disk_links(profile.bytes_per_block)
@@ -131,12 +130,12 @@ def _show(console: Console, profile: CostProfile) -> None:
     from rich.table import Table
 
     errors = Table(
-        "Steps held out", "Number", "Mean error", "99th percentile", title=f"{profile.name}: {profile.device}"
+        "Held-out steps", "Number", "Mean error", "99th percentile", title=f"{profile.name}: {profile.device}"
     )
     for error in profile.error:
         errors.add_row(error.kind, str(error.steps), f"{error.mean:.1%}", f"{error.p99:.1%}")
     console.print(errors)
-    terms = Table("What costs", "Time")
+    terms = Table("Operation", "Time")
     for what, taken in _terms(profile):
         terms.add_row(what, f"{taken * 1e3:.2f} ms" if taken >= 1e-3 else f"{taken * 1e6:.1f} us")
     console.print(terms)
@@ -148,17 +147,17 @@ def _terms(profile: CostProfile) -> list[tuple[str, float]]:
     curve = step.by_tokens
     costs = zip(curve.counts, curve.seconds, strict=True)
     return [
-        ("a step, before all else", step.constant + curve.seconds[0]),
+        ("fixed cost of a step", step.constant + curve.seconds[0]),
         *((f"{count:g} tokens", seconds) for count, seconds in costs if count in (8, 64, 512, 2048)),
-        ("the first row that samples", step.by_sampled_rows.seconds[1]),
+        ("first sampled row", step.by_sampled_rows.seconds[1]),
         ("a row", step.per_row),
-        ("1,000 positions read", 1000 * step.per_context_token),
-        ("1,000 pairs of a token and a position", 1000 * step.per_query_key),
+        ("reading 1,000 positions", 1000 * step.per_context_token),
+        ("1,000 query-key pairs", 1000 * step.per_query_key),
         *([("a draft", step.per_draft)] if profile.limits.max_drafts else []),
-        ("a turn of the loop", request.turn),
-        ("a row of a turn", request.turn_per_row),
+        ("one iteration of the loop", request.turn),
+        ("per row of an iteration", request.turn_per_row),
         ("receiving a request", request.receive),
-        ("1,000 tokens of a text", 1000 * request.receive_per_token),
+        ("1,000 tokens of a prompt", 1000 * request.receive_per_token),
         ("delivering a token", request.delivery),
         ("a KV block to the host", profile.host_copy.seconds(profile.bytes_per_block)),
         ("a KV block to another worker", profile.transfer.seconds(profile.bytes_per_block)),

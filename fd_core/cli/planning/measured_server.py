@@ -1,4 +1,4 @@
-"""Processor time of a server's own process per request and per delivered token, measured over HTTP here."""
+"""CPU time of a server process per request and per delivered token, measured over HTTP on this machine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _TEXT: Final = "The quick brown fox jumps over the lazy dog, and 42 others watch
 
 
 def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: int) -> RequestTerms:
-    """Return `request` with the processor time of a server, without its engine, on its own port. Raises `FdError`."""
+    """Return `request` with the measured CPU time of a server process, without its engine. Raises `FdError`."""
     if not hasattr(time, "clock_gettime"):
-        raise FdError("the processor time of another process cannot be read here")
+        raise FdError("this system does not support reading the CPU time of another process")
     from fd_core.http.connections.listening import bind_socket
 
     with bind_socket("127.0.0.1", 0) as free:
@@ -37,15 +37,15 @@ def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: in
     try:
         server = _ServerUnderTest(process, port)
         server.wait()
-        long_text = _TEXT[: max_model_len // 2]  # no tokenizer makes more tokens than characters
+        long_text = _TEXT[: max_model_len // 2]  # a text has at most as many tokens as characters
         tokens = max(2, min(_TOKENS, max_model_len // 4))
         server.take(long_text, tokens)  # not timed: imports and compilations of the first request
-        # Alternately, so that other work of the server affects all three alike.
+        # Alternate, so that other work of the server affects all three equally.
         kinds = (("A fox.", 1), (long_text, 1), ("A fox.", tokens))
         taken = [[server.take(f"{number} {text}", count) for text, count in kinds] for number in range(5)]
         short, long, talking = zip(*taken, strict=True)
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
-        raise FdError(f"a server that was started for it did not answer: {error}") from error
+        raise FdError(f"the test server did not respond: {error}") from error
     finally:
         process.terminate()
         try:
@@ -64,14 +64,14 @@ class _ServerUnderTest:
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self._process = process
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120.0)
-        # The clock of another process's processor time has this number on Linux.
+        # The id of another process's CPU-time clock on Linux.
         self._clock = ~process.pid << 3 | 2
 
     def wait(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
         while True:
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise FdError("a server that was started for it did not get ready")
+                raise FdError("the test server did not become ready")
             try:
                 self._connection.request("GET", "/ready")
                 answer = self._connection.getresponse()
@@ -83,7 +83,7 @@ class _ServerUnderTest:
             time.sleep(0.1)
 
     def take(self, text: str, tokens: int) -> tuple[float, int]:
-        """Stream a continuation of `tokens` tokens; return its processor time in seconds and the prompt's tokens."""
+        """Stream a continuation of `tokens` tokens; return its CPU time in seconds and the prompt's tokens."""
         asked = {"prompt": text, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
         body = json.dumps(asked | {"stream_options": {"include_usage": True}})
         begun = time.clock_gettime(self._clock)

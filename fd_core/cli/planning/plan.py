@@ -49,7 +49,7 @@ def plan(
         str | None,
         typer.Argument(
             metavar="[WORKLOAD]",
-            help="What clients ask for, as `fdcore simulate` takes it. See docs/study/workloads.md.",
+            help="Workload, as for `fdcore simulate`. See docs/study/workloads.md.",
         ),
     ] = None,
     trace_file: Annotated[
@@ -57,63 +57,67 @@ def plan(
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="Instead of WORKLOAD, a trace of `fdcore serve --trace`; of another kind with it: mooncake:FILE.",
+            help="Instead of WORKLOAD, a trace of `fdcore serve --trace`, or of another kind: mooncake:FILE.",
         ),
     ] = None,
     profile: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PROFILE",
-            help="What steps cost, as `fdcore simulate` takes it; several are candidates beside one another.",
+            help="Cost profile of steps, as for `fdcore simulate`; several are alternatives.",
         ),
     ] = None,
     devices: Annotated[
-        str | None, typer.Option(metavar="D1,D2", help="Devices to calculate profiles of, such as h100.")
+        str | None, typer.Option(metavar="D1,D2", help="Devices to calculate profiles for, such as h100.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Model to calculate with, such as llama-70b.")
+        str | None, typer.Option(metavar="MODEL", help="Model of calculated profiles, such as llama-70b.")
     ] = None,
     tp: Annotated[str, typer.Option(metavar="N1,N2", help="Tensor parallel sizes of calculated profiles.")] = "1,2,4,8",
     roles: Annotated[
         str,
         typer.Option(metavar="R1,R2", help="`mixed` workers, or prefill and decode workers in a ratio such as 1:2."),
     ] = "mixed,1:1,1:2,2:1",
-    max_num_seqs: Annotated[str, typer.Option(metavar="N1,N2", help="Batches to try. [default: the profile's]")] = "",
+    max_num_seqs: Annotated[
+        str, typer.Option(metavar="N1,N2", help="Batch sizes to try. [default: the profile's]")
+    ] = "",
     max_num_batched_tokens: Annotated[
         str, typer.Option(metavar="N1,N2", help="Step token budgets to try. [default: the profile's]")
     ] = "",
     price: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="MONEY", help="Price of a device for an hour; DEVICE=MONEY for each if there are several kinds."
+            metavar="MONEY", help="Price of a device per hour; DEVICE=MONEY for each if there are several kinds."
         ),
     ] = None,
-    max_devices: Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Devices that may be used.")] = 64,
-    max_runs: Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Simulations at most.")] = 300,
+    max_devices: Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Largest number of devices.")] = 64,
+    max_runs: Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Largest number of simulations.")] = 300,
     time_limit: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, max=1e6, help="Time that the search may take.")
+        float, typer.Option(metavar="SECONDS", min=1, max=1e6, help="Time limit of the search.")
     ] = 900.0,
     jobs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=1024, help="Processes. [default: one for each processor core]")
+        int | None, typer.Option(metavar="N", min=1, max=1024, help="Processes. [default: one per CPU core]")
     ] = None,
     first: Annotated[
         int,
         typer.Option(
-            metavar="N", min=1, help="Requests that a candidate is tried with first; the answer is tried with all."
+            metavar="N",
+            min=1,
+            help="Requests of the first simulation of a candidate; the result is simulated with all requests.",
         ),
     ] = 200,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="First seed of workload and routers.")] = 0,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Seeds that the answer is tried with.")] = 3,
-    runners_up: Annotated[int, typer.Option(metavar="N", min=0, max=20, help="Other plans that are shown.")] = 3,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Seeds to verify the result with.")] = 3,
+    runners_up: Annotated[int, typer.Option(metavar="N", min=0, max=20, help="Number of further plans to show.")] = 3,
     page: Annotated[Path | None, typer.Option(metavar="FILE", help="HTML page that shows the plans.")] = None,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="File that receives the answer; - is stdout.")
+        Path | None, typer.Option("--json", metavar="FILE", help="File for the result; - is stdout.")
     ] = None,
 ) -> None:
-    """Find how many workers of which kind meet an SLO at least cost: by simulations of the production engine.
+    """Find the cheapest number and kind of workers that meet an SLO, by simulating the production engine.
 
-    Equal arguments give equal answers, whatever the number of processes, if neither time nor runs are used up. Ctrl-C
-    shows the best so far. Exit code 1: no plan meets the SLO.
+    Equal arguments give equal results, for any number of processes, unless the time or run limit is reached. Ctrl-C
+    shows the best plan so far. Exit code 1: no plan meets the SLO.
     """
     with interrupts_end_it():
         from rich.console import Console
@@ -192,7 +196,7 @@ def plan(
         raise typer.Exit(1)
 
 
-_INTERRUPTED: Final = "it was interrupted"
+_INTERRUPTED: Final = "interrupted"
 
 
 @dataclass(slots=True)
@@ -233,14 +237,14 @@ class _Searching:
                     batch = next(trials) if margins is None else trials.send(margins)
                     bar.update(task, description=self._described(batch))
                     if len(self.runs) + len(batch) > self.max_runs:
-                        return f"it may make {self.max_runs} simulations (--max-runs)"
+                        return f"limit of {self.max_runs} simulations reached (--max-runs)"
                     found = processes.run([self._job(trial) for trial in batch], lambda: bar.advance(task))
                     self.runs |= zip(batch, found, strict=True)
                     margins = [slo_margin(run) for run in found]
         except StopIteration:
             return ""
         except OutOfTime:
-            return "its time is over (--time-limit)"
+            return "time limit reached (--time-limit)"
         except KeyboardInterrupt:
             return _INTERRUPTED
         finally:
@@ -276,7 +280,7 @@ def _workload_text(workload: str | None, trace_file: str | None) -> str:
     from fd_core.simulation.workloads.settings import KINDS
 
     if (workload is None) == (trace_file is None):
-        message = "no workload is named" if workload is None else "a workload and a trace are named; one of them can be"
+        message = "no workload was specified" if workload is None else "a workload and a trace exclude each other"
         hint = "for example poisson:rate=4,requests=1000, or --trace FILE"
         raise ConfigError(message, field="WORKLOAD" if workload is None else "--trace", hint=hint)
     if trace_file is None:
@@ -287,19 +291,19 @@ def _workload_text(workload: str | None, trace_file: str | None) -> str:
 def _numbers(text: str, flag: str) -> list[int]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isascii() and word.isdecimal() and 1 <= int(word) <= 1 << 20 for word in words):
-        raise ConfigError(f"{flag}: {text!r:.60} are not whole numbers from 1", field=flag, hint="for example 64,256")
+        raise ConfigError(f"{flag}: expected integers from 1, got {text!r:.60}", field=flag, hint="for example 64,256")
     return list(dict.fromkeys(map(int, words)))
 
 
 def _profiles(
     named: Sequence[str], devices: str | None, model: str | None, tp: str
 ) -> tuple[dict[str, CostProfile], dict[str, str]]:
-    """Return the profiles by name, and why combinations of devices and sizes were left out."""
+    """Return the profiles by name, and the reasons why combinations of devices and sizes were skipped."""
     from fd_core.simulation.costs.naming import profile_named
 
     if (devices is None) != (model is None):
         raise ConfigError(
-            "--devices and --model belong together", field="--devices", hint="for example h100 and llama-70b"
+            "--devices and --model must be used together", field="--devices", hint="for example h100 and llama-70b"
         )
     found = {name: profile_named(name) for name in named}
     left_out: dict[str, str] = {}
@@ -314,7 +318,7 @@ def _profiles(
                     raise
     if not found:
         hint = "for example --profile h100:llama-70b:tp=4, or --devices h100 --model llama-70b"
-        raise ConfigError("; ".join(left_out.values()) or "no profile is named", field="--profile", hint=hint)
+        raise ConfigError("; ".join(left_out.values()) or "no profile was specified", field="--profile", hint=hint)
     return found, left_out
 
 
@@ -328,14 +332,16 @@ def _prices(given: Sequence[str], profiles: Mapping[str, CostProfile]) -> dict[s
         except ValueError:
             by_kind[kind] = -1.0
         if not 0 < by_kind[kind] < 1e9:
-            raise ConfigError(f"--price {text!r:.60} is no price above 0", field="--price", hint="2.5, or h100=2.5")
+            raise ConfigError(
+                f"--price: expected a price above 0, got {text!r:.60}", field="--price", hint="2.5, or h100=2.5"
+            )
     kinds = {name: name.partition(":")[0] for name in profiles}
     if len(set(kinds.values())) == 1 and not given:
         return dict.fromkeys(profiles, 1.0)
     for name, kind in kinds.items():
         if kind not in by_kind and ("" not in by_kind or len(set(kinds.values())) > 1):
-            message = f"{name} has no price, and different devices cannot be compared without"
-            raise ConfigError(message, field="--price", hint=f"--price {kind}=2.5 for each kind")
+            message = f"{name} has no price, which is required to compare different devices"
+            raise ConfigError(message, field="--price", hint=f"set --price {kind}=2.5 for each kind")
     return {name: by_kind.get(kind, by_kind.get("", 1.0)) for name, kind in kinds.items()}
 
 
@@ -359,7 +365,7 @@ def _possible(
     from fd_core.simulation.planning.bounds import least_possible
 
     if not len(demand.new_tokens):
-        raise ConfigError("no request comes, so nothing is to be planned", field="WORKLOAD", hint="raise its duration")
+        raise ConfigError("the workload contains no requests", field="WORKLOAD", hint="increase its duration")
     most, possible = max(longest.values()), list(longest)
     for each in slo.objectives:
         least = {
@@ -372,17 +378,17 @@ def _possible(
         if least[best] == math.inf:
             count = int((demand.prompt_tokens >= most).sum())
             raise ConfigError(
-                f"{each.name}={each.limit:g} cannot be held by any plan: {count:,} of {len(demand.prompt_tokens):,} "
-                f"prompts have {most:,} tokens or more, and every worker refuses them",
+                f"no plan can meet {each.name}={each.limit:g}: {count:,} of {len(demand.prompt_tokens):,} prompts "
+                f"have {most:,} tokens or more, and every worker rejects them",
                 field="--max-model-len",
-                hint="raise it as far as the model and KV blocks allow, or leave such requests out",
+                hint="increase it as far as the model and KV blocks allow, or remove such requests",
             )
         if least[best] > each.limit:
             raise ConfigError(
-                f"{each.name}={each.limit:g} cannot be held by any plan: where every request is alone on its worker it "
-                f"is {least[best]:.4g} s at least, with {best.profile} ({profiles[best.profile].label})",
+                f"no plan can meet {each.name}={each.limit:g}: with a single request per worker it is at least "
+                f"{least[best]:.4g} s, with {best.profile} ({profiles[best.profile].label})",
                 field="--slo",
-                hint=f"allow more than {least[best]:.4g}, or name faster devices or larger --tp",
+                hint=f"allow more than {least[best]:.4g}, or use faster devices or a larger --tp",
             )
         possible = [shape for shape in possible if least[shape] <= each.limit]
     return possible
@@ -415,8 +421,8 @@ def _sized(
         kept.append(shape)
     if not kept:
         needed = min(fewest_devices, default=0)
-        message = f"{max_devices} devices hold {slo} with none of {kinds} kinds of deployment: " + (
-            f"{needed} are needed at the very least" if needed else "each is too slow even for a request alone"
+        message = f"none of {kinds} kinds of deployment meets {slo} with {max_devices} devices: " + (
+            f"at least {needed} are needed" if needed else "each is too slow even for a single request"
         )
         raise ConfigError(message, field="--max-devices" if needed else "--slo")
     return sizes, kept

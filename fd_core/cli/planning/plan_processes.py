@@ -131,7 +131,7 @@ def _result(line: bytes) -> ReportedRun:
 
 def _died() -> ConfigError:
     return ConfigError(
-        "a process that simulates ended before its answer", field="--jobs", hint="give fewer, or 1 to see its error"
+        "a simulation process ended without a result", field="--jobs", hint="use fewer, or 1 to see its error"
     )
 
 

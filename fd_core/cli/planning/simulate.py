@@ -54,7 +54,7 @@ def simulate(
         str,
         typer.Argument(
             metavar="WORKLOAD",
-            help="What clients ask for: KIND:key=value,... such as poisson:rate=4,requests=1000, a recorded trace such "
+            help="Workload: KIND:key=value,... such as poisson:rate=4,requests=1000, a recorded trace such "
             "as mooncake:FILE, or a TOML or JSON file with the same keys. See docs/study/workloads.md.",
         ),
     ] = "poisson:rate=2,requests=500",
@@ -62,7 +62,7 @@ def simulate(
         str,
         typer.Option(
             metavar="PROFILE",
-            help="What steps cost: a profile that `fdcore calibrate` wrote, a file, or DEVICE:MODEL to calculate one, "
+            help="Cost profile of steps: one that `fdcore calibrate` wrote, a file, or DEVICE:MODEL to calculate one, "
             "such as h100:llama-70b:tp=8.",
         ),
     ] = "smollm2-cpu",
@@ -71,42 +71,44 @@ def simulate(
     ] = None,
     prefill: Annotated[int, typer.Option(metavar="N", help="Prefill workers, of pairs.")] = 0,
     decode: Annotated[int, typer.Option(metavar="N", help="Decode workers, of pairs.")] = 0,
-    routers: Annotated[int | None, typer.Option(metavar="N", help="Routers; a worker alone has none.")] = None,
+    routers: Annotated[
+        int | None, typer.Option(metavar="N", help="Routers; a single worker has none by default.")
+    ] = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=V1,V2",
             help="Run with each value of a setting: any flag of this command without its dashes, workers, prefill, "
-            "decode, routers, profile, or load, a factor of the arrivals. Several --vary run every combination.",
+            "decode, routers, profile, or load, which scales the arrival rate. Several --vary run all combinations.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="First seed of workload and routers.")] = 0,
     seeds: Annotated[
-        int, typer.Option(metavar="N", min=1, max=1000, help="Runs of each setting, with seeds that follow.")
+        int, typer.Option(metavar="N", min=1, max=1000, help="Runs of each setting, with consecutive seeds.")
     ] = 1,
     slo: Annotated[
         str | None,
         typer.Option(metavar="LIMITS", help="Service level objective in seconds, such as ttft_p99=0.5,tpot_p99=0.05."),
     ] = None,
     by: Annotated[
-        str | None, typer.Option(metavar="FIGURE", help="Figure by which settings are compared, such as ttft_p99.")
+        str | None, typer.Option(metavar="FIGURE", help="Metric by which settings are compared, such as ttft_p99.")
     ] = None,
-    price: Annotated[float | None, typer.Option(metavar="MONEY", min=0, help="Price of a worker for an hour.")] = None,
+    price: Annotated[float | None, typer.Option(metavar="MONEY", min=0, help="Price of a worker per hour.")] = None,
     acceptance: Annotated[
         float,
-        typer.Option(metavar="SHARE", min=0, max=1, help="Chance of a draft to be kept, for --speculative-config."),
+        typer.Option(
+            metavar="SHARE", min=0, max=1, help="Acceptance probability of a draft token, for --speculative-config."
+        ),
     ] = 0.7,
     shared_store: Annotated[
-        bool, typer.Option("--shared-store", help="Keep KV in a store that all workers share.")
+        bool, typer.Option("--shared-store", help="Share KV between all workers through a store.")
     ] = False,
-    latency: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="Time that anything takes over the network.")
-    ] = 0.0002,
-    page: Annotated[Path | None, typer.Option(metavar="FILE", help="HTML page that shows everything.")] = None,
+    latency: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Network latency.")] = 0.0002,
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help="HTML report.")] = None,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="File that receives all figures; - is stdout.")
+        Path | None, typer.Option("--json", metavar="FILE", help="File for all results; - is stdout.")
     ] = None,
-    check: Annotated[bool, typer.Option(help="Compare every token of every answer with the model's.")] = True,
+    check: Annotated[bool, typer.Option(help="Verify every token of every answer.")] = True,
 ) -> None:
     """Simulate a deployment: the production scheduler, router, KV accounting and admission under a virtual clock.
 
@@ -197,9 +199,7 @@ def _axis(text: str) -> list[_Choice]:
     name = name.strip().removeprefix("--").replace("-", "_")
     words = [word.strip() for word in listed.split(",") if word.strip()]
     if not mark or not words:
-        raise ConfigError(
-            f"--vary {text!r:.80} names no values", field="--vary", hint="for example max_num_seqs=8,16,32"
-        )
+        raise ConfigError(f"--vary {text!r:.80} has no values", field="--vary", hint="for example max_num_seqs=8,16,32")
     readers: dict[str, Callable[[str], Any]] = {
         **{flag: partial(_parsed, flag) for flag in _FLAGS},
         **dict.fromkeys(_COUNTS, int),
@@ -207,12 +207,12 @@ def _axis(text: str) -> list[_Choice]:
         _LOAD: _factor,
     }
     if name not in readers:
-        hint = f"one of {', '.join(sorted(readers))}"
-        raise ConfigError(f"there is no setting {name!r:.60} that can be varied", field="--vary", hint=hint)
+        hint = f"use one of {', '.join(sorted(readers))}"
+        raise ConfigError(f"{name!r:.60} is not a setting that can be varied", field="--vary", hint=hint)
     try:
         return [(name, (word, readers[name](word))) for word in words]
     except ValueError:
-        raise ConfigError(f"--vary {name}: {listed!r:.80} are not numbers above 0", field="--vary") from None
+        raise ConfigError(f"--vary {name}: expected numbers above 0, got {listed!r:.80}", field="--vary") from None
 
 
 def _factor(word: str) -> float:
@@ -273,9 +273,9 @@ def _run_all(
     combinations = [dict(choices) for choices in itertools.product(*axes)]
     total = len(combinations) * len(seeds)
     if total > 1 and setup.engine.get("trace"):
-        raise ConfigError("several runs would write one trace", field="--trace", hint="leave out --vary and --seeds")
+        raise ConfigError("several runs cannot write the same trace", field="--trace", hint="remove --vary and --seeds")
     if total > 10_000:
-        raise ConfigError(f"{total:,} runs are asked for; 10,000 can be", field="--vary")
+        raise ConfigError(f"{total:,} runs exceed the limit of 10,000", field="--vary")
     # Contradictions are reported before anything runs.
     cases = [(chosen, _changed(setup, chosen)) for chosen in combinations]
     for chosen, changed in cases:
@@ -313,7 +313,7 @@ def _run_all(
 
 def _label(chosen: Mapping[str, tuple[str, Any]]) -> str:
     words = [f"{name}={Path(word).name}" for name, (word, value) in chosen.items() if not _is_number(value)]
-    return ", ".join(words) or "as asked"
+    return ", ".join(words) or "as specified"
 
 
 def _is_number(value: Any) -> bool:
@@ -331,7 +331,7 @@ def _values(chosen: Mapping[str, tuple[str, Any]], workload: Workload) -> dict[s
 
 
 def write_output(path: Path, content: bytes, flag: str) -> None:
-    """Write a file that a flag names; `-` is standard output. Raises `ConfigError` if it cannot be written."""
+    """Write the file of a flag; `-` is standard output. Raises `ConfigError` if it cannot be written."""
     from fd_core.simulation.workloads.files import write_whole
 
     if str(path) == "-":

@@ -1,4 +1,4 @@
-"""`fdcore conformance` and `fdcore doctor`: the report card of a plugin, and each operation of a backend by itself."""
+"""`fdcore conformance` and `fdcore doctor`: the report card of a plugin, and tests of single backend operations."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def conformance(
     ] = None,
     tool_parsers: Annotated[
         list[str] | None,
-        typer.Option("--tool-parser", metavar="NAME", help="Test a parser of tool calls instead; may be repeated."),
+        typer.Option("--tool-parser", metavar="NAME", help="Test a tool parser instead; may be repeated."),
     ] = None,
     reasoning_parsers: Annotated[
         list[str] | None,
-        typer.Option("--reasoning-parser", metavar="NAME", help="Test a parser of reasoning instead; may be repeated."),
+        typer.Option("--reasoning-parser", metavar="NAME", help="Test a reasoning parser instead; may be repeated."),
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every result to FILE.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results to FILE.")] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the support table to FILE, one page.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the support table to FILE, as one page.")
     ] = None,
     expression: Annotated[
-        str | None, typer.Option("-k", metavar="EXPR", help="Run only the tests that match, as in pytest.")
+        str | None, typer.Option("-k", metavar="EXPR", help="Run only matching tests, as in pytest.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Leave out production sizes and most random sequences: about a minute.")
+        bool, typer.Option("--quick", help="Skip production sizes and most random sequences; takes about a minute.")
     ] = False,
 ) -> None:
     """Run the conformance kit on backends, schedulers, postprocessors or parsers, and print their report cards.
@@ -78,7 +78,7 @@ def conformance(
     asked = (backends, schedulers, postprocessors, tool_parsers, reasoning_parsers)
     if sum(map(bool, asked)) != 1:
         kinds = "--scheduler, --postprocess, --tool-parser or --reasoning-parser"
-        raise typer.BadParameter(f"name backends, or others with {kinds}: one of them, not several")
+        raise typer.BadParameter(f"specify either backends or one of {kinds}")
     require_packages()
     import msgspec
     from rich.console import Console
@@ -100,7 +100,7 @@ def conformance(
             nonlocal told
             state = f"{target}: {done} tests{f', {failed} failed' if failed else ''}"
             status.update(state)
-            # A file or another program sees no status line, but needs a sign of progress as well.
+            # Without a terminal there is no status line, so print progress lines.
             if not console.is_terminal and time.monotonic() > told + _TELLS_SECONDS:
                 told = time.monotonic()
                 print(state, file=sys.stderr, flush=True)
@@ -118,7 +118,7 @@ def conformance(
 
 
 def require_writable(path: Path | None) -> None:
-    """Check it before the tests run, not after. Raises `ConfigError`."""
+    """Raise `ConfigError` if the file cannot be written; called before the tests run."""
     try:
         if path is not None:
             path.touch()
@@ -132,16 +132,16 @@ def doctor(
         str, typer.Argument(metavar="BACKEND", help="An installed backend, such as cpu, or cpu:dtype=float32.")
     ],
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="OPERATION", help="Try only this one; may be repeated.")
+        list[str] | None, typer.Option("--only", metavar="OPERATION", help="Test only this operation; may be repeated.")
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every finding to FILE.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all findings to FILE.")] = None,
 ) -> None:
-    """Try each operation of a backend by itself, and report what is missing, wrong, on the host or slow.
+    """Test each operation of a backend by itself, and report operations that are missing, wrong, slow or on the host.
 
     Every operation is computed in each dtype that the backend offers, in three sizes, and compared with numpy as the
     conformance kit compares it. The largest is timed against a floor: the bytes that must move, at the bandwidth of a
-    copy on the same device. It runs in a separate process, so an operation that ends the process is reported like
-    any other. The exit code is 0 if all is well, and 4 if an operation is missing or wrong.
+    copy on the same device. It runs in a separate process, so an operation that ends the process is reported like any
+    other. The exit code is 0 if all operations pass, and 4 if one is missing or wrong.
     """
     import msgspec
     from rich.console import Console
@@ -175,7 +175,7 @@ def _print(report: DoctorReport, console: Console) -> None:
     table.add_column("dtype")
     table.add_column("Is", overflow="fold")
     table.add_column("Time", justify="right")
-    table.add_column("Times its floor", justify="right")
+    table.add_column("Ratio to floor", justify="right")
     groups: dict[tuple[str, str, str], list[OpFinding]] = {}
     for finding in report.findings:
         groups.setdefault((finding.primitive, finding.case, finding.dtype), []).append(finding)
@@ -184,19 +184,19 @@ def _print(report: DoctorReport, console: Console) -> None:
     console.print(table)
     for pack in report.packs:
         speed = "not measured" if pack.bandwidth is None else f"{pack.bandwidth / 1e9:,.1f} GB/s"
-        console.print(Text(f"{pack.dtype}: {plain(pack.device)}; a copy on it moves {speed}"))
+        console.print(Text(f"{pack.dtype}: {plain(pack.device)}; copy bandwidth {speed}"))
         if pack.emulated:
-            console.print(Text("  emulated: it did not run on the hardware it is for", "bold yellow"))
+            console.print(Text("  emulated: it did not run on its target hardware", "bold yellow"))
     bad = [finding for finding in report.findings if finding.bad]
     for finding in bad:
         where = " ".join(filter(None, (finding.primitive, finding.case, finding.dtype, finding.size)))
         console.print(Text(f"{where}: {finding.outcome}: {plain(finding.reason)}", "red"), soft_wrap=True)
     for reason in dict.fromkeys(finding.reason for finding in report.findings if finding.outcome == "limit"):
-        console.print(Text(f"left out: {plain(reason)}", "yellow"), soft_wrap=True)
+        console.print(Text(f"skipped: {plain(reason)}", "yellow"), soft_wrap=True)
     names = dict.fromkeys(f"{finding.primitive} {finding.case}".rstrip() for finding in bad)
-    verdict = f"missing or wrong: {', '.join(names)}" if names else "all operations are there and right"
+    verdict = f"missing or wrong: {', '.join(names)}" if names else "all operations are present and correct"
     if not names and not report.well:
-        verdict = "nothing could be examined"
+        verdict = "nothing could be tested"
     console.print(Text(f"{report.backend}: {verdict}", "bold green" if report.well else "bold red"), soft_wrap=True)
 
 
@@ -208,7 +208,7 @@ def _add_row(table: Table, name: str, dtype: str, findings: list[OpFinding]) -> 
         outcomes = dict.fromkeys(finding.outcome for finding in bad)
         state, style = f"{', '.join(outcomes)} ({', '.join(finding.size or 'all' for finding in bad)})", "bold red"
     elif all(finding.outcome == "limit" for finding in findings):
-        state, style = "left out", "yellow"
+        state, style = "skipped", "yellow"
     is_so: Text = Text(state, style)
     if fell_back := next((finding.fell_back for finding in findings if finding.fell_back), ""):
         is_so.append(f"\non the host: {plain(fell_back)}", "yellow")

@@ -72,12 +72,12 @@ def inspect_plugin(point: importlib.metadata.EntryPoint) -> Inspection:
     watch = _Watch()
     plugins = Plugins.discover([point])
     findings = [Finding(problem.cause, problem.hint) for problem in plugins.problems if problem.kind is None]
-    late = f"every fdcore command discovers plugins: let {point.module} import it inside the functions that need it"
+    late = f"every fdcore command discovers plugins: in {point.module}, import it inside the functions that need it"
     findings += watch.since("discovering it", late)
     own = [origin for origin in plugins.origins if origin.distribution != "fd-core"]
     offers = [offer for origin in own for offer in plugins.offers(origin)]
     if not offers and not findings:
-        findings.append(Finding("it offers nothing", "implement one of the hooks in fd_core/hookspecs.py"))
+        findings.append(Finding("it registers nothing", "implement one of the hooks in fd_core/hookspecs.py"))
     answers: list[str] = []
     for offer in offers:
         findings += _inspect_offer(offer, watch, answers)
@@ -92,30 +92,30 @@ def inspect_plugin(point: importlib.metadata.EntryPoint) -> Inspection:
 def _inspect_offer(offer: PluginOffer, watch: _Watch, answers: list[str]) -> Iterator[Finding]:
     about = offer.label
     if len(offer.entry.summary.splitlines()) != 1 or not offer.entry.summary.strip():
-        cause = "its summary, which `fdcore plugins` shows, is not one line"
-        yield Finding(cause, f"say in the Entry what {offer.name} is, in one line", about)
+        cause = "its summary, shown by `fdcore plugins`, is not one line"
+        yield Finding(cause, f"describe {offer.name} in the Entry, in one line", about)
     try:
         cls = offer.load()
         if inspect.isabstract(cls):
             missing = " and ".join(sorted(cls.__abstractmethods__))
-            yield Finding(f"{offer.entry.target} leaves {missing} open", f"implement {missing}", about)
+            yield Finding(f"{offer.entry.target} does not implement {missing}", f"implement {missing}", about)
         if offer.kind is POSTPROCESS and not (cls.serves and isinstance(cls.serves, tuple)):
-            hint = 'write serves = ("torch",) or other names of frameworks or backends in the class'
-            yield Finding(f"{offer.entry.target} does not say what it serves", hint, about)
+            hint = 'set serves = ("torch",), or other frameworks or backends, in the class'
+            yield Finding(f"{offer.entry.target} does not set `serves`", hint, about)
         if offer.kind is not BACKEND:
             return
         late = (
-            "`--backend auto` and `fdcore env` ask every backend: import it in make_ops, and look for it in probe with "
-            "importlib.util.find_spec or in a process of its own"
+            "`--backend auto` and `fdcore env` probe every backend: import it in make_ops, and detect it in probe "
+            "with importlib.util.find_spec or in a separate process"
         )
         yield from watch.since(f"importing {offer.entry.target}", late, about)
         if getattr(cls, "name", None) != offer.name:
-            cause = f"{offer.entry.target} calls itself {getattr(cls, 'name', None)!r}"
-            yield Finding(cause, f"write name = {offer.name!r} in the class, or correct the name of the Entry", about)
+            cause = f"{offer.entry.target} has the name {getattr(cls, 'name', None)!r}"
+            yield Finding(cause, f"set name = {offer.name!r} in the class, or correct the name of the Entry", about)
         availability = offer.probe()
         yield from watch.since(f"{offer.entry.target}.probe", late, about)
         if not availability.reason.strip():
-            yield Finding("its probe gives no reason", "give users one line that they understand", about)
+            yield Finding("its probe gives no reason", "return a reason of one line that users understand", about)
         answers.append(f"{about} {'can' if availability.available else 'cannot'} run here: {availability.reason}")
     except PluginError as error:
         yield Finding(str(error.__cause__), error.hint or "", about)
@@ -139,12 +139,12 @@ class Checked(msgspec.Struct, frozen=True):
         return name in (self.entry_point.split(" ")[0], *self.seen.names) or _same(name, self.distribution)
 
     def paragraphs(self) -> list[str]:
-        """Return a paragraph for each problem: where, what, and what to do."""
+        """Return a paragraph for each problem: location, cause and remedy."""
         where = f"{self.distribution} {self.version}"
         if self.entry_point:
             where += f", entry point {self.entry_point}"
         return [
-            f"{where}{', ' if finding.about else ''}{finding.about}: {finding.cause}. What to do: {finding.hint}."
+            f"{where}{', ' if finding.about else ''}{finding.about}: {finding.cause}. Remedy: {finding.hint}."
             for finding in self.seen.findings
         ]
 
@@ -166,19 +166,19 @@ def _checked(point: EntryPoint) -> Checked:
 def _inspect_apart(distribution: str, entry_point: str) -> Inspection:
     command = [sys.executable, "-P", "-m", "fd_core.cli.plugins.plugin_check", distribution, entry_point]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-    hint = "its own code does this while it is imported or asked: install another version of it or ask its maker"
+    hint = "its code does this during import or probe: install another version of it, or ask its author"
     try:
         ended = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired:
-        return Inspection(findings=(Finding(f"it did not answer in {_TIMEOUT} seconds", hint),))
+        return Inspection(findings=(Finding(f"it did not respond within {_TIMEOUT} seconds", hint),))
     try:
         return msgspec.json.decode(ended.stdout, type=Inspection)
     except msgspec.DecodeError:
         words = ended.stderr.decode(errors="replace").split()
-        said = f", and its last words were: {' '.join(words[-30:])}" if words else ""
-        return Inspection(findings=(Finding(f"it ended the process with code {ended.returncode}{said}", hint),))
+        said = f", with the last output: {' '.join(words[-30:])}" if words else ""
+        return Inspection(findings=(Finding(f"it ended the process with exit code {ended.returncode}{said}", hint),))
 
 
 def _with_contested_names(checked: Sequence[Checked]) -> Iterator[Checked]:
@@ -191,7 +191,7 @@ def _with_contested_names(checked: Sequence[Checked]) -> Iterator[Checked]:
     for each in checked:
         for label in each.seen.offers:
             givers.setdefault(label, []).append(each.distribution)
-    hint = "a name that two plugins offer is given to neither: uninstall one of them, or rename your own"
+    hint = "a name that two plugins offer is disabled: uninstall one of them, or rename your own"
     contested = {
         label: Finding(f"the name is offered by {' and '.join(names)}", hint, label)
         for label, names in givers.items()
@@ -203,7 +203,7 @@ def _with_contested_names(checked: Sequence[Checked]) -> Iterator[Checked]:
 
 
 def _without_entry_point(name: str, checked: Sequence[Checked]) -> Checked:
-    """Explain why no plugin is called `name`: its distribution may be there without an entry point."""
+    """Explain why no plugin is called `name`: its distribution may be installed without an entry point."""
     for guess in (name, f"fd-{name}"):
         try:
             version = importlib.metadata.version(guess)
@@ -212,14 +212,14 @@ def _without_entry_point(name: str, checked: Sequence[Checked]) -> Checked:
         if _same(guess, "fd-core"):
             break
         group = f"project.entry-points.{ENTRY_POINT_GROUP}"
-        cause = f"it is installed but has no entry point in group {ENTRY_POINT_GROUP}, so it is no plugin"
-        hint = f"if it is meant to be one, name its module under [{group}] in its pyproject.toml and install it again"
+        cause = f"it is installed but has no entry point in group {ENTRY_POINT_GROUP}, so it is not a plugin"
+        hint = f"to make it one, add its module under [{group}] in its pyproject.toml and reinstall it"
         return Checked(guess, version, "", Inspection(findings=(Finding(cause, hint),)))
     core = Plugins.discover([])
     if any(offer.name == name for origin in core.origins for offer in core.offers(origin)):
-        raise ConfigError(f"{name} comes with fd_core itself; this command checks installed plugins", field="NAME")
+        raise ConfigError(f"{name} is part of fd_core; this command checks installed plugins", field="NAME")
     there = ", ".join(each.distribution for each in checked) or "none"
-    raise PluginError(f"no plugin called {name!r} is installed", field="NAME", hint=f"there are: {there}")
+    raise PluginError(f"plugin {name!r} is not installed", field="NAME", hint=f"installed: {there}")
 
 
 def _same(name: str, other: str) -> bool:

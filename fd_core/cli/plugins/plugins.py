@@ -56,9 +56,9 @@ def check(
         str | None, typer.Argument(metavar="[NAME]", help="An entry point, a distribution or a backend. [default: all]")
     ] = None,
 ) -> None:
-    """Explain what is wrong with installed plugins.
+    """Check installed plugins, and explain problems and remedies.
 
-    Each is imported and probed in a separate process. Exits with code 4 if something is wrong.
+    Each is imported and probed in a separate process. Exits with code 4 if there is a problem.
     """
     from fd_core.cli.plugins.plugin_check import check_plugins
 
@@ -72,24 +72,25 @@ def check(
         print(plain(f"{each.distribution} {each.version}: {', '.join(dict.fromkeys(each.seen.names))}"))
         for answer in each.seen.answers:
             print(f"  {plain(answer)}")
-    print(f"{len(checked)} plugin{'' if len(checked) == 1 else 's'} checked, nothing is wrong")
+    print(f"{len(checked)} plugin{'' if len(checked) == 1 else 's'} checked, no problems found")
 
 
 @app.command()
 @reports_errors
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What users will write after the flag that takes it.")],
-    kind: Annotated[PluginKind, typer.Option("--kind", help="What the plugin offers.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name by which users select it, the value of its flag.")],
+    kind: Annotated[PluginKind, typer.Option("--kind", help="Kind of plugin.")],
     framework: Annotated[
-        Framework | None, typer.Option("--framework", help="Whose operations a backend begins with. [default: numpy]")
+        Framework | None,
+        typer.Option("--framework", help="Framework whose operations a backend starts with. [default: numpy]"),
     ] = None,
     into: Annotated[
-        Path | None, typer.Option("--into", metavar="DIR", help="Folder of the project. [default: NAME, which is made]")
+        Path | None, typer.Option("--into", metavar="DIR", help="Folder of the project. [default: NAME]")
     ] = None,
 ) -> None:
-    """Write the project of a plugin that passes its conformance kit as written.
+    """Create a plugin project that passes its conformance kit as generated.
 
-    A backend starts on the CPU. Nothing is overwritten.
+    A generated backend runs on the CPU. Nothing is overwritten.
     """
     from fd_core.cli.plugins.scaffold.project import write_project
 
@@ -99,11 +100,11 @@ def new(
 
 @reports_errors
 def install(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A plugin of this project, or any distribution.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A plugin of fd_core, or any distribution.")],
 ) -> None:
     """Install a plugin into this environment.
 
-    NAME is one of the project's plugins or any distribution on the package index. Afterwards the command shows what the
+    NAME is one of fd_core's plugins or any distribution on the package index. Afterwards the command shows what the
     plugin offers, and why a part of it cannot run here.
     """
     from fd_core.plugins import KNOWN_PLUGINS
@@ -111,13 +112,13 @@ def install(
     target = _requirement(name)
     if importlib.util.find_spec("pip") is None:
         raise PluginError(
-            "this environment has no pip", hint=f"install {target} with the tool that made the environment"
+            "this environment has no pip", hint=f"install {target} with the tool that created the environment"
         )
     ended = subprocess.run([sys.executable, "-m", "pip", "install", "--", target], check=False)
     if ended.returncode != 0:
-        hint = None if name in KNOWN_PLUGINS else f"the project's own plugins are {', '.join(KNOWN_PLUGINS)}"
-        raise PluginError(f"pip could not install {target}; its own words are above", hint=hint)
-    # This process has the environment from before the installation; a fresh one has the current one.
+        hint = None if name in KNOWN_PLUGINS else f"the plugins of fd_core are {', '.join(KNOWN_PLUGINS)}"
+        raise PluginError(f"pip could not install {target}; see its output above", hint=hint)
+    # This process has cached the environment from before the installation; a new one reads the current one.
     distribution = KNOWN_PLUGINS.get(name, name.partition("==")[0])
     check = [sys.executable, "-P", "-m", "fd_core.cli", "plugins", "check", distribution]
     checked = subprocess.run(check, check=False)
@@ -136,6 +137,6 @@ def _requirement(name: str) -> str:
             raise ConfigError(f"the plugin {name} is not part of this version", field="NAME")
         return str(folder)
     if not _DISTRIBUTION.fullmatch(name):
-        hint = f"{', '.join(KNOWN_PLUGINS)}, or a name such as fd-mychip or fd-mychip==1.2"
-        raise ConfigError(f"{name!r} is not the name of a distribution", field="NAME", hint=hint)
+        hint = f"use one of {', '.join(KNOWN_PLUGINS)}, or a name such as fd-mychip or fd-mychip==1.2"
+        raise ConfigError(f"{name!r} is not a valid distribution name", field="NAME", hint=hint)
     return name

@@ -39,9 +39,7 @@ def cluster() -> None:
 @reports_errors
 def serve(
     file: File,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only check the file and the variables that it names.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only validate the file and its variables.")] = False,
 ) -> None:
     """Start the processes of FILE.toml, supervise them, and end them all on Ctrl-C.
 
@@ -73,7 +71,7 @@ def serve(
         worker_spec(name, config, name, ClusterSecrets(), variables)
     launcher_class = plugins.load(LAUNCHER, config.launcher)
     if check:
-        print(f"{file} can be served")
+        print(f"{file} is valid")
         return
     configure_logs("info", "text", access=False)
     console = Console(stderr=True)
@@ -104,7 +102,9 @@ def status(file: File) -> None:
         with urllib.request.urlopen(f"{url}/status.json", timeout=10) as answer:  # noqa: S310  # http, as above
             shown = msgspec.json.decode(answer.read(), type=DeploymentStatus)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise FdError(f"no deployment answers at {url}: {error}", hint="`fdcore cluster serve` has to run") from None
+        raise FdError(
+            f"no deployment responds at {url}: {error}", hint="check that `fdcore cluster serve` is running"
+        ) from None
     for line in shown_status(shown):
         print(plain(line))
 
@@ -146,7 +146,7 @@ def _given(group: RouterGroup | WorkerGroup, where: str, flags: Sequence[Flag]) 
         for key in keys:
             if key.replace("_", "-") not in known:
                 hint = hint_for_key(key, flags)
-                raise ConfigError(f"there is no setting {key!r}", field=f"{where}.{table}", hint=hint)
+                raise ConfigError(f"unknown setting {key!r}", field=f"{where}.{table}", hint=hint)
     return {known[key.replace("_", "-")].field: value for key, value in group.settings.items()}
 
 
@@ -170,7 +170,7 @@ async def _serve(deployment: Deployment, sock: socket.socket, console: Console) 
         page = DeploymentPage(deployment, time.monotonic, sock)
     try:
         with signals_stop(stop, hurry):
-            title = "fdcore serves a deployment"
+            title = "fdcore cluster"
             await deployment.run(stop, hurry, lambda: show_summary(console, _summary(deployment), title))
     finally:
         await page.close()
@@ -191,7 +191,7 @@ def _workers(group: WorkerGroup) -> str:
     fewest, most = group.bounds
     if fewest == most:
         return f"{fewest} {group.role}"
-    return f"{fewest} to {most} {group.role}, by the policy {group.policy}"
+    return f"{fewest} to {most} {group.role}, policy {group.policy}"
 
 
 def shown_status(status: DeploymentStatus) -> Iterator[str]:
@@ -202,7 +202,7 @@ def shown_status(status: DeploymentStatus) -> Iterator[str]:
         if group.role != "router":
             said += [f"{group.running} running", f"{group.waiting} waiting", f"{group.kv_usage:.0%} of KV in use"]
         if group.ttft_seconds is not None:
-            said.append(f"first token within {group.ttft_seconds:g} s for 9 of 10")
+            said.append(f"p90 time to first token {group.ttft_seconds:g} s")
         if group.reason:
             said.append(f"given up: {group.reason}")
         yield f"{name} ({group.role}): {', '.join(said)}"

@@ -1,4 +1,4 @@
-"""`fdcore route`: one address in front of several servers."""
+"""`fdcore route`: a load balancer for several workers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _WORKERS: Final[Mapping[Role, str]] = {"mixed": "Workers", "prefill": "Prefill",
 def route(given: Given) -> None:
     """Serve several workers as one: each request goes to the worker that will compute it soonest.
 
-    Workers are named with --worker, or as pairs with --prefill and --decode, on the command line or in a file, or they
-    register themselves: `fdcore serve MODEL --router URL`.
-    The TOML or JSON file of --config accepts every setting, also by the names of FastDeploy's router.
+    Workers are listed with --worker, or as pairs with --prefill and --decode, on the command line or in a file, or they
+    register themselves: `fdcore serve MODEL --router URL`. The TOML or JSON file of --config accepts every setting,
+    also by the names of FastDeploy's router.
     """
     from fd_core.cli.settings.settings import ROLE_FLAGS, merge_route
 
@@ -115,15 +115,15 @@ def summary(
     """Return the start-up summary, as labels and values. No secrets: keys are counted, never shown."""
     from fd_core.cli.serving.summary import clients
 
-    admin = f"at {gateway.admin_host} port {gateway.admin_port}, with the secret" if gateway.router_secret else "nobody"
+    admin = f"at {gateway.admin_host} port {gateway.admin_port}, with the secret" if gateway.router_secret else "none"
     workers = [(_WORKERS[role], ", ".join(urls)) for role, urls in gateway.by_role.items() if urls]
     interval, timeout = router.health_check_interval_secs, router.health_check_timeout_secs
-    checks = f"{router.health_check_endpoint} every {interval:g} s, {timeout:g} s to answer"
+    checks = f"{router.health_check_endpoint} every {interval:g} s, timeout {timeout:g} s"
     return [
         ("URL", f"{url}/v1"),
         ("Live page", url),
-        *(workers or [("Workers", "those that register")]),
-        ("May register", admin),
+        *(workers or [("Workers", "registered ones")]),
+        ("Registration", admin),
         ("Policy", ", ".join(f"{router.policy_of(role)} for {role}" for role in gateway.roles)),
         ("Prompts", _prompts(text, uses_prefix)),
         ("Attempts", f"{router.max_attempts} workers or pairs, before the first byte"),
@@ -136,5 +136,5 @@ def _prompts(text: ModelText | None, uses_prefix: bool) -> str:
     if text is not None:
         return f"compared by the tokens of {text.name}"
     if uses_prefix:
-        return "compared by their bytes until a worker says which model it serves, and that is on this machine"
-    return "counted by their bytes; this policy does not compare them"
+        return "compared by their bytes until a worker reports its model, if its tokenizer is on this machine"
+    return "counted by their bytes; this policy does not compare prompts"

@@ -26,7 +26,7 @@ _SERVER: Final = tuple(
     served_model_names chat_template trust_request_chat_template tool_call_parser reasoning_parser engine log_level
     """.split()
 )
-"""Settings of the server that matter without connections."""
+"""Settings of the server that apply without connections."""
 
 
 @reports_errors
@@ -34,11 +34,9 @@ _SERVER: Final = tuple(
 def run_batch(
     given: Given,
     source: Annotated[
-        Path, typer.Option("--input", "-i", metavar="FILE", help="Requests in OpenAI's batch format, one a line.")
+        Path, typer.Option("--input", "-i", metavar="FILE", help="Requests in OpenAI's batch format, one per line.")
     ],
-    target: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="File that receives the answers, one a line.")
-    ],
+    target: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File for the answers, one per line.")],
     model: Annotated[
         str | None,
         typer.Option(
@@ -57,7 +55,7 @@ def run_batch(
     settings = merge(model, given, os.environ, default_model="smollm2")
     os.environ["FD_LOG_LEVEL"] = settings.server.log_level
     if source.resolve() == target.resolve():
-        raise ConfigError("the output would replace the input", field="--output", hint="name another file")
+        raise ConfigError("the output would replace the input", field="--output", hint="choose another file")
     with interrupts_end_it():
         import asyncio
 
@@ -113,7 +111,7 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
         async def sent(path: str, body: bytes, request_id: str) -> AsgiAnswer:
             answer = await ask(app, path, body, request_id, owner="")
             if answer.status == 503 and not client.alive and not client.restarts:
-                raise EngineDead("the engine is gone; run the command again to go on where it stopped")
+                raise EngineDead("the engine failed; run the command again to resume")
             return answer
 
         def take(answer: BatchAnswer) -> None:
@@ -140,7 +138,5 @@ def _check_resumable(requests: list[BatchLine], answers: AnswerFile) -> None:
     ids = {request.id: request.custom_id for request in requests}
     for known in answers.known.values():
         if ids.get(known.id, "") != known.custom_id:
-            message = (
-                f"{answers.path}.partial has the answer to {known.custom_id!r}, which the input does not have there"
-            )
-            raise ConfigError(message, field="--output", hint="delete it, or name another file")
+            message = f"{answers.path}.partial has an answer to {known.custom_id!r}, which does not match the input"
+            raise ConfigError(message, field="--output", hint="delete it, or choose another file")

@@ -1,7 +1,7 @@
 """Runs `fdcore` with secrets from variables: `python -m fd_core.cli.serving.sealed serve ...`.
 
 The content of a variable `FD_CONTENT_OF_X` becomes a file in memory, which only this process and its children can read,
-and `FD_X` its path. So a secret is in no command line and on no disk.
+and `FD_X` its path. So secrets are never in a command line or on a disk.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
             stop=stop,
         )
         if any(engine.gone for engine in client.engines):
-            raise EngineDead(f"the server ended because {client.missing}")
+            raise EngineDead(f"the server exited because {client.missing}")
 
 
 async def _stop_when_gone(client: EngineClient, stop: asyncio.Event) -> None:
@@ -150,7 +150,7 @@ async def _stop_when_gone(client: EngineClient, stop: asyncio.Event) -> None:
 
     while not any(engine.gone for engine in client.engines):
         await asyncio.sleep(_LOOK_SECONDS)
-    log.error("an engine is gone for good: the server ends, and what runs on other engines may go on until then")
+    log.error("an engine failed permanently: the server drains and exits, requests on other engines may finish")
     stop.set()
 
 

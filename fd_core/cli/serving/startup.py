@@ -37,12 +37,12 @@ class LocalModel:
     """A model on this machine, ready to be loaded by an engine."""
 
     config: EngineConfig
-    """Settings with the model's display name in place of what was typed."""
+    """Settings with the model's display name instead of the given one."""
     path: Path | None
     """None for a backend that needs no checkpoint."""
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    """None if the model cannot chat."""
+    """None if the model has no chat template."""
 
 
 class StartupBars(ProgressSink):
@@ -125,7 +125,7 @@ def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, ar
         loaded.append(None if name is None else installed_plugins().load(kind, name))
         said.append((name or "none") + (" (fits the chat template)" if asked == "auto" and name else ""))
         if asked == "auto" and name is None:
-            said[-1] = f"none: no {kind.word} is known for this chat template; {kind.flag} names one"
+            said[-1] = f"none: no {kind.word} is known for this chat template; set one with {kind.flag}"
     return ChosenParsers(Parsers(*loaded), *said)
 
 
@@ -150,7 +150,7 @@ async def running_engine(
 
     client = await open_client(model.config, model.path, where=where, engines=engines, progress=bars, begun=begun)
     if bars is not None and client.info.emulated:
-        bars.warn(f"Backend {client.info.backend} is emulated, slow and no sign of what the hardware does.")
+        bars.warn(f"Backend {client.info.backend} is emulated: slow, and not representative of the hardware.")
     try:
         yield client
     finally:

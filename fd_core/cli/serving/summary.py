@@ -14,7 +14,7 @@ from fd_core.engine.process.messages import EngineInfo
 from fd_core.ops.weights import RAW_TYPES, WEIGHT_FORMATS, WeightUse
 
 _LOUD: Final = "WARNING: "
-"""Prefix of a value that users should not overlook."""
+"""Prefix of a value that is highlighted."""
 
 
 def summary(
@@ -57,27 +57,27 @@ def show_summary(console: Console, rows: list[tuple[str, str]], title: str = "fd
     for label, value in rows:
         table.add_row(label, value, style="bold red" if value.startswith(_LOUD) else None)
     console.print(table, markup=False, highlight=False)
-    console.print("Ctrl-C stops it after running requests have ended.")
+    console.print("Ctrl-C stops the server after running requests have finished.")
 
 
 def _engines(info: EngineInfo, count: int) -> str:
     return (
-        f"{count}, each on its share of the machine with {info.max_num_seqs // count:,} slots; requests are placed by "
-        "cached prefix and load"
+        f"{count}, each with a share of the machine and {info.max_num_seqs // count:,} slots; placement by cached "
+        "prefix and load"
     )
 
 
 def _context(info: EngineInfo, engines: int) -> str:
-    """Return the longest context, and the cause if the KV cache keeps it below what the model was trained for."""
+    """Return the context length, and the reason if the KV cache limits it."""
     held = info.num_kv_blocks // engines * info.block_size
     if info.max_model_len == held < info.model_max_len:
-        return f"{held:,}: all that the KV cache holds; the model was made for {info.model_max_len:,}"
+        return f"{held:,}, limited by the KV cache; the model supports {info.model_max_len:,}"
     return f"{info.max_model_len:,}"
 
 
 def _adapters(info: EngineInfo) -> str:
     loaded = ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in info.adapters) or "none yet"
-    return loaded if info.lora_folder is None else f"{loaded}; others may be loaded from {info.lora_folder}"
+    return loaded if info.lora_folder is None else f"{loaded}; more can be loaded from {info.lora_folder}"
 
 
 def _weight_use(info: EngineInfo, use: WeightUse) -> str:
@@ -92,19 +92,19 @@ def _weight_use(info: EngineInfo, use: WeightUse) -> str:
     if use.stored in RAW_TYPES:
         return f"{use.stored} in {use.computed} ({size})"
     why = ", ".join(info.weight_formats) or "no packed weights"
-    return f"{use.stored} expanded to {use.computed} ({size}), because {info.backend} computes {why}"
+    return f"{use.stored} dequantized to {use.computed} ({size}), because {info.backend} supports {why}"
 
 
 def _store(info: EngineInfo) -> str:
     if info.kv_store is None:
-        return "none: KV ends with the engine"
+        return "none: KV is lost when the engine ends"
     return info.kv_store if info.kv_store_answers else _LOUD + info.kv_store
 
 
 def _role(info: EngineInfo) -> str:
     if info.role == "prefill":
-        return f"prefill: computes prompts for decode workers, which reach it at port {info.kv_port}"
-    return f"decode: prompts come from the prefill workers that a router names, through {info.kv_connector}"
+        return f"prefill: computes prompts for decode workers, which connect to port {info.kv_port}"
+    return f"decode: receives prompts from the prefill workers that a router selects, through {info.kv_connector}"
 
 
 def clients(host: str, keys: Sequence[str], file: str | None) -> str:

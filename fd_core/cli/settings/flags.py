@@ -1,6 +1,7 @@
-"""Every setting of users, once: its flag, its field, its parser and its meaning.
+"""Every user setting, once: its flag, its field, its parser and its help.
 
-Flags, environment variables (`FD_` and the field in capitals) and keys of a settings file all come from this table.
+Flags, environment variables (`FD_` and the field in capitals) and keys of a settings file are all derived from this
+table.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _MIN_SECRET_CHARS: Final = 16
 
 
 def text(value: Any) -> str:
-    """Return `value` as it is; it must be text and not empty."""
+    """Return `value` unchanged; it must be non-empty text."""
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{value!r} is not a text")
+        raise ValueError(f"expected text, got {value!r}")
     return value
 
 
@@ -43,10 +44,10 @@ def keys(value: Any) -> tuple[str, ...]:
     """Return API keys from a list or from one text. Errors never contain the key."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or not parts:
-        raise ValueError("it must be a key or a list of keys")
+        raise ValueError("expected a key or a list of keys")
     for part in parts:
         if not isinstance(part, str) or not part or not all("!" <= letter <= "~" for letter in part):
-            raise ValueError("a key must not be empty and may have visible ASCII characters only")
+            raise ValueError("a key must consist of visible ASCII characters and must not be empty")
     return tuple(parts)
 
 
@@ -71,7 +72,7 @@ def secret_in_file(path: Any) -> str:
     """Return the secret in a file: one line of at least 16 visible ASCII characters. It is never shown."""
     lines = keys_in_file(path)
     if len(lines) != 1 or len(lines[0]) < _MIN_SECRET_CHARS:
-        raise ValueError(f"{path} must hold one line of at least {_MIN_SECRET_CHARS} characters")
+        raise ValueError(f"{path} must contain one line of at least {_MIN_SECRET_CHARS} characters")
     return lines[0]
 
 
@@ -106,7 +107,7 @@ def speculation(value: Any) -> SpeculativeConfig:
         options = {name: table.pop(name) for name in list(table) if name not in own}
         return msgspec.convert({**table, "options": options}, SpeculativeConfig)
     except (ConfigError, msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{error}; an example is {_SPECULATION}") from None
+        raise ValueError(f"{error}; for example {_SPECULATION}") from None
 
 
 Command = Callable[..., None]
@@ -196,44 +197,47 @@ def _annotation(flag: Flag) -> Any:
 
 TRANSFER_SECRET_FILE: Final = Flag(
     "transfer_secret_file",
-    "File with the secret shared by prefill workers, decode workers and their router; by default the user's own.",
+    "File with the secret shared by prefill workers, decode workers and their router; by default one in the cache "
+    "folder.",
     "FILE",
 )
 
 ENGINE_FLAGS: Final = (
     Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available."),
-    Flag("dtype", "Number type in which the model computes.", "TYPE"),
-    Flag("quantization", "What weights of linear layers become at loading; `auto` leaves them as stored.", "FORM"),
-    Flag("kv_cache_dtype", "Number type of keys and values: auto for the model's own, or int8 to halve them.", "TYPE"),
+    Flag("dtype", "Data type of the model's computations.", "TYPE"),
+    Flag("quantization", "Quantize the weights of linear layers at loading; `auto` uses them as stored.", "FORM"),
+    Flag("kv_cache_dtype", "Data type of the KV cache: auto for the model's, or int8 for half of the memory.", "TYPE"),
     Flag(
         "attention_backend",
-        "What computes attention on backends that have a choice; auto takes the first that computes right.",
+        "Attention implementation, on backends with several; auto selects the first that passes its test.",
     ),
     Flag(
         "max_model_len",
-        "Longest request, prompt and output together, in tokens; by default the model's own limit.",
+        "Longest request, prompt and output together, in tokens; by default the model's limit.",
         "TOKENS",
     ),
-    Flag("max_num_seqs", "Requests that run at the same time."),
-    Flag("max_num_batched_tokens", "Most tokens computed in one step; by default the backend's own choice.", "TOKENS"),
+    Flag("max_num_seqs", "Most requests that run at the same time."),
+    Flag(
+        "max_num_batched_tokens",
+        "Step token budget: most tokens computed in one step; by default the backend's choice.",
+        "TOKENS",
+    ),
     Flag("block_size", "Tokens in one KV block.", "TOKENS"),
     Flag("num_kv_blocks", "Number of blocks in the KV cache."),
     Flag("kv_cache_memory", "Device memory for the KV cache, such as 256M or 2Gi."),
-    Flag(
-        "gpu_memory_utilization", "Share of free device memory used for the KV cache, above 0 and at most 1.", "SHARE"
-    ),
-    Flag("enable_prefix_caching", "Reuse the KV of prompts with a common beginning."),
+    Flag("gpu_memory_utilization", "Share of free device memory for the KV cache, above 0 and at most 1.", "SHARE"),
+    Flag("enable_prefix_caching", "Reuse the KV of prompts with a common prefix."),
     Flag(
         "lora_modules",
-        "LoRA adapter in PEFT's form that is served as a model of its own, as NAME=FOLDER or "
+        "LoRA adapter in PEFT's format that is served as a separate model, as NAME=FOLDER or "
         """'{"name": NAME, "path": FOLDER}'; may be repeated.""",
         "NAME=FOLDER",
         repeated=True,
     ),
     Flag("lora_folder", "Folder from which /v1/load_lora_adapter may load adapters; by default none.", "FOLDER"),
-    Flag("max_loras", "Adapters that are loaded at a time."),
+    Flag("max_loras", "Most adapters loaded at a time."),
     Flag("max_lora_rank", "Largest rank of an adapter."),
-    Flag("scheduler", "What plans steps: continuous or a plugin's scheduler."),
+    Flag("scheduler", "Scheduler: continuous or a plugin's."),
     Flag(
         "scheduling_policy", "Order in which waiting requests are admitted: fcfs, priority, fair or a plugin's policy."
     ),
@@ -243,38 +247,36 @@ ENGINE_FLAGS: Final = (
     ),
     Flag(
         "postprocess",
-        "What turns sampled tokens into a step's output on the device; by default the postprocessor for the backend's "
-        "framework.",
+        "Postprocessor of sampled tokens on the device; by default the one for the backend's framework.",
     ),
-    Flag(
-        "pooling", "What of a text becomes its vector: last (token), mean, or auto for what the checkpoint says.", "HOW"
-    ),
-    Flag("observer", "Plugin that is told the tokens sampled by each step."),
-    Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice."),
+    Flag("pooling", "Pooling of embeddings: last (token), mean, or auto, as configured in the checkpoint.", "HOW"),
+    Flag("observer", "Observer plugin that receives the tokens sampled by each step."),
+    Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's choice."),
     Flag(
         "output_transport",
-        "How step outputs travel from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq too.",
+        "Transport of step outputs from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq too.",
         "HOW",
     ),
-    Flag("watchdog_seconds", "Time after which an unanswered step counts as an engine failure, in seconds."),
+    Flag("watchdog_seconds", "Timeout of a step, after which the engine is restarted, in seconds."),
     Flag(
         "restart_attempts",
-        "Failed starts in a row after which an engine that died is given up and the server ends with exit code 5; "
-        "0 keeps trying, with pauses of up to 60 s.",
+        "Failed restarts in a row after which the server exits with code 5; 0 retries forever, with backoff of up to "
+        "60 s.",
     ),
     Flag(
         "save_preempted_kv",
-        "Keep the KV of preempted requests in host memory, so that they resume without recomputing; "
+        "Save the KV of preempted requests to host memory, so that they resume without recomputing; "
         "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST sets it too.",
     ),
-    Flag("host_kv_memory", "Host memory for KV outside the device, such as 512M or 4Gi; 0 keeps no KV there."),
+    Flag("host_kv_memory", "Host memory for KV outside the device, such as 512M or 4Gi; 0 disables it."),
     Flag(
         "kv_store",
-        "Location of a store that keeps KV beyond this process: disk:FOLDER, redis://HOST:PORT/DB or a plugin's.",
+        "Location of a persistent KV store: disk:FOLDER, redis://HOST:PORT/DB or a plugin's.",
         "LOCATION",
     ),
     Flag(
-        "kv_store_timeout", "Time that a request waits for stored KV before its prompt is computed instead, in seconds."
+        "kv_store_timeout",
+        "Timeout of a request's wait for stored KV, after which its prompt is recomputed, in seconds.",
     ),
     Flag(
         "kv_store_secret_file",
@@ -284,41 +286,40 @@ ENGINE_FLAGS: Final = (
     Flag("kv_store_compression", "Compression of KV in the store.", "HOW"),
     Flag(
         "role",
-        "Work of this server: prefill computes prompts for decode workers, decode generates from prompts that prefill "
-        "workers computed, mixed does both itself.",
+        "Role of this server: prefill computes prompts for decode workers, decode generates from prompts computed by "
+        "prefill workers, mixed does both.",
         "ROLE",
     ),
     Flag(
         "kv_connector",
-        "How a decode worker fetches KV from prefill workers: tcp, shared_memory, kv_store or a plugin's connector.",
+        "Transport of KV from prefill workers to a decode worker: tcp, shared_memory, kv_store or a plugin's "
+        "connector.",
     ),
     Flag("transfer_host", "Address on which the prefill worker listens for decode workers.", "ADDRESS"),
     Flag("transfer_port", "Port on which the prefill worker listens for decode workers (0: any free port).", "PORT"),
     TRANSFER_SECRET_FILE,
     Flag(
         "lease_seconds",
-        "Silence after which a decode worker gives up a prefill worker and computes the prompt itself, in seconds.",
+        "Timeout of a silent prefill worker, after which the decode worker computes the prompt itself, in seconds.",
     ),
-    Flag("num_threads", "Processor threads of each rank; by default all processors available, shared by ranks."),
-    Flag(
-        "tensor_parallel_size", "Ranks that compute the model together, each with a share of every layer.", short="-tp"
-    ),
+    Flag("num_threads", "CPU threads of each rank; by default all available CPUs, divided between ranks."),
+    Flag("tensor_parallel_size", "Tensor-parallel ranks, each with a share of every layer.", short="-tp"),
     Flag(
         "pipeline_parallel_size",
-        "Ranks that compute the model one after the other, each with some of its layers.",
+        "Pipeline stages, each with some of the layers.",
         short="-pp",
     ),
     Flag(
         "distributed_executor_backend",
-        "How ranks are started: mp on this machine; ray on nodes, by the plugin launcher_ray; uni is one rank.",
+        "Launcher of ranks: mp on this machine; ray on nodes, with the plugin launcher_ray; uni for one rank.",
         "HOW",
     ),
     Flag(
         "rank_transport",
-        "How ranks on processors exchange what they computed: shared_memory of this machine, or gloo over the network.",
+        "Collectives between ranks on CPUs: shared_memory on this machine, or gloo over the network.",
         "HOW",
     ),
-    Flag("native_kernels", "Compile and use native kernels if the backend has any."),
+    Flag("native_kernels", "Compile and use native kernels if the backend has them."),
     Flag(
         "speculative",
         'Speculative decoding, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, '
@@ -327,20 +328,20 @@ ENGINE_FLAGS: Final = (
         speculation,
         name="--speculative-config",
     ),
-    Flag("structured_output", "Serve answers of a given form: JSON, schemas, regular expressions, choices, grammars."),
-    Flag("max_forced_tokens", "Tokens forced by a grammar that one step takes for one request."),
+    Flag("structured_output", "Support structured output: JSON, schemas, regular expressions, choices, grammars."),
+    Flag("max_forced_tokens", "Most tokens forced by a grammar that one step appends to a request."),
     Flag("revision", "Branch, tag or commit of a Hugging Face model."),
     Flag(
         "kv_events",
-        "Report cached prefixes to the router; on by default with --router, otherwise it needs --router-secret-file.",
+        "Report cached prefixes to the router; on by default with --router, otherwise requires --router-secret-file.",
     ),
-    Flag("trace", "File that receives a trace of every step, for `fdcore trace`.", "FILE"),
-    Flag("trace_limit", "Size at which the trace file stops growing; later steps are not in the file."),
+    Flag("trace", "File for a trace of every step, for `fdcore trace`.", "FILE"),
+    Flag("trace_limit", "Size limit of the trace file; later steps are not recorded."),
 )
 
 API_KEY_FILE: Final = Flag(
     "api_key_file",
-    "File of API keys with names and limits, as TOML or JSON, or with one key a line; SIGHUP reads it again.",
+    "File of API keys with names and limits, as TOML or JSON, or with one key per line; SIGHUP reloads it.",
     "FILE",
     key_file,
 )
@@ -350,12 +351,13 @@ LISTEN_FLAGS: Final = (
     Flag("port", "Port on which the server listens (0: any free port).", "PORT"),
     Flag(
         "health_port",
-        "Port on which a thread serves /health as well, without TLS, so that probes do not wait for a busy event loop.",
+        "Additional port for /health, served by a separate thread without TLS, so that a busy event loop does not "
+        "delay probes.",
         "PORT",
     ),
     Flag(
         "api_keys",
-        "API key that clients must send; may be repeated. Other users of the machine can see a command line: "
+        "API key that clients must send; may be repeated. Other users of the machine can see command lines: "
         "--api-key-file or FD_API_KEY keep the key secret.",
         "KEY",
         keys,
@@ -363,70 +365,73 @@ LISTEN_FLAGS: Final = (
         repeated=True,
     ),
     API_KEY_FILE,
-    Flag("protect_pages", "Ask for an API key at /metrics, the live page, /load and /version too."),
+    Flag("protect_pages", "Require an API key for /metrics, the live page, /load and /version too."),
     Flag(
         "share_prefix_cache",
-        "Let requests of different API keys share cached prefixes; cached_tokens then shows what others have sent.",
+        "Share cached prefixes between API keys; cached_tokens then reveals which prompts other keys have sent.",
     ),
     Flag("access_log", "Log one line for each request: address, path, status, tokens, request id, name of the key."),
-    Flag("log_format", "Form of log lines: text for people, or one JSON object a line.", "FORM"),
+    Flag("log_format", "Format of log lines: text, or one JSON object per line.", "FORM"),
     Flag(
         "allowed_hosts",
-        "Host that requests may name beside this machine's own, such as api.example.org, *.example.org or * for any; "
-        "may be repeated. By default any if --host is reached from other machines.",
+        "Host header to accept in addition to this machine's, such as api.example.org, *.example.org or * for any; "
+        "may be repeated. By default any if --host is reachable from other machines.",
         "HOST",
         repeated=True,
     ),
     Flag(
         "allowed_origins",
-        "Origin whose pages may use the server from browsers, such as https://chat.example.org, or * for any; may be "
+        "Origin whose pages may send requests from browsers, such as https://chat.example.org, or * for any; may be "
         "repeated.",
         "ORIGIN",
         repeated=True,
     ),
     Flag(
         "limit_concurrency",
-        "Connections at a time, others are answered with 503; by default what the limit of open files leaves, at most "
-        "10000.",
+        "Most open connections, further ones get 503; by default as many as the open-file limit allows, at most 10000.",
     ),
     Flag(
         "limit_concurrency_per_address",
-        "Connections at a time from one address of another machine, such as a proxy, or from one IPv6 network of 64 "
-        "bits; by default three quarters of all.",
+        "Most open connections from one address of another machine, such as a proxy, or from one IPv6 /64 network; by "
+        "default three quarters of all.",
     ),
-    Flag("timeout_headers", "Time in which the head of a request has to arrive, in seconds."),
-    Flag("timeout_keep_alive", "Time for which a connection may wait for its next request, in seconds."),
-    Flag("timeout_body", "Time in which a body has to arrive, in seconds; every 64 KiB received add a second."),
+    Flag("timeout_headers", "Timeout for receiving the head of a request, in seconds."),
+    Flag("timeout_keep_alive", "Idle timeout of a connection between requests, in seconds."),
+    Flag("timeout_body", "Timeout for receiving a body, in seconds; every 64 KiB received extend it by a second."),
     Flag(
         "timeout_write",
-        "Time for which a client may leave its answer unread, in seconds; every 64 KiB read add a second.",
+        "Timeout for a client that does not read its answer, in seconds; every 64 KiB read extend it by a second.",
     ),
-    Flag("max_body_bytes", "Largest body of a request, such as 16M.", name="--max-body-size"),
+    Flag("max_body_bytes", "Size limit of a request body, such as 16M.", name="--max-body-size"),
     Flag(
         "max_body_memory",
-        "Memory for bodies that are arriving, beside the first 64 KiB of each; a request beyond it gets 503.",
+        "Memory for bodies being received, not counting the first 64 KiB of each; a request beyond it gets 503.",
     ),
-    Flag("ssl_certfile", "File with the TLS certificate and its chain, for https; read again when it changes.", "FILE"),
+    Flag("ssl_certfile", "File with the TLS certificate and its chain, for https; reloaded when it changes.", "FILE"),
     Flag("ssl_keyfile", "File with the private key of the certificate, if not in the same file.", "FILE"),
     Flag(
         "ssl_keyfile_password",
-        "Password of the private key. Other users of the machine can see a command line: FD_SSL_KEYFILE_PASSWORD keeps "
+        "Password of the private key. Other users of the machine can see command lines: FD_SSL_KEYFILE_PASSWORD keeps "
         "it secret.",
         "PASSWORD",
     ),
-    Flag("ssl_ca_certs", "File with the authorities of which every client needs a certificate.", "FILE"),
+    Flag(
+        "ssl_ca_certs",
+        "File with certificate authorities; every client must present a certificate of one of them.",
+        "FILE",
+    ),
     Flag(
         "drain_delay",
-        "Time after Ctrl-C or SIGTERM for which requests are still taken, while /ready already says that the server "
-        "leaves, in seconds.",
+        "Time after Ctrl-C or SIGTERM in which requests are still accepted, while /ready already reports the drain, "
+        "in seconds.",
     ),
-    Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds."),
+    Flag("drain_seconds", "Time for running requests to finish after Ctrl-C, in seconds."),
     Flag(
         "otlp_traces_endpoint",
-        "Address at which an OpenTelemetry collector takes traces by OTLP over HTTP; needs `fd-core[otel]`.",
+        "URL of an OpenTelemetry collector, OTLP over HTTP; requires `fd-core[otel]`.",
         "URL",
     ),
-    Flag("log_level", "Lowest severity of the log lines written.", "LEVEL"),
+    Flag("log_level", "Lowest severity of log lines.", "LEVEL"),
 )
 
 SERVER_FLAGS: Final = (
@@ -439,43 +444,43 @@ SERVER_FLAGS: Final = (
         repeated=True,
     ),
     Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", jinja),
-    Flag("trust_request_chat_template", "Run chat templates that requests bring, within the bounds of a sandbox."),
-    Flag("enable_tokenizer_info_endpoint", "Tell control tokens and the chat template at /tokenizer_info."),
+    Flag("trust_request_chat_template", "Accept chat templates in requests and run them in a sandbox."),
+    Flag("enable_tokenizer_info_endpoint", "Expose control tokens and the chat template at /tokenizer_info."),
     Flag(
         "tool_call_parser",
-        "How the model writes tool calls: hermes, qwen3_coder, llama3_json, pythonic, mistral, ernie45, deepseek, "
-        "deepseek_v31, glm45, gpt_oss, a plugin's parser, auto for what fits its chat template, or none.",
+        "Parser of tool calls: hermes, qwen3_coder, llama3_json, pythonic, mistral, ernie45, deepseek, "
+        "deepseek_v31, glm45, gpt_oss, a plugin's parser, auto to select it by the chat template, or none.",
     ),
     Flag(
         "reasoning_parser",
-        "How the model writes reasoning: qwen3, deepseek_r1, ernie45, mistral, gpt_oss, a plugin's parser, auto for "
-        "what fits its chat template, or none.",
+        "Parser of reasoning: qwen3, deepseek_r1, ernie45, mistral, gpt_oss, a plugin's parser, auto to select it by "
+        "the chat template, or none.",
     ),
     Flag(
         "response_store",
-        "Answers of /v1/responses kept in memory, so that later requests can go on from them (0: none).",
+        "Most responses of /v1/responses stored in memory, which later requests can continue (0: none).",
     ),
-    Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
+    Flag("engine", "Run the engine in a separate process, or in the server's process.", "WHERE"),
     Flag(
         "data_parallel_size",
-        "Engines behind this server, each with the whole model, processors or a device of its own, and its own KV.",
+        "Engines of this server, each with the whole model, separate CPUs or a separate device, and separate KV.",
         short="-dp",
     ),
-    Flag("max_n", "Texts that one request may ask for, all its prompts and choices together."),
-    Flag("max_logprobs", "Most likely tokens that a request may ask for beside each token."),
-    Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503."),
-    Flag("batch_api", "Keep files and run batches: /v1/files and /v1/batches."),
+    Flag("max_n", "Most texts per request, over all its prompts and choices."),
+    Flag("max_logprobs", "Most top log-probabilities per token that a request may request."),
+    Flag("max_queued_requests", "Most requests that wait for a slot; further requests get 503."),
+    Flag("batch_api", "Store files and run batches: /v1/files and /v1/batches."),
     Flag("batch_store", "Folder of files and batches; by default one in the cache folder.", "FOLDER"),
-    Flag("batch_store_limit", "Size of all files that are kept."),
+    Flag("batch_store_limit", "Size limit of all stored files."),
     Flag(
         "batch_store_key_limit",
-        "Size of the files of one API key; by default an equal share of all, and at least a quarter.",
+        "Size limit of the files of one API key; by default an equal share of all, and at least a quarter.",
     ),
-    Flag("metrics_names", "Names in /metrics: fdcore's own, or vLLM's beside them.", "NAMES"),
+    Flag("metrics_names", "Metric names in /metrics: fdcore's, or vLLM's in addition.", "NAMES"),
     Flag(
         "router",
-        "Admin address of the router with which this server registers; a name with several addresses means a router at "
-        "each.",
+        "Admin URL of the router with which this server registers; a name with several addresses stands for a router "
+        "at each.",
         "URL",
     ),
     Flag(
@@ -488,35 +493,36 @@ SERVER_FLAGS: Final = (
     Flag(
         "router_ca_certs", "File with the authorities of the router's certificate, if not those of the system.", "FILE"
     ),
-    Flag("advertise_url", "URL at which the router reaches this server, if not at --host and --port.", "URL"),
+    Flag("advertise_url", "URL of this server for the router, if it differs from --host and --port.", "URL"),
 )
 
 ROUTER_FLAGS: Final = (
     Flag(
         "policy",
-        "Policy that chooses among mixed workers: random, round_robin, power_of_two, request_num, process_tokens, "
+        "Policy for mixed workers: random, round_robin, power_of_two, request_num, process_tokens, "
         "metrics_score, cache_aware, prefix_hash, session or a plugin's.",
     ),
-    Flag("prefill_policy", "Policy that chooses the prefill worker of a pair."),
-    Flag("decode_policy", "Policy that chooses the decode worker of a pair."),
+    Flag("prefill_policy", "Policy for the prefill worker of a pair."),
+    Flag("decode_policy", "Policy for the decode worker of a pair."),
     Flag("cache_block_size", "Tokens in a block of the router's prefix index.", "TOKENS"),
-    Flag("max_attempts", "Attempts on different workers, or pairs, that one request gets."),
-    Flag("max_requests_per_worker", "Requests in flight that one worker may have (0: no bound)."),
+    Flag("max_attempts", "Most attempts per request, on different workers or pairs."),
+    Flag("max_requests_per_worker", "Most requests in flight per worker (0: no limit)."),
     Flag("health_check_interval_secs", "Seconds between two health checks of a worker."),
-    Flag("health_check_timeout_secs", "Seconds within which a worker has to answer a health check."),
+    Flag("health_check_timeout_secs", "Timeout of a health check, in seconds."),
 )
 """Settings of `RouterConfig` that have a flag; a settings file accepts all of them."""
 
 GATEWAY_FLAGS: Final = (
     *LISTEN_FLAGS,
     *(flag for flag in SERVER_FLAGS if flag.field == "router_secret"),
-    Flag("workers", "Address of a mixed worker; may be repeated.", "URL", name="--worker", repeated=True),
-    Flag("prefill", "Address of a prefill worker; may be repeated.", "URL", repeated=True),
-    Flag("decode", "Address of a decode worker; may be repeated.", "URL", repeated=True),
+    Flag("workers", "URL of a mixed worker; may be repeated.", "URL", name="--worker", repeated=True),
+    Flag("prefill", "URL of a prefill worker; may be repeated.", "URL", repeated=True),
+    Flag("decode", "URL of a decode worker; may be repeated.", "URL", repeated=True),
     TRANSFER_SECRET_FILE,
     Flag(
         "tokenizer",
-        "Model whose tokenizer the workers use, or `bytes` for the null backend; without it a worker names the model.",
+        "Model whose tokenizer the workers use, or `bytes` for the null backend; by default that of the model that a "
+        "worker reports.",
         "MODEL",
     ),
     Flag("worker_api_keys", "File with the API key of the workers.", "FILE", keys_in_file, name="--worker-key-file"),
@@ -524,11 +530,11 @@ GATEWAY_FLAGS: Final = (
         "worker_ca_certs", "File with the authorities of the workers' certificates, if not those of the system.", "FILE"
     ),
     Flag(
-        "read_seconds", "Seconds of silence within a request after which its worker has failed.", name="--read-timeout"
+        "read_seconds", "Timeout for a worker that sends nothing within a request, in seconds.", name="--read-timeout"
     ),
     Flag(
         "unreachable_seconds",
-        "Seconds after which an answer ends whose worker is silent and is not reached by health checks.",
+        "Timeout for the answer of a worker that sends nothing and is unreachable by health checks, in seconds.",
         name="--unreachable-timeout",
     ),
     Flag("admin_host", "Address on which workers register.", "ADDRESS"),
@@ -542,7 +548,7 @@ CHAT_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
     CLIENT_KEY_FILE,
 )
-"""Settings of the server's side that matter to a command which uses a model or a server."""
+"""Server settings that apply to a command which uses a model or a server."""
 
 CONFIG_FILE: Final = Flag("config", "TOML file with settings named like the flags.", "FILE", text)
 
@@ -583,46 +589,46 @@ def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
 
 
 _IN_PLACE: Final[Mapping[tuple[str, ...], str]] = {
-    ("--model", "--model-path", "-m", "-hf", "--hf-repo"): "the model has no flag, as in fdcore serve MODEL",
-    ("--ctx-size", "-c", "--context-length"): "--max-model-len is the longest context in tokens",
-    ("--mem-fraction-static",): "--gpu-memory-utilization is the share of the device's memory",
-    ("--max-running-requests", "--parallel", "-np"): "--max-num-seqs is how many requests run at a time",
-    ("--chunked-prefill-size",): "--max-num-batched-tokens is the most tokens of a step",
-    ("--disable-radix-cache",): "--no-enable-prefix-caching switches the prefix cache off",
-    ("--page-size",): "--block-size is how many tokens a KV block holds",
-    ("--num-gpu-blocks-override",): "--num-kv-blocks is the number of KV blocks",
-    ("--kv-cache-ratio",): "no share of the KV blocks is set aside for prompts: requests get blocks as they need them",
-    ("--swap-space",): "--host-kv-memory is the memory for KV outside the device, as in --host-kv-memory 4Gi",
-    ("--enable-chunked-prefill",): "prompts are always computed in parts, of at most --max-num-batched-tokens",
-    ("--kv-transfer-config",): "--role and --kv-connector say how workers hand KV over",
-    ("--disaggregation-mode", "--splitwise-role"): "--role is prefill, decode or mixed",
-    ("--tp", "--tp-size"): "--tensor-parallel-size is how many ranks share a model",
-    ("--pp", "--pp-size"): "--pipeline-parallel-size is how many stages share a model",
-    ("--dp", "--dp-size"): "--data-parallel-size is how many engines serve a model",
-    ("--threads", "-t"): "--num-threads is how many threads compute",
-    ("--n-gpu-layers", "--gpu-layers", "-ngl"): "one backend computes all layers, and --backend names it",
-    ("--flash-attn", "-fa"): "--attention-backend names what computes attention",
-    ("--worker-urls",): "--worker URL names a worker, and may be repeated",
-    ("--metrics-port",): "metrics are told at /metrics, on the port of the server",
-    ("--engine-worker-queue-port", "--cache-queue-port"): "the processes of a server need no ports",
-    ("--enable-auto-tool-choice",): "models whose calls --tool-call-parser can read choose tools without it",
-    ("--trust-remote-code",): "code that comes with a model is never run",
+    ("--model", "--model-path", "-m", "-hf", "--hf-repo"): "the model is an argument, as in fdcore serve MODEL",
+    ("--ctx-size", "-c", "--context-length"): "use --max-model-len, the context length in tokens",
+    ("--mem-fraction-static",): "use --gpu-memory-utilization, the share of the device's memory",
+    ("--max-running-requests", "--parallel", "-np"): "use --max-num-seqs, the largest number of running requests",
+    ("--chunked-prefill-size",): "use --max-num-batched-tokens, the most tokens of a step",
+    ("--disable-radix-cache",): "use --no-enable-prefix-caching",
+    ("--page-size",): "use --block-size, the tokens in a KV block",
+    ("--num-gpu-blocks-override",): "use --num-kv-blocks",
+    ("--kv-cache-ratio",): "no KV blocks are reserved for prompts: requests get blocks on demand",
+    ("--swap-space",): "use --host-kv-memory, the memory for KV outside the device, as in --host-kv-memory 4Gi",
+    ("--enable-chunked-prefill",): "chunked prefill is always on; --max-num-batched-tokens limits a chunk",
+    ("--kv-transfer-config",): "use --role and --kv-connector",
+    ("--disaggregation-mode", "--splitwise-role"): "use --role, which is prefill, decode or mixed",
+    ("--tp", "--tp-size"): "use --tensor-parallel-size",
+    ("--pp", "--pp-size"): "use --pipeline-parallel-size",
+    ("--dp", "--dp-size"): "use --data-parallel-size",
+    ("--threads", "-t"): "use --num-threads",
+    ("--n-gpu-layers", "--gpu-layers", "-ngl"): "one backend computes all layers; select it with --backend",
+    ("--flash-attn", "-fa"): "use --attention-backend",
+    ("--worker-urls",): "use --worker URL, which may be repeated",
+    ("--metrics-port",): "metrics are served at /metrics, on the port of the server",
+    ("--engine-worker-queue-port", "--cache-queue-port"): "the processes of a server communicate without ports",
+    ("--enable-auto-tool-choice",): "it is not needed: with --tool-call-parser, tool_choice auto is always supported",
+    ("--trust-remote-code",): "code in model repositories is never run",
     ("--disable-log-requests", "--enable-log-requests"): (
-        "prompts are never logged; --access-log logs one line for each request"
+        "prompts are never logged; use --access-log for one line per request"
     ),
-    ("--disable-uvicorn-access-log",): "requests are logged only where --access-log is given",
-    ("--uvicorn-log-level",): "--log-level is that of the whole server",
+    ("--disable-uvicorn-access-log",): "requests are only logged with --access-log",
+    ("--uvicorn-log-level",): "use --log-level, which applies to the whole server",
 }
 REASONS: Final = {flag: reason for flags, reason in _IN_PLACE.items() for flag in flags}
 
 
 class ServingCommand(TyperCommand):
-    """A command whose users may try flags of another server."""
+    """A command that explains flags of other servers."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line, unless it has a flag of another server."""
+        """Parse the command line; report a flag of another server with its equivalent."""
         for flag in (arg.partition("=")[0] for arg in args):
             if flag in REASONS:
-                say(ConfigError(f"it is not a flag of fdcore: {REASONS[flag]}", field=flag))
+                say(ConfigError(f"not a flag of fdcore: {REASONS[flag]}", field=flag))
                 raise typer.Exit(ConfigError.exit_code)
         return super().parse_args(ctx, args)

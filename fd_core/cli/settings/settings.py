@@ -33,7 +33,7 @@ from fd_core.router.workers import Role
 _FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS)}
 _SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
 _EXCLUSIVE: Final = ("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization")
-"""Settings of which one source may give only one."""
+"""Mutually exclusive settings of one source."""
 
 
 class OlderSwitch(NamedTuple):
@@ -68,7 +68,7 @@ def merge(
     default_model: str | None = None,
     ask_model: Callable[[], str] | None = None,
 ) -> Settings:
-    """Merge every source into frozen settings; `given` is what was typed. Raises `ConfigError` naming the fault."""
+    """Merge every source into frozen settings; `given` is the command line. Raises `ConfigError` naming the fault."""
     path = _settings_path(given, environment)
     merged = _merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment, _older_variables(environment))
     model = model or environment.get("FD_MODEL") or merged.get("model") or default_model
@@ -76,7 +76,7 @@ def merge(
     if not model and ask_model is not None:
         model = ask_model()
     if not model:
-        raise ConfigError("no model was named", field="MODEL", hint="for example `smollm2`")
+        raise ConfigError("no model was specified", field="MODEL", hint="for example `smollm2`")
     server = {name: value for name, value in merged.items() if name in _SERVER_FIELDS}
     engine = {name: value for name, value in merged.items() if name not in _SERVER_FIELDS}
     return _with_kv_events(Settings(EngineConfig(model=model, **engine), ServerConfig(**server)))
@@ -121,11 +121,11 @@ def _with_kv_events(settings: Settings) -> Settings:
     if engine.kv_events is None and server.router is not None and engine.enable_prefix_caching:
         return replace(settings, engine=msgspec.structs.replace(engine, kv_events=True))
     if engine.kv_events and not engine.enable_prefix_caching:
-        message = "without prefix caching there are no cached prefixes to report"
-        raise ConfigError(message, field="--kv-events", hint="leave out --no-enable-prefix-caching")
+        message = "publishing KV events requires prefix caching"
+        raise ConfigError(message, field="--kv-events", hint="remove --no-enable-prefix-caching")
     if engine.kv_events and not server.router_secret:
-        message = "cached prefixes are reported only to a router that knows the server's secret"
-        hint = "give --router-secret-file, to `fdcore serve` and to the router"
+        message = "publishing KV events requires a secret shared with the router"
+        hint = "set --router-secret-file for `fdcore serve` and for the router"
         raise ConfigError(message, field="--kv-events", hint=hint)
     return settings
 
@@ -153,8 +153,8 @@ def _read_layer(raw: Mapping[Flag, Any], called: Callable[[Flag], str]) -> dict[
             raise ConfigError(f"{called(flag)}: {error}", field=called(flag)) from error
     both = [called(_FLAGS[name]) for name in _EXCLUSIVE if name in layer]
     if len(both) > 1:
-        message = f"{both[0]} and {both[1]} contradict each other: each sets the size of the KV cache"
-        raise ConfigError(message, field=both[0], hint="give one of them")
+        message = f"{both[0]} and {both[1]} exclude each other: both set the size of the KV cache"
+        raise ConfigError(message, field=both[0], hint="specify only one")
     return layer
 
 
@@ -170,7 +170,7 @@ def read_table(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the settings file {path} is not valid {kind}: {error}", field="--config") from error
     if not isinstance(table, dict):
-        raise ConfigError(f"the settings file {path} is not a table of settings", field="--config")
+        raise ConfigError(f"the settings file {path} does not contain a table of settings", field="--config")
     return table
 
 
@@ -186,7 +186,7 @@ def take_settings(
         if flag is None:
             continue
         if flag in raw:
-            raise ConfigError(f"{path}: {flag.key!r} is given twice", field="--config")
+            raise ConfigError(f"{path}: {flag.key!r} is duplicated", field="--config")
         raw[flag] = table.pop(key)
     return _read_layer(raw, lambda flag: f"{flag.key} in {path}")
 
@@ -194,18 +194,18 @@ def take_settings(
 def hint_for_key(key: str, flags: Iterable[Flag]) -> str:
     """Return the replacement of a key that is not one of `flags`."""
     close = difflib.get_close_matches(key.replace("_", "-"), [flag.key for flag in flags], n=1)
-    return f"did you mean {close[0]!r}?" if close else "settings are named like the flags"
+    return f"did you mean {close[0]!r}?" if close else "use the names of the flags"
 
 
 def _file_layer(path: Path) -> dict[str, Any]:
     table = read_table(path)
     model = table.pop("model", None)
     if model is not None and not isinstance(model, str):
-        raise ConfigError(f"model in {path}: {model!r} is not a text", field="--config")
+        raise ConfigError(f"model in {path}: expected text, got {model!r}", field="--config")
     layer = take_settings(table, path, _FLAGS.values())
     for key in table:
         hint = hint_for_key(key, _FLAGS.values())
-        raise ConfigError(f"{path}: there is no setting {key!r}", field="--config", hint=hint)
+        raise ConfigError(f"{path}: unknown setting {key!r}", field="--config", hint=hint)
     return layer if model is None else {**layer, "model": model}
 
 
@@ -246,21 +246,21 @@ def _check_workers(gateway: GatewayConfig) -> None:
     for role, urls in gateway.by_role.items():
         for url in {url.strip().rstrip("/") for url in urls}:
             if url in roles:
-                message = f"{url} is given as a {roles[url]} worker and as a {role} worker"
-                hint = "give each worker once, with the role that it was started with"
+                message = f"{url} is listed as a {roles[url]} worker and as a {role} worker"
+                hint = "list each worker once, with the role that it was started with"
                 raise ConfigError(message, field=ROLE_FLAGS[role], hint=hint)
             roles[url] = role
     if gateway.router_secret:
         return
     if not roles:
-        hint = "give http://HOST:PORT of each, or --router-secret-file so that they can register"
-        raise ConfigError("there is no worker to send requests to", field="--worker", hint=hint)
+        hint = "set it to http://HOST:PORT of each, or set --router-secret-file so that they can register"
+        raise ConfigError("no workers are configured", field="--worker", hint=hint)
     sides: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "prefill"))
     for role, other in sides:
         if role in roles.values() and other not in roles.values():
             flag = ROLE_FLAGS[other]
-            message = f"a {role} worker is one side of a pair, and there is no {other} worker"
-            hint = f"give {flag} http://HOST:PORT, or --router-secret-file so that one can register"
+            message = f"a {role} worker needs a {other} worker, and none is configured"
+            hint = f"set {flag} http://HOST:PORT, or --router-secret-file so that one can register"
             raise ConfigError(message, field=flag, hint=hint)
 
 

@@ -21,7 +21,7 @@ def trace(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="File that receives the page or the JSON.",
+            help="Output file for the page or the JSON.",
             show_default="FILE with the suffix .html or .perfetto.json",
         ),
     ] = None,
@@ -43,7 +43,7 @@ def trace(
     suffix = ".html" if written == "html" else ".perfetto.json"
     target = output if output is not None else file.with_suffix(suffix)
     if target.resolve() == file.resolve():
-        raise ConfigError("the output would replace the trace", field="--output", hint="name another file")
+        raise ConfigError("the output would replace the trace", field="--output", hint="choose another file")
     read = read_trace(file, last)
     try:
         target.write_bytes(page(read, file.name).encode() if written == "html" else perfetto_json(read))
@@ -68,7 +68,7 @@ def _phases_summary(read: TraceContents) -> str:
     means = [sum(column) / len(told) / 1e6 for column in zip(*told, strict=True)]
     waits = sorted(zip(means[1:], PHASE_NAMES[1:], strict=True), key=lambda each: -each[0])
     shown = ", ".join(f"{name} {mean:.3f} s" for mean, name in waits if mean > 0) or "nothing"
-    return f"{len(told):,} requests computed for {means[0]:.3f} s in the mean and waited for {shown}"
+    return f"{len(told):,} requests: mean time computing {means[0]:.3f} s, waiting for {shown}"
 
 
 def _kv_summary(read: TraceContents) -> str:
@@ -83,6 +83,7 @@ def _kv_summary(read: TraceContents) -> str:
     took = sum(load.ended - load.began for load in loads) / 1e6
     saved = sum(save.saved for save in saves)
     return (
-        f"KV outside the device: {len(loads):,} loads brought {loaded:,} of {wanted:,} blocks, {host:,} from host "
-        f"memory, in {took:.3f} s; {declined:,} times recomputing was sooner; {saved:,} blocks were saved"
+        f"KV outside the device: {len(loads):,} loads transferred {loaded:,} of {wanted:,} blocks, {host:,} from host "
+        f"memory, in {took:.3f} s; {declined:,} loads were declined in favour of recomputing; {saved:,} blocks were "
+        "saved"
     )

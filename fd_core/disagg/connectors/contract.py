@@ -1,8 +1,8 @@
-"""Connector contract: moves sealed values from one process to another. Everything else is done by the core.
+"""Connector contract: moves sealed values from one process to another; the core does the rest.
 
 The core seals each piece, bounds the number in flight, verifies received pieces and separates transfers by lease. A
-connector handles opaque bytes, decides nothing and may fail at any time: any fault of it ends that lease, and the
-decode side computes the prompt itself. A connector has two ends:
+connector handles opaque bytes, makes no decisions and may fail at any time: a failure ends the lease, and the decode
+side computes the prompt itself. A connector has two ends:
 
     decode side:  inbox = connector.open_inbox(...)       inbox.address -> Open.address
     prefill side: outbox = connector.open_outbox(address, ...)
@@ -10,9 +10,9 @@ decode side computes the prompt itself. A connector has two ends:
     decode side:  value = inbox.take(index, reference, frames)      -> checked, copied to the device, then
                   inbox.done(index, reference)                      -> before its `Credit` is given
 
-A piece is in flight from its `put` until the credit that its `done` allows. Pieces are put in ascending order and
-taken in any order. Each end is used from one thread, a connector object from several. No call takes longer than the
-`timeout` of the settings; a call that fails raises `ConnectorError` and nothing else.
+A piece is in flight from its `put` until the credit after its `done`. Pieces are put in ascending order and taken in
+any order. Each end is used from one thread, a connector object from several. No call takes longer than the `timeout` of
+the settings; a call that fails raises only `ConnectorError`.
 
 Three ways to carry values fit this contract. In band: the frames hold the values, an inbox has no memory. Through a
 third party: a location that both sides reach. Into the inbox's own memory: `open_inbox` registers `window` buffers,
@@ -50,16 +50,16 @@ Bytes = bytes | bytearray | memoryview
 
 
 class ConnectorError(FdError):
-    """A piece could not be moved. Never carries a value, a prompt or a secret."""
+    """A piece could not be moved. The message never holds a value, a prompt or a secret."""
 
 
 class ConnectorSettings(NamedTuple):
     """Settings of every connector; a connector ignores those that it does not need."""
 
     make_store: Callable[[], KVStore] | None = None
-    """Creates another store object for `--kv-store`, which the caller closes; None without `--kv-store`."""
+    """Opens a separate store object for `--kv-store`, which the caller closes; None without `--kv-store`."""
     timeout: float = 1.0
-    """Seconds that one call may take."""
+    """Timeout of one call in seconds."""
 
 
 class PutResult(NamedTuple):
@@ -72,24 +72,24 @@ class PutResult(NamedTuple):
 
 
 class KVInbox(abc.ABC):
-    """The decode side's end for one lease; it owns the memory that pieces arrive in."""
+    """The decode side's end of one lease; it owns the memory that receives the pieces."""
 
     address: bytes
-    """Write address for the prefill side; at most `MAX_ADDRESS_BYTES`. The address is no secret: alone it must not
-    give access to the memory."""
+    """Write address for the prefill side; at most `MAX_ADDRESS_BYTES`. The address is not secret: it must not suffice
+    to access the memory."""
 
     @abc.abstractmethod
     def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
         """Return the sealed value of piece `index`; it stays valid until `done`.
 
-        `reference` and `frames` come from the other process and may be anything: check them before any memory is
-        touched, and return no value longer than the `value_bytes` that the inbox was opened with.
+        `reference` and `frames` are untrusted input from the other process: check them before any memory is accessed,
+        and return at most the `value_bytes` that the inbox was opened with.
         """
 
-    def done(self, index: int, reference: bytes) -> None:  # noqa: B027 - nothing to do where memory is not reused
+    def done(self, index: int, reference: bytes) -> None:  # noqa: B027 - a no-op unless memory is reused
         """Mark the value as copied, so that its buffer may be reused; called once for each taken piece."""
 
-    def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held
+    def close(self) -> None:  # noqa: B027 - a no-op unless resources are held
         """End the lease; later writes of the other side do no harm. Idempotent, never raises."""
 
 
@@ -98,24 +98,25 @@ class KVOutbox(abc.ABC):
 
     @abc.abstractmethod
     def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
-        """Send the sealed value of piece `index`, the concatenation of `parts`, or leave it where the inbox finds it.
+        """Send the sealed value of piece `index`, the concatenation of `parts`, or store it for the inbox.
 
         Called in ascending order of `index`, with at most `window` pieces in flight, this one included. `parts` may
         change afterwards unless they are returned as `frames`. Raises `ConnectorError` for a value over `value_bytes`.
         """
 
-    def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held
-        """End the lease: the decode side wants no more pieces. Idempotent, never raises."""
+    def close(self) -> None:  # noqa: B027 - a no-op unless resources are held
+        """End the lease: the decode side needs no more pieces. Idempotent, never raises."""
 
 
 class Connector(abc.ABC):
-    """Makes the ends of leases. An engine has one object, and closes it after all its ends."""
+    """Factory of the ends of leases. An engine has one instance, and closes it after all its ends."""
 
     name: str
     """Value of `--kv-connector` that selects it."""
 
     def __init__(self, settings: ConnectorSettings) -> None:
-        """Store the settings and connect to nothing. Raises `ConfigError` if they lack what the connector needs."""
+        """Store the settings without connecting. Raises `ConfigError` if a setting that the connector needs is
+        missing."""
         self.settings = settings
 
     @abc.abstractmethod
@@ -129,11 +130,11 @@ class Connector(abc.ABC):
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         """Return the prefill side's end. Raises `ConnectorError` if that inbox cannot be reached from this process.
 
-        `address` was sent by another process and may be anything.
+        `address` is untrusted input from another process.
         """
 
-    def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held
-        """Release what the leases shared. Idempotent, never raises."""
+    def close(self) -> None:  # noqa: B027 - a no-op unless resources are held
+        """Release the resources that leases share. Idempotent, never raises."""
 
 
 def flat_parts(parts: Sequence[Bytes], value_bytes: int) -> tuple[list[memoryview], int]:
@@ -141,5 +142,5 @@ def flat_parts(parts: Sequence[Bytes], value_bytes: int) -> tuple[list[memoryvie
     flat = [memoryview(part).cast("B") for part in parts]
     length = sum(map(len, flat))
     if length > value_bytes:
-        raise ConnectorError(f"a value of {length:,} bytes is longer than the {value_bytes:,} that were agreed on")
+        raise ConnectorError(f"a value of {length:,} bytes exceeds the agreed {value_bytes:,}")
     return flat, length

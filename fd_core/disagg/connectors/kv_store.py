@@ -1,8 +1,8 @@
-"""Through a third party: values are in the KV store of `--kv-store` until the decode side has taken them.
+"""Transfer through a third party: values are in the KV store of `--kv-store` until the decode side has read them.
 
-Each value has a separate key, made of lease and index. The decode side deletes the values that it took, and when it
-closes, all others of the lease that may be there; the prefill side deletes all that it put when it closes. Values are
-left over only if both sides or the store die: at most `window` for each lease, until the store evicts them.
+Each value has a separate key, derived from lease and index. The decode side deletes the values that it read and, on
+close, all others of the lease; on close, the prefill side deletes all that it wrote. Values are only left over if both
+sides or the store crash: at most `window` per lease, until the store evicts them.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, StoreError
 
 _GREETING: Final = -1
-"""Index of the value that shows the prefill side whether it reaches the same store."""
+"""Index of the greeting, by which the prefill side checks that both workers use the same store."""
 _GREETING_BYTES: Final = 16
 
 
 class KVStoreConnector(contract.Connector):
-    """For workers that reach one store, wherever they run. Both need the same `--kv-store`."""
+    """Connector for workers with access to one store, on any host. Both need the same `--kv-store`."""
 
     name = "kv_store"
 
     def __init__(self, settings: contract.ConnectorSettings) -> None:
         super().__init__(settings)
         if settings.make_store is None:
-            hint = "give --kv-store to both workers, such as redis://HOST:PORT/DB or disk:FOLDER"
+            hint = "start both workers with the same --kv-store, such as redis://HOST:PORT/DB or disk:FOLDER"
             raise ConfigError("the connector kv_store needs a KV store", field="--kv-connector", hint=hint)
         store = settings.make_store()
         if not store.shared:
             store.close()
             raise ConfigError(
-                f"the connector kv_store cannot go through {store.location.shown}, which other processes do not see",
+                f"the connector kv_store cannot use {store.location.shown}, which other processes cannot access",
                 field="--kv-store",
-                hint="give redis://HOST:PORT/DB or disk:FOLDER to both workers, or use another --kv-connector",
+                hint="start both workers with redis://HOST:PORT/DB or disk:FOLDER, or use another --kv-connector",
             )
         self._store = store
         # A store takes one reader and one writer at a time.
@@ -51,7 +51,7 @@ class KVStoreConnector(contract.Connector):
         return _KVStoreInbox(self, lease, pieces, window, value_bytes)
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> contract.KVOutbox:
-        """Look for the inbox's greeting and return an outbox that puts values there."""
+        """Check the inbox's greeting and return an outbox that writes to the store."""
         return _KVStoreOutbox(self, lease, address, value_bytes)
 
     def close(self) -> None:
@@ -59,10 +59,10 @@ class KVStoreConnector(contract.Connector):
         self._store.close()
 
     def put(self, key: bytes, parts: Sequence[contract.Bytes]) -> None:
-        """Store a value. Raises `ConnectorError`, as `get` and `delete` do, for what the store cannot do in time."""
+        """Store a value. Raises `ConnectorError`, as `get` and `delete` do, if the store fails or times out."""
         with self._turn(self._writing) as seconds:
             if self._store.put([(key, parts)], seconds) != 1:
-                raise contract.ConnectorError("the KV store has no room for a piece")
+                raise contract.ConnectorError("the KV store has no space for a piece")
 
     def get(self, key: bytes, limit: int) -> contract.Bytes | None:
         """Return a value of at most `limit` bytes, None if there is none."""
@@ -80,11 +80,11 @@ class KVStoreConnector(contract.Connector):
         """Wait for the lock and yield the seconds that are left of the call."""
         deadline = Deadline(self.settings.timeout)
         if not lock.acquire(timeout=self.settings.timeout):
-            raise contract.ConnectorError("the KV store did not answer in time")
+            raise contract.ConnectorError("the KV store call timed out")
         try:
             yield deadline.left
         except StoreError as error:
-            raise contract.ConnectorError(f"a piece could not go through the KV store: {error}") from error
+            raise contract.ConnectorError(f"a piece could not be moved through the KV store: {error}") from error
         finally:
             lock.release()
 
@@ -95,7 +95,7 @@ class _KVStoreInbox(contract.KVInbox):
         self._value_bytes = value_bytes
         self._closed = False
         self._known = 0
-        """Number of leading `pieces` up to the last one that was announced."""
+        """Number of leading `pieces` up to the last announced one."""
         self._done: list[int] = []
         """Indices that are done and whose values are not deleted yet."""
         self._deleted: set[int] = set()
@@ -106,7 +106,7 @@ class _KVStoreInbox(contract.KVInbox):
         if self._closed:
             raise contract.ConnectorError("the lease is over")
         if reference or frames or index not in self._pieces:
-            raise contract.ConnectorError("a piece is said to be where the connector kv_store puts none")
+            raise contract.ConnectorError("a piece has a location that the connector kv_store does not use")
         self._known = max(self._known, self._pieces.index(index) + 1)
         value = self._store.get(_key(self._lease, index), self._value_bytes)
         if value is None:
@@ -116,7 +116,7 @@ class _KVStoreInbox(contract.KVInbox):
     def done(self, index: int, reference: bytes) -> None:
         self._done.append(index)
         if len(self._done) >= self._window:
-            with contextlib.suppress(contract.ConnectorError):  # once more when it closes
+            with contextlib.suppress(contract.ConnectorError):  # again at close
                 self._store.delete(_key(self._lease, one) for one in self._done)
                 self._deleted.update(self._done)
             self._done.clear()
@@ -125,7 +125,7 @@ class _KVStoreInbox(contract.KVInbox):
         if self._closed:
             return
         self._closed = True
-        # Pieces are put in order, so after the last known there are fewer than `window` others.
+        # Pieces are put in order, so fewer than `window` follow the last announced one.
         possible = set(self._pieces[: self._known + self._window]) - self._deleted
         with contextlib.suppress(contract.ConnectorError):
             self._store.delete(_key(self._lease, index) for index in (_GREETING, *sorted(possible)))
@@ -138,8 +138,8 @@ class _KVStoreOutbox(contract.KVOutbox):
         self._closed = False
         found = store.get(_key(lease, _GREETING), _GREETING_BYTES) if len(address) == _GREETING_BYTES else None
         if found is None or bytes(found) != address:
-            message = "this worker's KV store does not hold what the decode worker put into its own"
-            raise contract.ConnectorError(message, hint="give both workers the same --kv-store")
+            message = "this worker's KV store does not hold the decode worker's greeting"
+            raise contract.ConnectorError(message, hint="start both workers with the same --kv-store")
 
     def put(self, index: int, parts: Sequence[contract.Bytes]) -> contract.PutResult:
         if self._closed:

@@ -1,10 +1,10 @@
-"""Shared memory: both workers map one segment for each lease, with a buffer for each piece in flight.
+"""Shared memory: both workers map one segment per lease, with a buffer for each piece in flight.
 
     bytes 0 .. window - 1     state of each buffer: free, or full from its `put` until its `done`
     then `window` buffers     of `value_bytes` each, aligned to 64 bytes
 
 The prefill side writes to a free buffer and marks it full; the decode side reads the buffer and marks it free. Index
-and length of a value travel in its reference, inside the sealed message, so nothing in the memory has to be trusted.
+and length of a value are in its reference, inside the sealed message, so no content of the memory has to be trusted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _aligned(length: int) -> int:
 
 
 class SharedMemoryConnector(contract.Connector):
-    """For workers on one host that see each other's processes and run as one user."""
+    """Connector for workers on one host that share a PID namespace and run as one user."""
 
     name = "shared_memory"
 
@@ -80,10 +80,10 @@ class _SharedMemoryInbox(contract.KVInbox):
         if self._segment is None:
             raise contract.ConnectorError("the lease is over")
         if frames:
-            raise contract.ConnectorError("a piece that lies in shared memory came behind its message as well")
+            raise contract.ConnectorError("a piece in shared memory was also sent as a frame")
         place, length = self._read(reference)
         if self._segment.bytes[place] != _FULL:
-            raise contract.ConnectorError("a reference leads to a place in shared memory that nothing was put in")
+            raise contract.ConnectorError("a reference points to an empty buffer of shared memory")
         start = self._layout.start(place)
         return self._segment.bytes[start : start + length].toreadonly()
 
@@ -99,10 +99,10 @@ class _SharedMemoryInbox(contract.KVInbox):
 
     def _read(self, reference: bytes) -> tuple[int, int]:
         if len(reference) != _REFERENCE.size:
-            raise contract.ConnectorError("a reference to shared memory cannot be read")
+            raise contract.ConnectorError("a reference to shared memory is malformed")
         place, length = _REFERENCE.unpack(reference)
         if place >= self._layout.window or length > self._layout.value_bytes:
-            raise contract.ConnectorError("a reference to shared memory leads out of it")
+            raise contract.ConnectorError("a reference to shared memory is out of range")
         return place, length
 
 
@@ -118,7 +118,7 @@ class _SharedMemoryOutbox(contract.KVOutbox):
         memory = self._segment.bytes
         place = bytes(memory[: self._layout.window]).find(_FREE)
         if place < 0:
-            raise contract.ConnectorError("no place in shared memory is free")
+            raise contract.ConnectorError("no buffer of shared memory is free")
         start = self._layout.start(place)
         for part in flat:
             memory[start : start + len(part)] = part
@@ -135,7 +135,7 @@ class _SharedMemoryOutbox(contract.KVOutbox):
 _LEASE: Final = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 _TOKEN_BYTES: Final = 16
 _MAX_BYTES: Final = 1 << 30
-"""Limit of one segment: the system itself would give an anonymous file all of its memory."""
+"""Limit of one segment: the system does not limit the size of an anonymous file."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -154,11 +154,11 @@ class _SegmentAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class Segment:
-    """Memory that two processes map: one creates it, the other attaches to it, and it is freed with the last of them.
+    """Memory segment of two processes: one creates it, the other attaches, and it is freed with the last of them.
 
-    It is an anonymous file (memfd), so it has no name that another process could take first or that a crash could leave
-    over. The other process opens the file through the creator's descriptor, which the system permits to the same user
-    only, and checks the file before it opens it. The file is sealed: no process can shorten it while another uses
+    It is an anonymous file (memfd), so it has no name that another process could claim first or that a crash could
+    leave over. The other process opens the file through the creator's descriptor, which the system permits to the same
+    user only, and checks the file before it opens it. The file is sealed: no process can shorten it while another uses
     it. Not safe to use from several threads at once.
     """
 
@@ -176,7 +176,7 @@ class Segment:
         self._closed = False
 
     def close(self) -> None:
-        """Unmap the memory. Views of `bytes` that are still referenced stay valid and keep the memory mapped."""
+        """Unmap the memory. Views of `bytes` that are still referenced stay valid and hold the mapping."""
         if self._closed:
             return
         self._closed = True
@@ -189,7 +189,7 @@ class Segment:
 def create(lease: str, size: int) -> Segment:
     """Create a segment of `size` zero bytes for a lease. Raises `ConnectorError` if there is not enough memory."""
     if size > _MAX_BYTES:
-        message = f"a lease would take {size:,} bytes of shared memory, which is over the limit of {_MAX_BYTES:,}"
+        message = f"a lease needs {size:,} bytes of shared memory, which exceeds the limit of {_MAX_BYTES:,}"
         raise contract.ConnectorError(message, hint="use --kv-connector tcp")
     token = secrets.token_bytes(_TOKEN_BYTES)
     try:
@@ -197,30 +197,33 @@ def create(lease: str, size: int) -> Segment:
         descriptor = os.memfd_create(_name(lease, token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)
-            # Memory that is not there would end the process when it is written to.
+            # Writing to unallocated memory would kill the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
         except OSError:
             os.close(descriptor)
             raise
     except OSError as error:
-        raise contract.ConnectorError(f"no shared memory of {size:,} bytes: {error.strerror or error}") from error
+        raise contract.ConnectorError(
+            f"cannot allocate {size:,} bytes of shared memory: {error.strerror or error}"
+        ) from error
     address = _SegmentAddress(host, processes, os.getpid(), descriptor, token)
     return Segment(descriptor, size, msgspec.msgpack.encode(address))
 
 
 def attach(lease: str, address: bytes, size: int) -> Segment:
-    """Find the segment of a lease that another process created. Raises `ConnectorError` if anything else is there."""
+    """Open the segment of a lease that another process created. Raises `ConnectorError` if the address is another
+    file."""
     if len(address) > contract.MAX_ADDRESS_BYTES:
         raise contract.ConnectorError("the address of shared memory is too long")
     try:
         found = msgspec.msgpack.decode(address, type=_SegmentAddress)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise contract.ConnectorError("the address of shared memory cannot be read") from error
+        raise contract.ConnectorError("the address of shared memory is malformed") from error
     try:
         if (found.host, found.processes) != _here():
-            message = "the decode worker runs on another host, or in a container whose processes this one does not see"
-            raise contract.ConnectorError(message, hint="use --kv-connector tcp, or let both see the same processes")
+            message = "the decode worker runs on another host, or in a container with another PID namespace"
+            raise contract.ConnectorError(message, hint="use --kv-connector tcp, or share the PID namespace")
         descriptor = _open(f"/proc/{found.process}/fd/{found.descriptor}", _name(lease, found.token), size)
     except OSError as error:
         raise contract.ConnectorError(
@@ -230,7 +233,7 @@ def attach(lease: str, address: bytes, size: int) -> Segment:
 
 
 def _open(path: str, name: str, size: int) -> int:
-    # With O_PATH nothing is opened yet, and so nothing happens to a device, a pipe or a terminal that lies there.
+    # O_PATH opens no file, so it has no side effect on a device, a pipe or a terminal.
     seen = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         status, through = os.fstat(seen), f"/proc/self/fd/{seen}"
@@ -239,7 +242,7 @@ def _open(path: str, name: str, size: int) -> int:
             or (status.st_uid, status.st_nlink, status.st_size) != (os.geteuid(), 0, size)
             or str(Path(through).readlink()) != f"/memfd:{name} (deleted)"
         ):
-            raise contract.ConnectorError("what lies at the address is not the shared memory of this lease")
+            raise contract.ConnectorError("the file at the address is not the shared memory of this lease")
         descriptor = os.open(through, os.O_RDWR | os.O_CLOEXEC)
     finally:
         os.close(seen)

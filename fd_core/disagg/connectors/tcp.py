@@ -1,4 +1,4 @@
-"""In band: values travel as frames after the messages that announce them, on the connection of the workers."""
+"""In-band transfer: values are frames after the messages that announce them, on the connection of the workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fd_core.disagg.connectors import contract
 
 
 class TCPConnector(contract.Connector):
-    """For workers with any network connection: one copy, where the decode side joins the frames of a value."""
+    """Connector for any network connection: one copy, when the decode side joins the frames of a value."""
 
     name = "tcp"
 
@@ -19,14 +19,12 @@ class TCPConnector(contract.Connector):
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> contract.KVOutbox:
         """Return an outbox that returns the parts of values as frames."""
         if address:
-            raise contract.ConnectorError(
-                "the connector tcp has no addresses of its own, but the decode worker sent one"
-            )
+            raise contract.ConnectorError("the connector tcp has no addresses, but the decode worker sent one")
         return _TCPEnd(value_bytes)
 
 
 class _TCPEnd(contract.KVInbox, contract.KVOutbox):
-    """Either end of a lease: neither holds anything."""
+    """Either end of a lease; stateless."""
 
     address = b""
 
@@ -38,7 +36,7 @@ class _TCPEnd(contract.KVInbox, contract.KVOutbox):
         if self._closed:
             raise contract.ConnectorError("the lease is over")
         if reference or not frames:
-            raise contract.ConnectorError("the value of a piece is not behind its message")
+            raise contract.ConnectorError("a piece's message has no frame with its value")
         flat, _ = contract.flat_parts(frames, self._value_bytes)
         return flat[0] if len(flat) == 1 else b"".join(flat)
 

@@ -44,12 +44,12 @@ def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) <= _MAX_PORT:
-        raise ValueError("an address is host:port")
+        raise ValueError("expected host:port")
     return host, int(port)
 
 
 def look_up(host: str, port: int, found: Callable[[list[Endpoint]], object]) -> list[Endpoint]:
-    """Return a numeric address's endpoint; for a name return none and call `found` later, as name servers are slow."""
+    """Return the endpoint of a numeric address; for a name return none and call `found` after the DNS lookup."""
     try:
         return [tcp_endpoint(str(ipaddress.ip_address(host)), port)]
     except ValueError:
@@ -67,7 +67,7 @@ def look_up(host: str, port: int, found: Callable[[list[Endpoint]], object]) -> 
 
 
 class PrefillLink(ABC):
-    """One prefill worker, as a decode worker reaches it. A link that was lost stays lost."""
+    """Link of a decode worker to one prefill worker. A lost link is never reused."""
 
     def __init__(self) -> None:
         self.leases: set[str] = set()
@@ -87,7 +87,7 @@ class Peer(PrefillLink):
         self.address = address
         self._wire = wire
         self.endpoints: list[Endpoint] = []
-        """Endpoints that were not tried yet."""
+        """Endpoints not tried yet."""
         self.socket: Socket | None = None
         self.monitor: Socket | None = None
         self._connected = False
@@ -99,7 +99,7 @@ class Peer(PrefillLink):
             self.socket.send(frame, zmq.NOBLOCK)
 
     def connect(self, context: Context) -> bool:
-        """Begin to connect to the next endpoint; return False if none is left. What was sent before is lost."""
+        """Start connecting to the next endpoint; return False if none is left. Messages sent before are lost."""
         self.close()
         while self.endpoints and not self._connected:
             endpoint, six = self.endpoints.pop(0)
@@ -123,7 +123,7 @@ class Peer(PrefillLink):
             except zmq.Again:
                 return None
             if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                broke = "the connection to the prefill worker broke"
+                broke = "the connection to the prefill worker was lost"
                 return broke if self._connected else "the prefill worker cannot be reached"
             self._connected = True
         return None
@@ -153,7 +153,8 @@ class PrefillConnections:
         reopen: Callable[[str], None],
         gone: Callable[[str, str], None],
     ) -> None:
-        """`hear` receives a message and frames, `reopen` a lease to repeat `Open` for, `gone` a lost one and why."""
+        """`hear` receives a message and frames, `reopen` a lease to repeat `Open` for, `gone` a lost lease and the
+        reason."""
         self._loop = loop
         self._wire = wire
         self._stats = stats

@@ -1,4 +1,4 @@
-"""The decode side of a lease: it owns the blocks, and alone decides if received KV may be used; pure."""
+"""Decode side of a lease: owns the blocks and decides if received KV may be used; pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class DecodeLease:
     """One lease on the decode worker, which sends `opening` when it creates this."""
 
     def __init__(self, opening: Open, *, longest: float, now: float) -> None:
-        """Expect the pieces of a valid `opening`, see `flaw`; the lease is over after `longest` seconds."""
+        """Expect the pieces of a valid `opening`, see `flaw`; the lease expires after `longest` seconds."""
         self.outcome: PrefillOutcome | None = None
         self.cached = 0
-        """Tokens whose KV the prefill side had in its prefix cache, known with its `Commit`."""
+        """Tokens in the prefix cache of the prefill side, as its `Commit` reports."""
         self._opening = opening
         self._name = opening.job.lease
         self._pieces = wanted(opening)
@@ -28,11 +28,11 @@ class DecodeLease:
         self._credited = 0
         self._commit: Commit | None = None
         self._progress = now
-        """Time at which the commit was received, or a piece copied since."""
+        """Time of the commit, or of the last piece copied since."""
 
     @property
     def next_tick(self) -> float:
-        """Return the time by which `tick` has to be called next."""
+        """Return the deadline of the next call of `tick`."""
         return min(self._clock.next, self._stuck) if self.outcome is None else math.inf
 
     def heard(self, message: FromPrefill, now: float) -> list[Action]:
@@ -45,7 +45,7 @@ class DecodeLease:
             case Refuse(reason=reason):
                 return self._end("refused", reason or "the prefill worker gave no reason")
             case AbortLease(reason=reason):
-                return self._end("lost", reason or "the prefill worker broke off")
+                return self._end("lost", reason or "the prefill worker aborted the lease")
             case KVPiece():
                 return self._piece(message)
             case Commit():
@@ -63,7 +63,7 @@ class DecodeLease:
         if ends := self._settle():
             return ends
         if self._taking and len(self._copied) - self._credited < max(self._opening.window // 2, 1):
-            return []  # one message for some pieces
+            return []  # one message per several pieces
         return self._credit(now)
 
     def spoiled(self, index: int, reason: str) -> list[Action]:
@@ -73,21 +73,21 @@ class DecodeLease:
         return self._break("damaged", f"piece {index}: {reason}")
 
     def gone(self, reason: str) -> list[Action]:
-        """Record that the prefill side is disconnected."""
+        """Record that the prefill side disconnected."""
         return [] if self.outcome is not None else self._end("lost", reason)
 
     def abort(self) -> list[Action]:
         """End the lease, as the prompt is no longer needed."""
-        return [] if self.outcome is not None else self._break("aborted", "nobody waits for it any more")
+        return [] if self.outcome is not None else self._break("aborted", "the request was aborted")
 
     def tick(self, now: float) -> list[Action]:
-        """Do what is due: end the lease, or send a message."""
+        """Process timeouts: end the lease, or send a message."""
         if self.outcome is not None:
             return []
         if late := self._clock.late(now):
             return self._break("expired", late)
         if now >= self._stuck:
-            return self._break("expired", "a piece that was sent did not come")
+            return self._break("expired", "a piece was lost in transit")
         if not self._clock.quiet(now):
             return []
         if self._copied:
@@ -106,7 +106,7 @@ class DecodeLease:
         if index not in self._pieces or index in self._taking or index in self._copied:
             return []
         if len(self._taking) >= self._opening.window:
-            return self._break("damaged", f"more than {self._opening.window} pieces came at a time")
+            return self._break("damaged", f"expected at most {self._opening.window} pieces in flight, got more")
         self._taking.add(index)
         return [TakePiece(piece)]
 
@@ -114,7 +114,7 @@ class DecodeLease:
         if self._commit is not None:
             return []
         if commit.tokens != self._tokens:
-            return self._break("damaged", f"{commit.tokens} tokens were computed, {self._tokens} are wanted")
+            return self._break("damaged", f"expected {self._tokens} computed tokens, got {commit.tokens}")
         self._commit, self._progress = commit, now
         return self._settle()
 
@@ -122,7 +122,7 @@ class DecodeLease:
         if self._commit is None or len(self._copied) < len(self._pieces):
             return []
         if commit_digest(self._copied) != self._commit.digest:
-            return self._break("damaged", "the pieces that came are not those that were sent")
+            return self._break("damaged", "the received pieces differ from those that were sent")
         self.cached = max(0, min(self._commit.cached, self._tokens))
         return [Say(Confirm(self._name)), *self._end("transferred", "")]
 

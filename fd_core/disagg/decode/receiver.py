@@ -1,4 +1,4 @@
-"""The decode side of transfers: completes fetches with prompts that prefill workers computed; no call blocks."""
+"""Decode side of transfers: completes fetches with prompts that prefill workers computed; no call blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GRACE_SECONDS: Final = 1.0
 _LONGEST_ID: Final = 256
 """Characters of a request's name that are sent to the prefill side."""
 _EXPECTED: Final = frozenset({"transferred", "held", "aborted"})
-"""Outcomes whose reason is not logged."""
+"""Outcomes that are not logged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,8 @@ class _DecodeSide:
 
 
 class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
-    """Opens leases at prefill workers and copies what they send; every `Fetch` gets one `Fetched` within `longest`."""
+    """Opens leases at prefill workers and copies the KV that they send; completes every `Fetch` within `longest`
+    seconds."""
 
     performs = (Fetch,)
 
@@ -86,7 +87,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         receiver ever used for a lease before.
         """
         if not 1 <= window <= MAX_WINDOW:
-            raise ValueError(f"a window of {window} pieces is not within 1 to {MAX_WINDOW}")
+            raise ValueError(f"expected a window of 1 to {MAX_WINDOW} pieces, got {window}")
         super().__init__("fdcore-kv-receiver", queue, ReceiverStats(), clock, silence + _GRACE_SECONDS, make_loop)
         self._cache = cache
         self._wire = Wire(envelope, block)
@@ -115,7 +116,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
                 case Fetch():
                     self._begin(effect)
                 case Cancel(operation):
-                    if self._complete(Fetched(operation, "aborted", reason="nobody waits for the prompt any more")):
+                    if self._complete(Fetched(operation, "aborted", reason="the request was aborted")):
                         self._loop.post(partial(self._abort, operation))
 
     def tend(self) -> None:
@@ -132,7 +133,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
     def _begin(self, effect: Fetch) -> None:
         self._watch(len(self._pending))
         now, operation = self._clock(), effect.operation
-        too_late = Fetched(operation, "expired", reason="the transfer takes too long")
+        too_late = Fetched(operation, "expired", reason="the transfer timed out")
         self._pending.begin(too_late, now + self._longest + _GRACE_SECONDS)
         if not len(effect.blocks):
             self._complete(Fetched(operation, "held"))
@@ -159,7 +160,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             self._stats.seconds += fetched.seconds if fetched.outcome == "transferred" else 0.0
         if fetched.outcome not in _EXPECTED:
             self._logger.warn(
-                f"a prefill worker's KV was {fetched.outcome}, so the prompt is computed here: {fetched.reason}"
+                f"transfer from a prefill worker: {fetched.outcome} ({fetched.reason}); the prompt is computed here"
             )
 
     # Leases, on the receiver's thread ---------------------------------------------------------------------
@@ -181,7 +182,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         pieces = wanted(opening)
         if len(pieces) != len(effect.blocks):
             _log.error("operation %d has %d blocks for %d pieces", operation, len(effect.blocks), len(pieces))
-            self._complete(Fetched(operation, "aborted", reason="its blocks do not fit its tokens"))
+            self._complete(Fetched(operation, "aborted", reason="the number of its blocks does not match its tokens"))
             return
         window = min(self._window, len(pieces))
         try:
@@ -264,9 +265,9 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         del value
         try:
             lease.inbox.done(piece.index, piece.reference)
-        except Exception as error:  # noqa: BLE001 - likewise
+        except Exception as error:  # noqa: BLE001 - a plugin's connector, too
             self._failed("connector", "done", error)
-            flaw = flaw or "the connector could not free its place"
+            flaw = flaw or "the connector could not free its buffer"
         if flaw is not None:
             self._act(lease, lease.machine.spoiled(piece.index, flaw))
             return
@@ -282,7 +283,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         except (Damaged, TypeError, ValueError) as error:
             return f"damaged ({error.reason})" if isinstance(error, Damaged) else "the connector returned no value"
         if digest != piece.digest:
-            return "damaged (another piece)"
+            return "damaged (wrong piece)"
         if not self._pending.begin_copy(effect.operation):
             return "nobody waits for it any more"
         at = piece.index - effect.job.held_blocks

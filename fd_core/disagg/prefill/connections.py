@@ -40,8 +40,8 @@ class DecodeConnections:
     ) -> None:
         """Listen at `host:port`, 0 for any free port. Raises `ConfigError` if that is not possible.
 
-        `hear` receives the route and each message. `turn_down` receives route, lease and reason of a message that is
-        sealed but beyond a limit; unauthenticated messages are not answered.
+        `hear` receives the route and each message. `turn_down` receives route, lease and reason of an authenticated
+        message over a limit; unauthenticated messages are dropped.
         """
         self._loop = loop
         self._hear = hear
@@ -51,7 +51,7 @@ class DecodeConnections:
         try:
             address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
         except (OSError, UnicodeError) as error:
-            raise ConfigError(f"{host} is no address of this machine", field="--transfer-host") from error
+            raise ConfigError(f"{host} is not an address of this machine", field="--transfer-host") from error
         self._context: Context = zmq.Context(1)
         self._socket = open_socket(self._context, zmq.ROUTER)  # windows bound the pieces of a lease in flight
         endpoint, self._socket.ipv6 = tcp_endpoint(str(address), port or "*")
@@ -65,7 +65,7 @@ class DecodeConnections:
             raise ConfigError(
                 f"cannot listen for transfers at {host}:{port}: {error.strerror}",
                 field="--transfer-host" if foreign else "--transfer-port",
-                hint="name an address of this machine" if foreign else "0 takes a free port",
+                hint="use an address of this machine" if foreign else "0 selects a free port",
             ) from error
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         loop.watch(self._socket, self._read)

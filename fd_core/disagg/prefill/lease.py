@@ -13,7 +13,7 @@ class PrefillLease:
     """One lease on the prefill worker."""
 
     def __init__(self, opening: messages.Open, *, longest: float, now: float) -> None:
-        """Owe the pieces of an `opening` without a `flaw`; the lease is over after `longest` seconds."""
+        """Serve a valid `opening`, see `flaw`; the lease expires after `longest` seconds."""
         self.ended: End | None = None
         self._opening = opening
         self._name = opening.job.lease
@@ -30,7 +30,7 @@ class PrefillLease:
 
     @property
     def next_tick(self) -> float:
-        """Return the time by which `tick` has to be called next."""
+        """Return the deadline of the next call of `tick`."""
         return min(self._clock.next, self._stuck) if self.ended is None else math.inf
 
     def accept(self, now: float) -> list[Action]:
@@ -59,7 +59,7 @@ class PrefillLease:
             case messages.Confirm():
                 return self._end("confirmed", "")
             case messages.AbortLease(reason=reason):
-                return self._end("aborted", reason or "the decode worker broke off")
+                return self._end("aborted", reason or "the decode worker aborted the lease")
             case _:
                 return []
 
@@ -74,7 +74,7 @@ class PrefillLease:
         return self._flow()
 
     def put(self, index: int, digest: bytes, reference: bytes, now: float) -> list[Action]:
-        """Record that a piece was handed to the connector: the digest of the value, and the connector's reference."""
+        """Record that a piece was passed to the connector: the digest of the value, and the connector's reference."""
         if self.ended is not None or index not in self._putting:
             return []
         self._putting.remove(index)
@@ -97,17 +97,18 @@ class PrefillLease:
         return [] if self.ended is not None else self._break("gave_up", reason, abort=False)
 
     def failed(self, reason: str) -> list[Action]:
-        """Record that a piece could not be sent, or that the decode side is disconnected."""
+        """Record that a piece could not be sent, or that the decode side disconnected."""
         return [] if self.ended is not None else self._break("failed", reason)
 
     def tick(self, now: float, *, working: bool) -> list[Action]:
-        """Do what is due: end the lease, or send a message; while blocks remain, only if the engine works."""
+        """Process timeouts: end the lease, or send a message; while blocks remain, only if the engine makes
+        progress."""
         if self.ended is not None:
             return []
         if late := self._clock.late(now):
             return self._break("expired", late)
         if now >= self._stuck:
-            return self._break("expired", "a piece was lost on its way, or is not taken")
+            return self._break("expired", "a piece was lost in transit or not acknowledged")
         if not self._clock.quiet(now):
             return []
         if commit := self._commit(now):

@@ -37,13 +37,13 @@ from fd_core.types.metrics import one_more
 
 access_log = logging.getLogger(ACCESS_LOGGER)
 
-_BROKE_OFF: Final = "the prefill worker broke off"
+_BROKE_OFF: Final = "the prefill worker aborted the lease"
 _STUCK_SECONDS: Final = 70.0
-"""The thread never sleeps as long."""
+"""Upper bound of the thread's sleep."""
 _AT_ONCE: Final = 8
 """Blocks that are copied to the host in one call, before messages are read again."""
 _REMEMBERED: Final = 4096
-"""Leases that ended recently: a delayed duplicate of an `Open` must not reopen one."""
+"""Number of ended leases that are remembered, so that a delayed duplicate of an `Open` does not reopen one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +57,11 @@ class _PrefillSide:
     """Socket's routing id of the connection on which the decode side last sent a message."""
     began: float
     sources: dict[int, tuple[int, IntArray]] = field(default_factory=dict)
-    """Operation and block by index, for pieces that were not copied."""
+    """Operation and block by index, for pieces not copied yet."""
     offered: set[int] = field(default_factory=set)
     """Indices that were among `sources` at some time."""
     uncopied: dict[int, int] = field(default_factory=dict)
-    """Number of blocks that were not copied, by operation."""
+    """Number of blocks not copied yet, by operation."""
     to_copy: deque[int] = field(default_factory=deque)
 
 
@@ -69,8 +69,8 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
     """Takes leases of decode workers and sends them the blocks that the engine computes.
 
     A lease that is accepted arrives as `PrefillJobArrived`; if it is over before its job is done, `LeaseEnded` follows.
-    Every `Send` gets one `Sent`, as soon as its blocks were copied to the host or its lease is over; none of the blocks
-    is read afterwards.
+    Every `Send` completes with one `Sent` when its blocks were copied to the host or its lease is over; the blocks are
+    not read afterwards.
     """
 
     performs = (Send, GiveUp)
@@ -96,8 +96,8 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         """Listen at `host:port`, 0 for any free port, and start the thread. Raises `ConfigError` if it cannot listen.
 
         `cache` supports `export_blocks` from that thread at any time. `make_connector` makes the connector of a name or
-        raises an `FdError`. It is called on that thread, once for a name that it knows, and its connectors are closed
-        with the sender. `listen` makes links for loops of `make_loop`.
+        raises an `FdError`. It is called on that thread, once per known name, and its connectors are closed with the
+        sender. `listen` makes links for loops of `make_loop`.
         """
         super().__init__("fdcore-kv-sender", queue, SenderStats(), clock, _STUCK_SECONDS, make_loop)
         self._cache = cache
@@ -134,7 +134,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                         self._loop.post(partial(self._cancel, operation))
 
     def tend(self) -> None:
-        """Record that the engine polls: while it does not, no `Alive` is sent to decode workers."""
+        """Record that the engine polls; without polls, no `Alive` is sent to decode workers."""
         self._asked_at = self._clock()
         self._watch(len(self._pending))
 
@@ -170,7 +170,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             self._turn_down(route, name, "terms", sentence)
             return
         if len(self._leases) >= self._max_leases:
-            self._turn_down(route, name, "busy", f"the prefill worker has {self._max_leases} leases already")
+            self._turn_down(route, name, "busy", f"the prefill worker is at its limit of {self._max_leases} leases")
             return
         try:
             connector = self._connectors.get(opening.connector)
@@ -191,7 +191,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._due = min(self._due, machine.next_tick)
         self._stats.leases += 1
         self._queue.put(PrefillJobArrived(opening.job))
-        # Last, because the decode worker may turn out to be disconnected, which ends the lease.
+        # Last, because a disconnected decode worker ends the lease.
         self._act(lease, machine.accept(now))
 
     def _turn_down_unfit(self, route: bytes, lease: str, reason: str) -> None:
@@ -252,7 +252,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                 case PrefillEnd():
                     self._end(lease, action)
         if unheard:
-            self._act(lease, lease.machine.failed("the decode worker cannot be told any more"))
+            self._act(lease, lease.machine.failed("the decode worker disconnected"))
 
     def _end(self, lease: _PrefillSide, end: PrefillEnd) -> None:
         name = lease.name
@@ -276,7 +276,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
 
     @staticmethod
     def _log(opening: Open, ended: str, seconds: float) -> None:
-        """Write a line to the access log, so that a prompt is found under the id of its request on both sides."""
+        """Write an access log line, so that both workers log the prompt under its request id."""
         request_id, tokens = one_word(opening.request_id, MAX_TEXT) or "-", opening.job.num_tokens
         fields = {"prefill": ended, "seconds": round(seconds, 6), "tokens_in": tokens, "request_id": request_id}
         access_log.info("prefill %s %.3f s in=%d id=%s", ended, seconds, tokens, request_id, extra={"fields": fields})

@@ -37,7 +37,8 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
     """Find the configured model, fetching it if necessary, and read its tokenizer.
 
     A backend that needs no checkpoint accepts any model name, and its tokens are bytes. The plugins that `config` names
-    are looked up first, so that nothing is fetched in vain. Raises `ConfigError`, `ModelError` or `PluginError`.
+    are looked up first, so that nothing is fetched for an invalid configuration. Raises `ConfigError`, `ModelError` or
+    `PluginError`.
     """
     known = plugins.installed_plugins()
     known.load(plugins.SCHEDULER, config.scheduler)
@@ -71,8 +72,8 @@ def _report_missing_rows(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
         return
     listed = ", ".join(f"{text[:40]!r} = {token_id}" for token_id, text in list(missing.items())[:_SHOWN_TOKENS])
     _log.warning(
-        "%s: the tokenizer has %d tokens for which the model has no embedding row (it has %d): %s%s. Prompts that hold "
-        "one are refused; resize the model's embedding or remove the tokens",
+        "%s: %d tokens of the tokenizer have no embedding row in the model (it has %d): %s%s. Prompts with such a "
+        "token are rejected; resize the model's embedding or remove the tokens",
         checkpoint.path,
         len(missing),
         rows,

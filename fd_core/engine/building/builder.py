@@ -72,7 +72,7 @@ def load_engine(
 
 
 class _EngineBuilder:
-    """Components of one engine. Each is built on first use, and is complete from then on."""
+    """Components of one engine, each built on first use."""
 
     def __init__(self, config: EngineConfig, path: Path | None, epoch: int, progress: StartProgress) -> None:
         """Check the settings and look up the plugins that they name before anything is loaded."""
@@ -88,7 +88,7 @@ class _EngineBuilder:
         self._scheduler_class = _fitting(self._plugins.load(SCHEDULER, config.scheduler), config)
         self._policy = self._plugins.load(SCHEDULING_POLICY, config.scheduling_policy)()
         self._victims = self._plugins.load(VICTIMS, config.victim_policy)()
-        self._plugins.load(CONNECTOR, config.kv_connector)  # an unknown name is rejected in any role
+        self._plugins.load(CONNECTOR, config.kv_connector)  # an unknown name is an error in any role
         require_ranks(config)
         self._ranks = None
         if config.num_ranks > 1:
@@ -96,9 +96,9 @@ class _EngineBuilder:
             environments = backend.cls.rank_environments(config.num_ranks)
             if config.distributed_executor_backend == "ray" and any(environments):
                 raise ConfigError(
-                    f"ranks of the {backend.name} backend are not placed by Ray yet",
+                    f"ranks of the {backend.name} backend cannot be placed by Ray yet",
                     field="--distributed-executor-backend",
-                    hint="use mp, which gives each rank a device of this machine",
+                    hint="use mp, which assigns each rank a device of this machine",
                 )
             backend.cls.require_division(config, path)
             self._ranks = RankProcesses(config, path, environments)
@@ -115,7 +115,7 @@ class _EngineBuilder:
             self._ranks.close()
 
     def build(self, wake: Callable[[], None], admitted: AdmissionSink) -> Engine:
-        """Build the components that start threads last, and join them."""
+        """Build all components, those that start threads last."""
         if self._ranks is not None:
             self._ranks.wake = wake
         adapters, compiler = self._adapters, self._computing.compiler
@@ -126,7 +126,7 @@ class _EngineBuilder:
             runner.adapters.prepare()
         prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
         if compiler is not None:
-            # Takes half a second, and only a grammar has to wait for it.
+            # Takes half a second, and only grammars need it.
             threading.Thread(target=_make_vocabulary, args=(compiler,), name="fdcore-vocabulary", daemon=True).start()
         trace = self._trace()
         cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
@@ -253,7 +253,7 @@ class _EngineBuilder:
             return ObserverThread(cls(), self._limits.max_num_seqs)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            raise PluginError(f"the observer {name} cannot be made: {cause}", field="--observer") from error
+            raise PluginError(f"creating the observer {name} failed: {cause}", field="--observer") from error
 
     @cached_property
     def _device_line(self) -> str:
@@ -276,7 +276,7 @@ class _EngineBuilder:
             postprocess=None if config.postprocess == ops.framework else config.postprocess,
             device=self._device_line,
             dtype=ops.dtype,
-            dtype_reason=backend.dtype_reason if config.dtype == "auto" else "asked for",
+            dtype_reason=backend.dtype_reason if config.dtype == "auto" else "requested",
             weights=self._weights,
             weight_formats=tuple(sorted(ops.weight_formats)),
             kv_dtype=ops.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
@@ -313,7 +313,7 @@ def _make_vocabulary(compiler: GrammarCompiler) -> None:
     try:
         compiler.warm_up()
     except GrammarError as error:
-        _log.warning("structured output cannot be served: %s", error)
+        _log.warning("structured output is not available: %s", error)
 
 
 def _fitting(scheduler: type[Scheduler], config: EngineConfig) -> type[Scheduler]:
@@ -326,8 +326,8 @@ def _fitting(scheduler: type[Scheduler], config: EngineConfig) -> type[Scheduler
         flag, value, wanted = asked.get(lack, ("", None, False))
         if wanted:
             raise ConfigError(
-                f"{flag} is {value}, but the scheduler {config.scheduler} has no part for it: {reason}",
+                f"{flag} is {value}, but the scheduler {config.scheduler} does not support it: {reason}",
                 field=flag,
-                hint="leave it out, or use --scheduler continuous",
+                hint="remove it, or use --scheduler continuous",
             )
     return scheduler

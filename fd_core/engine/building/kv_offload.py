@@ -62,16 +62,16 @@ class KVStorage(msgspec.Struct, frozen=True):
 def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[], str]) -> KVStorage:
     """Decide how blocks are named and where their KV is stored.
 
-    `identity` names the KV, see `kv_identity`; called only where others read it. A store that cannot be reached does
-    not keep the engine from starting: requests recompute what the store would have provided.
-    Raises `ConfigError` or `PluginError` for settings that can never work.
+    `identity` names the KV, see `kv_identity`; called only if other processes use it. The engine starts even if the
+    store is unreachable: requests then recompute their KV. Raises `ConfigError` or `PluginError` for settings that can
+    never work.
     """
     if not config.enable_prefix_caching:
         if config.kv_store is not None:
             raise ConfigError(
-                "a KV store finds blocks by their prefix, but prefix caching is off",
+                "a KV store requires prefix caching, which is disabled",
                 field="--kv-store",
-                hint="leave out --no-enable-prefix-caching",
+                hint="remove --no-enable-prefix-caching",
             )
         return KVStorage(None)
     if config.kv_store is None:
@@ -87,7 +87,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
         summary = store.open(_OPEN_SECONDS)
     except StoreError as error:
         reachable = False
-        summary = f"{location.shown} cannot be used at the moment, so KV is computed meanwhile: {error}"
+        summary = f"{location.shown} is unavailable, KV is recomputed meanwhile: {error}"
         _log.warning("KV store %s", summary)
     return KVStorage(
         PrefixHasher(block_size=config.block_size, identity=identity(), secret=derive(secret, "block keys")),
@@ -99,7 +99,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
 
 
 def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
-    """Decide which requests' KV is kept outside the device; `stored`: True if the host tier is backed by a store."""
+    """Decide which requests' KV is stored outside the device; `stored`: True if the host tier is backed by a store."""
     if stored:
         return KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True)
     return KeepKV(shared=False) if config.save_preempted_kv and config.host_kv_memory > 0 else None
@@ -108,7 +108,7 @@ def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
 def start_kv_offload(
     storage: KVStorage, config: EngineConfig, cache: LockedKVCache, dtype: str, queue: CompletionQueue
 ) -> KVOffload | None:
-    """Return the port to the opened storage, its threads started; None if nothing is kept outside the device."""
+    """Start the threads of the opened storage and return its port; None if nothing is stored outside the device."""
     if storage.keep is None:
         return None
     return KVOffload(
@@ -122,10 +122,10 @@ def start_kv_offload(
 
 
 def kv_identity(path: Path | None, numerics: str) -> str:
-    """Name everything but the tokens that determines the bytes of a block: a change of any of it changes the name.
+    """Return an identity of everything except the tokens that determines the bytes of a block.
 
     `numerics` identifies everything that computes or arranges the KV of one checkpoint differently: pack, dtype, shape.
-    The number of ranks is left out: blocks outside the device contain the heads of all, as on one rank.
+    The number of ranks is not included: blocks outside the device contain the heads of all, as on one rank.
     """
     weights = tokenizer = "none"
     if path is not None:
@@ -159,9 +159,9 @@ def require_role(config: EngineConfig) -> None:
     """Raise `ConfigError` for a role that the other settings contradict."""
     if config.role != "mixed" and not config.enable_prefix_caching:
         raise ConfigError(
-            f"a {config.role} worker names blocks by their prefix, but prefix caching is off",
+            f"a {config.role} worker requires prefix caching, which is disabled",
             field="--role",
-            hint="leave out --no-enable-prefix-caching",
+            hint="remove --no-enable-prefix-caching",
         )
 
 

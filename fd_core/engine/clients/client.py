@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 5
-"""Failed starts in a row after which requests are rejected, both new ones and those that still wait."""
+"""Failed starts in a row after which new and waiting requests are rejected."""
 _FIRST_SECONDS = 1.0
 """Pause after the first failed start, in seconds; it doubles with each further one."""
 _LONGEST_SECONDS = 60.0
@@ -146,7 +146,7 @@ class SingleEngineClient(abc.ABC):
         self.gone = False
         """True if the engine died and will not be restarted."""
         self.restarts = False
-        """True if the engine is gone and another one will resume its requests."""
+        """True if the engine died and another one will resume its requests."""
         self._death = "the engine is not running"
         self._changes: dict[int, asyncio.Future[None]] = {}
         """Adapter changes that the engine has not acknowledged, by ticket."""
@@ -169,7 +169,7 @@ class SingleEngineClient(abc.ABC):
 
     @property
     def missing(self) -> str:
-        """Message that the engine is not ready; empty if it is."""
+        """Message if the engine is not ready; empty if it is."""
         return "" if self.alive else "the engine is not running"
 
     def runs(self, request_id: str) -> bool:
@@ -286,23 +286,23 @@ class SingleEngineClient(abc.ABC):
                 failures += 1
                 self.start_failures += 1
                 if failures == self._config.restart_attempts:  # 0: no limit
-                    _log.error("the engine did not start again: %s", error)
-                    return f"the engine failed {failures} times to start again; restart the server"
+                    _log.error("the engine failed to restart: %s", error)
+                    return f"the engine failed to restart {failures} times; restart the server"
                 pause = pause_after(failures)
-                _log.error("the engine did not start again; the next attempt is in %g s: %s", pause, error)
+                _log.error("the engine failed to restart; next attempt in %g s: %s", pause, error)
                 if failures == _PATIENCE:
-                    self._went_down(f"the engine failed {failures} times to start again; the server keeps trying")
+                    self._went_down(f"the engine failed to restart {failures} times; the server keeps trying")
                 await asyncio.sleep(pause)
             else:
                 return None
 
     def _gave_up(self, reason: str) -> None:
-        """Fail all requests: no engine will be started any more."""
+        """Fail all requests permanently: no further engine will be started."""
         self._went_down(reason)
         self.gone = True
 
     def _went_down(self, reason: str) -> None:
-        """Fail all requests, since the engine is gone for now or for good."""
+        """Fail all requests, since the engine is down, temporarily or permanently."""
         self._lost(reason, restarts=False)
         streams, self._streams = self._streams, {}
         self._ledger = RequestLedger()
@@ -320,7 +320,7 @@ class SingleEngineClient(abc.ABC):
 
     def _dispatch(self, events: messages.StepEvents) -> None:
         if not self.alive or events.epoch != self.info.epoch:
-            return  # from an epoch that is over: its successor delivers the same tokens
+            return  # from an ended epoch: its successor delivers the same tokens
         if events.stats is not None:
             self.stats = events.stats
         if events.kv and self.kv_log is not None:

@@ -2,7 +2,7 @@
 
 Each engine has separate processors or devices, ranks, slots, KV and restarts. Requests are placed by the router's load
 accounting and its policy `cache_aware`, in this process: by the prefixes that engines served, or with `--kv-events` by
-those that they hold, and by the work that is left. A text does not depend on the engine that computes it.
+those that they hold, and by their remaining work. Texts do not depend on the engine that computes them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def open_engines(
 
 
 class DataParallelClient:
-    """Several engines as one. A dead engine restarts by itself; the others continue meanwhile."""
+    """Several engines as one. A dead engine is restarted; the others continue meanwhile."""
 
     def __init__(self, engines: Sequence[SingleEngineClient], *, prefixes: bool = True, reason: str = "") -> None:
         """`prefixes`: True if engines cache prefixes of prompts; `reason`: why their backend was chosen."""
@@ -121,12 +121,12 @@ class DataParallelClient:
 
     @property
     def restarts(self) -> bool:
-        """True if an engine is gone and another one will resume its requests."""
+        """True if an engine died and another one will resume its requests."""
         return any(engine.restarts for engine in self.engines)
 
     @property
     def healthy(self) -> bool:
-        """True if an engine is ready and none is gone for good."""
+        """True if an engine is ready and none is down permanently."""
         return self.alive and all(engine.alive or engine.restarts for engine in self.engines)
 
     @property
@@ -232,18 +232,20 @@ class DataParallelClient:
 
 def _require_separable(config: EngineConfig) -> None:
     refused = (
-        ("--role", config.role != "mixed", f"a {config.role} worker is one engine"),
-        ("--trace", config.trace is not None, "a trace is that of one engine"),
+        ("--role", config.role != "mixed", f"a {config.role} worker has one engine"),
+        ("--trace", config.trace is not None, "a trace records one engine"),
         (
             "--pipeline-parallel-size",
             config.pipeline_parallel_size > 1,
-            "stages have no devices of their own there yet",
+            "stages have no separate devices there yet",
         ),
     )
     for flag, given, reason in refused:
         if given:
             raise ConfigError(
-                f"{flag} does not go with several engines: {reason}", field=_FLAG, hint=f"leave out {flag} or {_FLAG}"
+                f"{flag} cannot be combined with several engines: {reason}",
+                field=_FLAG,
+                hint=f"remove {flag} or {_FLAG}",
             )
 
 
@@ -263,7 +265,7 @@ def _joined_progress(progress: StartProgress, count: int) -> Sequence[StartProgr
 
     def report(index: int, phase: str, done: int, size: int) -> None:
         seen[index][phase] = (done, size)
-        # Engines that have not begun the phase will have as much to do.
+        # Assumes the same amount of work for engines that have not begun the phase.
         known = [each[phase] for each in seen if phase in each]
         progress(phase, sum(part for part, _ in known), size * (count - len(known)) + sum(whole for _, whole in known))
 

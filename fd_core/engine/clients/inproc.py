@@ -169,7 +169,7 @@ class InprocClient(SingleEngineClient):
             silent = now - max(busy_since, self._last_sign)
             # The engine's own watchdog of its device fires first, because its error is more specific.
             if silent >= 1.5 * patience:
-                self._give_up(f"the engine gave no sign for {silent:.0f} s while requests were running")
+                self._give_up(f"the engine did not respond for {silent:.0f} s while requests were running")
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -180,5 +180,5 @@ class InprocClient(SingleEngineClient):
         """Give up if a task failed: the engine is no longer restarted or monitored."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a task that watches over the engine failed", exc_info=error)
-            self._give_up(f"a task that watches over the engine failed: {type(error).__name__}")
+            _log.error("a task that monitors the engine failed", exc_info=error)
+            self._give_up(f"a task that monitors the engine failed: {type(error).__name__}")

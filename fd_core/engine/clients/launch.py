@@ -29,7 +29,7 @@ async def open_client(
     if engines > 1:
         if where == "inproc":
             raise ConfigError(
-                "several engines need processes of their own", field="--data-parallel-size", hint="leave out --engine"
+                "several engines require separate processes", field="--data-parallel-size", hint="remove --engine"
             )
         from fd_core.engine.clients.data_parallel import open_engines
 
@@ -42,4 +42,4 @@ async def open_client(
         from fd_core.engine.clients.process import ProcessClient
 
         return await ProcessClient.open(config, path, report, begun=begun)
-    raise ConfigError(f"an engine runs in `process` or `inproc`, not in {where!r}", field="--engine")
+    raise ConfigError(f"unknown engine placement {where!r}; expected `process` or `inproc`", field="--engine")

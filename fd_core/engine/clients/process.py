@@ -51,7 +51,7 @@ class ProcessClient(SingleEngineClient):
         self._ready = asyncio.Event()
         """Set while the engine of this epoch is ready."""
         self._end: asyncio.Future[FdError] = asyncio.get_running_loop().create_future()
-        """Why the engine of this epoch ended."""
+        """Error that ended the engine of this epoch."""
         self._watch: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._closing = False
@@ -114,7 +114,9 @@ class ProcessClient(SingleEngineClient):
         try:
             self._send(messages.Start(self._config, path, self._epoch))
         except UnicodeEncodeError:
-            raise ConfigError("a path or name in the settings is not UTF-8", hint="rename it, or use a link") from None
+            raise ConfigError(
+                "a path or name in the settings is not UTF-8", hint="rename it, or use a symbolic link"
+            ) from None
         ready = asyncio.create_task(self._ready.wait())
         end: asyncio.Future[FdError] = self._end
         try:
@@ -147,7 +149,7 @@ class ProcessClient(SingleEngineClient):
             self._end.set_exception(error)
 
     async def _watch_over(self, process: asyncio.subprocess.Process, socket: MessageSocket) -> None:
-        """Record the end of the process, or a silence longer than the watchdog, or a start, allows."""
+        """Record the end of the process, or a watchdog timeout while it serves or starts."""
         watchdog = self._config.watchdog_seconds
         pause = min(watchdog, _START_SECONDS) / _LOOKS
         death = asyncio.create_task(process.wait())
@@ -162,7 +164,7 @@ class ProcessClient(SingleEngineClient):
                 allowed = watchdog if serving else _START_SECONDS
                 if silent >= allowed:
                     doing = "while requests were running" if serving else "while it started"
-                    self._failed(EngineDead(f"the engine gave no sign for {allowed:g} s {doing}"))
+                    self._failed(EngineDead(f"the engine did not respond for {allowed:g} s {doing}"))
                     return
             while True:
                 # Messages sent by the process before its end may still be in transit.
@@ -172,7 +174,7 @@ class ProcessClient(SingleEngineClient):
                     break
             self._failed(EngineDead(f"the engine's process ended with exit code {process.returncode}"))
         except Exception as error:  # noqa: BLE001 - an engine without a monitor is restarted
-            self._failed(EngineDead(f"the watch over the engine failed: {type(error).__name__}"))
+            self._failed(EngineDead(f"monitoring the engine failed: {type(error).__name__}"))
         finally:
             death.cancel()
 
@@ -184,16 +186,16 @@ class ProcessClient(SingleEngineClient):
                 reason = await self._end
                 if self._closing:
                     return
-                _log.error("%s of epoch %d is gone: %s", self._place.name, self._epoch, reason)
+                _log.error("%s of epoch %d died: %s", self._place.name, self._epoch, reason)
                 self._went_away(f"the engine failed: {reason}", reason.field)
                 gave_up = await self._start_again(self._start_another)
                 if gave_up is not None:
                     return
                 _log.warning("%s restarted as epoch %d", self._place.name, self._epoch)
         finally:
-            # Whatever ended this task: no request may wait for an engine that will never start.
+            # In any case, no request may wait for an engine that will never start.
             if not self._closing:
-                self._gave_up(gave_up or "the engine is no longer watched; restart the server")
+                self._gave_up(gave_up or "the engine is no longer monitored; restart the server")
 
     async def _start_another(self) -> None:
         await self._reap()
@@ -201,7 +203,7 @@ class ProcessClient(SingleEngineClient):
         try:
             await self._start()
         except OSError as error:  # out of descriptors, processes or memory, which may be temporary
-            raise EngineDead(f"its process cannot be started: {(error.strerror or str(error)).lower()}") from error
+            raise EngineDead(f"starting its process failed: {(error.strerror or str(error)).lower()}") from error
 
     async def _reap(self) -> None:
         await _cancelled(self._watch)

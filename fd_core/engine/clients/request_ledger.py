@@ -20,7 +20,7 @@ the cause. Epochs in which it only waited do not count, and an epoch that gives 
 After the first of these deaths the request is a suspect. An epoch gets one suspect at a time, so that a request which
 merely ran alongside the cause is not given up with it."""
 MAX_DEATHS = 5
-"""Deaths of epochs before its end, after which a request is given up, whether it waited, ran or got tokens."""
+"""Deaths of epochs after which a request is given up, even if it only waited or got tokens."""
 
 
 class _LiveRequest(msgspec.Struct):
@@ -98,7 +98,7 @@ class RequestLedger:
             self._entries[request_id].aborting = True
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that has no reader any more, or that was ended elsewhere."""
+        """Forget a request without a reader, or one that was ended elsewhere."""
         self._entries.pop(request_id, None)
         self.suspects_held.pop(request_id, None)
 
@@ -144,5 +144,5 @@ def _end_by_death(entry: _LiveRequest, reason: str) -> Delta | None:
     return Delta(
         entry.spec.request_id,
         finish_reason=FinishReason.ERROR,
-        error=f"the engine died {entry.deaths} times with this request, which is not tried again ({reason})",
+        error=f"the engine died {entry.deaths} times with this request, which is not retried ({reason})",
     )

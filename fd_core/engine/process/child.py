@@ -69,7 +69,7 @@ def main(backend: str) -> int:
         while not (messages := inbox.receive(_IDLE_SECONDS)):
             pass
         if not isinstance(start := messages[0], Start):
-            return 0  # the parent found no model for this process
+            return 0  # the parent has no model for this process
         path = Path(start.path) if start.path is not None else None
         engine = load_engine(
             start.config,
@@ -88,9 +88,9 @@ def main(backend: str) -> int:
         send(Fault.of(error))
         return error.exit_code
     except MemoryError:
-        _log.error("the engine has no memory left")  # a traceback would need more
-        hint = "give it more memory, lower --max-num-batched-tokens, or take a smaller model or weights of fewer bits"
-        send(Fault("the engine's process has no memory left", hint=hint))
+        _log.error("the engine ran out of memory")  # a traceback would need more
+        hint = "provide more memory, lower --max-num-batched-tokens, or use a smaller model or quantized weights"
+        send(Fault("the engine's process ran out of memory", hint=hint))
         return 1
     except Exception as error:  # noqa: BLE001 - last frame of the process: notify the client, then end
         _log.exception("the engine failed")

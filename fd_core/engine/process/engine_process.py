@@ -20,7 +20,7 @@ class EngineProcess:
     def __init__(self, process: asyncio.subprocess.Process, own: socket.socket) -> None:
         self.process = process
         self.socket = own
-        """Connected to the engine, which ends once it is closed: by its reader, and by `close`."""
+        """Connected to the engine, which ends once it is closed: by its reader or `close`."""
 
     @classmethod
     async def begin(cls, backend: str, place: EnginePlace | None = None) -> EngineProcess:
@@ -35,11 +35,11 @@ class EngineProcess:
                     env=os.environ | where.environment,
                 )
         except OSError as error:
-            raise EngineDead(f"the engine's process could not be started: {error}") from error
+            raise EngineDead(f"starting the engine's process failed: {error}") from error
         return cls(process, own)
 
     async def close(self) -> None:
-        """End the process, if it has not ended, and wait until it is gone."""
+        """End the process, if it has not ended, and wait for its end."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()

@@ -119,7 +119,7 @@ class StepEvents(msgspec.Struct, frozen=True, tag="step"):
     kv: tuple[KVEvent, ...] = ()
     """Prefixes added to and evicted from the device cache, if a client needs them."""
     prefills: tuple[PrefillTrace, ...] = ()
-    """Traced jobs of decode workers that are over."""
+    """Finished traced jobs of decode workers."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

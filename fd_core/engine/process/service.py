@@ -30,7 +30,7 @@ class Inbox(Protocol):
 
 
 def tells_admissions(send: Callable[[messages.EngineMessage], None], epoch: int) -> AdmissionSink:
-    """Return a callback that notifies the client of the requests to which the engine of this epoch gives a slot."""
+    """Return a callback that notifies the client of the requests that the engine of this epoch admits to slots."""
     return lambda admitted: send(messages.StepEvents([], epoch=epoch, admitted=admitted))
 
 

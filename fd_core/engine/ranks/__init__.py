@@ -1,1 +1,1 @@
-"""Ranks of one model in separate processes: rank 0 is the engine's and sends the others what to execute."""
+"""Ranks of one model in separate processes: rank 0 belongs to the engine and sends orders to the others."""

@@ -62,10 +62,10 @@ def main() -> int:
     except FdError as error:
         say(Fault.of(error))
     except RanksApart as error:
-        if not group.abandoned:  # else another rank has reported the cause, or cannot any more
+        if not group.abandoned:  # else another rank has reported the cause, or died before
             say(Fault(str(error)))
     except MemoryError as error:
-        say(Fault("it has no memory left" + (f": {error}" if str(error) else "")))
+        say(Fault("it ran out of memory" + (f": {error}" if str(error) else "")))
     except Exception as error:  # noqa: BLE001 - last frame of the process: notify rank 0, then end
         _log.exception("rank %d failed", start.rank)
         say(Fault(f"{type(error).__name__}: {error}"))
@@ -126,7 +126,7 @@ def _hold(adapters: RunnerAdapters, asked: messages.HoldAdapters) -> messages.Ad
     try:
         adapters.replace(known[digest] for digest in asked.digests)
     except MemoryError as error:
-        return messages.AdaptersHeld(str(error) or "it has no memory left")
+        return messages.AdaptersHeld(str(error) or "it ran out of memory")
     return messages.AdaptersHeld()
 
 

@@ -47,8 +47,8 @@ def _torch_group() -> type[TorchGroup]:
         from fd_core.ops.torch.group import TorchGroup
     except ImportError as error:
         raise ConfigError(
-            f"ranks exchange over gloo with torch, which cannot be imported: {error}",
+            f"gloo between ranks requires torch, which cannot be imported: {error}",
             field="--rank-transport",
-            hint="leave it out, or pip install 'fd-core[cpu]'",
+            hint="remove it, or run pip install 'fd-core[cpu]'",
         ) from error
     return TorchGroup

@@ -1,4 +1,4 @@
-"""Rank 0's side: it starts the other ranks, sends them what to execute, and compares their results.
+"""Rank 0's side: it starts the other ranks, sends them orders, and compares their results.
 
     plan --frame--> ranks           every rank executes it; sums and gathers keep them together
     output, digests <-- ranks       equal, or the engine is at fault and restarts with all ranks
@@ -67,28 +67,28 @@ def require_ranks(config: EngineConfig) -> None:
         return
     if executor == "ray" and (name := installed_plugins().choose_backend(config.backend).name) not in _ON_PROCESSORS:
         raise ConfigError(
-            f"ranks of backend {name} are not placed by Ray yet",
+            f"ranks of backend {name} cannot be placed by Ray yet",
             field="--distributed-executor-backend",
             hint="use mp, which starts them on this machine",
         )
     if executor == "uni":
         raise ConfigError(
-            f"uni is one process, but there are {size} ranks", field="--distributed-executor-backend", hint="use mp"
+            f"uni runs one process, not {size} ranks", field="--distributed-executor-backend", hint="use mp"
         )
     if config.pipeline_parallel_size == 1:
         return
     flag = "--pipeline-parallel-size"
     refused = (
-        ("--tensor-parallel-size", config.tensor_parallel_size > 1, "a stage is one rank"),
-        ("--speculative-config", config.speculative is not None, "drafts would come from the last stage alone"),
-        ("--lora-modules", bool(config.lora_modules) or config.lora_folder is not None, "stages hold no adapters yet"),
-        ("--distributed-executor-backend ray", executor == "ray", "stages share the memory of one machine"),
-        ("--rank-transport gloo", config.rank_transport != "shared_memory", "stages hand on over shared memory"),
+        ("--tensor-parallel-size", config.tensor_parallel_size > 1, "a stage has one rank"),
+        ("--speculative-config", config.speculative is not None, "only the last stage could propose drafts"),
+        ("--lora-modules", bool(config.lora_modules) or config.lora_folder is not None, "stages have no adapters yet"),
+        ("--distributed-executor-backend ray", executor == "ray", "stages use shared memory of one machine"),
+        ("--rank-transport gloo", config.rank_transport != "shared_memory", "stages use shared memory"),
     )
     for other, given, reason in refused:
         if given:
             raise ConfigError(
-                f"{flag} does not go with {other}: {reason}", field=flag, hint=f"leave out {flag} or {other}"
+                f"{flag} cannot be combined with {other}: {reason}", field=flag, hint=f"remove {flag} or {other}"
             )
 
 
@@ -124,7 +124,7 @@ class RankProcesses:
             self._start(config, path, environments)
         except (OSError, RuntimeError, LaunchError) as error:
             self.close()
-            raise EngineDead(f"the ranks' processes could not be started: {error}") from error
+            raise EngineDead(f"starting the ranks' processes failed: {error}") from error
         except FdError:
             self.close()
             raise
@@ -138,7 +138,7 @@ class RankProcesses:
         """Wait until the other ranks have their weights. Raises the errors of loading on one of them."""
         told = [self._hear_loading(rank, messages.RankLoaded) for rank in self._ranks]
         if all(socket.poll(_CONNECT_MS, zmq.POLLOUT) for socket in self._copies):
-            # No further rank connects, and an engine that is killed leaves no files behind.
+            # No further rank connects, and a killed engine must not leave files.
             shutil.rmtree(self._folder, ignore_errors=True)
         return told
 
@@ -160,7 +160,7 @@ class RankProcesses:
         for rank in self._ranks:
             heard = self._hear(rank, messages.StepDigest)
             if (heard.step, heard.digest) != (step, digest):
-                raise _dead(f"rank {rank} made something else of step {step} than rank 0")
+                raise _dead(f"rank {rank} computed a different result of step {step} than rank 0")
         self._heard = time.monotonic()
 
     def await_ready(self) -> None:
@@ -169,9 +169,9 @@ class RankProcesses:
             self._hear(rank, messages.RankReady)
 
     def look(self) -> None:
-        """Send liveness checks to idle ranks; never blocks. Raises `EngineDead` if one is gone or silent."""
+        """Send liveness checks to idle ranks; never blocks. Raises `EngineDead` if one died or timed out."""
         if self.group.abandoned:
-            raise RanksApart("a rank is gone")
+            raise RanksApart("a rank died")
         now = time.monotonic()
         if self._unheard:
             for rank in sorted(self._unheard):
@@ -180,14 +180,14 @@ class RankProcesses:
                     self._unheard.remove(rank)
             self._heard = now
             if self._patience.is_over() and self._unheard:
-                raise _dead(f"rank {min(self._unheard)} did not answer within {self._seconds:g} s")
+                raise _dead(f"rank {min(self._unheard)} did not respond within {self._seconds:g} s")
         elif now - self._heard > _IDLE_SECONDS:
             self.tell(messages.LOOK)
             self._unheard = set(self._ranks)
             self._patience.renew()
 
     def hold(self, adapters: Sequence[Adapter], known: Collection[Adapter]) -> str | None:
-        """Load these adapters alone into the other ranks; return why one cannot and still holds the `known` ones."""
+        """Load exactly these adapters into the other ranks; return the error of a rank that kept the `known` ones."""
         there = {adapter.digest for adapter in known}
         new = tuple(adapter for adapter in adapters if adapter.digest not in there)
         with self.together():
@@ -210,10 +210,10 @@ class RankProcesses:
             while parts[0].startswith(messages.SIGN):
                 while self.group.abandoned or not socket.poll(_LOOK_MS):
                     if not self.group.abandoned and patience.is_over():
-                        self._silent = f"rank {rank} did not answer within {self._seconds:g} s"
+                        self._silent = f"rank {rank} did not respond within {self._seconds:g} s"
                         self.group.abandon()
                     if self.group.abandoned:
-                        raise _dead(self._silent or f"rank {rank} is gone")
+                        raise _dead(self._silent or f"rank {rank} died")
                 parts = socket.recv_multipart()
             answers.append(parts)
         return answers
@@ -232,7 +232,7 @@ class RankProcesses:
             raise
 
     def reason(self, otherwise: str) -> str:
-        """Return why the ranks diverged: the error message of the rank at fault, if it sent one."""
+        """Return the error message of the rank at fault, if it sent one, `otherwise` if none ended."""
         if self._silent:
             return self._silent
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
@@ -274,12 +274,12 @@ class RankProcesses:
         return range(1, len(self._processes) + 1)
 
     def _start(self, config: EngineConfig, path: Path | None, environments: Sequence[Mapping[str, str]]) -> None:
-        """Launch the ranks, and send them what to load once their addresses are known."""
+        """Launch the ranks, and send them their `RankStart` once their addresses are known."""
         size, network = config.num_ranks, config.distributed_executor_backend == "ray"
         launcher = self._launcher = installed_plugins().load(LAUNCHER, "ray" if network else "spawn")()
         host = next((node.address for node in launcher.nodes() if node.id == launcher.here), None)
         if host is None:
-            raise LaunchError("this machine is no node of the launcher, and ranks would not reach it")
+            raise LaunchError("this machine is not a node of the launcher, so ranks could not connect to it")
         cores = (config.num_threads or max(1, len(os.sched_getaffinity(0)) // size)) if network else 0
         settings = {name: value for name, value in os.environ.items() if name.startswith("FD_")}
         specs = []
@@ -347,14 +347,14 @@ class RankProcesses:
                     still.renew()
             self._require_signs(rank, silent)
             if still.is_over():
-                raise _dead(f"rank {rank} came no further for {_LOAD_SECONDS:g} s while it loaded")
+                raise _dead(f"rank {rank} made no progress for {_LOAD_SECONDS:g} s while it loaded")
         return self._expect(rank, self._receive(rank), kind)
 
     def _hear(self, rank: int, kind: type[_Message]) -> _Message:
         patience = Patience(self._seconds)
         while not self._ready_to(zmq.POLLIN, rank):
             if patience.is_over():
-                raise _dead(f"rank {rank} did not answer within {self._seconds:g} s")
+                raise _dead(f"rank {rank} did not respond within {self._seconds:g} s")
         message = self._receive(rank)
         if rank in self._unheard and isinstance(message, messages.RankReady):
             self._unheard.remove(rank)
@@ -363,14 +363,14 @@ class RankProcesses:
 
     def _require_signs(self, rank: int, silent: Patience) -> None:
         if silent.is_over():
-            raise _dead(f"rank {rank} gave no sign for {2 * self._seconds:g} s while it loaded")
+            raise _dead(f"rank {rank} did not respond for {2 * self._seconds:g} s while it loaded")
 
     def _ready_to(self, what: int, rank: int) -> bool:
-        """Poll briefly if a rank can be written to or read from. Raises `EngineDead` if it is gone."""
+        """Poll briefly if a rank can be written to or read from. Raises `EngineDead` if it died."""
         if self._steps[rank - 1].poll(_LOOK_MS, what):
             return True
         if self.group.abandoned:
-            raise _dead(self.reason(f"rank {rank} is gone"))
+            raise _dead(self.reason(f"rank {rank} died"))
         return False
 
     def _expect(self, rank: int, message: messages.RankMessage, kind: type[_Message]) -> _Message:
@@ -380,7 +380,7 @@ class RankProcesses:
         if isinstance(message, Fault):
             error = message.error(f"rank {rank}: ")
             raise _dead(error.message) if isinstance(error, EngineDead) else error
-        raise _dead(f"rank {rank} said {type(message).__name__} where {kind.__name__} was due")
+        raise _dead(f"rank {rank}: expected {kind.__name__}, got {type(message).__name__}")
 
     def _receive(self, rank: int) -> messages.RankMessage:
         message: messages.RankMessage = msgspec.msgpack.decode(self._steps[rank - 1].recv(), type=messages.RankMessage)
@@ -408,7 +408,7 @@ class LeadingRunner(Runner):
         self._leads = False
 
     def warm_up(self, progress: LoadProgress) -> float:
-        """Warm up; every rank does so by itself."""
+        """Warm up; each rank does so independently."""
         with self.ranks.together():
             self.ranks.tell(messages.WARM_UP)
             seconds = super().warm_up(progress)
@@ -418,7 +418,7 @@ class LeadingRunner(Runner):
 
     @property
     def launches_ahead(self) -> bool:
-        """False: ranks compare what they sampled after each step."""
+        """False: ranks compare their sampled tokens after each step."""
         return False
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -433,7 +433,7 @@ class LeadingRunner(Runner):
         return output
 
     def check(self) -> None:
-        """Raise `EngineDead` if a rank is gone or stalled: an idle engine must not report that it is healthy."""
+        """Raise `EngineDead` if a rank died or stalled, so that an idle engine does not report that it is healthy."""
         with self.ranks.together():
             self.ranks.look()
 
@@ -443,7 +443,7 @@ class LeadingRunner(Runner):
 
 
 class JoinedAdapters(RunnerAdapters):
-    """The adapters of all ranks: an adapter that one of them cannot hold, none does."""
+    """The adapters of all ranks: an adapter is loaded on all of them or on none."""
 
     def __init__(self, ops: Ops, model: Model, cache: KVCache, ranks: RankProcesses) -> None:
         super().__init__(ops, model, cache)
@@ -484,7 +484,7 @@ class JoinedKVCache(KVCache):
         parts = {self._shares[0]: self._own.export_blocks(blocks)}
         for rank, answer in zip(first[1:], self._copy([(rank, asked) for rank in first[1:]]), strict=True):
             if answer is None:
-                raise RuntimeError("a rank answers without KV")
+                raise RuntimeError("a rank responded without KV")
             parts[self._shares[rank]] = answer
         return np.concatenate([parts[share] for share in sorted(parts)], axis=self._axis)
 
@@ -514,6 +514,6 @@ def joined_shape(own: KVShape, shares: Sequence[tuple[int, int]], axis: int = -2
 
 
 def _dead(text: str) -> EngineDead:
-    """Return the error of the rank with which the text begins."""
+    """Return an error whose `field` is the rank named at the beginning of the text."""
     found = _RANK.match(text)
     return EngineDead(text, field=None if found is None else found[0])

@@ -22,13 +22,13 @@ from fd_core.ops.weights import Adapter, WeightUse
 from fd_core.types import IntArray, StepOutput, StepPlan
 
 WARM_UP: Final = b""
-"""The frame before the first plan: every rank warms up by itself, and reports when its blocks may be written to."""
+"""The frame before the first plan: each rank warms up independently, and reports when its blocks may be written."""
 SIGN: Final = b"!"
 """Prefix of a heartbeat frame of a rank that loads; the rest of the frame changes when it made progress."""
 LOOK: Final = b"?"
 """Frame of the liveness check of a rank without work."""
 RANK_DOOR: Final = "FD_RANK_DOOR"
-"""The variable that passes a rank its `RankDoor`, as JSON: a secret of its process."""
+"""Environment variable with the `RankDoor` of a rank as JSON, which is secret."""
 
 
 class RankDoor(msgspec.Struct, frozen=True):
@@ -97,7 +97,7 @@ class StepDigest(msgspec.Struct, frozen=True, tag="digest"):
 
 
 class HoldAdapters(msgspec.Struct, frozen=True, array_like=True, tag="adapters"):
-    """The complete set of adapters that a rank holds from now on; it cuts its share out."""
+    """The complete set of adapters that a rank holds from now on; it extracts its share."""
 
     digests: tuple[str, ...]
     new: tuple[Adapter, ...]
@@ -141,7 +141,7 @@ def decode_order(frame: bytes) -> RankOrder:
 
 
 def step_digest(frame: bytes, output: StepOutput) -> bytes:
-    """Return a digest of what must be equal on all ranks: the order that is executed, and the sampled tokens."""
+    """Return a digest of the executed order and the sampled tokens, which must be equal on all ranks."""
     digest = hashlib.blake2b(frame, digest_size=8)
     digest.update(output.tokens.tobytes())
     return digest.digest()

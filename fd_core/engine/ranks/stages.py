@@ -1,6 +1,6 @@
 """Stages of one model: ranks that compute some of its layers each, and different steps at the same time.
 
-    rank 1, the first layers   | step 0 | step 1 | step 2 | . . .      hands on the states of a step
+    rank 1, the first layers   | step 0 | step 1 | step 2 | . . .      sends the states of a step
     rank 0, the last layers             | step 0 | step 1 | . . .      samples, and sends the outcome
 
 Rank 0 announces plans when they are submitted. A stage begins a plan once it has the tokens of all its rows, so texts
@@ -36,7 +36,8 @@ class LastStageRunner(LeadingRunner):
         model, limits = parts[1], parts[2]
         if 4 * model.state_size * limits.max_num_batched_tokens > SLOT_BYTES:
             raise ConfigError(
-                f"stages cannot hand on what a step of {limits.max_num_batched_tokens} tokens computes",
+                f"the states of a step of {limits.max_num_batched_tokens} tokens exceed the shared memory between "
+                "stages",
                 field="--max-num-batched-tokens",
                 hint=f"use at most {SLOT_BYTES // (4 * model.state_size)}",
             )
@@ -77,7 +78,7 @@ class EarlierStageRunner(Runner):
         """For each slot, the last of the begun plans that sampled a token of it, counted from 1."""
 
     def hear(self, frame: bytes) -> None:
-        """Process a message of rank 0, and compute what is ready."""
+        """Process a message of rank 0, and compute the plans that are ready."""
         match decode_order(frame):
             case StagePlan(plan):
                 self._plans.append(plan)
@@ -103,7 +104,7 @@ class EarlierStageRunner(Runner):
 def shared_memory(group: RankGroup) -> SharedMemoryGroup:
     """Return the group of stages; `require_ranks` has excluded any other kind."""
     if not isinstance(group, SharedMemoryGroup):
-        raise TypeError("stages hand on over shared memory")
+        raise TypeError("stages require shared memory")
     return group
 
 

@@ -88,7 +88,7 @@ class DecisionEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: Small
     """Tokens that need not be computed if the blocks are loaded."""
     load_time: Count | None
-    """Estimated time of the load; None before any load was measured, which is a reason to try."""
+    """Estimated time of the load; None before any load was measured, then a load is tried."""
     compute_time: Count | None
     """Estimated time to compute the tokens; None before any prefill was measured."""
 
@@ -135,7 +135,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv: tuple[Count, Count, Count] = (0, 0, 0)
     """Blocks owned, fenced, and free but with a cached prefix."""
     slots: str = ""
-    """One letter for each slot, up to the last that is not idle: what the step did with it."""
+    """One letter for each slot, up to the last that is not idle: its work in the step."""
     drafted: str = ""
     """One letter for each slot: drafts that the step verified for it. Empty if there were none."""
     accepted: str = ""

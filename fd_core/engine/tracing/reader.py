@@ -129,19 +129,19 @@ def _header(raw: bytes, path: Path | str) -> lines.TraceHeader:
         version = msgspec.json.decode(raw, type=_Version).fdcore_trace
         if not lines.OLDEST_VERSION <= version <= lines.FORMAT_VERSION:
             raise ConfigError(
-                f"{path} is a trace of format version {version}; this fdcore reads versions {lines.OLDEST_VERSION} to "
+                f"{path} has trace format version {version}; supported versions are {lines.OLDEST_VERSION} to "
                 f"{lines.FORMAT_VERSION}",
                 field="FILE",
             )
         header = msgspec.json.decode(raw, type=lines.TraceHeader)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} is not a trace: its first line is not the header of one",
+            f"{path} is not a trace: its first line is not a trace header",
             field="FILE",
-            hint="`fdcore serve --trace FILE` writes traces",
+            hint="use a file written by `fdcore serve --trace FILE`",
         ) from error
     if not 1 <= header.limits.max_num_seqs <= _MAX_SLOTS:
-        raise ConfigError(f"{path} names {header.limits.max_num_seqs} slots; 1 to {_MAX_SLOTS} can be", field="FILE")
+        raise ConfigError(f"{path} has {header.limits.max_num_seqs} slots; expected 1 to {_MAX_SLOTS}", field="FILE")
     return header
 
 
@@ -221,7 +221,7 @@ class _TraceReader:
 
     def _take(self, line: lines.StepLine) -> None:
         if line.step < self._expected:
-            raise ValueError(f"step {line.step} comes again")
+            raise ValueError(f"step {line.step} is duplicated or out of order")
         missing = line.step - self._expected
         dropped = min(missing, line.dropped)
         self._dropped += dropped
@@ -238,37 +238,37 @@ class _TraceReader:
         if left_out:
             yield f"This page shows the last {len(self._trace.positions):,} of {self._count:,} steps."
         if self._limit is not None:
-            later = f"{self._later:,} later steps" if self._later else "what came later"
-            yield f"The file reached its limit of {format_size(self._limit)}: {later} cannot be shown."
+            later = f"{self._later:,} later steps" if self._later else "all later steps"
+            yield f"The file reached its limit of {format_size(self._limit)}: {later} are missing."
         if self._dropped:
-            yield f"{self._dropped:,} steps are missing because the engine was faster than the writer of the trace."
+            yield f"{self._dropped:,} steps were dropped because the trace writer was too slow."
         if self._damaged and not (self._cut and self._damaged == 1):
-            yield f"{self._damaged:,} lines of the file are damaged and were left out."
+            yield f"{self._damaged:,} damaged lines of the file were skipped."
         if self._missing:
-            yield f"{self._missing:,} steps are missing in the file."
+            yield f"{self._missing:,} steps are missing from the file."
         if self._cut:
-            yield "The file is cut off in the middle of a line."
+            yield "The file is truncated in the middle of a line."
         if not self._closed and not self._full:
-            yield "The trace has no closing line: the engine still runs or was killed, or the end of the file is lost."
+            yield "The trace has no closing line: the engine is still running or was killed, or the file is truncated."
 
 
 def _check(line: lines.StepLine, header: lines.TraceHeader) -> None:
-    """Raise `ValueError` if a line names something that its header does not allow."""
+    """Raise `ValueError` if a line contradicts its header."""
     slots = header.limits.max_num_seqs
     named = [slot for slot, _ in (*line.chunks, *line.revoked)]
     named += [entry.slot for entry in line.admitted] + [residency.slot for residency in line.occupants]
     named += [load.slot for load in line.loads]
     if max(len(line.slots), len(line.drafted), len(line.accepted), 1 + max(named, default=0)) > slots:
-        raise ValueError("a slot that does not exist")
+        raise ValueError("slot out of range")
     states = lines.IDLE + lines.PREFILL + lines.DECODE + lines.DRAINING + lines.LOADING
     letters = (states, lines.COUNT_LETTERS, lines.COUNT_LETTERS)
     if any(text.strip(known) for text, known in zip((line.slots, line.drafted, line.accepted), letters, strict=True)):
-        raise ValueError("a letter that means nothing")
+        raise ValueError("unknown letter")
     if line.ended < line.began:
-        raise ValueError("a step that ends before it begins")
+        raise ValueError("a step ends before it begins")
     times = [(load.began, load.ended) for load in line.loads] + [(save.began, save.ended) for save in line.saves]
     if any(ended < began for began, ended in times):
-        raise ValueError("an operation that ends before it begins")
+        raise ValueError("an operation ends before it begins")
 
 
 class _Residencies:

@@ -3,13 +3,13 @@
     engine's loop                      writer's thread                     file
     step_ended(...) --> bounded queue --> line of the step as JSON --> header, steps, closing line
 
-The loop hands over frozen values and continues: it does no I/O and takes no lock. If the writer falls behind, steps
-are dropped and counted; the next step that is written records how many are missing and which request holds which slot.
+The loop enqueues frozen values and continues: it does no I/O and takes no lock. If the queue is full, steps are dropped
+and counted; the next step that is written records how many are missing and which request holds which slot.
 
-A trace holds request ids, numbers of tokens and times, never prompts or tokens. Gauges are those right after the
-step's commit; with two steps in flight they include the plan of the following step. After a restart of the engine the
-trace continues in the same file after a header with the next epoch. A file that has reached its limit gets a final
-`LimitLine`; later steps are counted and left out, so that a long run cannot fill the disk.
+A trace holds request ids, numbers of tokens and times, never prompts or tokens. Gauges are those right after the step's
+commit; with two steps in flight they include the plan of the following step. After a restart of the engine the trace
+continues in the same file after a header with the next epoch. A file that has reached its limit gets a final
+`LimitLine`; later steps are counted and dropped, so that a long run cannot fill the disk.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def require_trace_file(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {reason}", field="--trace") from error
     if head and head != _MAGIC:
         raise ConfigError(
-            f"{path} exists and is not a trace", field="--trace", hint="name another file or remove this one"
+            f"{path} exists and is not a trace", field="--trace", hint="choose another file or remove this one"
         )
 
 
@@ -254,7 +254,7 @@ class TraceWriter:
             raise ConfigError(f"cannot write {path}: {reason}", field="--trace") from error
         self._thread = threading.Thread(target=self._run, name="fdcore-trace", daemon=True)
         self._thread.start()
-        # The last steps before a crash are what a reader of the trace needs.
+        # The last steps before a crash are the most useful ones of a trace.
         atexit.register(self._end)
 
     def turn_began(self, now: int) -> None:
@@ -275,7 +275,7 @@ class TraceWriter:
     def step_ended(
         self, now: int, plan: StepPlan, output: StepOutput, deltas: list[Delta], held: SchedulerHoldings
     ) -> None:
-        """Hand over a committed step with what is held after it, or count it as dropped if too many wait."""
+        """Enqueue a committed step with the state after it, or count it as dropped if the queue is full."""
         answered = self._follow(plan, deltas)
         while self._complete and len(self._queue) >= _MAX_QUEUED and not self._failed:
             time.sleep(_WRITE_SECONDS)
@@ -306,7 +306,7 @@ class TraceWriter:
         self._dropped = 0
 
     def close(self, now: int) -> None:
-        """Write what waits and the closing line; idempotent."""
+        """Write the queued steps and the closing line; idempotent."""
         if self._closed is None:
             self._closed = lines.ClosingLine(closed=self._clock(now), dropped=self._dropped)
         self._end()
@@ -350,7 +350,7 @@ class TraceWriter:
             self._failed = True
             self._queue.clear()
             reason = error if isinstance(error, OSError | ValueError) else type(error).__name__
-            _log.warning("tracing ends: cannot write %s: %s", self._path, reason)
+            _log.warning("tracing stopped: cannot write %s: %s", self._path, reason)
 
     def _drain(self) -> None:
         wrote = False
@@ -365,10 +365,10 @@ class TraceWriter:
             else:
                 self._full = True
                 self._write(self._encoder.encode(lines.LimitLine(full=self._limit)))
-                _log.warning("tracing ends: %s has reached its limit of %s", self._path, format_size(self._limit))
+                _log.warning("tracing stopped: %s reached its limit of %s", self._path, format_size(self._limit))
                 self._left_out += 1 + record.dropped
             wrote = True
-            # Releases the interpreter to the engine's thread at once instead of after a switch interval.
+            # Releases the GIL to the engine's thread at once instead of after a switch interval.
             time.sleep(0)
         if wrote:
             self._file.flush()

@@ -30,8 +30,8 @@ from fd_core.http.errors import ApiError, no_such_path
 log = logging.getLogger(__name__)
 
 _MOST_NAMES: Final = 256
-"""Names of keys in the metrics; the refusals of all further keys are one sample."""
-_WORDS: Final = {"requests": "requests a minute", "tokens": "tokens a minute", "parallel": "requests at the same time"}
+"""Most keys with separate metrics; the rejections of all further keys are one sample."""
+_WORDS: Final = {"requests": "requests a minute", "tokens": "tokens a minute", "parallel": "parallel requests"}
 _NO_LIMITS: Final = KeyLimits()
 _OPEN_TO_ALL: Final = ListenConfig()
 _FIELDS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minute", "parallel": "parallel_requests"}
@@ -51,7 +51,7 @@ class AccessControl:
         self.has_keys = len(self.ring) > 0
         self._accounts: dict[str, KeyAccount] = {}
         self.refusals: Counter[tuple[str, str]] = Counter()
-        """Requests refused, by name of the key and limit."""
+        """Rejected requests, by name of the key and limit."""
         if self._file is not None:
             warn_if_others_read(self._file)
 
@@ -60,14 +60,14 @@ class AccessControl:
         return (*map(ApiKey.of, self._plain), *named)
 
     async def reload(self) -> None:
-        """Read the file again. An invalid one is logged and changes nothing."""
+        """Reload the file. An invalid one is logged and changes nothing."""
         if self._file is None:
             return
         try:
             ring = await asyncio.to_thread(lambda: KeyRing(self._read()))
             warn_if_others_read(self._file)
         except (ConfigError, OSError) as error:
-            log.error("the API keys stay as they were: %s", error)
+            log.error("API keys were not reloaded: %s", error)
             return
         self.ring, self.has_keys = ring, len(ring) > 0
         named = {key.name: key for key in ring if key.name}
@@ -75,7 +75,7 @@ class AccessControl:
         for name, account in self._accounts.items():
             if name in named:
                 account.limits = named[name].limits
-        log.info("%s was read again: %d API keys", self._file, len(ring))
+        log.info("reloaded %s: %d API keys", self._file, len(ring))
 
     def identify(self, method: str, path: str, authorization: bytes | None, api_key: bytes | None) -> ApiKey | None:
         """Return the key of a request, None without one. Raises `ApiError` (401) if an accepted key is required."""
@@ -87,20 +87,18 @@ class AccessControl:
         key = self.ring.find(authorization, api_key, basic=page)
         if key is None and right not in self._open:
             scheme = 'Basic realm="API key as password"' if page else "Bearer"
-            sent = "no API key was sent" if authorization is api_key is None else "the API key sent is not accepted"
-            message = f"{sent}: a valid one is required, in the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            sent = "missing API key" if authorization is api_key is None else "invalid API key"
+            message = f"{sent}; send a valid key in the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": scheme})
         return key
 
     def of_owner(self, owner: str) -> ApiKey | None:
-        """Return the key of a batch, None if it was begun without one; `ApiError` (401) if it is no longer accepted."""
+        """Return the key of a batch, None if it was created without one; `ApiError` (401) if it is no longer valid."""
         if not self.has_keys or not owner:
             return None
         key = self.ring.of_owner(owner.partition(".")[0])
         if key is None:
-            raise ApiError(
-                401, "the API key that this batch was made with is no longer accepted", code="invalid_api_key"
-            )
+            raise ApiError(401, "the API key that created this batch is no longer valid", code="invalid_api_key")
         return key
 
     @staticmethod
@@ -112,11 +110,11 @@ class AccessControl:
         template, route = found
         if method not in route.allowed or method == "OPTIONS":
             headers = {"Allow": ", ".join(route.allowed)}
-            raise ApiError(405, f"this path takes {', '.join(route.methods)}", headers=headers)
+            raise ApiError(405, f"this path requires {', '.join(route.methods)}", headers=headers)
         if route.right == "admin" and not record.is_admin:
-            what = f"{path} acts for all keys, which takes one with `admin = true` in the file of {FLAG}"
+            what = f"{path} affects all keys and requires a key with `admin = true` in the file of {FLAG}"
             if record.tenant is not None and record.tenant.admin:
-                what += "; so does the worker with the key that the router sends"
+                what += "; on the worker, this applies to the key that the router sends"
             raise ApiError(403, what, kind="permission_error", code="admin_key_required")
         return template
 
@@ -125,9 +123,9 @@ class AccessControl:
         return given or "" if self._share_prefixes or not owner else scoped(owner, given)
 
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
-        """Admit a request; its record has to be closed. Raises `ApiError` (429) if a limit of its key is reached."""
+        """Admit a request; its record must be closed. Raises `ApiError` (429) if a limit of its key is reached."""
         key = record.key
-        # Reads, and requests that end work, must always be possible.
+        # Reads, and requests that end work, are never limited.
         ends = path in ("/v1/abort_requests", "/ping") or path.endswith("/cancel")
         if key is None or key.limits == _NO_LIMITS or method != "POST" or ends:
             return
@@ -143,20 +141,20 @@ class AccessControl:
             raise refusal from None
 
     def refused(self, key: ApiKey, error: LimitReached) -> ApiError:
-        """Count a refusal, and return its answer, as OpenAI's clients understand it."""
+        """Count a rejection, and return its response in OpenAI's format."""
         known = len({name for name, _ in self.refusals}) < _MOST_NAMES or (key.name, error.limited) in self.refusals
         self.refusals[key.name if known else "other", error.limited] += 1
         message = (
-            f"the API key {key.name} may have {error.limit:,} {_WORDS[error.limited]} ({_FIELDS[error.limited]}): "
-            f"{error.used:,} are in use and this request needs {error.asked:,}"
+            f"API key {key.name} exceeds its limit of {error.limit:,} {_WORDS[error.limited]} "
+            f"({_FIELDS[error.limited]}): {error.used:,} used, this request needs {error.asked:,}"
         )
         headers = {}
         if error.wait is None:
-            message += "; it never fits: ask for less, such as with a lower max_tokens"
+            message += "; the request can never fit: reduce it, for example with a lower max_tokens"
             headers["x-should-retry"] = "false"
         else:
             seconds = max(1, math.ceil(error.wait))
-            message += f"; try again in {seconds} s"
+            message += f"; retry in {seconds} s"
             headers["Retry-After"] = str(seconds)
         kind = "tokens" if error.limited == "tokens" else "requests"
         return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
@@ -172,7 +170,7 @@ class AccessControl:
 
 
 def allow_header(path: str) -> dict[str, str]:
-    """Return the header of the answer to OPTIONS, which needs no key. Raises `ApiError` (404) for an unknown path."""
+    """Return the header of the response to OPTIONS, which needs no key. Raises `ApiError` (404) for an unknown path."""
     found = find_route(path)
     if found is None:
         raise no_such_path(path)
@@ -180,7 +178,7 @@ def allow_header(path: str) -> dict[str, str]:
 
 
 def limit_headers(account: KeyAccount | None, now: float) -> dict[str, str]:
-    """Return the headers in which OpenAI's clients read the minute's remaining limits; none without an account."""
+    """Return OpenAI's headers with the remaining limits of this minute; none without an account."""
     headers: dict[str, str] = {}
     if account is None:
         return headers
@@ -215,7 +213,7 @@ class Route:
     right: Right
     methods: tuple[str, ...] = ("POST",)
     forwarded: bool = False
-    """True if a router passes the request on to one worker."""
+    """True if a router forwards the request to one worker."""
 
     allowed: tuple[str, ...] = field(init=False)
 

@@ -1,4 +1,4 @@
-"""API keys: reading their files, recognising the one that a client sent, and counting their usage.
+"""API keys: reading their files, matching the key of a request, and counting usage.
 
 There is no clock: readings are passed in.
 
@@ -88,7 +88,7 @@ class SlidingWindow:
         self.used = 0
 
     def advance(self, now: float) -> None:
-        """Forget entries older than a minute. If the clock goes back, time stands still."""
+        """Forget entries older than a minute. A clock that goes backwards has no effect."""
         self._latest = max(self._latest, now)
         for slot in list(self._slots):
             if _end_of(slot) > self._latest:
@@ -193,7 +193,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     digest: bytes
     """SHA-256 of the key."""
     name: str = ""
-    """For logs and metrics; a key without a name has none."""
+    """Name in logs and metrics; None for a key without a name."""
     admin: bool = False
     """True if the key may act on the requests of others."""
     limits: KeyLimits = KeyLimits()
@@ -219,8 +219,8 @@ def scoped(owner: str, name: str | None) -> str:
 class KeyRing:
     """The accepted keys. Without any, every request is accepted.
 
-    Keys are found by a digest that is keyed with a secret of this process: clients cannot predict which keys it brings
-    close to each other, so the time that a search takes reveals nothing about them, however many there are.
+    Keys are found by a digest that is keyed with a secret of this process: clients cannot predict the order of keys, so
+    the time of a search reveals nothing about any number of keys.
     """
 
     def __init__(self, keys: Iterable[ApiKey | str]) -> None:
@@ -237,7 +237,7 @@ class KeyRing:
         return iter(self._keys.values())
 
     def of_owner(self, owner: str) -> ApiKey | None:
-        """Return the key of an owner, None if there is none (any more)."""
+        """Return the key of an owner, None if there is none or it was removed."""
         return self._owners.get(owner)
 
     def find(self, authorization: bytes | None, api_key: bytes | None = None, *, basic: bool = False) -> ApiKey | None:
@@ -286,7 +286,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
         sha256 = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"
         requests_per_minute = 60
 
-    Raises `ConfigError` with file, line and field, and never with a key, for one that is not entirely right.
+    Raises `ConfigError` with file, line and field, and never with a key, for any invalid entry.
     """
     data = read_bounded(path, _MAX_FILE_BYTES, FLAG)
     kind = path.suffix.lower()
@@ -297,7 +297,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     except UnicodeDecodeError:
         raise _error(f"{path} is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
-        # A parser names positions and single characters, never a whole key.
+        # Parser errors contain positions and single characters, never a whole key.
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise _error(f"{path} is not valid {kind[1:].upper()}: {reason}") from None
     entries = table.get("keys") if isinstance(table, dict) else None
@@ -310,7 +310,7 @@ def warn_if_others_read(path: Path) -> None:
     """Warn about a file of keys that other users of the machine can read."""
     mode = path.stat().st_mode
     if mode & (stat.S_IRGRP | stat.S_IROTH):
-        log.warning("%s can be read by other users of this machine: chmod 600 keeps its keys secret", path)
+        log.warning("%s is readable by other users of this machine; run chmod 600 to keep its keys secret", path)
 
 
 def _checked_lines(path: Path, data: bytes) -> tuple[ApiKey, ...]:
@@ -321,9 +321,9 @@ def _checked_lines(path: Path, data: bytes) -> tuple[ApiKey, ...]:
     stripped = {line.strip(): number for number, line in reversed([*enumerate(lines, 1)])}
     numbered = sorted((number, line) for line, number in stripped.items() if line)
     if not numbered:
-        raise _error(f"{path} holds no key")
+        raise _error(f"{path} contains no key")
     if any(line[0] in "[{" for _, line in numbered):
-        raise _error(f"{path} looks like TOML or JSON", "call it .toml or .json, or write one key a line")
+        raise _error(f"{path} looks like TOML or JSON", "rename it to .toml or .json, or write one key per line")
     return _unique(
         path,
         [line for _, line in numbered],
@@ -337,7 +337,7 @@ def _unique(
 ) -> tuple[ApiKey, ...]:
     """Read every entry; none may repeat the name or the key of another."""
     if len(entries) > _MAX_KEYS:
-        raise _error(f"{path} holds {len(entries):,} keys; at most {_MAX_KEYS:,} are allowed")
+        raise _error(f"{path} has {len(entries):,} keys; at most {_MAX_KEYS:,} are allowed")
     keys: list[ApiKey] = []
     seen: dict[str | bytes, int] = {}
     for number, entry in enumerate(entries):
@@ -356,30 +356,30 @@ def _unique(
 
 def _entry(entry: Any) -> ApiKey:
     if not isinstance(entry, dict):
-        raise _Wrong("", "a key is a table with name, key or sha256, and limits")
+        raise _Wrong("", "expected a table with name, key or sha256, and limits")
     for field in entry:
         if field not in _FIELDS:
             close = difflib.get_close_matches(field[:64], _FIELDS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(_FIELDS)}"
-            # A user who swaps the two sides of a line has written a key in the position of a field's name.
-            raise _Wrong(field if _FIELD.fullmatch(field) else "", f"a field has no such name ({hint})")
+            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(_FIELDS)}"
+            # If a user swaps the two sides of a line, the field name is a key and must not be shown.
+            raise _Wrong(field if _FIELD.fullmatch(field) else "", f"unknown field ({hint})")
     name = entry.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _Wrong("name", "give 1 to 64 letters, digits or any of . _ @ : + -, a letter or digit first")
+        raise _Wrong("name", "expected 1 to 64 letters, digits or any of . _ @ : + -, starting with a letter or digit")
     if ("key" in entry) == ("sha256" in entry):
-        raise _Wrong("key", "give either key or sha256")
+        raise _Wrong("key", "specify either key or sha256")
     admin = entry.get("admin", False)
     if not isinstance(admin, bool):
-        raise _Wrong("admin", "give true or false")
+        raise _Wrong("admin", "expected true or false")
     for field in KeyLimits.__struct_fields__:
         value = entry.get(field, 1)
         if type(value) is not int or not 1 <= value <= _MOST:
-            raise _Wrong(field, f"give a whole number from 1 to {_MOST:,}, or leave it out for no limit")
+            raise _Wrong(field, f"expected an integer from 1 to {_MOST:,}; omit it for no limit")
     limits = KeyLimits(**{field: value for field, value in entry.items() if field in KeyLimits.__struct_fields__})
     if "key" in entry:
         digest = ApiKey.of(_key_text(entry["key"])).digest
     elif not isinstance(given := entry["sha256"], str) or not _SHA256.fullmatch(given):
-        raise _Wrong("sha256", "give the 64 hexadecimal digits that `printf %s KEY | sha256sum` prints")
+        raise _Wrong("sha256", "expected the 64 hexadecimal digits that `printf %s KEY | sha256sum` prints")
     else:
         digest = bytes.fromhex(given)
     return ApiKey(digest=digest, name=name, admin=admin, limits=limits)
@@ -389,7 +389,8 @@ def _key_text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > _MAX_KEY_CHARS or not _VISIBLE.fullmatch(value):
         raise _Wrong(
             "key",
-            f"a key has 1 to {_MAX_KEY_CHARS:,} visible ASCII characters, and no space: clients send it in a header",
+            f"expected 1 to {_MAX_KEY_CHARS:,} visible ASCII characters without spaces, because keys are sent in a "
+            "header",
         )
     return value
 
@@ -397,7 +398,7 @@ def _key_text(value: Any) -> str:
 def _place_of(data: bytes, is_json: bool, number: int, field: str) -> str:
     """Return the line of a field of an entry, or of the entry if the field is not found there."""
     starts = _json_starts(data) if is_json else [found.start() for found in _TABLE.finditer(data)]
-    if number >= len(starts):  # written in another way, such as an array of inline tables
+    if number >= len(starts):  # another syntax, such as an array of inline tables
         return f"entry {number + 1}"
     end = starts[number + 1] if number + 1 < len(starts) else len(data)
     pattern = rb'"%b"[ \t\r\n]*:' if is_json else rb'^[ \t]*"?%b"?[ \t]*='
@@ -411,7 +412,7 @@ def _json_starts(data: bytes) -> list[int]:
     starts, place = [], 0
     try:
         entries = msgspec.json.decode(data, type=dict[str, list[msgspec.Raw]])["keys"]
-    except msgspec.MsgspecError:  # JSON that only the other parser reads, such as NaN
+    except msgspec.MsgspecError:  # JSON that only the other parser accepts, such as NaN
         return []
     for raw in map(bytes, entries):
         place = data.find(raw, place)
@@ -425,7 +426,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for name, value in pairs:
         if name in table:
-            raise ValueError(f"{name if _FIELD.fullmatch(name) else 'a field'} is given twice in one object")
+            raise ValueError(f"{name if _FIELD.fullmatch(name) else 'a field'} is duplicated in one object")
         table[name] = value
     return table
 

@@ -31,11 +31,11 @@ _EVENT: Final = b"\ndata: "
 
 
 class Tenant(NamedTuple):
-    """A key of a router, as a worker sees it: the owner of a request that the router passes on.
+    """A key of a router, as a worker sees it: the owner of a request that the router forwards.
 
-    A worker sees one key, the router's. The header, signed with that key, names the client's key for one
-    request only: method, path and request id are signed as well. A tenant owns a part of what the carrying key owns and
-    nothing else, so a client that forges a header with another key gains nothing by it.
+    A worker sees one key, the router's. The header, signed with that key, names the client's key for one request only:
+    method, path and request id are signed as well. A tenant owns only a part of what the signing key owns, so a client
+    gains nothing from a header signed with its own key.
     """
 
     owner: str
@@ -75,7 +75,7 @@ def _mac(secret: bytes, *said: str) -> str:
 
 
 def log_access(client: str, method: str, path: str, status: int, seconds: float, record: RequestRecord) -> None:
-    """Write the line of an answer that is over; `path` is without its query, which may hold secrets."""
+    """Write the line of a finished request; `path` is without its query, which may contain secrets."""
     key = record.key.name or "unnamed" if record.key is not None else "-"
     fields = {
         "client": client,
@@ -128,7 +128,7 @@ class UsageMeter:
         self._events = 0
 
     def whole(self, body: bytes) -> None:
-        """Read the usage of a whole answer; one that reports none, such as an error, used no tokens."""
+        """Read the usage of a complete response; one that reports none, such as an error, used no tokens."""
         self._told = 0, 0
         try:
             usage = _decoder.decode(body).usage
@@ -159,7 +159,7 @@ class RequestRecord:
 
     request_id: str = ""
     key: ApiKey | None = None
-    """None if there are no keys, or the path needs none."""
+    """None if there are no keys, or the path requires none."""
     tenant: Tenant | None = None
     """The client's key at the router that sent this request; None if the client connected directly."""
     account: KeyAccount | None = None
@@ -180,7 +180,7 @@ class RequestRecord:
         return (self.key is None or self.key.admin) and (self.tenant is None or self.tenant.admin)
 
     def may_abort(self, owner: str) -> bool:
-        """Return True if this request may end an owner's work; a router's admin reaches all of that router's."""
+        """Return True if this request may abort an owner's requests; a router's admin may abort all of that router."""
         if self.is_admin or owner == self.owner:
             return True
         return self.tenant is not None and self.tenant.admin and owner.startswith(self.owner.partition(".")[0] + ".")

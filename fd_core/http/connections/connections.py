@@ -1,8 +1,8 @@
-"""The connections of one listening socket: a bound on their number, and an end for those that do not move.
+"""The connections of one listening socket: a limit on their number, and timeouts for idle ones.
 
 GET /health has a separate port and thread as well: a busy event loop does not delay it, and a stuck one shows.
 
-A connection waits for a request, receives a body, or is answered; only the answering of a request has no deadline.
+A connection waits for a request, receives a body, or is answered; only the generation of an answer has no deadline.
 
     WAITING --head is complete--> BODY --body is complete--> ANSWERING --answer is sent--> WAITING
 """
@@ -59,7 +59,7 @@ _PAUSE_SECONDS: Final = 0.5
 _REFRESH_SECONDS: Final = 5.0
 """Interval between polls of the certificate files."""
 _MOST_REFUSALS: Final = 16
-"""Refusals in progress, which use reserved descriptors; further connections are closed without a response."""
+"""Rejections in progress, which use reserved descriptors; further connections are closed without a response."""
 _BEAT_SECONDS: Final = 0.25
 _STUCK_SECONDS: Final = 10.0
 """Heartbeat timeout of an event loop, after which it is stuck; no request may block it for a tenth of a second."""
@@ -70,29 +70,29 @@ _MOST_PROBES: Final = 64
 class ConnectionStats(msgspec.Struct):
     """Outcomes of connections; every count only grows."""
 
-    open: Annotated[int, gauge("connections", "Connections of clients that are open.")] = 0
-    limit: Annotated[int, gauge("connections_limit", "Most connections of clients at a time.")] = 0
+    open: Annotated[int, gauge("connections", "Open connections of clients.")] = 0
+    limit: Annotated[int, gauge("connections_limit", "Limit of open connections of clients.")] = 0
     closed: Annotated[
         dict[str, int],
         counter(
             "connections_closed",
-            "Connections that were closed because nothing moved on them, or to make room for others.",
+            "Connections closed because they were idle, or to make room for others.",
             label="reason",
             values=("head", "keep_alive", "body", "write", "crowd"),
         ),
     ] = msgspec.field(default_factory=Counter)
-    refused: Annotated[int, counter("connections_refused", "Connections refused because too many were open.")] = 0
+    refused: Annotated[int, counter("connections_refused", "Connections rejected because too many were open.")] = 0
     refused_of_address: Annotated[
-        int, counter("connections_refused_of_address", "Connections refused because their address had too many open.")
+        int, counter("connections_refused_of_address", "Connections rejected because their address had too many open.")
     ] = 0
     accept_errors: Annotated[
-        int, counter("accept_errors", "Failures to accept a connection, such as for want of descriptors.")
+        int, counter("accept_errors", "Failures to accept a connection, such as for lack of file descriptors.")
     ] = 0
     handshakes_failed: Annotated[int, counter("tls_handshakes_failed", "Connections whose TLS handshake failed.")] = 0
 
 
 def connection_limit(config: ListenConfig, *, descriptors: int = 1) -> int:
-    """Return the most connections: a setting, or what the limit leaves at so many `descriptors` for each."""
+    """Return the most connections: a setting, or what the descriptor limit allows with `descriptors` for each."""
     if config.limit_concurrency is not None:
         return config.limit_concurrency
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -102,7 +102,7 @@ def connection_limit(config: ListenConfig, *, descriptors: int = 1) -> int:
 
 
 def last_answer(status: int, body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
-    """Return an answer in JSON with which a connection ends, and which no application made."""
+    """Return a JSON response that ends a connection without the application."""
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     head += "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -126,7 +126,7 @@ class Connections:
     def __init__(self, config: ListenConfig, limit: int) -> None:
         self.limit = limit
         self.limit_of_address = config.limit_concurrency_per_address or limit - limit // 4
-        """For each address but those of this machine, at which proxies may run."""
+        """Connections by address, except addresses of this machine, where proxies may run."""
         self.patience: dict[Reason, float] = {
             "head": config.timeout_headers,
             "keep_alive": config.timeout_keep_alive,
@@ -140,7 +140,7 @@ class Connections:
         self._open: set[WatchedProtocol] = set()
         self._sources: Counter[str] = Counter()
         self.waiting: dict[WatchedProtocol, float] = {}
-        """Those without a request, since when; the one that waits longest is the first."""
+        """Idle connections with the start of their idle time, the longest idle first."""
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
         """Returns seconds of the event loop's clock."""
@@ -149,7 +149,7 @@ class Connections:
         self._next_line: dict[str, float] = {}
 
     def close(self) -> None:
-        """Watch no longer; connections stay as they are."""
+        """Stop monitoring; connections are unchanged."""
         self._timer.cancel()
 
     def entered(self, connection: WatchedProtocol) -> None:
@@ -160,7 +160,7 @@ class Connections:
         self.waiting[connection] = self.now()
 
     def left(self, connection: WatchedProtocol) -> None:
-        """Forget a connection; again without effect."""
+        """Forget a connection; idempotent."""
         if connection not in self._open and connection not in self._opening:
             return
         self._opening.discard(connection)
@@ -172,21 +172,19 @@ class Connections:
             del self._sources[connection.source]
 
     def admit(self, address: str, make: Callable[[], WatchedProtocol]) -> WatchedProtocol | None:
-        """Return the protocol of one more connection, for which one that waits may leave; None without room."""
+        """Return the protocol of a new connection, for which an idle one may be closed; None if there is no room."""
         source, most = source_of(address), self.limit_of_address
         if self._sources[source] >= most and not is_loopback(source):
             self.stats.refused_of_address += 1
             self.complain(
-                f"{most} connections of one address are open, so others of it are answered with 503; see "
+                f"{most} connections from one address are open, further ones get 503; see "
                 "--limit-concurrency-per-address",
                 f"; the first such address is {source}",
             )
             return None
         if len(self._open) + len(self._opening) >= self.limit and not self.evict(1):
             self.stats.refused += 1
-            self.complain(
-                f"{self.limit} connections are open, so others are answered with 503; see --limit-concurrency"
-            )
+            self.complain(f"{self.limit} connections are open, further ones get 503; see --limit-concurrency")
             return None
         connection = make()
         connection.source = source
@@ -195,7 +193,7 @@ class Connections:
         return connection
 
     def evict(self, most: int) -> int:
-        """Close up to `most` connections without a request, those that waited longest; return their number."""
+        """Close up to `most` idle connections, the longest idle first; return their number."""
         now = self.now()
         longest = [each for each in itertools.islice(self.waiting, most) if now - self.waiting[each] > _CROWD_SECONDS]
         for connection in longest:
@@ -221,12 +219,12 @@ class WatchedProtocol(asyncio.Protocol):
     """Base of watched protocols, before the class that parses HTTP, which reports ends of heads, bodies and answers."""
 
     watch: Connections
-    """To be set before the connection is made."""
+    """Must be set before the connection is made."""
     source: str
     """Source of the connection, see `source_of`; `Connections.admit` sets it."""
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to watch."""
+        """Start monitoring."""
         self._transport = transport
         self._waits_for: Literal["head", "keep_alive", "body"] | None = "head"
         self._since = self.watch.now()
@@ -238,7 +236,7 @@ class WatchedProtocol(asyncio.Protocol):
         super().connection_made(transport)
 
     def connection_lost(self, exc: Any) -> None:
-        """Watch no longer."""
+        """Stop monitoring."""
         self.watch.left(self)
         super().connection_lost(exc)
 
@@ -295,17 +293,17 @@ class WatchedProtocol(asyncio.Protocol):
         if waits_for is None:
             return None
         if waits_for == "body" and not self._transport.is_reading():
-            self._since += elapsed  # the server delays the client, not the other way round
+            self._since += elapsed  # the server delays the client, not vice versa
         return waits_for if now - self._since > patience[waits_for] + self._received / BYTES_PER_SECOND else None
 
     def not_http(self) -> ApiError:
         """Log input that is not HTTP, and return the error for it."""
-        self.watch.complain("what came on a connection is not HTTP")
+        self.watch.complain("a client sent data that is not HTTP")
         return ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http")
 
     def head_too_large(self) -> ApiError:
-        """Return the answer to a head that is larger than `MAX_HEAD_BYTES`."""
-        return ApiError(431, f"the request line and headers are larger than the {MAX_HEAD_BYTES:,} bytes allowed")
+        """Return the response to a head that is larger than `MAX_HEAD_BYTES`."""
+        return ApiError(431, f"the request line and headers exceed {MAX_HEAD_BYTES:,} bytes")
 
     def end(self, error: ApiError) -> None:
         """Answer with an error, without the application, and close."""
@@ -313,7 +311,7 @@ class WatchedProtocol(asyncio.Protocol):
         self._transport.close()
 
     def expire(self, reason: Reason) -> None:
-        """Close the connection and drop unsent data; the handler of its request is notified that it is lost."""
+        """Close the connection and drop unsent data; the handler of its request is notified of the disconnect."""
         self.watch.stats.closed[reason] += 1
         self.watch.left(self)
         self._transport.abort()
@@ -341,7 +339,7 @@ class Listener:
         self._refreshing = self._loop.call_later(_REFRESH_SECONDS, self._refresh)
 
     def close(self) -> None:
-        """Accept no more; open connections continue."""
+        """Stop accepting connections; open ones continue."""
         if self._closed:
             return
         self._closed = True
@@ -363,7 +361,7 @@ class Listener:
         self._loop.add_reader(self._sock, self._accept)
 
     def _refresh(self) -> None:
-        self._refreshing = self._loop.call_later(_REFRESH_SECONDS, self._refresh)  # first: the rest may fail
+        self._refreshing = self._loop.call_later(_REFRESH_SECONDS, self._refresh)  # first, because the rest may fail
         if self._tls is not None:
             self._tls.refresh()
 
@@ -375,7 +373,7 @@ class Listener:
                 return
             except OSError as error:
                 self._connections.stats.accept_errors += 1
-                self._connections.complain(f"a connection cannot be accepted: {(error.strerror or str(error)).lower()}")
+                self._connections.complain(f"accepting a connection failed: {(error.strerror or str(error)).lower()}")
                 self._loop.remove_reader(self._sock)
                 evicted = error.errno in _EXHAUSTED and self._connections.evict(_AT_ONCE)
                 self._again = self._loop.call_later(0.0 if evicted else _PAUSE_SECONDS, self._listen)
@@ -398,7 +396,7 @@ class Listener:
             secured = {"ssl": self._tls.context, "ssl_handshake_timeout": self._connections.patience["head"]}
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, accepted, **secured)
-        except (OSError, asyncio.CancelledError):  # of which errors of TLS and timeouts are some
+        except (OSError, asyncio.CancelledError):  # which includes TLS errors and timeouts
             accepted.close()
             self._connections.stats.handshakes_failed += self._tls is not None and not self._closed
             if isinstance(protocol, _Refusal):
@@ -414,11 +412,11 @@ class _Refusal(asyncio.Protocol):
         self._refusals = refusals
 
     def connection_made(self, transport: Any) -> None:
-        error = unavailable("too many connections are open; try again", "too_many_connections", retry_after=1)
+        error = unavailable("too many connections are open; retry later", "too_many_connections", retry_after=1)
         transport.write(last_answer(error.status, error.body(), error.headers))
         if transport.can_write_eof():
             transport.write_eof()
-        # If closed at once, unread bytes of the request would make the kernel discard the answer.
+        # If closed at once, unread bytes of the request would make the kernel discard the response.
         self._timer = asyncio.get_running_loop().call_later(2.0, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -436,7 +434,7 @@ def attended(
     hurry: asyncio.Event,
     dead: Callable[[], str],
 ) -> Iterator[None]:
-    """Handle signals for the block, read the keys again on SIGHUP, and serve the health port, see `liveness`."""
+    """Handle signals for the block, reload the keys on SIGHUP, and serve the health port, see `liveness`."""
     reload = access.reload if access.reloadable else None
     with signals_stop(stop, hurry), hangup_reloads(reload, supervisor), liveness(config, dead):
         yield
@@ -444,13 +442,13 @@ def attended(
 
 @contextlib.contextmanager
 def liveness(config: ListenConfig, dead: Callable[[], str]) -> Iterator[None]:
-    """Serve /health on `config.health_port`, if given; `dead` returns why the server is dead. Raises `ConfigError`."""
+    """Serve /health on `config.health_port`, if set; `dead` returns why the server is dead. Raises `ConfigError`."""
     if config.health_port is None:
         yield
         return
     with bind_socket(config.host, config.health_port, flag="--health-port") as sock:
         server = _Liveness(sock, dead)
-        log.info("/health is served at port %d as well", sock.getsockname()[1])
+        log.info("/health is also served on port %d", sock.getsockname()[1])
         try:
             yield
         finally:
@@ -461,7 +459,7 @@ class _Liveness:
     """A thread with a separate event loop, and a heartbeat on the loop of the server."""
 
     def __init__(self, sock: socket.socket, dead: Callable[[], str]) -> None:
-        sock.listen()  # at once, so that no client is refused until the thread runs
+        sock.listen()  # at once, so that no client is rejected before the thread runs
         self._sock = sock
         self._dead = dead
         self._open = 0
@@ -498,7 +496,7 @@ class _Liveness:
                     writer.write(self._response(line))
                     await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
-            pass  # such clients get no answer
+            pass  # such clients get no response
         finally:
             self._open -= 1
             writer.close()
@@ -506,10 +504,10 @@ class _Liveness:
     def _response(self, line: bytes) -> bytes:
         method, _, path = line.partition(b" ")
         if path.partition(b" ")[0].partition(b"?")[0] not in (b"/health", b"/ping") or method not in (b"GET", b"HEAD"):
-            status, answer = 404, HealthAnswer("not found", "this port serves GET /health only")
+            status, answer = 404, HealthAnswer("not found", "this port only serves GET /health")
         else:
             silent = time.monotonic() - self._last
-            reason = self._dead() if silent < _STUCK_SECONDS else f"the event loop has been stuck for {silent:.0f} s"
+            reason = self._dead() if silent < _STUCK_SECONDS else f"the event loop has been blocked for {silent:.0f} s"
             status, answer = 503 if reason else 200, HealthAnswer("dead" if reason else "ok", reason or None)
         body = msgspec.json.encode(answer)
         whole = last_answer(status, body)

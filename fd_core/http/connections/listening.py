@@ -24,7 +24,7 @@ _MOST_DESCRIPTORS: Final = 2**20
 log = logging.getLogger(__name__)
 
 ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # compared, not bound
-"""Hosts that mean every address of the machine."""
+"""Hosts that stand for all addresses of the machine."""
 _LISTENS: Final = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
@@ -32,13 +32,13 @@ _LISTENS: Final = "0A"
 def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = "--host") -> socket.socket:
     """Bind the listening socket, 0 for any port, before loading a model. `ConfigError` names the flag at fault."""
     if not 0 <= port <= 65535:
-        raise ConfigError(f"port {port} does not exist; ports go from 0 to 65535", field=flag)
+        raise ConfigError(f"port {port} is out of range; expected 0 to 65535", field=flag)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (OSError, UnicodeError) as error:  # no name of a host may be longer than 63 letters between dots
-        reason = error.strerror if isinstance(error, OSError) else "it is not the name of a host"
+    except (OSError, UnicodeError) as error:  # a label of a host name has at most 63 characters
+        reason = error.strerror if isinstance(error, OSError) else "not a valid host name"
         raise ConfigError(f"the host {host!r:.300} cannot be resolved: {reason}", field=host_flag) from error
     # A reusable address can be bound twice until a socket listens, so it is the second choice, needed only while
     # connections of an earlier server linger.
@@ -68,15 +68,15 @@ def cannot_listen(
     host: str, port: int, error: OSError, *, flag: str = "--port", host_flag: str = "--host"
 ) -> ConfigError:
     """Return the error of a port that is not available, with the process that uses it if the system reports it."""
-    reason, hint = (error.strerror or str(error)).lower(), f"choose another with {flag}"
+    reason, hint = (error.strerror or str(error)).lower(), f"choose another port with {flag}"
     if error.errno == errno.EADDRINUSE:
         holder = port_holder(port)
         reason += f" by {holder}" if holder else ""
-        hint = f"stop what uses it, {hint}, or take a free one with {flag} 0"
+        hint = f"stop that process, {hint}, or use {flag} 0 for any free port"
     elif error.errno == errno.EADDRNOTAVAIL:
-        flag, hint = host_flag, f"give an address of this machine, or {host_flag} 0.0.0.0 for all of them"
+        flag, hint = host_flag, f"use an address of this machine, or {host_flag} 0.0.0.0 for all addresses"
     elif error.errno == errno.EACCES:
-        hint = f"ports below 1024 are for root; {hint}"
+        hint = f"ports below 1024 require root; {hint}"
     return ConfigError(f"cannot listen on {host} port {port}: {reason}", field=flag, hint=hint)
 
 
@@ -84,7 +84,7 @@ def cannot_listen(
 def port_errors(host: str, sock: socket.socket, flag: str = "--port") -> Iterator[None]:
     """Listen on a bound socket within the block; if the port is taken, a `ConfigError` names the flag."""
     try:
-        # Connections inherit this, so that those which linger do not keep a restarted server from its port.
+        # Connections inherit this, so that lingering ones do not block the port for a restarted server.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         yield
     except OSError as error:
@@ -97,7 +97,7 @@ def _handled(handlers: Mapping[signal.Signals, Callable[[], object]]) -> Iterato
     installed = []
     try:
         for number, handler in handlers.items():
-            # only the main thread's loop can take signals; elsewhere the caller stops the server by `stop`
+            # only the main thread's loop can handle signals; otherwise the caller stops the server with `stop`
             with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
                 loop.add_signal_handler(number, handler)
                 installed.append(number)
@@ -120,7 +120,7 @@ def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hangup_reloads(reload: Callable[[], Awaitable[None]] | None, supervisor: Supervisor) -> Iterator[None]:
-    """Call `reload` on each SIGHUP, one call after the other; without it the signal ends the process, as is usual."""
+    """Call `reload` on each SIGHUP, one call after the other; without it the signal ends the process, the default."""
     one_at_a_time = asyncio.Lock()
 
     async def run() -> None:
@@ -151,14 +151,14 @@ def warn_if_open(host: str, *, keys: bool) -> None:
     """Warn about a server that other machines can reach and that requires no key."""
     if not keys and not is_loopback(host):
         log.warning(
-            "%s can be reached from other machines and no API key is set: whoever can reach it may use it; "
-            "set --api-key-file or keep to --host 127.0.0.1",
+            "%s is reachable from other machines without an API key, so any client may use it; set --api-key-file, or "
+            "use --host 127.0.0.1",
             host or "every address",
         )
 
 
 def port_holder(port: int) -> str | None:
-    """Return the process that listens on `port`, None if unknown; of fdcore's command no flags: they may be secret."""
+    """Return the process that listens on `port`, None if unknown; without the flags of fdcore, which may be secret."""
     try:
         inodes = {inode for table in ("tcp", "tcp6") for inode in _listening(Path("/proc/net", table), port)}
     except (OSError, ValueError):

@@ -36,11 +36,11 @@ class ServingTls:
             ("--ssl-ca-certs", config.ssl_ca_certs),
         ):
             if given:
-                raise ConfigError(f"{flag} is of no use without a certificate", field=flag, hint="give --ssl-certfile")
+                raise ConfigError(f"{flag} requires a certificate", field=flag, hint="add --ssl-certfile")
         return None
 
     def refresh(self) -> None:
-        """Read the files again if they have changed; invalid files are logged and change nothing."""
+        """Reload the files if they have changed; invalid files are logged and change nothing."""
         stamps = self._read_stamps()
         if stamps == self._stamps:
             return
@@ -48,9 +48,9 @@ class ServingTls:
         try:
             self.context = _server_context(self._config)
         except ConfigError as error:
-            log.warning("the changed TLS files cannot be used, so the former ones stay in use: %s", error)
+            log.warning("the changed TLS files are invalid, the previous ones stay in use: %s", error)
         else:
-            log.info("new connections get the changed TLS certificate")
+            log.info("new connections use the changed TLS certificate")
 
     def _read_stamps(self) -> list[tuple[int, int, int] | None]:
         config = self._config
@@ -59,7 +59,7 @@ class ServingTls:
 
 
 def client_context(ca_certs: str | None, field: str, own: ListenConfig) -> ssl.SSLContext | Literal[True]:
-    """Return how servers are trusted: by a file's authorities or the system's. `ConfigError` names `field`."""
+    """Return a client's TLS context, which trusts a file's authorities or the system's. `ConfigError` names `field`."""
     if ca_certs is None and own.ssl_certfile is None:
         return True
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -89,23 +89,23 @@ def _load_certificate(context: ssl.SSLContext, config: ListenConfig) -> None:
     try:
         until = x509.load_pem_x509_certificate(_read(certificate, "--ssl-certfile")).not_valid_after_utc
     except ValueError as error:
-        raise ConfigError(f"{certificate} holds no certificate in PEM format", field="--ssl-certfile") from error
+        raise ConfigError(f"{certificate} contains no certificate in PEM format", field="--ssl-certfile") from error
     key = config.ssl_keyfile
     if key is not None:
         _read(key, "--ssl-keyfile")
     try:
-        # Without a password OpenSSL would ask for one at the terminal.
+        # Without a password OpenSSL would prompt for one on the terminal.
         context.load_cert_chain(certificate, key, password=config.ssl_keyfile_password or "")
     except (ssl.SSLError, OSError, ValueError) as error:
         field = "--ssl-certfile" if key is None else "--ssl-keyfile"
-        message = f"{key or certificate} holds no private key that fits the certificate in {certificate}"
-        hint = "an encrypted key needs --ssl-keyfile-password" if not config.ssl_keyfile_password else None
+        message = f"{key or certificate} contains no private key that matches the certificate in {certificate}"
+        hint = "an encrypted key requires --ssl-keyfile-password" if not config.ssl_keyfile_password else None
         if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
-            message, hint = f"the private key in {key or certificate} is not that of the certificate", None
+            message, hint = f"the private key in {key or certificate} does not match the certificate", None
         raise ConfigError(message, field=field, hint=hint) from error
     left = until - datetime.datetime.now(datetime.UTC)
     if left < datetime.timedelta():
-        log.warning("the TLS certificate in %s expired on %s: clients will refuse it", certificate, until.date())
+        log.warning("the TLS certificate in %s expired on %s: clients will reject it", certificate, until.date())
     elif left < datetime.timedelta(days=7):
         log.warning("the TLS certificate in %s expires on %s", certificate, until.date())
 
@@ -115,7 +115,7 @@ def _load_authorities(context: ssl.SSLContext, path: str, field: str) -> None:
     try:
         context.load_verify_locations(path)
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"{path} holds no certificates in PEM format", field=field) from error
+        raise ConfigError(f"{path} contains no certificates in PEM format", field=field) from error
 
 
 def _read(path: str, field: str) -> bytes:

@@ -39,7 +39,7 @@ def assemble(
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """Return headers of a page that a server sends: it may call only its own server, and no other page may embed it."""
+    """Return headers of a page: it may call only its own server, and no other page may embed it."""
     return {
         "Content-Security-Policy": f"{_policy(page)}; connect-src 'self'; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",
@@ -48,7 +48,7 @@ def page_headers(page: str) -> dict[str, str]:
 
 
 def _policy(page: str) -> str:
-    """Return the Content-Security-Policy with which only the styles and scripts in the page, as they are, apply."""
+    """Return a Content-Security-Policy that allows only the styles and scripts in the page, by digest."""
     rules = {"default-src": ["'none'"], "base-uri": ["'none'"], "form-action": ["'none'"]}
     for kind, text in _INLINE.findall(page):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -9,8 +9,8 @@ FD_CONTRACT = 1
 
 @hookimpl
 def fd_register_stores() -> list[Entry]:
-    """Offer `disk` and `memory`."""
+    """Register `disk` and `memory`."""
     return [
         Entry("disk", "fd_core.kv.stores.disk:DiskStore", "files in a folder; survives restarts, shared by engines"),
-        Entry("memory", "fd_core.kv.stores.memory:MemoryStore", "this process's memory; gone when it ends"),
+        Entry("memory", "fd_core.kv.stores.memory:MemoryStore", "this process's memory; lost at exit"),
     ]

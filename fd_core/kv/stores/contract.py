@@ -1,11 +1,11 @@
-"""The store contract: a store keeps named values outside the engine, for as long as it likes.
+"""Store contract: named values outside the engine, with a lifetime that the store decides.
 
-A store moves opaque bytes. Their meaning, integrity and authenticity are checked
-by the envelope (`fd_core.kv.stores.envelope`), the same for every store. A store is best effort: it may
-forget, refuse and fail, and it may be full of values that other programs wrote; it may not hang.
+A store moves opaque bytes. Their format, integrity and authenticity are checked by the envelope
+(`fd_core.kv.stores.envelope`), the same for every store. A store is best effort: it may evict, reject and fail, and may
+hold values of other programs; it must not hang.
 
-The core calls a store from its own threads, never while planning, and from two threads at most: one that reads
-(`longest_prefix`, `get`), one that writes (`put`, `delete`). Every call receives its timeout.
+The core never calls a store while planning, and from two background threads at most: one that reads (`longest_prefix`,
+`get`), one that writes (`put`, `delete`). Every call receives its timeout.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Trouble(enum.StrEnum):
 
     TIMEOUT = "timeout"
     UNREACHABLE = "unreachable"
-    """There is no connection, or it broke."""
+    """No connection, or it was lost."""
     DENIED = "denied"
     """Wrong credentials, or a missing permission."""
     FULL = "full"
     READ_ONLY = "read_only"
     MALFORMED = "malformed"
-    """The data under a key is not a value, such as another type."""
+    """The data under a key is not a value; for example, it has another type."""
     OTHER = "other"
 
 
@@ -61,7 +61,7 @@ class StoreStats:
 
 
 class Deadline:
-    """The end of a call's time, for stores whose waits take no timeout."""
+    """Deadline of a call, for stores whose blocking calls have no timeout."""
 
     def __init__(self, timeout: float) -> None:
         self._end = time.monotonic() + timeout
@@ -74,14 +74,14 @@ class Deadline:
     def check(self) -> None:
         """Raise `StoreError(Trouble.TIMEOUT, ...)` if the deadline has passed."""
         if time.monotonic() >= self._end:
-            raise StoreError(Trouble.TIMEOUT, "the KV store did not answer in time")
+            raise StoreError(Trouble.TIMEOUT, "the KV store call timed out")
 
 
 class KVStore(abc.ABC):
     """Named values. Keys are digests of 1 to `MAX_KEY_BYTES` bytes; values are at most a few megabytes each.
 
     A value never changes under its key, except by damage.
-    Methods raise `StoreError` and nothing else. `timeout` is in seconds; a call that cannot be answered in time raises
+    Methods raise only `StoreError`. `timeout` is in seconds; a call that exceeds it raises
     `StoreError(Trouble.TIMEOUT, ...)` and leaves the store usable. After `close` every call raises.
     """
 
@@ -91,7 +91,7 @@ class KVStore(abc.ABC):
     """True if stores of the same location in other processes hold the same values."""
 
     def __init__(self, location: StoreLocation) -> None:
-        """Read the location, without connecting to anything or creating anything.
+        """Parse the location; connects to nothing and creates nothing.
 
         Raises `ConfigError` for a parameter that is unknown or out of range.
         """
@@ -99,42 +99,42 @@ class KVStore(abc.ABC):
 
     @abc.abstractmethod
     def open(self, timeout: float) -> str:
-        """Reach the store once and return a line about it for the start-up summary, without secrets.
+        """Call the store once and return a line for the start-up summary, without secrets.
 
-        Raises `StoreError` if the store cannot be used at the moment; the other methods may be called all the same.
+        Raises `StoreError` if the store is unavailable at the moment; the other methods may still be called.
         """
 
     @abc.abstractmethod
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
         """Return one value for each key, None for a value that is absent or longer than `limit` bytes.
 
-        A value over the limit is not brought into memory. Values may be torn or foreign: the caller checks them. A key
-        that holds no value but something else counts as absent or raises `StoreError(Trouble.MALFORMED, ...)`.
+        A value over the limit is not read into memory. Values may be torn or from other programs: the caller checks
+        them. A key whose data is not a value counts as absent or raises `StoreError(Trouble.MALFORMED, ...)`.
         """
 
     @abc.abstractmethod
     def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
         """Store each value, the concatenation of its parts, under its key; return how many were stored.
 
-        A reader sees a value whole or not at all. A value that is already there is replaced, so that a damaged one
-        heals. A value that alone is larger than the store's own limit is left out; if there is no space for another
-        reason, the call raises `StoreError(Trouble.FULL, ...)`.
+        Writes are atomic for readers. An existing value is replaced, which repairs a damaged one. A value larger than
+        the store's limit is skipped; if there is no space for another reason, the call raises `StoreError(Trouble.FULL,
+        ...)`.
         """
 
     @abc.abstractmethod
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
         """Return how many leading keys have a value of at most `limit` bytes, without reading the values.
 
-        The count ends at the first key whose value is absent, longer, or no value at all.
+        The count ends at the first key whose value is absent, longer, or not a value.
         """
 
     @abc.abstractmethod
     def delete(self, keys: Sequence[bytes], timeout: float) -> int:
-        """Delete values, damaged ones too; return how many there were."""
+        """Delete values, including damaged ones; return how many existed."""
 
     @abc.abstractmethod
     def stats(self, timeout: float) -> StoreStats:
-        """Return how full the store is."""
+        """Return the fill level of the store."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -1,20 +1,20 @@
-"""A store in a folder: survives restarts and kills, keeps to a limit, shared by the engines of one machine.
+"""Store in a folder: survives restarts and kills, enforces a size limit, shared by the engines of one machine.
 
     FOLDER/ab/abcdef....kv      one value, named by its key in hex, in the sub-folder of the key's first byte
-    FOLDER/partial/720960-...   a value that is being written, named by the space that it takes and a random number
-    FOLDER/usage                space that all values take, finished or not; locked while it changes
+    FOLDER/partial/720960-...   a value that is being written, named by its space and a random number
+    FOLDER/usage                space of all values, finished or not; locked while it changes
 
-A value appears in one step, by a rename. Nothing is forced to the disk: after a power cut a file may be torn, which the
-envelope detects. The deadline is checked between values; a call into the kernel that hangs, such as on a network
-file system that went away, cannot be interrupted. Every name is opened relative to the folder that holds it, and never
-if it is a link. Other files in the folder are never touched.
+A value appears atomically, by a rename. Nothing is synced to the disk: after a power cut a file may be torn, which the
+envelope detects. The deadline is checked between values; a system call that hangs, for example on an unreachable
+network file system, cannot be interrupted. Every name is opened relative to its folder, and links are never followed.
+Other files in the folder are never touched.
 
-Space is counted in bytes as the file system gives them, in whole blocks and with a file's overhead beyond its content:
-a value of 100 bytes takes 4,608. It is reserved before a value is written: the reservation is the file in `partial`,
-made under the lock with the value's space in its name. So a count of the folder under the lock counts everything, and
-files left by a killed engine make the number too large, never too small. When space runs out, everything is
-counted afresh and the least recently used values are deleted, whichever engine wrote them. Space runs out at the limit,
-or earlier where the file system does.
+Space is counted in bytes as the file system allocates them, in whole blocks and with the overhead of a file: a value of
+100 bytes takes 4,608. It is reserved before a value is written: the reservation is the file in `partial`, made under
+the lock with the value's space in its name. So a count of the folder under the lock counts everything, and files left
+by a killed engine make the number too large, never too small. When space runs out, all files are counted again and the
+least recently used values are deleted, of any engine. Space runs out at the limit, or earlier if the file system is
+full.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PARTIAL: Final = "partial"
 _FILE_BYTES: Final = 512
 """Approximate file system overhead of a file in bytes, excluding its content: an inode and a directory entry."""
 _MAX_BLOCK: Final = 1 << 16
-"""Servers of files tell how much they like to move at once, which is not what a file takes."""
+"""Limit of a plausible block size: file servers report their preferred transfer size, not the allocation unit."""
 _SECTOR: Final = 512
 
 _SHARD: Final = re.compile(r"[0-9a-f]{2}")
@@ -54,18 +54,18 @@ _VALUE: Final = re.compile(r"[0-9a-f]{2,64}\.kv")
 _PARTIAL_NAME: Final = re.compile(r"([0-9]{1,15})-[0-9a-f]{16,64}")
 DEFAULT_BYTES: Final = 10 << 30
 SHARE_OF_FREE: Final = 0.5
-"""Share of the disk, files of others left out, that a store without a limit from the user may take."""
+"""Share of the disk, without other programs' files, that a store without a user limit may use."""
 _USAGE: Final = "usage"
 _KEPT_SHARE: Final = 7 / 8
-"""Share of the limit that eviction leaves in use; the rest is free until everything is counted again."""
+"""Share of the limit that eviction leaves in use; the rest is free until the next count."""
 _SPARE_BLOCKS: Final = 2
-"""Blocks that stay free for the folders of values."""
+"""Blocks reserved for the folders of values."""
 _STALE_SECONDS: Final = 900.0
-"""A reservation as old as this belongs to a writer that died."""
+"""Age at which a reservation is considered left by a crashed writer."""
 _NEXT_TRY_SECONDS: Final = 0.001
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MAX_PARTS: Final = 1024
-"""Buffers that the system takes in one call."""
+"""Maximum number of buffers in one system call."""
 _TROUBLES: Final = {
     errno.ENOSPC: Trouble.FULL,
     errno.EDQUOT: Trouble.FULL,
@@ -90,16 +90,16 @@ _TROUBLES: Final = {
 def value_name(key: bytes) -> tuple[str, str]:
     """Return sub-folder and name of a key's file, in hex digits. Raises `StoreError` for a key of a wrong length."""
     if not 1 <= len(key) <= MAX_KEY_BYTES:
-        raise StoreError(Trouble.OTHER, f"a key of {len(key)} bytes is not between 1 and {MAX_KEY_BYTES}")
+        raise StoreError(Trouble.OTHER, f"expected a key of 1 to {MAX_KEY_BYTES} bytes, got {len(key)}")
     digits = key.hex()
     return digits[:2], f"{digits}.kv"
 
 
 @contextmanager
 def opened(path: Path, *, create: bool = False) -> Iterator[int]:
-    """Give a descriptor of the store's folder; `path` itself may be a link.
+    """Yield a descriptor of the store's folder; `path` itself may be a link.
 
-    Raises `StoreError(Trouble.UNREACHABLE, ...)` if `path` is something else than a folder.
+    Raises `StoreError(Trouble.UNREACHABLE, ...)` if `path` is not a folder.
     """
     try:
         if create:
@@ -107,8 +107,8 @@ def opened(path: Path, *, create: bool = False) -> Iterator[int]:
             path.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except (FileExistsError, NotADirectoryError) as error:
-        # Something wrong inside the folder concerns a key or two; here the whole store is out of reach.
-        raise StoreError(Trouble.UNREACHABLE, f"{path}, where the KV store should be, is not a folder") from error
+        # An error inside the folder affects a key or two; here the whole store is unavailable.
+        raise StoreError(Trouble.UNREACHABLE, f"the KV store at {path} is not a folder") from error
     try:
         yield descriptor
     finally:
@@ -117,7 +117,7 @@ def opened(path: Path, *, create: bool = False) -> Iterator[int]:
 
 @contextmanager
 def inside(root: int, name: str, *, create: bool = False) -> Iterator[int]:
-    """Give a descriptor of the sub-folder `name`; NotADirectoryError if it is a link."""
+    """Yield a descriptor of the sub-folder `name`. Raises `NotADirectoryError` if it is a link."""
     try:
         descriptor = _open_folder(root, name)
     except FileNotFoundError:
@@ -140,27 +140,27 @@ class Room(msgspec.Struct, frozen=True):
     """Free capacity of the file system of a folder."""
 
     block: int
-    """Bytes of a block: a file takes whole ones."""
+    """Bytes of a block; files occupy whole blocks."""
     free: int
-    """Bytes that the user may still take."""
+    """Free bytes available to this user."""
     full_of_files: bool
     """True if no further file can be created, not even an empty one."""
 
 
 def room_in(root: int) -> Room:
-    """Ask the file system of the opened folder."""
+    """Read the free capacity of the opened folder's file system."""
     told = os.fstatvfs(root)
     block = told.f_frsize or told.f_bsize or 4096
     return Room(min(block, _MAX_BLOCK), told.f_bavail * block, told.f_files > 0 and told.f_favail < 2)
 
 
 def space_for(size: int, block: int) -> int:
-    """Return the bytes that a file of `size` bytes takes."""
+    """Return the space of a file with `size` bytes of content."""
     return -(-size // block) * block + _FILE_BYTES
 
 
 def space_of_value(folder: int, name: str, block: int) -> int:
-    """Return the space that a value takes, 0 if there is none."""
+    """Return the space of a value, 0 if it is absent."""
     found = _value(folder, name)
     return 0 if found is None else _space(found, block)
 
@@ -174,7 +174,7 @@ def _value(folder: int, name: str) -> os.stat_result | None:
 
 
 def _space(found: os.stat_result, block: int) -> int:
-    """Systems that write later count no blocks at first; those that keep some ready count more."""
+    """Return the maximum of the space by size and by blocks: delayed allocation counts too few, preallocation more."""
     return max(space_for(found.st_size, block), found.st_blocks * _SECTOR + _FILE_BYTES)
 
 
@@ -214,10 +214,10 @@ def _listed(root: int, folder: str, names: re.Pattern[str], block: int) -> Itera
 
 
 class DiskReservations:
-    """Space that one call of a store reserves and gives back in the opened folder `root`."""
+    """Space that one store call reserves and frees in the opened folder `root`."""
 
     def __init__(self, store: DiskStore, root: int, partial: int, usage: int, deadline: Deadline) -> None:
-        """`partial` is the folder that holds the reservations, `usage` the file that is locked."""
+        """`partial` is the folder of the reservations, `usage` the locked file."""
         self.root = root
         self.partial = partial
         self.deadline = deadline
@@ -225,10 +225,10 @@ class DiskReservations:
         self._usage = usage
 
     def reserve(self, size: int) -> tuple[str, int, int] | None:
-        """Make the file in `partial` for a value of `size` bytes; return name, open descriptor and space of it.
+        """Create the file in `partial` for a value of `size` bytes; return its name, open descriptor and space.
 
-        Returns None for a value larger than the limit. Raises `StoreError(Trouble.FULL, ...)` if other engines, or
-        files that are not ours, take what the value needs.
+        Returns None for a value larger than the limit. Raises `StoreError(Trouble.FULL, ...)` if other engines or other
+        files occupy the space.
         """
         with self._locked():
             limit = self.store.limit_bytes(self.root, self.deadline)
@@ -243,7 +243,7 @@ class DiskReservations:
                 used = _evict(self, space, limit, room)
                 self.store.counted = True
             if used + space > limit:
-                raise StoreError(Trouble.FULL, f"other engines fill the KV store in {self.store.path}")
+                raise StoreError(Trouble.FULL, f"the KV store in {self.store.path} is full of values of other engines")
             name = f"{space}-{secrets.token_hex(16)}"
             file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.partial)
             self._record(used + space)
@@ -259,7 +259,7 @@ class DiskReservations:
                 self._record(max(0, used - space))
 
     def _recorded(self) -> int | None:
-        """Return the bytes in use as recorded last, None if the record is not legible."""
+        """Return the last recorded bytes in use, None if the record is unreadable."""
         text = os.pread(self._usage, 32, 0)
         return int(text) if text.isdigit() else None
 
@@ -269,7 +269,7 @@ class DiskReservations:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock. On a file system without locks nothing is held, and each engine keeps to the limit alone."""
+        """Hold the lock. On a file system without locks, each engine enforces the limit without coordination."""
         while True:
             try:
                 fcntl.flock(self._usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -291,7 +291,7 @@ class DiskReservations:
 def _evict(reservations: DiskReservations, space: int, limit: int, room: Room) -> int:
     """Delete the least recently used values until `space` more fits; return the space in use.
 
-    Raises `StoreError(Trouble.FULL, ...)`, and deletes nothing, where that would not be enough.
+    Raises `StoreError(Trouble.FULL, ...)`, and deletes nothing, if that would not free enough.
     """
     root, deadline = reservations.root, reservations.deadline
     # Reservations first: a value that is finished meanwhile is counted twice rather than not at all.
@@ -325,10 +325,10 @@ def _evict(reservations: DiskReservations, space: int, limit: int, room: Room) -
 class DiskStore(KVStore):
     """`disk:FOLDER` with `max_bytes`; the least recently used values are deleted first.
 
-    The limit is for what the file system takes for the values, in whole blocks; folders, up to 1 MiB, come on top.
-    Where the file system has less, or others fill it, less is used. Without `max_bytes` the limit is 10 GiB, but at
-    most half of what the disk has free or the store already uses. The folder and the files in it are for their owner
-    only, so engines that share the folder run as one user.
+    The limit applies to the disk space of the values, in whole blocks, plus up to 1 MiB of folders. If the file system
+    is smaller or fills up, less is used. Without `max_bytes` the limit is 10 GiB, but at most half of the sum of free
+    disk space and the space of the store. Folder and files are accessible to their owner only, so engines that share
+    the folder must run as one user.
     """
 
     name = "disk"
@@ -337,7 +337,7 @@ class DiskStore(KVStore):
         super().__init__(location)
         location.require_known("max_bytes")
         if not location.rest or "\0" in location.rest:
-            raise ConfigError(f"{location.shown} names no folder", field="--kv-store", hint="write disk:FOLDER")
+            raise ConfigError(f"{location.shown} has no folder", field="--kv-store", hint="write disk:FOLDER")
         self.path = user_path(location.rest, "--kv-store")
         self._limit = location.size("max_bytes")
         self.counted = False
@@ -345,7 +345,7 @@ class DiskStore(KVStore):
         self._closed = False
 
     def open(self, timeout: float) -> str:
-        """Make the folder, reserve a file in it, and return how full the store is."""
+        """Create the folder, reserve a file in it, and return the fill level."""
         deadline = Deadline(timeout)
         with self._reported(), opened(self.path, create=True) as root:
             with self._reservations(root, deadline) as reservations:
@@ -370,7 +370,7 @@ class DiskStore(KVStore):
         return found
 
     def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
-        """Write each value's parts into a new file and move it to its place."""
+        """Write each value's parts into a new file and rename it to its final name."""
         deadline = Deadline(timeout)
         stored = 0
         with (
@@ -384,7 +384,7 @@ class DiskStore(KVStore):
         return stored
 
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
-        """Look only at the sizes of the files."""
+        """Compare only the sizes of the files."""
         deadline = Deadline(timeout)
         with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
             for index, key in enumerate(keys):
@@ -421,7 +421,7 @@ class DiskStore(KVStore):
         return StoreStats(0, 0, None)
 
     def close(self) -> None:
-        """Refuse further calls; nothing stays open between calls."""
+        """Reject further calls; no file stays open between calls."""
         self._closed = True
 
     def limit_bytes(self, root: int, deadline: Deadline) -> int:
@@ -437,7 +437,7 @@ class DiskStore(KVStore):
 
     @contextlib.contextmanager
     def _reservations(self, root: int, deadline: Deadline) -> Iterator[DiskReservations]:
-        """Give the reservations of one call that writes to or deletes from the opened folder `root`."""
+        """Yield the reservations of one call that writes to or deletes from the opened folder `root`."""
         with contextlib.ExitStack() as stack:
             usage = os.open(_USAGE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=root)
             stack.callback(os.close, usage)
@@ -473,7 +473,7 @@ def _read(root: int, key: bytes, limit: int) -> bytes | None:
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise StoreError(Trouble.MALFORMED, "what the KV store has under a key is not a file")
+            raise StoreError(Trouble.MALFORMED, "the KV store entry of a key is not a file")
         if found.st_size > limit:
             return None
         value = os.read(file, found.st_size)

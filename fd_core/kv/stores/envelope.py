@@ -1,7 +1,7 @@
-"""The envelope of every stored value: it proves that a value is whole, under its own key, and sealed with our secret.
+"""Envelope of stored values: proves that a value is complete, has the right key, and was sealed with our secret.
 
 A stored value is a header of 80 bytes and the payload after it. Stores are best effort and others may write to them:
-nothing about a value is believed before its digest was checked, and no part of a damaged value is used.
+no field is used before the digest was verified, and no part of a damaged value is used.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Damage(enum.StrEnum):
     SHORT = "short"
     """Shorter than a header."""
     FOREIGN = "foreign"
-    """Not sealed by an envelope: the magic number is another."""
+    """Not sealed by an envelope: wrong magic number."""
     VERSION = "version"
-    """Written by a version with another format."""
+    """Written in another format version."""
     COMPRESSION = "compression"
-    """Compressed in an unknown way, or not in the way that the header names."""
+    """Unknown compression, or not the one in the header."""
     LENGTH = "length"
-    """Truncated, with trailing bytes, or not of the length that the caller expects."""
+    """Truncated, with trailing bytes, or not of the expected length."""
     KEY = "key"
     """Sealed for another key."""
     DIGEST = "digest"
@@ -57,7 +57,7 @@ class Damage(enum.StrEnum):
 
 
 class Damaged(Exception):
-    """A stored value must not be used. Holds the kind of damage and nothing of the value."""
+    """A stored value is damaged. Holds the kind of damage and no part of the value."""
 
     def __init__(self, reason: Damage) -> None:
         super().__init__(f"a stored value is damaged: {reason}")
@@ -68,19 +68,20 @@ class Envelope:
     """Seals payloads and opens stored values. Safe to use from several threads at once.
 
     The digest is AES-256-GMAC (NIST SP 800-38D) with a random nonce for each value, over the header's fields, which
-    include key and nonce, and the payload as stored. Whoever lacks the secret cannot make a value that opens, nor move
-    one to another key. It is the fastest keyed digest where processors have instructions for AES.
+    include key and nonce, and the payload as stored. Without the secret a value can be neither forged nor moved to
+    another key. It is the fastest keyed digest on CPUs with AES instructions.
     """
 
     def __init__(
         self, secret: bytes, compression: Compression = "none", draw: Callable[[int], bytes] = os.urandom
     ) -> None:
-        """`secret`: 32 bytes, see `fd_core.kv.stores.secret.derive`; `compression` of what is sealed from here on.
+        """`secret`: 32 bytes, see `fd_core.kv.stores.secret.derive`; `compression` applies to values sealed from now
+        on.
 
         `draw` returns so many bytes, never the same twice: predictable or repeated bytes allow forgery.
         """
         if len(secret) != _SECRET_BYTES:
-            raise ValueError(f"the secret has {len(secret)} bytes instead of {_SECRET_BYTES}")
+            raise ValueError(f"expected a secret of {_SECRET_BYTES} bytes, got {len(secret)}")
         self._secret = algorithms.AES(secret)
         self.compression = compression
         self._draw = draw
@@ -88,8 +89,8 @@ class Envelope:
     def seal(self, key: bytes, payload: Bytes) -> tuple[Bytes, Bytes]:
         """Return header and payload, to be stored one after the other under `key` of at most 32 bytes.
 
-        The payload is the very buffer that was given, unless compression made it smaller. The two together are never
-        longer than `HEADER_BYTES` and the payload.
+        The payload is the buffer passed in, unless compression made it smaller. The total is at most `HEADER_BYTES`
+        plus the length of the payload.
         """
         raw = memoryview(payload).cast("B")
         if not 1 <= len(key) <= MAX_KEY_BYTES or len(raw) > _MAX_PAYLOAD_BYTES:
@@ -108,8 +109,8 @@ class Envelope:
     def open(self, key: bytes, value: Bytes, payload_bytes: int) -> memoryview:
         """Return the payload that was sealed under `key`, uint8[payload_bytes], usually a view into `value`.
 
-        `payload_bytes` is what the caller expects; no other length is accepted and no more memory than that is taken.
-        Raises `Damaged` for anything that is wrong.
+        `payload_bytes` is the expected length; other lengths are rejected and no more memory is allocated. Raises
+        `Damaged` on any mismatch.
         """
         whole = memoryview(value).cast("B")
         if len(whole) < HEADER_BYTES:
@@ -134,7 +135,7 @@ class Envelope:
             return stored
         unpacker = zlib.decompressobj()
         try:
-            # One byte more than expected shows that there is more, without producing all of it.
+            # One byte more than expected detects an overlong payload without decompressing all of it.
             raw = unpacker.decompress(stored, payload_bytes + 1)
         except zlib.error as error:
             raise Damaged(Damage.COMPRESSION) from error
@@ -143,7 +144,7 @@ class Envelope:
         return memoryview(raw)
 
     def _digest(self, fields: Bytes, stored: memoryview, nonce: bytes) -> bytes:
-        # GMAC is GCM that encrypts nothing and authenticates everything.
+        # GMAC is GCM with all input as additional authenticated data.
         mac = Cipher(self._secret, modes.GCM(nonce)).encryptor()
         mac.authenticate_additional_data(fields)
         mac.authenticate_additional_data(stored)

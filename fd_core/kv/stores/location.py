@@ -32,7 +32,7 @@ class StoreLocation:
 
     @property
     def shown(self) -> str:
-        """The location without user, password and parameters, for people and logs."""
+        """The location without user, password and parameters, for logs and users."""
         return _without_secrets(self.text)
 
     def require_known(self, *names: str) -> None:
@@ -42,11 +42,11 @@ class StoreLocation:
                 raise ConfigError(
                     f"{self.shown} has no parameter {name!r}",
                     field=_FIELD,
-                    hint=f"there are: {', '.join(names) or 'none'}",
+                    hint=f"valid parameters: {', '.join(names) or 'none'}",
                 )
 
     def size(self, name: str) -> int | None:
-        """Return the size in bytes that a parameter gives, None without it. Raises `ConfigError` if it is no size."""
+        """Return the size in bytes of a parameter, None if it is absent. Raises `ConfigError` if it is not a size."""
         if name not in self.parameters:
             return None
         try:
@@ -61,14 +61,14 @@ def parse_location(text: str) -> StoreLocation:
     scheme, colon, _ = base.partition(":")
     if not colon or not _SCHEME.fullmatch(scheme):
         raise ConfigError(
-            f"{_without_secrets(base)!r} names no store",
+            f"{_without_secrets(base)!r} has no store scheme",
             field=_FIELD,
             hint="write disk:FOLDER, redis://HOST:PORT/DB or another store's scheme",
         )
     if "@" in query:
-        # The ? may stand in a password, so that no part of the text can be shown.
+        # The ? may be part of a password, so no part of the text can be shown.
         raise ConfigError(
-            f"the location of the {scheme} store has an @ behind a ?",
+            f"the location of the {scheme} store has an @ after a ?",
             field=_FIELD,
             hint="write %40 for an @ in a parameter, and %3F for a ? in a user's name or password",
         )
@@ -77,11 +77,11 @@ def parse_location(text: str) -> StoreLocation:
     except ValueError:
         pairs = []
     if (mark and not pairs) or len(dict(pairs)) < len(pairs):
-        # The message leaves the parameters out: one of them may be a password.
+        # The message omits the parameters: one of them may be a password.
         raise ConfigError(
-            f"the parameters of {_without_secrets(base)} cannot be read",
+            f"the parameters of {_without_secrets(base)} are malformed",
             field=_FIELD,
-            hint="write NAME=VALUE pairs behind the ?, separated by &, each name once",
+            hint="write NAME=VALUE pairs after the ?, separated by &, each name once",
         )
     return StoreLocation(scheme, base, dict(pairs))
 

@@ -1,4 +1,4 @@
-"""A store in this process's memory: for tests, and for sharing prefixes beyond the host tier of one engine."""
+"""Store in this process's memory: for tests, and to share prefixes between the engines of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEFAULT_BYTES: Final = 1 << 30
 
 
 class MemoryStore(KVStore):
-    """`memory:` with `max_bytes`, 1 GiB unless given. The least recently used values are deleted first."""
+    """`memory:` with `max_bytes`, by default 1 GiB. The least recently used values are deleted first."""
 
     name = "memory"
     shared = False
@@ -26,7 +26,7 @@ class MemoryStore(KVStore):
         location.require_known("max_bytes")
         if location.rest:
             raise ConfigError(
-                f"{location.shown} names a place, but a memory store has none", field="--kv-store", hint="write memory:"
+                f"{location.shown} has a path, but a memory store has none", field="--kv-store", hint="write memory:"
             )
         self.limit_bytes = location.size("max_bytes") or _DEFAULT_BYTES
         self._lock = threading.Lock()
@@ -41,7 +41,7 @@ class MemoryStore(KVStore):
         return f"memory, at most {format_size(self.limit_bytes)}"
 
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
-        """Return the stored values themselves; nothing is copied."""
+        """Return the stored values without copying them."""
         found: list[Bytes | None] = []
         with self._lock:
             values = self._opened()

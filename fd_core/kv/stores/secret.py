@@ -20,23 +20,23 @@ _NEW_BYTES: Final = 32
 _MIN_BYTES: Final = 16
 _MAX_BYTES: Final = 4096
 _OPEN_TO_OTHERS: Final = 0o037
-"""Mode bits that a secret must not have: any right of others, and writing or running by the group.
+"""Mode bits that a secret must not have: any permission of others, and write or execute permission of the group.
 
-A group may read: that is how clusters hand out secrets.
+The group may read, because clusters mount secrets that way.
 """
 
 
 def derive(secret: bytes, purpose: str) -> bytes:
-    """Return 32 bytes that reveal nothing about other purposes or `secret`: HKDF with SHA-256 (RFC 5869)."""
+    """Return 32 bytes derived from `secret` for one purpose: HKDF with SHA-256 (RFC 5869)."""
     return HKDF(SHA256(), length=32, salt=None, info=f"fd_core KV store {purpose}".encode()).derive(secret)
 
 
 def load_secret(file: str | Path | None = None, *, field: str = "--kv-store-secret-file") -> bytes:
-    """Return the secret in `file`, or this user's own from the cache folder, which is made at the first call.
+    """Return the secret in `file`, or this user's secret from the cache folder, which the first call creates.
 
-    A line end after the secret does not count. Engines that share a store must have the same secret, and so must
+    A trailing newline is ignored. Engines that share a store must have the same secret, and so must
     prefill and decode workers and their router. `field` is the flag that errors name. Raises `ConfigError` if the
-    secret cannot be read or made, is open to others, or is shorter than 16 or longer than 4096 bytes.
+    secret cannot be read or created, is accessible to others, or is shorter than 16 or longer than 4096 bytes.
     """
     if file:
         return _read(user_path(file, field), field)
@@ -58,7 +58,7 @@ def _read(file: Path, field: str) -> bytes:
     if data is None:
         raise ConfigError(f"the secret {file} is not a file", field=field)
     if os.name == "posix" and mode & _OPEN_TO_OTHERS:
-        raise ConfigError(f"others may read or change the secret {file}", field=field, hint=f"chmod 600 {file}")
+        raise ConfigError(f"the secret {file} is accessible to other users", field=field, hint=f"chmod 600 {file}")
     data = data.removesuffix(b"\n").removesuffix(b"\r")
     if not _MIN_BYTES <= len(data) <= _MAX_BYTES:
         raise ConfigError(
@@ -70,7 +70,7 @@ def _read(file: Path, field: str) -> bytes:
 
 
 def _create(file: Path, field: str) -> None:
-    """Make the file whole or not at all; if several processes try at once, the file of the first one stays."""
+    """Create the file atomically; if several processes try at once, the first one wins."""
     draft = file.with_name(f"{_NAME}.{secrets.token_hex(8)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def _create(file: Path, field: str) -> None:
             draft.unlink()
     except OSError as error:
         raise ConfigError(
-            f"cannot make the secret {file}: {error.strerror or error}",
+            f"cannot create the secret {file}: {error.strerror or error}",
             field=field,
-            hint="name a file of yours with at least 16 random bytes",
+            hint="pass a file with at least 16 random bytes that you own",
         ) from error

@@ -41,15 +41,15 @@ class Copier:
     _logger: OnceLogger
     _clock: Callable[[], float]
     _tell: Callable[[NotStored], None]
-    """Called with the keys of blocks that were to be written to the store and may not be there."""
+    """Called with the keys of blocks that may not have been written to the store."""
     import_rate: Rate = field(default_factory=Rate)
 
     def __post_init__(self) -> None:
         self._room = self._host.limit_bytes // self._block.bytes
-        """Blocks that fit into the host tier; a longer prefix keeps its beginning there."""
+        """Blocks that fit into the host tier; of a longer prefix, it holds the beginning."""
 
     def lost(self, keys: Sequence[bytes]) -> None:
-        """Report that the store may not have received the blocks of `keys`. Thread-safe."""
+        """Report that the blocks of `keys` may not have been written to the store. Thread-safe."""
         self.loop.post(partial(self._host.unmark_written, keys))
         self._tell(NotStored(tuple(keys)))
 

@@ -94,7 +94,7 @@ class GuardedStore:
     def _trouble(self, trouble: Trouble, now: float) -> None:
         self.errors = one_more(self.errors, trouble)
         if trouble is Trouble.MALFORMED:
-            self._breaker.success()  # the store answered; one bad key must not shut out all others
+            self._breaker.success()  # the store works; one bad key must not block all others
         elif self._breaker.failure(now, severe=trouble in _SEVERE):
             pause = self._breaker.remaining(now)
             log.warning("KV store %s: %s; no call is made for %.0f s", self._shown, trouble, pause)

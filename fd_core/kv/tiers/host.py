@@ -14,8 +14,8 @@ HostArray = npt.NDArray[Any]
 class HostTier:
     """Read-only arrays by block key, `limit_bytes` in all at most. Owned by one thread; makes no copies.
 
-    A prefix is worth nothing without its first block, so call `touch` with the keys of a prefix in order: the last
-    block is then evicted first.
+    A prefix is useless without its first block, so call `touch` with the keys of a prefix in order: the last block is
+    then evicted first.
     """
 
     def __init__(self, limit_bytes: int) -> None:

@@ -46,7 +46,7 @@ _LOOKUP_SHARE = 0.25
 _FETCH_SHARE = 0.5
 """Share of the time for a load that one batch of the load may take."""
 _JOIN_SECONDS = 0.5
-"""Timeout of joining a thread after it was asked to stop."""
+"""Timeout of joining a thread after a stop request."""
 _FLUSH_SECONDS = 3.0
 """Time to flush pending writes when the engine ends."""
 
@@ -62,7 +62,7 @@ class KVOffload(EffectPort[TierStats]):
     """Looks up, loads and saves on three threads: one copies and owns the host tier, two read and write the store.
 
     The methods belong to the engine's thread and none but `wait` and `close` ever blocks: effects are posted to a
-    thread, completions are collected, and the few locks that both sides take are held for some assignments only.
+    thread, completions are collected, and the few shared locks are held for some assignments only.
 
     A `Lookup` is completed within a quarter of `load_seconds`, a `Load` and a `Save` within `load_seconds`, counted
     from `perform`, plus the copy of the one block in progress then. Blocks that were late, failed or damaged are
@@ -237,12 +237,12 @@ class KVOffload(EffectPort[TierStats]):
         if ended:
             self._host.clear()
         else:
-            log.warning("a copy or a call of the KV store does not return; its thread is left behind")
+            log.warning("a copy or a call of the KV store does not return; its thread is abandoned")
         if self._store is not None:
             self._store.close()
 
     def _nothing_to_find(self) -> bool:
-        """Return True if neither tier can hold anything, so that a lookup needs no thread."""
+        """Return True if neither tier can hold a block, so that a lookup needs no thread."""
         if self._closed:
             return True
         return not (len(self._host) or self._reader.store.ready() or self._pending.numbers(Saved))

@@ -10,8 +10,8 @@ _FORGET_SECONDS = 60.0
 class Rate:
     """An exponentially weighted moving average of seconds per unit. Written by one thread, read by any.
 
-    It is forgotten after a minute without a sample: a tier that seems slow is not used and so not measured, and one bad
-    spell must not rule that tier out for ever.
+    It is reset after a minute without a sample: a tier that seems slow is not used and so not measured, and one slow
+    period must not disable it permanently.
     """
 
     def __init__(self) -> None:
@@ -26,6 +26,6 @@ class Rate:
         self._average = (sample if known is None else known + _SHARE * (sample - known), now)
 
     def value(self, now: float) -> float | None:
-        """Return seconds per unit, None if nothing was measured in the last minute."""
+        """Return seconds per unit, None without a sample in the last minute."""
         average = self._average
         return None if average is None or now - average[1] > _FORGET_SECONDS else average[0]

@@ -33,7 +33,7 @@ class LoadJob(msgspec.Struct, eq=False):
     answer: Loaded
     """The completion, if the load were to end here."""
     missing: deque[int] = msgspec.field(default_factory=deque)
-    """Indices of the keys that are still to be fetched from the store, ascending."""
+    """Indices of the keys yet to be fetched from the store, ascending."""
     fetched: set[int] = set()
     """Indices of the keys whose blocks were read from the store."""
 
@@ -79,7 +79,7 @@ class StoreReader:
         def ask(store: KVStore, timeout: float) -> int:
             found = store.longest_prefix(wanted, self._limit, timeout)
             if not isinstance(found, int) or not 0 <= found <= len(wanted):
-                raise ValueError("longest_prefix returned no number of keys")
+                raise ValueError("longest_prefix returned an invalid number of keys")
             return found
 
         found = self.store.call("longest_prefix", self.lookup_seconds, ask)
@@ -102,7 +102,7 @@ class StoreReader:
         def get(store: KVStore, timeout: float) -> list[memoryview | None]:
             values = store.get([keys[index] for index in batch], self._limit, timeout)
             if len(values) != len(batch):
-                raise ValueError("get returned another number of values")
+                raise ValueError("get returned a wrong number of values")
             return [None if value is None else memoryview(value).cast("B") for value in values]
 
         values = self.store.call("get", self.fetch_seconds, get)

@@ -66,7 +66,7 @@ class TierStats(msgspec.Struct, kw_only=True):
         dict[str, int],
         counter(
             "kv_store_failures",
-            "Calls of the KV store that failed, by trouble.",
+            "Calls of the KV store that failed, by reason.",
             label="trouble",
             values=tuple(trouble.value for trouble in Trouble),
             only_with="store",

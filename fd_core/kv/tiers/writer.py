@@ -1,4 +1,4 @@
-"""Write-behind: saved blocks reach the store some time after their save, or not at all."""
+"""Write-behind queue: saved blocks are written to the store later, or dropped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GRACE_SECONDS = 0.3
 """Grace period in seconds after the timeout of a store call, while the writer closes."""
 _NEVER = float("inf")
 _MAX_FORGOTTEN = 1024
-"""Keys that may wait to be deleted; a damaged value beyond them stays until it is read again."""
+"""Maximum number of pending deletions; a damaged value over it stays until it is read again."""
 
 
 @dataclass
@@ -109,15 +109,15 @@ class WriteBehind:
         def put(store: KVStore, timeout: float) -> int:
             stored = store.put(values, timeout)
             if not isinstance(stored, int) or not 0 <= stored <= len(values):
-                raise ValueError("put returned no number of values")
+                raise ValueError("put returned an invalid number of values")
             return stored
 
         stored = self._store.call("put", min(self.put_seconds, left), put)
         if stored == 0:
             size = sum(memoryview(part).nbytes for part in values[0][1])
             self._logger.warn(
-                f"a block of KV takes {size:,} bytes, more than the KV store may hold in all, so nothing is "
-                "kept there; make room on its disk or raise its limit"
+                f"a KV block of {size:,} bytes exceeds the limit of the KV store, so nothing is "
+                "stored; free disk space or raise the limit"
             )
         return stored or 0
 
@@ -125,7 +125,7 @@ class WriteBehind:
         with self._lock:
             wanted = key in self._forgotten
             self._forgotten.discard(key)
-        if wanted and self._give_up_at == _NEVER:  # an engine that ends has no time for it
+        if wanted and self._give_up_at == _NEVER:  # not at shutdown
             self._store.call("delete", self.put_seconds, lambda store, timeout: store.delete([key], timeout))
 
     def _take(self) -> list[tuple[bytes, HostArray]]:

@@ -1,1 +1,1 @@
-"""Bringing models onto this machine: the cache folder, downloads, and progress while they run."""
+"""Model downloads: the cache folder, the sources, and progress."""

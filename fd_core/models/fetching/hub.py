@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub, in the cache that its own tools share."""
+"""Models on the Hugging Face hub, in the cache shared with its tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def find(name: str, revision: str | None, cache: Path | None) -> Path | None:
-    """Return the snapshot folder if it is cached whole, without touching the network; else None."""
+    """Return the snapshot folder if it is completely cached, else None; uses no network."""
     import huggingface_hub
 
     try:
@@ -32,7 +32,8 @@ def find(name: str, revision: str | None, cache: Path | None) -> Path | None:
 
 
 def fetch(name: str, revision: str | None, cache: Path | None, progress: ProgressSink) -> Path:
-    """Download a repository's safetensors, configuration and tokenizer; `ModelError` says why it cannot be had."""
+    """Download a repository's safetensors, configuration and tokenizer. Raises `ModelError` with the reason of a
+    failure."""
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
@@ -64,7 +65,7 @@ def fetch(name: str, revision: str | None, cache: Path | None, progress: Progres
 
 
 def cached(cache: Path | None) -> list[tuple[str, int, Path]]:
-    """Return name, size in bytes and folder of each cached repository that can be read and holds a whole model."""
+    """Return name, size in bytes and folder of each cached repository that is readable and holds a complete model."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -89,7 +90,7 @@ def _wanted_files(name: str, info: Any) -> dict[str, int]:
         found = ", ".join(sorted(file for file in sizes if file.endswith((".bin", ".pt", ".pth", ".gguf")))[:5])
         raise ModelError(
             f"{name} on Hugging Face has no safetensors; weights found: {found or 'none'}",
-            hint="download a .gguf file yourself and name it, or choose a repository with safetensors",
+            hint="download a .gguf file and pass its path, or choose a repository with safetensors",
         )
     return wanted
 
@@ -101,7 +102,7 @@ def _is_wanted(file: str) -> bool:
 
 
 def _is_whole(folder: Path) -> bool:
-    """A snapshot that was cut short has links for the files that arrived and none for the others."""
+    """Return True if all files of the snapshot are there; a partial one lacks the links of missing files."""
     with contextlib.suppress(OSError, ModelError):
         if not (folder / "config.json").is_file():
             return False
@@ -115,7 +116,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _silent_bars() -> type[Any]:
-    """Return a bar that is never drawn: progress goes to the sink."""
+    """Return a progress bar that draws nothing and reports to the sink."""
     from huggingface_hub.utils.tqdm import tqdm
 
     base: Any = tqdm
@@ -129,16 +130,16 @@ def _silent_bars() -> type[Any]:
 def _explained(name: str, revision: str | None, error: Exception) -> ModelError:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    local = "name a local folder or .gguf file, or smollm2"
+    local = "use a local folder, a .gguf file or smollm2"
     hint = local
     if isinstance(error, GatedRepoError):
         reason = "it is gated"
         hint = "accept its terms on its page and set HF_TOKEN"
     elif isinstance(error, RepositoryNotFoundError):
-        reason = "there is no such repository, or it is private"
+        reason = "the repository does not exist or is private"
     elif isinstance(error, RevisionNotFoundError):
         reason = f"it has no revision {revision!r}"
     else:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         hint = f"check the network; {local}"
-    return ModelError(f"no folder {name!r} here, and it cannot be had from Hugging Face: {reason}", hint=hint)
+    return ModelError(f"{name!r} is not a local folder, and Hugging Face cannot provide it: {reason}", hint=hint)

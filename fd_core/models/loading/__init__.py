@@ -1,1 +1,1 @@
-"""Checkpoint formats: what is on disk, checked and memory-mapped, in Hugging Face names and config terms."""
+"""Checkpoint formats: files are validated and memory-mapped, with the tensor names and config of Hugging Face."""

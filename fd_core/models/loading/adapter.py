@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors, checked before they are used."""
+"""LoRA adapters in PEFT's format, adapter_config.json and adapter_model.safetensors, validated before use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REFUSED: Final[Mapping[str, str]] = {
     "use_dora": "DoRA is not served",
     "use_qalora": "QALoRA is not served",
     "lora_bias": "biases of adapters are not served",
-    "modules_to_save": "whole modules beside the low-rank ones are not served",
+    "modules_to_save": "full modules in addition to low-rank ones are not served",
     "trainable_token_indices": "trained token embeddings are not served",
     "target_parameters": "adapters of parameters, such as experts, are not served",
     "layer_replication": "replicated layers are not served",
@@ -39,14 +39,14 @@ _REFUSED: Final[Mapping[str, str]] = {
     "arrow_config": "Arrow is not served",
 }
 _CHANGED_BASE: Final = ("pissa", "olora", "corda", "loftq")
-"""Beginnings of `init_lora_weights` that change the base model's weights as well."""
+"""Prefixes of `init_lora_weights` methods that also change the base model's weights."""
 
 
 def read_adapter(folder: Path, linears: Mapping[str, tuple[int, int]], max_rank: int) -> Adapter:
-    """Read the adapter in a folder for a model whose `linears`, name to (out, in), adapters may change.
+    """Read the adapter in a folder for a model whose adaptable `linears` map names to (out, in).
 
-    Raises `ModelError` that names the file, and field or tensor, for one that is damaged, not of this model, of a rank
-    above `max_rank` or of a kind that is not served.
+    Raises `ModelError`, with the file and the field or tensor, if it is damaged, made for another model, above
+    `max_rank` or of an unsupported kind.
     """
     config_path, path = folder / _CONFIG, folder / _WEIGHTS
     if not config_path.is_file():
@@ -78,16 +78,16 @@ def _check_config(config: ModelConfig, max_rank: int) -> int:
     """Return the rank."""
     kind = config.text("peft_type", "LORA")
     if kind != "LORA":
-        raise _wrong(f"{config.origin}: peft_type {kind[:40]!r} is not served; LORA is")
+        raise _wrong(f"{config.origin}: peft_type {kind[:40]!r} is not supported, expected LORA")
     for field, why in _REFUSED.items():
         config.refuse(field, why)
     if (bias := config.text("bias", "none")) != "none":
-        raise _wrong(f"{config.origin}: bias is {bias[:40]!r}, but trained biases are not served")
+        raise _wrong(f"{config.origin}: bias is {bias[:40]!r}, but trained biases are not supported")
     init = config.values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGED_BASE):
         raise _wrong(
-            f"{config.origin}: init_lora_weights is {init[:40]!r}, which changes the base model's weights as well",
-            "convert it to a plain one: PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)",
+            f"{config.origin}: init_lora_weights is {init[:40]!r}, which also changes the base model's weights",
+            "convert it to a plain LoRA: PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
     rank = config.count("r")
     if rank > max_rank:
@@ -98,7 +98,7 @@ def _check_config(config: ModelConfig, max_rank: int) -> int:
 def _by_linear(
     path: Path, stored: Mapping[str, StoredTensor], linears: Mapping[str, Any]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Return the tensors by the linear that they belong to, and by A or B."""
+    """Return the tensors by linear, and by A or B."""
     found: dict[str, dict[str, StoredTensor]] = {}
     for tensor_name, tensor in stored.items():
         match = _TENSOR.fullmatch(tensor_name)
@@ -108,11 +108,11 @@ def _by_linear(
             served = sorted({each.rpartition(".")[2] for each in linears})
             layers = len({each.split(".")[2] for each in linears})
             raise _wrong(
-                f"{path}: tensor {tensor_name[:200]!r} changes nothing that adapters of this model may change",
-                f"adapters are served for {', '.join(served)} of this model's {layers} layers",
+                f"{path}: tensor {tensor_name[:200]!r} belongs to no adaptable linear of this model",
+                f"adapters may change {', '.join(served)} of this model's {layers} layers",
             )
         if side in found.setdefault(name, {}):
-            raise _wrong(f"{path}: tensor {tensor_name[:200]!r} is there twice")
+            raise _wrong(f"{path}: tensor {tensor_name[:200]!r} appears twice")
         found[name][side] = tensor
     if not found:
         raise _wrong(f"{path} has no tensors")
@@ -120,10 +120,10 @@ def _by_linear(
 
 
 def _check_targets(config: ModelConfig, path: Path, found: Mapping[str, Any], linears: Mapping[str, Any]) -> None:
-    """Refuse a file that lacks what its config says that it changes."""
+    """Raise if tensors of modules in the config's `target_modules` are missing."""
     targets = config.values.get("target_modules")
     if not isinstance(targets, Sequence) or isinstance(targets, str) or config.values.get("exclude_modules"):
-        return  # a pattern: the tensors say what it matched
+        return  # a pattern; the tensors show its matches
     layers = config.indices("layers_to_transform")
     for target in map(str, targets):
         wanted = [name for name in linears if name.endswith(f".{target}")]
@@ -135,7 +135,7 @@ def _check_targets(config: ModelConfig, path: Path, found: Mapping[str, Any], li
             if name not in found and (not layers or int(name.split(".")[2]) in layers):
                 raise _wrong(
                     f"{path}: {name} is among target_modules, but it has no tensors",
-                    "the adapter was made for another model, or its file is cut",
+                    "the adapter was made for another model, or its file is truncated",
                 )
 
 
@@ -145,7 +145,7 @@ def _read(path: Path, tensor: StoredTensor, shape: tuple[int, int], digest: Any,
         raise _wrong(f"{path}: tensor {tensor.name!r} is stored as {tensor.dtype}")
     if tensor.shape != shape:
         raise _wrong(
-            f"{path}: tensor {tensor.name!r} has shape {tensor.shape}; this model, and r in {_CONFIG}, ask for {shape}",
+            f"{path}: tensor {tensor.name!r} has shape {tensor.shape}; this model and r in {_CONFIG} need {shape}",
             "the adapter was made for another model, or its files do not belong together",
         )
     data = tensor.view(code)

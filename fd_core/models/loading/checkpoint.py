@@ -1,10 +1,10 @@
-"""The contract of a checkpoint, whatever its format, and the door that opens one.
+"""Contract of a checkpoint of any format, and the function that opens one.
 
-Laws that every format keeps:
+Invariants of every format:
 1. Sizes are checked against the file before anything is allocated or mapped for a tensor.
-2. What is wrong with a file is a `ModelError` that names the file, and the tensor where there is one.
-3. Nothing in a checkpoint is ever executed: no pickle, no code beside the weights.
-4. Names and config are Hugging Face's, so that a model is written once for every format.
+2. Errors in a file raise `ModelError` with the file and, if applicable, the tensor.
+3. Nothing in a checkpoint is ever executed: no pickle, no code shipped with the weights.
+4. Names and config are those of Hugging Face, so a model is written once for all formats.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from fd_core.ops.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 PICKLE_HINT = (
-    "pickled weights can run code when they are opened; take a safetensors or GGUF version of the model, or "
-    "convert it where you trust the file: load it with transformers and call save_pretrained()"
+    "pickled weights can run code when opened; use a safetensors or GGUF version of the model, or "
+    "convert it if you trust the file: load it with transformers and call save_pretrained()"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A Hugging Face tensor: its shape, the stored tensor, and what turns one into the other."""
+    """A Hugging Face tensor: shape, stored tensor, and the conversion between them."""
 
     shape: tuple[int, ...]
     tensor: StoredTensor
     undo: Callable[[Weight], RawTensor] | None = None
-    """Undoes what a converter did to the values; None where nothing is to be undone."""
+    """Reverts the converter's change of the values; None without one."""
     rows: npt.NDArray[np.intp] | None = None
-    """Stored rows in Hugging Face's order; None where they are in it."""
+    """Permutation of stored rows into Hugging Face's order; None if they are in order."""
     stored_format: str = ""
-    """The name of the form in which several tensors are stored; empty where it is the type of `tensor`."""
+    """Name of a format of several stored tensors; empty if it is the dtype of `tensor`."""
     joined: Callable[[], Weight] | None = None
-    """Reads a weight that several stored tensors make, of which `tensor` is one; None where it is `tensor`."""
+    """Reads a weight composed of several stored tensors, one of them `tensor`; None if it is `tensor` alone."""
 
 
 class Checkpoint(ABC):
     """An open checkpoint: its config, its tensors by Hugging Face name, its tokenizer.
 
-    The checkpoint owns its files. `close` forgets them; views that `read` gave out keep their own mapping alive.
+    The checkpoint owns its files. `close` releases them; views returned by `read` hold their mapping.
     """
 
     def __init__(
         self, path: Path, config: dict[str, Any], views: Mapping[str, TensorView], stored: Collection[StoredTensor]
     ) -> None:
-        """`stored` is everything that lies in the files, `views` what there is of it by Hugging Face name."""
+        """`stored` are all tensors of the files, `views` the tensors by Hugging Face name."""
         self.path = path
         """Path that was opened: the folder or the file."""
         self.config: Mapping[str, Any] = MappingProxyType(config)
-        """The model's shape in the terms of a Hugging Face config.json."""
+        """The model's config in the format of a Hugging Face config.json."""
         self._views = views
         self._stored = stored
 
@@ -74,19 +74,19 @@ class Checkpoint(ABC):
         return self._view(name).shape
 
     def stored_format(self, name: str) -> str:
-        """Return the type in which a tensor is stored, by its format's name, such as `BF16` or `Q4_K`."""
+        """Return the stored type of a tensor, under the name of its format, such as `BF16` or `Q4_K`."""
         view = self._view(name)
         return view.stored_format or view.tensor.dtype
 
     def read(self, name: str) -> RawTensor:
-        """Read one tensor; `ModelError` if there is none or if it is damaged.
+        """Read one tensor; `ModelError` if it is missing or damaged.
 
-        F32, F16 and BF16 stay what they are, mapped where nothing has to be undone; other types become float32.
+        F32, F16 and BF16 keep their dtype, mapped unless a conversion applies; other types become float32.
         """
         return self.read_weight(name, ()).expanded()
 
     def read_weight(self, name: str, formats: Collection[str]) -> Weight:
-        """Read the weight of a linear layer: as it was quantized if that format is among `formats`, else as `read`."""
+        """Read the weight of a linear layer: packed if its format is in `formats`, else as `read`."""
         view = self._view(name)
         if view.joined is not None:
             stored = view.joined()
@@ -110,7 +110,7 @@ class Checkpoint(ABC):
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a generation, whichever file names them; ids without an embedding row are left out."""
+        """Tokens that end a generation, from any file; ids without an embedding row are dropped."""
         try:
             tokenizer = self.tokenizer
         except ModelError:  # some are used without one
@@ -124,16 +124,16 @@ class Checkpoint(ABC):
 
     @property
     def _generation_config(self) -> Mapping[str, Any]:
-        """Defaults of generations that the checkpoint brings."""
+        """Default sampling parameters of the checkpoint."""
         return {}
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the weights take in the files, for progress and memory planning."""
+        """Bytes of the weights in the files, for progress and memory planning."""
         return sum(tensor.nbytes for tensor in self._stored)
 
     def close(self) -> None:
-        """Forget the files; calling it again does nothing."""
+        """Release the files; idempotent."""
         for tensor in self._stored:
             tensor.file.close()
 
@@ -145,7 +145,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def _decoded(self, tensor: StoredTensor) -> Weight:
-        """Read a tensor of a type that is only this format's; `ModelError` if it is damaged."""
+        """Read a tensor of a format-specific type; `ModelError` if it is damaged."""
 
     def _view(self, name: str) -> TensorView:
         try:
@@ -157,8 +157,8 @@ class Checkpoint(ABC):
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a folder with safetensors, config and tokenizer, or a .gguf file.
 
-    A folder without safetensors that holds exactly one .gguf file stands for that file.
-    Raises `ModelError` for anything else, for pickled weights and for damaged files.
+    A folder without safetensors and with exactly one .gguf file opens that file.
+    Raises `ModelError` otherwise, and for pickled weights and damaged files.
     """
     path = Path(path)
     if not path.exists():
@@ -173,10 +173,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if suffix in PICKLE_SUFFIXES:
         raise ModelError(f"refused to open pickled weights: {path}", hint=PICKLE_HINT)
     if suffix == ".safetensors":
-        raise ModelError(
-            f"{path} holds weights only", hint="name the folder that also has config.json and tokenizer.json"
-        )
-    raise ModelError(f"not a model: {path}", hint="name a folder with safetensors, or a .gguf file")
+        raise ModelError(f"{path} contains only weights", hint="use the folder with config.json and tokenizer.json")
+    raise ModelError(f"not a model: {path}", hint="use a folder with safetensors, or a .gguf file")
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -190,7 +188,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         return open_checkpoint(ggufs[0])
     if ggufs:
         names = ", ".join(entry.name for entry in ggufs)
-        raise ModelError(f"{folder} holds several GGUF files: {names}", hint="name one of them")
+        raise ModelError(f"{folder} holds several GGUF files: {names}", hint="use the path of one of them")
     pickles = [entry.name for entry in files if entry.suffix.lower() in PICKLE_SUFFIXES]
     if pickles:
         raise ModelError(f"{folder} holds only pickled weights: {', '.join(pickles[:5])}", hint=PICKLE_HINT)

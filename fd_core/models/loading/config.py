@@ -26,11 +26,11 @@ _MAX_COUNT = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The content of config.json or of a GGUF file's metadata, or a part of it; null counts as absent."""
+    """Content of config.json or of GGUF metadata, or a nested part of it; null counts as absent."""
 
     values: Mapping[str, Any]
     prefix: str = ""
-    """Prefix of the part in the whole, such as `rope_parameters.`."""
+    """Prefix of a nested part, such as `rope_parameters.`."""
     origin: str = "config.json"
 
     def count(self, field: str, default: int | None = None) -> int:
@@ -95,24 +95,24 @@ class ModelConfig:
         return value
 
     def layer_types(self, num_layers: int) -> tuple[str, ...] | None:
-        """Return the kind of attention of each layer, or None if the config does not list it."""
+        """Return the attention type of each layer, or None if the config does not list it."""
         value = self._get("layer_types")
         if value is None:
             return None
         known = ("full_attention", "sliding_attention")
         if not isinstance(value, list | tuple) or len(value) != num_layers or not set(value) <= set(known):
-            raise self._wrong("layer_types", f"a list of {num_layers} out of {' and '.join(known)}", value)
+            raise self._wrong("layer_types", f"a list of {num_layers} values from {' and '.join(known)}", value)
         return tuple(value)
 
     def activation(self, field: str = "hidden_act") -> Activation:
-        """Return the activation of the feed-forward layers; silu where none is named, or what Gemma takes then."""
+        """Return the activation of the feed-forward layers; by default silu, or tanh-approximated gelu for Gemma."""
         name = self.text(field, "gelu_pytorch_tanh" if field == "hidden_activation" else "silu")
         if name not in _ACTIVATIONS:
             raise self._wrong(field, f"one of {', '.join(_ACTIVATIONS)}", name)
         return _ACTIVATIONS[name]
 
     def refuse(self, field: str, why: str) -> None:
-        """Raise if the field is present and neither false, 0 nor empty."""
+        """Raise if the field is truthy."""
         if self._get(field):
             raise ModelError(f"{self.origin}: {self.prefix}{field} is set, but {why}")
 
@@ -135,17 +135,17 @@ _MODES: Final[dict[str, Literal["last", "mean"]]] = {"lasttoken": "last", "mean"
 
 
 class VectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Method by which a model makes one vector of a text."""
+    """Pooling method by which a model embeds a text."""
 
     pooling: Literal["last", "mean"] = "last"
     normalize: bool = True
     """True if vectors are normalized to length 1."""
     judge: tuple[str, str] | None = None
-    """Tokens that say no and yes, for a model that judges how well a document answers a query."""
+    """Tokens for no and yes of a reranker, which scores the relevance of a document."""
 
 
 def read_vector_settings(path: Path | None) -> VectorSettings:
-    """Read them from a model's folder, else return the default; `ModelError` for modules that are not served."""
+    """Read the modules of a model's folder, else return the default; `ModelError` for unsupported modules."""
     if path is None or not path.is_dir():
         return VectorSettings()
     config = read_json_object(path / "config.json") if (path / "config.json").is_file() else {}
@@ -190,7 +190,7 @@ def _pooling(file: Path, folder: Path) -> Literal["last", "mean"]:
         modes = [named]
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ModelError(
-            f"{file}: pooling by {' and '.join(modes) or 'nothing'} is not served",
+            f"{file}: pooling by {' and '.join(modes) or 'no method'} is not served",
             hint="served are the last token and the mean",
         )
     return _MODES[modes[0]]

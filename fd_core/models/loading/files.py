@@ -1,4 +1,4 @@
-"""Files of checkpoints: mapped into memory, digested, and JSON within bounds."""
+"""Checkpoint files: memory mapping, digests, and JSON with size limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MappedFile:
         return self._bytes[offset : offset + length].data
 
     def check(self, offset: int, length: int, what: str) -> None:
-        """Raise `ModelError` unless the byte range lies inside the file."""
+        """Raise `ModelError` unless the byte range is inside the file."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ModelError(
                 f"{self.path}: {what} needs bytes {offset} to {offset + length}, but the file has {self.size}",
@@ -55,7 +55,7 @@ class MappedFile:
         return flat.view(kind).reshape(shape)
 
     def close(self) -> None:
-        """Drop this owner's reference; the mapping ends with the last view of it."""
+        """Drop this reference; the file is unmapped with its last view."""
         self._bytes = np.empty(0, np.uint8)
         self.size = 0
 
@@ -77,7 +77,7 @@ class StoredTensor:
         return self.file.view(self.offset, self.shape if shape is None else shape, dtype, f"tensor {self.name!r}")
 
     def part(self, index: int) -> StoredTensor:
-        """Return where entry `index` of the outermost dimension lies: the weight of one expert."""
+        """Return the slice of entry `index` of the outermost dimension: the weight of one expert."""
         nbytes = self.nbytes // self.shape[0]
         return StoredTensor(self.file, self.name, self.dtype, self.shape[1:], self.offset + index * nbytes, nbytes)
 
@@ -125,12 +125,12 @@ def read_limited(path: Path, limit: int = _LIMIT) -> bytes:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file whose top level is an object; `ModelError` names the file otherwise."""
+    """Read a JSON file whose top level is an object. Raises `ModelError`, with the file, otherwise."""
     return parse_json_object(read_limited(path), str(path))
 
 
 def parse_json_object(content: bytes, origin: str) -> dict[str, Any]:
-    """Parse JSON whose top level is an object; `ModelError` names `origin` otherwise."""
+    """Parse JSON whose top level is an object. Raises `ModelError`, with `origin`, otherwise."""
     try:
         return msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

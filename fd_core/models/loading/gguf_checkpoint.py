@@ -1,7 +1,7 @@
-"""GGUF tensor of each Hugging Face name, and the converter's changes to it that have to be undone.
+"""GGUF tensors under Hugging Face names, and the inverse of the converter's changes.
 
 - llama: the rows of q and k were permuted for interleaved rope; Hugging Face's order is restored.
-- gemma3: norm weights had 1 added; it is taken away, because the model adds it as Hugging Face's does.
+- gemma3: norm weights had 1 added; it is subtracted, because the model adds it as Hugging Face's does.
 - experts: one stacked tensor for each projection; each expert is a view of its part.
 """
 
@@ -74,7 +74,7 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any]) -> dict[str, TensorV
         name = f"{layer}.mlp.moe_statics.e_score_correction_bias"
         return {name: TensorView((1, *tensor.shape), tensor, _as_row)}
     raise ModelError(
-        f"{tensor.file.path}: tensor {tensor.name!r} with shape {tensor.shape} is not known for {config['model_type']}"
+        f"{tensor.file.path}: tensor {tensor.name!r} of shape {tensor.shape} is unknown for {config['model_type']}"
     )
 
 
@@ -102,7 +102,7 @@ def _as_row(stored: Weight) -> RawTensor:
 _EXPANDED_TYPES: Final = frozenset(
     {"Q2_K", "Q3_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"}
 )
-"""Types that are read, and have no packed form."""
+"""Types that are dequantized when read and have no packed form."""
 SUPPORTED_TYPES: Final = (*RAW_TYPES, *PACKED_TYPES, *sorted(_EXPANDED_TYPES))
 
 _TOKENIZER = "tokenizer.ggml."
@@ -110,7 +110,7 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 class GgufCheckpoint(Checkpoint):
-    """Tensors under Hugging Face names, with what the GGUF converter did to them undone."""
+    """GGUF checkpoint: tensors under Hugging Face names, with the converter's changes reverted."""
 
     def __init__(self, path: Path) -> None:
         values, tensors = read_gguf(path)
@@ -122,7 +122,7 @@ class GgufCheckpoint(Checkpoint):
                 continue
             for name, view in _views(tensor, config).items():
                 if name in views:
-                    raise ModelError(f"{path}: two tensors stand for {name!r}")
+                    raise ModelError(f"{path}: two tensors map to {name!r}")
                 views[name] = view
         for view in views.values():
             if view.tensor.dtype not in SUPPORTED_TYPES:
@@ -181,14 +181,14 @@ _NO_TOKEN = 0xFFFFFFFF
 
 
 def token_id(metadata: ModelConfig, key: str) -> int | None:
-    """Return a token id, or None if the key is absent or says that there is none."""
+    """Return a token id, or None if the key is absent or marks it as unset."""
     return None if metadata.values.get(key) in (None, _NO_TOKEN) else metadata.index(key, 0)
 
 
 def config_from(metadata: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     """Return the config in Hugging Face's terms; `ModelError` if the architecture is not supported.
 
-    Values that a GGUF file leaves out are those that llama.cpp fixes for the architecture.
+    Values missing in a GGUF file are llama.cpp's constants for the architecture.
     """
     path = metadata.origin
     kind = metadata.text("general.type", "model")
@@ -281,7 +281,7 @@ def _llama3_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict
         raise ModelError(f"{shape.origin}: tensor 'rope_freqs.weight' has no usable form")
     factors = tensor.view("<f4")
     factor = float(factors.max())
-    # By how much Llama 3 divides each rope frequency (low 1, high 4, original context 8192).
+    # Llama 3's divisor of each rope frequency (low 1, high 4, original context 8192).
     wavelength = 2 * math.pi * _number(shape, "rope.freq_base", 10000.0) ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)
@@ -318,7 +318,7 @@ def _gemma3(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     layers = shape.count("block_count")
     heads = shape.count("attention.head_count")
     hidden = shape.count("embedding_length")
-    # The 27B model, known by its 62 layers, scales queries by hidden size / heads, the others by the head size.
+    # The 27B model, identified by its 62 layers, scales queries by hidden size / heads, the others by the head size.
     scalar = hidden // heads if layers == 62 else shape.count("attention.key_length", hidden // heads)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -356,4 +356,4 @@ _ARCHITECTURES: Mapping[str, tuple[str, str, Callable[[ModelConfig, Tensors], di
     "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5", _ernie),
     "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie_moe),
 }
-"""GGUF's name -> Hugging Face's architecture and model type, and what is particular about the config."""
+"""GGUF's name -> Hugging Face's architecture and model type, and the architecture-specific part of the config."""

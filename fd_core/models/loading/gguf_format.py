@@ -41,7 +41,7 @@ _U64 = struct.Struct("<Q")
 
 
 _TensorInfo = tuple[str, tuple[int, ...], int, int]
-"""Name, dimensions with the innermost first, number of the type, and offset behind the header."""
+"""Name, dimensions (innermost first), type number, and offset from the end of the header."""
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -63,7 +63,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
             raise _bad(path, f"metadata key {key!r} appears twice")
         metadata[key] = cursor.value(cursor.u32(key), key)
     if tensor_count * _SMALLEST_INFO > file.size - cursor.offset:
-        raise _bad(path, f"{tensor_count} tensors cannot be described in what is left of the file")
+        raise _bad(path, f"{tensor_count} tensor descriptions do not fit the rest of the file")
     infos = [cursor.tensor_info() for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
@@ -101,7 +101,7 @@ def _bad(path: Path, what: str) -> ModelError:
 
 
 class _Cursor:
-    """Reads the header from front to back; whatever would leave the file is a `ModelError`."""
+    """Sequential reader of the header; a read beyond the end of the file raises `ModelError`."""
 
     def __init__(self, file: MappedFile) -> None:
         self.file = file
@@ -191,7 +191,7 @@ _Parts = tuple[npt.NDArray[np.integer[Any]], _Floats, _Floats | None]
 
 
 def unpack_blocks(kind: str, packed: _Bytes) -> PackedTensor:
-    """Take rows of blocks apart, uint8[out, bytes of a row]; `kind` is one of `PACKED_TYPES`."""
+    """Unpack rows of blocks, uint8[out, bytes of a row]; `kind` is one of `PACKED_TYPES`."""
     layout, bits, offset, unpack = _TYPES[kind]
     out = len(packed)
     values, scales, minima = unpack(packed.view(layout))
@@ -268,7 +268,8 @@ _TYPES: Final[Mapping[str, tuple[np.dtype[Any], int, int, Callable[[_Blocks], _P
     "Q5_K": (np.dtype([_D, _M, _K_SCALES, ("qh", "u1", 32), ("qs", "u1", 128)]), 5, 0, _q5_k),
     "Q6_K": (np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), _D]), 6, 32, _q6_k),
 }
-"""Of each type: the layout of a block, bits of a value, what is taken from each value, and what takes blocks apart."""
+"""For each type: block layout, bits of a value, offset subtracted from each value, and the function that unpacks
+blocks."""
 
 PACKED_TYPES: Final = tuple(_TYPES)
-"""Types of GGUF that are computed as they are where the pack can."""
+"""GGUF types that stay packed if the pack supports them."""

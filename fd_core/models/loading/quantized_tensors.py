@@ -1,7 +1,7 @@
-"""Weights that were quantized in safetensors: several stored tensors make one Hugging Face weight.
+"""Quantized weights in safetensors: several stored tensors make one Hugging Face weight.
 
-Served are compressed-tensors (whole numbers of 8 bits, and packed ones of 4 or 8), GPTQ, AWQ and FP8. Shapes, types and
-group sizes are checked against each other when the folder is opened; scales when a weight is read.
+Supported are compressed-tensors (8-bit integers, and packed ones of 4 or 8 bits), GPTQ, AWQ and FP8. Shapes, types and
+group sizes are validated when the folder is opened; scales when a weight is read.
 
 Sources: https://github.com/neuralmagic/compressed-tensors, https://github.com/AutoGPTQ/AutoGPTQ,
 https://github.com/casper-hansen/AutoAWQ (WQLinear_GEMM), and the FP8 checkpoints of DeepSeek-V3 and vLLM.
@@ -26,7 +26,7 @@ from fd_core.ops.weights import FP8, RAW_TYPES, PackedTensor, RawTensor, Weight
 _CODES: Final = {"I8": "i1", "U8": "u1", "I32": "<i4", "I64": "<i8", FP8: "u1", **RAW_TYPES}
 _LARGEST_FP8_SCALE: Final = np.finfo(np.float32).max / 448
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position of the columns of a word in it."""
+"""Position of each column within a word."""
 _FORMS: Final = tuple(
     """
     dense int-quantized pack-quantized float-quantized naive-quantized mixed-precision
@@ -38,7 +38,7 @@ _NOT_WEIGHTS: Final = tuple(
     input_scale input_scale_ub input_zero_point output_scale k_scale v_scale q_scale
     """.split()
 )
-"""Scales of activations and KV that were measured ahead; here each row and block has its own."""
+"""Static scales of activations and KV, which are ignored: this engine computes dynamic ones per row and block."""
 
 _Bytes = npt.NDArray[np.uint8]
 _Floats = npt.NDArray[np.float32]
@@ -47,9 +47,9 @@ _Floats = npt.NDArray[np.float32]
 def quantized_views(
     config: Mapping[str, Any], origin: str, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, TensorView]:
-    """Return the view of every weight by its stored name, whatever number of tensors it is made of.
+    """Return the view of every weight by its stored name, composed of one or several tensors.
 
-    `origin` is the config's file. Raises `ModelError` for a method that is not served and for pieces that do not fit.
+    `origin` is the config's file. Raises `ModelError` for unsupported methods and inconsistent tensors.
     """
     whole = ModelConfig(config, origin=origin)
     settings = whole.part("quantization_config") or whole.part("compression_config")
@@ -65,7 +65,7 @@ def quantized_views(
     for part, served in ((settings, _FORMS), (sparsity, ("dense",))):
         if part is not None and (form := part.text("format", "dense")) not in served:
             raise ModelError(
-                f"{origin}: weights in the form {form[:40]!r} are not supported",
+                f"{origin}: weights in the format {form[:40]!r} are not supported",
                 hint=f"supported are {', '.join(_FORMS)}",
             )
     markers, view_of = _METHODS[method]
@@ -85,7 +85,7 @@ def quantized_views(
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """The stored tensors of one module, such as `model.layers.0.mlp.up_proj`."""
+    """Stored tensors of one module, such as `model.layers.0.mlp.up_proj`."""
 
     module: str
     tensors: Mapping[str, StoredTensor]
@@ -99,25 +99,25 @@ class _Pieces:
         if tensor is None:
             raise self.wrong(f"tensor '{self.module}.{kind}' is missing")
         if tensor.dtype not in dtypes:
-            raise _wrong(tensor, f"is stored as {tensor.dtype}, not {' or '.join(dtypes)}")
+            raise _wrong(tensor, f"is stored as {tensor.dtype}, expected {' or '.join(dtypes)}")
         self.taken.add(kind)
         return tensor
 
     def matrix(self, kind: str, dtypes: Collection[str]) -> StoredTensor:
         tensor = self.take(kind, dtypes)
         if len(tensor.shape) != 2 or 0 in tensor.shape:
-            raise _wrong(tensor, f"has shape {tensor.shape}, not rows and columns")
+            raise _wrong(tensor, f"has shape {tensor.shape}, expected two dimensions")
         return tensor
 
     def shaped(self, kind: str, dtypes: Collection[str], *shapes: tuple[int, ...]) -> StoredTensor:
         """Return a tensor of the module that has one of the shapes."""
         tensor = self.take(kind, dtypes)
         if tensor.shape not in shapes:
-            raise _wrong(tensor, f"has shape {tensor.shape}, not {' or '.join(map(str, shapes))}")
+            raise _wrong(tensor, f"has shape {tensor.shape}, expected {' or '.join(map(str, shapes))}")
         return tensor
 
     def wrong(self, what: str) -> ModelError:
-        """Return an error about the module, which names the file of its first tensor."""
+        """Return a `ModelError` about the module, with the file of its first tensor."""
         return ModelError(f"{next(iter(self.tensors.values())).file.path}: {what}")
 
     def bits(self) -> int:
@@ -127,24 +127,24 @@ class _Pieces:
         return bits
 
     def groups(self, width: int) -> int:
-        """Return how many groups a row of `width` values has."""
+        """Return the number of groups in a row of `width` values."""
         size = self.settings.values.get("group_size", -1)
         if size == -1:
             return 1
         size = self.settings.count("group_size")
         if width % size:
-            raise self.wrong(f"'{self.module}' has rows of {width} values, which are not whole groups of {size}")
+            raise self.wrong(f"'{self.module}' has rows of {width} values, not a multiple of group size {size}")
         return width // size
 
     def in_order(self, kind: str, width: int, groups: int) -> None:
-        """Refuse groups that do not follow each other, which GPTQ makes with `desc_act`."""
+        """Raise if groups are not contiguous, as GPTQ's `desc_act` makes them."""
         if kind in self.tensors:
             tensor = self.shaped(kind, ("I32",), (width,))
             if not np.array_equal(tensor.view("<i4"), np.arange(width) // (width // groups)):
                 raise _wrong(
                     tensor,
-                    "puts the columns in another order (desc_act, actorder), which is not supported",
-                    hint="take a version without desc_act",
+                    "permutes the columns (desc_act, actorder), which is not supported",
+                    hint="use a version without desc_act",
                 )
 
 
@@ -165,7 +165,7 @@ def _scales(tensor: StoredTensor) -> _Floats:
 
 
 def _unpacked(words: npt.NDArray[np.int32], bits: int) -> _Bytes:
-    """Return the numbers in words, lowest bits first: [..., n] becomes [..., n * 32 / bits]."""
+    """Unpack the values of words, lowest bits first: [..., n] becomes [..., n * 32 / bits]."""
     packed = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return packed
@@ -176,12 +176,13 @@ def _unpacked(words: npt.NDArray[np.int32], bits: int) -> _Bytes:
 
 
 def _packed(form: str, bits: int, values: _Bytes, scales: _Floats, zeros: npt.NDArray[Any] | None) -> PackedTensor:
-    """Return (value - zero) * scale as packed; values and zeros count from 0, None stands for zeros in the middle."""
+    """Return a packed tensor of (value - zero) * scale; values and zeros are unsigned, None is a zero in the middle of
+    the range."""
     middle = 1 << (bits - 1)
     if zeros is not None and (zeros == middle).all():
         zeros = None
     if zeros is None or bits == 8:
-        values = values - np.uint8(middle)  # wraps around: the bits of a signed number
+        values = values - np.uint8(middle)  # wraps around, as in two's complement
     minima = None
     if zeros is not None:
         minima = -(zeros.astype(np.float32) - np.float32(middle if bits == 8 else 0)) * scales
@@ -189,14 +190,15 @@ def _packed(form: str, bits: int, values: _Bytes, scales: _Floats, zeros: npt.ND
 
 
 def _gptq(own: _Pieces) -> TensorView:
-    """Rows of words along the inputs; zeros are stored less one, but for the second version of the format."""
+    """Return the view of a GPTQ weight: words pack values along the inputs; zeros are stored minus one, except in
+    gptq_v2."""
     overrides = own.settings.part("dynamic")
     own_sizes = [] if overrides is None else [name for name in overrides.values if not name.startswith("-:")]
-    if own_sizes:  # behind `-:` stand modules that were left as they are, which their tensors tell
+    if own_sizes:  # `-:` marks unquantized modules, which their tensors show
         raise ModelError(
-            f"{own.settings.origin}: quantization_config.dynamic gives modules like {own_sizes[0][:80]!r} sizes of "
-            "their own, which is not supported",
-            hint="take a version whose layers share bits and group_size",
+            f"{own.settings.origin}: quantization_config.dynamic gives modules like {own_sizes[0][:80]!r} "
+            "separate sizes, which is not supported",
+            hint="use a version whose layers share bits and group_size",
         )
     bits = own.bits()
     a_word = 32 // bits
@@ -219,8 +221,8 @@ def _awq(own: _Pieces) -> TensorView:
     version = own.settings.text("version", "gemm").lower()
     if own.bits() != 4 or version != "gemm":
         raise ModelError(
-            f"{own.settings.origin}: AWQ weights of {own.bits()} bits in the form {version[:40]!r} are not supported",
-            hint="supported are 4 bits in the form gemm",
+            f"{own.settings.origin}: AWQ weights of {own.bits()} bits in the format {version[:40]!r} are not supported",
+            hint="supported are 4 bits in the format gemm",
         )
     words = own.matrix("qweight", ("I32",))
     width, out = words.shape[0], words.shape[1] * 8
@@ -244,10 +246,10 @@ def _fp8(own: _Pieces) -> TensorView:
 
 
 def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
-    """One scale for the whole, for each row, or for each block of rows and columns."""
+    """Return the view of an FP8 weight, with one scale per tensor, row, or block of rows and columns."""
     weight = own.take("weight", (FP8, *RAW_TYPES))
     if weight.dtype != FP8 and kind not in own.tensors:
-        return TensorView(weight.shape, weight)  # a weight that was left as it is
+        return TensorView(weight.shape, weight)  # an unquantized weight
     weight = own.matrix("weight", (FP8,))
     out, width = weight.shape
     shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (out,), (out, 1)]
@@ -255,7 +257,7 @@ def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
     if block is not None:
         if not isinstance(block, list) or len(block) != 2 or not all(type(each) is int and each > 0 for each in block):
             raise ModelError(
-                f"{own.settings.origin}: a block of weights must be two positive integers, not {str(block)[:40]}"
+                f"{own.settings.origin}: expected two positive integers as the block size, got {str(block)[:40]}"
             )
         rows, columns = block
         shapes = [(-(-out // rows), -(-width // columns))]
@@ -267,7 +269,7 @@ def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
         if ((values & 127) == 127).any():
             raise _wrong(weight, "has values that are not finite numbers", hint="the file is damaged")
         if (np.abs(found) > _LARGEST_FP8_SCALE).any():
-            raise _wrong(scales, "has scales that make numbers too large", hint="the file is damaged")
+            raise _wrong(scales, "has scales that make values overflow", hint="the file is damaged")
         found = np.repeat(found.reshape(-1, found.shape[-1] if block else 1), rows, axis=0)[:out]
         found = np.repeat(found, columns // group, axis=1)[:, : width // group]
         whole = np.ascontiguousarray(np.broadcast_to(found, (out, width // group)))
@@ -277,7 +279,8 @@ def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
 
 
 def _compressed_tensors(own: _Pieces) -> TensorView:
-    """Derive the scheme mostly from the module's tensors; the config's groups give the intended sizes."""
+    """Return the view of a compressed-tensors weight: its tensors determine the format, the config's groups the
+    sizes."""
     groups = own.settings.part("config_groups")
     parts = [groups.part(name) for name in groups.values] if groups is not None else []
     found = [part.part("weights") for part in parts if part is not None]
@@ -288,7 +291,7 @@ def _compressed_tensors(own: _Pieces) -> TensorView:
         return _packed_words(own, schemes)
     weight = own.take("weight", ("I8", FP8, *RAW_TYPES))
     if weight.dtype in RAW_TYPES and "weight_scale" not in own.tensors:
-        return TensorView(weight.shape, weight)  # a weight that was left as it is
+        return TensorView(weight.shape, weight)  # an unquantized weight
     if weight.dtype == FP8:
         blocks = [each.values["block_structure"] for each in schemes if each.values.get("block_structure") is not None]
         return _fp8_view(own, "weight_scale", blocks[0] if blocks else None)
@@ -302,12 +305,13 @@ def _compressed_tensors(own: _Pieces) -> TensorView:
 
 
 def _packed_words(own: _Pieces, schemes: list[ModelConfig]) -> TensorView:
-    """Words along the inputs, their shape in a tensor of its own because rows may end within a word."""
+    """Return the view of packed words along the inputs; a separate tensor has the shape, as rows may end within a
+    word."""
     words = own.matrix("weight_packed", ("I32",))
     out, width = (int(each) for each in _array(own.shaped("weight_shape", ("I64", "I32"), (2,))))
     bits = next((bits for bits in (4, 8) if words.shape == (out, -(-width * bits // 32))), None)
     if bits is None or bits not in {scheme.count("num_bits") for scheme in schemes}:
-        raise _wrong(words, f"of shape {words.shape} does not hold {out} rows of {width} values in 4 or 8 bits")
+        raise _wrong(words, f"of shape {words.shape} does not match {out} rows of {width} values in 4 or 8 bits")
     scales, zeros = _scales_and_zeros(own, schemes, (out, width))
 
     def read() -> Weight:
@@ -320,15 +324,15 @@ def _packed_words(own: _Pieces, schemes: list[ModelConfig]) -> TensorView:
 def _scales_and_zeros(
     own: _Pieces, schemes: list[ModelConfig], shape: tuple[int, ...]
 ) -> tuple[Callable[[], _Floats], Callable[[int], npt.NDArray[Any]] | None]:
-    """Return what reads the scales [out, groups], and the zeros counted from 0; None where they are in the middle."""
+    """Return readers of the scales [out, groups] and of the unsigned zeros, None for a symmetric scheme."""
     out, width = shape
     sizes = [size for each in schemes if (size := each.values.get("group_size")) not in (None, -1)]
     stored = own.take("weight_scale", RAW_TYPES)
     groups = stored.shape[1] if len(stored.shape) == 2 else 1
     if stored.shape not in ((), (1,), (1, 1), (out,), (out, groups)) or not groups:
-        raise _wrong(stored, f"has shape {stored.shape}, which does not fit {out} rows of {width} values")
+        raise _wrong(stored, f"has shape {stored.shape}, which does not match {out} rows of {width} values")
     if groups > 1 and (width % groups or width // groups not in sizes):
-        raise _wrong(stored, f"has {groups} scales for {width} values, but groups have {' or '.join(map(str, sizes))}")
+        raise _wrong(stored, f"has {groups} scales for {width} values, not groups of {' or '.join(map(str, sizes))}")
     own.in_order("weight_g_idx", width, groups)
 
     def scales() -> _Floats:
@@ -338,9 +342,9 @@ def _scales_and_zeros(
         return scales, None
     points = own.take("weight_zero_point", ("I32", "I8"))
     if points.dtype == "I8" and points.shape != stored.shape:
-        raise _wrong(points, f"has shape {points.shape}, but its scales have {stored.shape}")
+        raise _wrong(points, f"has shape {points.shape}, but its scales have shape {stored.shape}")
     if points.dtype == "I32" and points.shape not in [(-(-out * bits // 32), groups) for bits in (4, 8)]:
-        raise _wrong(points, f"has shape {points.shape}, which does not fit {out} rows of {groups} groups")
+        raise _wrong(points, f"has shape {points.shape}, which does not match {out} rows of {groups} groups")
 
     def zeros(bits: int) -> npt.NDArray[Any]:
         if points.dtype == "I8":
@@ -358,4 +362,4 @@ _METHODS: Final[Mapping[str, tuple[tuple[str, ...], Callable[[_Pieces], TensorVi
     "fbgemm_fp8": (("weight", "weight_scale"), _fp8),
     "fp8": (("weight", "weight_scale", "weight_scale_inv"), _fp8),
 }
-"""Of each `quant_method`: the tensors that show that a module has a weight, and what makes one of them."""
+"""For each `quant_method`: the tensors that identify a weight, and the function that composes one."""

@@ -1,10 +1,10 @@
-"""The safetensors container: its header checked against the file, its tensors mapped.
+"""The safetensors container: the header is checked against the file, tensors are mapped.
 
-The `safetensors` package is not used to read: without a framework it refuses bfloat16 (numpy has no such type) and
-copies every tensor, where this reader hands out views of the mapped file.
+The `safetensors` package is not used to read: without a framework it rejects bfloat16 (numpy has no such type) and
+copies every tensor, where this reader returns views of the mapped file.
 
 Source: https://github.com/huggingface/safetensors#format. A file is 8 bytes of header length, a JSON header and a
-buffer which the tensors cover without holes or overlaps.
+buffer that the tensors cover without gaps or overlaps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Return where the tensors of a safetensors file lie; `ModelError` if its header does not fit the file."""
+    """Return the locations of the tensors of a safetensors file; `ModelError` if its header does not match the file."""
     file = MappedFile(path)
     length = int.from_bytes(file.buffer(0, 8, "the header's length"), "little")
     if length > _MAX_HEADER:
@@ -62,11 +62,11 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         what = f"tensor {tensor.name!r}"
         file.check(tensor.offset, tensor.nbytes, what)
         if tensor.offset != end:
-            relation = "overlaps what is before it" if tensor.offset < end else "leaves a hole before it"
+            relation = "overlaps the previous tensor" if tensor.offset < end else "leaves a gap before it"
             raise _bad(path, f"{what} {relation}")
         end += tensor.nbytes
     if end != file.size:
-        raise _bad(path, f"its tensors end at byte {end}, but it has {file.size}")
+        raise _bad(path, f"its tensors end at byte {end}, but the file has {file.size}")
     return tensors
 
 
@@ -80,13 +80,13 @@ def _placed(file: MappedFile, name: str, raw: msgspec.Raw, start: int) -> Stored
         raise _bad(path, f"{what}: {error}") from error
     if entry.dtype not in DTYPE_BYTES:
         raise _bad(path, f"{what} has the unknown type {entry.dtype[:40]!r}")
-    # an empty tensor fits any file, whatever its other sizes claim
+    # an empty tensor fits any file, so its other sizes are unchecked
     if math.prod(filter(None, entry.shape)) > _MAX_ELEMENTS:
-        raise _bad(path, f"{what} has the impossible shape {str(entry.shape)[:60]}")
+        raise _bad(path, f"{what} has the invalid shape {str(entry.shape)[:60]}")
     begin, end = entry.data_offsets
     expected = math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
     if end - begin != expected:
-        raise _bad(path, f"{what} of shape {entry.shape} in {entry.dtype} takes {expected} bytes, not {end - begin}")
+        raise _bad(path, f"{what} of shape {entry.shape} in {entry.dtype} needs {expected} bytes, got {end - begin}")
     return StoredTensor(file, name, entry.dtype, tuple(entry.shape), start + begin, expected)
 
 
@@ -101,7 +101,7 @@ _SINGLE = "model.safetensors"
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """Tensors mapped from the shards that the index names, or from the one file there is."""
+    """Tensors mapped from the shards of the index, or from a single file."""
 
     def __init__(self, folder: Path) -> None:
         config_path = folder / "config.json"
@@ -109,7 +109,7 @@ class SafetensorsCheckpoint(Checkpoint):
             raise ModelError(f"{folder} has no config.json")
         config = read_json_object(config_path)
         tensors = _open_shards(folder)
-        # A model that was saved without its output projection has no `model.` before its names.
+        # The names of a model that was saved without its output projection lack the prefix `model.`.
         bare = "embed_tokens.weight" in tensors
         views = quantized_views(config, str(config_path), tensors)
         views = {f"model.{name}": view for name, view in views.items()} if bare else views
@@ -128,7 +128,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def _decoded(self, tensor: StoredTensor) -> Weight:
         raise ModelError(
             f"{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}",
-            hint=f"supported are {', '.join(RAW_TYPES)}, and what a quantization_config in config.json describes",
+            hint=f"supported are {', '.join(RAW_TYPES)}, and the formats of quantization_config in config.json",
         )
 
 
@@ -153,14 +153,14 @@ def _from_index(index: Path) -> dict[str, StoredTensor]:
     shards = {name: _open_shard(index, name) for name in dict.fromkeys(map(str, weight_map.values()))}
     for tensor, name in weight_map.items():
         if tensor not in shards[str(name)]:
-            raise ModelError(f"{index}: tensor {tensor!r} is not in {name}, which should hold it")
+            raise ModelError(f"{index}: expected tensor {tensor!r} in {name}, which lacks it")
     return {tensor: shards[str(name)][tensor] for tensor, name in weight_map.items()}
 
 
 def _open_shard(index: Path, name: str) -> dict[str, StoredTensor]:
     if not name.endswith(".safetensors") or name != Path(name).name or "\\" in name or "\0" in name:
-        raise ModelError(f"{index} names the shard {name[:80]!r}; a shard is a .safetensors file beside the index")
+        raise ModelError(f"{index}: shard {name[:80]!r} is not a .safetensors file in the folder of the index")
     path = index.parent / name
     if not path.is_file():
-        raise ModelError(f"{index} names the shard {name}, which is not there", hint="download it again")
+        raise ModelError(f"{index}: shard {name} is missing", hint="download it again")
     return read_safetensors(path)

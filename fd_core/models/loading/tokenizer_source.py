@@ -1,4 +1,4 @@
-"""Tokenizer files of a checkpoint: tokens, chat templates, and which tokens end a text."""
+"""Tokenizer files of a checkpoint: tokens, chat templates and end-of-text tokens."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class KnownToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JsonTokenizerSource:
-    """A tokenizer as the `tokenizers` library writes it: the bytes of tokenizer.json and its settings."""
+    """Tokenizer in the format of the `tokenizers` library: the bytes of tokenizer.json and its settings."""
 
     origin: Path
     content: bytes
     settings: Mapping[str, Any]
-    """The content of tokenizer_config.json with that of the older files merged in, or an empty mapping."""
+    """Content of tokenizer_config.json, merged with older files; may be empty."""
     chat_template: str | None
     named_templates: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name, such as `tool_use`."""
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 that identifies what token ids stand for."""
+        """Hex SHA-256 that identifies the mapping of token ids."""
         added = {name: value for name, value in self.settings.items() if "token" in name}
         return hashlib.sha256(self.content + json.dumps(added, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -93,7 +93,7 @@ class GgmlTokenizerSource:
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 that identifies what token ids stand for."""
+        """Hex SHA-256 that identifies the mapping of token ids."""
         return hashlib.sha256(json.dumps(self.metadata, sort_keys=True, default=list).encode()).hexdigest()
 
     @property
@@ -141,10 +141,10 @@ class _TokenizerFile(msgspec.Struct):
 def end_tokens(named: Mapping[str, Any], tokenizer: TokenizerSource | None, rows: int | None) -> tuple[int, ...]:
     """Return the ids of the tokens that end a text, each once.
 
-    They are the `eos_token_id` that files have in `named`, by path, those that the tokenizer's own files name, and the
-    known turn ends that are special tokens or stand in a chat template. An end is named by its id, by its id as text,
-    by its text, or in a list of these; null and ids without one of `rows` embedding rows are left out. Raises
-    `ModelError` for an `eos_token_id` of another kind.
+    They are the `eos_token_id` values in `named`, by path, those in the tokenizer's files, and the known turn ends that
+    are special tokens or part of a chat template. A value is an id, an id as text, a token's text, or a list of these;
+    null and ids without one of `rows` embedding rows are dropped. Raises `ModelError` for an `eos_token_id` of another
+    type.
     """
     of_tokenizer = [] if tokenizer is None else tokenizer.named_ends
     texts = {each for value in (*named.values(), *of_tokenizer) for each in _listed(value) if isinstance(each, str)}
@@ -194,7 +194,7 @@ def read_tokenizer_folder(folder: Path) -> JsonTokenizerSource:
 
 
 def named_templates(given: Any, origin: object) -> dict[str, str]:
-    """Return chat templates by name: a text is the default one, others are an object or a list of named ones."""
+    """Return chat templates by name from a string, which is the default one, or an object or list of named ones."""
     if given is None:
         return {}
     if isinstance(given, str):
@@ -210,13 +210,13 @@ def named_templates(given: Any, origin: object) -> dict[str, str]:
 
 
 def token_text(token: Any) -> str | None:
-    """Return the text of a token that a file gives as a string or as an object with `content`."""
+    """Return the text of a token, given as a string or as an object with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 def _older_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what special_tokens_map.json and added_tokens.json add to settings without `added_tokens_decoder`."""
+    """Return the settings of special_tokens_map.json and added_tokens.json if `added_tokens_decoder` is missing."""
     path = folder / "special_tokens_map.json"
     older = {
         name: {**value, "special": True} if isinstance(value, dict) and "content" in value else value

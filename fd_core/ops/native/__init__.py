@@ -13,21 +13,21 @@ logger = logging.getLogger(__name__)
 
 
 def load_native_ops(dtype: str | None, threads: int) -> NativeOps | None:
-    """Return the native pack, or None, with one line logged, where its library cannot be built or used.
+    """Return the native pack, or None, with a log line, if its library cannot be built or used.
 
-    `dtype` is `float32` or `bfloat16`; None is `bfloat16`, which is faster also where it has to be widened.
+    `dtype` is `float32` or `bfloat16`; None selects `bfloat16`, which is faster even if it has to be widened.
     Needs torch.
     """
     try:
         from fd_core.ops.native.build import BuildError, load
         from fd_core.ops.native.library import declare
     except ImportError as error:  # such as fcntl outside Unix
-        logger.warning("native kernels are off, and torch's own, which are slower, are used: %s", error)
+        logger.warning("native kernels are unavailable, using slower torch kernels: %s", error)
         return None
     try:
         library = declare(load())
     except BuildError as error:
-        logger.warning("native kernels are off, and torch's own, which are slower, are used: %s", error)
+        logger.warning("native kernels are unavailable, using slower torch kernels: %s", error)
         return None
     from fd_core.ops.native.pack import NativeOps
 

@@ -1,8 +1,8 @@
-"""Compile the C++ sources once for this processor and keep the library in a cache folder.
+"""Compile the C++ sources once for this CPU and cache the library in a folder.
 
-The compiler works in a private folder; the finished library is moved to its place in one step. Builders of the same
-library wait for each other on a file lock that the system releases when a process dies, so a killed builder leaves
-nothing that others would wait for.
+The compiler works in a private folder; the finished library is renamed into place atomically. Concurrent builds of the
+same library serialize on a file lock that the system releases when a process dies, so a killed build never blocks
+others.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILE_SECONDS = 300.0
-# Hidden, so that libraries of several instruction sets in one process keep their symbols apart.
+# Hidden, so that symbols do not clash between libraries of several instruction sets in one process.
 _COMMON_FLAGS = tuple(
     """
     -std=c++17 -O3 -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden -pthread
     """.split()
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c")
-_AVX512_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")  # which come with each other
+_AVX512_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")  # which imply each other
 _ISA_FLAGS = {
     "native": ("-march=native",),
     "native_without_amx": ("-march=native", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"),
@@ -49,7 +49,7 @@ _ISA_FLAGS = {
     "amx_emulated": ("-march=native", "-DFD_AMX_EMULATED"),
 }
 INSTRUCTION_SETS = tuple(isa for isa in _ISA_FLAGS if isa != "native_without_amx")
-"""Those that FD_ISA chooses from."""
+"""Valid values of FD_ISA."""
 _NEEDED = {"amx": "amx_int8", "avx512": "avx512bw"} | {
     isa: isa for isa in ("avx512_bf16", "avx512_vnni", "avx_vnni", "avx2")
 }
@@ -57,7 +57,7 @@ _NEEDED = {"amx": "amx_int8", "avx512": "avx512bw"} | {
 
 
 class BuildError(Exception):
-    """The library cannot be built or used here; the text says why in one line."""
+    """The library cannot be built or used; the message is a one-line reason."""
 
 
 def library_folder() -> Path:
@@ -66,35 +66,35 @@ def library_folder() -> Path:
 
 
 def load(isa: str | None = None) -> ctypes.CDLL:
-    """Return the library for this processor, compiling it if it is not in the cache.
+    """Return the library for this CPU, compiling it if it is not cached.
 
-    `isa`, or FD_ISA, chooses another instruction set than the best that the processor has. Raises `BuildError`.
+    `isa`, or FD_ISA, overrides the best instruction set of the CPU. Raises `BuildError`.
     """
     isa = isa or os.environ.get("FD_ISA") or "native"
     if isa not in _ISA_FLAGS:
-        raise BuildError(f"FD_ISA is {isa!r}; known: {', '.join(_ISA_FLAGS)}")
+        raise BuildError(f"FD_ISA={isa!r} is unknown; use one of {', '.join(_ISA_FLAGS)}")
     if lacking := missing(isa):
-        raise BuildError(f"FD_ISA is {isa!r}, but the processor lacks {lacking}")
+        raise BuildError(f"FD_ISA={isa!r}, but the CPU lacks {lacking}")
     library = _load(isa)
     if library.fd_usable():
         return library
-    logger.info("the system does not let this process use AMX tiles; building kernels without them")
+    logger.info("the system denies AMX tiles to this process; building kernels without them")
     return _load("native_without_amx")
 
 
 def missing(isa: str) -> str | None:
-    """Return the instructions of a set that the processor lacks, or None."""
+    """Return the instructions of a set that the CPU lacks, or None."""
     needed = _NEEDED.get(isa)
     return None if needed is None or needed in _processor().split() else needed
 
 
 def compiler_flags(isa: str) -> tuple[str, ...]:
-    """Return how the sources are compiled for an instruction set, with what FD_CXXFLAGS adds."""
+    """Return the compiler flags for an instruction set, including FD_CXXFLAGS."""
     return (*_COMMON_FLAGS, *_ISA_FLAGS[isa], *shlex.split(os.environ.get("FD_CXXFLAGS", "")))
 
 
 def library_path(isa: str) -> Path:
-    """Return where the library of an instruction set is kept: named by sources, flags and processor."""
+    """Return the cache path of an instruction set's library, named by sources, flags and CPU."""
     digest = hashlib.sha256()
     for source in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
         digest.update(source.relative_to(_SOURCES).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
@@ -111,7 +111,7 @@ def _load(isa: str) -> ctypes.CDLL:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    logger.info("waiting for another process, which is compiling the kernels for this processor")
+                    logger.info("waiting for another process that compiles the kernels for this CPU")
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():
                     _compile(isa, path)
@@ -121,7 +121,7 @@ def _load(isa: str) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """Return what `-march=native` depends on."""
+    """Return the CPU properties on which `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -133,10 +133,10 @@ def _compile(isa: str, path: Path) -> None:
     name = os.environ.get("CXX", "c++")
     compiler = shutil.which(name)
     if compiler is None:
-        what = "set CXX to one that is there" if "CXX" in os.environ else "install one, such as `apt-get install g++`"
+        what = "set CXX to an installed one" if "CXX" in os.environ else "install one, such as `apt-get install g++`"
         raise BuildError(f"no C++ compiler ({name}) was found; {what}")
     meant = "this processor" if isa == "native" else isa
-    logger.info("compiling kernels for %s: about a minute, once; they are kept in %s", meant, path.parent)
+    logger.info("compiling kernels for %s, once, for about a minute; cached in %s", meant, path.parent)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder, ThreadPoolExecutor() as pool:
 
@@ -161,7 +161,7 @@ def _run(command: list[str | Path]) -> None:
         said = done.stdout + done.stderr
         if os.strerror(errno.ENOSPC) in said:
             raise BuildError(
-                f"there is no room to compile them in {library_folder()} and {tempfile.gettempdir()}; "
+                f"no disk space to compile them in {library_folder()} and {tempfile.gettempdir()}; "
                 "remove files there, or set FD_CACHE and TMPDIR to folders on another disk"
             )
         lines = [line.strip() for line in said.splitlines() if line.strip()]

@@ -45,19 +45,19 @@ class LoraTable(Structure):
 
 
 class PackedForm(Structure):
-    """`PackedForm`: how the values of a packed linear are stored."""
+    """`PackedForm`: storage format of a packed linear."""
 
     _fields_ = (*_all(c_int, "bits", "group", "offset", "minima", "half"),)
 
 
 class MoeGeometry(Structure):
-    """Numbers of a mixture of experts."""
+    """Parameters of a mixture of experts."""
 
     _fields_ = (*_all(c_int, "experts", "top_k", "normalize"), ("norm_floor", c_float))
 
 
 class SampleRows(Structure):
-    """`fd::SampleRows`: what sampling needs."""
+    """`fd::SampleRows`: inputs of sampling."""
 
     _fields_ = (
         *_all(c_int, "rows", "vocabulary"),
@@ -68,7 +68,7 @@ class SampleRows(Structure):
 
 
 class PenaltyRows(Structure):
-    """`fd::PenaltyRows`: what penalties need."""
+    """`fd::PenaltyRows`: inputs of penalties."""
 
     _fields_ = (
         *_all(c_int, "rows", "drafts", "vocabulary", "logits_count", "counts_count"),
@@ -80,7 +80,7 @@ class PenaltyRows(Structure):
 
 
 class MaskRows(Structure):
-    """`fd::MaskRows`: which tokens may be drawn."""
+    """`fd::MaskRows`: masks of allowed tokens."""
 
     _fields_ = (
         *_all(c_int, "rows", "vocabulary", "logits_count"),
@@ -91,7 +91,7 @@ class MaskRows(Structure):
 
 
 MEET = ctypes.CFUNCTYPE(c_int, c_uint64, c_size_t)
-"""`fd::Meet`: what carries slots between ranks that share no memory."""
+"""`fd::Meet`: exchange of slots between ranks without shared memory."""
 _REFUSED = -3
 _NORM = (c_void_p, c_float)
 _LORA = (POINTER(LoraTable), c_int)
@@ -156,7 +156,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Give every function its types; raises `BuildError` if the library is not of these sources."""
+    """Declare the types of all functions. Raises `BuildError` if the library was built from other sources."""
     for name, (result, arguments) in _SIGNATURES.items():
         try:
             function = getattr(library, name)
@@ -168,14 +168,14 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def checked(result: Any, what: str) -> Any:
-    """Return what a C function returned, or raise `MemoryError` if it is null or 0."""
+    """Return the result of a C function, or raise `MemoryError` if it is null or 0."""
     if not result:
         raise MemoryError(f"not enough memory for {what}")
     return result
 
 
 def invoke(library: ctypes.CDLL, name: str, *arguments: Any, what: str) -> int:
-    """Call a C function that computes, and return what it returned.
+    """Call a C function that computes, and return its result.
 
     Raises `IndexError` if an index or a size is out of bounds, and `MemoryError`.
     """

@@ -1,4 +1,4 @@
-"""Weights of linear layers, and the paged KV cache, in the kernels' own order."""
+"""Weights of linear layers, and the paged KV cache, in the kernels' layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPE_CODES = {"F32": 0, "BF16": 1, "F16": 2}
 
 
 class Arena:
-    """Memory that the weights of a pack live in; freed when the last of them goes."""
+    """Memory of a pack's weights; freed with the last of them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -38,21 +38,21 @@ class NativeLinear:
 
     handle: Any
     width: int
-    """Columns of the result: of gate alone where gate and up are interleaved."""
+    """Columns of the result; of gate only if gate and up are interleaved."""
     inputs: int
     arena: Arena
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLora:
-    """Term that one adapter adds to a linear, laid out as `fd::LoraDelta`."""
+    """One adapter's term of a linear, laid out as `fd::LoraDelta`."""
 
     down: NativeLinear
     """[sum of ranks, in]"""
     up: NativeLinear
-    """[out, rank of a part], in the order of the linear; of all parts, with zeros, where one ends inside a vector."""
+    """[out, rank of a part], in the order of the linear; block-diagonal over all parts if one ends inside a vector."""
     starts: tuple[int, ...]
-    """The column of `down` that each part begins at; -1 for a part that is left alone."""
+    """First column of each part in `down`; -1 for an unchanged part."""
     outs: tuple[int, ...]
     """Columns of each part."""
 
@@ -60,7 +60,7 @@ class NativeLora:
 def pack_lora(
     runtime: Runtime, arena: Arena, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool
 ) -> NativeLora:
-    """Copy what an adapter adds to a linear whose parts have `outs` columns into the order that the kernels read."""
+    """Copy an adapter's term of a linear, whose parts have `outs` columns, into the kernels' layout."""
     there = [part for part in parts if part is not None]
     # Ranks are even, since elements of bfloat16 are multiplied in pairs.
     rank = max(len(part.down) for part in there)
@@ -91,7 +91,7 @@ def _filled(values: npt.NDArray[np.float32], rows: int, columns: int) -> npt.NDA
 def pack(
     runtime: Runtime, arena: Arena, parts: Sequence[Weight], biases: Sequence[RawTensor] | None, *, gated: bool
 ) -> NativeLinear:
-    """Copy weights [out_i, in] and biases [out_i] into the order that the kernels read."""
+    """Copy weights [out_i, in] and biases [out_i] into the kernels' layout."""
     library = runtime.library
     inputs = parts[0].shape[1]
     width = parts[0].shape[0] if gated else sum(part.shape[0] for part in parts)
@@ -103,7 +103,7 @@ def pack(
         handle = checked(library.fd_packed_new(*shape, ctypes.byref(form), biases is not None), "weights")
     column = 0
     for i, part in enumerate(parts):
-        # With gate and up, `i` tells them apart; other parts follow each other.
+        # `i` distinguishes gate and up; other parts are consecutive.
         place = (i, 0) if gated else (0, column)
         if isinstance(part, PackedTensor) and form is not None:
             dtype = np.float16 if form.half else np.float32
@@ -124,7 +124,7 @@ def pack(
 
 
 def _form_of(parts: Sequence[Weight]) -> PackedForm | None:
-    """Return the form that holds all parts exactly; None where they must be expanded."""
+    """Return the format that holds all parts exactly; None if they must be dequantized."""
     packed = [part for part in parts if isinstance(part, PackedTensor)]
     group = math.gcd(*(part.group for part in packed))
     if len(packed) < len(parts) or (group != parts[0].shape[1] and group % 32 != 0 and group != 16):
@@ -162,7 +162,7 @@ class NativeKVCache(KVCache):
         needed = shape.bytes_per_block(own.itemsize) * num_blocks
         sizes = shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim
         made = self._library.fd_kv_new(*sizes, runtime.type_code, shape.quantized)
-        self.handle = checked(made, f"a KV cache of {num_blocks} blocks, which takes {needed} bytes")
+        self.handle = checked(made, f"a KV cache of {num_blocks} blocks ({needed} bytes)")
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
@@ -170,7 +170,7 @@ class NativeKVCache(KVCache):
 
     def layer(self, index: int) -> NativeLayer:
         if not 0 <= index < self.shape.num_layers:
-            raise IndexError(f"layer {index} is not in 0 to {self.shape.num_layers - 1}")
+            raise IndexError(f"expected a layer from 0 to {self.shape.num_layers - 1}, got {index}")
         return NativeLayer(self, index)
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
@@ -181,7 +181,7 @@ class NativeKVCache(KVCache):
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         if data.dtype != self._dtype or data.shape != self._canonical_shape(len(blocks)):
-            raise ValueError(f"exported blocks are {data.dtype} {data.shape}, the cache holds {self._dtype}")
+            raise ValueError(f"expected blocks of {self._dtype}, got {data.dtype} {data.shape}")
         self._transfer(blocks, np.ascontiguousarray(data), to_cache=True)
 
     def _canonical_shape(self, count: int) -> tuple[int, ...]:
@@ -191,5 +191,5 @@ class NativeKVCache(KVCache):
     def _transfer(self, blocks: IntArray, data: npt.NDArray[Any], *, to_cache: bool) -> None:
         ids = np.ascontiguousarray(blocks, np.int32)
         if len(ids) and (ids.min() < 0 or ids.max() >= self.num_blocks):
-            raise ValueError(f"blocks {ids.min()} to {ids.max()} are not all in 0 to {self.num_blocks - 1}")
+            raise ValueError(f"expected blocks from 0 to {self.num_blocks - 1}, got {ids.min()} to {ids.max()}")
         self._library.fd_kv_transfer(self.handle, ids.ctypes.data, len(ids), data.ctypes.data, to_cache)

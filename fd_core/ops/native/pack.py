@@ -1,12 +1,12 @@
 """The native pack: torch tensors on the CPU, with the fusions that models call as kernels in C++.
 
 Each call is one operation of a program (see `program`). Called with tensors it runs at once; called with symbols it is
-recorded, and `compile` replays the whole forward with one call for each step. The residual stream is float32 whatever
-the pack's dtype is, and so is what the kernels hold between a product and its rounding to the pack's dtype.
+recorded, and `compile` replays the whole forward with one call per step. The residual stream is always float32, as are
+intermediate results of the kernels between a product and its rounding to the pack's dtype.
 
-Packed weights of linear layers and experts stay packed; what they are multiplied by is rounded to 8 bits, with a scale
-for each 32 values. Tiles of AMX compute the products of many rows where there are any; VNNI those of few, or all; else
-AVX-512, AVX2 or plain C++. All have the same integers.
+Packed weights of linear layers and experts stay packed; their activations are rounded to 8 bits, with a scale per 32
+values. AMX tiles, if available, compute products of many rows; VNNI those of few, or all; else AVX-512, AVX2 or plain
+C++. All yield the same integers.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ _NO_NORM = (None, 0.0)
 
 
 class NativeOps(TorchOps):
-    """Operations on torch tensors of the CPU, computed by the library that `build.load` returned."""
+    """Operations on CPU tensors of torch, computed by the library of `build.load`."""
 
     name = "native"
     weight_formats = WEIGHT_FORMATS - {FP8}
-    # Nothing is compiled, and a longer prefill's memory is small compared with weights; the longest would take seconds.
+    # No kernel is compiled, and a long prefill needs little memory compared with weights; the longest takes seconds.
     warm_up_tokens = 256
 
     def __init__(self, library: ctypes.CDLL, dtype: str = "bfloat16", threads: int = 1) -> None:
@@ -84,55 +84,53 @@ class NativeOps(TorchOps):
 
     @property
     def instruction_set(self) -> str:
-        """Instruction set that the kernels were compiled for, such as `avx512_bf16`."""
+        """Instruction set of the kernels, such as `avx512_bf16`."""
         name: str = self.runtime.library.fd_instruction_set().decode()
         return name
 
     @property
     def packed_products(self) -> str:
-        """The instructions that multiply packed weights, such as `avx512_vnni`."""
+        """Instructions that multiply packed weights, such as `avx512_vnni`."""
         name: str = self.runtime.library.fd_packed_products().decode()
         return name
 
     @property
     def dtype_reason(self) -> str:
-        """Why `bfloat16` is the default, and what is faster."""
+        """Reason for the default `bfloat16`, and a hint for more speed."""
         if self.instruction_set.startswith(("avx512_bf16", "amx")):
-            return f"the processor has bfloat16 instructions ({self.instruction_set})"
-        reason = (
-            f"the processor lacks bfloat16 instructions ({self.instruction_set}), but reading half as much is faster"
-        )
+            return f"the CPU has bfloat16 instructions ({self.instruction_set})"
+        reason = f"the CPU lacks bfloat16 instructions ({self.instruction_set}), but halving memory reads is faster"
         if "vnni" in self.packed_products:
-            reason += "; --quantization int8 takes half of the time"
+            reason += "; --quantization int8 halves the time"
         return reason
 
     def join(self, group: RankGroup) -> None:
-        """Compute as one of several ranks: fusions exchange rows inside, without a copy."""
+        """Become one of several ranks; fusions exchange rows internally, without a copy."""
         self.runtime.join(group)
         super().join(group)
         self.parallel = replace(group.parallel, gathers=True)
 
     def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
-        """Return a residual stream, which is float32 whatever the dtype."""
+        """Upload a residual stream, which is always float32."""
         return torch.from_numpy(states)
 
     def describe(self) -> str:
-        """Name the instruction sets that the kernels use."""
+        """Return a line with the instruction sets of the kernels."""
         return f"native kernels ({self.instruction_set}, {self.dtype}; packed weights: {self.packed_products})"
 
     def prepare_linear(
         self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> NativeLinear:
-        """Pack the parts into the order that the kernels read.
+        """Pack the parts into the kernels' layout.
 
-        Packed parts stay in 4 or 8 bits, in the one form that holds them all exactly: 8 bits where they differ, and the
-        finest group. They are expanded where one is not packed, or a group is not 16, a multiple of 32 or a row.
+        Packed parts stay in 4 or 8 bits, in a common format that holds all of them exactly: 8 bits if they differ, and
+        the finest group. They are dequantized if one is not packed, or a group is not 16, a multiple of 32 or a row.
         """
         return pack(self.runtime, self._arena, parts, biases, gated=gated)
 
     @contextmanager
     def replaceable_weights(self) -> Iterator[None]:
-        """Prepare weights in an arena of their own."""
+        """Prepare weights in a separate arena."""
         model, self._arena = self._arena, Arena(self.runtime.library)
         try:
             yield
@@ -140,7 +138,7 @@ class NativeOps(TorchOps):
             self._arena = model
 
     def prepare_lora(self, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool = False) -> NativeLora:
-        """Pack without the blocks of zeros."""
+        """Pack without blocks of zeros."""
         return pack_lora(self.runtime, self._arena, parts, outs, gated=gated)
 
     def tied_head(self, embedding: Array, weight: Weight) -> NativeLinear:
@@ -151,9 +149,9 @@ class NativeOps(TorchOps):
         return NativeKVCache(self.runtime, shape, num_blocks)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
-        """Look up rows into a float32 residual stream."""
+        """Look up rows as a float32 residual stream."""
         width = table.shape[1]
-        # Like the models that have a scale, round it to the pack's dtype.
+        # The reference models round the scale to the pack's dtype.
         factor = float(torch.tensor(scale, dtype=self.torch_dtype))
         if not isinstance(token_ids, ProgramSymbol):
             return super().embedding(table, token_ids, scale).float()
@@ -174,7 +172,7 @@ class NativeOps(TorchOps):
         return y
 
     def gate_up(self, x: Array, weight: NativeLinear) -> Array:
-        """Multiply by gate and up, and sort the vectors in which they alternate."""
+        """Multiply by gate and up, and restore the order of the interleaved vectors."""
         lanes = self.runtime.lanes
         vectors = -(-weight.width // lanes)
         with self._call(x) as call:
@@ -186,11 +184,11 @@ class NativeOps(TorchOps):
         return sorted_[:, :, : weight.width].flatten(1)
 
     def gated_linear(self, x: Array, weight: NativeLinear, activation: Activation) -> Array:
-        """Multiply by gate and up, which are interleaved, and combine them."""
+        """Multiply by interleaved gate and up, and combine them."""
         return self._gated(x, None, weight, activation)
 
     def lora(self, y: Array, x: Array, lora: Lora) -> Array:
-        """Add part by part; the fusions, which models call, do it in their own kernels."""
+        """Add part by part; the fusions that models call do it in their kernels."""
         _refuse_symbols("lora", x)
         for place, rows in lora.step.lora_groups:
             delta = lora.deltas[place - 1]
@@ -284,7 +282,7 @@ class NativeOps(TorchOps):
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         count, vocabulary = len(rows), logits.shape[1]
         if tuple(bits.shape) != (count, -(-vocabulary // 32)):
-            raise ValueError(f"bits {tuple(bits.shape)} are not those of {count} rows of {vocabulary} tokens")
+            raise ValueError(f"bits {tuple(bits.shape)} do not match {count} rows of {vocabulary} tokens")
         given = count, vocabulary, len(logits), logits.data_ptr(), logits.stride(0)
         parameters = MaskRows(*given, address("rows", rows, count), address("bits", bits, bits.numel()))
         self._choose("mask_logits", parameters)
@@ -321,7 +319,7 @@ class NativeOps(TorchOps):
     def project_residual(
         self, x: Array, weight: NativeLinear, residual: Array, post_norm: Norm | None = None, lora: Lora | None = None
     ) -> Array:
-        """Add a projection to the residual stream, in place where it is recorded."""
+        """Add a projection to the residual stream, in place while recording."""
         with self._call(x, None if lora is None else lora.step) as call:
             call.keep(weight)
             group, starts = self.runtime.group_handle, self.runtime.starts(weight.width)
@@ -353,7 +351,7 @@ class NativeOps(TorchOps):
         recorder = x.recorder
         recorder.keep(head)
         source = recorder.input(x, head.inputs, True)
-        # Over shared memory, ranks write their parts where the others want them; else they are joined by the caller.
+        # Over shared memory, ranks write their parts into each other's logits; else the caller concatenates them.
         inside = split and self._group is not None and self._group.shares_memory
         buffer, y = recorder.output(x, head.width * (self.parallel.size if inside else 1), True, "logits")
         group = self.runtime.group_handle if inside else None
@@ -406,21 +404,21 @@ class NativeOps(TorchOps):
         return y
 
     def _call(self, x: Array, step: StepInput | None = None) -> AbstractContextManager[ProgramRecorder | Eager]:
-        """Return where an operation on `x` goes: the program being recorded, or one of its own."""
+        """Return the program for an operation on `x`: the one being recorded, or a new one."""
         return nullcontext(x.recorder) if isinstance(x, ProgramSymbol) else Eager(self.runtime, step)
 
     def compile(self, forward: Forward) -> Forward:
-        """Return a forward that is recorded on its first call and replayed from then on."""
+        """Return a forward that is recorded on its first call and then replayed."""
         return ProgramForward(self.runtime, forward)
 
     def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
-        """Record it as well: its operations compute the adapters that rows of the step have."""
+        """Record a forward whose operations apply the adapters of a step's rows."""
         return self.compile(forward)
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A program, where it ends, and where it begins: the states that the stage before hands on, if there is one."""
+    """A program, its output buffer and its input: the states of the previous stage, if any."""
 
     program: ProgramRecorder
     result: ProgramSymbol
@@ -428,7 +426,7 @@ class _Recorded:
 
 
 class ProgramForward:
-    """Replays a model's forward as one program for each KV cache."""
+    """Replays a model's forward as one program per KV cache."""
 
     def __init__(self, runtime: Runtime, forward: Forward) -> None:
         self._runtime = runtime
@@ -452,7 +450,7 @@ class ProgramForward:
         values = self._result(program, len(step.logits_rows) if program.yields_logits else tokens, result.width)
         program.bind(result.buffer, values)
         if recorded.states is not None:
-            # The stream is added to in place, so a stage may end where it begins.
+            # The residual stream is updated in place, so a stage's output may be its input buffer.
             states: Array = step.states
             begin = values if recorded.states == result.buffer else self._runtime.matrix(tokens, states.shape[1], True)
             begin.copy_(states)
@@ -464,7 +462,8 @@ class ProgramForward:
         return torch.from_numpy(group.all_gather(values.numpy()))
 
     def _result(self, program: ProgramRecorder, rows: int, width: int) -> Array:
-        """Return where logits go: those that ranks write for each other lie in the slot of the last exchange."""
+        """Return the output buffer of logits; those that ranks write for each other are in the slot of the last
+        exchange."""
         group = self._runtime.group
         if group is None or not program.logits_from_ranks:
             return self._runtime.matrix(rows, width, True)
@@ -492,7 +491,7 @@ def _norm(call: ProgramRecorder | Eager, norm: Norm | None) -> tuple[int | None,
 
 
 def _lora_table(call: ProgramRecorder | Eager, lora: Lora | None) -> Any:
-    """Return what adapters add to a linear as the kernels read it; the program keeps it."""
+    """Return the adapters' terms of a linear in the kernels' layout; the program holds a reference."""
     if lora is None:
         return None
     deltas, ends = (LoraDelta * len(lora.deltas))(), (0,)
@@ -501,7 +500,7 @@ def _lora_table(call: ProgramRecorder | Eager, lora: Lora | None) -> Any:
             entry.down, entry.up = delta.down.handle, delta.up.handle
             entry.starts[: len(delta.starts)] = delta.starts
             ends = tuple(int(end) // call.runtime.lanes for end in np.cumsum(delta.outs)[:-1])
-    # The last part ends nowhere.
+    # The last part has no end.
     table = LoraTable(len(deltas), (*ends, *[2**31 - 1] * 3)[:3], deltas)
     call.keep(lora.deltas, deltas, table)
     return ctypes.byref(table)
@@ -522,4 +521,4 @@ def _geometry(heads: Heads) -> AttentionShape:
 
 def _refuse_symbols(operation: str, array: Array) -> None:
     if isinstance(array, ProgramSymbol):
-        raise CaptureError(f"the forward calls {operation} apart from its fusion, which only an eager pack can compute")
+        raise CaptureError(f"the forward calls {operation} outside its fusion, which only eager packs support")

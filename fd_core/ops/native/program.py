@@ -17,23 +17,23 @@ from fd_core.ops.parallel import HEADER_BYTES, SLOT_BYTES, RankGroup, RanksApart
 from fd_core.ops.symbol import UnknownArray
 
 ROW_ALIGN = 64
-"""Elements that rows are padded to, so that vectors may run over their ends."""
+"""Row alignment in elements, so that vector loads may cross the end of a row."""
 RowsOf = Literal["tokens", "logits"]
-"""Unit of a buffer's rows: each token of a step, or each row of its logits."""
+"""Row unit of a buffer: tokens of a step, or rows of its logits."""
 _NO_STEP = StepInput(None, None, None, None, None, None, None, max_query=0, max_context=0)
 
 
 class CaptureError(Exception):
-    """A forward did something with a symbolic array that a program cannot hold."""
+    """A forward used a symbolic array in an unsupported way."""
 
 
 def address(name: str, array: Array | None, count: int, dtype: torch.dtype = torch.int32) -> int | None:
-    """Return where the kernels read at least `count` elements; raises `ValueError` if the array does not hold them."""
+    """Return the address of an array of at least `count` contiguous elements; raises `ValueError` otherwise."""
     if array is None:
         return None
     if array.dtype != dtype or array.numel() < count or not array.is_contiguous():
         raise ValueError(
-            f"{name}: the kernels read {count} elements of {dtype} side by side, but the array has "
+            f"{name}: expected {count} contiguous elements of {dtype}, got "
             f"{array.numel()} of {array.dtype}, shape {tuple(array.shape)}, strides {array.stride()}"
         )
     found: int = array.data_ptr()
@@ -41,7 +41,7 @@ def address(name: str, array: Array | None, count: int, dtype: torch.dtype = tor
 
 
 class Runtime:
-    """The library, the team of threads and the element type that programs run with."""
+    """Library, thread team and element type of programs."""
 
     def __init__(self, library: ctypes.CDLL, dtype: str, threads: int) -> None:
         self.library = library
@@ -50,13 +50,13 @@ class Runtime:
         self.type_code = 0 if self.wide else 1
         self.row_slack = library.fd_row_slack()
         self.lanes = library.fd_lanes()
-        """Columns of a vector; a gated weight alternates vectors of gate and of up."""
+        """Columns of a vector; a gated weight interleaves vectors of gate and up."""
         self.threads = threads
         self.group: RankGroup | None = None
-        """Other ranks that compute the same model, if there are any."""
+        """Group of ranks that compute the same model, if any."""
         self.group_handle: Any = None
         self._meet = MEET()
-        """Exchange of slots where the library has none; None where ranks share memory."""
+        """Exchange of slots without shared memory; None if ranks share memory."""
         self.team = checked(library.fd_team_new(threads), f"{threads} threads")
 
     def __del__(self) -> None:
@@ -65,7 +65,7 @@ class Runtime:
             self.library.fd_team_free(self.team)
 
     def join(self, group: RankGroup) -> None:
-        """Have operations exchange what ranks hold."""
+        """Enable exchanges between ranks in operations."""
         ranks = (group.parallel.rank, group.parallel.size)
         if isinstance(group, SharedMemoryGroup):
             group.fence = self.library.fd_fence
@@ -75,9 +75,9 @@ class Runtime:
         self.group, self.group_handle = group, checked(handle, "a group of ranks")
 
     def starts(self, width: int) -> Any:
-        """Return the first column of each rank of rows of which this one has `width` columns, and the width of all.
+        """Return the first column of each rank and the total width, for rows of which this rank has `width` columns.
 
-        None where one rank computes alone. Asked by all ranks at the same time.
+        None for a single rank. All ranks must call it at the same time.
         """
         if self.group is None:
             return None
@@ -85,7 +85,7 @@ class Runtime:
         return (ctypes.c_int * (len(ends) + 1))(0, *ends)
 
     def matrix(self, rows: int, width: int, wide: bool) -> Array:
-        """Return a matrix [rows, width] whose rows are padded as the kernels want them, the padding zero."""
+        """Return a matrix [rows, width] with rows padded with zeros to the kernels' alignment."""
         dtype = torch.float32 if wide else self.torch_dtype
         padded = -(-width // ROW_ALIGN) * ROW_ALIGN
         whole = torch.empty((rows + self.row_slack, padded), dtype=dtype)
@@ -95,7 +95,7 @@ class Runtime:
 
 
 class Program:
-    """A list of operations over numbered buffers; owns what its operations point to."""
+    """A list of operations over numbered buffers; owns the memory that its operations reference."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -112,7 +112,7 @@ class Program:
         invoke(self._library, f"fd_add_{operation}", self.handle, *arguments, what=operation)
 
     def keep(self, *owners: Any) -> None:
-        """Keep what an operation points to alive for as long as the program lives."""
+        """Hold a reference to an operation's data for the lifetime of the program."""
         self._kept.extend(owners)
 
     def pointer(self, tensor: Array | None) -> int | None:
@@ -124,7 +124,7 @@ class Program:
         return address
 
     def bind(self, buffer: int, tensor: Array) -> None:
-        """Let a buffer be the memory of a matrix."""
+        """Bind a buffer to the memory of a matrix."""
         place = (buffer, tensor.data_ptr(), len(tensor), tensor.stride(0))
         invoke(self._library, "fd_program_bind", self.handle, *place, what="a buffer")
 
@@ -163,13 +163,13 @@ class Program:
     def _refuse_step(self, tokens: int, *, apart: bool) -> NoReturn:
         if not apart:
             raise ConfigError(
-                f"the ranks cannot exchange what a step of {tokens} tokens computes",
+                f"a step of {tokens} tokens exceeds the exchange buffers of the ranks",
                 field="--max-num-batched-tokens",
                 hint="lower it",
             )
         group = self.runtime.group
         if group is None:
-            raise RanksApart("the other ranks are gone")
+            raise RanksApart("the other ranks are lost")
         group.refuse(self._library.fd_group_failed(self.runtime.group_handle) - 1)
 
     def times(self) -> list[tuple[str, float]]:
@@ -186,7 +186,7 @@ class Program:
 
 
 class ProgramSymbol(UnknownArray):
-    """An activation matrix of a program that is being recorded; models hand it from operation to operation."""
+    """Symbolic activation matrix of a program that is being recorded, passed between operations."""
 
     __slots__ = ("buffer", "key", "recorder")
 
@@ -194,7 +194,7 @@ class ProgramSymbol(UnknownArray):
         self.recorder = recorder
         self.buffer = buffer
         self.key = key
-        """Width, True for float32 whatever the dtype, and what has a row: a buffer is reused for the same key only."""
+        """Width, True for float32 regardless of the dtype, and row unit: a buffer is only reused for the same key."""
 
     @property
     def width(self) -> int:
@@ -207,7 +207,7 @@ class ProgramSymbol(UnknownArray):
             self.recorder.release(self)
 
     def _refuse(self, what: str) -> NoReturn:
-        raise CaptureError(f"the forward uses {what} of an array, which only an eager pack can compute")
+        raise CaptureError(f"the forward uses {what} of an array, which only eager packs support")
 
 
 class ProgramRecorder(Program):
@@ -216,21 +216,21 @@ class ProgramRecorder(Program):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
         self.yields_logits = False
-        """True if it ends with logits of some tokens; else it ends with states of all."""
+        """True if it ends with logits of some tokens; else with states of all."""
         self.logits_from_ranks = False
-        """True if ranks write parts of the logits for each other."""
+        """True if ranks write parts of the logits directly to each other."""
         self.logits_in_parts = False
-        """True if the logits are this rank's part of them."""
+        """True if the logits are only this rank's part."""
         self._free: dict[tuple[int, bool, RowsOf], list[int]] = {}
 
     def input(self, x: Any, width: int, wide: bool) -> int:
         """Return the buffer of a symbol."""
         if not isinstance(x, ProgramSymbol) or x.recorder is not self or x.key != (width, wide, "tokens"):
-            raise CaptureError("the forward hands an array to an operation that cannot take it")
+            raise CaptureError("the forward passes an unsupported array to an operation")
         return x.buffer
 
     def inout(self, x: Any, width: int) -> tuple[int, Any]:
-        """Return the buffer of a residual that is added to in place, and the symbol of the sum."""
+        """Return the buffer of a residual that is updated in place, and the symbol of the sum."""
         return self.input(x, width, True), x
 
     def output(self, like: Any, width: int, wide: bool, rows_of: RowsOf = "tokens") -> tuple[int, Any]:
@@ -241,7 +241,7 @@ class ProgramRecorder(Program):
         return buffer, ProgramSymbol(self, buffer, key)
 
     def release(self, symbol: ProgramSymbol) -> None:
-        """Let the buffer of a symbol that is no longer referenced serve another one."""
+        """Recycle the buffer of an unreferenced symbol."""
         self._free.setdefault(symbol.key, []).append(symbol.buffer)
 
 
@@ -290,4 +290,4 @@ def symbolic_step(recorder: ProgramRecorder) -> StepInput:
     """Return a step whose arrays are symbols: operations read the step of each run."""
 
     arrays = {field.name: ProgramSymbol(recorder, -1, (0, False, "tokens")) for field in dataclasses.fields(StepInput)}
-    return StepInput(**arrays)  # type: ignore[arg-type]  # `max_query` refuses like an array: a program serves all
+    return StepInput(**arrays)  # type: ignore[arg-type]  # `max_query` raises like an array

@@ -1,1 +1,1 @@
-"""The operations in NumPy, the reference of every pack."""
+"""NumPy operations, the reference of every pack."""

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits as numpy computes them: what `Ops.write_kv` says of a quantized cache."""
+"""Reference quantization of keys and values to 8 bits, as specified by `Ops.write_kv`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Floats = npt.NDArray[np.float32]
 
 
 def quantize_kv(x: Floats) -> npt.NDArray[np.int8]:
-    """Return float32 [..., d] as int8 [..., d + 4], the scale of each last axis behind it."""
+    """Quantize float32 [..., d] to int8 [..., d + 4], with the scale after the elements."""
     scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)
-    with np.errstate(invalid="ignore"):  # what is not finite stays so by its scale
+    with np.errstate(invalid="ignore"):  # values that are not finite are restored by the scale
         steps = np.rint(x / np.where(scale == 0, np.float32(1), scale)).clip(-127, 127).astype(np.int8)
     return np.concatenate([steps, scale.view(np.int8)], axis=-1)
 
 
 def dequantize_kv(packed: npt.NDArray[Any]) -> Floats:
-    """Return what `quantize_kv` kept: int8 [..., d + 4] to float32 [..., d]."""
+    """Dequantize the result of `quantize_kv`: int8 [..., d + 4] to float32 [..., d]."""
     scale = np.ascontiguousarray(packed[..., -SCALE_BYTES:]).view("<f4")
     values: Floats = packed[..., :-SCALE_BYTES] * scale
     return values

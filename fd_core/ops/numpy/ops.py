@@ -1,4 +1,4 @@
-"""The numpy pack: float32, clear rather than fast, the oracle that other packs are compared with."""
+"""The numpy pack: float32, simple rather than fast, the reference for all other packs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class NumpyKVCache(KVCache):
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         if data.dtype != self._data.dtype:
-            raise ValueError(f"exported blocks are {data.dtype}, the cache holds {self._data.dtype}")
+            raise ValueError(f"expected blocks of {self._data.dtype}, got {data.dtype}")
         self._data[:, :, blocks] = data.transpose(1, 2, 0, 3, 4, 5)
 
 
@@ -87,13 +87,13 @@ class NumpyOps(NumpySampling, Ops):
     def prepare_linear(
         self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> NumpyLinear:
-        """Stack the parts in the order given; packed ones are expanded, which is what they stand for."""
+        """Stack the parts in order; packed ones are dequantized."""
         weight = np.concatenate([part.to_float32() for part in parts])
         bias = None if biases is None else np.concatenate([part.to_float32() for part in biases])
         return NumpyLinear(weight, bias)
 
     def tied_head(self, embedding: Floats, weight: Weight) -> NumpyLinear:
-        """Share the embedding unless the projection was quantized by itself."""
+        """Share the embedding unless the projection was quantized separately."""
         return self.prepare_linear([weight]) if isinstance(weight, PackedTensor) else NumpyLinear(embedding, None)
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> NumpyKVCache:
@@ -211,7 +211,7 @@ def _softcap(x: Floats, cap: float) -> Floats:
 
 
 def _activate(x: Floats, activation: Activation) -> Floats:
-    # Each is x times a share between 0 and 1; the sigmoid is written in a form that cannot overflow.
+    # Each is x times a factor between 0 and 1; this form of the sigmoid cannot overflow.
     match activation:
         case "silu":
             doubled = 1 + np.tanh(x * np.float32(0.5))

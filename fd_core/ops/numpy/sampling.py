@@ -1,4 +1,4 @@
-"""Sampling, logit adjustments and draft verification in numpy; `Ops` defines each of them."""
+"""Sampling, logit adjustments and draft verification in numpy; specified by `Ops`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 def rows_at_a_time(vocabulary: int, *, on_host: bool = True) -> int:
-    """Return how many rows are penalized at a time: results stay in a processor's cache, or take limited memory."""
+    """Return the number of rows to penalize at a time, to fit a CPU cache or bound the memory."""
     return max((2**16 if on_host else 2**23) // vocabulary, 1)
 
 
@@ -28,7 +28,7 @@ class NumpySampling:
 
     def sample(self, logits: Floats, rows: SampleInput) -> tuple[IntArray, Floats]:
         """Choose a token for each row."""
-        likeliest: IntArray = logits.argmax(axis=1).astype(np.int32)  # of a NaN, where there is one
+        likeliest: IntArray = logits.argmax(axis=1).astype(np.int32)  # argmax returns the first NaN, if any
         peaks: Floats = logits[np.arange(len(logits)), likeliest]
         if rows.all_greedy:
             return likeliest, peaks
@@ -40,7 +40,7 @@ class NumpySampling:
         return chosen, peaks
 
     def weights(self, logits: Floats, rows: SampleInput, peaks: Floats) -> Doubles:
-        """Return the weight [R, V] of each token, 0 for those that top_k, top_p or min_p leave out.
+        """Return the weight [R, V] of each token, 0 for those that top_k, top_p or min_p drop.
 
         `peaks` float32[R] are the largest logits. A greedy row gets weights as for temperature 1.
         """
@@ -106,8 +106,8 @@ def _penalize(logits: Floats, penalties: PenaltyInput, part: slice) -> None:
     repetition, presence, frequency = (
         array[part, None] for array in (penalties.repetition, penalties.presence, penalties.frequency)
     )
-    # A penalty p wants the smaller one of logit / p and logit * p, or the larger one where p < 1. Written without
-    # branches: no processor predicts which tokens were seen and which logits are positive.
+    # A penalty p yields the smaller one of logit / p and logit * p, or the larger one if p < 1. Written without
+    # branches, because occurrences and signs are unpredictable.
     seen = counts != 0
     divisor = seen * repetition + ~seen * np.float32(1)
     values = logits[penalties.rows[part]]
@@ -119,7 +119,7 @@ def _penalize(logits: Floats, penalties: PenaltyInput, part: slice) -> None:
 
 
 def _filtered(logits: Floats, weights: Doubles, rows: SampleInput) -> Doubles:
-    """Return the weights [R, V] with 0 for the tokens that top_k, top_p or min_p leave out."""
+    """Return the weights [R, V] with 0 for the tokens that top_k, top_p or min_p drop."""
     order = np.argsort(-logits, axis=1, kind="stable")
     ranks = np.arange(logits.shape[1])
     kept: Doubles = np.take_along_axis(weights, order, axis=1)

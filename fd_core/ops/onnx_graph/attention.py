@@ -1,8 +1,8 @@
 """KV writes and attention as standard operators.
 
-They know no block tables, and a step's rows differ in tokens and in context. So the rows are cut into two groups, each
-padded to its largest row; where the cut lies is chosen for every step by the least padded work. Decoding rows and the
-chunk of a prompt then do not pay for each other, and one graph serves every batch.
+They do not support block tables, and a step's rows differ in tokens and context. So the rows are split into two groups,
+each padded to its largest row, at the split with the least padded work. Decoding rows and prompt chunks then do not pad
+each other, and one graph serves every batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _GROUPS = 2
 
 
 def declare_inputs(graph: Graph) -> None:
-    """Declare what `plan` fills: tokens, positions and tables of each group, and where each token's result lies.
+    """Declare the inputs that `plan` fills: tokens, positions and tables of each group, and the index of each token's
+    result.
 
     A group has n rows, which are padded to q tokens and b blocks of keys.
     """
@@ -36,7 +37,7 @@ def declare_inputs(graph: Graph) -> None:
 
 
 def plan(step: StepInput, block_size: int) -> dict[str, npt.NDArray[Any]]:
-    """Return what attention derives from a step's metadata, once for all layers: the rows in two groups, padded."""
+    """Return the attention inputs of a step, shared by all layers: the rows in two padded groups."""
     counts = np.diff(step.query_start)
     order = np.lexsort((step.context_len, counts))
     order = order[np.searchsorted(counts[order], 1) :]  # rows without tokens attend to nothing
@@ -45,7 +46,7 @@ def plan(step: StepInput, block_size: int) -> dict[str, npt.NDArray[Any]]:
     places = np.empty(len(step.positions), np.int32)
     done = 0
     for index, rows in enumerate((order[:cut], order[cut:])):
-        # An operator need not accept an empty group: one token of one row stands in, and nothing reads its result.
+        # Operators may reject an empty group: it gets one token of one row, whose result is unused.
         group = _group(step, rows, block_size) if len(rows) else _group(step, order[:1], block_size, alone=True)
         values |= {f"{name}_{index}": array for name, array in group.items()}
         tokens = group["tokens"]
@@ -56,9 +57,9 @@ def plan(step: StepInput, block_size: int) -> dict[str, npt.NDArray[Any]]:
 
 
 def write(layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSymbol) -> None:
-    """Emit the write of k and v [T, nkv, d] to int32[T] slots; the layer's symbols are then what it holds after.
+    """Emit the write of k and v [T, nkv, d] to int32[T] slots; the layer's symbols are updated.
 
-    The graph scatters to the cache itself: its input and output are bound to the same memory.
+    The graph scatters in place: the cache's input and output are bound to the same memory.
     """
     graph = k.graph
 
@@ -74,7 +75,7 @@ def write(layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSym
 
 
 def attend(q: GraphSymbol, layer: TracedLayer, heads: Heads) -> GraphSymbol:
-    """Emit the attention of q [T, nh, d] to what was written, [T, nh * d]: each group's, put in order again."""
+    """Emit the attention of q [T, nh, d], [T, nh * d]: the results of both groups in the original order."""
     graph, width = q.graph, heads.num_heads * heads.head_dim
     flat = graph.reshape(q, -1, width)
     parts = []
@@ -95,9 +96,9 @@ def attend(q: GraphSymbol, layer: TracedLayer, heads: Heads) -> GraphSymbol:
 
 
 def _context(group: int, cached: GraphSymbol, layer: TracedLayer) -> GraphSymbol:
-    """Return keys or values [n, L, nkv * d], zero where a block holds what another request may have left.
+    """Return keys or values [n, L, nkv * d], zero beyond the context, where blocks may hold data of other requests.
 
-    The mask alone would not hide a NaN. The zeros are written into the gathered copy, in place.
+    The mask does not suppress NaN. The zeros are written into the gathered copy, in place.
     """
     graph = cached.graph
     holes = GraphSymbol(graph, f"holes_{group}")
@@ -113,7 +114,7 @@ def _context(group: int, cached: GraphSymbol, layer: TracedLayer) -> GraphSymbol
 
 
 def _mask(graph: Graph, group: int, window: int | None) -> GraphSymbol:
-    """Return bool[n, 1, Q, L], true where a token sees a key; layers of one window share it."""
+    """Return bool[n, 1, Q, L], true if a token attends to a key; shared by layers of one window."""
 
     def make() -> GraphSymbol:
         positions, keys = GraphSymbol(graph, f"positions_{group}"), GraphSymbol(graph, f"keys_at_{group}")
@@ -127,7 +128,7 @@ def _mask(graph: Graph, group: int, window: int | None) -> GraphSymbol:
 
 
 def _cut(counts: IntArray, contexts: IntArray) -> int:
-    """Return how many of the rows, which are sorted by tokens, the first group takes; all if no cut helps.
+    """Return the size of the first group among rows sorted by tokens; all rows if no split helps.
 
     A group costs rows x most tokens x longest context.
     """
@@ -157,11 +158,11 @@ def _group(
     return {
         # [n, Q], tokens of the step; padding repeats the row's first.
         "tokens": np.where(real, starts + place, starts).astype(np.int32),
-        # [n, 1, Q, 1]; padding is 0, so that it sees one key.
+        # [n, 1, Q, 1]; padding is 0, so that it attends to one key.
         "positions": positions[:, None, :, None].astype(np.int32),
-        # [n, B]; padding repeats the row's first block, so that no row reads what belongs to another.
+        # [n, B]; padding repeats the row's first block, so that no row reads another one's data.
         "tables": np.where(np.arange(tables.shape[1]) < used, tables, tables[:, :1]).astype(np.int32),
-        # [m, 3], the places (row, block, offset) beyond the rows' contexts.
+        # [m, 3], the cells (row, block, offset) beyond the rows' contexts.
         "holes": np.argwhere(keys_at.reshape(-1, block_size) >= contexts[:, :, None]),
         "keys_at": keys_at,
     }

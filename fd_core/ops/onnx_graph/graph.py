@@ -1,4 +1,4 @@
-"""Builds an ONNX graph from calls: operators take and return symbols."""
+"""Builder of ONNX graphs: operators take and return symbols."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from onnx import helper, numpy_helper
 from fd_core.ops.symbol import UnknownArray
 
 _OPSET = 23
-"""The first with `Attention`, `RMSNormalization` and `RotaryEmbedding`."""
+"""Opset; the first with `Attention`, `RMSNormalization` and `RotaryEmbedding`."""
 _IR_VERSION = 10
 _EMBEDDED = 1024
 """Bytes up to which a constant is stored in the graph, where optimizers see its value."""
 
 
 class TraceError(Exception):
-    """A forward did something with a symbolic array that a graph cannot hold."""
+    """A forward used a symbolic array in an unsupported way."""
 
 
 class GraphSymbol(UnknownArray):
-    """A value of a graph that is being built; models hand it from operation to operation."""
+    """Symbolic value of a graph under construction, passed between operations."""
 
     __slots__ = ("graph", "name")
 
@@ -33,7 +33,7 @@ class GraphSymbol(UnknownArray):
         self.name = name
 
     def _refuse(self, what: str) -> NoReturn:
-        raise TraceError(f"the forward uses {what} of an array, which is not known while a graph is traced")
+        raise TraceError(f"the forward uses {what} of an array, which is unknown during tracing")
 
     def _operator(self, *others: Any) -> NoReturn:
         self._refuse("an operator")
@@ -45,13 +45,13 @@ class GraphSymbol(UnknownArray):
 class Graph:
     """An ONNX graph under construction.
 
-    Weights are inputs of it, bound once to the memory that they have (see `session`): initializers would be copied,
-    into the protobuf, which may have 2 GB, or by the runtime. So a graph is small whatever the model's size.
+    Weights are inputs, bound once to their existing memory (see `session`): initializers would be copied into the
+    protobuf, which is limited to 2 GB, or by the runtime. So the graph of any model is small.
     """
 
     def __init__(self) -> None:
         self.weights: dict[str, npt.NDArray[Any]] = {}
-        """Inputs that every run is given, by name."""
+        """Inputs of every run, by name."""
         self._names: dict[int, GraphSymbol] = {}
         self._kept: list[Any] = []
         self._made: dict[Any, GraphSymbol] = {}
@@ -67,9 +67,9 @@ class Graph:
         return GraphSymbol(self, name)
 
     def weight(self, array: npt.NDArray[Any]) -> GraphSymbol:
-        """Return an array that outlives the graph and is not copied; the same array is one initializer."""
+        """Return the symbol of an array that outlives the graph and is not copied; each array is registered once."""
         if id(array) not in self._names:
-            self._kept.append(array)  # even where it is copied: the id of an array that is gone may be used again
+            self._kept.append(array)  # even if it is copied: the id of a freed array may be reused
             if array.nbytes <= _EMBEDDED:
                 self._names[id(array)] = self.constant(array)
             else:
@@ -85,11 +85,11 @@ class Graph:
         return GraphSymbol(self, name)
 
     def integers(self, *values: int) -> GraphSymbol:
-        """Return the constant int64[len(values)] that shapes, axes and sizes are given as."""
+        """Return a constant int64[len(values)] for shapes, axes and sizes."""
         return self.once(("integers", values), lambda: self.constant(values, np.int64))
 
     def op(self, kind: str, *inputs: GraphSymbol | None, **attributes: Any) -> GraphSymbol:
-        """Append an operator with one output; None leaves an optional input out, or an attribute."""
+        """Append an operator with one output; None omits an optional input or attribute."""
         return self.ops(kind, 1, *inputs, **attributes)[0]
 
     def ops(self, kind: str, outputs: int, *inputs: GraphSymbol | None, **attributes: Any) -> tuple[GraphSymbol, ...]:
@@ -97,7 +97,7 @@ class Graph:
         names = []
         for value in inputs:
             if value is not None and (not isinstance(value, GraphSymbol) or value.graph is not self):
-                raise TraceError(f"the forward hands {kind} a value that does not belong to the graph")
+                raise TraceError(f"the forward passes {kind} a value that does not belong to the graph")
             names.append("" if value is None else value.name)
         results = [self._name() for _ in range(outputs)]
         given = {name: value for name, value in attributes.items() if value is not None}
@@ -105,18 +105,19 @@ class Graph:
         return tuple(GraphSymbol(self, name) for name in results)
 
     def reshape(self, x: GraphSymbol, *shape: int) -> GraphSymbol:
-        """Change the shape; 0 keeps a dimension and -1 takes what is left."""
+        """Change the shape; 0 keeps a dimension and -1 infers it."""
         return self.op("Reshape", x, self.integers(*shape))
 
     def once(self, key: Any, make: Callable[[], GraphSymbol]) -> GraphSymbol:
-        """Return what was made for `key`, made on its first use: what a step's metadata decides serves all layers."""
+        """Return the cached value of `key`, created on first use; used to share the metadata of a step between
+        layers."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def model(self, outputs: dict[str, GraphSymbol]) -> bytes:
         """Return the serialized model with the outputs under their names."""
-        # An `Identity` for each output might copy a KV cache, so the operators yield them under their names.
+        # An `Identity` per output might copy a KV cache, so the operators' outputs are renamed.
         final = {symbol.name: name for name, symbol in outputs.items()}
         for node in self._nodes:
             node.input[:] = [final.get(name, name) for name in node.input]

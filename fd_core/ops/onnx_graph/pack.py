@@ -1,9 +1,9 @@
 """The onnx pack: `Ops` as operators of a graph.
 
-Each primitive is written once, as the operators it emits. Called with symbols it appends them to the graph that is
-being traced, and `compile` runs the whole forward as one session; called with arrays it runs a graph of its own at
-once. Arrays, prepared weights, sampling and verification are the numpy pack's: ONNX Runtime computes on the memory of
-numpy arrays, and logits come back as one.
+Each primitive is written once, as the operators it emits. Called with symbols it appends them to the traced graph, and
+`compile` runs the whole forward as one session; called with arrays it runs a separate graph at once. Arrays, prepared
+weights, sampling and verification are those of the numpy pack: ONNX Runtime computes on the memory of numpy arrays, and
+returns logits as one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fd_core.ops.parallel import RankGroup, Stage
 
 
 def route(graph: Graph, x: GraphSymbol, experts: Experts) -> tuple[GraphSymbol, GraphSymbol]:
-    """Emit the choice: x [T, H] -> experts int64[T, top_k] and weights float32[T, top_k]."""
+    """Emit the routing: x [T, H] -> experts int64[T, top_k] and weights float32[T, top_k]."""
     scores = graph.op("Softmax", graph.op("Gemm", x, graph.weight(experts.router), transB=1), axis=-1)
     ranked = scores
     if experts.correction_bias is not None:
@@ -57,11 +57,11 @@ def routed_experts(
 ) -> GraphSymbol:
     """Emit the weighted sum over each token's experts, [T, H] -> [T, H].
 
-    `compute(x, gate_up, down)` emits one expert. An expert that no token chose computes on no rows.
+    `compute(x, gate_up, down)` emits one expert. An expert without tokens computes on no rows.
     """
     count = len(experts.gate_up)
     chosen, weights = route(graph, x, experts)
-    # hits [experts, T] is 1 where a token chose an expert; its places in order are the tokens sorted by expert.
+    # hits [experts, T] is 1 if a token uses an expert; its nonzero indices are the tokens sorted by expert.
     numbers = graph.constant(np.arange(count)[:, None, None], np.int64)
     hits = graph.op("Cast", graph.op("Equal", numbers, chosen), to=TensorProto.INT64)
     hits = graph.op("ReduceSum", hits, graph.integers(2), keepdims=0)
@@ -73,7 +73,7 @@ def routed_experts(
         compute(part, gate_up, down) for part, gate_up, down in zip(parts, experts.gate_up, experts.down, strict=True)
     ]
     sorted_outputs = graph.op("Concat", *outputs, axis=0)
-    # Where the output of (expert, token) lies: how many hits come up to it, less one; read for each token's choices.
+    # Index of the output of (expert, token): the number of hits up to it, minus one; gathered for each token's experts.
     so_far = graph.op("CumSum", graph.reshape(hits, -1), graph.constant(0, np.int64))
     lies = graph.op("Sub", so_far, graph.constant(1, np.int64))
     per_token = graph.op("Transpose", graph.op("Reshape", lies, graph.op("Shape", hits)), perm=[1, 0])
@@ -100,11 +100,11 @@ class OnnxOps(NumpyOps):
         self.provider = provider
 
     def join(self, group: RankGroup) -> None:
-        """Refuse: a session has no part that waits for other ranks."""
+        """Raise, because a session cannot exchange data with other ranks."""
         Ops.join(self, group)
 
     def cut(self, stage: Stage) -> None:
-        """Refuse: a graph begins with tokens."""
+        """Raise, because a graph begins with tokens."""
         Ops.cut(self, stage)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
@@ -125,7 +125,7 @@ class OnnxOps(NumpyOps):
         return self._call(lambda graph, x: _gate(graph, x, activation), gate_up)
 
     def lora(self, y: Array, x: Array, lora: Lora) -> Array:
-        """Find the tokens of every place in the graph; an adapter that none has computes on no rows."""
+        """Find the tokens of every slot in the graph; an adapter without tokens computes on no rows."""
 
         def emit(graph: Graph, y: GraphSymbol, x: GraphSymbol, places: GraphSymbol) -> GraphSymbol:
             for place, delta in enumerate(lora.deltas, 1):
@@ -150,7 +150,7 @@ class OnnxOps(NumpyOps):
         return q, k, v
 
     def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
-        """Rotate pairs of elements; each token is a sequence of its own."""
+        """Rotate pairs of elements; each token is a separate sequence."""
 
         def emit(graph: Graph, x: GraphSymbol, positions: GraphSymbol) -> GraphSymbol:
             where = graph.once(
@@ -216,15 +216,15 @@ class OnnxOps(NumpyOps):
         return SessionForward(self, forward)
 
     def compile_states(self, states: Forward) -> Forward:
-        """Trace it as a session, too: operation by operation each of them would be one."""
+        """Trace the function as a session; eagerly, each operation would be one."""
         return SessionForward(self, states)
 
     def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
-        """Trace it as a session of its own; it shares the model's weights."""
+        """Trace the forward as a separate session that shares the model's weights."""
         return SessionForward(self, forward, (*_STEP_ARRAYS, "lora_places"))
 
     def _call(self, emit: Callable[..., Any], *arrays: Array) -> Any:
-        """Emit into the graph of the symbols, or run a graph of these operators on arrays."""
+        """Emit operators into the graph of the symbols, or run a graph of them on arrays."""
         traced = next((array.graph for array in arrays if isinstance(array, GraphSymbol)), None)
         if traced is not None:
             return emit(traced, *arrays)
@@ -284,7 +284,7 @@ class SessionForward:
                 return None
             self._sessions[cache.shape] = session
             if not isinstance(cache, NumpyKVCache):
-                raise TypeError("the onnx pack computes on a cache that it allocated")
+                raise TypeError("the onnx pack needs a cache that it allocated")
             self._bindings[cache] = session.bind(bound([cache.layer(index) for index in range(cache.shape.num_layers)]))
         return self._bindings[cache]
 
@@ -303,7 +303,7 @@ def _symbolic_step(graph: Graph, names: Sequence[str]) -> StepInput:
         name: graph.input(name, np.int32, (name, "width") if name == "block_tables" else (name,)) for name in names
     }
     unknown = GraphSymbol(graph, "a host value")
-    return StepInput(**arrays, max_query=unknown, max_context=unknown)  # type: ignore[arg-type]  # refuses as arrays do
+    return StepInput(**arrays, max_query=unknown, max_context=unknown)  # type: ignore[arg-type]  # raises as arrays do
 
 
 def _linear(graph: Graph, x: GraphSymbol, weight: NumpyLinear) -> GraphSymbol:

@@ -1,4 +1,4 @@
-"""Runs graphs with ONNX Runtime: weights and KV stay where they are, and results land in arrays of numpy."""
+"""ONNX Runtime sessions: weights and KV are used in place, and results are numpy arrays."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fd_core.ops.contract import KVShape
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 
 _ERRORS_ONLY = 3
-"""Warnings of the runtime are about graphs that people wrote, such as a shape that is not known before a run."""
+"""Log level that suppresses warnings meant for hand-written graphs, such as shapes unknown before a run."""
 
 Values = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """An execution provider of ONNX Runtime and where its arrays live."""
+    """An execution provider of ONNX Runtime and the device of its arrays."""
 
     name: str
-    """Such as `CPUExecutionProvider`."""
+    """For example `CPUExecutionProvider`."""
     device: str
     """`cpu` or `cuda`."""
     threads: int = 1
@@ -46,26 +46,26 @@ class Session:
         options.intra_op_num_threads = provider.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = _ERRORS_ONLY
-        # A pattern is remembered for each combination of shapes, and a server meets new ones for as long as it runs.
+        # Memory patterns are cached per combination of shapes, which would grow without bound in a server.
         options.enable_mem_pattern = False
         self._session = onnxruntime.InferenceSession(graph.model(dict(outputs)), options, providers=[provider.name])
         taken = self._session.get_providers()[0]
         if taken != provider.name:
             raise PluginError(
-                f"ONNX Runtime offers {taken} where {provider.name} was asked for",
-                hint="install the distribution of onnxruntime that is built for the device",
+                f"expected the ONNX Runtime provider {provider.name}, got {taken}",
+                hint="install the onnxruntime distribution for the device",
             )
-        # What a graph takes as an input the runtime neither copies nor packs. Packed weights, which take their memory
-        # a second time, decode batches about 1.4 times as fast and single rows no faster.
+        # The runtime neither copies nor packs inputs of a graph. Packed weights would need twice the memory; they
+        # decode batches about 1.4 times as fast and single rows no faster.
         self._weights = {name: provider.place(array) for name, array in graph.weights.items()}
 
     def bind(self, in_place: Mapping[str, tuple[str, Any]]) -> Binding:
-        """Bind values that runs change in place: input name -> (output name, OrtValue)."""
+        """Bind values that runs modify in place: input name -> (output name, OrtValue)."""
         return Binding(self._session, self._weights, in_place)
 
 
 class Binding:
-    """A session with the memory that its runs change, such as one KV cache."""
+    """A session bound to memory that its runs modify, such as one KV cache."""
 
     def __init__(
         self, session: onnxruntime.InferenceSession, weights: Mapping[str, Any], in_place: Mapping[str, tuple[str, Any]]
@@ -82,14 +82,14 @@ class Binding:
             if name in self._inputs:
                 self._binding.bind_ortvalue_input(name, value)
             if output in outputs:
-                # The memory of the input: the runtime's ScatterND copies nothing then, and writes in place.
+                # Same memory as the input, so the runtime's ScatterND writes in place without a copy.
                 self._binding.bind_ortvalue_output(output, value)
                 order.append(output)
         self._results = [name for name in outputs if name not in order]
         self._in_place = len(order)
 
     def run(self, values: Values) -> tuple[npt.NDArray[Any], ...]:
-        """Run once and return the outputs that are not bound; values that the graph does not use are left out."""
+        """Run once and return the unbound outputs; values that the graph does not use are ignored."""
         given = {name: np.ascontiguousarray(array) for name, array in values.items() if name in self._inputs}
         for name, array in given.items():
             self._binding.bind_cpu_input(name, array)
@@ -103,9 +103,9 @@ _PARTS = ("keys", "values")
 
 
 def bound(layers: Sequence[npt.NDArray[np.float32]]) -> dict[str, tuple[str, Any]]:
-    """Return what a session binds for layers of the numpy pack's cache, which the operators of a `TracedCache` change.
+    """Return the bindings for layers of the numpy pack's cache, which the operators of a `TracedCache` modify.
 
-    That is the name of an input, and of an output with an OrtValue over the same memory.
+    A binding is an input name, an output name, and an OrtValue over the memory of both.
     """
     wrap = onnxruntime.OrtValue.ortvalue_from_numpy
     return {
@@ -117,7 +117,7 @@ def bound(layers: Sequence[npt.NDArray[np.float32]]) -> dict[str, tuple[str, Any
 
 @dataclass(slots=True)
 class TracedLayer:
-    """One layer in a graph: its keys and values as the operators so far have left them."""
+    """One layer in a graph: the symbols of its keys and values after the operators so far."""
 
     keys: GraphSymbol
     values: GraphSymbol
@@ -125,7 +125,7 @@ class TracedLayer:
 
 
 class TracedCache:
-    """The cache that a forward sees while it is traced: layers, whose symbols change as the forward writes."""
+    """KV cache during tracing: layers whose symbols change as the forward writes."""
 
     def __init__(self, graph: Graph, shape: KVShape) -> None:
         self.shape = shape
@@ -144,7 +144,7 @@ class TracedCache:
         return self._layers[index]
 
     def outputs(self) -> dict[str, GraphSymbol]:
-        """Return the keys and values that the forward has written, under the names that `bound` uses."""
+        """Return the keys and values that the forward wrote, under the names of `bound`."""
         return {
             f"{part}_{index}_after": getattr(layer, part)
             for index, layer in enumerate(self._layers)

@@ -1,1 +1,1 @@
-"""The operations in Paddle."""
+"""Paddle operations."""

@@ -1,4 +1,4 @@
-"""Paddle, imported without what that does to a process: warnings of its tools, and signal handlers of its own."""
+"""Import of Paddle without side effects on the process: warnings of its tools, and its signal handlers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _TAKEN_SIGNALS: Final = (
 
 
 def _give_signals_back() -> None:
-    """Let Paddle handle no signal, and Python again those that it handled before.
+    """Remove Paddle's signal handlers, and restore those of Python.
 
-    Only the main thread can do the latter; elsewhere the signals are the system's until someone sets a handler.
+    Only the main thread can restore them; in others, the signals have the default action until a handler is set.
     """
     paddle.disable_signal_handler()
     if threading.current_thread() is threading.main_thread():
@@ -39,15 +39,15 @@ def _give_signals_back() -> None:
 
 
 def free_device_memory(device: str) -> int:
-    """Return the bytes of a device, not the processor, that this process has not taken; others are not seen."""
+    """Return the device memory not allocated by this process, in bytes; other processes are not visible."""
     total = paddle.device.get_device_properties(device).total_memory
     return max(int(total) - int(paddle.device.get_device_module(device).memory_reserved()), 0)
 
 
 def tensor_of(array: npt.NDArray[Any], place: Any) -> Any:
-    """Return a tensor on a place with the values of an array; uint16 is taken for bfloat16.
+    """Return a tensor on a device with the values of an array; uint16 is interpreted as bfloat16.
 
-    Paddle's own `to_tensor` keeps some 100 bytes of the host for each array, for ever; filling a tensor keeps none.
+    Paddle's `to_tensor` leaks about 100 bytes of host memory per array; filling a tensor does not.
     """
     tensor = paddle.empty(array.shape, str(array.dtype))
     tensor.get_tensor().set(array, place)
@@ -55,7 +55,7 @@ def tensor_of(array: npt.NDArray[Any], place: Any) -> Any:
 
 
 def set_threads(count: int) -> None:
-    """Let products on the processor use `count` threads."""
+    """Set the number of CPU threads of matrix products."""
     paddle.base.core.set_num_threads(count)
 
 

@@ -1,11 +1,12 @@
-"""The Paddle pack: eager, for every device that Paddle has; float32 on the processor, bfloat16 as well elsewhere.
+"""The Paddle pack: eager, for every device of Paddle; float32 on the CPU, also bfloat16 on other devices.
 
-The vendors of XPU, MetaX and others compute with Paddle: a backend of theirs is this class with the name of a device,
-and overrides where the hardware has kernels of its own.
+XPU, MetaX and others are Paddle devices: their backend is this class with a device name, plus overrides for
+hardware-specific kernels.
 
-Attention gathers each row's keys and values, then takes two products and a softmax. Sampling does not wait for the
-device. Paddle promotes no integers and knows no empty scatter, hence the casts and the looks at shapes. Sums are int64:
-a weight is an integer, and devices without sums of float64 are common. Only the exponential is float64, by element.
+Attention gathers each row's keys and values, then computes two products and a softmax. Sampling does not synchronize
+with the device. Paddle does not promote integers and rejects an empty scatter, hence the casts and the checks of
+shapes. Sums are int64: a weight is an integer, and devices without sums of float64 are common. Only the exponential is
+float64, by element.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class PaddleLayer(NamedTuple):
     values: Array
     block_size: int
     key_words: Array
-    """The same memory as `words_of` sees it."""
+    """The same memory as a view of `words_of`."""
     value_words: Array
 
 
 def words_of(tensor: Array) -> Array:
     """Return float32 or bfloat16 [n, ...] as int32[n, words], a view where the tensor is contiguous.
 
-    Every device moves rows of int32, but not every one scatters rows of bfloat16. A row must fill whole words.
+    All devices scatter rows of int32, but not all support bfloat16. A row must be a multiple of a word.
     """
     return tensor.reshape([tensor.shape[0], -1]).view("int32")
 
@@ -71,11 +72,11 @@ class PaddleKVCache(KVCache):
         self._host_dtype = np.dtype(np.uint16 if dtype == paddle.bfloat16 else np.float32)
         sizes = [num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim]
         try:
-            # Zeros, because attention multiplies values it must not see by 0, which would not hide a NaN.
+            # Zeros, because attention multiplies masked values by 0, which does not suppress a NaN.
             flat = [paddle.zeros(sizes, dtype, device=place) for _ in range(2 * shape.num_layers)]
         except (MemoryError, RuntimeError) as error:
             needed = shape.bytes_per_block(self._host_dtype.itemsize) * num_blocks
-            raise MemoryError(f"a KV cache of {num_blocks} blocks takes {needed} bytes, which do not fit") from error
+            raise MemoryError(f"not enough memory for a KV cache of {num_blocks} blocks ({needed} bytes)") from error
         self._layers = [
             PaddleLayer(keys, values, shape.block_size, words_of(keys), words_of(values))
             for keys, values in zip(flat[::2], flat[1::2], strict=True)
@@ -95,7 +96,7 @@ class PaddleKVCache(KVCache):
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         if data.dtype != self._host_dtype:
-            raise ValueError(f"exported blocks are {data.dtype}, the cache holds {self._host_dtype}")
+            raise ValueError(f"expected blocks of {self._host_dtype}, got {data.dtype}")
         index = self._index(blocks)
         values = data.reshape(len(blocks), len(self._blocks), *data.shape[3:])
         for place, tensor in enumerate(self._blocks):
@@ -116,16 +117,16 @@ class _PaddleGroup:
         keys = np.arange(context.max())
         slots = tables[rows][:, keys // size].astype(np.int64) * size + keys % size
         self.tokens = (query_start[rows, None] + np.arange(count)).reshape(-1)
-        """[n * Q], where the rows' tokens are in the step."""
+        """[n * Q], indices of the rows' tokens in the step."""
         self.kv_slots = tensor_of(np.where(keys < context, slots, 0).reshape(-1), place)
         """int64[n * L]"""
         self.distance = (context - count + np.arange(count))[:, :, None] - keys
-        """[n, Q, L], how far a key lies before a token; negative if it is later."""
+        """[n, Q, L], distance from a key to a token; negative if the key is later."""
         self._place = place
         self._masks: dict[int | None, Array] = {}
 
     def mask(self, window: int | None) -> Array:
-        """Return float32[n, 1, 1, Q, L]: 0 where a token sees a key and -inf elsewhere."""
+        """Return float32[n, 1, 1, Q, L]: 0 if a token attends to a key, else -inf."""
         if window not in self._masks:
             hidden = self.distance < 0 if window is None else (self.distance < 0) | (self.distance >= window)
             mask = np.where(hidden, np.float32(-np.inf), np.float32(0))[:, None, None]
@@ -147,7 +148,7 @@ class PaddleAttentionPlan:
             for count, rows in by_count.items()
         ]
         self._tokens: list[Array] = []
-        """For each of several groups its tokens; one group has them all, in order."""
+        """Tokens of each group; a single group has all, in order."""
         if len(self._groups) > 1:
             self._tokens = [tensor_of(group.tokens, place) for group in self._groups]
             order = np.concatenate([group.tokens for group in self._groups])
@@ -167,7 +168,7 @@ class PaddleAttentionPlan:
 
 def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _PaddleGroup) -> Array:
     n, count, longest = group.distance.shape
-    # The query heads that share a KV head take the place of further tokens: [n, nkv, g * Q, d].
+    # Query heads that share a KV head are folded into the token axis: [n, nkv, g * Q, d].
     grouped = q.reshape([n, count, heads.num_kv_heads, -1, heads.head_dim]).transpose([0, 2, 3, 1, 4])
     folded = grouped.reshape([n, heads.num_kv_heads, -1, heads.head_dim]) * heads.scale
     keys, values = (
@@ -186,9 +187,10 @@ def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _PaddleGroup) -> 
 
 
 _SHARE_ONE = 2.0**40
-"""Of the most likely token when probabilities are summed: what each loses below it is less than 1e-6 of all of them."""
+"""Weight of the most likely token when probabilities are summed; truncation to integers loses less than 1e-6 in
+total."""
 _INFINITY = 0x7F800000
-"""The bits of float32's infinity: as many numbers lie above 0."""
+"""Bits of float32's infinity, and the number of positive float32 values up to it."""
 
 
 def _penalize(logits: Array, rows: Array, counts: Array, repetition: Array, presence: Array, frequency: Array) -> None:
@@ -202,7 +204,7 @@ def _penalize(logits: Array, rows: Array, counts: Array, repetition: Array, pres
 
 
 def _filtered_by_sorting(logits: Array, weights: Array, rows: SampleInput) -> Array:
-    """Return the weights int64[R, V] with 0 for the tokens that top_k, top_p or min_p leave out."""
+    """Return the weights int64[R, V] with 0 for the tokens that top_k, top_p or min_p drop."""
     order = _by_logit(logits)
     ranks = paddle.arange(logits.shape[1], dtype="int64", device=logits.place)
     kept = paddle.take_along_axis(weights, order, axis=1)
@@ -213,7 +215,7 @@ def _filtered_by_sorting(logits: Array, weights: Array, rows: SampleInput) -> Ar
 
 
 def _filtered_by_search(logits: Array, weights: Array, rows: SampleInput) -> Array:
-    """Compute the same for a device that sorts no vocabulary."""
+    """Compute the same for a device that cannot sort a vocabulary."""
     ids = paddle.arange(logits.shape[1], dtype="int64", device=logits.place)
     first = ids == paddle.argmax(logits, axis=1).unsqueeze(1)
     kept = weights * _leading(logits, paddle.ones_like(weights), _limits(logits, rows)).astype("int64")
@@ -222,18 +224,18 @@ def _filtered_by_search(logits: Array, weights: Array, rows: SampleInput) -> Arr
 
 
 def _limits(logits: Array, rows: SampleInput) -> Array:
-    """Return int64[R, 1], how many tokens top_k keeps."""
+    """Return int64[R, 1], the number of tokens that top_k keeps."""
     vocab = paddle.full_like(rows.top_k, logits.shape[1])
     return paddle.where(rows.top_k > 0, rows.top_k, vocab).astype("int64").unsqueeze(1)
 
 
 def _mass(kept: Array, rows: SampleInput) -> Array:
-    """Return int64[R, 1]: top_p keeps a token if the weights before it sum to less."""
+    """Return int64[R, 1]: top_p keeps a token if the weights before it sum to less than this."""
     return paddle.ceil(kept.sum(axis=1).astype("float64") * rows.top_p.astype("float64")).astype("int64").unsqueeze(1)
 
 
 def _without_unlikely(kept: Array, rows: SampleInput) -> Array:
-    """Return the weights with 0 for the tokens that min_p leaves out."""
+    """Return the weights with 0 for the tokens that min_p drops."""
     least = paddle.ceil(rows.min_p.astype("float64") * WEIGHT_ONE).astype("int64")
     return kept * (kept >= least.unsqueeze(1)).astype("int64")
 
@@ -241,9 +243,9 @@ def _without_unlikely(kept: Array, rows: SampleInput) -> Array:
 def _leading(logits: Array, weights: Array, limits: Array) -> Array:
     """Return bool[R, V]: the tokens before which the weights int64[R, V] sum to less than `limits` int64[R, 1].
 
-    Before a token are those with a larger logit, and of the same logit those with a lower id.
+    Tokens are ordered by decreasing logit, then by id.
     """
-    # The least number above which the logits weigh less than the limit is found bit by bit among all of float32.
+    # Binary search over all float32 values for the smallest one above which the weights sum to less than the limit.
     below = paddle.full_like(limits, -_INFINITY - 1)
     for bit in reversed(range(32)):
         place = below + 2**bit
@@ -257,19 +259,19 @@ def _leading(logits: Array, weights: Array, limits: Array) -> Array:
 
 
 def _number_at(places: Array) -> Array:
-    """Return the float32 numbers at places int64 in the order of all of them; 0 is at place 0."""
+    """Return the float32 values at indices int64 in their total order; 0 has index 0."""
     negative = places < 0
     numbers = paddle.where(negative, -places, places).clip(max=_INFINITY).astype("int32").view("float32")
     return paddle.where(negative, -numbers, numbers)
 
 
 def _by_logit(logits: Array) -> Array:
-    """Return the token ids int64[R, V] by falling logit, the lower id first on a tie."""
+    """Return the token ids int64[R, V] by decreasing logit, the lower id first on a tie."""
     return paddle.argsort(logits, axis=1, descending=True, stable=True)
 
 
 def _likeliest(logits: Array, count: int, longest_sort: int | None) -> Array:
-    """Return the first `count` of them; part by part where the device does not sort them all."""
+    """Return the first `count` of them; in chunks if the device cannot sort all."""
     vocab = logits.shape[1]
     if longest_sort is None or vocab <= longest_sort:
         return _by_logit(logits)[:, :count]
@@ -296,10 +298,10 @@ class PaddleLinear:
 class PaddleOps(Ops):
     """Operations on Paddle tensors of one device; the device becomes the process's.
 
-    `device` is Paddle's name, such as `cpu`, `gpu`, `xpu` or that of a custom device, `metax_gpu`. Asking Paddle for a
-    GPU that is not there ends the process, so look before. Nothing but `to_host`, the experts' sizes and, once a
-    step, the attention plan waits for the device. `longest_sort` is how many entries the device sorts at once, None for
-    any number; where there is a limit, filters search for their thresholds instead of sorting the vocabulary.
+    `device` is Paddle's name, such as `cpu`, `gpu`, `xpu` or that of a custom device, `metax_gpu`. Selecting an absent
+    GPU crashes the process, so check first. Only `to_host`, the experts' sizes and, once a step, the attention plan
+    synchronize with the device. `longest_sort` is the maximum number of entries that the device sorts at once, None for
+    no limit; with a limit, filters search for their thresholds instead of sorting the vocabulary.
     """
 
     name = "paddle"
@@ -307,9 +309,9 @@ class PaddleOps(Ops):
 
     def __init__(self, dtype: str = "float32", device: str = "cpu", longest_sort: int | None = None) -> None:
         if dtype not in _DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+            raise ValueError(f"expected a dtype of {', '.join(_DTYPES)}, got {dtype!r}")
         if dtype != "float32" and device == "cpu":
-            raise ValueError(f"Paddle multiplies no {dtype} matrices on the processor; use float32")
+            raise ValueError(f"Paddle does not multiply {dtype} matrices on a CPU; use float32")
         self.dtype = dtype
         self.device = device
         self.longest_sort = longest_sort
@@ -336,7 +338,7 @@ class PaddleOps(Ops):
         return PaddleLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
     def tied_head(self, embedding: Array, weight: Weight) -> Any:
-        """Share the embedding; a pack with another form of linear weights overrides this as well."""
+        """Share the embedding; a pack with another format of linear weights overrides this as well."""
         return PaddleLinear(embedding, None)
 
     def _stack(self, parts: Sequence[Weight]) -> Array:
@@ -347,7 +349,7 @@ class PaddleOps(Ops):
         return PaddleKVCache(shape, num_blocks, self.paddle_dtype, self.place)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
-        """Look up rows. Like the models that have one, rounds the scale to the pack's dtype."""
+        """Look up rows. Rounds the scale to the pack's dtype, as the reference models do."""
         x = functional.embedding(token_ids, table)
         return x if scale == 1.0 else x * paddle.full([], scale, self.paddle_dtype, device=self.place)
 
@@ -386,12 +388,12 @@ class PaddleOps(Ops):
         return turned if rotary == x.shape[-1] else paddle.concat([turned, x[..., rotary:]], axis=-1)
 
     def write_kv(self, layer: PaddleLayer, k: Array, v: Array, kv_slots: Array) -> None:
-        """Scatter keys and values to their slots, as words: not every device scatters bfloat16."""
+        """Scatter keys and values to their slots as words, because not all devices scatter bfloat16."""
         paddle.scatter_(layer.key_words, kv_slots, words_of(k))
         paddle.scatter_(layer.value_words, kv_slots, words_of(v))
 
     def paged_attention(self, q: Array, layer: PaddleLayer, heads: Heads, step: StepInput) -> Array:
-        """Attend over gathered keys and values; what the step's metadata decides is computed once for all layers."""
+        """Attend over gathered keys and values; the plan of a step is computed once for all layers."""
         if self._planned is None or self._planned[0] is not step:
             self._planned = (step, PaddleAttentionPlan(step, layer.block_size, self.place))
         return self._planned[1].attend(q, layer, heads)
@@ -402,7 +404,7 @@ class PaddleOps(Ops):
             parts = [x[begin : begin + most] for begin in range(0, len(x), most)]
             return paddle.concat([self.moe(part, experts, activation) for part in parts])
         chosen, weights = _route(x, experts)
-        # Places of the [T, top_k] choices, grouped by expert; reading the group sizes waits for the device.
+        # Indices of the [T, top_k] choices, grouped by expert; reading the group sizes synchronizes with the device.
         places = paddle.argsort(chosen.flatten(), stable=True)
         tokens = places // experts.top_k
         inputs = paddle.index_select(x, tokens)
@@ -442,7 +444,7 @@ class PaddleOps(Ops):
         uniform = random_bits(rows.seeds, rows.positions.astype("int64")).astype("float64") * 2.0**-24
         threshold = (uniform * cumulative[:, -1].astype("float64")).astype("int64")  # an integer exceeds both or none
         drawn = (cumulative <= threshold.unsqueeze(1)).astype("int64").sum(axis=1)
-        drawn = drawn.clip(max=logits.shape[1] - 1)  # of a row that is not finite
+        drawn = drawn.clip(max=logits.shape[1] - 1)  # a row that is not finite
         return paddle.where(greedy, likeliest, drawn).astype("int32"), peaks
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
@@ -467,7 +469,7 @@ class PaddleOps(Ops):
 
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
         vocab = logits.shape[1]
-        # Bit j of a word is set where the rest of a division by 2^(j + 1) is 2^j or more: XPU shifts no integers.
+        # Bit j of a word is set if the remainder of a division by 2^(j + 1) is 2^j or more: XPU has no integer shifts.
         powers = paddle.cumprod(paddle.full_like(paddle.arange(32, dtype="int64", device=logits.place), 2), dim=0)
         group = rows_at_a_time(vocab, on_host=logits.place.is_cpu_place())
         for begin in range(0, rows.shape[0], group):
@@ -481,7 +483,7 @@ class PaddleOps(Ops):
         return logits
 
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
-        # Paddle's `logsumexp` adds up in float32, one after the other: over 140,000 tokens it is off by 4e-4.
+        # Paddle's `logsumexp` sums sequentially in float32: over 140,000 tokens its error is 4e-4.
         peaks = logits.max(axis=1, keepdim=True)
         shares = (paddle.exp(logits - peaks) * _SHARE_ONE).astype("int64")
         total = shares.sum(axis=1, keepdim=True).astype("float32") / _SHARE_ONE

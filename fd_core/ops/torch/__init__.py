@@ -1,1 +1,1 @@
-"""The operations in PyTorch."""
+"""PyTorch operations."""

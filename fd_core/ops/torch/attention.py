@@ -16,7 +16,7 @@ from fd_core.types import IntArray
 
 _HOST_DTYPES = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.float16, torch.int8: np.int8}
 _BITS = {each: torch.int16 if each == torch.bfloat16 else each for each in _HOST_DTYPES}
-"""Types of torch that numpy knows as well, of the same size."""
+"""Torch dtypes and numpy dtypes of the same size."""
 
 
 class TorchLayer(NamedTuple):
@@ -40,11 +40,11 @@ class TorchKVCache(KVCache):
         self.num_blocks = num_blocks
         sizes = (shape.num_layers, 2, num_blocks * shape.block_size, shape.num_kv_heads, shape.stored_head)
         try:
-            # Zeros, because attention multiplies values it must not see by 0, which would not hide a NaN.
+            # Zeros, because attention multiplies masked values by 0, which does not suppress a NaN.
             self._data = torch.zeros(sizes, dtype=torch.int8 if shape.quantized else dtype, device=device)
         except RuntimeError as error:
             needed = shape.bytes_per_block(dtype.itemsize) * num_blocks
-            raise MemoryError(f"a KV cache of {num_blocks} blocks takes {needed} bytes, which do not fit") from error
+            raise MemoryError(f"not enough memory for a KV cache of {num_blocks} blocks ({needed} bytes)") from error
         self._layers = [TorchLayer(keys, values, shape.block_size) for keys, values in self._data]
 
     def layer(self, index: int) -> TorchLayer:
@@ -62,12 +62,11 @@ class TorchKVCache(KVCache):
         return (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.stored_head)
 
     def checked(self, blocks: IntArray, data: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return exported blocks as they are. Raises `ValueError` if they are none of this cache."""
+        """Return exported blocks unchanged. Raises `ValueError` if they do not match this cache."""
         wanted = (len(blocks), *self.block_shape)
         if data.dtype != self.host_dtype or data.shape != wanted:
             raise ValueError(
-                f"exported blocks are {data.dtype}{list(data.shape)}, the cache holds "
-                f"{np.dtype(self.host_dtype)}{list(wanted)}"
+                f"got blocks of {data.dtype}{list(data.shape)}, expected {np.dtype(self.host_dtype)}{list(wanted)}"
             )
         return data
 
@@ -91,7 +90,7 @@ class TorchKVCache(KVCache):
 
 
 def quantize_heads(x: Array) -> Array:
-    """Return keys or values [T, nkv, d] as a quantized cache keeps them, int8 [T, nkv, d + 4]."""
+    """Quantize keys or values [T, nkv, d] for the cache, int8 [T, nkv, d + 4]."""
     wide = x.float()
     scale = wide.abs().amax(dim=-1, keepdim=True) / 127
     steps = (wide / torch.where(scale == 0, 1.0, scale)).round().clamp(-127, 127).to(torch.int8)
@@ -108,13 +107,13 @@ class _TorchGroup:
     """Rows with the same number of tokens, computed together. n rows, Q tokens each, L keys at most."""
 
     tokens: Array | None
-    """int64[n * Q], the tokens of the step that belong to the rows; None if they are all of them, in order."""
+    """int64[n * Q], the step's tokens of these rows; None for all tokens in order."""
     kv_slots: Array
     """int64[n * L]"""
     masks: dict[tuple[int | None, Any], Array]
-    """For each window and dtype [n, 1, Q, L], 0 where a token sees a key and -inf elsewhere."""
+    """Mask [n, 1, Q, L] per window and dtype, 0 if a token attends to a key, else -inf."""
     distance: Array
-    """int64[n, Q, L], how far a key lies before a token; negative if it is later."""
+    """int64[n, Q, L], distance from a key to a token; negative if the key is later."""
 
 
 class TorchAttentionPlan:
@@ -161,7 +160,7 @@ class TorchAttentionPlan:
         if layer.quantized:
             keys, values = _dequantize_heads(keys, q.dtype), _dequantize_heads(values, q.dtype)
         keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
-        # The query heads that share a KV head take the place of further tokens: [n, nkv, g * Q, d].
+        # Query heads that share a KV head are folded into the token axis: [n, nkv, g * Q, d].
         grouped = q.reshape(n, count, heads.num_kv_heads, -1, heads.head_dim).permute(0, 2, 3, 1, 4)
         mask = self._mask(group, heads.window, q.dtype)
         folded = grouped.flatten(2, 3)

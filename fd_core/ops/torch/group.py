@@ -1,9 +1,9 @@
-"""Sums and gathers of ranks over torch.distributed: gloo between ranks that share no memory, and tensors on devices.
+"""Sums and gathers of ranks over torch.distributed: gloo between ranks without shared memory, and device tensors.
 
-gloo's and NCCL's own sums add up in an order that depends on how many numbers there are and on how ranks are connected.
-Here they only carry what ranks hold; each rank adds it up by itself, in the order of ranks and in float32.
+The order of sums in gloo and NCCL depends on the number of elements and on the topology. Here they only transport the
+data; each rank sums it locally, in the order of ranks and in float32.
 
-Nobody is asked who he is: ranks of several machines belong into a network of their own.
+Connections are not authenticated: ranks of several machines need a private network.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fd_core.ops.contract import Array
 from fd_core.ops.parallel import Parallel, RankGroup, RankMeeting, group_memory
 
 _LOOK_SECONDS: Final = 0.01
-"""Between two looks for a rank that has not come to the meeting yet."""
+"""Poll interval in seconds for a rank that has not joined yet."""
 _WHOLE_BYTES: Final = 1 << 18
-"""Of a sum: so much is sent to all ranks as it is; of more, each rank adds up a part for all."""
+"""Bytes of a sum up to which all ranks exchange whole arrays; above, each rank sums one part for all."""
 
 
 class TorchGroup(RankGroup):
-    """Ranks that share no memory: slots travel over gloo. They connect at the first exchange."""
+    """Ranks without shared memory: slots are sent over gloo. They connect at the first exchange."""
 
     shares_memory = False
 
     def __init__(self, parallel: Parallel, meeting: RankMeeting, store: TCPStore, patience: float) -> None:
-        """`store` is the meeting's; see `host` and `join`."""
+        """`store` is that of the rendezvous; see `open` and `join`."""
         memory = group_memory(parallel.size)
         try:
             super().__init__(parallel, memory, patience)
@@ -44,33 +44,33 @@ class TorchGroup(RankGroup):
             os.close(memory)
         self.meeting, self.host = meeting, meeting.host
         self.store = PrefixStore(meeting.token, store)
-        """Memory that all ranks see, for others that have to meet."""
+        """Key-value store of all ranks, for a further rendezvous."""
         self._tensors = torch.from_numpy(self._slots)
         self._lock = threading.Lock()
         self._gloo: Any = None
         self._absent: int | None = None
-        """A rank that did not come to the meeting."""
+        """A rank that did not join."""
         self._received: list[Any] = []
         self._sent: list[Any] = []
 
     @classmethod
     def open(cls, size: int, patience: float, host: str = "127.0.0.1") -> TorchGroup:
-        """Open a meeting as rank 0, at an address of this machine that the other ranks reach; others get `meeting`."""
+        """Open a rendezvous as rank 0, at an address of this machine that the other ranks reach; they get `meeting`."""
         store, port = _listening(host)
         return cls(Parallel(0, size), RankMeeting(host, port, secrets.token_hex(8)), store, patience)
 
     @classmethod
     def join(cls, parallel: Parallel, meeting: RankMeeting, patience: float) -> TorchGroup:
-        """Come to a meeting that rank 0 has opened. Raises `OSError` if it is not there."""
+        """Join the rendezvous of rank 0. Raises `OSError` if it is unreachable."""
         return cls(parallel, meeting, _connected(meeting.host, meeting.port, patience), patience)
 
     def abandon(self) -> None:
-        """Have exchanges end: those of others, too, which lose their connections."""
+        """Make exchanges fail, also those of other ranks, whose connections break."""
         super().abandon()
         with contextlib.suppress(RuntimeError):
             self.store.set("abandoned", b"1")
         with self._lock:
-            # An exchange that another thread waits in keeps its connections until it ends, or this process does.
+            # An exchange that blocks another thread holds its connections until it ends, or this process does.
             self._gloo, self._received, self._sent = None, [], []
 
     def _show(self, number: int, count: int) -> None:
@@ -100,20 +100,20 @@ class TorchGroup(RankGroup):
         try:
             self._received[rank].wait(timedelta(seconds=seconds))
         except RuntimeError:
-            if time.monotonic() - begun < 0.99 * seconds:  # else it is there and says nothing
+            if time.monotonic() - begun < 0.99 * seconds:  # else it is connected but silent
                 self._abandoned[0] = 1
             return False
         return True
 
     def _connect(self, others: list[int]) -> bool:
-        """Connect to all ranks, once all have come. Returns False if one does not."""
+        """Connect to all ranks once all have joined. Returns False if one times out."""
         self.store.set(f"rank-{self.parallel.rank}", b"1")
         for other in others:
             if not self._waited(lambda: self._has_come(other), self.patience, _LOOK_SECONDS):  # noqa: B023 - called at once
                 self._absent = other
                 return False
         store = PrefixStore("gloo", self.store)
-        # The address under which this machine speaks to the meeting.
+        # The local address of this machine's connection to the rendezvous.
         with socket.create_connection((self.meeting.host, self.meeting.port)) as connection:
             address = str(connection.getsockname()[0])
         self._gloo = gloo_group(store, self.parallel, address, self.patience)
@@ -126,14 +126,14 @@ class TorchGroup(RankGroup):
 
 
 class TorchCollectives:
-    """Sums and gathers of tensors over a process group, such as NCCL's; may be captured where that one may."""
+    """Sums and gathers of tensors over a process group, such as NCCL's; may be captured if the group supports it."""
 
     def __init__(self, process_group: Any, parallel: Parallel) -> None:
         self._group = process_group
         self._size = parallel.size
 
     def all_reduce(self, x: Array) -> Array:
-        """Return the sum of what all ranks hold, added up in float32 in the order of ranks, and rounded once."""
+        """Return the sum over all ranks, computed in float32 in the order of ranks, and rounded once."""
         if self._size == 2 or x.nbytes <= _WHOLE_BYTES:
             return self._sum(self._gather(x.flatten())).reshape(x.shape)
         each = -(-x.numel() // self._size)
@@ -145,7 +145,7 @@ class TorchCollectives:
         return total.flatten()[: x.numel()].reshape(x.shape)
 
     def all_gather(self, x: Array) -> Array:
-        """Return what all ranks hold, [n, ...] each, joined along the last axis in the order of ranks."""
+        """Return x [n, ...] of all ranks, concatenated along the last axis in the order of ranks."""
         whole = self._gather(x.flatten()).unflatten(1, x.shape)
         return torch.cat(tuple(whole), dim=-1)
 
@@ -165,7 +165,7 @@ class TorchCollectives:
 
 
 def shared_store(group: RankGroup) -> Any:
-    """Return a store that all ranks of a group see, for what has to meet once more, such as NCCL."""
+    """Return a store shared by all ranks of a group, for a further rendezvous such as NCCL's."""
     if isinstance(group, TorchGroup):
         return PrefixStore("device", group.store)
     store, port = _listening(group.host) if group.parallel.rank == 0 else (None, 0)
@@ -174,7 +174,7 @@ def shared_store(group: RankGroup) -> Any:
 
 
 def gloo_group(store: Any, parallel: Parallel, address: str, seconds: float) -> Any:
-    """Return gloo's process group, which takes tensors of the processor; blocks until all ranks have come."""
+    """Return a gloo process group for CPU tensors; blocks until all ranks have joined."""
     options = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=seconds)
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
@@ -182,10 +182,10 @@ def gloo_group(store: Any, parallel: Parallel, address: str, seconds: float) -> 
 
 
 def _listening(host: str) -> tuple[Any, int]:
-    """Return a store that listens at an address of this machine and nowhere else, and its port."""
+    """Return a store that listens only at one address of this machine, and its port."""
     with socket.create_server((host, 0), family=socket.getaddrinfo(host, 0)[0][0]) as listener:
         port = int(listener.getsockname()[1])
-        # torch would listen at all addresses of the machine; of a socket that is handed over it becomes the owner.
+        # torch would listen on all addresses of the machine; it takes ownership of a socket passed to it.
         descriptor = listener.detach()
         return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=descriptor), port
 

@@ -1,4 +1,4 @@
-"""The torch pack: float32, bfloat16 or float16, eager. Needs no compiler, and is the oracle of packs that have one."""
+"""The torch pack: float32, bfloat16 or float16, eager. Needs no compiler; the reference for compiled packs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def as_torch(weight: Weight) -> Array:
-    """Return a tensor of the same type on the host, to copy from: it may be a mapped file, which is read-only.
+    """Return a host tensor of the same dtype to copy from; it may be a read-only mapped file.
 
     A packed weight becomes float32.
     """
@@ -38,7 +38,7 @@ def as_torch(weight: Weight) -> Array:
 
 
 def widened(array: Array) -> Array:
-    """Return numbers of 16 bits as float32, which the host computes with; others as they are."""
+    """Convert 16-bit floats to float32, which the host computes with; others are unchanged."""
     return array.float() if array.dtype in (torch.bfloat16, torch.float16) else array
 
 
@@ -53,7 +53,7 @@ class TorchLinear:
 class TorchOps(TorchSampling, Ops):
     """Operations on torch tensors of one device.
 
-    Nothing but `to_host` and the attention plan, once a step, waits for the device.
+    Only `to_host` and, once a step, the attention plan synchronize with the device.
     """
 
     name = "torch"
@@ -63,7 +63,7 @@ class TorchOps(TorchSampling, Ops):
 
     def __init__(self, dtype: str = "float32", device: str = "cpu") -> None:
         if dtype not in _DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+            raise ValueError(f"expected a dtype of {', '.join(_DTYPES)}, got {dtype!r}")
         self.dtype = dtype
         self.device = torch.device(device)
         self._on_host = self.device.type == "cpu"
@@ -82,14 +82,14 @@ class TorchOps(TorchSampling, Ops):
         self.stage = stage
 
     def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
-        """Return states in the dtype that they had."""
+        """Upload states in their original dtype."""
         return torch.from_numpy(states).to(self.torch_dtype)
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Share or copy a numpy array; uint64 becomes int64 with the same bits."""
         if array.dtype == np.uint64:
             array = array.view(np.int64)
-        if not array.flags.writeable:  # torch does not know read-only memory
+        if not array.flags.writeable:  # torch does not support read-only memory
             array = array.copy()
         shared = torch.from_numpy(array)
         return shared if self._on_host else shared.to(self.device)
@@ -128,7 +128,7 @@ class TorchOps(TorchSampling, Ops):
         return TorchKVCache(shape, num_blocks, self.torch_dtype, self.device)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
-        """Look up rows. Like the models that have one, rounds the scale to the pack's dtype."""
+        """Look up rows. Rounds the scale to the pack's dtype, as the reference models do."""
         x = functional.embedding(token_ids, table)
         return x if scale == 1.0 else x * _rounded(scale, self.torch_dtype)
 
@@ -172,14 +172,14 @@ class TorchOps(TorchSampling, Ops):
         layer.values.index_copy_(0, slots, v)
 
     def paged_attention(self, q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
-        """Attend over gathered keys and values; what the step's metadata decides is computed once for all layers."""
+        """Attend over gathered keys and values; the plan of a step is computed once for all layers."""
         if self._planned is None or self._planned[0] is not step:
             self._planned = (step, TorchAttentionPlan(step, layer.block_size))
         return self._planned[1].attend(q, layer, heads)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         chosen, weights = route(x, experts)
-        # Places of the [T, top_k] choices, grouped by expert; reading the group sizes waits for the device.
+        # Indices of the [T, top_k] choices, grouped by expert; reading the group sizes synchronizes with the device.
         places = chosen.flatten().argsort(stable=True)
         sizes = torch.bincount(chosen.flatten(), minlength=len(experts.gate_up)).tolist()
         output = torch.zeros_like(x)
@@ -194,7 +194,7 @@ class TorchOps(TorchSampling, Ops):
         return x + y
 
     def all_reduce(self, x: Array) -> Array:
-        """Add up what the ranks hold, in their order and in float32."""
+        """Sum over the ranks, in their order and in float32."""
         return x if self._group is None else torch.from_numpy(self._group.all_reduce(x.float().numpy())).to(x.dtype)
 
     def all_gather(self, x: Array) -> Array:
@@ -221,7 +221,7 @@ def route(x: Array, experts: Experts) -> tuple[Array, Array]:
 
 @cache
 def _rounded(number: float, dtype: Any) -> float:
-    """Return the number of a dtype that is closest; made once, since no tensor may be made on the host in a capture."""
+    """Return a scalar rounded to a dtype; cached, because a graph capture must not create host tensors."""
     return float(torch.tensor(number, dtype=dtype))
 
 
@@ -237,17 +237,17 @@ def _activate(x: Array, activation: Activation) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class TorchInt8Linear:
-    """A prepared linear with a scale for each of its rows."""
+    """A prepared linear with one scale per row."""
 
     weight: Array
-    """int8[out, in] in the order that oneDNN chose."""
+    """int8[out, in] in the layout of oneDNN."""
     scales: Array
     """float32[out]"""
     bias: Array | None
     """float32[out]"""
 
     def __call__(self, x: Array) -> Array:
-        """Multiply x [T, in], rounded to 8 bits row by row; rows that are not finite stay so."""
+        """Multiply x [T, in], quantized to 8 bits row by row; rows that are not finite remain so."""
         wide = x.float()
         scale = wide.abs().amax(dim=1, keepdim=True) / 127
         values = wide.div_(scale.clamp_min(1e-30)) if wide is not x else wide / scale.clamp_min(1e-30)
@@ -256,12 +256,12 @@ class TorchInt8Linear:
 
 
 class TorchInt8Ops(TorchOps):
-    """The pack on a processor that `multiplies_bytes_exactly`: `int8` weights stay as they are stored.
+    """The pack on a CPU that `multiplies_bytes_exactly`: `int8` weights stay packed.
 
-    oneDNN's product of bytes, which torch carries for its own quantized models, adds whole numbers exactly, so a row
-    has the same bits alone and in every batch. torch's other operations for packed weights are not used: those of 4
-    bits and the one that multiplies int8 by bfloat16 lose to expanded weights from some ten rows on
-    (benchmarks/NOTES.md), and dynamic quantization of a whole batch would let one row change another.
+    oneDNN's int8 product, which torch ships for quantized models, accumulates integers exactly, so a row has the same
+    bits alone and in any batch. Torch's other operations for packed weights are not used: those of 4 bits and the one
+    that multiplies int8 by bfloat16 are slower than dequantized weights from about ten rows on (benchmarks/NOTES.md),
+    and dynamic quantization of a whole batch would let one row change another.
     """
 
     weight_formats = frozenset({"int8"})
@@ -269,7 +269,7 @@ class TorchInt8Ops(TorchOps):
     def prepare_linear(
         self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> Any:
-        """Keep packed parts packed, but where a row has several scales or minima, or a part is not packed."""
+        """Keep packed parts packed, unless a row has several scales or minima, or a part is not packed."""
         packed = [part for part in parts if isinstance(part, PackedTensor) and _fits(part)]
         if len(packed) < len(parts):
             return super().prepare_linear(parts, biases, gated=gated)
@@ -283,7 +283,7 @@ class TorchInt8Ops(TorchOps):
 
 
 def multiplies_bytes_exactly() -> bool:
-    """Try the product: it saturates on processors without VNNI, and is missing from some builds of torch."""
+    """Test the product, which saturates on CPUs without VNNI and is missing from some builds of torch."""
     weight = torch.full((32, 256), 127, dtype=torch.int8)
     try:
         packed = torch.ops.onednn.qlinear_prepack(weight, None)

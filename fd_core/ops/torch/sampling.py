@@ -1,4 +1,4 @@
-"""Sampling, logit adjustments and draft verification in torch, without waiting for the device; see `Ops`."""
+"""Sampling, logit adjustments and draft verification in torch, without synchronizing with the device; see `Ops`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TorchSampling:
 
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
         """Choose a token for each row."""
-        likeliest = logits.argmax(dim=1)  # of a NaN, where there is one
+        likeliest = logits.argmax(dim=1)  # argmax returns a NaN, if any
         peaks = logits.gather(1, likeliest[:, None])[:, 0]
         if rows.all_greedy:
             return likeliest.int(), peaks
@@ -65,7 +65,7 @@ class TorchSampling:
         """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
         normalizer = logits.logsumexp(dim=1, keepdim=True)
         chosen = (logits.gather(1, tokens.long()[:, None]) - normalizer)[:, 0]
-        if not top_n:  # the keys that sort a vocabulary take several times its logits
+        if not top_n:  # sort keys of a vocabulary need several times the memory of its logits
             return chosen, tokens.new_empty((len(logits), 0), dtype=torch.int32), logits[:, :0]
         top_ids = _sort_keys(logits).topk(top_n, dim=1).values.neg().bitwise_and(0xFFFFFFFF)
         return chosen, top_ids.int(), logits.gather(1, top_ids) - normalizer
@@ -74,7 +74,7 @@ class TorchSampling:
         """Count the tokens that are more likely, and as likely with a lower id."""
         own = logits.gather(1, tokens.long()[:, None])
         before = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) < tokens[:, None]
-        # Added up as int64, which is the default, the bits cost five times as much.
+        # Summed as int64, which is the default, the bits cost five times as much.
         return before.logical_and_(logits == own).logical_or_(logits > own).sum(dim=1, dtype=torch.int32) + 1
 
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
@@ -95,7 +95,7 @@ def _penalize(logits: Array, rows: Array, counts: Array, repetition: Array, pres
 
 
 def _filtered(logits: Array, weights: Array, rows: SampleInput) -> Array:
-    """Return the weights [R, V] with 0 for the tokens that top_k, top_p or min_p leave out."""
+    """Return the weights [R, V] with 0 for the tokens that top_k, top_p or min_p drop."""
     order = logits.sort(dim=1, descending=True, stable=True).indices
     ranks = torch.arange(logits.shape[1], device=logits.device)
     kept = weights.gather(1, order)

@@ -41,7 +41,7 @@ from fd_core.text.fair_thread import CLIENT
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
 _ADAPTERS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
-"""Paths whose text leaves nothing in a worker's cache, and so is not routed as a prompt."""
+"""Paths whose text is not cached by a worker, and so is not routed as a prompt."""
 _MAX_BODY_BYTES: Final = 16 * 1024
 
 
@@ -75,10 +75,10 @@ class RouterGate:
         try:
             added |= self._hosts.check(visit_of(request))
             answer = await self._answer(request, record, added)
-        except ConnectionError:  # the client disconnected: an answer has no reader
+        except ConnectionError:  # the client disconnected
             request.protocol.force_close()
             return web.Response(status=CLIENT_LEFT)
-        except Exception as error:  # noqa: BLE001  # the outermost edge: the client gets an answer to every error
+        except Exception as error:  # noqa: BLE001  # the outermost handler: the client gets a response to every error
             answer = error_response(to_api_error(error), request.path)
             if request.writer.output_size > 0:
                 request.protocol.force_close()
@@ -90,7 +90,7 @@ class RouterGate:
         if self._state.drain.leaving:
             answer.force_close()
         found = find_route(request.path)
-        # Clients cannot make up values of the label.
+        # Clients cannot create label values.
         path = found[0] if found is not None and (found[1].forwarded or found[0] in PAGES) else "other"
         self._state.metrics.answers[path, answer.status] += 1
         return answer
@@ -112,7 +112,9 @@ class RouterGate:
         if template.startswith("/v1/models"):
             return await self._list(path, to_worker(self._state, request.headers, record, "GET", "/v1/models"))
         if template.startswith(_KEPT_BY_WORKERS):
-            raise ApiError(404, "each worker keeps files and batches of its own; send these requests to a worker")
+            raise ApiError(
+                404, "files and batches are stored per worker and not routed; send these requests to a worker"
+            )
         if template == ABORT_PATH or template in _ADAPTERS:
             with self._share(request) as share:
                 body = await read_body(request, share)
@@ -190,7 +192,7 @@ def _header(request: web.BaseRequest, name: str) -> bytes | None:
 
 
 async def health(state: GatewayState) -> web.Response:
-    """Answer 200 while the gateway lives, and name background tasks that fail."""
+    """Answer 200 while the gateway is alive, and name failing background tasks."""
     return json_response(HealthAnswer("ok", state.supervisor.failing or None))
 
 
@@ -248,7 +250,7 @@ def _not_ready(state: GatewayState) -> str | None:
     if state.router.ready():
         return None
     healthy = any(each.state is WorkerState.HEALTHY for each in state.router.snapshot().workers)
-    return "neither a mixed worker nor a decode worker can be used" if healthy else "no worker is healthy"
+    return "no mixed worker and no decode worker is available" if healthy else "no worker is healthy"
 
 
 @cache
@@ -263,7 +265,7 @@ class _RegisterRequest(msgspec.Struct):
 
 
 class RegisteredWorker(msgspec.Struct):
-    """The answer to a worker that was registered or deregistered."""
+    """Response to a worker that was registered or deregistered."""
 
     worker: str
     incarnation: int
@@ -297,9 +299,9 @@ class Admin:
             message = "the router's secret is required: send the header 'Authorization: Bearer SECRET'"
             raise ApiError(401, message, code="invalid_secret", headers={"WWW-Authenticate": "Bearer"})
         if request.path not in ("/register", "/deregister"):
-            raise ApiError(404, "nothing is served at this path; there are /register and /deregister")
+            raise ApiError(404, "unknown path; the admin port serves /register and /deregister")
         if request.method != "POST":
-            raise ApiError(405, "this path takes POST", headers={"Allow": "POST"})
+            raise ApiError(405, "this path requires POST", headers={"Allow": "POST"})
         try:
             with self._bodies.share(request.headers.get("Content-Length"), _MAX_BODY_BYTES) as share:
                 member = _decoder.decode(await read_body(request, share))
@@ -307,8 +309,8 @@ class Admin:
             raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
         if member.role != "mixed" and not self._pairs:
             message = (
-                f"this router has no secret for pairs, so it takes no {member.role} workers: "
-                "start it with --transfer-secret-file"
+                f"this router has no transfer secret and accepts no {member.role} workers; start it with "
+                "--transfer-secret-file"
             )
             raise ApiError(400, message, param="role", code="wrong_role")
         known, now = self._router.workers(), time.monotonic()
@@ -317,7 +319,7 @@ class Admin:
         elif (left := self._router.deregister(member.url, now)) is not None:
             worker = left
         else:
-            raise ApiError(404, "no worker has this address", param="url", code="unknown_worker")
+            raise ApiError(404, "no worker is registered with this address", param="url", code="unknown_worker")
         if request.path == "/deregister" or worker not in known:
             self._on_change()
         return json_response(RegisteredWorker(worker.url, worker.incarnation))

@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 _CLOSE_SECONDS: Final = 0.5
 """Grace period for answers in transit to clients at the end of the drain."""
 _LEARN_SECONDS: Final = 1.0
-"""Pause between two questions for the model that the workers serve."""
+"""Seconds between two queries for the model that the workers serve."""
 _KEEPALIVE_SECONDS: Final = 3.0
 """Idle connections to workers are closed after this time."""
 _ADMIN_CONNECTIONS: Final = 256
-"""Connections on the admin port, which workers use for a moment."""
+"""Most connections on the admin port, which workers use only briefly."""
 
 
 async def serve_gateway(
@@ -57,8 +57,8 @@ async def serve_gateway(
 ) -> None:
     """Serve until SIGINT, SIGTERM or `stop`; then drain. Raises `ConfigError` for a port or certificate.
 
-    `text` is how the workers read text; if it is None and `learns`, a worker reports the model it serves, and that
-    model is looked for on this machine. `ticket_key` is needed for pairs. `spans` are closed by the caller.
+    `text` is how the workers read text; if it is None and `learns`, a worker is queried for its model, whose tokenizer
+    is loaded if it is on this machine. `ticket_key` is needed for pairs. `spans` are closed by the caller.
     """
     tls = ServingTls.of(config)
     trusted = client_context(config.worker_ca_certs, "--worker-ca-certs", config)
@@ -119,7 +119,7 @@ async def serve_gateway(
 
 
 async def _learn(state: GatewayState) -> None:
-    """Ask workers until one names its model; read prompts with that model's tokenizer if it is on this machine."""
+    """Query workers until one reports its model; use that model's tokenizer if it is on this machine."""
     while (name := await first_root(state)) is None:
         await asyncio.sleep(_LEARN_SECONDS)
     try:
@@ -127,7 +127,7 @@ async def _learn(state: GatewayState) -> None:
     except FdError:
         log.warning(
             "the tokenizer of %s is not on this machine, so prompts are compared by their bytes; "
-            "give --tokenizer MODEL to compare tokens",
+            "set --tokenizer MODEL to compare tokens",
             "".join(letter if letter.isprintable() else "?" for letter in name[:128]),
         )
         return

@@ -1,7 +1,7 @@
-"""Drafters: guess the next tokens of requests, so that one step can verify several.
+"""Drafters: propose the next tokens of requests, so that one step can verify several.
 
-A guess never changes a text: it is kept only if it equals the token that would have been sampled in its place. So a
-drafter is free to be wrong; it only has to be cheap.
+A draft token never changes the output: it is accepted only if it equals the token that would have been sampled. So a
+drafter may be wrong; it only has to be cheap.
 """
 
 from fd_core.runner.drafting.contract import (

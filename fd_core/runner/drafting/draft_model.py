@@ -17,11 +17,11 @@ from fd_core.types import IntArray
 
 
 class SlotBlocks:
-    """Block tables that grow on demand. The drafter gets no notice of idle slots, so the slot that was unused for
-    the longest time loses its blocks first.
+    """Block tables that grow on demand. The drafter is not notified of idle slots, so blocks are evicted from the least
+    recently used slot.
 
-    A draft that cannot be made costs speed only, so no blocks are reserved. None are fenced either, because one drafter
-    alone reads and writes the cache, one forward pass after the other.
+    A missing draft costs only speed, so no blocks are reserved. None are fenced, because a single drafter reads and
+    writes the cache, one forward pass after the other.
     """
 
     def __init__(self, num_slots: int, num_blocks: int, block_size: int, max_tokens: int) -> None:
@@ -29,24 +29,25 @@ class SlotBlocks:
         self._block_size = block_size
         self.tables = np.zeros((num_slots, -(-max_tokens // block_size)), np.int32)
         self.computed = np.zeros(num_slots, np.int32)
-        """Tokens at the front of each slot whose KV is in its blocks."""
+        """Leading tokens of each slot whose KV is in its blocks."""
         self._held = np.zeros(num_slots, np.int32)
         self._last_use = np.zeros(num_slots, np.int64)
         self._turn = 0
         self._free = list(range(num_blocks))
 
     def release(self, slot: int) -> None:
-        """Free the blocks of a slot; none of its tokens counts as computed then."""
+        """Free the blocks of a slot; its computed tokens become 0."""
         self._free.extend(self.tables[slot, : self._held[slot]].tolist())
         self._held[slot] = self.computed[slot] = 0
 
     def begin_turn(self, slots: IntArray) -> None:
-        """Mark `slots` int32[n] as used; none of them loses blocks until the next turn."""
+        """Mark `slots` int32[n] as used; their blocks are not evicted until the next turn."""
         self._turn += 1
         self._last_use[slots] = self._turn
 
     def reserve(self, slot: int, tokens: int) -> bool:
-        """Give a slot of this turn blocks for its first `tokens` tokens; false, and no change, if there are too few."""
+        """Allocate blocks for the first `tokens` tokens of a slot of this turn; return False, without a change, if
+        there are too few."""
         missing = -(-tokens // self._block_size) - int(self._held[slot])
         while missing > len(self._free):
             resting = np.flatnonzero((self._held > 0) & (self._last_use < self._turn))
@@ -61,12 +62,12 @@ class SlotBlocks:
 
 
 class DraftModelDrafter(Drafter):
-    """The greedy continuation of a model, for all slots at once: one forward for each draft token.
+    """Greedy continuation by a draft model, for all slots at once: one forward pass per draft token.
 
-    The first forward of a turn also computes what the model has not seen: tokens that were delivered since, and
-    prompts, in chunks of at most the step token budget. A slot proposes once it has caught up. Keys and values of
-    rejected drafts are overwritten by the next tokens, because a slot counts as computed only up to the first token
-    that is not the one computed there.
+    The first forward of a turn also computes the pending tokens: those delivered since, and prompts, in chunks of at
+    most the step token budget. A slot proposes once it has caught up. Keys and values of rejected drafts are
+    overwritten by the next tokens, because a slot counts as computed only up to the first token that is not the one
+    computed there.
     """
 
     name = "draft_model"
@@ -77,9 +78,9 @@ class DraftModelDrafter(Drafter):
         model = context.load_model(context.model_path)
         if model.vocab_size != context.vocab_size:
             raise ConfigError(
-                f"the draft model has a vocabulary of {model.vocab_size} tokens, the model one of {context.vocab_size}",
+                f"expected a draft model with a vocabulary of {context.vocab_size} tokens, got {model.vocab_size}",
                 field=FLAG,
-                hint="a draft model must share the model's tokenizer",
+                hint="use a draft model with the target's tokenizer",
             )
         self.kv_shape = cache_shape(model, context.block_size, context.kv_cache_dtype)
         self._model = model
@@ -97,7 +98,7 @@ class DraftModelDrafter(Drafter):
         self._blocks = SlotBlocks(limits.max_num_seqs, limits.num_kv_blocks, limits.block_size, limits.max_model_len)
 
     def admit(self, slot: int, tokens: IntArray) -> None:
-        """Forget the residency before; the model sees the tokens when drafts are first wanted."""
+        """Discard the previous request; the model computes the tokens when drafts are first needed."""
         self._blocks.release(slot)
         self._length[slot] = len(tokens)
         self._tokens[slot, : len(tokens)] = tokens
@@ -118,12 +119,12 @@ class DraftModelDrafter(Drafter):
         self._length[slots] += given.sum(axis=1).astype(np.int32)
 
     def propose(self, slots: IntArray, limit: int) -> tuple[IntArray, IntArray]:
-        """Catch up, then draft token by token for every slot that has."""
+        """Catch up, then draft token by token for every slot that has caught up."""
         tokens, counts = np.zeros((len(slots), limit), np.int32), np.zeros(len(slots), np.int32)
         length, computed = self._length[slots], self._blocks.computed
         # The last token is always computed: its logits yield the first draft.
         computed[slots] = np.minimum(computed[slots], length - 1)
-        # Drafts that each slot can have verified when all share what a step has for them.
+        # Drafts per slot if all slots share the tokens that a step can verify.
         useful = min(limit, -(-max(self._cheap_tokens - len(slots), 0) // max(len(slots), 1)))
         wanted = np.minimum(useful, self._longest - length)
         rows, chunks = self._choose(slots, wanted)
@@ -138,10 +139,10 @@ class DraftModelDrafter(Drafter):
         return tokens, counts
 
     def _choose(self, slots: IntArray, wanted: IntArray) -> tuple[npt.NDArray[np.intp], IntArray]:
-        """Return the rows that compute something, and how many tokens each: those with the least to catch up first.
+        """Return the rows to compute and their token counts, those with the fewest missing tokens first.
 
-        Slots that keep up miss at most as many tokens as the step just delivered, which the same budget allowed, so
-        a prompt never makes them wait.
+        Slots that have caught up miss at most the tokens of the last step, which fit the same budget, so a prompt never
+        delays them.
         """
         blocks, left = self._blocks, self._budget
         blocks.begin_turn(slots)
@@ -168,9 +169,9 @@ class DraftModelDrafter(Drafter):
         return ready, logits
 
     def _draft(self, slots: IntArray, wanted: IntArray, logits: Array, limit: int) -> IntArray:
-        """Return drafts int32[n, limit], of which row i has wanted[i], behind texts whose last logits are given.
+        """Return drafts int32[n, limit], wanted[i] in row i, after the texts with the given last logits.
 
-        Each forward is fed what the one before chose without a look at it, so the host waits for the device once.
+        Each forward reads the tokens of the previous one on the device, so the host synchronizes only once.
         """
         ops, length = self._ops, self._length[slots]
         live: npt.NDArray[np.intp] = np.arange(len(slots))
@@ -195,7 +196,7 @@ class DraftModelDrafter(Drafter):
 
     @property
     def _known(self) -> tuple[IntArray, IntArray, int]:
-        """Tokens, block tables and block size, as `build_inputs` takes them."""
+        """Tokens, block tables and block size: arguments of `build_inputs`."""
         return self._tokens, self._blocks.tables, self._cache.shape.block_size
 
 

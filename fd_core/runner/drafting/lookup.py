@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what followed the same few tokens last time, or its longest repeated suffix."""
+"""Drafts from the text itself: the tokens after the latest same n-gram, or after the longest repeated suffix."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from fd_core.types import IntArray
 
 
 class NgramDrafter(PerSlotDrafter):
-    """Prompt lookup: what followed the last time the same n tokens were seen (Saxena, 2023).
+    """Prompt lookup: the tokens after the latest occurrence of the same n-gram (Saxena, 2023).
 
-    Options: `prompt_lookup_max` (longest n-gram tried first, 4) and `prompt_lookup_min` (shortest, 2). A token costs
-    the same however long the text is: every n-gram is kept in a table with the place behind its latest occurrence.
+    Options: `prompt_lookup_max` (longest n-gram tried first, 4) and `prompt_lookup_min` (shortest, 2). The cost per
+    token does not depend on the length of the text: a table maps every n-gram to the position after its latest
+    occurrence.
     """
 
     name = "ngram"
@@ -89,7 +90,7 @@ class _SuffixAutomaton:
         self._link = [-1]
         self._length = [0]
         self._first_end = [0]
-        """Place behind the first occurrence of a state's strings."""
+        """Position after the first occurrence of a state's strings."""
         self._last = 0
 
     def append(self, token: int) -> None:
@@ -106,7 +107,7 @@ class _SuffixAutomaton:
         self._last = state
 
     def earlier_suffix(self) -> tuple[int, int]:
-        """Return (length, place behind its first occurrence) of the longest suffix that occurred before."""
+        """Return length, and position after the first occurrence, of the longest suffix that occurred before."""
         link = self._link[self._last]
         return (self._length[link], self._first_end[link]) if link > 0 else (0, 0)
 
@@ -118,7 +119,7 @@ class _SuffixAutomaton:
         return len(self._next) - 1
 
     def _target(self, walk: int, token: int) -> int:
-        """Return the state of exactly the strings of `walk` followed by `token`, splitting one if need be."""
+        """Return the state of exactly the strings of `walk` followed by `token`, splitting one if necessary."""
         old = self._next[walk][token]
         if self._length[old] == self._length[walk] + 1:
             return old

@@ -1,1 +1,1 @@
-"""From a plan to the inputs of a model."""
+"""Inputs of a model, built from a plan."""

@@ -1,4 +1,4 @@
-"""Builds the flattened batch of a step. The step token budget is counted here, where tokens really are."""
+"""Flattened batch of a step. The step token budget is enforced here, on the actual number of tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from fd_core.types import IntArray, StepPlan
 
 _Value = TypeVar("_Value")
 Fed = tuple[Array | None, Array]
-"""Indices of a step's tokens that the host does not know, int32[n], and their slots, int32[n].
+"""Indices of a step's tokens that are only on the device, int32[n], and their slots, int32[n].
 
-The places are None for all tokens of a step: then there is a slot for each, the one behind the last for padding.
+The indices are None if all tokens are: then there is one slot per token, and num_slots for padding.
 """
 
 
 def uploaded(value: _Value, ops: Ops) -> _Value:
-    """Return a value with its numpy arrays on the device, all in one upload; a pack on the host gets it as it is.
+    """Return a value with its numpy arrays uploaded to the device in one transfer; unchanged for a pack on the host.
 
-    A value is an array, a dataclass or a tuple of values; anything else stays what it is: arrays of a device, and
-    `HostStep`.
+    A value is an array, a dataclass or a tuple of values; others are unchanged, such as device arrays and `HostStep`.
     """
     if ops.on_host:
         return value
@@ -64,7 +63,7 @@ def _replaced(parts: Iterable[Any], found: Iterator[Array]) -> list[Any]:
 
 @cache
 def _parts_of(kind: type) -> attrgetter[tuple[Any, ...]] | None:
-    """Return what reads all fields of a dataclass, at least two; None for any other type, and for `HostStep`."""
+    """Return a getter of all fields of a dataclass, at least two; None for other types and for `HostStep`."""
     return attrgetter(*(each.name for each in fields(kind))) if is_dataclass(kind) and kind is not HostStep else None
 
 
@@ -85,17 +84,17 @@ class Spans:
     logits_rows: IntArray
     """int32[R], indices into the flattened batch."""
     shape: tuple[int, int] | None = field(default=None, kw_only=True)
-    """Rows, and tokens of each row, that the step is padded to; None if it is computed as it is.
+    """Rows, and tokens per row, of the padded step; None without padding.
 
-    Before a span that is shorter, tokens of the same request are computed once more; what is written of them goes to
-    the spare block. So a span reads nothing but its own request, and no NaN of another one reaches it. Further rows lie
-    in the spare block as a whole, after the others.
+    A shorter span is padded in front with earlier tokens of the same request, whose KV is written to the spare block.
+    So a span only reads its own request, and no NaN of another one reaches it. Padding rows come last and use only the
+    spare block.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Rows(Spans):
-    """The rows of a plan as the runner computes them: real positions, real drafts.
+    """The rows of a plan as the runner computes them: with actual positions and drafts.
 
     flattened:   | row 0: chunk . . . | row 1: last token, draft, draft | row 2: last token |
     logits of:                      ^                  ^      ^      ^               ^
@@ -104,18 +103,18 @@ class Rows(Spans):
     """
 
     begins: IntArray
-    """int32[n], where the own tokens of each row begin in the flattened batch."""
+    """int32[n], start of each row's tokens, after padding, in the flattened batch."""
     sampling: IntArray
     """int32[N], indices of the rows that sample."""
     sampled_slots: IntArray
     """int32[N]"""
     drafts: IntArray
-    """int32[N], drafts that each of them verifies."""
+    """int32[N], number of drafts that each of them verifies."""
     drafted: bool
     logits_slots: IntArray
     """int32[R]"""
     positions: IntArray
-    """int32[R], position of the token that is chosen from each row of logits."""
+    """int32[R], position of the token sampled from each row of logits."""
     columns: IntArray
     """int32[R], column of the token matrix."""
 
@@ -133,13 +132,12 @@ def resolve_rows(
     limits: Limits,
     padded: Callable[[int, int], tuple[int, int] | None] | None = None,
 ) -> Rows:
-    """Fix what the plan leaves to the runner: how many drafts there are, and where a row begins.
+    """Resolve the rows of a plan: the number of drafts and the start of each row.
 
-    A row that samples ends with the last token known, which may lie before the plan's place when drafts of an earlier
-    step were rejected. A step is padded to the shape that `padded` gives, see `Ops.padded`, and charged for it; it is
-    computed as it is where a request has fewer tokens than a row of that shape.
-    Raises `BudgetExceeded` if the step is larger than the budget, and `RuntimeError` if it reaches beyond the tokens
-    that the runner knows.
+    A row that samples ends with the last known token, which may be before the planned position if drafts of an earlier
+    step were rejected. A step is padded to the shape that `padded` returns, see `Ops.padded`, which counts towards the
+    budget; it is not padded if a request has fewer tokens than a row of that shape. Raises `BudgetExceeded` if the step
+    is larger than the budget, and `RuntimeError` if it exceeds the tokens in the batch.
     """
     slots, length = plan.slots, batch.length[plan.slots]
     drafts, own = plan.num_drafts, plan.num_tokens
@@ -153,15 +151,17 @@ def resolve_rows(
         shape = None
     total = int(counts.sum()) if shape is None else shape[0] * shape[1]
     if total > limits.max_num_batched_tokens:
-        raise BudgetExceeded(f"step {plan.step} computes {total} tokens; the budget is {limits.max_num_batched_tokens}")
+        raise BudgetExceeded(
+            f"step {plan.step} computes {total} tokens, over the budget {limits.max_num_batched_tokens}"
+        )
     astray = (starts > plan.starts) | (starts + own > length) | (starts < 0)
     if astray.any():
         slot = int(slots[astray][0])
-        raise RuntimeError(f"step {plan.step} plans tokens of slot {slot} that the runner does not have")
+        raise RuntimeError(f"step {plan.step} plans tokens of slot {slot} beyond those in the runner's batch")
     sampling = plan.samples.nonzero()[0].astype(np.int32)
     if shape is None:
         begins = np.cumsum(counts, dtype=np.int32) - counts
-    else:  # own tokens stand at the end of a padded row
+    else:  # padding precedes the tokens of a row
         begins = np.arange(1, len(counts) + 1, dtype=np.int32) * np.int32(shape[1]) - counts
     logits_rows = (begins + own - 1)[sampling]
     logits_slots = sampled_slots = slots[sampling]
@@ -193,7 +193,7 @@ def resolve_rows(
 
 
 def build_inputs(spans: Spans, tokens: IntArray, tables: IntArray, size: int, ops: Ops) -> StepInput:
-    """Gather the input of a forward beside the steps, and upload it; see `gather_inputs`."""
+    """Build and upload the input of a forward pass outside the steps; see `gather_inputs`."""
     return uploaded(gather_inputs(spans, tokens, tables, size), ops)
 
 
@@ -207,9 +207,9 @@ def gather_inputs(
 ) -> StepInput:
     """Gather, on the host, tokens, positions, cache slots and block tables of the spans, at least one.
 
-    `tokens` int32[num_slots, *] and `tables` int32[num_slots, blocks] hold what is known of every slot; `size` is
-    the number of tokens in a block; `spare_block` is the block that padding writes.
-    `adapters` has the place of each slot's adapter, int32[num_slots]; None if none of these slots has one.
+    `tokens` int32[num_slots, *] and `tables` int32[num_slots, blocks] are the state of every slot; `size` is the number
+    of tokens in a block; `spare_block` is the block that padding writes. `adapters` int32[num_slots] is the adapter
+    slot of each slot; None if none of them has one.
     """
     slots, starts, counts = spans.slots, spans.starts, spans.counts
     context = starts + counts
@@ -232,7 +232,7 @@ def gather_inputs(
     entries, offsets = np.divmod(positions, size)
     kv_slots = tables[slot_of, entries] * size + offsets
     if spans.shape is not None and width > 1:
-        kv_slots[positions < np.repeat(spans.starts, width)] = spare * size  # what was computed before
+        kv_slots[positions < np.repeat(spans.starts, width)] = spare * size  # computed before
     token_ids = tokens[slot_of, positions]
     block_tables = tables[slots, : -(-max_context // size)]
     lora_places = None if adapters is None else adapters[slot_of]
@@ -260,7 +260,7 @@ def gather_inputs(
 
 
 def adapter_rows(places: IntArray, ops: Ops) -> dict[str, Any]:
-    """Return the fields of `StepInput` that tell the place of each token's adapter, int32[T]."""
+    """Return the fields of `StepInput` for the adapter slot of each token, int32[T]."""
     return {name: uploaded(value, ops) for name, value in _adapter_fields(places).items()}
 
 
@@ -280,9 +280,9 @@ def _padded(array: IntArray, more: int, value: IntArray | int) -> IntArray:
 
 
 class LastTokens:
-    """int32[num_slots + 1, 1] on the device; the last row holds 0, for rows that only fill a step up.
+    """Last tokens on the device, int32[num_slots + 1, 1]; the last row is 0, for padding.
 
-    Kept for packs that queue: after a step that a pack computes in the call, the host knows all tokens.
+    Used by packs that queue; other packs return with all tokens on the host.
     """
 
     def __init__(self, ops: Ops, num_slots: int) -> None:
@@ -291,9 +291,9 @@ class LastTokens:
         self._tokens = ops.from_host(np.zeros((num_slots + 1, 1), np.int32))
 
     def gather(self, rows: Rows, unsettled: IntArray, total: int) -> Fed | None:
-        """Say on the host what a step of `total` tokens, padding included, takes from here; None for nothing.
+        """Return the tokens that a step of `total` tokens, including padding, reads from here; None for none.
 
-        `unsettled` int32[num_slots] counts the tokens of each slot that the host does not know.
+        `unsettled` int32[num_slots] counts the tokens of each slot that are only on the device.
         """
         fed = unsettled[rows.slots].nonzero()[0]
         if not len(fed):
@@ -305,7 +305,7 @@ class LastTokens:
         return (rows.begins + rows.counts - 1)[fed], rows.slots[fed]
 
     def feed(self, token_ids: Array, fed: Fed) -> Array:
-        """Put last tokens, as `gather` said, into the tokens int32[T] of a step."""
+        """Write last tokens, as `gather` returned, into the tokens int32[T] of a step."""
         places, slots = fed
         tokens = self._ops.gather_rows(self._tokens, slots)
         if places is not None:
@@ -313,5 +313,5 @@ class LastTokens:
         return tokens.reshape(-1)
 
     def keep(self, slots: Array, grid: Array) -> None:
-        """Remember what a step sampled: int32[N], int32[N, 1 + k] of rows without drafts; of others nobody asks."""
+        """Store the tokens of a step: slots int32[N], sampled int32[N, 1 + k]; only used for rows without drafts."""
         self._tokens = self._ops.write_rows(self._tokens, slots, grid[:, :1])

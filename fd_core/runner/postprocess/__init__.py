@@ -1,1 +1,1 @@
-"""Postprocessing: what was sampled, which drafts were accepted and which slots were revoked become the token matrix."""
+"""Postprocessing: builds the token matrix from sampled tokens, accepted drafts and preempted slots."""

@@ -1,4 +1,4 @@
-"""Contract of a postprocessor: the hook `fd_register_postprocessors` offers classes of this contract."""
+"""Contract of a postprocessor, which the hook `fd_register_postprocessors` registers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["Postprocess", "require_fit"]
 
 
 class Postprocess(abc.ABC):
-    """Writes the token matrix of each step, on the device. Made once for each runner, and called on its thread.
+    """Builds the token matrix of each step on the device. Created once per runner, and called on its thread.
 
-    It keeps section 1 of the law; `fdcore conformance --postprocess NAME` proves it,
-    `docs/extend/write-a-postprocessor.md` shows a whole plugin.
+    It implements section 1 of the invariants; `fdcore conformance --postprocess NAME` checks it, and
+    `docs/extend/write-a-postprocessor.md` shows a complete plugin.
     """
 
     serves: ClassVar[tuple[str, ...]] = ()
-    """Frameworks (`Ops.framework`) whose arrays it takes, or names of backends that it is for."""
+    """Supported frameworks (`Ops.framework`) or names of supported backends."""
 
     def __init__(self, ops: Ops, limits: Limits) -> None:
-        """Prepare for steps of at most `limits.max_num_seqs` slots and `limits.max_drafts` drafts. May wait."""
+        """Prepare for steps of at most `limits.max_num_seqs` slots and `limits.max_drafts` drafts. May block."""
         self.ops, self.limits = ops, limits
 
     @abc.abstractmethod
@@ -35,17 +35,17 @@ class Postprocess(abc.ABC):
         the tokens are; each slot in `revoked`, which has no row, carries PREEMPTED_TOKEN_ID in column 0; everything
         else is EMPTY_TOKEN_ID. N and M may be 0.
 
-        Does not wait for the device, keeps nothing of a step for the next one, and leaves its inputs as they are. The
-        matrix shares no memory with them or with an earlier matrix: other steps may be computed before it is read.
+        Does not synchronize with the device, keeps no state between steps, and does not modify its inputs. The matrix
+        shares no memory with them or with an earlier matrix: further steps may be computed before it is read.
         """
 
 
 def require_fit(postprocess: type[Postprocess], name: str, framework: str, backend: str) -> None:
-    """Raise `PluginError` unless the postprocessor called `name` is for the framework or for the backend."""
+    """Raise `PluginError` unless the postprocessor `name` supports the framework or the backend."""
     if not isinstance(postprocess.serves, tuple) or not {framework, backend}.intersection(postprocess.serves):
         raise PluginError(
-            f"the postprocessor {name} is not for the backend {backend}, whose arrays are those of {framework}: "
-            f"it serves {postprocess.serves!r}",
+            f"the postprocessor {name} does not support the backend {backend} (framework {framework}): "
+            f"it supports {postprocess.serves!r}",
             field="--postprocess",
-            hint="leave it out, or name one that serves the framework or the backend",
+            hint="omit it, or select one that supports the framework or the backend",
         )

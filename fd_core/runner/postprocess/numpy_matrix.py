@@ -12,7 +12,7 @@ from fd_core.types import IntArray
 
 
 class NumpyPostprocess(Postprocess):
-    """For packs whose integers are numpy arrays."""
+    """Postprocessor for packs whose integers are numpy arrays."""
 
     serves: ClassVar[tuple[str, ...]] = ("numpy",)
 

@@ -1,6 +1,6 @@
-"""The token matrix in Paddle, without waiting for the device.
+"""The token matrix in Paddle, without synchronizing with the device.
 
-Paddle promotes no integers and knows no empty scatter, hence the casts and the looks at shapes.
+Paddle does not promote integers and rejects an empty scatter, hence the casts and the checks of shapes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 
 class PaddlePostprocess(Postprocess):
-    """For packs on Paddle, whatever the device."""
+    """Postprocessor for Paddle packs on any device."""
 
     serves: ClassVar[tuple[str, ...]] = ("paddle",)
 

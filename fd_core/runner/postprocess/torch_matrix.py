@@ -1,4 +1,4 @@
-"""The token matrix in torch, without waiting for the device."""
+"""The token matrix in torch, without synchronizing with the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 
 class TorchPostprocess(Postprocess):
-    """For packs on torch, whatever the device."""
+    """Postprocessor for torch packs on any device."""
 
     serves: ClassVar[tuple[str, ...]] = ("torch",)
 
@@ -21,7 +21,7 @@ class TorchPostprocess(Postprocess):
 
 
 def write_token_matrix(sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:
-    """Build the matrix [num_slots, 1 + k] of torch's own operations; see `Postprocess.token_matrix`."""
+    """Build the matrix [num_slots, 1 + k] with torch operations; see `Postprocess.token_matrix`."""
     width, device = sampled.shape[1], sampled.device
     matrix = torch.full((num_slots, width), EMPTY_TOKEN_ID, dtype=torch.int32, device=device)
     if width > 1:

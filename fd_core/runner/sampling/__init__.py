@@ -1,1 +1,1 @@
-"""Sampling: parameters of slots, penalties, bans, grammars, scores of prompts."""
+"""Sampling: parameters per slot, penalties, banned tokens, grammars, prompt log-probabilities."""

@@ -1,6 +1,6 @@
-"""The grammars of the slots: what each may say next, as drafts and as masks over its rows of logits.
+"""Grammars of the slots: their allowed next tokens, as drafts and as masks over rows of logits.
 
-Masks are computed on a thread while the device computes the forward pass: both know the drafts before it begins.
+Masks are computed on a thread during the forward pass, because the drafts are known before it begins.
 
     drafts --begin--> masks (thread)  |  forward (device)  --> mask_logits --> sample --> extend --> next drafts
 """
@@ -25,11 +25,11 @@ from fd_core.types.metrics import counter
 
 
 class MaskStats(msgspec.Struct, kw_only=True):
-    """Cost of grammars in the steps of one runner, and their savings; only grows."""
+    """Cost and savings of grammars in the steps of one runner; monotonic."""
 
-    masks: Annotated[int, counter("grammar_masks", "Masks computed, one for each token sampled under a grammar.")] = 0
+    masks: Annotated[int, counter("grammar_masks", "Masks computed, one per token sampled under a grammar.")] = 0
     mask_seconds: Annotated[
-        float, counter("grammar_mask_seconds", "Time spent computing masks, beside the device.")
+        float, counter("grammar_mask_seconds", "Time spent computing masks, in parallel with the device.")
     ] = 0.0
     wait_seconds: Annotated[
         float, counter("grammar_mask_wait_seconds", "Time that steps waited for masks after their forward pass.")
@@ -44,7 +44,7 @@ class MaskStats(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Tokens that some rows of logits may yield, see `Ops.mask_logits`."""
+    """Allowed tokens of some rows of logits, see `Ops.mask_logits`."""
 
     rows: IntArray
     """int32[n]"""
@@ -56,23 +56,23 @@ class SlotGrammars:
     """Matchers of the slots whose request has a grammar or reasons first; owned by one runner."""
 
     def __init__(self, compiler: GrammarCompiler | None, vocab_size: int) -> None:
-        """`compiler` is None where structured output is switched off."""
+        """`compiler` is None if structured output is disabled."""
         self._compiler = compiler
         self._vocab_size = vocab_size
         self.matchers: dict[int, TokenMatcher] = {}
-        """By slot; as long as it is empty, nothing below has anything to do but `admit`."""
+        """By slot; while it is empty, all methods below but `admit` are no-ops."""
         self._forced: dict[int, int] = {}
         """Leading drafts of a slot that its grammar forces."""
         self._thread: ThreadPoolExecutor | None = None
         self.stats = MaskStats()
 
     def trouble(self, slot: int) -> str | None:
-        """Say why the grammar of a slot may have left nothing to choose; None for a slot without a grammar."""
+        """Return the reason why the grammar of a slot may allow no token; None for a slot without a grammar."""
         matcher = self.matchers.get(slot)
-        return None if matcher is None else matcher.trouble or "no token continues a text of the form asked for"
+        return None if matcher is None else matcher.trouble or "the grammar allows no further token"
 
     def admit(self, admission: Admission) -> None:
-        """Begin a residency, whose text lies behind the prompt. Raises `GrammarError` if its grammar cannot be used."""
+        """Start a request, whose text begins after the prompt. Raises `GrammarError` if its grammar is invalid."""
         slot, params = admission.slot, admission.params
         self.matchers.pop(slot, None)
         self._forced.pop(slot, None)
@@ -81,7 +81,7 @@ class SlotGrammars:
         grammar = None
         if params.grammar is not None:
             if self._compiler is None:
-                raise GrammarError("structured output is switched off")
+                raise GrammarError("structured output is disabled")
             grammar = self._compiler.compiled(params.grammar)
         ends = params.stop_token_ids if params.ignore_eos else (*admission.eos_token_ids, *params.stop_token_ids)
         matcher = TokenMatcher(grammar, ends, self._vocab_size, params.reasoning)
@@ -91,9 +91,10 @@ class SlotGrammars:
     def extend(
         self, slots: IntArray, tokens: IntArray, verified: IntArray, accepted: IntArray
     ) -> Iterator[tuple[int, str]]:
-        """Follow delivered tokens: int32[N, 1 + k], of which row i keeps the first 1 + accepted[i].
+        """Advance by the delivered tokens: the first 1 + accepted[i] of row i of int32[N, 1 + k].
 
-        `verified` int32[N] are the drafts of each row. Yields slots whose tokens their grammar does not allow, and why.
+        `verified` int32[N] are the drafts of each row. Yields slots whose tokens violate their grammar, with the
+        reason.
         """
         for row, slot in enumerate(slots.tolist()):
             matcher = self.matchers.get(slot)
@@ -108,9 +109,9 @@ class SlotGrammars:
                 yield slot, f"{GRAMMAR_FAULT}was left: {error}"
 
     def shape_drafts(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
-        """Change drafts int32[n, k] and counts int32[n] of `slots` in place, where a grammar knows better.
+        """Adapt drafts int32[n, k] and counts int32[n] of `slots` to their grammars, in place.
 
-        Forced tokens replace a drafter's guesses; guesses that the grammar forbids are left out, and those behind.
+        Forced tokens replace drafts; drafts are cut before the first one that the grammar forbids.
         """
         for row, slot in enumerate(slots.tolist()):
             matcher = self.matchers.get(slot)
@@ -130,7 +131,8 @@ class SlotGrammars:
         return chosen
 
     def begin(self, rows: Rows, tokens: IntArray) -> Callable[[], Masks] | None:
-        """Begin a step's masks, None if it needs none; the result waits for them. `tokens` do not change meanwhile."""
+        """Start computing a step's masks, None if it needs none; calling the result blocks on them. `tokens` must not
+        change meanwhile."""
         firsts = np.cumsum(rows.drafts + 1) - (rows.drafts + 1)
         wanted: list[tuple[TokenMatcher, list[int], int]] = []
         for slot, first, count in zip(

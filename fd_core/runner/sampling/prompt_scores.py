@@ -1,6 +1,6 @@
-"""Prompt results from the states of each chunk's tokens: log-probabilities and vectors.
+"""Prompt results from the hidden states of each chunk: log-probabilities and embeddings.
 
-For log-probabilities the states go through the output projection some rows at a time.
+For log-probabilities, the output projection runs on a bounded number of rows at a time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fd_core.runner.inputs.inputs import Rows
 from fd_core.types import Admission, IntArray, PooledRows, Pooling, PromptLogprobRows
 
 SCORED_CELLS = 2**23
-"""Logits that exist at a time, 32 MiB, whatever the length of prompts; at least those of one token."""
+"""Maximum number of logits at a time (32 MiB), for prompts of any length; at least those of one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of prompt tokens, still on the device but for where they belong."""
+    """Log-probabilities of prompt tokens, on the device, with slots and positions on the host."""
 
     slots: IntArray
     positions: IntArray
     arrays: tuple[Array, ...]
-    """Four arrays for each part of the rows, in order: what `Ops.logprobs` and `Ops.ranks` returned."""
+    """Four arrays per chunk of rows, in order: the results of `Ops.logprobs` and `Ops.ranks`."""
 
     def on_host(self, arrays: list[npt.NDArray[np.generic]]) -> PromptLogprobRows:
         """Return the rows, given `arrays` from the device."""
@@ -37,26 +37,27 @@ class PromptScores:
 
 
 class PromptScorer:
-    """Slots that want the log-probabilities of their prompt, and their way from states of tokens."""
+    """Computes log-probabilities of prompts from hidden states, for the slots that request them."""
 
     def __init__(self, ops: Ops, vocab_size: int) -> None:
         self._ops = ops
         self._rows_at_a_time = max(SCORED_CELLS // vocab_size, 1)
         self.wanted: dict[int, tuple[int, int]] = {}
-        """By slot: length of the prompt, and most likely tokens reported for each of its tokens."""
+        """By slot: length of the prompt, and number of top alternatives per token."""
 
     def admit(self, admission: Admission) -> None:
-        """Remember what a new residency wants; one that returns with tokens of its text was told already."""
+        """Register a new request, unless it resumes with generated tokens, whose prompt results were delivered
+        before."""
         self.wanted.pop(admission.slot, None)
         top_n = admission.params.prompt_logprobs
         if top_n is not None and len(admission.token_ids) == admission.prompt_len:
             self.wanted[admission.slot] = admission.prompt_len, top_n
 
     def rows(self, spans: Rows) -> tuple[IntArray, IntArray, IntArray] | None:
-        """Return where a step computes states that a prompt token is scored from; None if nowhere.
+        """Return the tokens of a step from which prompt tokens are scored; None if there are none.
 
-        int32[r] each: indices into the step's tokens, slots, and positions of the tokens that are scored, which are
-        those behind the computed ones.
+        int32[r] each: indices into the step's tokens, slots, and positions of the scored tokens, which follow the
+        computed ones.
         """
         found: list[tuple[IntArray, IntArray, IntArray]] = [(np.empty(0, np.int32),) * 3]
         begins = spans.begins
@@ -72,7 +73,7 @@ class PromptScorer:
     def score(
         self, states: Array, head: Callable[[Array], Array], rows: tuple[IntArray, IntArray, IntArray], tokens: IntArray
     ) -> PromptScores:
-        """Score prompt tokens from states [T, H]; `rows` as above, `tokens` int32[num_slots, *] are all known ones."""
+        """Score prompt tokens from states [T, H]; `rows` as above, `tokens` int32[num_slots, *] is the batch."""
         places, slots, positions = rows
         top_n = max(self.wanted[slot][1] for slot in set(slots.tolist()))
         ids, host = tokens[slots, positions], self._ops.from_host
@@ -99,12 +100,12 @@ class PooledPart:
 
 @dataclass(frozen=True, slots=True)
 class PooledParts:
-    """The same with its numbers, which are still on the device."""
+    """Parts with their values on the device."""
 
     parts: tuple[PooledPart, ...]
-    """Those of log-probabilities stand last."""
+    """Parts with states first, those with log-probabilities last."""
     arrays: tuple[Array, ...]
-    """States of all places but theirs [c, H], if there are any; then their log-probabilities [m], if there are any."""
+    """States of the former [c, H], if any; then log-probabilities of the latter [m], if any."""
 
     def on_host(self, arrays: list[npt.NDArray[np.generic]]) -> PooledRows:
         """Return the vectors, given `arrays` from the device."""
@@ -120,21 +121,21 @@ class PooledParts:
 
 
 class Pooler:
-    """Slots that want a vector of their prompt, and its way from states of tokens."""
+    """Computes vectors of prompts from hidden states, for the slots that request them."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
         self.wanted: dict[int, tuple[int, Pooling]] = {}
-        """By slot: length of the prompt, and what is wanted of it."""
+        """By slot: length of the prompt, and its pooling."""
 
     def admit(self, admission: Admission) -> None:
-        """Remember what a new residency wants."""
+        """Register the pooling of a new request."""
         self.wanted.pop(admission.slot, None)
         if admission.pooling is not None:
             self.wanted[admission.slot] = admission.prompt_len, admission.pooling
 
     def parts(self, spans: Rows) -> tuple[PooledPart, ...]:
-        """Return what a step computes of the vectors."""
+        """Return the inputs of vectors that a step computes."""
         found = []
         begins = spans.begins
         for index, slot in enumerate(spans.slots.tolist()):
@@ -151,7 +152,7 @@ class Pooler:
         return (*states, *scores)
 
     def pool(self, states: Array, head: Callable[[Array], Array], parts: tuple[PooledPart, ...]) -> PooledParts:
-        """Read vectors, at least one, from the states [T, H] of the step's tokens."""
+        """Compute vectors, at least one, from the states [T, H] of the step's tokens."""
         ops, host = self._ops, self._ops.from_host
         arrays: list[Array] = []
         by_state, by_score = _grouped(parts)
@@ -167,6 +168,6 @@ class Pooler:
 
 
 def _grouped(parts: list[PooledPart] | tuple[PooledPart, ...]) -> tuple[list[PooledPart], list[PooledPart]]:
-    """Return the parts that are made of states, and those that are made of log-probabilities."""
+    """Return the parts that use states, and those that use log-probabilities."""
     by_state = [part for part in parts if part.pooling.kind != "tokens"]
     return by_state, [part for part in parts if part.pooling.kind == "tokens"]

@@ -1,4 +1,4 @@
-"""Sampling parameters of the slots, and the way from logits to tokens."""
+"""Sampling parameters of the slots, and sampling of tokens from logits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fd_core.runner.sampling.grammars import Masks
 from fd_core.types import Admission, IntArray
 
 Counting = tuple[Array, Array, Array]
-"""Rows of counts, the rows of tokens that are counted there, and twos: int32[n] each."""
+"""Rows of counts, rows of the counted tokens, and twos: int32[n] each."""
 
 _FEWEST_ROWS = 8
 
 
 class Penalties:
-    """Columns over slots, and one row of counts for each slot whose request is penalized.
+    """Penalty parameters by slot, and one row of token counts per slot whose request has penalties.
 
-    A row takes 4 bytes for each token of the vocabulary. Rows are allocated when they are first needed, twice as many
-    each time, and a slot keeps its row until its next request is admitted.
+    A row needs 4 bytes per token of the vocabulary. Rows are allocated on demand, doubling each time, and a slot keeps
+    its row until its next request is admitted.
     """
 
     def __init__(self, ops: Ops, num_slots: int, vocab_size: int) -> None:
@@ -36,12 +36,12 @@ class Penalties:
         """Row of counts of each slot; -1 for a request without penalties."""
         self._free: list[int] = []
         self.num_rows = 0
-        """Rows of counts; 0 as long as no request was penalized, when nothing below has anything to do but `admit`."""
+        """Rows of counts; while it is 0, no request has had penalties and all methods below but `admit` are no-ops."""
         self._counts: Array = None
         """int32[num_rows, V] as `PenaltyInput.counts`."""
 
     def admit(self, admission: Admission) -> None:
-        """Count the tokens of a residency that begins; forget the one before."""
+        """Count the tokens of a new request; discard those of the previous one."""
         slot, params = admission.slot, admission.params
         if self._row_of[slot] >= 0:
             self._free.append(int(self._row_of[slot]))
@@ -59,7 +59,7 @@ class Penalties:
         self._counts = self._ops.write_rows(self._counts, *self._ops.upload([np.array([row], np.int32), counts[None]]))
 
     def extend(self, slots: IntArray, tokens: IntArray, accepted: IntArray) -> None:
-        """Count delivered tokens: int32[N, 1 + k], of which row i keeps the first 1 + accepted[i]."""
+        """Count the delivered tokens: the first 1 + accepted[i] of row i of int32[N, 1 + k]."""
         rows = self._row_of[slots]
         kept = (np.arange(tokens.shape[1]) <= accepted[:, None]) & (rows >= 0)[:, None]
         ids = tokens[kept]
@@ -68,19 +68,19 @@ class Penalties:
             self._add(*self._ops.upload([rows, ids, np.full(len(ids), 2, np.int32)]))
 
     def counting(self, slots: IntArray) -> Counting | None:
-        """Return what `count` needs, on the host, for a token of each of `slots`; None if none is penalized."""
+        """Return the host arguments of `count` for one token per slot of `slots`; None if no slot has penalties."""
         penalized = (self._row_of[slots] >= 0).nonzero()[0].astype(np.int32)
         if not len(penalized):
             return None
         return self._row_of[slots[penalized]], penalized, np.full(len(penalized), 2, np.int32)
 
     def count(self, counting: Counting, tokens: Array) -> None:
-        """Count tokens int32[N] that are on the device, one of each slot that `counting` was made of."""
+        """Count tokens int32[N] on the device, one per slot of `counting`."""
         rows, penalized, twos = counting
         self._add(rows, self._ops.gather_rows(tokens, penalized), twos)
 
     def gather(self, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray) -> PenaltyInput | None:
-        """Return, on the host, what `apply` needs for R rows of logits, but for counts; None if none is penalized.
+        """Return the host arguments of `apply`, except counts, for R rows of logits; None if no row has penalties.
 
         See `Sampler.gather` for the arguments. The token in column c of a slot follows c drafts, which stand in
         `tokens` before its position.
@@ -104,14 +104,14 @@ class Penalties:
         )
 
     def apply(self, logits: Array, penalties: PenaltyInput) -> Array:
-        """Penalize the logits of rows whose request asked for it; `penalties` is what `gather` returned, uploaded."""
+        """Apply penalties to the logits of their rows; `penalties` is the uploaded result of `gather`."""
         return self._ops.penalize(logits, replace(penalties, counts=self._counts))
 
     def _add(self, rows: Array, ids: Array, twos: Array) -> None:
         self._counts = self._ops.add_at(self._counts, rows, ids, twos)
 
     def _take_row(self) -> int:
-        """Return a row of counts that no slot has; what it holds means nothing."""
+        """Return a free row of counts with undefined content."""
         if not self._free:
             old, new = self.num_rows, min(max(2 * self.num_rows, _FEWEST_ROWS), len(self._row_of))
             if old:
@@ -130,14 +130,14 @@ _NO_PENALTIES = 1.0, 0.0, 0.0
 
 
 class Bans:
-    """The banned sequences of one request. What is banned next depends on the tokens of its own text only."""
+    """Banned sequences of one request. The next banned tokens depend only on the generated text."""
 
     def __init__(self, sequences: Iterable[tuple[int, ...]], begin: int) -> None:
-        """`begin` is the position where the text begins, behind the prompt."""
+        """`begin` is the position after the prompt, where the generated text begins."""
         self._begin = begin
         self._always: list[int] = []
         self.behind: dict[int, list[tuple[list[int], int]]] = {}
-        """By the last token but one: the sequence without its last token, and that token."""
+        """By the second to last token: the sequence without its last token, and that token."""
         for *before, last in sequences:
             if before:
                 self.behind.setdefault(before[-1], []).append((before, last))
@@ -145,7 +145,7 @@ class Bans:
                 self._always.append(last)
 
     def at(self, position: int, tokens: IntArray) -> IntArray:
-        """Return the tokens int32[n] that may not stand at `position`, behind those of `tokens` before it."""
+        """Return the tokens int32[n] that are banned at `position`, given the preceding `tokens`."""
         banned = self._always
         if self.behind and position > self._begin:
             banned = banned + [
@@ -159,55 +159,55 @@ class Bans:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens chosen from R rows of logits, still on the device."""
+    """Tokens sampled from R rows of logits, on the device."""
 
     tokens: Array
     """int32[R]"""
     peaks: Array
-    """float32[R], not finite where no token could be chosen; see `Ops.sample`."""
+    """float32[R], not finite if no token could be sampled; see `Ops.sample`."""
     scored: list[int]
-    """Rows whose request asked for log-probabilities."""
+    """Rows that return log-probabilities."""
     scores: tuple[Array, ...] = ()
     """Result of `Ops.logprobs` for the unchanged logits of those rows; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingWork:
-    """Inputs for sampling R rows, apart from their logits: gathered on the host, then uploaded."""
+    """Inputs for sampling R rows, except logits: gathered on the host, then uploaded."""
 
     key: bytes
-    """The slots, if the next step of the same slots needs the same; empty where rows follow drafts."""
+    """The slots, if the next step of the same slots can reuse the inputs; empty if rows follow drafts."""
     rows: SampleInput
     penalties: PenaltyInput | None
     counting: Counting | None
-    """Token counts for penalties; None also where rows follow drafts, of which some may be rejected."""
+    """Token counts for penalties; None also if rows follow drafts, some of which may be rejected."""
     added: tuple[Array, Array, Array] | None
-    """Rows, tokens and what is added to their logits, as `Ops.add_at` takes them."""
+    """Rows, tokens and addends of their logits: arguments of `Ops.add_at`."""
     allowed: tuple[Array, Array] | None
-    """Rows and bits, as `Ops.mask_logits` takes them."""
+    """Rows and bits: arguments of `Ops.mask_logits`."""
     scored: Array | None
-    """int32[r], rows whose request asked for log-probabilities."""
+    """int32[r], rows that return log-probabilities."""
     scored_rows: list[int]
     """The same, for the host."""
     top_n: int
-    """Alternatives that those rows want."""
+    """Number of alternatives of those rows."""
 
 
 @dataclass(slots=True)
 class _Extras:
-    """Inputs that only some requests need: changes of single logits."""
+    """Adjustments of single logits, which only some requests have."""
 
     free_from: int
-    """Position of the first token that may end the text, after `min_tokens` others."""
+    """Position of the first token that may end the text, after `min_tokens`."""
     stops: IntArray
-    """Tokens that may not come before."""
+    """Tokens that are forbidden before `free_from`."""
     bias_ids: IntArray
     bias: npt.NDArray[np.float32]
     bans: Bans
 
 
 class Sampler:
-    """Columns over slots; a row's result depends on its own request only."""
+    """Sampling parameters by slot; a row's result depends only on its request."""
 
     def __init__(self, ops: Ops, num_slots: int, vocab_size: int) -> None:
         self._ops = ops
@@ -218,20 +218,20 @@ class Sampler:
         self._min_p = np.zeros(num_slots, np.float32)
         self._seeds = np.zeros(num_slots, np.uint64)
         self._logprobs = np.full(num_slots, -1, np.int32)
-        """Alternatives wanted; -1 for a request that wants no log-probabilities."""
+        """Number of alternatives; -1 for a request without log-probabilities."""
         self.penalties = Penalties(ops, num_slots, vocab_size)
         self._extras: dict[int, _Extras] = {}
         self._allowed: dict[int, IntArray] = {}
-        """Bits of the tokens that may be chosen, as `Ops.mask_logits` takes them."""
+        """Bits of the allowed tokens, as `Ops.mask_logits` expects them."""
         self._known: SamplingWork | None = None
-        """Latest inputs on the device: most steps sample for the slots of the step before."""
+        """Latest inputs on the device: most steps sample for the slots of the previous step."""
 
     def emptied(self) -> Sampler:
-        """Return a sampler of the same size that knows no request."""
+        """Return a sampler of the same size without requests."""
         return Sampler(self._ops, len(self._temperature), self._vocab_size)
 
     def admit(self, admission: Admission) -> None:
-        """Remember the parameters of a new residency. Raises `ValueError` for token ids outside the vocabulary."""
+        """Store the parameters of a new request. Raises `ValueError` for token ids outside the vocabulary."""
         slot, params = admission.slot, admission.params
         self._known = None
         self._temperature[slot] = params.temperature
@@ -251,7 +251,7 @@ class Sampler:
             self._require_known("bad_words_token_ids", chain.from_iterable(params.bad_words_token_ids))
             self._extras[slot] = _Extras(
                 free_from=admission.prompt_len + params.min_tokens,
-                # What is not in the vocabulary is never sampled and need not be forbidden.
+                # Ids outside the vocabulary are never sampled and need not be banned.
                 stops=np.array([token for token in ends if token in range(self._vocab_size)], np.int32),
                 bias_ids=np.array(list(bias), np.int32),
                 bias=np.array(list(bias.values()), np.float32),
@@ -266,16 +266,16 @@ class Sampler:
             self._allowed[slot] = np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
 
     def reads_text(self, slots: IntArray) -> bool:
-        """Say whether a choice for one of `slots` depends on tokens of its text, other than through counts."""
+        """Return True if sampling for one of `slots` depends on tokens of its text, other than through counts."""
         readers = [slot for slot, extras in self._extras.items() if extras.bans.behind]
         return bool(readers) and bool(np.isin(readers, slots).any())
 
     def gather(self, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray) -> SamplingWork:
-        """Return what `sample` needs for R rows, at least one; on the host, but for what was uploaded before.
+        """Return the inputs of `sample` for R rows, at least one; on the host, or reused from the device.
 
-        `slots` int32[R]; `positions` int32[R] is the position of the token being chosen, which is how many tokens come
-        before it; `tokens` int32[num_slots, *] holds those, drafts included; `columns` int32[R] is where the choice
-        stands in the token matrix.
+        `slots` int32[R]; `positions` int32[R] is the position of the sampled token, equal to the number of tokens
+        before it; `tokens` int32[num_slots, *] holds those, including drafts; `columns` int32[R] is the column in the
+        token matrix.
         """
         added = self._added(slots, positions, tokens) if self._extras else None
         known, key = self._known, slots.tobytes()
@@ -314,10 +314,10 @@ class Sampler:
         )
 
     def sample(self, logits: Array, work: SamplingWork, masks: Masks | None = None) -> Sampled:
-        """Choose a token for each row, and count those that do not follow drafts.
+        """Sample a token per row, and count those that do not follow drafts.
 
-        `logits` float32[R, V] of the pack may be overwritten; `work` is what `gather` returned, uploaded. `masks` say
-        what rows may yield, whatever else changes their logits; log-probabilities are the model's, without masks.
+        `logits` float32[R, V] of the pack may be overwritten; `work` is the uploaded result of `gather`. `masks`
+        override all other changes of logits; log-probabilities are the model's, without masks.
         """
         ops = self._ops
         if work.key:
@@ -343,7 +343,7 @@ class Sampler:
     def _added(
         self, slots: IntArray, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]] | None:
-        """Return what logit_bias, min_tokens and banned sequences add to logits."""
+        """Return the addends of logit_bias, min_tokens and banned sequences."""
         rows: list[IntArray] = []
         ids: list[IntArray] = []
         values: list[npt.NDArray[np.float32]] = []
@@ -374,7 +374,7 @@ class Sampler:
         return np.array(rows, np.int32), np.stack([self._allowed[slot] for slot in slots[rows].tolist()])
 
     def _require_known(self, field: str, tokens: Iterable[int]) -> None:
-        """Raise `ValueError` for a token outside the vocabulary: on the device it would write beyond its row."""
+        """Raise `ValueError` for a token outside the vocabulary, which would write out of bounds on the device."""
         for token in tokens:
             if token not in range(self._vocab_size):
-                raise ValueError(f"{field} names token {token} of a vocabulary of {self._vocab_size}")
+                raise ValueError(f"{field} has token {token}, which exceeds the vocabulary of {self._vocab_size}")

@@ -83,13 +83,16 @@ class OffloadCounters(msgspec.Struct, kw_only=True):
     loads: Annotated[int, counter("kv_loads", "Requests that waited for KV from the host tier or the store.")] = 0
     loaded_tokens: Annotated[int, counter("kv_restored_tokens", "Tokens not computed because their KV was loaded.")] = 0
     lost_tokens: Annotated[
-        int, counter("kv_lost_tokens", "Tokens computed because the load of their KV failed or brought less.")
+        int, counter("kv_lost_tokens", "Tokens recomputed because the load of their KV failed or was incomplete.")
     ] = 0
     declined: Annotated[
-        int, counter("kv_declined_loads", "Loads not begun because computing was estimated to be faster.")
+        int, counter("kv_declined_loads", "Loads skipped because recomputing was estimated to be faster.")
     ] = 0
     declined_tokens: Annotated[
-        int, counter("kv_declined_tokens", "Tokens computed because computing was estimated to beat loading their KV.")
+        int,
+        counter(
+            "kv_declined_tokens", "Tokens recomputed because that was estimated to be faster than loading their KV."
+        ),
     ] = 0
     saved_tokens: Annotated[
         int, counter("kv_saved_tokens", "Tokens whose KV was copied from the device to the host tier.")
@@ -106,7 +109,7 @@ class KeepKV(msgspec.Struct, frozen=True):
     persist: bool = False
     """True if a KV store persists the KV beyond the host tier."""
     shared: bool = True
-    """True if lookups may find KV that this scheduler never saved; without a store there is none."""
+    """True if lookups may find KV that this scheduler never saved, which needs a store."""
 
     @property
     def anything(self) -> bool:
@@ -135,10 +138,10 @@ class KVOffloading:
         self.stores = self.keep.shared
 
     def begin_wait(self, request: Request, keys: Sequence[bytes]) -> int | None:
-        """Return the operation that a request now waits for to find out what is stored, if there is one.
+        """Return the operation that a request waits for to learn its stored blocks, if there is one.
 
         The device itself may have the whole prefix: then no lookup is issued, see `ask`. A preempted request waits for
-        the save of its own KV, whose completion reports what the host tier stores, instead of a lookup.
+        the save of its KV, whose completion reports what the host tier stores, instead of a lookup.
         """
         request.asked_store = False
         if request.save is not None:

@@ -73,7 +73,7 @@ class KVTransferring:
         request.fetch = self.operations.begin(fetch, request, blocks)
 
     def leave(self, request: Request) -> None:
-        """Cancel the fetch of an aborted request; the leased blocks stay pinned until the lease is over."""
+        """Cancel the fetch of an aborted request; the leased blocks stay pinned until the lease ends."""
         if request.fetch is not None:
             self.operations.cancel(request.fetch)
             request.fetch = None
@@ -112,7 +112,7 @@ class KVTransferring:
             request.sent_all = True
 
     def ended(self, request: Request, reason: FinishReason) -> None:
-        """End the prefill job of a request, whatever its finish reason."""
+        """End the prefill job of a request with any finish reason."""
         job = request.spec.prefill_job
         if job is not None and not request.sent_all:
             self.counters.given_up += 1

@@ -18,7 +18,7 @@ _Operation = TypeVar("_Operation", Lookup, Load, Save, Fetch, Send, CompileGramm
 
 
 class Operations:
-    """Numbers operations, pins their blocks, and collects what the next call of the scheduler returns."""
+    """Numbers operations, pins their blocks, and collects the effects for the next call of the scheduler."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -43,7 +43,7 @@ class Operations:
         return number
 
     def cancel(self, number: int | None) -> None:
-        """Cancel an operation that no request waits for any more, if any; it holds its blocks until it ends."""
+        """Cancel an operation, if any, that no request waits for; it holds its blocks until it ends."""
         if number is not None:
             effect, _, blocks = self.open[number]
             self.open[number] = effect, None, blocks

@@ -1,1 +1,1 @@
-"""The running batch: its plan, its slots, its tokens and what a step yields."""
+"""The running batch: plans, slots, tokens and the processing of outputs."""

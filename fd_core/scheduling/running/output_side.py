@@ -1,7 +1,7 @@
 """Output processing: turns the output of a step into tokens of requests, acknowledgements and ends.
 
-Invariants: outputs apply only if epoch, step and gen match; a draining request leaves only on the -9 of its own
-gen; an error in one row never affects another row.
+Invariants: outputs apply only if epoch, step and gen match; a draining request leaves only on the -9 of its gen; an
+error in one row never affects another row.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class OutputSide:
         outcomes = signals.read(output.tokens, output.errors)
         deltas: list[Delta] = []
         slots = self._slots
-        # Arrays of another integer type take several times as long as an index.
+        # Indexing with arrays of another integer type is several times slower.
         places = plan.slots.astype(np.intp)
         # Rows whose slot still runs the same request on both sides.
         same_runner = output.gens[places] == plan.gens
@@ -128,7 +128,7 @@ class OutputSide:
         block = tokens[rows] if width == tokens.shape[1] else tokens[rows, :width]
         room = slots.limit[rows] - slots.num_tokens[rows]
         if width == slots.stops.shape[1] == 1:  # the common case; reductions take most of the time
-            stopped = block[:, 0] == slots.stops[:, 0][rows]  # an index of two dimensions takes twice as long
+            stopped = block[:, 0] == slots.stops[:, 0][rows]  # a two-dimensional index takes twice as long
         else:
             counts = np.minimum(counts, room)
             in_row = np.arange(width, dtype=np.int32) < counts[:, None]
@@ -142,7 +142,7 @@ class OutputSide:
         scores = {} if logprobs is None else _logprobs_by_slot(logprobs, slots.requests)
         ended: list[tuple[int, Request, FinishReason]] = []
         ends = stopped | full
-        # Tuples straight from memory: a list for each row would keep the garbage collector busy.
+        # Tuples straight from memory: a list for each row would be tracked by the garbage collector.
         if width == 1:
             cells = [*zip(block[:, 0].tolist(), strict=False)]
         else:
@@ -168,7 +168,7 @@ class OutputSide:
         return deltas, ended
 
     def _collect(self, output: StepOutput, rows: npt.NDArray[np.intp]) -> None:
-        """Store what was read from the prompts in slots `rows` until their first token is delivered."""
+        """Store log-probabilities and vectors of the prompts in slots `rows` until the first token is delivered."""
         if (scores := output.prompt_logprobs) is not None:
             for slot in set(scores.slots.tolist()).intersection(rows.tolist()):
                 collected = self._slots.request_in(slot).prompt_logprobs
@@ -212,7 +212,7 @@ class OutputSide:
         seen = set((outcomes.kinds == _RELEASED).nonzero()[0].tolist())
         if seen != set(expected):
             raise signals.MalformedOutput(
-                f"step {plan.step} revokes slots {sorted(expected)}, but its output releases {sorted(seen)}"
+                f"step {plan.step} stops slots {sorted(expected)}, but its output acknowledges {sorted(seen)}"
             )
         deltas = []
         for slot, gen in expected.items():

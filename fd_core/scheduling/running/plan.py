@@ -1,7 +1,7 @@
 """Collects the parts of a step plan while the scheduler decides, and distributes the step token budget.
 
 The charge is per request and exact: a prefill chunk, or one token plus the row's actual drafts. Drafts shrink first;
-decodes are left out only in rotation, the longest waiting first in.
+decodes are skipped only in rotation, and those that waited longest run first.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PlanBuilder:
         """True if this pass preempted a request because blocks ran out."""
         self.num_rows = 0
         self.rows = _NO_ROWS
-        """Slots of the plan that was built, as an index: arrays of another integer type take several times as long."""
+        """Slots of the built plan as intp: indexing with another integer type is several times slower."""
         self._epoch = epoch
         self._step = step
         self.decodes: Decodes | None = None
@@ -124,7 +124,7 @@ class PlanBuilder:
         self._revocations.append(Revocation(slot, gen))
 
     def build(self, table: SlotTable) -> StepPlan | None:
-        """Freeze the plan, with positions from the slot table; None without rows, admissions and revocations."""
+        """Freeze the plan, with positions from the slot table; None if it is empty."""
         if not (self._slots or self._revocations or self._admissions):
             return None
         decodes = self.decodes

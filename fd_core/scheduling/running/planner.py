@@ -42,7 +42,7 @@ class Planner:
     """Moves waiting requests into free slots; receives the plan and the number of the step."""
     _step: int = 0
     _left_out: list[int] = field(default_factory=list)
-    """Running slots that the last plan left out."""
+    """Running slots that the last plan skipped."""
     _decodes: Decodes | None = None
     """Every running slot, if all of them decoded in the last plan; the next one computes the same rows."""
     _plans_with_room: int = 0

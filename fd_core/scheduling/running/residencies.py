@@ -185,7 +185,7 @@ class Residencies:
         """Free a draining slot on its -9; return its request, which waits again (preempted) or has ended."""
         request = self.slots.request_in(slot)
         if not self.slots.draining[slot]:
-            raise RuntimeError(f"slot {slot} was released but not revoked")
+            raise RuntimeError(f"slot {slot} was released, but was neither preempted nor aborted")
         self.slots.vacate(slot)
         if request.ended is not None:
             request.advance(Event.RELEASED_ENDED)
@@ -198,7 +198,8 @@ class Residencies:
 
     def abort_loading(self, request: Request) -> None:
         """Free slot and request at once, since the runner was never notified of them, and the blocks when their
-        operation is over."""
+        operation ends.
+        """
         self._offloading.leave(request)
         self._transferring.leave(request)
         request.advance(Event.ABORT_LOADING)
@@ -226,7 +227,9 @@ class Residencies:
         slots = self.slots
         states = slots.running.astype(np.int8) + slots.loading + slots.draining
         if (states != np.array([request is not None for request in slots.requests])).any():
-            raise RuntimeError("a slot without request is running, loading or draining, or one with is not exactly one")
+            raise RuntimeError(
+                "a free slot is running, loading or draining, or an occupied one is not in exactly one of these states"
+            )
         for slot, request in enumerate(slots.requests):
             if request is not None and (request.slot != slot or request.num_tokens != slots.num_tokens[slot]):
                 raise RuntimeError(f"slot {slot} and its request disagree about the slot or the number of tokens")

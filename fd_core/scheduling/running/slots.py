@@ -38,7 +38,7 @@ class SlotStats(msgspec.Struct, frozen=True, kw_only=True):
         int, gauge("requests_loading", "Requests that hold a slot and wait for KV from outside the device.")
     ] = 0
     draining: Annotated[
-        int, gauge("take_backs_in_flight", "Revoked slots whose release the runner has not confirmed.")
+        int, gauge("take_backs_in_flight", "Preempted or aborted slots whose release the runner has not acknowledged.")
     ] = 0
     waiting: Annotated[
         int, gauge("requests_waiting", "Requests that wait for a slot.", vllm=("num_requests_waiting",))

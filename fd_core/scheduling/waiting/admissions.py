@@ -2,13 +2,13 @@
 
 A request that cannot enter is parked under its reason and considered again when that reason ends:
 
-    stored KV         the result of a lookup, or the completion of the save of its own KV
+    stored KV         the result of a lookup, or the completion of the save of its KV
     its grammar       the completion of its compilation
     a prefix          a running request computes it; the wait is bounded
     blocks            the head of the queue does not fit; no request overtakes it
     a slot            every request waits; none is considered
 
-So planning costs what a step computes, independent of the number of waiting requests and the length of their prompts.
+So the cost of planning depends on the work of the step, not on the number of waiting requests or their lengths.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ WaitFor = bytes | int
 """Event that ends a wait: the key of a prefix block that a running request computes, or an operation number."""
 
 _SLACK = 64
-"""Stale entries of requests that left which a heap of any size may hold."""
+"""Stale entries, of requests that left, that a heap of any size may hold."""
 
 _Entry = tuple[tuple[int, ...], int]
 """Rank and arrival."""

@@ -38,10 +38,10 @@ WAIT_SECONDS: Final = 10.0
 
 @router.post("/v1/abort_requests", **endpoint("Abort requests", AbortRequest, AbortAnswer))
 async def abort_requests(request: Request) -> Response:
-    """Abort requests by the `id` of their answer or by their X-Request-Id, or all of them.
+    """Abort requests by the `id` of their response or by their X-Request-Id, or all of them.
 
-    Their clients receive what was generated, with finish reason `length` and stop reason `abort`. With API keys, each
-    aborts its own requests, and only an admin key those of others, which `abort_all` means as well. Without any, every
+    Their clients receive the text so far, with finish reason `length` and stop reason `abort`. With API keys, each key
+    may abort its own requests; the requests of other keys, and `abort_all`, need an admin key. Without API keys, every
     client that reaches the server may abort all.
     """
     state, body, headers = await _ABORT.read(request)
@@ -56,7 +56,7 @@ async def abort_requests(request: Request) -> Response:
             found = state.client.abort(engine_ids) if engine_ids else []
             (answer.aborted if found else answer.not_found).append(name)
     else:
-        raise invalid('give either {"req_ids": ["..."]} or {"abort_all": true}', "req_ids")
+        raise invalid('specify either {"req_ids": ["..."]} or {"abort_all": true}', "req_ids")
     return json_response(answer, headers)
 
 
@@ -66,7 +66,7 @@ async def load_adapter(request: Request) -> Response:
     folder = _adapter_folder(request)
     state, body, headers = await _LOAD.read(request)
     if body.lora_name in state.names:
-        raise invalid(f"the name {body.lora_name!r} is taken", "lora_name")
+        raise invalid(f"the name {body.lora_name!r} is already in use", "lora_name")
     place = await asyncio.to_thread(_inside, folder, body.lora_path)
     await state.client.change_adapters(body.lora_name, str(place))
     return json_response(AdapterAnswer(f"the adapter {body.lora_name!r} is loaded"), headers)
@@ -74,41 +74,40 @@ async def load_adapter(request: Request) -> Response:
 
 @router.post("/v1/unload_lora_adapter", **endpoint("Unload a LoRA adapter", UnloadAdapterRequest, AdapterAnswer))
 async def unload_adapter(request: Request) -> Response:
-    """Unload an adapter: new requests for it are refused, running ones continue to their ends."""
+    """Unload an adapter: new requests for it are rejected, running ones continue until they finish."""
     _adapter_folder(request)
     state, body, headers = await _UNLOAD.read(request)
     found = state.names.get(body.lora_name)
     if found is None or not found.adapter:
-        raise ApiError(404, f"there is no adapter named {body.lora_name!r}", param="lora_name", code="model_not_found")
+        raise ApiError(404, f"no adapter named {body.lora_name!r} is loaded", param="lora_name", code="model_not_found")
     await state.client.change_adapters(body.lora_name, None)
     return json_response(AdapterAnswer(f"the adapter {body.lora_name!r} is unloaded"), headers)
 
 
 def _adapter_folder(request: Request) -> Path:
-    """Return the folder of adapters; `ApiError` (403) where adapters do not change."""
+    """Return the folder of adapters; `ApiError` (403) if loading at run time is disabled."""
     folder = state_of(request).client.info.lora_folder
     if folder is None:
-        raise ApiError(403, "adapters are not loaded while this server runs: it was started without --lora-folder")
+        raise ApiError(403, "adapters cannot be loaded at run time; start the server with --lora-folder")
     return Path(folder).expanduser().resolve()
 
 
 def _inside(folder: Path, asked: str) -> Path:
-    """Return the folder that is meant, links followed; `ApiError` (400) if it does not lie in `folder`."""
+    """Return the requested folder with links resolved; `ApiError` (400) if it is not inside `folder`."""
     try:
         place = (folder / asked).resolve()
         inside = place != folder and place.is_relative_to(folder) and place.is_dir()
     except (OSError, ValueError, RuntimeError):
         inside = False
     if not inside:
-        raise invalid("lora_path is no folder below the one that --lora-folder names", "lora_path")
+        raise invalid("lora_path must be a folder below --lora-folder", "lora_path")
     return place
 
 
-@router.get("/health", **endpoint("Whether the server lives", None, HealthAnswer, errors=(), unhealthy=True))
+@router.get("/health", **endpoint("Check that the server is alive", None, HealthAnswer, errors=(), unhealthy=True))
 async def health(request: Request) -> Response:
-    """Answer 200 unless the engine is dead, also while the server shuts down.
-
-    Of several engines one may be on its way back; it is named.
+    """Answer 200 unless the engine is dead, also while the server shuts down. Of several engines one may be restarting;
+    it is named.
     """
     state = state_of(request)
     answer = _health(state.degraded, "ok" if state.client.healthy else "dead")
@@ -121,7 +120,7 @@ async def health(request: Request) -> Response:
     return answer
 
 
-@router.get("/ready", **endpoint("Whether requests are served", None, HealthAnswer, errors=(), unhealthy=True))
+@router.get("/ready", **endpoint("Check that requests are accepted", None, HealthAnswer, errors=(), unhealthy=True))
 async def ready(request: Request) -> Response:
     """Answer 200 while requests are served, by any of the engines, 503 with the reason otherwise."""
     state = state_of(request)
@@ -135,7 +134,7 @@ async def ping(request: Request) -> Response:
     return await health(request)
 
 
-@router.get("/load", **endpoint("How busy the server is", None, LoadAnswer, errors=()))
+@router.get("/load", **endpoint("Get the load of the server", None, LoadAnswer, errors=()))
 async def load(request: Request) -> Response:
     """Return how many requests run and wait."""
     client = state_of(request).client
@@ -208,16 +207,14 @@ async def kv_events(request: Request) -> Response:
     state = state_of(request)
     told = state.client.kv_log
     if told is None or not _offers(state):
-        raise ApiError(
-            404, "this server reports no cached prefixes; --kv-events and --router-secret-file turn the reports on"
-        )
+        raise ApiError(404, "this server publishes no KV events; start it with --kv-events and --router-secret-file")
     if KeyRing([state.config.router_secret]).find(request.headers.get("authorization", "").encode()) is None:
         message = "the router's secret is required: send the header 'Authorization: Bearer SECRET'"
         raise ApiError(403, message, code="invalid_secret")
     given = request.query_params.get("after")
     if given is not None and not (given.isascii() and given.isdecimal() and len(given) <= 18):
-        raise invalid("after is not the number of an event", "after")
-    # The number may belong to another process.
+        raise invalid("after must be the number of an event", "after")
+    # The number may be one of an earlier process at this address.
     after = int(given) if given is not None and request.query_params.get("instance") == state.incarnation else None
     await told.wait(after, WAIT_SECONDS)
     if told.closed:

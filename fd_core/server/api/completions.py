@@ -45,7 +45,7 @@ COMPLETION_BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
 
 
 @chat_router.post(
-    "/v1/chat/completions", **endpoint("Answer a conversation", ChatRequest, responses.ChatAnswer, stream=True)
+    "/v1/chat/completions", **endpoint("Create a chat completion", ChatRequest, responses.ChatAnswer, stream=True)
 )
 async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
@@ -80,7 +80,7 @@ class _ChatFormat(ResponseFormat):
         return responses.ChatChoice(message=message_of(collected.events, self.job.bare_ids), **ending)
 
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None) -> bytes:
-        """Return the events for a chunk; of an answer that is read, one for each thing that was found in it."""
+        """Return the events for a chunk: one for each parsed event if the answer is parsed."""
         if choice.answer is None:
             return super().event(choice, chunk, usage)
         if len(chunk.events) == 1 and chunk.finish_reason is None and not self.scored and usage is None:
@@ -98,12 +98,12 @@ class _ChatFormat(ResponseFormat):
 
 
 def _reason(reason: str, choice: ChoiceStream) -> str:
-    """Return why an answer ended; one with calls ended for them unless it was cut off."""
+    """Return the finish reason; `tool_calls` for an answer with calls unless it was truncated."""
     return "tool_calls" if reason == "stop" and choice.called else reason
 
 
 @router.post(
-    "/v1/completions", **endpoint("Continue texts", CompletionRequest, responses.CompletionAnswer, stream=True)
+    "/v1/completions", **endpoint("Create a completion", CompletionRequest, responses.CompletionAnswer, stream=True)
 )
 async def create_completion(request: Request) -> Response:
     """Generate texts that continue one or several prompts."""

@@ -34,7 +34,7 @@ Floats = npt.NDArray[np.float32]
 
 MAX_TEXTS: Final = 2048
 _MAX_PAIR_CHARS: Final = 2**24
-"""A text of one side is written out with each of the other side."""
+"""Limit for all rendered pairs together: each text of one side is rendered with each of the other."""
 _ASKED: Final = "Given a web search query, retrieve relevant passages that answer the query"
 _BEFORE: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -54,7 +54,7 @@ async def read_texts(state: PromptState, given: Any, field: str, add_special: bo
     """Return texts, or lists of ids, as prompts; `ApiError` (400) for too many, `BadRequest` for unreadable ones."""
     texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
     if len(texts) > MAX_TEXTS:
-        raise invalid(f"{field} holds {len(texts)} texts; one request may hold {MAX_TEXTS}", field)
+        raise invalid(f"{field} has {len(texts)} texts; at most {MAX_TEXTS} are allowed per request", field)
     reader = state.prompt_reader
     size = sum(len(each) for each in texts if isinstance(each, str))
     return await reader.run(size, lambda: reader.completion(given, add_special, field))
@@ -70,22 +70,22 @@ def pairs_of(body: ScoreRequest | RerankRequest) -> tuple[list[tuple[str, str]],
         first, second = getattr(body, name), getattr(body, other)
         given = second if first is None else first
         if given is None or (first is not None and second is not None):
-            raise invalid(f"give either {name} or {other}", name)
+            raise invalid(f"specify either {name} or {other}", name)
         sides.append([given] if isinstance(given, str) else given)
         names.append(other if first is None else name)
         if not 1 <= len(sides[-1]) <= MAX_TEXTS:
-            raise invalid(f"{names[-1]} holds {len(sides[-1])} texts; allowed are 1 to {MAX_TEXTS}", names[-1])
+            raise invalid(f"{names[-1]} has {len(sides[-1])} texts; expected 1 to {MAX_TEXTS}", names[-1])
     ones, others = sides
     if len(ones) == 1:
         ones = ones * len(others)
     if len(ones) != len(others):
-        message = f"{names[0]} holds {len(ones)} texts and {names[1]} {len(others)}; give one for all, or one for each"
+        message = f"{names[0]} has {len(ones)} texts and {names[1]} {len(others)}; expected 1 or equal numbers"
         raise invalid(message, names[1])
     return list(zip(ones, others, strict=True)), names[1]
 
 
 def distinct(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Return each text of pairs once: a model that compares vectors reads it once."""
+    """Return the distinct texts of pairs: a model that compares vectors reads each once."""
     return [*dict.fromkeys(text for pair in pairs for text in pair)]
 
 
@@ -110,12 +110,14 @@ class PooledTexts:
         return [vector_of(each, info.vectors, dimensions) for each in pooled]
 
     async def scores(self, pairs: Sequence[tuple[str, str]], field: str, instruction: str | None) -> list[float]:
-        """Return how well pairs fit: the probability of a judge's yes, else the cosine of two vectors."""
+        """Return a score for each pair: the probability of yes from a model that scores pairs, else a cosine."""
         judge = self._state.client.info.vectors.judge
         if judge is not None:
             return await self._judged(pairs, judge, field, instruction or _ASKED)
         if instruction is not None:
-            raise invalid("instruction is for models that judge pairs; this one compares vectors", "instruction")
+            raise invalid(
+                "instruction is only supported by models that score pairs; this model compares vectors", "instruction"
+            )
         order = {text: index for index, text in enumerate(distinct(pairs))}
         prompts = await unless_gone(self._request, read_texts(self._state, [*order], field))
         vectors = await self.vectors(prompts, field)
@@ -134,8 +136,8 @@ class PooledTexts:
         size = sum(len(query) + len(document) + len(instruction) for query, document in pairs)
         if size > _MAX_PAIR_CHARS:
             raise invalid(
-                f"{field}: the pairs, each written out, have {size:,} characters; one request may have "
-                f"{_MAX_PAIR_CHARS:,}",
+                f"{field}: the rendered pairs have {size:,} characters; at most {_MAX_PAIR_CHARS:,} are allowed per "
+                "request",
                 field,
             )
         texts = [
@@ -161,7 +163,7 @@ class PooledTexts:
         state = self._state
         longest, most = max(map(len, prompts), default=0), state.client.info.max_model_len - 1
         if longest > most:
-            message = f"{field}: a text has {longest} tokens, but at most {most} can be read; shorten it"
+            message = f"{field}: a text has {longest} tokens, but at most {most} are supported; shorten it"
             raise invalid(message, field, "context_length_exceeded")
         tokens = sum(map(len, prompts))
         self.usage = PooledUsage(tokens, tokens)
@@ -190,7 +192,7 @@ class PooledTexts:
         finally:
             state.active.leave(name, ids)
         if client.gone:
-            raise ApiError(499, "the client went away", code="client_gone")
+            raise ApiError(499, "the client disconnected", code="client_gone")
         return found
 
     async def _vector(self, engine_id: str, prompt: tuple[int, ...], pooling: Pooling) -> bytes:
@@ -215,7 +217,7 @@ class PooledTexts:
         return vector
 
 
-@router.post("/v1/embeddings", **endpoint("Make vectors of texts", pooling.EmbeddingRequest, pooling.EmbeddingAnswer))
+@router.post("/v1/embeddings", **endpoint("Create embeddings", pooling.EmbeddingRequest, pooling.EmbeddingAnswer))
 async def create_embeddings(request: Request) -> Response:
     """Return a vector of each text, in the same order."""
     state, body, headers = await EMBEDDINGS.read(request)
@@ -233,7 +235,7 @@ async def create_embeddings(request: Request) -> Response:
     return json_response(pooling.EmbeddingAnswer(data=data, model=texts.model, usage=texts.usage), headers)
 
 
-@router.post("/v1/score", **endpoint("Tell how well texts fit", pooling.ScoreRequest, pooling.ScoreAnswer))
+@router.post("/v1/score", **endpoint("Score pairs of texts", pooling.ScoreRequest, pooling.ScoreAnswer))
 @router.post("/score", include_in_schema=False)
 async def create_score(request: Request) -> Response:
     """Return a score for each pair of texts."""
@@ -251,7 +253,7 @@ async def create_score(request: Request) -> Response:
     return json_response(answer, headers)
 
 
-@router.post("/v1/rerank", **endpoint("Order documents by a query", pooling.RerankRequest, pooling.RerankAnswer))
+@router.post("/v1/rerank", **endpoint("Rank documents by a query", pooling.RerankRequest, pooling.RerankAnswer))
 @router.post("/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 async def create_rerank(request: Request) -> Response:

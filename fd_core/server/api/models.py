@@ -27,7 +27,7 @@ _DETOKENIZE: Final = BodyFormat(DetokenizeRequest)
 _SLICE: Final = 16_384
 
 
-@router.get("/v1/models", **endpoint("List the names of the model", None, responses.ModelList))
+@router.get("/v1/models", **endpoint("List the served models", None, responses.ModelList))
 async def list_models(request: Request) -> Response:
     """List every name under which the model answers, and its adapters."""
     state = state_of(request)
@@ -35,7 +35,7 @@ async def list_models(request: Request) -> Response:
     return json_response(responses.ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
-@router.get("/v1/models/{model:path}", **endpoint("Describe the model", None, responses.ModelCard, errors=(401, 404)))
+@router.get("/v1/models/{model:path}", **endpoint("Describe a model", None, responses.ModelCard, errors=(401, 404)))
 async def get_model(request: Request, model: str) -> Response:
     """Describe the model under one of its names."""
     state = state_of(request)
@@ -55,13 +55,13 @@ def _card(state: ServerState, served: ServedName) -> responses.ModelCard:
     )
 
 
-@router.post("/tokenize", **endpoint("Text to token ids", TokenizeRequest, responses.TokenizeAnswer))
+@router.post("/tokenize", **endpoint("Tokenize a text or a conversation", TokenizeRequest, responses.TokenizeAnswer))
 async def tokenize(request: Request) -> Response:
     """Return the ids of a text, or of a conversation as the chat endpoint would read it."""
     state, body, headers = await _TOKENIZE.read(request)
     state.served(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise invalid("give either prompt or messages", "prompt")
+        raise invalid("specify either prompt or messages", "prompt")
     if body.messages is not None:
         ids = list(await unless_gone(request, chat_prompt(state, body)))
     else:
@@ -80,7 +80,7 @@ async def tokenize(request: Request) -> Response:
     return json_response(answer, headers)
 
 
-@router.post("/detokenize", **endpoint("Token ids to text", DetokenizeRequest, responses.DetokenizeAnswer))
+@router.post("/detokenize", **endpoint("Detokenize token ids", DetokenizeRequest, responses.DetokenizeAnswer))
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state, body, headers = await _DETOKENIZE.read(request)
@@ -92,15 +92,15 @@ async def detokenize(request: Request) -> Response:
 
 
 @router.get(
-    "/tokenizer_info", **endpoint("What the tokenizer is", None, responses.TokenizerInfoAnswer, errors=(401, 404))
+    "/tokenizer_info", **endpoint("Describe the tokenizer", None, responses.TokenizerInfoAnswer, errors=(401, 404))
 )
 async def tokenizer_info(request: Request) -> Response:
     """Return control tokens and the chat template, as vLLM does, if the operator allows it."""
     state = state_of(request)
     if not state.config.enable_tokenizer_info_endpoint:
         message = (
-            "/tokenizer_info is served only where the server was started with --enable-tokenizer-info-endpoint: "
-            "it shows the chat template"
+            "/tokenizer_info exposes the chat template and is disabled; start the server with "
+            "--enable-tokenizer-info-endpoint"
         )
         raise ApiError(404, message, code="not_enabled")
     tokenizer = state.tokenizer

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the same types that decode requests and encode answers, and answers as JSON."""
+"""The OpenAPI document, made from the same types that decode requests and encode answers, and JSON responses."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _KIND: Final = "application/json"
 _schemas: set[type[msgspec.Struct]] = {ErrorAnswer}
 
 _ERRORS: Final = {
-    400: "The request is malformed, out of range, or asks for what is not served; `param` names the field",
-    401: "No valid API key",
-    403: "The request comes from a page of another origin, see --allowed-origins",
-    404: "There is no such model",
+    400: "The request is malformed, out of range or not supported; `param` names the field",
+    401: "The API key is missing or invalid",
+    403: "Requests from pages of this origin are not allowed, see --allowed-origins",
+    404: "The model does not exist",
     413: "The body is too large",
-    415: "The body is not JSON, or it is compressed",
-    421: "The host that the request names is not this server's, see --allowed-hosts",
-    429: "The key has used up what it may ask for; `Retry-After` says when it may ask again",
+    415: "The body is compressed or not JSON",
+    421: "The Host of the request is not allowed, see --allowed-hosts",
+    429: "The API key exceeded its rate limit or quota; retry after the seconds in `Retry-After`",
     500: "The server or the engine failed",
-    503: "The queue is full, other bodies hold all memory, the server shuts down, or the engine is not running",
+    503: "The queue or the memory for bodies is full, the server is shutting down, or the engine is not running",
 }
 
 _EVENT: Final = {
@@ -38,7 +38,7 @@ _EVENT: Final = {
     "description": "One event of the stream",
     "required": ["data"],
     "properties": {
-        "event": {"type": "string", "description": "`error` for the event that ends a broken stream"},
+        "event": {"type": "string", "description": "`error` for the event that ends a failed stream"},
         "data": {"type": "string", "description": "A chunk as JSON, `[DONE]` at the end, or an error as JSON"},
     },
 }
@@ -77,7 +77,7 @@ def endpoint(
     if stream:
         responses[200]["content"]["text/event-stream"] = {"schema": _EVENT}
     if unhealthy:
-        responses[503] = _response("Not now; `reason` says why", answer)
+        responses[503] = _response("Not available; `reason` gives the cause", answer)
     described: dict[str, Any] = {
         "summary": summary,
         "responses": responses,
@@ -92,7 +92,7 @@ def endpoint(
 
 
 def json_response(answer: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
-    """Return a value as an answer in JSON."""
+    """Return a value as a JSON response."""
     return Response(msgspec.json.encode(answer), status, headers, media_type=_KIND)
 
 

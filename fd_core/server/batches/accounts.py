@@ -11,7 +11,7 @@ from fd_core.http.errors import ApiError
 
 T = TypeVar("T")
 _MOST_SHARES: Final = 4
-"""A key may keep an equal share of the store, and never less than one part in so many."""
+"""The limit of a key is an equal share of the store, and never less than this part of it: one in so many."""
 
 
 class Account:
@@ -26,7 +26,7 @@ class Account:
         key_limit: int | None = None,
         param: str | None = "file",
     ) -> None:
-        """`limit` bounds all keys, `key_limit` each, by default a share among `keys()`. Refusals name `param`."""
+        """`limit` bounds all keys, `key_limit` each, by default a share among `keys()`. Errors name `param`."""
         self._unit = unit
         self._limit = limit
         self._keys = keys
@@ -51,14 +51,14 @@ class Account:
         """Raise `ApiError` if there is no room: 413 if `more` never fits, 429 while too much else is kept."""
         limit = self.key_limit
         for used, most, whose in (
-            (self._by_owner[owner], limit, "of one key" if limit < self._limit else "of the store"),
+            (self._by_owner[owner], limit, "per key" if limit < self._limit else "of the store"),
             (self.used, self._limit, "of the store"),
         ):
             if used + more > most:
-                kept = f"{used:,} {self._unit} are kept" if more <= most else "it can never fit"
+                kept = f"{used:,} {self._unit} are in use" if more <= most else "it can never fit"
                 raise ApiError(
                     429 if more <= most else 413,
-                    f"{more:,} more {self._unit} exceed the limit {whose}, {most:,}: {kept}; {self._remedy}",
+                    f"{more:,} more {self._unit} exceed the limit {whose} ({most:,}): {kept}; {self._remedy}",
                     kind="insufficient_quota" if more <= most else "invalid_request_error",
                     param=self._param,
                     code="store_full",
@@ -66,7 +66,7 @@ class Account:
                 )
 
     def take(self, owner: str, more: int) -> None:
-        """Count `more` for an owner. Raises `ApiError` as `require` does."""
+        """Reserve `more` for an owner. Raises `ApiError` as `require` does."""
         self.require(owner, more)
         self.add(owner, more)
 

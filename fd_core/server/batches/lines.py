@@ -90,12 +90,12 @@ def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) ->
         if len(line) > longest:
             while not line.endswith(b"\n") and (line := file.readline(1 << 20)):
                 pass
-            yield _wrong(number, None, "line_too_long", f"it has more than {longest:,} bytes")
+            yield _wrong(number, None, "line_too_long", f"the line exceeds {longest:,} bytes")
         elif line.strip():
             request = _read(number, line, endpoint)
             first = number if request.custom_id is None else seen.setdefault(request.custom_id, number)
             if first != number:
-                message = f"custom_id was used by line {first}; each request needs its own"
+                message = f"custom_id is already used by line {first}; it must be unique"
                 request = _wrong(number, request.custom_id, "duplicate_custom_id", message)
             yield request
 
@@ -113,7 +113,7 @@ def failed(request: BatchLine, error: LineError) -> BatchAnswer:
 
 
 def as_line(answer: BatchAnswer) -> bytes:
-    """Return the bytes of a line, its end included; no character within is one at which readers split lines."""
+    """Return the bytes of a line, its end included; it contains no character at which readers split lines."""
     text = msgspec.json.encode(answer)
     for letter in "\u0085\u2028\u2029":
         text = text.replace(letter.encode(), rb"\u%04x" % ord(letter))
@@ -125,22 +125,22 @@ def _read(number: int, line: bytes, endpoint: str | None) -> BatchLine:
         found = _line.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error).removeprefix("JSON is malformed: ") or "nested too deeply"
-        return _wrong(number, None, "invalid_line", f"it is not a request as JSON: {reason[:1].lower()}{reason[1:]}")
+        return _wrong(number, None, "invalid_line", f"invalid request: {reason[:1].lower()}{reason[1:]}")
     custom_id, wanted = found.custom_id[:_LONGEST_ID], (endpoint,) if endpoint is not None else ENDPOINTS
     if len(found.custom_id) > _LONGEST_ID or not found.custom_id:
-        message = f"custom_id has {len(found.custom_id)} characters; allowed are 1 to {_LONGEST_ID}"
+        message = f"custom_id has {len(found.custom_id)} characters; expected 1 to {_LONGEST_ID}"
         return _wrong(number, custom_id or None, "invalid_custom_id", message)
     if found.method != "POST":
-        return _wrong(number, custom_id, "invalid_method", f"method is {found.method[:20]!r}; give POST")
+        return _wrong(number, custom_id, "invalid_method", f"method is {found.method[:20]!r}; expected POST")
     if found.url not in wanted:
-        return _wrong(number, custom_id, "invalid_url", f"url is {found.url[:80]!r}; give {' or '.join(wanted)}")
+        return _wrong(number, custom_id, "invalid_url", f"url is {found.url[:80]!r}; expected {' or '.join(wanted)}")
     body = bytes(found.body)
     try:
         streams = bool(_asked.decode(body).stream)
     except (msgspec.DecodeError, RecursionError):
-        return _wrong(number, custom_id, "invalid_body", "body has to be an object")
+        return _wrong(number, custom_id, "invalid_body", "body must be an object")
     if streams:
-        return _wrong(number, custom_id, "invalid_body", "body.stream is true; a batch has whole answers only")
+        return _wrong(number, custom_id, "invalid_body", "body.stream is true; batches do not support streams")
     return BatchLine(number, custom_id, found.url, body)
 
 
@@ -155,14 +155,16 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
     """Answers go to `PATH.partial`, which becomes `PATH` at the end; a later run finds those before it in `known`."""
 
     def __init__(self, path: Path, account: Callable[[int], None] = lambda _: None) -> None:
-        """`account` receives growth in bytes and may raise. Raises `ConfigError` for a file that is no output."""
+        """`account` receives growth in bytes and may raise. Raises `ConfigError` for a file that is not the output of a
+        run.
+        """
         self.path = path
         self.known: dict[str, BatchAnswer] = {}
-        """By id; the answers themselves are left out."""
+        """Answers by id, without their bodies."""
         self._account = account
         self._partial = path.with_name(f"{path.name}.partial")
         if path.exists():
-            raise ConfigError(f"{path} exists already", field="--output", hint="name another file, or delete it")
+            raise ConfigError(f"{path} exists already", field="--output", hint="choose another file, or delete it")
         try:
             self._file = self._partial.open("a+b", buffering=0)
             self._file.seek(0)
@@ -188,7 +190,7 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
         self._file.close()
 
     def write(self, answer: BatchAnswer) -> None:
-        """Append an answer. Raises `OSError` if it could not be written whole, and removes the part written."""
+        """Append an answer. Raises `OSError` if it could not be written completely, and truncates the partial line."""
         line = as_line(answer)
         self._account(len(line))
         try:

@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches, as OpenAI's. Each key sees the files and batches that were made with it."""
+"""/v1/files and /v1/batches, compatible with OpenAI's. Each key sees only its own files and batches."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ router = APIRouter(route_class=DirectRoute)
 _METADATA_BYTES: Final = 16 * 1024
 _FILES_PER_PAGE: Final = 1000
 _BATCHES_PER_PAGE: Final = 100
-"""A page may be smaller than its `limit`: encoding it must not hold up the streams of others."""
+"""A page may be smaller than its `limit`: encoding it must not delay other streams."""
 _PART_BYTES: Final = 1 << 18
 _BOUNDARY: Final = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
-"""Of a form; RFC 2046, section 5.1.1."""
+"""Boundary of a form; RFC 2046, section 5.1.1."""
 _SLICE: Final = 1 << 20
 
 
@@ -98,7 +98,7 @@ async def upload(request: Request) -> Response:
             await in_thread(partial(upload.cut, begin, size))
             found = upload.keep(size, filename, "batch")
     except ClientDisconnect:
-        raise invalid("the body broke off", None, "invalid_body") from None
+        raise invalid("the client disconnected before the body was complete", None, "invalid_body") from None
     except OSError as error:
         raise cannot_keep(error) from error
     return json_response(found)
@@ -128,23 +128,25 @@ async def get_content(request: Request, file_id: str) -> Response:
 
 @router.delete("/v1/files/{file_id}", **endpoint("Delete a file", None, DeletedFile, errors=(400, 401, 404)))
 async def delete_file(request: Request, file_id: str) -> Response:
-    """Delete a file that no batch needs."""
+    """Delete a file that is not in use by a batch."""
     (await _store(request)).delete(file_id, request.state.owner)
     return json_response(DeletedFile(file_id))
 
 
-@router.post("/v1/batches", **endpoint("Run the requests of a file", BatchRequest, StoredBatch))
+@router.post("/v1/batches", **endpoint("Create a batch", BatchRequest, StoredBatch))
 async def create_batch(request: Request) -> Response:
-    """Begin to answer the requests of a file."""
+    """Start processing the requests of a file."""
     store, owner = await _store(request), request.state.owner
     _, body, headers = await _BODY.read(request)
     if body.endpoint not in ENDPOINTS:
-        raise invalid(f"endpoint is {body.endpoint[:80]!r}; give {', '.join(ENDPOINTS)}", "endpoint", "invalid_value")
+        raise invalid(
+            f"endpoint is {body.endpoint[:80]!r}; expected {', '.join(ENDPOINTS)}", "endpoint", "invalid_value"
+        )
     if len(msgspec.json.encode(body.metadata)) > _METADATA_BYTES:
-        raise invalid(f"metadata has more than {_METADATA_BYTES:,} bytes", "metadata")
+        raise invalid(f"metadata exceeds {_METADATA_BYTES:,} bytes", "metadata")
     if store.files.get(body.input_file_id, owner) is None:
         missing = body.input_file_id[:64]
-        raise invalid(f"there is no file {missing!r}; upload it to /v1/files", "input_file_id", "file_not_found")
+        raise invalid(f"file {missing!r} does not exist; upload it to /v1/files", "input_file_id", "file_not_found")
     now = int(time.time())
     batch = StoredBatch(
         id=f"batch_{secrets.token_hex(12)}",
@@ -178,7 +180,7 @@ async def get_batch(request: Request, batch_id: str) -> Response:
 
 @router.post("/v1/batches/{batch_id}/cancel", **endpoint("Cancel a batch", None, StoredBatch, errors=(401, 404)))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Cancel a batch; the answers so far become its files."""
+    """Cancel a batch; the answers so far become its output files."""
     try:
         return json_response(await _service(request).cancel(batch_id, request.state.owner))
     except OSError as error:
@@ -199,7 +201,7 @@ class _ContentResponse(Response):
             while left:
                 part = await in_thread(partial(stored.content.read, min(left, _PART_BYTES)))
                 if not part:
-                    raise OSError("the file is shorter than it was")
+                    raise OSError("the file was truncated while it was read")
                 left -= len(part)
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
@@ -208,7 +210,7 @@ class _ContentResponse(Response):
 def _service(request: Request) -> BatchService:
     service = state_of(request).batches
     if service is None:
-        raise ApiError(404, "this server keeps no files and batches: it was started with --no-batch-api")
+        raise ApiError(404, "files and batches are disabled: the server was started with --no-batch-api")
     return service
 
 
@@ -225,10 +227,10 @@ def _read_form(path: Path, boundary: bytes, size: int) -> tuple[int, int, str]:
         purpose = fields.get("purpose") or FormField(0, 0, None)
         said = body[purpose.begin : min(purpose.end, purpose.begin + 64)].decode("utf-8", "replace")
         if said != "batch":
-            raise invalid(f"purpose is {said!r}; files are kept for 'batch' only", "purpose", "invalid_value")
+            raise invalid(f"purpose is {said!r}; expected 'batch'", "purpose", "invalid_value")
         content = fields.get("file")
         if content is None or content.filename is None:
-            raise invalid("file is required, with a name", "file", "missing_required_parameter")
+            raise invalid("file is required, with a filename", "file", "missing_required_parameter")
         return content.begin, content.end - content.begin, content.filename
 
 
@@ -236,7 +238,7 @@ def _limit(limit: str | None, most: int) -> int:
     """Return how many objects a page has: the `limit` of the query, and `most` at most. Raises `ApiError` (400)."""
     asked = 100 if limit is None else length_of(limit) or 0
     if not 1 <= asked <= 10_000:
-        raise invalid(f"limit is {str(limit)[:20]!r}; give 1 to 10000", "limit", "invalid_value")
+        raise invalid(f"limit is {str(limit)[:20]!r}; expected 1 to 10000", "limit", "invalid_value")
     return min(asked, most)
 
 
@@ -262,7 +264,7 @@ def boundary_of(content_type: str) -> bytes | None:
     if kind != "multipart/form-data" or "boundary" not in given:
         return None
     if not _BOUNDARY.fullmatch(given["boundary"]):
-        raise invalid("the boundary of a form has 1 to 70 letters of ASCII (RFC 2046)", None, "invalid_form")
+        raise invalid("the multipart boundary must have 1 to 70 ASCII characters (RFC 2046)", None, "invalid_form")
     return given["boundary"].encode()
 
 
@@ -285,11 +287,11 @@ def read_form(body: bytes | mmap.mmap, boundary: bytes) -> dict[str, FormField]:
         if name is not None:
             fields[name] = FormField(min(head_end + 4, end), end, filename)
         at = end + 2
-    raise invalid("the form is malformed or cut off", None, "invalid_form")
+    raise invalid("the form is malformed or truncated", None, "invalid_form")
 
 
 def _find(body: bytes | mmap.mmap, wanted: bytes, begin: int) -> int:
-    """Find bytes in slices: each holds the interpreter for a moment, and in linear time, as `mmap.find` does not."""
+    """Find bytes in slices, in linear time (`mmap.find` is not), so that each slice holds the GIL only briefly."""
     for at in range(begin, len(body), _SLICE):
         found = body[at : at + _SLICE + len(wanted) - 1].find(wanted)
         if found >= 0:

@@ -17,15 +17,15 @@ from fd_core.server.batches.lines import BatchAnswer, BatchLine, LineError, answ
 T = TypeVar("T")
 
 _PAUSE_SECONDS: Final = 5.0
-"""Longest wait before a request is sent again that found no room or no engine."""
+"""Longest wait before retrying a request that was rejected because the queue was full or the engine down."""
 _READ_BYTES: Final = 1 << 20
 """Most bytes read from the file at once; a single line may be longer."""
 OWNER: Final = "fd_core.owner"
-"""Key of a scope whose request the server itself makes for the owner in its value; clients cannot set it."""
+"""Scope key of internal requests: the value is the owner on whose behalf they run; clients cannot set it."""
 
 
 class AsgiAnswer(NamedTuple):
-    """A whole answer."""
+    """A complete response."""
 
     status: int
     headers: dict[str, str]
@@ -33,7 +33,7 @@ class AsgiAnswer(NamedTuple):
 
 
 async def ask(app: ASGIApp, path: str, body: bytes, request_id: str, owner: str) -> AsgiAnswer:
-    """Return the answer to a POST with a JSON body, which counts as sent by `owner`."""
+    """Return the response to a POST with a JSON body, sent on behalf of `owner`."""
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -80,12 +80,12 @@ class BatchProgress(msgspec.Struct):
 
     @property
     def done(self) -> int:
-        """Lines that are over."""
+        """Lines that completed or failed."""
         return self.completed + self.failed
 
 
 class Pause:
-    """Time until which a batch sends nothing, because a limit refused a request. Clock readings are passed in."""
+    """Time until which a batch sends nothing, because a limit rejected a request. Clock readings are passed in."""
 
     def __init__(self) -> None:
         self._until = -math.inf
@@ -96,7 +96,7 @@ class Pause:
         return max(0.0, self._until - now)
 
     def retries(self, line: str, answer: AsgiAnswer, now: float) -> bool:
-        """Return True if a request is to be sent again, and pause; limits of the key are not counted as refusals."""
+        """Return True if a request should be retried, and pause; limits of the key do not count as rejections."""
         if answer.status not in (429, 503) or "x-should-retry" in answer.headers:
             return False
         wait = answer.headers.get("retry-after", "")
@@ -129,7 +129,7 @@ async def run_requests(
         try:
             answer = await ask(request.url, request.body, f"{request.id}-{number}" if number else request.id)
         except ConnectionError as error:
-            take(failed(request, LineError("no_answer", str(error) or "the answer broke off")))
+            take(failed(request, LineError("no_answer", str(error) or "the response ended before it was complete")))
             return
         if pause.retries(request.id, answer, loop.time()):
             tries[request.id] += 1
@@ -166,9 +166,9 @@ async def run_requests(
                 slots.release()
                 continue
             running += 1
-            # Not in the task: one that is cancelled before it begins would keep the slot.
+            # Not in the task: a task that is cancelled before it starts would leak the slot.
             group.create_task(one(lines.popleft())).add_done_callback(release)
-            await asyncio.sleep(0)  # a refusal by a limit of the key is known before the next request
+            await asyncio.sleep(0)  # so that a rejection by a limit of the key is seen before the next request
 
 
 async def in_thread(work: Callable[[], T], stop: threading.Event | None = None) -> T:

@@ -37,7 +37,7 @@ class BatchService:
         longest: int,
         at_once: int,
     ) -> None:
-        """`longest` bounds a line's bytes, `at_once` the requests on their way. The store is opened at first use."""
+        """`longest` bounds a line's bytes, `at_once` the requests in flight. The store is opened at first use."""
         self._app = app
         self._open_store = open_store
         self._folder = folder
@@ -52,7 +52,7 @@ class BatchService:
         """Timeout whose expiry ends the work on a batch, by batch id."""
 
     async def open(self) -> BatchStore:
-        """Return the store. Raises `ApiError` (503) if another server has it, or the disk fails."""
+        """Return the store. Raises `ApiError` (503) if another server has locked it, or the disk fails."""
         async with self._opening:
             return self._store or self._opened(await in_thread(self._open_store))
 
@@ -63,7 +63,9 @@ class BatchService:
         try:
             self._opened(self._open_store())
         except ApiError as error:
-            log.warning("no files and batches here, everything else is served: %s (%s)", error.message, self._folder)
+            log.warning(
+                "files and batches are disabled, all other endpoints work: %s (%s)", error.message, self._folder
+            )
             self._resuming = self._supervisor.start("batch_store", self.open)
 
     async def begin(self, batch: StoredBatch, owner: str) -> None:
@@ -73,7 +75,7 @@ class BatchService:
         self._work_for(store, owner)
 
     async def cancel(self, batch_id: str, owner: str) -> StoredBatch:
-        """End a batch of an owner: requests on their way are aborted, the answers so far become its files."""
+        """Cancel a batch of an owner: requests in flight are aborted, the answers so far become its output files."""
         store = await self.open()
         batch = store.batch(batch_id, owner)
         if batch.status not in ("validating", "in_progress"):
@@ -114,7 +116,7 @@ class BatchService:
                 reason = failure_reason(error)
                 log.error("the batch %s failed: %s", batch.id, reason)
                 code = error.code or "server_error" if isinstance(error, ApiError) else "server_error"
-                errors = BatchErrors([BatchError(code, f"the batch could not be run to its end: {reason}")])
+                errors = BatchErrors([BatchError(code, f"the batch failed: {reason}")])
             store.conclude(batch.id, errors)
         del self._tasks[owner]
 
@@ -125,7 +127,7 @@ class BatchService:
             async with asyncio.timeout(max(0.0, left)) as self._running[batch.id]:
                 source = store.content(batch.input_file_id)
                 if not source.exists():
-                    return BatchErrors([BatchError("file_not_found", "the input file is gone from the disk")])
+                    return BatchErrors([BatchError("file_not_found", "the input file no longer exists on disk")])
                 if batch.status == "validating":
                     stop = threading.Event()
                     errors, total = await in_thread(
@@ -189,7 +191,7 @@ def _validate(source: Path, longest: int, endpoint: str, stop: threading.Event) 
             if len(errors) == 100 or stop.is_set():
                 break
             if total > MOST_REQUESTS:
-                return [BatchError("too_many_requests", f"a batch may have {MOST_REQUESTS:,} requests")], total
+                return [BatchError("too_many_requests", f"the batch has more than {MOST_REQUESTS:,} requests")], total
     if not total:
         errors.append(BatchError("empty_file", "the file has no requests"))
     return errors, total

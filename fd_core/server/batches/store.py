@@ -43,7 +43,7 @@ _ANSWER_NAME: Final = re.compile(r"(batch_[0-9a-f]{24})_(output|errors)\.jsonl(\
 ANSWERS: Final[tuple[Answers, Answers]] = ("output", "errors")
 _MOST_FILES: Final = 10_000
 _MOST_BATCHES: Final = 10_000
-"""A key that begins a batch beyond its share forgets its oldest one that ended."""
+"""Limit for all keys; when a key starts a batch beyond its share, its oldest ended batch is deleted."""
 _ENDED: Final = frozenset(("failed", "completed", "expired", "cancelled"))
 _STRANGE: Final = "?"
 """Owner of bytes in the folder that belong to no file or batch."""
@@ -131,10 +131,10 @@ class BatchStore:
     ) -> None:
         """Lock the folder and read it, which may take long. Raises `ApiError` (503) if another server has locked it."""
         self.folder = folder
-        more = "delete some, or start the server with a larger --batch-store-limit or --batch-store-key-limit"
+        more = "delete files, or increase --batch-store-limit or --batch-store-key-limit"
         self.bytes = Account("bytes", limit, keys, more, key_limit)
         self._file_count = Account("files", _MOST_FILES, keys, "delete some")
-        self._batch_count = Account("batches", _MOST_BATCHES, keys, "wait until one has ended", param=None)
+        self._batch_count = Account("batches", _MOST_BATCHES, keys, "retry after one has ended", param=None)
         self.files: OwnedIndex[StoredFile] = OwnedIndex()
         self.batches: OwnedIndex[StoredBatch] = OwnedIndex()
         self._pending: dict[str, dict[str, None]] = {}
@@ -159,7 +159,8 @@ class BatchStore:
                 self._load()
             except BlockingIOError:
                 message = (
-                    "another server on this machine has the folder of files and batches; give each its --batch-store"
+                    "another server on this machine uses the same folder for files and batches; set --batch-store for "
+                    "each"
                 )
                 raise unavailable(message, "batch_store_in_use", retry_after=60) from None
             except OSError as error:
@@ -177,7 +178,7 @@ class BatchStore:
     def content(self, file_id: str) -> Path:
         """Return where the content of a file is."""
         if not _FILE.fullmatch(file_id):
-            raise ValueError("not an id of a file")
+            raise ValueError("not a file id")
         return self.folder / f"{file_id}.data"
 
     def upload(self, owner: str) -> Upload:
@@ -191,7 +192,7 @@ class BatchStore:
         if self._inputs[file_id]:
             for batch_id in self._pending[owner]:
                 if self.batches[batch_id].input_file_id == file_id:
-                    raise invalid(f"the batch {batch_id} needs this file; cancel it first", "file_id", "file_in_use")
+                    raise invalid(f"the file is in use by batch {batch_id}; cancel it first", "file_id", "file_in_use")
         try:
             self.content(file_id).unlink(missing_ok=True)
         except OSError as error:
@@ -209,7 +210,7 @@ class BatchStore:
         return _known(self.batches, batch_id, owner, "batch")
 
     def begin(self, batch: StoredBatch, owner: str) -> None:
-        """Keep a new batch and room for its two files; an old one that ended may go. `ApiError` (429), `OSError`."""
+        """Store a new batch, reserve room for its files; may evict an ended one. Raises `ApiError` (429), `OSError`."""
         try:
             self._batch_count.require(owner, 1)
         except ApiError:
@@ -251,7 +252,7 @@ class BatchStore:
         return None if found is None else self.batches[found]
 
     def reserve_answers(self, batch_id: str, kind: Answers, more: int) -> None:
-        """Count bytes that answers of a batch are about to grow by. Raises `ApiError` (413, 429)."""
+        """Reserve bytes before answers of a batch are appended. Raises `ApiError` (413, 429)."""
         self.bytes.take(self.batches.owner(batch_id), more)
         self._answer_bytes[batch_id, kind] += more
 
@@ -284,8 +285,8 @@ class BatchStore:
         return self.save(batch_id, status=end, **files, **{f"{end}_at": now})
 
     def _adopt(self, batch: StoredBatch, kind: Answers, owner: str) -> str | None:
-        """Make answers of a batch a file, unless that has been done; return its id, None if there are none."""
-        # Always the same id, so that the file is made once however often that is tried.
+        """Turn answers of a batch into a file, idempotently; return its id, None if there are none."""
+        # A deterministic id makes retries idempotent.
         file_id = f"file-{hashlib.blake2b(f'{batch.id} {kind}'.encode(), digest_size=12).hexdigest()}"
         unfinished = _partial(self.answers(batch, kind))
         if file_id in self.files or not unfinished.exists():
@@ -445,12 +446,12 @@ class Upload(AbstractContextManager["Upload"]):
             self._store.bytes.add(self._owner, -self.size)
 
     def reserve(self, more: int) -> None:
-        """Count bytes that are about to be written. Raises `ApiError` (413, 429)."""
+        """Reserve bytes before they are written. Raises `ApiError` (413, 429)."""
         self._store.bytes.take(self._owner, more)
         self.size += more
 
     def write(self, part: bytes) -> None:
-        """Append bytes that were counted; may run in another thread."""
+        """Append bytes that were reserved; may run in another thread."""
         if self._file is None:
             self._file = self.path.open("xb+", buffering=0)
         _write(self._file, part)
@@ -492,9 +493,9 @@ class Upload(AbstractContextManager["Upload"]):
 
 
 def cannot_keep(error: OSError) -> ApiError:
-    """Return the answer to a client where the disk fails."""
+    """Return the error for a client whose request failed because of the disk."""
     reason = (error.strerror or str(error)).lower()
-    return unavailable(f"the server cannot keep files: {reason}; see --batch-store", "batch_store_failed", 60)
+    return unavailable(f"files cannot be stored: {reason}; see --batch-store", "batch_store_failed", 60)
 
 
 def _described(paths: Iterable[Path], kind: type[D], pattern: re.Pattern[str]) -> list[tuple[D, str]]:
@@ -507,7 +508,7 @@ def _described(paths: Iterable[Path], kind: type[D], pattern: re.Pattern[str]) -
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 value, owner = None, ""
             if value is None or value.id != path.stem:
-                log.warning("%s cannot be read and is left alone", path)
+                log.warning("%s cannot be read and is ignored", path)
             else:
                 found.append((value, owner))
     return sorted(found, key=lambda each: (each[0].created_at, each[0].id))
@@ -516,7 +517,7 @@ def _described(paths: Iterable[Path], kind: type[D], pattern: re.Pattern[str]) -
 def _known(found: OwnedIndex[T], name: str, owner: str, kind: str) -> T:
     value = found.get(name, owner)
     if value is None:
-        raise ApiError(404, f"there is no {kind} {name[:64]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
+        raise ApiError(404, f"{kind} {name[:64]!r} does not exist", param=f"{kind}_id", code=f"{kind}_not_found")
     return value
 
 
@@ -528,7 +529,7 @@ def _removed(path: Path) -> bool:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("%s cannot be removed and counts against the limit: %s", path, error.strerror)
+        log.warning("%s cannot be removed and still counts against the limit: %s", path, error.strerror)
         return False
     return True
 

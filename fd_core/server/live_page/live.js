@@ -1,4 +1,4 @@
-// What the server does now: figures, bars and curves, from /status.json once a second.
+// Current state of the server: figures, bars and curves, from /status.json once a second.
 
 const CURVES = [
   { title: "Tokens a second", format: compact, lines: [
@@ -65,7 +65,7 @@ async function refresh() {
     showNow(sample);
   } catch {
     if (samples.length) remember({ at: performance.now() / 1000, raw: samples[samples.length - 1].raw });
-    byId("state").textContent = "The server does not answer.";
+    byId("state").textContent = "The server does not respond.";
     byId("state").className = "bad";
   }
   drawCurves(CURVES);

@@ -1,4 +1,4 @@
-// The playground: it asks the server as any client does, and shows what comes as it comes.
+// The playground: sends requests like any client, and shows the stream as it arrives.
 
 const WEATHER = [{ type: "function", function: { name: "get_weather", description: "Current weather of a city",
   parameters: { type: "object", properties: { city: { type: "string" }, unit: { enum: ["celsius", "fahrenheit"] } }, required: ["city"] } } }];
@@ -42,13 +42,13 @@ function begin() {
 /** Return a request's body, or throw an error that says which field is no JSON. */
 function body() {
   const parsed = id => {
-    try { return JSON.parse(byId(id).value); } catch (error) { throw new Error(`The field for ${id} holds no JSON: ${error.message}`); }
+    try { return JSON.parse(byId(id).value); } catch (error) { throw new Error(`The field for ${id} is not valid JSON: ${error.message}`); }
   };
   const asked = { messages, stream: true, stream_options: { include_usage: true },
     temperature: Number(byId("temperature").value), max_tokens: Number(byId("maxTokens").value) };
   if (tab === "tool") {
     asked.tools = parsed("tools");
-    // What the model says after a tool's result is an answer, not one more call.
+    // After a tool's result the model must answer instead of calling again.
     asked.tool_choice = messages[messages.length - 1].role === "tool" ? "auto" : byId("toolChoice").value;
   }
   if (tab === "schema") asked.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema: parsed("schema") } };
@@ -108,7 +108,7 @@ async function ask() {
     }
     if (calls.length) answer.tool_calls = calls.map(({ turn, ...call }) => call);
     messages.push(answer);
-    if (finish === "length") showTurn("error", "The answer was cut at max_tokens.");
+    if (finish === "length") showTurn("error", "The answer was truncated at max_tokens.");
     else if (finish === "aborted") showTurn("error", "The answer was aborted.");
     else if (tab === "schema") checkJson(text, answer.content);
     if (calls.length) askForResults(calls);
@@ -127,7 +127,7 @@ async function ask() {
 function checkJson(turn, content) {
   try {
     if (turn) turn.textContent = JSON.stringify(JSON.parse(content), null, 1);
-  } catch (error) { showTurn("error", `The answer is no JSON: ${error.message}`); }
+  } catch (error) { showTurn("error", `The answer is not valid JSON: ${error.message}`); }
 }
 
 /** Let the reader say what each tool found, and send that back. */

@@ -35,11 +35,11 @@ _DELTAS: Final = {
 }
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _USUAL_EFFORT: Final = "high"
-"""Effort of requests that name none."""
+"""Default reasoning effort."""
 
 
 @router.post(
-    "/v1/messages", **endpoint("Answer with blocks", schemas.MessagesRequest, schemas.MessagesAnswer, stream=True)
+    "/v1/messages", **endpoint("Create a message", schemas.MessagesRequest, schemas.MessagesAnswer, stream=True)
 )
 async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's format."""
@@ -50,7 +50,8 @@ async def create_message(request: Request) -> Response:
 
 
 @router.post(
-    "/v1/messages/count_tokens", **endpoint("Tokens of a prompt", schemas.CountRequest, schemas.TokenCountAnswer)
+    "/v1/messages/count_tokens",
+    **endpoint("Count the tokens of a prompt", schemas.CountRequest, schemas.TokenCountAnswer),
 )
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens a request's prompt has."""
@@ -133,7 +134,7 @@ def _spelled(step: response_format.BlockStep) -> bytes:
 
 
 def _shown(block: response_format.AnswerBlock, *, whole: bool) -> dict[str, Any]:
-    """Return a block as it is shown: with all that it holds, or as it begins."""
+    """Return a block in Anthropic's format: complete, or as at the start of a stream."""
     kind = _TYPES[block.kind]
     if block.kind == "call":
         arguments = _object(block.text) if whole else {}
@@ -153,9 +154,9 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _stop(choice: ChoiceStream, finish_reason: str, stop_reason: str | int | None) -> tuple[str, str | None]:
-    """Return why a message ended. Raises `ApiError` for one that was aborted: the API has no reason for that."""
+    """Return the stop reason and stop sequence. Raises `ApiError` if aborted: the API has no such stop reason."""
     if stop_reason is FinishReason.ABORT:
-        raise ApiError(499, "the request was aborted; its text is not whole", kind="api_error", code="aborted")
+        raise ApiError(499, "the request was aborted; its text is incomplete", kind="api_error", code="aborted")
     if finish_reason == "length":
         return "max_tokens", None
     if isinstance(stop_reason, str):
@@ -260,7 +261,7 @@ def _tools(body: CountRequest) -> list[Tool] | None:
     tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
-            message = f"tools[{index}].type is {tool.type[:40]!r}; served are tools of the client, of type 'custom'"
+            message = f"tools[{index}].type is {tool.type[:40]!r}; only client tools of type 'custom' are supported"
             raise unsupported(message, f"tools[{index}].type")
         tools.append(function_tool(tool.name, tool.description, tool.input_schema, tool.strict))
     return tools or None
@@ -277,7 +278,7 @@ def _choice(body: CountRequest) -> ToolChoice | None:
 
 def _unread(block: InputBlock | TextBlock, where: str, role: str) -> Exception:
     return unsupported(
-        f"{where}.type is {block.type[:40]!r}, which is not read here ({role}); served are text, thinking, tool_use "
-        "and tool_result",
+        f"{where}.type is {block.type[:40]!r}, which is not supported here ({role}); supported: text, thinking, "
+        "tool_use, tool_result",
         f"{where}.type",
     )

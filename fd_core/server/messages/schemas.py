@@ -14,7 +14,7 @@ from fd_core.types import TokenCount, TopP
 
 
 class TextBlock(msgspec.Struct, kw_only=True):
-    """A block of text; blocks of other types are refused."""
+    """A block of text; blocks of other types are rejected."""
 
     type: str
     text: str | None = None
@@ -126,11 +126,11 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 REFUSED = {
-    "mcp_servers": Refusal("tools are called by the client", ([],)),
-    "container": Refusal("code is never run here"),
-    "context_management": Refusal("the client says in messages what the model sees", ({}, {"edits": []})),
-    "inference_geo": Refusal("this server is where it is"),
-    "speed": Refusal("there is one speed", ("standard",)),
+    "mcp_servers": Refusal("the server calls no tools", ([],)),
+    "container": Refusal("the server runs no code"),
+    "context_management": Refusal("the client manages the context through messages", ({}, {"edits": []})),
+    "inference_geo": Refusal("regions are not supported"),
+    "speed": Refusal("only the standard speed is supported", ("standard",)),
 }
 REFUSED_IN_MESSAGES = beside_chats(
     {
@@ -165,7 +165,7 @@ class MessagesAnswer(msgspec.Struct, kw_only=True):
     stop_sequence: str | None = None
     usage: MessagesUsage
     warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
-    """Parts of schemas without `strict` that could not be enforced; there only if there are any."""
+    """Parts of schemas without `strict` that could not be enforced; absent if there are none."""
 
 
 class TokenCountAnswer(msgspec.Struct):

@@ -1,6 +1,6 @@
 """Reading and decoding the body of a request: bounded while it arrives, strict in types, clear in its errors.
 
-The elements of a body are counted before it is decoded: decoders hold the interpreter while they work.
+The elements of a body are counted before it is decoded: decoders hold the GIL while they work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_UNKNOWN = 1000
 _IDS_PER_TOKEN = 4
 """Numbers that a body may hold for each token of the context."""
 _PAUSE_SECONDS: Final = 10.0
-"""Between two lines: clients make up as many names as they like."""
+"""Seconds between two log lines: clients may send any number of unknown names."""
 
 _object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _objects: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
@@ -87,7 +87,7 @@ class BodyFormat(Generic[T]):
             else:
                 decoded, ignored = await self.decode_bounded(body, state.context)
         except ClientDisconnect:
-            raise invalid("the body broke off", None, "invalid_body") from None
+            raise invalid("the client disconnected before the body was complete", None, "invalid_body") from None
         finally:
             share.release()
         if not ignored:
@@ -96,9 +96,9 @@ class BodyFormat(Generic[T]):
         return state, decoded, {"X-Ignored-Fields": ", ".join(ignored)}
 
     async def decode_bounded(self, body: bytes, context: int) -> tuple[T, list[str]]:
-        """Decode a body of any size without holding up the event loop; see `read`."""
+        """Decode a body of any size without blocking the event loop; see `read`."""
         if not await decodable(body, _IDS_PER_TOKEN * context):
-            message = "the body holds more fields, lists or numbers than a request may have"
+            message = "the body has more fields, lists or numbers than a request may have"
             raise invalid(message, None, "invalid_body")
         if len(body) <= SMALL_BYTES:
             return self.decode(body)
@@ -126,7 +126,7 @@ class BodyFormat(Generic[T]):
             raise invalid("the body is nested too deeply", None, "invalid_json") from None
 
     def _refuse(self, unknown: Iterable[tuple[str, msgspec.Raw]]) -> list[str]:
-        """Refuse fields that would change the text; return the names of those that are ignored."""
+        """Raise `ApiError` for unsupported fields that would change the text; return the names of ignored ones."""
         given: dict[str, msgspec.Raw] = {}
         for path, value in unknown:
             if path in HARMLESS or bytes(value) == b"null":
@@ -137,9 +137,7 @@ class BodyFormat(Generic[T]):
             elif msgspec.json.decode(value) not in refusal.neutral:
                 raise unsupported(f"{path} is not supported: {refusal.reason}", path)
             if len(given) > _MAX_UNKNOWN:
-                raise invalid(
-                    f"the body has more than {_MAX_UNKNOWN:,} fields that are not known", None, "invalid_body"
-                )
+                raise invalid(f"the body has more than {_MAX_UNKNOWN:,} unknown fields", None, "invalid_body")
         return [path for path in sorted(given) if _PRINTABLE.fullmatch(path)][:16]
 
 
@@ -158,7 +156,7 @@ def require_json(content_type: str) -> None:
     """Raise `ApiError` (415) for a body that is not sent as JSON."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        named = kind if _PRINTABLE.fullmatch(kind.replace("/", "-")) else "what was sent"
+        named = kind if _PRINTABLE.fullmatch(kind.replace("/", "-")) else "the one sent"
         message = f"the body must be sent as content-type application/json, not {named}"
         raise ApiError(415, message, code="unsupported_media_type")
 
@@ -173,10 +171,10 @@ def _explain(error: msgspec.ValidationError) -> ApiError:
         path = f"{path}.{missing['field']}".lstrip(".")
         return invalid(f"{path} is required", path, "missing_required_parameter")
     if place is None:
-        return invalid(f"the body is wrong: {_lower(text)}", None, "invalid_body")
+        return invalid(f"the body is invalid: {_lower(text)}", None, "invalid_body")
     what = _lower(text[: place.start()])
     if place[1]:
-        what = f"wrong key: {what}"
+        what = f"invalid key: {what}"
     return invalid(f"{path}: {what}", path, "invalid_value")
 
 

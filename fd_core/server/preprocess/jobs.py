@@ -1,6 +1,6 @@
 """Conversion of a decoded request to a `Job`: prompts, sampling, structured output, tools, and contents of the answer.
 
-Tools determine the prompt, the parser of its answer, and grammars that hold a model to the calls that are demanded.
+Tools determine the prompt, the parser of its answer, and grammars that force the required calls.
 `fd_core.text.prompt_reader` makes prompts token ids.
 """
 
@@ -36,7 +36,7 @@ from fd_core.types.checks import check_ids, check_structure
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _PLAIN_TURNS: Final = 64
-"""Most messages of a conversation whose rendering is tried on the event loop."""
+"""Most messages of a conversation that is rendered on the event loop."""
 _TAIL_TOKENS: Final = 64
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _ANY_TEXT = FormOutcome()
@@ -59,7 +59,7 @@ class OfferedTools(NamedTuple):
     schemas: Mapping[str, Mapping[str, Any]]
     """JSON schemas of the arguments, by name."""
     forced: Sequence[str]
-    """Names of which one has to be called; empty if the model may choose."""
+    """Names of the tools of which one must be called; empty if the model may choose."""
     strict: frozenset[str]
     """Names of tools whose arguments must match their schema in every call."""
 
@@ -72,12 +72,14 @@ def offered_tools(
     for index, tool in enumerate(body.tools or ()):
         place, name = f"tools[{index}]", tool.function.name
         if tool.type != "function":
-            raise invalid(f"{place}.type is {tool.type[:40]!r}; served are functions", f"{place}.type", "invalid_value")
+            raise invalid(f"{place}.type is {tool.type[:40]!r}; expected 'function'", f"{place}.type", "invalid_value")
         if len(name) > longest_name or not _NAME.fullmatch(name):
-            message = f"{place}.function.name has to be 1 to {longest_name} letters, digits, '_', '-' or '.'"
+            message = f"{place}.function.name must be 1 to {longest_name} letters, digits, '_', '-' or '.'"
             raise invalid(message, f"{place}.function.name")
         if name in schemas:
-            raise invalid(f"{place}.function.name is {name!r}, as that of another tool", f"{place}.function.name")
+            raise invalid(
+                f"{place}.function.name {name!r} is a duplicate; tool names must be unique", f"{place}.function.name"
+            )
         schemas[name] = tool.function.parameters or {"type": "object", "properties": {}}
     forced = _forced(choice, schemas)
     if choice == "none" or not schemas:
@@ -88,12 +90,11 @@ def offered_tools(
 
 
 def answer_reading(state: ServerState, body: requests.ChatRequest, tools: OfferedTools | None) -> AnswerReading:
-    """Return the parsers of answers. Raises `ApiError` (400) for tools if the server has no parser of calls."""
+    """Return the parsers of answers. Raises `ApiError` (400) for tools if the server has no tool parser."""
     parsers = state.parsers
     if tools is not None and parsers.tools is None:
         raise unsupported(
-            "tools cannot be called: it is not known how this model writes calls; start the server with "
-            "--tool-call-parser, or leave tools out",
+            "tools are not supported: no tool parser is known for this model; start the server with --tool-call-parser",
             "tools",
         )
     parallel, shows_reasoning = body.parallel_tool_calls is not False, body.include_reasoning is not False
@@ -105,13 +106,13 @@ def answer_reading(state: ServerState, body: requests.ChatRequest, tools: Offere
 def _forced(choice: requests.ToolChoice | None, schemas: Mapping[str, Any]) -> Sequence[str]:
     if isinstance(choice, str) or choice is None:
         if choice not in (None, "none", "auto", "required"):
-            raise invalid(f"tool_choice is {choice[:40]!r}; served are none, auto, required and a tool", "tool_choice")
+            raise invalid(f"tool_choice is {choice[:40]!r}; expected none, auto, required or a tool", "tool_choice")
         if choice == "required" and not schemas:
-            raise invalid("tool_choice demands a call, but there are no tools", "tool_choice")
+            raise invalid("tool_choice requires a call, but tools is empty", "tool_choice")
         return list(schemas) if choice == "required" else ()
     name = choice.function.name
     if choice.type != "function" or name not in schemas:
-        raise invalid(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice.function.name")
+        raise invalid(f"tool_choice names {name[:64]!r}, which is not in tools", "tool_choice.function.name")
     return [name]
 
 
@@ -123,7 +124,7 @@ def demanded_form(
         return None
     parser, field = reading.tools, "tool_choice" if tools.forced else "tools[].function.strict"
     if form is not None and tools.forced:
-        raise invalid(f"{form.field}: tools that have to be called leave no place for another form", form.field)
+        raise invalid(f"{form.field} cannot be combined with required tool calls", form.field)
     if form is not None and not tools.strict:
         field = form.field
     calls = [
@@ -159,8 +160,8 @@ def constrained(
     if called and reading is not None and reading.tools is not None and reading.tools.reads_reasoning:
         if budget is not None:
             raise unsupported(
-                "reasoning_max_tokens cannot be kept beside calls that are demanded or strict: as this model writes "
-                "them, its reasoning belongs to their grammar; leave out one of them",
+                "reasoning_max_tokens cannot be combined with required or strict calls for this model, because its "
+                "reasoning is part of their grammar; remove one of them",
                 "reasoning_max_tokens",
             )
         parser = None  # its grammar begins with the reasoning
@@ -178,8 +179,8 @@ def _reasoning(
         if budget is None:
             return None
         raise unsupported(
-            "reasoning_max_tokens cannot be kept: it is not known how this model ends its reasoning; see "
-            "--reasoning-parser",
+            "reasoning_max_tokens is not supported: no reasoning parser is known for this model; start the server "
+            "with --reasoning-parser",
             "reasoning_max_tokens",
         )
     if not parser.begins_reasoning(tail, state.prompt_reader.switches_reasoning):
@@ -193,8 +194,8 @@ def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int,
     form = parser.form(name)
     if form is None:
         raise unsupported(
-            f"{field} demands calls of a fixed form, which a grammar cannot hold as this model writes them; "
-            "leave the model the choice, without strict and without another form",
+            f"{field} needs calls constrained by a grammar, which is not supported for the call format of this model; "
+            "use tool_choice auto, without strict and without another output constraint",
             field,
         )
     keeps = name in tools.strict or name in tools.forced
@@ -214,7 +215,7 @@ class PromptState(Protocol):
 
     @property
     def max_n(self) -> int:
-        """Texts that one request may ask for."""
+        """Most texts per request."""
 
     @property
     def trusts_templates(self) -> bool:
@@ -228,7 +229,7 @@ async def completion_prompts(state: PromptState, body: requests.CompletionReques
     given = required(body.prompt_token_ids if by_ids else body.prompt, "prompt")
     texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
     if len(texts) > (most := state.max_n):
-        raise invalid(f"{field} holds {len(texts)} prompts; one request may hold {most}", field)
+        raise invalid(f"{field} has {len(texts)} prompts; at most {most} are allowed per request", field)
     size = sum(len(each) for each in texts if isinstance(each, str))
     read = await reader.run(size, lambda: reader.completion(given, body.add_special_tokens is not False, field))
     return [_shortened(state, body, each) for each in read]
@@ -248,8 +249,7 @@ async def chat_prompt(
             messages, special = body.messages or [], body.add_special_tokens is not False
             if len(messages) != 1 or not isinstance(text := messages[0].content, str):
                 raise invalid(
-                    "disable_chat_template needs exactly one message, whose content is text; "
-                    f"messages has {len(messages)}",
+                    f"disable_chat_template needs exactly one message, with text content; messages has {len(messages)}",
                     "messages",
                 )
             ids = await reader.run(len(text), lambda: reader.text(text, special, "messages"))
@@ -265,14 +265,13 @@ async def chat_prompt(
         turns.append(turn)
     goes_on = bool(body.continue_final_message)
     if goes_on and body.add_generation_prompt:
-        reason = "continue_final_message goes on with the last message, add_generation_prompt begins another; give one"
+        reason = "continue_final_message and add_generation_prompt exclude each other; set only one"
         raise invalid(reason, "continue_final_message")
     template = body.chat_template or None
     own = template is not None and state.prompt_reader.own_template(template) is not None
     if template is not None and not own and not state.trusts_templates:
         raise unsupported(
-            "chat_template is not supported: templates from requests are run only where the server was started with "
-            "--trust-request-chat-template",
+            "chat_template in requests is disabled; start the server with --trust-request-chat-template",
             "chat_template",
         )
     effort = body.reasoning_effort
@@ -309,17 +308,15 @@ async def chat_prompt(
 
 
 def require_role(role: str, field: str) -> None:
-    """Raise `ApiError` (400) that names `field` for a role that is not served."""
+    """Raise `ApiError` (400) that names `field` for a role that is not supported."""
     if role not in _ROLES:
-        raise invalid(f"{field} is {role[:40]!r}; served are {', '.join(_ROLES)}", field, "invalid_value")
+        raise invalid(f"{field} is {role[:40]!r}; expected {', '.join(_ROLES)}", field, "invalid_value")
 
 
 def require_effort(reader: PromptReader, effort: str | None, field: str) -> None:
     """Raise `ApiError` (400) for an effort that the model does not support; `none` and `medium` need no support."""
     if effort not in (None, "none", "medium") and not reader.takes_effort:
-        raise unsupported(
-            f"{field} is not supported: the chat template of this model has no place for an effort of reasoning", field
-        )
+        raise unsupported(f"{field} is not supported by the chat template of this model", field)
 
 
 def _shortened(state: PromptState, body: requests.GenerationRequest, prompt: PromptText) -> PromptText:
@@ -327,7 +324,7 @@ def _shortened(state: PromptState, body: requests.GenerationRequest, prompt: Pro
     if most is None:
         return prompt
     if most == 0:
-        raise invalid("truncate_prompt_tokens is 0; give -1 or at least 1", "truncate_prompt_tokens")
+        raise invalid("truncate_prompt_tokens is 0; expected -1 or at least 1", "truncate_prompt_tokens")
     if most < 0:
         if state.context is None:
             return prompt
@@ -342,7 +339,11 @@ def _check(place: str, message: requests.Message) -> None:
     if message.function_call:
         raise unsupported(f"{place}.function_call: use tool_calls", f"{place}.function_call")
     if message.tool_calls and message.role != "assistant":
-        raise invalid(f"{place}.tool_calls: only an assistant calls tools", f"{place}.tool_calls", "invalid_value")
+        raise invalid(
+            f"{place}.tool_calls: only messages of the assistant may have tool calls",
+            f"{place}.tool_calls",
+            "invalid_value",
+        )
     if message.role != "assistant":
         required(message.content, f"{place}.content")
 
@@ -414,7 +415,7 @@ async def conversation_job(
         served = state.served(body.model)
         state.admit(1)
         if body.top_logprobs and not body.logprobs:
-            raise invalid(f"top_logprobs is {body.top_logprobs}, which needs logprobs to be true", "top_logprobs")
+            raise invalid(f"top_logprobs={body.top_logprobs} requires logprobs=true", "top_logprobs")
         outcome = _ANY_TEXT if form is None else await state.grammars.checked(form)
         tools = None
         if body.tools or body.tool_choice is not None:
@@ -458,14 +459,16 @@ def build_job(
     """Return the job of a request; `ApiError` (400, 403) if it is not valid for the model or this worker."""
     options, info = body.stream_options, state.client.info
     if options is not None and not body.stream:
-        raise invalid("stream_options is given, but stream is not true", "stream_options")
+        raise invalid("stream_options requires stream=true", "stream_options")
     if not info.generates:
-        raise invalid("this checkpoint has no output projection; it serves /v1/embeddings", "model", "no_texts")
+        raise invalid(
+            "this checkpoint has no output projection and cannot generate text; use /v1/embeddings", "model", "no_texts"
+        )
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs is not told in a stream; leave stream out, or use echo", "prompt_logprobs")
+        raise invalid("prompt_logprobs is not supported with stream; remove stream, or use echo", "prompt_logprobs")
     for name, top in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
         if top is not None and top > (most := state.config.max_logprobs):
-            raise invalid(f"{name}: {top} likely tokens are asked for; this server tells {most} at most", name)
+            raise invalid(f"{name}={top} exceeds the limit {most} of this server", name)
     record, owner, headers = request.state.record, request.state.owner, request.headers
     cost = text_cost(
         body,
@@ -490,7 +493,9 @@ def build_job(
     budget = body.reasoning_max_tokens if isinstance(body, requests.ChatRequest) else None
     if isinstance(body, requests.ChatRequest) and (other := body.thinking_token_budget) is not None:
         if budget not in (None, other):
-            raise invalid("reasoning_max_tokens and thinking_token_budget differ; give one", "thinking_token_budget")
+            raise invalid(
+                "reasoning_max_tokens and thinking_token_budget differ; specify only one", "thinking_token_budget"
+            )
         budget = other
     if outcome.grammar or budget is not None:
         params = constrained(state, prompts, params, reading=reading, budget=budget, called=called)
@@ -526,15 +531,15 @@ def build_job(
 
 
 def _prefill_peer(state: ServerState, request: Request, ticket: str) -> str:
-    """Return `host:port` of the prefill worker in the signed header. Raises `ApiError` if it is of no use here."""
+    """Return `host:port` of the prefill worker from the signed header. `ApiError` if this worker cannot use it."""
     if state.client.info.role != "decode" or state.ticket_key is None:
         message = f"{TICKET_HEADER} names a prefill worker, but this worker was not started with --role decode"
         raise ApiError(400, message, code="not_a_decode_worker")
     peer = read_ticket(state.ticket_key, request.state.request_id, ticket)
     if peer is None:
         message = (
-            f"{TICKET_HEADER} is not signed with this worker's secret: routers, prefill and decode workers need the "
-            "same one (--transfer-secret-file)"
+            f"{TICKET_HEADER} is not signed with this worker's secret; start the router and all workers with the same "
+            "--transfer-secret-file"
         )
         raise ApiError(403, message, code="bad_ticket")
     return peer
@@ -546,7 +551,7 @@ def other_names(body: requests.GenerationRequest) -> Mapping[str, str]:
 
 
 def named_as_sent(error: ApiError | BadRequest, names: Mapping[str, str]) -> ApiError:
-    """Return an error that names its field as the client did."""
+    """Return an error with the field name that the client used."""
     told = to_api_error(error)
     if told.param:
         told.param, told.message = as_sent(told.param, told.message, names)

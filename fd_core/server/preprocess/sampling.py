@@ -64,11 +64,11 @@ def text_cost(
     if isinstance(request, CompletionRequest) and request.best_of is not None and request.best_of != n:
         raise unsupported(f"best_of is {request.best_of} and n is {n}; only equal values are supported", "best_of")
     if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
-        raise invalid("max_tokens is 0, which needs echo to be true: the answer would be empty", "max_tokens")
+        raise invalid("max_tokens=0 requires echo=true, because the answer would be empty", "max_tokens")
     texts = n * len(prompts)
     if texts > most_texts:
         raise invalid(
-            f"{len(prompts)} prompts times n={n} are {texts} texts; one request may ask for {most_texts}", "n"
+            f"{len(prompts)} prompts times n={n} are {texts} texts; at most {most_texts} are allowed per request", "n"
         )
     asked, field = asked_tokens(request)
     outputs = [asked] * len(prompts)
@@ -78,23 +78,26 @@ def text_cost(
         room = context - prompt
         if room < 1:
             raise invalid(
-                f"the prompt has {prompt} tokens, but the context holds {context}, "
-                "of which one at least is for the output; shorten the prompt",
+                f"the prompt has {prompt} tokens, but the context length is {context}, including at least one output "
+                "token; shorten the prompt",
                 "messages" if isinstance(request, ChatRequest) else "prompt",
                 "context_length_exceeded",
             )
-        # The server's own default is not refused.
+        # The server's default is lowered instead of rejected.
         if asked is None or (asked > room and request.max_tokens is None and field == "max_tokens"):
             outputs[index] = room
         elif asked > room:
             message = (
-                f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "
-                f"{context}; at most {room} can be generated"
+                f"{prompt} prompt tokens plus {field}={asked} exceed the context length {context}; lower {field} to "
+                f"at most {room}"
             )
             raise invalid(message, field, "context_length_exceeded")
+    min_tokens = _min_tokens(request)
+    if (allowed := min((each for each in outputs if each is not None), default=min_tokens)) < min_tokens:
+        raise invalid(f"min_tokens={min_tokens} exceeds the {allowed} tokens that may be generated", "min_tokens")
     if asked is None and limit is not None:
-        share = max(1, _min_tokens(request), (limit - sum(prompts)) // texts)
-        outputs = [share if each is None else max(1, _min_tokens(request), min(each, share)) for each in outputs]
+        share = max(1, min_tokens, (limit - sum(prompts)) // texts)
+        outputs = [share if each is None else max(1, min_tokens, min(each, share)) for each in outputs]
     longest = [1 if each is None else each for each in outputs]
     return TextCost(longest, n, sum(prompts) + n * sum(longest))
 
@@ -108,7 +111,7 @@ def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
         raise invalid(f"stop has {len(stop)} strings; at most {MAX_STOP} are allowed", "stop")
     for text in stop:
         if not 1 <= len(text) <= MAX_STOP_CHARS:
-            raise invalid(f"a stop string has {len(text)} characters; allowed are 1 to {MAX_STOP_CHARS}", "stop")
+            raise invalid(f"a stop string has {len(text)} characters; expected 1 to {MAX_STOP_CHARS}", "stop")
     return tuple(stop)
 
 
@@ -140,21 +143,19 @@ def sampling_params(
     allowed_ids = tuple(sorted({*request.allowed_token_ids})) if request.allowed_token_ids else None
     ending = {*stop_ids, *info.eos_token_ids}
     if allowed_ids is not None and _min_tokens(request) and ending.issuperset(allowed_ids):
-        message = "allowed_token_ids has only tokens that end the text, but others are asked for before its end"
+        message = "allowed_token_ids has only stop tokens, but other tokens are required before the end"
         raise invalid(message, "allowed_token_ids")
     temperature = 1.0 if request.temperature is None else request.temperature
     copied = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
     seed = secrets.randbits(63) if request.seed is None else request.seed
     if not -(2**63) <= seed <= _MASK:
         raise invalid("seed must fit in 64 bits: -2^63 to 2^64-1", "seed")
-    min_tokens = request.min_tokens or 0 if request.min_new_tokens is None else _min_tokens(request)
+    min_tokens = _min_tokens(request)
     scored = request.prompt_logprobs
     if isinstance(request, CompletionRequest) and request.echo:  # the echo includes them as well
         scored = max((each for each in (scored, logprobs) if each is not None), default=None)
     params = []
     for allowed in outputs:
-        if min_tokens > allowed:
-            raise invalid(f"min_tokens is {min_tokens}, but at most {allowed} are generated", "min_tokens")
         params.append(
             SamplingParams(
                 max_tokens=allowed,
@@ -181,13 +182,13 @@ def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
     newer, older = request.max_completion_tokens, request.max_tokens
     if newer is not None and older is not None and newer != older:
         raise invalid(
-            f"max_completion_tokens is {newer} and max_tokens {older}; give one of them", "max_completion_tokens"
+            f"max_completion_tokens={newer} and max_tokens={older} differ; specify only one", "max_completion_tokens"
         )
     if newer is not None:
         return newer, "max_completion_tokens"
     if older is None and not isinstance(request, ChatRequest):
         older = 16
-    # A prompt alone still takes the place of one token, which is computed and not shown.
+    # A prompt alone still needs one output token, which is computed and not shown.
     return older if older is None else max(older, 1), "max_tokens"
 
 
@@ -195,7 +196,7 @@ def _min_tokens(request: GenerationRequest) -> int:
     """Return the number of tokens before one may end the text."""
     one, other = request.min_tokens, request.min_new_tokens
     if one is not None and other is not None and one != other:
-        raise invalid(f"min_tokens is {one} and min_new_tokens {other}; give one of them", "min_new_tokens")
+        raise invalid(f"min_tokens={one} and min_new_tokens={other} differ; specify only one", "min_new_tokens")
     return one or other or 0
 
 

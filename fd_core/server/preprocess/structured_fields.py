@@ -21,26 +21,26 @@ _ANY_OBJECT: Final = SchemaForm(schema={"type": "object"})
 
 
 def check_prompt_logprobs(top: int | None, tokens: int, field: str) -> None:
-    """Refuse more than one answer holds: `top` likely tokens, and its own, for each of the prompts' `tokens`."""
+    """Raise `ApiError` for too many log-probabilities: the prompt's `tokens` with `top` likely tokens each."""
     if top is not None and tokens * (1 + top) > MAX_PROMPT_LOGPROBS:
         raise invalid(
-            f"{field}: the prompts have {tokens} tokens, choices included, and {1 + top} log-probabilities of each "
-            f"would be {tokens * (1 + top)}; one answer holds {MAX_PROMPT_LOGPROBS}: ask for fewer, or "
-            "send several requests",
+            f"{field}: {tokens} prompt tokens (choices included) with {1 + top} log-probabilities each are "
+            f"{tokens * (1 + top)}; at most {MAX_PROMPT_LOGPROBS} are allowed per response: lower {field}, or send "
+            "several requests",
             field,
         )
 
 
 def check_logprobs(top: int | None, max_tokens: Sequence[int], n: int, context: int) -> None:
-    """Refuse more log-probabilities than one answer holds; one text as long as the `context` is always served."""
+    """Raise `ApiError` for too many log-probabilities; one text as long as the `context` is always allowed."""
     if top is None:
         return
     told = sum(max_tokens) * n * (1 + top)
     most = max(MAX_PROMPT_LOGPROBS, (1 + top) * context)
     if told > most:
         raise invalid(
-            f"logprobs: {len(max_tokens) * n} texts of up to {max(max_tokens)} tokens, and {1 + top} log-probabilities "
-            f"of each token, would be {told}; one answer holds {most}: ask for fewer, or set max_tokens",
+            f"logprobs: {len(max_tokens) * n} texts of up to {max(max_tokens)} tokens with {1 + top} "
+            f"log-probabilities each are {told}; at most {most} are allowed per response: lower logprobs or max_tokens",
             "logprobs",
         )
 
@@ -82,7 +82,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: str | None = None
-    """White space allowed between the parts of JSON; one blank after commas and colons if left out."""
+    """White space allowed between the parts of JSON; defaults to one space after commas and colons."""
     disable_any_whitespace: bool | None = None
     """White space is fixed in any case, unless a pattern is given."""
     disable_fallback: bool | None = None
@@ -124,7 +124,7 @@ def form_asked(fields: StructuredFields) -> FormAsked | None:
     found = [form for form in _forms(fields) if form is not None]
     if len(found) > 1:
         raise invalid(
-            f"{found[0].field} and {found[1].field} both say what the text looks like; give one of them", found[1].field
+            f"{found[0].field} and {found[1].field} are both output constraints; specify only one", found[1].field
         )
     return found[0] if found else None
 
@@ -170,8 +170,8 @@ def _response_format(wanted: ResponseFormatField | None) -> FormAsked | None:
     if wanted.type == "structural_tag":
         parts = {"structures": wanted.structures, "triggers": wanted.triggers, "format": wanted.format}
         return _tag({name: value for name, value in parts.items() if value is not None}, place)
-    known = "text, json_object, json_schema and structural_tag"
-    raise invalid(f"{place}.type is {wanted.type[:40]!r}; served are {known}", f"{place}.type", "invalid_value")
+    known = "text, json_object, json_schema or structural_tag"
+    raise invalid(f"{place}.type is {wanted.type[:40]!r}; expected {known}", f"{place}.type", "invalid_value")
 
 
 def _json(
@@ -181,7 +181,9 @@ def _json(
         return None
     read = _decoded(schema, field) if isinstance(schema, str) else schema
     if not isinstance(read, dict | bool):
-        raise invalid(f"{field}: a schema is a JSON object, not {type(read).__name__}", field, "invalid_value")
+        raise invalid(
+            f"{field}: expected a JSON schema as an object, got {type(read).__name__}", field, "invalid_value"
+        )
     own = f"{field.rpartition('.')[0]}.whitespace_pattern" if "." in field else "guided_whitespace_pattern"
     spaces = own if whitespace else ""
     form = SchemaForm(schema=read, whitespace_pattern=whitespace, spaces_field=spaces, is_strict=is_strict)
@@ -205,7 +207,9 @@ def _tag(tag: str | dict[str, Any] | None, field: str) -> FormAsked | None:
         return None
     read = _decoded(tag, field) if isinstance(tag, str) else tag
     if not isinstance(read, dict):
-        raise invalid(f"{field}: a structural tag is a JSON object, not {type(read).__name__}", field, "invalid_value")
+        raise invalid(
+            f"{field}: expected a structural tag as an object, got {type(read).__name__}", field, "invalid_value"
+        )
     return FormAsked(field, TagForm(read))
 
 
@@ -213,4 +217,4 @@ def _decoded(text: str, field: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"{field}: it is not JSON: {str(error)[:200]}", field, "invalid_json") from None
+        raise invalid(f"{field}: invalid JSON: {str(error)[:200]}", field, "invalid_json") from None

@@ -37,7 +37,7 @@ _TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text"
 
 
 @router.post(
-    "/v1/responses", **endpoint("Answer with items", schemas.ResponsesRequest, schemas.ResponseAnswer, stream=True)
+    "/v1/responses", **endpoint("Create a response", schemas.ResponsesRequest, schemas.ResponseAnswer, stream=True)
 )
 async def create_response(request: Request) -> Response:
     """Generate an answer to a conversation, in the format of the Responses API."""
@@ -58,18 +58,18 @@ async def create_response(request: Request) -> Response:
     )
 
 
-@router.get(_PATH, **endpoint("An answer that is kept", None, schemas.ResponseAnswer, errors=(401, 404)))
+@router.get(_PATH, **endpoint("Get a stored response", None, schemas.ResponseAnswer, errors=(401, 404)))
 async def get_response(request: Request, response_id: str) -> Response:
-    """Return an answer that was kept."""
+    """Return a stored response."""
     found = state_of(request).responses.get(request.state.owner, response_id)
     if found is None:
         raise _not_kept(response_id)
     return json_response(found.answer)
 
 
-@router.delete(_PATH, **endpoint("Forget an answer", None, schemas.DeletedResponse, errors=(401, 404)))
+@router.delete(_PATH, **endpoint("Delete a stored response", None, schemas.DeletedResponse, errors=(401, 404)))
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Forget an answer that was kept."""
+    """Delete a stored response."""
     if not state_of(request).responses.delete(request.state.owner, response_id):
         raise _not_kept(response_id)
     return json_response(schemas.DeletedResponse(id=response_id))
@@ -91,7 +91,7 @@ def _said(answer: schemas.ResponseAnswer) -> Message:
 
 
 def _not_kept(response_id: str) -> ApiError:
-    return ApiError(404, f"the response {response_id[:80]!r} is not kept here (any more)", code="not_found")
+    return ApiError(404, f"the response {response_id[:80]!r} is not stored, or was evicted", code="not_found")
 
 
 class _ResponsesFormat(response_format.AnswerFormat):
@@ -193,7 +193,7 @@ class _ResponsesFormat(response_format.AnswerFormat):
     def _item(
         self, block: response_format.AnswerBlock, status: str = "completed", begun: bool = False
     ) -> dict[str, Any]:
-        """Return a block as an item: with all that it holds, or as it begins."""
+        """Return a block as an item: complete, or as at the start of a stream."""
         if block.index not in self._items:
             item_id = f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}"
             self._items[block.index] = item_id, response_format.new_call_id(self.job.bare_ids)
@@ -272,7 +272,7 @@ def earlier_messages(body: schemas.ResponsesRequest, store: ResponseStore, owner
         for field, given in (("store", body.store), ("previous_response_id", body.previous_response_id)):
             if given:
                 raise unsupported(
-                    f"{field} is not supported: this server keeps no answers; send the whole conversation as input, or "
+                    f"{field} is not supported: responses are not stored; send the whole conversation as input, or "
                     "start the server with --response-store",
                     field,
                 )
@@ -280,7 +280,7 @@ def earlier_messages(body: schemas.ResponsesRequest, store: ResponseStore, owner
         return ()
     found = store.get(owner, body.previous_response_id)
     if found is None:
-        message = f"previous_response_id names {body.previous_response_id[:80]!r}, which is not kept (any more)"
+        message = f"previous_response_id {body.previous_response_id[:80]!r} is not stored, or was evicted"
         raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
     return found.messages
 
@@ -321,12 +321,12 @@ def demanded_form(body: schemas.ResponsesRequest) -> FormAsked | None:
 
 def _check(body: schemas.ResponsesRequest) -> None:
     if body.truncation not in (None, "disabled"):
-        raise _unsupported("truncation", "conversations are never cut; shorten the input")
+        raise _unsupported("truncation", "conversations are never truncated; shorten the input")
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         raise _unsupported("text.verbosity", "verbosity cannot be chosen")
     for wanted in body.include or ():
         if wanted != "reasoning.encrypted_content":
-            raise _unsupported("include", f"{wanted[:80]!r} cannot be included")
+            raise _unsupported("include", f"{wanted[:80]!r} is not available")
 
 
 def _messages(given: str | list[schemas.InputItem]) -> list[Message]:
@@ -358,7 +358,7 @@ def _messages(given: str | list[schemas.InputItem]) -> list[Message]:
             messages.append(Message(role="tool", tool_call_id=answered, content=_text(item.output, f"{place}.output")))
         else:
             raise unsupported(
-                f"{place}.type is {item.type[:40]!r}; served are message, reasoning, function_call and "
+                f"{place}.type is {item.type[:40]!r}; expected message, reasoning, function_call or "
                 "function_call_output",
                 f"{place}.type",
             )
@@ -372,7 +372,7 @@ def _text(content: str | list[schemas.InputPart] | None, place: str) -> str:
     for index, part in enumerate(content or ()):
         if part.type not in _TEXTS or texts[index] is None:
             raise unsupported(
-                f"{place}[{index}].type is {part.type[:40]!r}; only text is read here", f"{place}[{index}].type"
+                f"{place}[{index}].type is {part.type[:40]!r}; only text is supported", f"{place}[{index}].type"
             )
     return "\n".join(text or "" for text in texts)
 
@@ -381,7 +381,7 @@ def _tools(body: schemas.ResponsesRequest) -> list[Tool] | None:
     tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type != "function":
-            message = f"tools[{index}].type is {tool.type[:40]!r}; served are functions, which the client calls"
+            message = f"tools[{index}].type is {tool.type[:40]!r}; only tools of type 'function' are supported"
             raise unsupported(message, f"tools[{index}].type")
         name = required(tool.name, f"tools[{index}].name")
         tools.append(function_tool(name, tool.description, tool.parameters, tool.strict))
@@ -393,7 +393,7 @@ def _choice(body: schemas.ResponsesRequest) -> ToolChoice | None:
     if choice is None or isinstance(choice, str):
         return choice
     if choice.type != "function":
-        raise _unsupported("tool_choice.type", "served are none, auto, required and a function")
+        raise _unsupported("tool_choice.type", "expected none, auto, required or a function")
     return named_choice(required(choice.name, "tool_choice.name"))
 
 

@@ -14,7 +14,7 @@ from fd_core.types import TokenCount, TopP
 
 
 class InputPart(msgspec.Struct, kw_only=True):
-    """A piece of an item; only text is understood."""
+    """Content part of an item; only text is supported."""
 
     type: str
     text: str | None = None
@@ -51,7 +51,7 @@ class FlatTool(msgspec.Struct, kw_only=True):
 
 
 class FlatChoice(msgspec.Struct, kw_only=True):
-    """The tool that has to be called."""
+    """The tool that must be called."""
 
     type: str
     name: str | None = None
@@ -111,13 +111,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 REFUSED = beside_chats(
     {
-        "background": Refusal("answers are waited for; see /v1/batches", (False,)),
+        "background": Refusal("responses are synchronous; use /v1/batches", (False,)),
         "conversation": Refusal("use previous_response_id, or send the whole input"),
-        "prompt": Refusal("there are no stored prompts; send the input"),
-        "max_tool_calls": Refusal("tools are called by the client"),
-        "top_logprobs": Refusal("log-probabilities are told at /v1/chat/completions", (0,)),
-        "context_management": Refusal("the client says in input what the model sees", ([],)),
-        "moderation": Refusal("answers are not moderated"),
+        "prompt": Refusal("stored prompts are not supported; send the input"),
+        "max_tool_calls": Refusal("the server calls no tools"),
+        "top_logprobs": Refusal("log-probabilities are available at /v1/chat/completions", (0,)),
+        "context_management": Refusal("the client manages the context through input", ([],)),
+        "moderation": Refusal("moderation is not supported"),
         **dict.fromkeys(("max_tokens", "max_completion_tokens"), Refusal("use max_output_tokens")),
         "messages": Refusal("use input", ([],)),
         "response_format": Refusal("use text.format", ({"type": "text"},)),
@@ -156,7 +156,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     background: bool = False
     service_tier: str = "default"
     warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
-    """Parts of schemas without `strict` that could not be enforced; there only if there are any."""
+    """Parts of schemas without `strict` that could not be enforced; absent if there are none."""
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):

@@ -28,7 +28,7 @@ class EmbeddingRequest(PooledRequest, kw_only=True):
     """A text, texts, ids, or lists of ids."""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    """Leading elements that are kept; the vector is brought to length 1 again."""
+    """Number of leading elements to keep; the vector is normalized again."""
     add_special_tokens: bool | None = None
 
 
@@ -57,7 +57,7 @@ class RerankRequest(PooledRequest, kw_only=True):
     query: Annotated[str, Meta(min_length=1)]
     documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=2048)]
     top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    """Best documents that are answered; 0 and null answer all."""
+    """Number of best documents to return; 0 and null return all."""
     return_documents: bool | None = None
     """True if the response repeats the documents, the default."""
     instruction: Annotated[str, Meta(max_length=4096)] | None = None

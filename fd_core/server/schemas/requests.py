@@ -14,11 +14,11 @@ MAX_STOP: Final = 16
 """Stop strings of every API. OpenAI states 4 for chats and completions; Anthropic and vLLM state no limit."""
 MAX_TOOLS: Final = 1024
 MAX_CHOICES: Final = 128
-"""Texts that one HTTP request may ask for: prompts times n."""
+"""Most texts of one HTTP request: prompts times n."""
 MAX_STOP_CHARS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LISTED: Final = 1024
-"""Words, or sequences of tokens, that one request may ban."""
+"""Most words, or sequences of tokens, that one request may ban."""
 _MAX_IDS: Final = 256
 _MAX_WORD: Final = 64
 _MAX_ALLOWED: Final = 2**20
@@ -66,7 +66,7 @@ class ChosenFunction(msgspec.Struct, kw_only=True):
 
 
 class NamedChoice(msgspec.Struct, kw_only=True):
-    """The tool that has to be called."""
+    """The tool that must be called."""
 
     type: str = "function"
     function: ChosenFunction
@@ -123,7 +123,7 @@ Prompt = Annotated[
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """Contents of a stream besides text."""
+    """Optional contents of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

@@ -70,7 +70,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class _Ending(msgspec.Struct, kw_only=True):
-    """End of a choice; token ids are included only if the request asked for them."""
+    """End of a choice; token ids are included only if requested."""
 
     index: int
     finish_reason: str
@@ -103,7 +103,7 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage
     warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
-    """Parts of schemas without `strict` that could not be enforced; there only if there are any."""
+    """Parts of schemas without `strict` that could not be enforced; absent if there are none."""
 
 
 class FunctionCall(msgspec.Struct):
@@ -111,7 +111,7 @@ class FunctionCall(msgspec.Struct):
 
     name: str
     arguments: str
-    """JSON, as the model wrote it; half of it where `max_tokens` cut it off."""
+    """JSON, as the model wrote it; incomplete if `max_tokens` truncated it."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
@@ -154,7 +154,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
-    """Parts of schemas without `strict` that could not be enforced; there only if there are any."""
+    """Parts of schemas without `strict` that could not be enforced; absent if there are none."""
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
     """For each token of the rendered prompt by id, null for the first; present only if requested."""
 
@@ -210,7 +210,7 @@ class AddedTokenInfo(msgspec.Struct):
 
 
 class TokenizerInfoAnswer(msgspec.Struct, kw_only=True):
-    """Properties of the tokenizer that clients need; `/tokenize` does the rest."""
+    """Properties of the tokenizer that clients need in addition to `/tokenize`."""
 
     tokenizer_class: str = "PreTrainedTokenizerFast"
     """The class of transformers that reads such a tokenizer."""

@@ -60,7 +60,7 @@ class ScoredPrompt:
     """Log-probabilities of a prompt, computed with its first choice and shown with each."""
 
     rows: tuple[TokenLogprobs, ...] | None = None
-    """Of the prompt's tokens but the first."""
+    """Scores of the prompt's tokens except the first."""
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once no more rows will be added."""
 
@@ -160,7 +160,7 @@ class ChoiceStream:
 
     @property
     def called(self) -> bool:
-        """True if the model has called a tool, with all arguments."""
+        """True if the model has completed a tool call."""
         return self.answer is not None and self.answer.called
 
     @property
@@ -178,7 +178,7 @@ class ChoiceStream:
             try:
                 delta = await self.deltas.__anext__()
             except StopAsyncIteration:
-                raise EngineDead("the engine ended a request without saying why") from None
+                raise EngineDead("the engine ended a request without a reason") from None
             chunk = self._read(delta)
             if answer is not None:
                 chunk = answer.read(chunk)
@@ -226,13 +226,13 @@ class ChoiceStream:
         return TextChunk(text, ids, logprobs, reason.value, stop_id)
 
     def _failure(self, reason: str) -> ApiError:
-        """Return the error of a text that the engine could not continue: a 400 if the request allows no next token."""
+        """Return the error of a failed generation: a 400 if the request allows no next token."""
         params = self.spec.params
         narrowed = params.grammar or params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias
         if reason.startswith(GRAMMAR_FAULT) or (
             narrowed and reason.startswith(NO_CHOICE) and not reason.endswith(NOT_FINITE)
         ):
-            return ApiError(400, f"the request cannot be answered: {reason}", code="no_way_on")
+            return ApiError(400, f"the request allows no further token: {reason}", code="no_way_on")
         return ApiError(500, f"the generation failed: {reason}", kind="server_error")
 
     def end(self, outcome: str) -> None:
@@ -264,7 +264,7 @@ class Generation:
         self._span: RequestSpan | None = None
         self.choices: list[ChoiceStream] = []
         self.used = Usage(0, 0, 0, PromptTokensDetails(0))
-        """Tokens read and written, once the block is over."""
+        """Tokens read and written, set at the end of the block."""
 
     async def __aenter__(self) -> Generation:
         job, state = self._job, self._state
@@ -378,7 +378,7 @@ def end_generation(span: RequestSpan, job: Job, choices: Sequence[ChoiceStream],
         "gen_ai.usage.input_tokens": sum(map(len, job.prompts)),
         "gen_ai.usage.output_tokens": sum(choice.tokens for choice in choices),
     }
-    for choice in choices[:1]:  # seconds of the first one stand for all
+    for choice in choices[:1]:  # the durations of the first choice represent all
         if choice.deltas.admitted is not None:
             told["gen_ai.latency.time_in_queue"] = choice.deltas.admitted - choice.deltas.submitted
         if choice.tokens:

@@ -49,7 +49,7 @@ _STREAM_HEADERS: Final = {
 }
 _USAGE_HEADER: Final = USAGE_HEADER.lower().encode()
 _LONG_BYTES: Final = 8192
-"""Shorter bodies are processed before a client could disconnect."""
+"""Bodies shorter than this are processed before a client could disconnect."""
 BlockKind = Literal["reasoning", "content", "call"]
 
 
@@ -107,7 +107,7 @@ class AnswerFormat(abc.ABC):
 
     @abc.abstractmethod
     def whole(self, collected: list[CollectedText], usage: responses.Usage) -> Any:
-        """Return the answer to a request that did not ask for a stream, as a value that encodes to JSON."""
+        """Return the response to a request without streaming, as a value that encodes to JSON."""
 
     def broken(self, error: ApiError) -> bytes:
         """Return the error event that ends a stream."""
@@ -151,7 +151,7 @@ class ResponseFormat(AnswerFormat):
         """Return one choice of the whole answer."""
 
     def whole(self, collected: list[CollectedText], usage: responses.Usage) -> msgspec.Struct:
-        """Return the answer to a request that did not ask for a stream."""
+        """Return the response to a request without streaming."""
         return self.answer(
             **self._facts, choices=[self.choice(each) for each in collected], usage=usage, warnings=self.job.warned
         )
@@ -468,13 +468,13 @@ T = TypeVar("T")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`, begun after the body; cancelled, with `ApiError` (499), if the client is gone."""
+    """Return the result of `work`, started after the body was read; cancel it and raise 499 on a disconnect."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) <= len(str(_LONG_BYTES)) and int(length) <= _LONG_BYTES:
         return await work
     async with UntilDisconnect(request.receive):
         return await work
-    raise ApiError(499, "the client went away", code="client_gone")
+    raise ApiError(499, "the client disconnected", code="client_gone")
 
 
 class UntilDisconnect:
@@ -492,7 +492,7 @@ class UntilDisconnect:
     async def __aenter__(self) -> UntilDisconnect:
         task = asyncio.current_task()
         if task is None:
-            raise RuntimeError("a disconnect can be watched for from within a task only")
+            raise RuntimeError("UntilDisconnect must be entered within a task")
         self._task = task
         self._cancelling = task.cancelling()
         self._watch = asyncio.create_task(self._wait())
@@ -590,7 +590,7 @@ def new_call_id(bare: bool) -> str:
 
 
 def deltas(events: Iterable[Event], bare_ids: bool) -> list[bytes]:
-    """Return the JSON of the deltas that the events are; those that end a call are none."""
+    """Return the JSON of the deltas of events; the end of a call has none."""
     said = []
     for event in events:
         if isinstance(event, Content):
@@ -608,7 +608,7 @@ def deltas(events: Iterable[Event], bare_ids: bool) -> list[bytes]:
 
 
 def message_of(events: Iterable[Event], bare_ids: bool) -> responses.ChatMessage:
-    """Return the message that the events of an answer are."""
+    """Return the message assembled from the events of an answer."""
     blocks = blocks_of(events)
     content = "".join(block.text for block in blocks if block.kind == "content")
     thought = "".join(block.text for block in blocks if block.kind == "reasoning") or msgspec.UNSET

@@ -18,11 +18,11 @@ class Appointment:
         self.call: Callable[[], None] | None = call
 
     def cancel(self) -> None:
-        """Cancel the event; does nothing if it is over."""
+        """Cancel the event; a no-op if it is over."""
         self.call = None
 
     def fall_due(self) -> None:
-        """Run the event: it is due and was not cancelled."""
+        """Run the event, which is due and not cancelled."""
         call, self.call = self.call, None
         if call is not None:
             call()

@@ -85,7 +85,7 @@ def calibrate(
 ) -> CostProfile:
     """Measure an idle engine and return its profile; `encode` tokenizes a text.
 
-    The engine's prefix cache must be empty, and holds nothing usable afterwards. Raises `MachineTooNoisy`.
+    The engine's prefix cache must be empty, and is useless afterwards. Raises `MachineTooNoisy`.
     """
     probe = engine.probe()
     limits = probe.runner.limits

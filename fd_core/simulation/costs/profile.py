@@ -64,7 +64,7 @@ class StepTerms(_Strict, frozen=True, kw_only=True):
     per_query_key: Seconds
     """For each pair of a token computed and a position that it attends to."""
     per_draft: Seconds
-    """For each draft that is verified, besides its token: proposing it."""
+    """For each verified draft, in addition to its token: proposing it."""
     per_shared_position: Seconds = 0.0
     """Savings for each position that another row of the step reads as well, because a prefix is shared."""
 

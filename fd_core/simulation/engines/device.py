@@ -44,9 +44,9 @@ class PlanComputer(Protocol):
 
 
 class ScriptedComputer(PlanComputer):
-    """Returns the tokens of each request's answer, at the position that the engine's own bookkeeping leads to.
+    """Returns the tokens of each request's answer, at the position of the engine's own bookkeeping.
 
-    A token that was lost or repeated anywhere shifts or ends what follows, so that the reader of the answer detects it.
+    A lost or repeated token shifts or ends the rest of the answer, so that its reader detects it.
     """
 
     def __init__(self, limits: Limits, answer_of: AnswerOf, acceptance: float = 0.0) -> None:
@@ -253,7 +253,7 @@ class SimulatedDevice(Device):
         self._hangs = True
 
     def perform(self, change: Callable[[Runner], None]) -> None:
-        """Nothing to change: there is no runner with adapters."""
+        """A no-op: there is no runner with adapters."""
         raise NotImplementedError("a simulated device holds no adapters")
 
     def close(self) -> None:

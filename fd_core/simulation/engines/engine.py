@@ -66,7 +66,7 @@ class SimulatedPool:
     """Probability that a draft is accepted, if those before it were."""
     max_queued_requests: int = 1024
     restart_seconds: float | None = 10.0
-    """Time to load another engine in place of a dead one; None makes the server exit with its engine."""
+    """Time to load a replacement of a failed engine; None makes the server exit with its engine."""
     computer: Callable[[Limits, AnswerOf], PlanComputer] | None = None
     """Creates the computer of plans; None takes `ScriptedComputer`."""
     shares_processor: bool = False
@@ -350,13 +350,13 @@ class WorkerCaller(Protocol):
     """Sender of a request to a worker. Calls are made when the worker sends; the callee adds network delays."""
 
     def answered(self, delta: Delta) -> None:
-        """The worker sends a part of the answer."""
+        """The worker sends a part of the response."""
 
     def refused(self, status: int, reason: str) -> None:
         """The worker rejects the request, or cannot continue it, and reports why."""
 
     def lost(self, reason: str) -> None:
-        """The connection breaks: nothing more arrives."""
+        """The connection is lost."""
 
 
 class _BadTicket(FdError):
@@ -380,7 +380,7 @@ class SimulatedWorker:
         """True if it accepts no more requests, because it is shutting down."""
         self.on_start: Callable[[SimulatedEngineClient], None] = lambda _: None
         self.on_answer: Callable[[], None] = lambda: None
-        """Called with each part of an answer that leaves the worker."""
+        """Called with each part of a response that the worker sends."""
         self.timeline = timeline
         """Clock of this address; freezes and wrong clocks are faults of it."""
         self._pool = pool
@@ -425,7 +425,7 @@ class SimulatedWorker:
             self.client.engine.stop()
 
     def kill(self) -> None:
-        """End the process at once: callers in progress get no answer."""
+        """Kill the process: pending callers get no response."""
         if self.client is None:
             return
         client, self.client = self.client, None

@@ -1,4 +1,4 @@
-"""The answer of a search as values for tables, JSON and the page."""
+"""The result of a search as values for tables, JSON and the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fd_core.simulation.results.tables import duration_text
 
 
 class PlanAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """Subject of the answer."""
+    """Subject of the search."""
 
     slo: str
     workload: str
@@ -40,7 +40,7 @@ class PlanLimit(msgspec.Struct, frozen=True):
     name: str
     limit: float
     value: SeedInterval | None
-    """Over seeds; None if too many requests never reached it with one of them."""
+    """Over seeds; None if, with one of them, too many requests never reached it."""
     margin: float
     """Of the worst seed, as a share of the limit."""
 
@@ -169,7 +169,7 @@ def answer_of(
 
 
 def answer_json(answer: PlanAnswer) -> bytes:
-    """Return the answer as JSON: the same bytes for the same search."""
+    """Return the result as JSON: the same bytes for the same search."""
     return msgspec.json.format(msgspec.json.encode(answer), indent=2) + b"\n"
 
 

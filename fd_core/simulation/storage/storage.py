@@ -47,7 +47,7 @@ class BlankKVCache(KVCache):
         self.num_blocks = num_blocks
 
     def layer(self, index: int) -> Any:
-        """Return a placeholder: there is nothing to compute with."""
+        """Return a placeholder, as blocks have no content."""
         raise NotImplementedError("blank blocks hold no KV")
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:

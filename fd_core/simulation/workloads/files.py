@@ -85,7 +85,7 @@ def number_rows(path: Path, columns: int, most: float) -> npt.NDArray[np.float64
 
 
 def require_writable(path: Path, flag: str) -> None:
-    """Raise `ConfigError` that names `flag` if no file can be created there, before anything is computed for it."""
+    """Raise `ConfigError` for `flag` if no file can be created there, before its content is computed."""
     folder = path.absolute().parent
     reason = "it is a folder" if path.is_dir() else None if folder.is_dir() else f"there is no folder {folder}"
     if reason is None and not os.access(folder, os.W_OK):

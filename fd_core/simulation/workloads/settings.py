@@ -44,7 +44,7 @@ class Distribution:
     """A distribution of numbers at or above 0."""
 
     text: str
-    """Its text as given."""
+    """Its text form."""
     mean: float
     draw: Callable[[np.random.Generator, int], Floats] = field(compare=False)
     fixed: float | None = None

@@ -2,5 +2,5 @@
 
     server --Task--> CompilePool --socket--> one of a few processes --FormOutcome--> server
 
-The engine compiles the same text again, which was compiled here within its limits.
+The engine compiles the same text again, which is known to compile within the limits.
 """

@@ -1,7 +1,7 @@
 """A process that makes and compiles grammars, run by `fd_core.launching.child`: `-m fd_core.structured.workers.child`.
 
 Standard input is a socket to the server: the vocabulary is sent first, then one task after the other. When the socket
-closes, the process ends even during a task, because the server is gone.
+closes, the process ends even during a task, because the server has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fd_core.structured.workers.making import GrammarMaking
 from fd_core.structured.workers.messages import CPU_SECONDS
 
 _MEMORY: Final = 2**31
-"""Bytes of addresses, of which the libraries and the vocabulary take a few hundred million."""
+"""Limit of the address space in bytes; the libraries and the vocabulary take a few hundred million."""
 _STACK: Final = 3 * 2**19
 """Bytes. The engine compiles on threads with larger ones, so that a grammar whose rules nest too deeply ends this
 process and no other."""
@@ -47,7 +47,7 @@ def main() -> None:
     for task in inbox:
         until = math.ceil(time.process_time()) + CPU_SECONDS
         resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
-        # This thread goes on to watch the socket.
+        # This thread continues to monitor the socket.
         threading.Thread(target=_answer, args=(server, compiler, task), daemon=True).start()
     os._exit(0)
 
@@ -56,7 +56,7 @@ def _answer(server: MessageStream, compiler: GrammarCompiler, task: bytes) -> No
     yield_to_others(is_large=len(task) > LARGE_GRAMMAR)
     try:
         outcome = GrammarMaking(compiler.refusal).outcome(msgspec.convert(json.loads(task), FormAsked))
-    except BaseException:  # noqa: BLE001 - the library panics with errors that are no `Exception`
+    except BaseException:  # noqa: BLE001 - the library panics with errors that are not an `Exception`
         os._exit(1)
     server.send(msgspec.msgpack.encode(outcome))
     server.flush(wait=True)

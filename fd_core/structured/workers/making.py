@@ -18,15 +18,15 @@ from fd_core.structured.workers.messages import INVALID, FormOutcome, Unenforced
 
 _CONTRADICTION: Final = "Unsatisfiable schema"
 _MAX_TRIES: Final = 64
-"""Parts of a schema that are tried; the fault may lie deeper than is found with so many."""
+"""Limit of tested parts of a schema; the faulty part may be nested deeper."""
 LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE: Final = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 
 
 def faulty_place(schema: Any, reason: str, refusal: Callable[[Any], str | None]) -> tuple[str, str]:
-    """Return the path below `schema` of the smallest part that is at fault, "" for all of it, and why that is refused.
+    """Return the path below `schema` of the smallest faulty part, "" for all of it, and the reason.
 
-    Such a part is refused for the same `reason`, or if that is a contradiction, for another one that it needs.
+    Such a part is rejected for the same `reason`, or if that is a contradiction, for another one that it needs.
     `refusal` returns why a schema is rejected, None if it is not.
     """
     path, tries = "", 0
@@ -71,7 +71,7 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
 _MAX_PARTS: Final = 64
 """Limit of parts of a schema that are relaxed one by one; beyond it, the whole schema is."""
 _LAST: Final = ("required", "enum", "const", "items", "anyOf", "$ref", "properties", "type")
-"""Keywords to leave out last, in this order, the most important at the end."""
+"""Keywords to remove last, in this order, the most important at the end."""
 
 
 class SchemaFault(NamedTuple):
@@ -84,10 +84,10 @@ class SchemaFault(NamedTuple):
 def relaxed(
     schema: Any, place: str, anything: Any, fault_of: Callable[[Any], SchemaFault | None], is_late: Callable[[], bool]
 ) -> tuple[Any, list[Unenforced]]:
-    """Return a schema without what cannot be enforced, and what that was. Every value of the given one fits it.
+    """Return a schema without unenforceable parts, and these parts. Every value of the given schema matches it.
 
-    `fault_of` returns the first part that cannot be, None if all can. Where there are too many such parts, or finding
-    them takes too long, `anything` takes the place of the schema.
+    `fault_of` returns the first part that cannot be, None if all can. If there are too many such parts, or finding them
+    takes too long, `anything` replaces the schema.
     """
     fault = fault_of(schema)
     schema = copy.deepcopy(schema)
@@ -110,7 +110,7 @@ def _leave_out(
     fault_of: Callable[[Any], SchemaFault | None],
     is_late: Callable[[], bool],
 ) -> tuple[str, SchemaFault | None]:
-    """Take the faulty part out of a schema; return its place, which is `root` if it is all, and the next fault."""
+    """Remove the faulty part of a schema; return its location, `root` for the whole schema, and the next fault."""
     parent, key, outer = None, None, "schema"
     node, kind, place = schema, "schema", root
     while kind != "value" and (step := _step(node, place, fault.place)) is not None:
@@ -140,7 +140,7 @@ def _leave_out(
 
 
 def _removable(node: dict[str, Any], place: str) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield what may be left out of a schema, the least important first: what holds it, its key and its place."""
+    """Yield removable parts of a schema, the least important first: the parent, the key and the location."""
     for word in sorted(node, key=lambda each: _LAST.index(each) if each in _LAST else -1):
         inner = node[word]
         if word in NAMED and isinstance(inner, dict):
@@ -161,7 +161,7 @@ def _step(node: Any, place: str, target: str) -> tuple[Any, Any, str] | None:
 
 
 def _kind(kind: str, key: Any) -> str:
-    """Return what stands at a key of a schema, or of a map or list of schemas."""
+    """Return the kind of the value at a key of a schema, or of a map or list of schemas."""
     if kind == "schemas":
         return "schema"
     if key in SINGLE:
@@ -170,13 +170,13 @@ def _kind(kind: str, key: Any) -> str:
 
 
 _COMPILE_SECONDS: Final = 0.5
-"""Processor time: the engine takes it once more, alongside its steps."""
+"""Limit of the CPU time of a compilation, which the engine repeats alongside its steps."""
 _EXPLAIN_SECONDS: Final = 1.0
-"""Processor time after which no further parts are tried."""
+"""CPU time after which no further parts are tested."""
 
 
 class GrammarMaking:
-    """Makes one grammar, within bounds of processor time."""
+    """Makes one grammar, within limits of CPU time."""
 
     def __init__(self, refusal: Callable[[str], str | None]) -> None:
         """`refusal` returns why a grammar cannot be compiled, None if it can."""
@@ -203,9 +203,9 @@ class GrammarMaking:
             return "", _of_tool(asked.form, error)
         except (MemoryError, RecursionError):
             raise
-        except Exception as error:  # noqa: BLE001 - a schema may have any value in any place
+        except Exception as error:  # noqa: BLE001 - a schema may have any value anywhere
             [place] = [call.place for call in calls] if len(calls := _calls(asked.form)) == 1 else [asked.field]
-            why = f"{place}: it cannot be read ({type(error).__name__}); some value in it has the wrong type"
+            why = f"{place}: invalid ({type(error).__name__}): a value has the wrong type"
             return "", _of_tool(asked.form, BadRequest(why, field=place))
         began = time.thread_time()
         reason = self._compile(made)
@@ -214,8 +214,7 @@ class GrammarMaking:
         elif (took := time.thread_time() - began) > _COMPILE_SECONDS:
             place = asked.field
             reason = (
-                f"it takes {took:.1f} s of processor time to compile; at most {_COMPILE_SECONDS:g} s are allowed; "
-                "make it smaller"
+                f"compiling takes {took:.1f} s of CPU time; at most {_COMPILE_SECONDS:g} s are allowed; simplify it"
             )
         else:
             return made, None
@@ -272,7 +271,7 @@ class GrammarMaking:
         return place + path, reason
 
     def _refusal(self, schema: Any) -> str | None:
-        """Return why a schema cannot be compiled by itself; None if it can, or if there is no time to try."""
+        """Return the reason why a schema by itself does not compile; None if it does, or if no time is left."""
         if self._is_late():
             return None
         with contextlib.suppress(BadRequest):

@@ -9,11 +9,11 @@ import msgspec
 INVALID: Final = "invalid_grammar"
 """Error code of invalid output constraints."""
 CPU_SECONDS: Final = 2
-"""Processor time that one task may take, up to one second more as the system counts it."""
+"""Limit of the CPU time of one task, enforced by the system with a resolution of one second."""
 
 
 class Unenforced(msgspec.Struct, frozen=True):
-    """A part of a schema that an answer may not keep."""
+    """A part of a schema that an answer may violate."""
 
     param: str
     """Its location in the request."""

@@ -34,11 +34,11 @@ _SLOTS: Final = 3
 """Tasks of one client at a time: fewer than there are processes, so that no client has all of them."""
 _START_SECONDS: Final = 60.0
 _HEAVY_SECONDS: Final = 0.05
-"""Processor time of a task after which its slot pauses, because the engine compiles the same grammar again."""
+"""CPU time of a task after which its slot pauses, because the engine compiles the same grammar again."""
 _REST: Final = 4.0
-"""Pause of a slot, as a multiple of its task's processor time."""
+"""Pause of a slot, as a multiple of its task's CPU time."""
 _MAX_ANSWER: Final = 64 * 2**20
-"""Bytes, more than a process makes within its limits."""
+"""Limit in bytes of a response, more than a process generates within its limits."""
 _MAX_CACHED: Final = 512
 _MAX_CACHED_BYTES: Final = 16 * 2**20
 
@@ -69,13 +69,13 @@ class CompilePool:
     async def run(self, asked: FormAsked) -> FormOutcome:
         """Return the outcome of an output constraint. Equal ones are compiled once for all requests that wait for them.
 
-        Raises `BadRequest` if it cannot be sent, or the model's vocabulary not be used; `OSError`, `EOFError` or
+        Raises `BadRequest` if it cannot be sent, or the model's vocabulary is not supported; `OSError`, `EOFError` or
         `TimeoutError` if no process can be started.
         """
         try:
             task = _encoded(asked)
         except (ValueError, TypeError, RecursionError) as error:
-            raise BadRequest(f"{asked.field}: it is not JSON: {error}", field=asked.field, code=INVALID) from None
+            raise BadRequest(f"{asked.field}: invalid JSON: {error}", field=asked.field, code=INVALID) from None
         digest = hashlib.blake2b(task, digest_size=32).digest()
         found = self._cache.get(digest)
         if found is not None:
@@ -92,7 +92,7 @@ class CompilePool:
             if not self._waiters[digest]:
                 del self._waiters[digest]
                 self._running.pop(digest, None)
-                running.cancel()  # no request waits for it any more
+                running.cancel()  # no request waits for it
 
     def close(self) -> None:
         """Kill every process and wait for its exit."""
@@ -122,7 +122,7 @@ class CompilePool:
         return outcome
 
     async def _sent(self, task: bytes, field: str) -> tuple[FormOutcome, bool]:
-        """Return what a process makes of a task, and whether another try would end in the same way."""
+        """Return the outcome of a task in a process, and True if a retry would have the same outcome."""
         process = await self._take()
         is_idle = False
         try:
@@ -131,13 +131,13 @@ class CompilePool:
             is_idle = True
             return msgspec.msgpack.decode(answer, type=FormOutcome), True
         except TimeoutError:
-            return self._refused(field, f"it takes more than {self._seconds:g} s"), False
+            return self._refused(field, f"compiling takes more than {self._seconds:g} s"), False
         except (OSError, EOFError):
             code = process.wait()
-            _log.warning("the grammar of %s (%d bytes) ended its process, exit code %s", field, len(task), code)
+            _log.warning("the grammar of %s (%d bytes) killed its process, exit code %s", field, len(task), code)
             if code == -signal.SIGXCPU:
-                return self._refused(field, f"it takes more than {CPU_SECONDS} s of processor time"), True
-            return self._refused(field, "it takes too much memory, or nests too deeply,"), True
+                return self._refused(field, f"compiling takes more than {CPU_SECONDS} s of CPU time"), True
+            return self._refused(field, "compiling takes too much memory, or nests too deeply"), True
         finally:
             if is_idle:
                 self._idle.append(process)
@@ -147,7 +147,7 @@ class CompilePool:
 
     @staticmethod
     def _refused(field: str, reason: str) -> FormOutcome:
-        return FormOutcome(message=f"{field}: {reason} to compile; make it smaller", field=field, code=INVALID)
+        return FormOutcome(message=f"{field}: {reason}; simplify it", field=field, code=INVALID)
 
     # Processes --------------------------------------------------------------------------------------------
 
@@ -178,8 +178,8 @@ class CompilePool:
             await asyncio.sleep(after)
             self._idle.append(await self._take())
         except (BadRequest, OSError, EOFError) as error:  # a timeout is an `OSError`
-            reason = "its process ended while it started" if isinstance(error, EOFError) else error
-            _log.warning("structured output cannot be served: %s", reason)
+            reason = "its process ended during startup" if isinstance(error, EOFError) else error
+            _log.warning("structured output is not available: %s", reason)
         finally:
             self._warming = None
 
@@ -193,7 +193,7 @@ class CompilePool:
 def _encoded(asked: FormAsked) -> bytes:
     try:
         return msgspec.json.encode(asked)
-    except OverflowError:  # an integer of more than 64 bits, for which the slower way has no limit
+    except OverflowError:  # an integer of more than 64 bits, which the slower encoder supports
         return json.dumps(msgspec.to_builtins(asked), allow_nan=False).encode()
 
 

@@ -53,7 +53,7 @@ class GrammarPort(EffectPort[CompilerStats]):
                     self._queue.put(GrammarReady(operation, self._try(grammar)))
                 case CompileGrammar(operation, grammar):
                     loop = self._large if len(grammar) > LARGE_GRAMMAR else self._small
-                    late = f"it was not compiled within {self._compile_seconds:g} s"
+                    late = f"compilation exceeded {self._compile_seconds:g} s"
                     self.idle = False
                     self._pending.begin(GrammarReady(operation, late), self._clock() + self._compile_seconds)
                     if not loop.post(partial(self._compile, effect)):
@@ -83,7 +83,7 @@ class GrammarPort(EffectPort[CompilerStats]):
         for loop in (self._small, self._large):
             loop.stop()
         if [loop for loop in (self._small, self._large) if not loop.join(_CLOSE_SECONDS)]:
-            _log.warning("a grammar takes too long to compile; its thread is left behind")
+            _log.warning("compiling a grammar takes too long; its thread is abandoned")
 
     # The thread -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Connectors in another process, used like those in this process, and what each of the two processes holds."""
+"""Connectors in another process, used like local ones, and the resources of both processes."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Recipe(NamedTuple):
     timeout: float
 
     def settings(self) -> contract.ConnectorSettings:
-        """Return the settings that an engine would make the connector from."""
+        """Return the settings from which an engine would create the connector."""
         return contract.ConnectorSettings(partial(_make_store, self.kv_store) if self.kv_store else None, self.timeout)
 
     def make(self) -> contract.Connector:
-        """Import the class of the connector and make one."""
+        """Import the class of the connector and create an instance."""
         module, _, name = self.cls.partition(":")
         made: contract.Connector = getattr(importlib.import_module(module), name)(self.settings())
         return made
@@ -52,7 +52,7 @@ def _make_store(text: str) -> KVStore:
 
 
 class Census(NamedTuple):
-    """Resources held by a process, sampled before and after a case to find leaks."""
+    """Resources of a process, sampled before and after a case to find leaks."""
 
     descriptors: list[str]
     mapped: list[str]
@@ -61,7 +61,7 @@ class Census(NamedTuple):
 
 
 def census() -> Census:
-    """Return what this process holds; descriptors and mappings only where there is /proc."""
+    """Return the resources of this process; descriptors and mappings only if /proc exists."""
     gc.collect()
     threads = sorted(thread.name for thread in threading.enumerate())
     own = Path("/proc/self")
@@ -87,13 +87,13 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The answer to a call: a value, or what was raised."""
+    """Result of a call: a value or an exception."""
 
     value: Any = None
     refused: str | None = None
     """Text of a `ConnectorError`."""
     broken: str | None = None
-    """Type and text of another error, which no connector may raise."""
+    """Type and text of any other exception, which violates the contract."""
 
 
 def write(stream: IO[bytes], message: Call | Answer) -> None:
@@ -104,7 +104,7 @@ def write(stream: IO[bytes], message: Call | Answer) -> None:
 
 
 def read(stream: IO[bytes]) -> bytes | None:
-    """Read one message, not decoded yet; None if the other process is gone."""
+    """Read one encoded message; None if the other process exited."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None
@@ -122,7 +122,7 @@ class _Far:
             return Answer(self._do(call.method, self._made.get(call.target), call.target, *call.arguments))
         except contract.ConnectorError as error:
             return Answer(refused=str(error))
-        except Exception as error:  # noqa: BLE001 -- told to the test, which fails
+        except Exception as error:  # noqa: BLE001 -- reported to the test, which fails
             return Answer(broken=f"{type(error).__name__}: {error}")
 
     def _do(self, method: str, target: Any, number: int, *arguments: Any) -> Any:
@@ -154,9 +154,9 @@ class _Far:
 
 
 def serve() -> None:
-    """Make calls of connectors in this process, which is the other one of the kit, until its input ends."""
+    """Serve calls of connectors in this process, the remote one of the kit, until its input ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the connector prints must not mix with the answers
+    os.dup2(2, 1)  # output of the connector must not mix with the responses
     far = _Far()
     while (encoded := read(sys.stdin.buffer)) is not None:
         write(answers, far.answer(msgspec.msgpack.decode(encoded, type=Call)))
@@ -175,16 +175,16 @@ class FarSide:
         )
 
     def ask(self, method: str, target: int, *arguments: Any) -> Any:
-        """Have the other process make a call. Raises `ConnectorError` if the call did."""
+        """Execute a call in the other process. Raises `ConnectorError` if the call did."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         write(self._process.stdin, Call(method, target, arguments))
         encoded = read(self._process.stdout)
-        assert encoded is not None, "the other process of the kit ended"
+        assert encoded is not None, "the remote process of the kit exited"
         answer = msgspec.msgpack.decode(encoded, type=Answer)
         if answer.refused is not None:
             raise contract.ConnectorError(answer.refused)
-        assert answer.broken is None, f"the connector raised something else than ConnectorError: {answer.broken}"
+        assert answer.broken is None, f"expected only ConnectorError from the connector, got {answer.broken}"
         return answer.value
 
     def make(self, recipe: Recipe) -> contract.Connector:
@@ -199,7 +199,7 @@ class FarSide:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the other process while the context lasts."""
+        """Suspend the other process for the duration of the context."""
         self._process.send_signal(signal.SIGSTOP)
         try:
             yield

@@ -1,8 +1,8 @@
 """The cases that every connector has to pass.
 
-Two processes take part, each with a connector of its own: this process, and another that is the decode side in one run
-and the prefill side in the next. After each case both have to hold what they held before the case, and the connector
-may have left nothing outside of them.
+Two processes have one connector each: this process, and another that is the decode side in one run and the prefill side
+in the next. After each case both must hold the same resources as before, and the connector must leave no external
+resources behind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fd_core.testing.connectors.far import FarSide, Recipe, census
 WINDOW = 4
 PIECES = range(3, 40)
 
-# The same examples in every run: a wrong connector fails always or never.
+# The same examples in every run, so that failures are deterministic.
 _DRAWS: dict[str, Any] = {
     "derandomize": True,
     "deadline": None,
@@ -51,21 +51,21 @@ OpenBoth = Callable[..., tuple[KVInbox, KVOutbox]]
 VALUE_BYTES = 720 * 1024 + 80
 """Size of a real value: the sealed KV of a block."""
 SLACK = 1.5
-"""Seconds by which a call may be late on a busy machine."""
+"""Tolerance in seconds for a call on a busy machine."""
 
 
 def new_lease() -> str:
-    """Return a name for a lease, as the core makes them."""
+    """Return a lease id in the core's format."""
     return secrets.token_hex(16)
 
 
 def value_of(index: int, length: int) -> bytes:
-    """Return the value of `length` bytes that belongs to an index; each index has another."""
-    return random.Random(index * 1_000_003 + length).randbytes(length)  # noqa: S311 -- must be the same each time
+    """Return a value of `length` bytes that is unique to an index."""
+    return random.Random(index * 1_000_003 + length).randbytes(length)  # noqa: S311 -- must be reproducible
 
 
 def put(outbox: KVOutbox, index: int, value: bytes) -> PutResult:
-    """Put a value in two parts, as the core does, and check what comes back."""
+    """Put a value in two parts, as the core does, and check the result."""
     done = outbox.put(index, (value[:80], value[80:]))
     assert isinstance(done.reference, bytes)
     assert len(done.reference) <= MAX_REFERENCE_BYTES
@@ -75,7 +75,7 @@ def put(outbox: KVOutbox, index: int, value: bytes) -> PutResult:
 def carry(
     inbox: KVInbox, outbox: KVOutbox, values: Sequence[bytes], first: int, window: int, chance: random.Random
 ) -> None:
-    """Carry values in a random order that the window allows, and compare what arrives, when taken and when done."""
+    """Transfer values in a random order within the window, and compare them after `take` and before `done`."""
     left = dict(enumerate(values, first))
     unsent, announced, taken = list(left), dict[int, PutResult](), dict[int, Bytes]()
     while left:
@@ -88,14 +88,14 @@ def carry(
             announced[index] = put(outbox, unsent.pop(0), left[index])
         elif move == "take":
             taken[index] = inbox.take(index, *announced[index])
-            assert bytes(taken[index]) == left[index], f"piece {index} did not arrive as it was sent"
+            assert bytes(taken[index]) == left[index], f"piece {index} differs from the value that was sent"
         else:
-            assert bytes(taken.pop(index)) == left.pop(index), f"piece {index} changed before it was done"
+            assert bytes(taken.pop(index)) == left.pop(index), f"piece {index} changed before `done`"
             inbox.done(index, announced.pop(index).reference)
 
 
 def garbage(truth: bytes) -> st.SearchStrategy[bytes]:
-    """Return a strategy for bytes that a stranger may send in place of `truth`, random or similar to it."""
+    """Return a strategy for forged bytes in place of `truth`, random or similar to it."""
 
     def bent(change: tuple[int, int, bytes]) -> bytes:
         start, length, text = change
@@ -111,21 +111,21 @@ class ConnectorSuite:
     connector: str
     """Value that users pass to `--kv-connector`."""
     timeout: float = 5.0
-    """Seconds that a call may take, enough for a busy machine."""
+    """Timeout of a call in seconds, enough for a busy machine."""
     examples: int = 25
-    """Number of random orders in which a transfer is tried; garbage is tried twice as often."""
+    """Number of random transfer orders; twice as many garbage inputs are tested."""
 
     @pytest.fixture
     def kv_store(self) -> str | None:
-        """Return the value of `--kv-store` for a connector that needs a store; None for others."""
+        """Return the value of `--kv-store` for a connector that needs a store, else None."""
         return None
 
     def left_behind(self, kv_store: str | None) -> set[str]:
-        """Return the names of everything in the places where the connector keeps things outside of both processes."""
+        """Return the names of all external resources of the connector, outside both processes."""
         return set()
 
     def connector_class(self) -> type[Connector]:
-        """Return the class of the connector; override this for a class that no plugin offers."""
+        """Return the class of the connector; override for a class that no plugin registers."""
         from fd_core.plugins import CONNECTOR, installed_plugins
 
         return installed_plugins().load(CONNECTOR, self.connector)
@@ -138,7 +138,7 @@ class ConnectorSuite:
 
     @pytest.fixture
     def far(self, request: pytest.FixtureRequest, recipe: Recipe) -> FarSide:
-        """The other process of all cases, after a first transfer: what is loaded once is no leak."""
+        """The other process of all cases, after a first transfer, so that lazy imports do not count as leaks."""
         session = request.session
         if _FAR not in session.stash:
             session.stash[_FAR] = FarSide()
@@ -160,7 +160,7 @@ class ConnectorSuite:
 
     @pytest.fixture
     def doomed(self) -> Iterator[FarSide]:
-        """Another process that does not live to see the end of the case."""
+        """Another process that is killed before the end of the case."""
         side = FarSide()
         yield side
         side.close()
@@ -175,7 +175,7 @@ class ConnectorSuite:
 
     @pytest.fixture
     def open_both(self, sides: tuple[Connector, Connector]) -> Iterator[OpenBoth]:
-        """Return a function that opens the two ends of a lease, and closes them in the end."""
+        """Return a function that opens the two ends of a lease, which are closed at teardown."""
         ends: list[KVInbox | KVOutbox] = []
 
         def opened(lease: str | None = None, value_bytes: int = VALUE_BYTES) -> tuple[KVInbox, KVOutbox]:
@@ -220,7 +220,7 @@ class ConnectorSuite:
         told = {index: put(outbox, index, value) for index, value in sent.items()}
         taken = {index: inbox.take(index, *told[index]) for index in reversed(sent)}
         for index, value in sent.items():
-            assert bytes(taken.pop(index)) == value, f"piece {index} changed before it was done"
+            assert bytes(taken.pop(index)) == value, f"piece {index} changed before `done`"
             inbox.done(index, told[index].reference)
 
     @pytest.mark.law("6.2")
@@ -452,7 +452,7 @@ class ConnectorSuite:
 
 
 def _more(there: list[str], then: list[str]) -> list[str]:
-    """Return the names that are `there` more often than they were `then`."""
+    """Return the names that occur more often in `there` than in `then`."""
     return [one for one in set(there) if there.count(one) > then.count(one)]
 
 

@@ -1,1 +1,1 @@
-"""`fdcore doctor`: each operation of a pack by itself, on the device: there, right, on the host, slow."""
+"""`fdcore doctor`: checks each operation of a pack separately on the device: missing, wrong, on the host, or slow."""

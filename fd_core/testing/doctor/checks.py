@@ -1,4 +1,4 @@
-"""The operations of the contract as checks: the same inputs for a pack and for the oracle, and the bytes that move."""
+"""Checks of the contract's operations: the same inputs for a pack and for the oracle, and the bytes moved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fd_core.testing.models.layers import Geometry, LayerOn
 
 
 class Size(NamedTuple):
-    """Amount of work of one check."""
+    """Problem size of one check."""
 
     name: str
     tokens: int
@@ -60,11 +60,11 @@ class Prepared(NamedTuple):
     """One check on one pack, its inputs on the device."""
 
     call: Callable[[], Any]
-    """Computes; may be called again, and then writes into the same arrays."""
+    """Runs the operation; repeated calls write into the same arrays."""
     moved: int
-    """Bytes that any implementation reads and writes."""
+    """Minimum bytes that an implementation reads and writes."""
     results: Callable[[Any], Sequence[Array]] = lambda found: [found]
-    """Arrays to compare, of what the first call returned."""
+    """Arrays to compare, from the result of the first call."""
 
 
 class OpCheck(NamedTuple):
@@ -75,11 +75,11 @@ class OpCheck(NamedTuple):
     prepare: Callable[[Ops, Size], Prepared]
     case: str = ""
     exact: bool = False
-    """All packs return the same bits; otherwise the kit's tolerance for the dtype holds."""
+    """True if all packs must return the same bits; otherwise the kit's tolerance for the dtype applies."""
     asks: tuple[str, ...] = ()
-    """Abilities that a backend may lack."""
+    """Required abilities, which a backend may lack."""
     kv_dtype: str = "auto"
-    """The dtype of its KV, which a pack may not compute."""
+    """KV dtype of the check, which a pack may not support."""
 
 
 def _width(ops: Ops) -> int:
@@ -132,7 +132,7 @@ def _linear(ops: Ops, size: Size, method: str = "linear", biased: bool = False) 
 
 
 def _gated(ops: Ops, size: Size, activation: Activation, apart: bool = False) -> Prepared:
-    """A gated linear, or what it yields before it is activated, and the activation."""
+    """A gated linear, its output before the activation, and the activation."""
     make, hidden, inner = Values(), size.geometry.hidden, size.geometry.inner
     x = activations(ops, make(size.tokens, hidden))
     weight = ops.prepare_linear([raw(make(inner, hidden, scale=hidden**-0.5)) for _ in range(2)], gated=True)
@@ -173,7 +173,7 @@ def _layer(ops: Ops, size: Size, experts: int = 0, kv_dtype: str = "auto") -> La
 
 
 def _kept(ops: Ops, layer: LayerOn) -> int:
-    """Bytes of the keys, or of the values, that the cache keeps of one token."""
+    """Bytes of one token's keys, or values, in the cache."""
     shape = layer.cache.shape
     return shape.num_kv_heads * shape.stored_head * (1 if shape.quantized else _width(ops))
 
@@ -208,7 +208,7 @@ def _write_kv(ops: Ops, size: Size, kv_dtype: str = "auto") -> Prepared:
     moved = 2 * layer.tokens * (g.kv_heads * g.d * _width(ops) + _kept(ops, layer))
 
     def written(_: Any) -> list[Array]:
-        # What follows a context in its last block means nothing; a pack may clear it.
+        # Entries after the context in its last block are undefined; a pack may clear them.
         held = np.asarray(ops.to_host(_exported(ops, layer))).reshape(-1, 2, 2, g.block_size, g.kv_heads * g.d)
         by_place = held[:, 1].swapaxes(1, 2).reshape(-1, 2 * g.kv_heads * g.d)
         return [ops.from_host(by_place[np.asarray(ops.to_host(layer.step.kv_slots))])]
@@ -221,7 +221,7 @@ def _blocks(layer: LayerOn) -> npt.NDArray[Any]:
 
 
 def _exported(ops: Ops, layer: LayerOn) -> Array:
-    """Return what the cache holds, as float32 on the device."""
+    """Return the content of the cache as float32 on the device."""
     held = layer.cache.export_blocks(_blocks(layer))
     floats = dequantize_kv(held) if held.dtype == np.int8 else float32_of(held)
     return ops.from_host(floats.reshape(len(floats), -1).copy())
@@ -259,7 +259,7 @@ def _moe(ops: Ops, size: Size, method: str = "moe") -> Prepared:
 
 
 def _settle(ops: Ops, size: Size) -> Prepared:
-    """A sum that was read by a norm is the same afterwards, and is not added again."""
+    """Check that a norm reads a deferred sum without changing it or adding it twice."""
     layer = _layer(ops, size)
     g, tokens = layer.g, layer.tokens
     x, a = activations(ops, layer.x), activations(ops, Values(2)(tokens, g.heads * g.d))
@@ -298,7 +298,7 @@ def _fusion(ops: Ops, size: Size, method: str) -> Prepared:
 
 
 def _logits(size: Size) -> npt.NDArray[np.float32]:
-    """Return logits of several scales; those of every third row are rounded, so that there are ties."""
+    """Return logits of several scales; every third row is rounded to produce ties."""
     rng = np.random.default_rng(5)
     rows = min(size.tokens, 16)
     logits = (rng.standard_normal((rows, size.vocabulary)) * rng.choice([0.2, 1.0, 4.0], (rows, 1))).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Examines one pack, check by check, in a process of its own: what a driver does to that process is a finding too.
+"""Examine one pack, check by check, in a separate process, because a driver crash is a finding, too.
 
 python -m fd_core.testing.doctor.examine BACKEND NUMBER EVENTS STDERR [OPERATION,...]
 """
@@ -31,7 +31,7 @@ _FALL_BACK: Final = re.compile(r"fall(?:s|ing|en)?[ _-]?back", re.IGNORECASE)
 _COPIED: Final = (4096, 2048)
 
 HostCalls = Callable[[], str]
-"""Returns what the process has written to its error output since the last call."""
+"""Return the process's error output since the last call."""
 
 
 def examine(
@@ -43,7 +43,7 @@ def examine(
         if ability in limits:
             return msgspec.structs.replace(found, outcome="limit", reason=f"{ability}: {limits[ability]}")
     if check.kv_dtype not in ("auto", *ops.kv_dtypes):
-        return msgspec.structs.replace(found, outcome="limit", reason=f"its pack keeps no KV in {check.kv_dtype}")
+        return msgspec.structs.replace(found, outcome="limit", reason=f"no KV in {check.kv_dtype}")
     said()
     try:
         with warnings.catch_warnings(record=True) as warned:
@@ -69,13 +69,13 @@ def examine(
 
 
 def _compare(ops: Ops, check: OpCheck, found: list[npt.NDArray[Any]], right: list[npt.NDArray[Any]]) -> None:
-    assert len(found) == len(right), f"{len(found)} arrays instead of {len(right)}"
+    assert len(found) == len(right), f"expected {len(right)} arrays, got {len(found)}"
     for ours, theirs in zip(found, right, strict=True):
-        assert ours.shape == theirs.shape, f"shape {ours.shape} instead of {theirs.shape}"
+        assert ours.shape == theirs.shape, f"expected shape {theirs.shape}, got {ours.shape}"
         if check.exact or theirs.dtype.kind in "iu":
             places = np.flatnonzero((ours != theirs).reshape(-1))
-            assert not len(places), f"{len(places)} of {theirs.size} values differ, the first at place {places[0]}"
-        elif check.primitive == "logprobs":  # float32 whatever the pack's dtype
+            assert not len(places), f"{len(places)} of {theirs.size} values differ, the first at index {places[0]}"
+        elif check.primitive == "logprobs":  # float32 in packs of any dtype
             assert_near(_ORACLE, ours, theirs)
         else:
             assert_near(ops, ops.from_host(ours), theirs)
@@ -87,17 +87,17 @@ def copy_bandwidth(ops: Ops) -> float | None:
         x = ops.from_host(np.ones(_COPIED, np.float32))
         rows = ops.from_host(np.arange(_COPIED[0], dtype=np.int32))
         return 2 * 4 * _COPIED[0] * _COPIED[1] / _shortest(ops, lambda: ops.gather_rows(x, rows))
-    except Exception:  # noqa: BLE001 - the check of that operation says what it raises
+    except Exception:  # noqa: BLE001 - the check of that operation reports it
         return None
 
 
 def _shortest(ops: Ops, call: Callable[[], Any]) -> float:
-    """Return the seconds of the shortest of a few calls, each with the wait for the device."""
+    """Return the minimum seconds of a few calls, including synchronization."""
     best, begun = float("inf"), time.perf_counter()
     for _ in range(5):
         started = time.perf_counter()
         call()
-        # Work is done in the order given, so a copy of four bytes is back when all before it is done.
+        # Work is executed in order, so a copy of four bytes completes after all earlier work.
         ops.to_host(ops.from_host(np.zeros(1, np.int32)))
         best = min(best, time.perf_counter() - started)
         if time.perf_counter() - begun > 0.5:
@@ -106,13 +106,13 @@ def _shortest(ops: Ops, call: Callable[[], Any]) -> float:
 
 
 def _elsewhere(ops: Ops, arrays: list[Array]) -> str:
-    """Return a word on an array that lies on another device than those that the pack makes; empty if there is none."""
+    """Return a message about an array on another device than the pack's arrays; empty if there is none."""
     home = ops.from_host(np.zeros(1, np.float32))
     for array in arrays:
         if isinstance(array, np.ndarray) and not isinstance(home, np.ndarray):
-            return "an array of numpy came back"
+            return "it returned a numpy array"
         if _place(array) != _place(home):
-            return f"it came back on {_place(array)}, not on {_place(home)}"
+            return f"expected a result on {_place(home)}, got {_place(array)}"
     return ""
 
 

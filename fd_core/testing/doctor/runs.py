@@ -1,4 +1,4 @@
-"""Runs the examination, a process for each dtype; one that ends in the middle is followed by one for the rest."""
+"""Runs the examination in one process per dtype, plus one for the remaining checks after each crash."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _DTYPES: Final = ("float32", "bfloat16")
 _PATIENCE: Final = float(os.environ.get("FD_DOCTOR_PATIENCE", "120"))
 """Seconds without an event after which a check counts as hanging."""
 _TALKATIVE: Final = {"GLOG_vmodule": "kernel_factory=6"}
-"""Lets Paddle say that it computes on the host what a device has no kernel for."""
+"""Makes Paddle log operations that fall back to the host for lack of a device kernel."""
 
 Outcome = Literal["ok", "missing", "wrong", "crash", "hang", "limit"]
-"""`missing` raised, `wrong` differs from the oracle, `crash` ended the process, `hang` did not end; `limit` is a limit
-that the backend states, or a dtype that it does not offer."""
+"""`missing`: raised; `wrong`: differs from the oracle; `crash`: ended the process; `hang`: timed out; `limit`: a
+declared limit of the backend, or an unsupported dtype."""
 
 
 class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
@@ -35,25 +35,25 @@ class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
 
     primitive: str
     case: str = ""
-    """Variant of the operation, such as `gelu`; empty for all of it."""
+    """Variant of the operation, such as `gelu`; empty for the whole operation."""
     dtype: str
     size: str
     outcome: Outcome
     reason: str = ""
     """Exception or size of the deviation; empty if the check passed."""
     fell_back: str = ""
-    """Why it is known that the host computed it; empty if it is not."""
+    """Evidence that the host computed it; empty if there is none."""
     seconds: float | None = None
-    """The shortest of several calls, waiting for the device included."""
+    """Minimum seconds of several calls, including synchronization."""
     floor_seconds: float | None = None
-    """The bytes that must move at the least, at the copy bandwidth of the device."""
+    """Lower bound in seconds: the minimum bytes at the copy bandwidth of the device."""
 
     ratio: float | None = None
     """Time as a multiple of the floor."""
 
     @property
     def slow(self) -> bool:
-        # Below a millisecond it is the call that takes the time, not the bytes.
+        # Below a millisecond, the overhead of the call dominates.
         return (self.ratio or 0.0) >= 10.0 and (self.seconds or 0.0) >= 1e-3
 
     @property
@@ -68,20 +68,20 @@ class PackDescribed(msgspec.Struct, frozen=True, tag="about"):
     device: str
     emulated: bool
     bandwidth: float | None
-    """Bytes read and written in a second by a copy on the device; None if none could be measured."""
+    """Copy bandwidth of the device in bytes read and written per second; None if it could not be measured."""
     checks: int
 
 
 class PackRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The pack could not be made: one line that says why."""
+    """The pack could not be created, with a one-line reason."""
 
     reason: str
     by_config: bool
-    """The backend does not offer the dtype; otherwise it is broken."""
+    """True if the backend does not support the dtype; otherwise it is broken."""
 
 
 class ProbeBegun(msgspec.Struct, frozen=True, tag="begun"):
-    """A check began. If nothing follows, it ended the process."""
+    """A check began. If no event follows, it crashed the process."""
 
     number: int
     primitive: str
@@ -101,20 +101,20 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def well(self) -> bool:
-        """True if something ran, and nothing is missing or wrong."""
+        """True if some check ran, and none is missing or wrong."""
         return any(each.outcome == "ok" for each in self.findings) and not any(each.bad for each in self.findings)
 
 
 DoctorEvent = PackDescribed | PackRefused | ProbeBegun | OpFinding
 DoctorProgress = Callable[[str, int, int], None]
-"""Called with (the operation and its dtype, checks done, checks in all)."""
+"""Called with (operation and dtype, checks done, total checks)."""
 
 
 def run_doctor(text: str, progress: DoctorProgress, only: Sequence[str] = ()) -> DoctorReport:
-    """Examine the backend that `NAME` or `NAME:FIELD=VALUE` names, in every dtype that it offers.
+    """Examine the backend `NAME` or `NAME:FIELD=VALUE` in every dtype that it supports.
 
     `only` names operations; none for all. Raises `PluginError` if the backend is missing or cannot run here, and
-    `ConfigError` for a field or an operation that there is not.
+    `ConfigError` for an unknown field or operation.
     """
     known = dict.fromkeys(check.primitive for check in CHECKS)
     if unknown := [name for name in only if name not in known]:
@@ -140,7 +140,7 @@ def run_doctor(text: str, progress: DoctorProgress, only: Sequence[str] = ()) ->
 def _examine(
     text: str, dtype: str, only: Sequence[str], folder: Path, progress: DoctorProgress
 ) -> Iterator[PackDescribed | OpFinding]:
-    """Examine one dtype, in as many processes as it takes."""
+    """Examine one dtype, in as many processes as necessary."""
     folder.mkdir()
     errors = folder / "errors"
     begin, examined, about = 0, 0, None
@@ -149,7 +149,7 @@ def _examine(
         ended = ""
         path = folder / str(begin)
         words = (text, str(begin), str(path), str(errors), ",".join(only))
-        # The child ends when its standard input closes, which is when nobody follows it any more.
+        # The child exits when its standard input closes, that is, when this process is gone.
         command = child_command((), "-m", "fd_core.testing.doctor.examine", *words)
         environment = _TALKATIVE | os.environ
         for event in follow(
@@ -171,10 +171,10 @@ def _examine(
                     yield event
                     running, examined = None, examined + 1
                 case RunEnd(_, silent=True):
-                    ended = f"hangs: nothing came for {_PATIENCE:.0f} s"
+                    ended = f"hangs: no event for {_PATIENCE:.0f} s"
                 case RunEnd(code) if code:
                     ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
-        # What a driver does at the end of a process, when all is examined, is no finding.
+        # A driver crash at exit, after all checks, is not a finding.
         if not ended or (about is not None and examined == about.checks):
             return
         if running is None:

@@ -1,4 +1,4 @@
-"""The right text of a request, as the oracle says it alone, and whether what others deliver may stand in its place."""
+"""Expected texts: a request's output from the oracle, and the deviations that rounding allows."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fd_core.testing.stepping.texts import run
 from fd_core.types import Admission, IntArray, RequestSpec, TokenLogprobs
 
 MARGIN: Final[Mapping[str, float]] = {"float32": 0.0, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}
-"""A text may part from the oracle's only where its best logit leads by at most this much, by `Target.precision`.
+"""Maximum lead of the oracle's best logit at which a text may deviate, by `Target.precision`.
 
 The logits of the kit's models have a standard deviation of about 4; bfloat16 moves them by about a hundredth of that,
-float16 by an eighth of what bfloat16 does, activations of 8 bits by a fortieth, and a token that goes to another expert
+float16 by an eighth of that of bfloat16, activations of 8 bits by a fortieth, and a token routed to another expert
 by more.
 """
 
@@ -42,19 +42,19 @@ _JUDGES: dict[tuple[str, tuple[str, ...], str], Judge] = {}
 SCORE_MARGIN: Final[Mapping[str, float]] = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}
 """Largest error of a log-probability by `Target.precision`."""
 _FLOAT32_MARGIN: Final = 1e-3
-"""Largest lead of the oracle's greedy token over another one in float32; below it the order of a sum decides."""
+"""Maximum lead of the oracle's greedy token in float32 at which the order of a sum decides."""
 _TRIALS: Final = 24
-"""Changes by rounding that a drawn token may owe itself to."""
+"""Number of random roundings that are tried to explain a sampled token."""
 
 
 def margin_of(target: Target) -> float:
-    """Return by how much the oracle's best logit may lead a greedy token of the target."""
-    # With int8 KV in both packs, a key or value on the verge between two of its 255 steps moves a logit by up to 0.1.
+    """Return the maximum lead of the oracle's best logit over a greedy token of the target."""
+    # With int8 KV in both packs, a key or value between two of its 255 steps moves a logit by up to 0.1.
     return MARGIN[target.precision] if target.kv_dtype == "auto" else max(MARGIN[target.precision], 0.1)
 
 
 def _logits_of(target: Target, case: str, spec: RequestSpec, text: Sequence[int]) -> list[Floats]:
-    """Return the oracle's logits from which each delivered token was chosen, behind the delivered ones before."""
+    """Return the oracle's logits for each delivered token, given the delivered tokens before it."""
     tokens = [*spec.prompt, *text]
     path, ops = target.oracle.checkpoint(case), NumpyOps()
     assert path is not None
@@ -72,7 +72,7 @@ class Golden:
         self.target = target
 
     def texts(self, specs: Iterable[RequestSpec]) -> dict[str, list[int]]:
-        """Return the right text of each request."""
+        """Return the expected text of each request."""
         found: dict[str, list[int]] = {}
         for spec in specs:
             key = self.target.right, msgspec.json.encode(spec)
@@ -83,34 +83,34 @@ class Golden:
         return found
 
     def whole(self, specs: Iterable[RequestSpec]) -> list[list[int]]:
-        """Return prompts with their right texts, for a drafter that knows them."""
+        """Return prompts with their expected texts, for the oracle drafter."""
         specs = list(specs)
         texts = self.texts(specs)
         return [[*spec.prompt, *texts[spec.request_id]] for spec in specs]
 
     def check(self, specs: Iterable[RequestSpec], delivered: Mapping[str, Sequence[int]]) -> None:
-        """Compare whole texts with the right ones."""
+        """Compare complete texts with the expected ones."""
         for spec in specs:
             text = list(delivered[spec.request_id])
             self.check_prefix(spec, text)
-            assert len(text) == len(self.texts([spec])[spec.request_id]), f"{spec.request_id} lost tokens or has more"
+            assert len(text) == len(self.texts([spec])[spec.request_id]), f"{spec.request_id}: wrong length"
 
     def check_prefix(self, spec: RequestSpec, text: Sequence[int]) -> None:
-        """Compare what was delivered so far; in lower precision each greedy token has to be within the margin."""
+        """Compare the tokens delivered so far; in lower precision each greedy token must be within the margin."""
         right = self.texts([spec])[spec.request_id]
         margin = margin_of(self.target)
         if list(text) == right[: len(text)]:
             return
         parted = next(at for at, token in enumerate(text) if at >= len(right) or token != right[at])
-        where = f"{spec.request_id} parts from the right text at token {parted}"
-        assert margin and spec.params.temperature == 0.0, f"{where}: {list(text)} instead of {right}"
+        where = f"{spec.request_id} deviates from the expected text at token {parted}"
+        assert margin and spec.params.temperature == 0.0, f"{where}: expected {right}, got {list(text)}"
         logits = np.stack(_logits_of(self.target, ENGINE_CASE, spec, text)).astype(np.float64)
         lead = logits.max(axis=1) - logits[np.arange(len(text)), text]
         assert lead.max(initial=0.0) <= margin, f"{where}, where the best token leads by {lead.max():.3g}"
 
 
 class _SeeingOps(NumpyOps):
-    """The oracle's pack, which keeps what it sampled from last."""
+    """The oracle's pack, which stores the logits that it sampled from last."""
 
     seen: Floats
     rows: SampleInput
@@ -120,10 +120,10 @@ class _SeeingOps(NumpyOps):
         return super().sample(logits, rows)
 
     def may_draw(self, token: int, margin: float) -> bool:
-        """Return True if a token may be drawn from logits that each differ by at most `margin` from those of the row.
+        """Return True if a token may be sampled from logits that each differ by at most `margin` from those of the row.
 
-        A token is drawn where the share of the weights before it and that with it lie around the random number. Either
-        is smallest where the weights up to there are too small and all others too large, and the other way round.
+        A token is sampled if the random number is between the cumulative weights without and with it. Each bound is
+        minimal if all weights up to there are decreased and all others increased, and maximal vice versa.
         """
         rows = self.rows
         weights = self.weights(self.seen, rows, self.seen.max(axis=1))[0]
@@ -136,13 +136,12 @@ class _SeeingOps(NumpyOps):
 
 
 class Judge:
-    """The oracle's texts of some requests of one checkpoint, and what may stand in their place.
+    """The oracle's texts of some requests of one checkpoint, and the allowed deviations.
 
-    It is for sizes at which two candidates may lie as close as rounding.
+    For sizes at which two candidates may be within rounding of each other.
 
-    A text that parts from the oracle's is judged token by token, each behind the delivered ones before it: a greedy
-    token may be behind the best by a margin, a drawn one has to be what the oracle draws from logits that differ by no
-    more than rounding.
+    A deviating text is judged token by token, each given the delivered tokens before it: a greedy token may be below
+    the best by a margin, a sampled one must be reproducible by the oracle from logits that differ by at most rounding.
     """
 
     def __init__(self, target: Target, case: str, specs: Sequence[RequestSpec], **settings: Any) -> None:
@@ -164,33 +163,33 @@ class Judge:
         return _JUDGES[key]
 
     def whole(self) -> list[list[int]]:
-        """Return prompts with their right texts, for a drafter that knows them."""
+        """Return prompts with their expected texts, for the oracle drafter."""
         return [[*spec.prompt, *self.texts[name]] for name, spec in self.specs.items()]
 
     def check(self, delivered: Mapping[str, Sequence[int]]) -> None:
-        """Compare what was delivered so far of some requests."""
+        """Compare the tokens of some requests delivered so far."""
         for name, text in delivered.items():
             spec, right = self.specs[name], self.texts[name]
             if list(text) == right[: len(text)]:
                 continue
             parted = next(at for at, token in enumerate(text) if at >= len(right) or token != right[at])
-            where = f"{name} parts from the right text at token {parted} of {len(text)}"
-            assert self.target.oracle.cls.needs_checkpoint, f"{where}: {text[parted]} instead of {right[parted:][:1]}"
+            where = f"{name} deviates from the expected text at token {parted} of {len(text)}"
+            assert self.target.oracle.cls.needs_checkpoint, f"{where}: {text[parted]} for {right[parted:][:1]}"
             logits = _logits_of(self.target, self._case, spec, text)
             for at in range(parted, len(text)):
                 self._check_token(spec, list(text), at, logits[at], where)
 
     def check_scores(self, name: str, at: int, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
-        """Compare the log-probabilities of token `at` of a text that is the oracle's up to there."""
+        """Compare the log-probabilities of token `at`, before which the text equals the oracle's."""
         right, margin = self.scores[name][at], max(SCORE_MARGIN[self.target.precision], margin_of(self.target))
         where = f"token {at} of {name}"
-        assert abs(chosen - right.logprob) <= margin, f"{where} has {chosen}, not {right.logprob}"
+        assert abs(chosen - right.logprob) <= margin, f"{where}: expected {right.logprob}, got {chosen}"
         assert all(before >= after for before, after in pairwise(top)), f"{where}: not sorted: {top}"
         assert len(set(top_ids)) == len(top_ids) == len(right.top), f"{where}: alternatives {list(top_ids)}"
         errors = np.abs(np.array(top) - np.array(right.top))
-        assert (errors <= margin).all(), f"{where}: {list(top)} instead of {list(right.top)}"
+        assert (errors <= margin).all(), f"{where}: expected {list(right.top)}, got {list(top)}"
         if self.target.exact and np.diff(right.top).max(initial=-1) < -2 * margin:
-            assert list(top_ids)[:-1] == list(right.top_ids)[:-1], f"{where}: another order"
+            assert list(top_ids)[:-1] == list(right.top_ids)[:-1], f"{where}: wrong order"
 
     def _check_token(self, spec: RequestSpec, text: list[int], at: int, logits: Floats, where: str) -> None:
         ops = _SeeingOps()
@@ -210,5 +209,5 @@ class Judge:
                 assert lead <= allowed, f"{where}: at token {at} the best one leads {text[at]} by {lead:.3g}"
                 return
             if not trial and ops.may_draw(text[at], _FLOAT32_MARGIN):
-                return  # the other trials change what filters leave out
-        raise AssertionError(f"{where}: at token {at} {text[at]} was drawn, which rounding cannot explain")
+                return  # the other trials vary the filtered tokens
+        raise AssertionError(f"{where}: rounding cannot explain token {text[at]} at {at}")

@@ -1,4 +1,4 @@
-"""Named features that a backend may lack. Signalling and budget are not among them: every backend must have them."""
+"""Optional features of a backend. Signalling and budget are mandatory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ ABILITIES: Final[Mapping[str, str]] = {
     "bfloat16": "weights, activations and KV in bfloat16",
     "biases": "linears that add a bias",
     "checkpoints": "real models, read from checkpoints",
-    "interleaved_rope": "rotary embedding of neighbouring elements",
+    "interleaved_rope": "rotary embedding of adjacent elements",
     "kv_transfer": "KV blocks copied to the host and back",
     "moe": "layers of experts",
-    "own_process": "an engine in a process of its own",
-    "paged_kv": "attention over scattered blocks as an operation by itself",
+    "own_process": "an engine in a separate process",
+    "paged_kv": "attention over scattered blocks as a separate operation",
     "primitives": "single operations on arrays, outside a whole forward pass",
     "softcap": "scores and logits capped by a tanh",
-    "window": "layers that see a sliding window",
+    "window": "layers with a sliding window",
 }
-"""A key of `Backend.limits` to what tests that ask for it use."""
+"""Keys of `Backend.limits`, with the feature that tests require."""

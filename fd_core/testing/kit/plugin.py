@@ -1,4 +1,4 @@
-"""The pytest plugin of the conformance kit: options and a marker, and what the conftest files of the suites share."""
+"""The pytest plugin of the conformance kit: options, a marker, and helpers of the suites' conftest files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _Found = TypeVar("_Found")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that the suites read, unless somebody else did."""
+    """Add the options of the suites, unless they exist already."""
     group = parser.getgroup("fd_core", "conformance kit of fd_core")
     with contextlib.suppress(ValueError):
         several = "NAME[:FIELD=VALUE,...]"
         for name, metavar, what in (
-            ("backend", several, "backend for `--pyargs fd_core.testing.suite`, with engine settings if need be"),
+            ("backend", several, "backend for `--pyargs fd_core.testing.suite`, optionally with engine settings"),
             ("scheduler", "NAME", "scheduler for `--pyargs fd_core.testing.schedulers.suite`"),
             ("postprocess", several, "postprocessor for `--pyargs fd_core.testing.postprocessors.suite`"),
             ("tool-parser", "NAME", "tool parser for `--pyargs fd_core.testing.parsers.suite`"),
@@ -31,12 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker with which tests say which rules of `fd_core.testing.kit.law` they hold."""
-    config.addinivalue_line("markers", "law(rule, ...): holds these rules of the law, docs/understand/law.md")
+    """Register the marker by which tests name the rules of `fd_core.testing.kit.law` that they check."""
+    config.addinivalue_line("markers", "law(rule, ...): checks these invariants, docs/understand/law.md")
 
 
 def rules_of(item: pytest.Item) -> tuple[str, ...]:
-    """Return the rules of the law that a test holds."""
+    """Return the invariants that a test checks."""
     return tuple(rule for mark in item.iter_markers("law") for rule in mark.args)
 
 
@@ -44,7 +44,7 @@ def rules_of(item: pytest.Item) -> tuple[str, ...]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add to the report of a failed test the rules that it holds, word for word."""
+    """Add the text of the invariants that a failed test checks to its report."""
     report = yield
     rules = rules_of(item)
     if rules and call.when == "call" and report.failed:
@@ -55,7 +55,7 @@ def pytest_runtest_makereport(
 
 
 def run_for_each(metafunc: pytest.Metafunc, option: str, kind: str) -> None:
-    """Run a test once for each name given with `option`; one that does not ask for `target` runs once."""
+    """Run a test once per name given with `option`; a test without the fixture `target` runs once."""
     if "target" not in metafunc.fixturenames:
         return
     names: list[str] = metafunc.config.getoption(option)
@@ -65,7 +65,7 @@ def run_for_each(metafunc: pytest.Metafunc, option: str, kind: str) -> None:
 
 
 def chosen(name: str, find: Callable[[str], _Found]) -> _Found:
-    """Return what `find` finds under a name; end the run with the error's words and exit code if it finds nothing."""
+    """Return the result of `find` for a name; on an error, end the run with its message and exit code."""
     try:
         return find(name)
     except FdError as error:

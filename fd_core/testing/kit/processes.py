@@ -1,4 +1,4 @@
-"""The runner of the kits and the doctor: a process that writes what it finds as lines of JSON, one event a line."""
+"""Subprocess runner of the kits and the doctor, which reads events as lines of JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunEnd(NamedTuple):
     code: int
     """Its exit status, negative for a signal."""
     silent: bool
-    """It was killed, since it wrote nothing for as long as it may."""
+    """True if it was killed because it wrote no event within the timeout."""
 
 
 def follow(
@@ -32,10 +32,10 @@ def follow(
     stdin: int,
     env: Mapping[str, str],
 ) -> Iterator[Any]:
-    """Run a command and yield the events, of type `kind`, that it writes to `path`; a line cut off is left out.
+    """Run a command and yield the events, of type `kind`, that it writes to `path`; a truncated line is skipped.
 
-    Last comes its `RunEnd`. What it prints is appended to `output`. It is killed, with its children, after so many
-    seconds without an event and where nobody follows it any more.
+    The last event is `RunEnd`. Its output is appended to `output`. It is killed, with its children, after `patience`
+    seconds without an event, and when the generator is closed.
     """
     path.touch()
     with (

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for what needs several ends of one group and no processes."""
+"""Ranks as threads of one process, for tests of groups without subprocesses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shared_memory_ranks(size: int, patience: float) -> Sequence[RankGroup]:
 
 
 def gloo_ranks(size: int, patience: float) -> Sequence[RankGroup]:
-    """Return the ends of a group that meets on loopback; needs torch."""
+    """Return the ends of a group over loopback; needs torch."""
     from fd_core.ops.torch.group import TorchGroup
 
     first = TorchGroup.open(size, patience)
@@ -35,9 +35,9 @@ def on_ranks(
     patience: float = 20.0,
     make: Callable[[int, float], Sequence[RankGroup]] = shared_memory_ranks,
 ) -> list[_T]:
-    """Run `work` on each rank of a group, all at the same time, and return what each made of it.
+    """Run `work` on each rank of a group concurrently, and return the results.
 
-    If one raises, the others are told; the first error by rank is raised.
+    If one raises, the group is abandoned; the first error by rank is raised.
     """
 
     def run(group: RankGroup) -> _T:
@@ -47,6 +47,6 @@ def on_ranks(
             group.abandon()
             raise
 
-    groups = make(size, patience)  # all are held until the last has ended: the end of one is the end of its connections
+    groups = make(size, patience)  # all are held to the end: freeing one closes its connections
     with ThreadPoolExecutor(size) as pool:
         return [future.result() for future in [pool.submit(run, group) for group in groups]]

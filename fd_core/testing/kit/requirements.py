@@ -1,4 +1,4 @@
-"""Requirements of the kit, and of a suite on the code under test, with the reason why it may lack one."""
+"""Requirements of the kit, and of a suite on the code under test, with the reason for an unmet one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES: Final = ("pytest", "hypothesis")
 
 
 def require_packages() -> None:
-    """Raise `PluginError`, which names the extra, if something that the kit imports is missing."""
+    """Raise `PluginError`, with the name of the extra, if a package of the kit is missing."""
     from fd_core.errors import PluginError
 
     for package in PACKAGES:
@@ -27,10 +27,10 @@ def require_packages() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """An ability that tests ask for: present, or absent for a reason."""
+    """An ability that tests require: present, or absent for a reason."""
 
     reason: str | None = None
-    """Why the ability is absent; None if it is present."""
+    """Reason for the absence; None if the ability is present."""
 
     def require(self) -> None:
         """Skip the running test, with the reason, if the ability is absent."""
@@ -54,14 +54,14 @@ def lacks(reason: str) -> NoReturn:
 
 
 def require_format(ops: Ops, kind: str) -> None:
-    """Skip the running test if a pack expands weights of a format."""
+    """Skip the running test if a pack dequantizes weights of a format."""
     if kind not in ops.weight_formats:
         computed = ", ".join(sorted(ops.weight_formats)) or "no packed weights"
-        lacks(f"its pack computes {computed}; others are expanded")
+        lacks(f"its pack supports {computed} and dequantizes others")
 
 
 def thorough_but(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """Return parameters of a test, all but the `quick` ones marked: `-m "not fd_thorough"` leaves those out."""
+    """Return parameters of a test, all but the `quick` ones marked for `-m "not fd_thorough"`."""
     import pytest
 
     return [value if value in quick else pytest.param(value, marks=pytest.mark.fd_thorough) for value in values]

@@ -26,15 +26,15 @@ from fd_core.testing.stepping.drafting import KnowingDrafter, speculation
 _MODEST: Final[Mapping[str, Any]] = {**SMALL, "num_threads": 1, "watchdog_seconds": 20.0}
 _ISA: Final = "FD_ISA"
 _OF_THE_ORACLE: Final = ("kv_cache_dtype", "quantization")
-"""Settings that decide what is right."""
+"""Settings that determine the expected texts."""
 
 
 def parse_target(text: str, folder: Path) -> Target:
-    """Return the backend that `NAME` or `NAME:FIELD=VALUE,FIELD=VALUE` names; fields are those of `EngineConfig`.
+    """Return the backend of `NAME` or `NAME:FIELD=VALUE,FIELD=VALUE`; fields are those of `EngineConfig`.
 
-    The instruction set of native kernels may be among them, as in `cpu:FD_ISA=avx2`; it has to be in the environment
-    as well. Checkpoints are written below `folder`. Raises `ConfigError` for a field that there is not, and for an
-    instruction set that cannot be used here.
+    The instruction set of native kernels may be one of them, as in `cpu:FD_ISA=avx2`, and must be in the environment as
+    well. Checkpoints are written below `folder`. Raises `ConfigError` for an unknown field and for an instruction set
+    that is not available here.
     """
     target = _configured(text, folder)
     isa = environment_of(text).get(_ISA)
@@ -44,7 +44,7 @@ def parse_target(text: str, folder: Path) -> Target:
         from fd_core.ops.native.build import BuildError, load
 
         try:
-            load()  # a backend would do without kernels that it cannot have
+            load()  # a backend would fall back from unavailable kernels
         except BuildError as error:
             raise ConfigError(str(error), field="BACKEND") from error
     return target
@@ -70,7 +70,7 @@ def _configured(text: str, folder: Path) -> Target:
 
 
 def environment_of(text: str) -> dict[str, str]:
-    """Return the variables that the process of a target has to have."""
+    """Return the environment variables that a target requires."""
     return {field: value for field, value in _settings_of(text).items() if field == _ISA}
 
 
@@ -91,13 +91,13 @@ class Target:
         config = self.config()
         self.kv_dtype = config.kv_cache_dtype
         self.quantization = config.quantization
-        """Form that weights have after a model is loaded."""
+        """Format of the weights after a model is loaded."""
 
     def __repr__(self) -> str:
         return self.text
 
     def config(self, **settings: Any) -> EngineConfig:
-        """Return engine settings: those of a small engine, then `settings`, then those of the user."""
+        """Return engine settings: of a small engine, overridden by `settings`, then by the user's."""
         values = {"model": "kit", "backend": self.name} | dict(_MODEST) | settings | dict(self._settings)
         try:
             return msgspec.convert(values, EngineConfig, strict=False)
@@ -120,7 +120,7 @@ class Target:
 
     @cached_property
     def postprocess(self) -> type[Postprocess]:
-        """Return the writer of the token matrix. Raises `PluginError` if it is missing or not for this backend."""
+        """Return the postprocessor. Raises `PluginError` if it is missing or does not support this backend."""
         plugins = installed_plugins()
         name = self.config().postprocess or plugins.default_postprocessor(self.name, self.ops.framework)
         found = plugins.load(POSTPROCESS, name)
@@ -133,11 +133,11 @@ class Target:
 
     @property
     def emulated(self) -> bool:
-        """True if another device stands in for the backend's own."""
+        """True if the backend's device is emulated."""
         return bool(getattr(self.backend, "emulated", False))
 
     def about(self) -> dict[str, Any]:
-        """Return what its card says of it."""
+        """Return the description for its report card."""
         return {
             "distribution": str(installed_plugins().offered(BACKEND)[self.name].origin),
             "device": self.backend.describe(),
@@ -148,12 +148,12 @@ class Target:
 
     @property
     def oracle_name(self) -> str:
-        """The backend whose texts are right: numpy, or the scripted one for those that read no checkpoint."""
+        """The reference backend: numpy, or the scripted one for backends without checkpoints."""
         return "reference" if self.cls.needs_checkpoint else "null"
 
     @cached_property
     def oracle(self) -> Target:
-        """The oracle as a target of its own, which keeps weights and KV in as many bits."""
+        """The oracle as a target, which stores weights and KV in the same number of bits."""
         kept = {name: value for name, value in self._settings.items() if name in _OF_THE_ORACLE}
         return Target(self.oracle_name, self.oracle_name, kept, self._folder)
 
@@ -164,12 +164,12 @@ class Target:
 
     @property
     def precision(self) -> str:
-        """Margins that apply: those of the dtype, or of `packed` weights, with which activations may have 8 bits."""
+        """Key of the applicable margins: the dtype, or `packed` weights, with which activations may have 8 bits."""
         return self.ops.dtype if self.quantization == "auto" else "packed"
 
     @property
     def exact(self) -> bool:
-        """True if its texts equal the oracle's token by token: rounding to fewer bits may move a logit."""
+        """True if its texts must equal the oracle's token by token; lower precision may move a logit."""
         return self.precision == "float32" and self.kv_dtype == "auto"
 
     def quantized(self) -> Target:
@@ -198,10 +198,10 @@ class Target:
         case: str = ENGINE_CASE,
         **settings: Any,
     ) -> Iterator[Engine]:
-        """Load a small engine on the checkpoint of a case and close it in the end.
+        """Load a small engine on the checkpoint of a case and close it at exit.
 
         With `k` > 0 up to k drafts are guessed from the `whole` texts, wrong in that share of the tokens. With `k` = 0
-        a step computes one token a row at most: grammars, whose forced tokens are drafts, are served only if asked for.
+        a step computes at most one token per row: grammars, whose forced tokens are drafts, must be enabled explicitly.
         """
         speculative = {"speculative": speculation(k), "structured_output": k > 0, "pipeline_depth": 1}
         engine = self.load(case, **speculative | settings)

@@ -12,7 +12,7 @@ from fd_core.launching.announcing import announce
 
 
 def main(action: str, *arguments: str) -> None:
-    """Announce what this process sees of itself, then wait; `fail` says a line instead, and ends with code 7."""
+    """Print this process's environment, then execute commands; with `fail`, print a line and exit with code 7."""
     if action == "fail":
         print("\n".join(arguments), file=sys.stderr)
         sys.exit(7)

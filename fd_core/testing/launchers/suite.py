@@ -20,12 +20,12 @@ class LauncherSuite:
     """Derive a class `Test...` from it and name the launcher."""
 
     launcher: str
-    """Name under which a plugin offers it."""
+    """Name under which a plugin registers it."""
     patience: float = 60.0
-    """Seconds for which anything is waited for."""
+    """Timeout in seconds."""
 
     def launcher_class(self) -> type[Launcher]:
-        """Return the class of the launcher; override this for a class that no plugin offers."""
+        """Return the class of the launcher; override for a class that no plugin registers."""
         from fd_core.plugins import LAUNCHER, installed_plugins
 
         return installed_plugins().load(LAUNCHER, self.launcher)
@@ -37,13 +37,13 @@ class LauncherSuite:
         launcher.close()
 
     def spec(self, name: str, *words: str, **values: Any) -> ProcessSpec:
-        """Return the spec of a process that runs the suite's program, by default until it is ended."""
+        """Return the spec of a process that runs the suite's program, by default until it is terminated."""
         return ProcessSpec(name, ("-m", "fd_core.testing.launchers.program", *(words or ("stay",))), **values)
 
     def until(self, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + self.patience
         while not (found := condition()):
-            assert time.monotonic() < deadline, "waited for in vain"
+            assert time.monotonic() < deadline, "timed out"
             time.sleep(0.02)
         return found
 
@@ -79,7 +79,7 @@ class LauncherSuite:
         getattr(process, method)()
         assert process.wait(self.patience) == -number
         assert f"was ended by {number.name}" in process.reason()
-        getattr(process, method)()  # does nothing any more
+        getattr(process, method)()  # a no-op now
 
     def test_the_address_of_its_node_is_told_to_it(self, launching: Launcher) -> None:
         (process,) = launching.start([self.spec("one", "stay", NODE_ADDRESS, environment={"FD_SUITE_A": NODE_ADDRESS})])
@@ -101,7 +101,7 @@ class LauncherSuite:
         specs = [self.spec("one", cores=1, group="pair"), self.spec("two", cores=there, group="pair")]
         with pytest.raises(LaunchError, match=rf"{there + 1}.*{there}"):
             launching.start(specs)
-        (process,) = launching.start([self.spec("one", cores=1)])  # so neither the name nor the processor is taken
+        (process,) = launching.start([self.spec("one", cores=1)])  # so the name and the CPU are free again
         self.seen(process)
 
     def test_what_a_process_had_is_free_once_it_ended(self, launching: Launcher) -> None:

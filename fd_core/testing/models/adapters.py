@@ -1,4 +1,4 @@
-"""Tiny random LoRA adapters as PEFT would save them, and the models that they amount to."""
+"""Tiny random LoRA adapters in PEFT's format, and the equivalent merged models."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def write_adapter(
     targets: Collection[str] = EVERYTHING,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write an adapter for the model at `model` into `folder` and return it: for a seed always the same bytes.
+    """Write an adapter for the model at `model` into `folder` and return it; a seed determines the bytes.
 
-    It changes the linears named by `targets` that the model has, by a third of what they are. `config` replaces fields.
+    It changes the model's linears named in `targets`, by a third of their size. `config` replaces fields.
     """
     with open_checkpoint(model) as checkpoint:
         every = spec_of(checkpoint).adaptable()
@@ -48,7 +48,7 @@ def write_adapter(
 
 
 def merge_adapter(model: Path, adapter: Path, folder: Path) -> Path:
-    """Write the model whose weights are W + alpha / r B A, of safetensors in float32, into `folder` and return it."""
+    """Write the merged model with weights W + alpha / r B A, as float32 safetensors, into `folder` and return it."""
     shutil.copytree(model, folder)
     settings = json.loads((adapter / "adapter_config.json").read_text())
     rank = settings["r"]

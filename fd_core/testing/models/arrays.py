@@ -1,4 +1,4 @@
-"""Arrays for packs: random values that every dtype holds, metadata of steps, and what counts as equal."""
+"""Arrays for packs: random values that every dtype represents, metadata of steps, and tolerances."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from fd_core.types import IntArray
 Floats = npt.NDArray[np.float32]
 
 TOLERANCE: Final[Mapping[str, float]] = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
-"""Largest error of one operation by dtype, as a share of its largest result; the mean may be an eighth of it.
+"""Maximum error of one operation by dtype, relative to its largest result; the mean may be an eighth of it.
 
-float32 sums in another order than the oracle; float16 keeps 11 bits and bfloat16 8,
+float32 sums in another order than the oracle; float16 has 11 bits of precision and bfloat16 8,
 of inputs, weights and results.
 """
 
 
 class Values:
-    """Random numbers in the order asked for: two packs that ask in the same order get the same."""
+    """Random numbers, the same for two packs that draw in the same order."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
 
     def __call__(self, *shape: int, scale: float = 1.0) -> Floats:
-        """Return float32 numbers that bfloat16 holds as well, so that packs of all dtypes compute from the same."""
+        """Return float32 numbers that are exact in bfloat16, so that packs of all dtypes have the same inputs."""
         values = self._rng.standard_normal(shape, np.float32) * np.float32(scale)
         rounded: Floats = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
         return rounded
 
 
 PACKED_TOLERANCE: Final = dict.fromkeys(WEIGHT_FORMATS, 4e-2) | {FP8: 8e-2}
-"""The same for products with packed weights, by format.
+"""Maximum error of products with packed weights, by format.
 
-A pack may quantize what it multiplies them by to 8 bits; to `FP8`, which keeps 4 bits of a number, beside such weights.
+A pack may quantize the activations to 8 bits, or to `FP8`, with 4 bits of precision, for such weights.
 """
 
 
 def assert_near(ops: Ops, found: Array, expected: npt.NDArray[Any], tolerance: float | None = None) -> None:
-    """Compare what a pack computed with what is right, by default as exactly as its dtype allows."""
+    """Compare a pack's result with the expected one, by default within the tolerance of its dtype."""
     tolerance = tolerance or TOLERANCE[ops.dtype]
     values = np.asarray(ops.to_host(found), np.float64).reshape(expected.shape)
     scale = max(float(np.abs(expected).max()), 1e-3)
     error = np.abs(values - expected)
     assert np.isfinite(values).all()
-    assert error.max() < tolerance * scale, f"off by {error.max():.3g} where the largest value is {scale:.3g}"
-    assert error.mean() < tolerance / 8 * scale, f"off by {error.mean():.3g} on average"
+    assert error.max() < tolerance * scale, f"maximum error {error.max():.3g}, largest value {scale:.3g}"
+    assert error.mean() < tolerance / 8 * scale, f"mean error {error.mean():.3g}"
 
 
 def raw(values: npt.NDArray[Any]) -> RawTensor:
-    """Return a weight as a checkpoint holds it, float32."""
+    """Return a weight as read from a checkpoint, float32."""
     return RawTensor("F32", values.astype(np.float32))
 
 
 def float32_of(held: npt.NDArray[Any]) -> Floats:
-    """Return exported KV as float32, of float32 or of the bits of bfloat16."""
+    """Convert exported KV to float32, from float32 or the bits of bfloat16."""
     return held if held.dtype == np.float32 else (held.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -83,7 +83,7 @@ _PACKED: Final = {
 
 
 def packed_weight(kind: str, out: int, inputs: int, group: int | None = None, scale: float = 1.0) -> PackedTensor:
-    """Return a random weight [out, inputs] of one of `ops.weights.WEIGHT_FORMATS`, in groups as it usually has."""
+    """Return a random weight [out, inputs] of one of `ops.weights.WEIGHT_FORMATS`, with its usual group size."""
     bits, usual, minima = _PACKED[kind]
     group = group or usual or inputs
     rng = np.random.default_rng([out, inputs, bits])
@@ -91,14 +91,14 @@ def packed_weight(kind: str, out: int, inputs: int, group: int | None = None, sc
     values = rng.integers(low, low + 2**bits, (out, inputs)).astype(np.int8)
     if kind == FP8:
         values = np.where((values & 127) == 127, np.int8(0), values)  # no NaN
-    # In half precision, as files have them.
+    # In half precision, as in files.
     scales = (scale * rng.uniform(0.5, 1.5, (out, inputs // group)) / 2 ** (bits - 1)).astype(np.float16)
     lowest = (scale * rng.uniform(-1.5, -0.5, scales.shape)).astype(np.float16).astype(np.float32) if minima else None
     return PackedTensor(kind, bits, values, scales.astype(np.float32), lowest)
 
 
 def activations(ops: Ops, values: Floats) -> Array:
-    """Return [T, H] values as activations of the pack, whatever their dtype there; a fresh array each time."""
+    """Return [T, H] values as activations in the pack's dtype; a new array each time."""
     rows = ops.from_host(np.arange(len(values), dtype=np.int32))
     return ops.embedding(ops.prepare_embedding(raw(values)), rows)
 
@@ -114,7 +114,7 @@ def on_device(ops: Ops, value: Any) -> Any:
 
 
 def sample_input(rows: int, **columns: Any) -> SampleInput:
-    """Return parameters of `rows` rows; a column is a value for all or one for each."""
+    """Return parameters of `rows` rows; a column is one value for all rows, or a value per row."""
     defaults: dict[str, tuple[float, type[np.generic]]] = {
         "temperature": (1.0, np.float32),
         "top_k": (0, np.int32),
@@ -139,7 +139,7 @@ def penalty_input(
     drafts: Sequence[tuple[int, int]] = (),
     **columns: npt.ArrayLike,
 ) -> PenaltyInput:
-    """Return penalties of `rows`, by default one for each row of `counts`; `drafts` are pairs of (row, token)."""
+    """Return penalties of `rows`, by default one per row of `counts`; `drafts` are pairs of (row, token)."""
     chosen = np.arange(len(counts), dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
     neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
     arrays = {

@@ -1,4 +1,4 @@
-"""The cases of a kit as values, for a test suite of one's own."""
+"""The cases of a kit as values, for use in other test suites."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KitCase:
         return tuple(rule for mark in marks for rule in mark.args)
 
     def run(self, **fixtures: Any) -> None:
-        """Run it with those of the fixtures that it takes. Raises `LawBroken` with the rule, or skips the test."""
+        """Run it with the fixtures in its signature. Raises `LawBroken` with the rule, or skips the test."""
         names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
         self.function(**self.parameters, **{name: fixtures[name] for name in names if name in fixtures})
 

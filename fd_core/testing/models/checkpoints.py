@@ -1,7 +1,6 @@
-"""Tiny random checkpoints of every architecture, written as Hugging Face would, without any framework.
+"""Tiny random checkpoints of every architecture in Hugging Face's format, written without a framework.
 
-Names and shapes come from the same description that the loader checks, so a new architecture needs one more case here
-and nothing else.
+Names and shapes are derived from the spec that the loader checks, so a new architecture only needs another case here.
 """
 
 from __future__ import annotations
@@ -101,16 +100,16 @@ CASES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         },
     ),
 }
-"""Name of a case to Hugging Face's model type and what its config has beside `SIZES`."""
+"""Hugging Face's model type and config fields in addition to `SIZES`, by case."""
 
 ENGINE_CASE: Final = "engine"
-"""A model so small that an engine's steps cost next to nothing, for everything around the model."""
+"""A minimal model, for tests that need an engine but no realistic model."""
 PACKED_ENGINE_CASE: Final = "packed_engine"
-"""The same where weights are quantized, in groups of 32 values."""
+"""The same with quantized weights, in groups of 32 values."""
 LONG_CASE: Final = "long"
-"""A small model with room for contexts beyond any split of a kernel."""
+"""A small model with contexts longer than any split of a kernel."""
 WIDE_CASE: Final = "wide"
-"""A small model whose vocabulary is larger than 2^17."""
+"""A small model with a vocabulary larger than 2^17."""
 
 _SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     LONG_CASE: _sizes(64, 96, 2, 4, 2, 32, 1031, 4096),
@@ -141,12 +140,12 @@ _NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def abilities_of(case: str) -> tuple[str, ...]:
-    """Return the abilities of `fd_core.testing.kit.limits` that a case asks of a backend."""
+    """Return the abilities of `fd_core.testing.kit.limits` that a case requires."""
     return _NEEDS.get(case, ())
 
 
 def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
-    """Write the case into `folder`, which is made if it is not there, and return it: always the same bytes.
+    """Write the case into `folder`, created if absent, and return it; the bytes are deterministic.
 
     `more` are fields of its config.
     """
@@ -164,7 +163,7 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
 
 
 def _weight(values: Values, name: str, shape: tuple[int, ...], norm_offset: float) -> Any:
-    """Return weights whose logits differ enough from token to token to say something."""
+    """Return weights whose logits vary enough between tokens for a meaningful comparison."""
     if len(shape) == 1 or shape[0] == 1:
         norm = name.endswith("norm.weight")
         return values(*shape, scale=0.2) + np.float32(1.0 - norm_offset if norm else 0.0)

@@ -1,4 +1,4 @@
-"""One layer with random weights, built on any pack from the same values."""
+"""One layer with random weights, identical on all packs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Geometry:
     shared_expert: bool = False
     correction_bias: bool = False
     packed: str | None = None
-    """Format of all linear layers; None where they are float32."""
+    """Format of all linear layers; None for float32."""
     kv_dtype: str = "auto"
     adapters: bool = False
     """True if tokens have adapters (of ranks 5 and 8)."""
@@ -48,7 +48,7 @@ ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]
 """(tokens, context): decodes, prefills from the start and chunks in the middle, across the 128-token chunks."""
 
 NOWHERE: Final = 2**20
-"""An entry of a block table beyond the context, which has no meaning."""
+"""Arbitrary entry of a block table beyond the context."""
 
 
 class LayerOn:
@@ -103,7 +103,7 @@ class LayerOn:
         self.kv = self.cache.layer(1)
         self.step = on_device(ops, step_input(rows, g.block_size, tables))
         self.tokens = sum(count for count, _ in rows)
-        # Changing within rows as well, which no request does, so that every cut of a block is met.
+        # Adapters also change within rows, which no request does, to cover every split of a block.
         self.places = (np.arange(self.tokens) // 3 % 3).astype(np.int32)
         if g.adapters:
             self.step = replace(self.step, **adapter_rows(self.places, ops))
@@ -115,14 +115,14 @@ class LayerOn:
         return [raw(make(*shape, scale=shape[1] ** -0.5)) for shape in shapes]
 
     def loras(self) -> list[Lora | None]:
-        """Return what adapters add: to q, k and v, to the output, to gate and up, and to what follows them."""
+        """Return the low-rank terms of q, k and v, of the output, of gate and up, and of down."""
         g = self.g
         heads, hidden, inner = [n * g.d for n in (g.heads, g.kv_heads, g.kv_heads)], g.hidden, g.inner
         shapes = (heads, hidden), ([hidden], g.heads * g.d), ([inner, inner], hidden), ([hidden], inner)
         return [self._lora(outs, ins, gated=outs == [inner, inner]) for outs, ins in shapes]
 
     def _lora(self, outs: Sequence[int], ins: int, *, gated: bool = False) -> Lora | None:
-        """Return two adapters on a linear, the second of which leaves its first part alone if there are several."""
+        """Return two adapters on a linear; the second one does not change the first of several parts."""
         if not self.g.adapters:
             return None
         make = Values(ins)
@@ -150,9 +150,9 @@ class LayerOn:
         )
 
     def run(self, fusions: type[Ops] | Ops) -> list[npt.NDArray[np.float32]]:
-        """Run the layer with the fusions of a pack, or of a class (`Ops` composes them); return what each computed.
+        """Run the layer with the fusions of a pack, or of a class (`Ops` composes them); return the result of each.
 
-        The queries, the attention's output, the residual behind it, and what the feed-forward block computes: float32.
+        Results in float32: queries, attention output, the residual after it, and output of the feed-forward block.
         """
         ops = self.ops
 
@@ -166,7 +166,7 @@ class LayerOn:
         q = call("attention_inputs", x, self.norm, self.qkv, self.heads, self.kv, self.step, qkv)
         a = call("attention", q, self.heads, self.kv, self.step)
         y = call("project_residual", a, self.output, x, self.post_norm, output)
-        # What follows may write into `y`.
+        # Later operations may write into `y`.
         results = [np.array(ops.to_host(ops.settle(result)), np.float32) for result in (q, a, y)]
         if self.experts is not None:
             more = [call("moe_residual", y, self.norm, self.experts, self.g.activation)]

@@ -1,4 +1,4 @@
-"""Drives a model's forward pass over a paged cache whose blocks lie scattered."""
+"""Drives a model's forward pass over a paged cache with scattered blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_SIZE = 4
 
 @dataclass
 class Row:
-    """One request: its tokens, how many of them are computed, and the logits of computed positions."""
+    """One request: tokens, number of computed tokens, and logits of computed positions."""
 
     tokens: list[int]
     prompt_len: int
@@ -30,7 +30,7 @@ class Row:
 
 
 class PagedDriver:
-    """Continuous batching in its plainest form: every row computes what it can, at most `chunk` tokens."""
+    """Minimal continuous batching: every row computes its pending tokens, at most `chunk` of them."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class PagedDriver:
         places: list[int] | None = None,
         last_only: bool = False,
     ) -> None:
-        """`places`: the place of each row's adapter, for a model with adapters.
+        """`places`: adapter slot of each row, for a model with adapters.
 
         `last_only`: compute logits of each row's last position in a step, as an engine does, not of every position.
         """
@@ -58,7 +58,7 @@ class PagedDriver:
         self.cache = ops.allocate_kv(cache_shape(model, BLOCK_SIZE, kv_dtype), num_blocks)
 
     def step(self, work: list[tuple[int, int]]) -> None:
-        """Compute (row, number of tokens) pairs; keeps their logits."""
+        """Compute (row, number of tokens) pairs; stores their logits."""
         rows, counts = [row for row, _ in work], [count for _, count in work]
         host = step_input(
             [(count, self.rows[row].computed + count) for row, count in work], BLOCK_SIZE, self.tables[rows]
@@ -66,7 +66,7 @@ class PagedDriver:
         row_of = np.repeat(rows, counts)
         tokens = [self.rows[row].tokens[place] for row, place in zip(row_of, host.positions, strict=True)]
         wanted = host.logits_rows if self.last_only else np.arange(len(tokens), dtype=np.int32)
-        # Entries beyond the context have no meaning, so they point nowhere.
+        # Entries beyond the context are undefined, so they are out of range.
         used = -(-host.context_len // BLOCK_SIZE)
         visible = np.where(np.arange(self.tables.shape[1]) < used[:, None], host.block_tables, np.int32(2**20))
         step = replace(host, token_ids=np.array(tokens, np.int32), block_tables=visible, logits_rows=wanted)

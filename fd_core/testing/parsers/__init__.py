@@ -1,4 +1,4 @@
-"""The parser kit: answers in pieces for any parser, compared with the law, see docs/extend/write-a-parser.md."""
+"""The parser kit: responses in pieces, checked against the invariants, see docs/extend/write-a-parser.md."""
 
 from __future__ import annotations
 

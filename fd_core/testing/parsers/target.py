@@ -1,4 +1,4 @@
-"""The parser under test, found as a user would find it, and what it makes of answers."""
+"""The parser under test, looked up by name, and its results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Words(NamedTuple):
 
 
 SHOWN: Final = Words()
-"""The words of a parser's own sample."""
+"""The texts of a parser's sample."""
 
 
 class Meaning(NamedTuple):
@@ -42,7 +42,7 @@ class Meaning(NamedTuple):
 
 
 class SampleAnswer(NamedTuple):
-    """An answer as a model writes it, and what it means."""
+    """A response as a model writes it, and the expected result."""
 
     text: str
     tools: tuple[str, ...]
@@ -52,19 +52,19 @@ class SampleAnswer(NamedTuple):
     """Name and arguments, as values."""
 
     def require_of(self, meaning: Meaning) -> None:
-        """Fail the running test unless `meaning` is that of the answer."""
+        """Fail the running test unless `meaning` is the expected result."""
         for what, found, right in (
             ("content", meaning.content, self.content),
             ("reasoning", meaning.reasoning, self.reasoning),
             ("calls", [name for name, _ in meaning.calls], [name for name, _ in self.calls]),
         ):
-            require(found == right, "8.3", f"{what} of {self.text!r} is {found!r}, not {right!r}")
+            require(found == right, "8.3", f"{what} of {self.text!r}: expected {right!r}, got {found!r}")
         for (name, text), (_, right) in zip(meaning.calls, self.calls, strict=True):
             try:
                 found = json.loads(text)
             except ValueError:
-                broken("8.3", f"arguments of {name} are no JSON: {text!r}, in {self.text!r}")
-            require(found == right, "8.3", f"arguments of {name} are {text}, not {right}, in {self.text!r}")
+                broken("8.3", f"arguments of {name} are not JSON: {text!r}, in {self.text!r}")
+            require(found == right, "8.3", f"arguments of {name}: expected {right}, got {text}, in {self.text!r}")
         require(meaning.ended == len(self.calls), "8.3", f"{meaning.ended} of {len(self.calls)} calls have an end")
 
 
@@ -78,7 +78,7 @@ class ParserTarget:
     kind: Kind[Any]
 
     def about(self) -> dict[str, Any]:
-        """Return what its card says of it."""
+        """Return the description for its report card."""
         return {"distribution": str(installed_plugins().offered(self.kind)[self.name].origin)}
 
     @property
@@ -88,17 +88,17 @@ class ParserTarget:
 
     @property
     def half_markers(self) -> list[str]:
-        """Beginnings of markers that hold no whole one."""
+        """Proper prefixes of markers."""
         halves = [marker[:size] for marker in self.markers for size in range(1, len(marker))]
         return [half for half in halves if not any(marker in half for marker in self.markers)]
 
     @property
     def patience(self) -> int:
-        """Maximum number of characters held back where a marker may have begun."""
+        """Maximum number of characters that may be held back."""
         return max((len(marker) for marker in self.markers), default=1)
 
     def form(self, name: str) -> CallForm | None:
-        """Return how a call of a tool is written, None if the format, or the kind of parser, has no such form."""
+        """Return the form of a tool call, None if the format, or the kind of parser, has none."""
         return self.cls.form(name) if self.kind is TOOL_PARSER else None
 
     def new(self, tools: tuple[str, ...] = ()) -> OutputParser:
@@ -109,7 +109,7 @@ class ParserTarget:
         return self.cls({name: none if name == NOW else city for name in tools})
 
     def answers(self, words: Words = SHOWN, *, raw: bool = True) -> Iterator[SampleAnswer]:
-        """Yield the answers with these words: the one that the parser shows, if `raw`, and those of its form."""
+        """Yield responses with these texts: the parser's sample, if `raw`, and those in its form."""
         calls: tuple[tuple[str, Any], ...] = ((words.tool, {"city": words.city}), (NOW, {}))
         tools = tuple(name for name, _ in calls)
         if sample := self.cls.sample if raw else "":
@@ -124,7 +124,7 @@ class ParserTarget:
             yield SampleAnswer(content + self.written(form, told), tools, content, "", told)
 
     def written(self, form: CallForm, calls: Sequence[tuple[str, Any]], *, ascii_only: bool = False) -> str:
-        """Return calls as a grammar makes the model write them; `form` is that of one of them."""
+        """Return calls as forced by a grammar; `form` is that of one of them."""
         texts = []
         for name, arguments in calls:
             own = self.form(name) or form
@@ -132,7 +132,8 @@ class ParserTarget:
         return form.opening + (form.between or "").join(texts) + form.closing
 
     def long_answers(self, size: int) -> Iterator[tuple[type[Event], SampleAnswer, int]]:
-        """Yield answers with so many `x` for content, reasoning or an argument, with their kind and their place."""
+        """Yield responses with `length` times `x` as content, reasoning or an argument, with event kind and
+        position."""
         long = "x" * size
         kinds: tuple[tuple[type[Event], Words], ...] = (
             (Content, Words(content=long)),
@@ -145,11 +146,11 @@ class ParserTarget:
                     yield kind, answer, answer.text.index(long)
 
     def read(self, *pieces: str, tools: tuple[str, ...] = ()) -> list[Event]:
-        """Return the events of an answer that comes in pieces, joined."""
+        """Return the events of a response in pieces, concatenated."""
         return joined(event for events in self.listen(*pieces, tools=tools) for event in events)
 
     def listen(self, *pieces: str, tools: tuple[str, ...] = ()) -> Iterator[list[Event]]:
-        """Yield what each piece adds, then what the end adds. Breaks rule 8.4 or 8.3 for what no parser may send.
+        """Yield the events of each piece, then those of the end. Raises for invalid events (rules 8.3 and 8.4).
 
         Calls count from 0; each begins once, and arguments and ends belong to the one that is open.
         """
@@ -157,12 +158,12 @@ class ParserTarget:
         for piece in (*pieces, None):
             try:
                 events = list(parser.flush() if piece is None else parser.push(piece))
-            except Exception as error:  # noqa: BLE001 -- whatever it is breaks the rule
+            except Exception as error:  # noqa: BLE001 -- any exception breaks the rule
                 broken("8.4", f"{type(error).__name__} ({error}) for {''.join(pieces)!r}")
             for event in events:
                 match event:
                     case CallBegun(index, name):
-                        require(index == begun, "8.3", f"the call {name} has the number {index}, not {begun}")
+                        require(index == begun, "8.3", f"expected number {begun} for the call {name}, got {index}")
                         begun, is_open = index + 1, True
                     case ArgumentsDelta(index) | CallEnded(index):
                         require(is_open and index == begun - 1, "8.3", f"{event} belongs to no open call")
@@ -170,8 +171,8 @@ class ParserTarget:
                     case Content() | Thought():
                         pass
                     case _:
-                        broken("8", f"{event!r} is no event")
-                require(getattr(event, "text", "some"), "8.3", f"{event} says nothing")
+                        broken("8", f"{event!r} is not an event")
+                require(getattr(event, "text", "some"), "8.3", f"{event} is empty")
             yield events
 
 
@@ -193,7 +194,7 @@ def text_of(events: Iterable[Event], *kinds: type[Event]) -> str:
 
 
 def meaning_of(events: list[Event]) -> Meaning:
-    """Return what the events of an answer come to."""
+    """Return the result of a response's events."""
     arguments = {event.index: "" for event in events if isinstance(event, CallBegun)}
     for event in events:
         if isinstance(event, ArgumentsDelta):
@@ -207,13 +208,13 @@ def meaning_of(events: list[Event]) -> Meaning:
 
 
 def find_parser(name: str, kind: Kind[Any]) -> ParserTarget:
-    """Return the parser called `name`. Raises `PluginError` if there is none, or if it shows no answer to test with."""
+    """Return the parser `name`. Raises `PluginError` if it is unknown or has no sample to test with."""
     target = ParserTarget(name, installed_plugins().load(kind, name), kind)
     words = SHOWN[:2] if kind is not TOOL_PARSER else (*SHOWN[2:], NOW)
     sample = target.cls.sample
     if missing := [word for word in words if word not in sample] if sample or target.form(NOW) is None else []:
         raise PluginError(
-            f"the sample of the {kind.word} {name} has no {missing[0]!r}",
-            hint="`sample` of its class shows an answer; fd_core/text/parsing/contract.py says with which words",
+            f"the sample of the {kind.word} {name} lacks {missing[0]!r}",
+            hint="define `sample` in its class with the texts that fd_core/text/parsing/contract.py lists",
         )
     return target

@@ -1,4 +1,4 @@
-"""The postprocessor kit: matrices of steps against the law, see docs/extend/write-a-postprocessor.md."""
+"""The postprocessor kit: token matrices checked against the invariants, see docs/extend/write-a-postprocessor.md."""
 
 from fd_core.testing.models.cases import KitCase, cases_of
 from fd_core.testing.postprocessors.matrices import PostprocessTarget, find_postprocessor

@@ -1,4 +1,4 @@
-"""The postprocessor under test, found as a user would find it, and the steps that it gets, with right matrices."""
+"""The postprocessor under test, looked up by name, and steps with expected matrices."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _BACKENDS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class PostprocessTarget:
-    """One postprocessor under a name, with a pack that it serves."""
+    """One postprocessor under a name, with a supported pack."""
 
     name: str
     make: Callable[[Ops, Limits], Postprocess]
     ops: Ops
     device: str = ""
-    """A line about what computes."""
+    """One line about the device."""
     emulated: bool = False
 
     def about(self) -> dict[str, Any]:
-        """Return what its card says of it."""
+        """Return the description for its report card."""
         origin = str(installed_plugins().offered(POSTPROCESS)[self.name].origin)
         return {"distribution": origin, "device": self.device, "emulated": self.emulated}
 
 
 def find_postprocessor(text: str) -> PostprocessTarget:
-    """Return the postprocessor that `NAME` or `NAME:FIELD=VALUE,...` names, on the backend that `backend=` names.
+    """Return the postprocessor `NAME` or `NAME:FIELD=VALUE,...`, on the backend of `backend=`.
 
-    Otherwise it is a backend on the processor for the first framework that it serves. Raises `PluginError` if the
-    postprocessor is missing, cannot be imported or is not for that backend, `ConfigError` for an unknown field.
+    The default is the CPU backend of its first supported framework. Raises `PluginError` if the postprocessor is
+    missing, cannot be imported or does not support that backend, `ConfigError` for an unknown field.
     """
     name, _, rest = text.partition(":")
     served = installed_plugins().load(POSTPROCESS, name).serves
@@ -68,7 +68,7 @@ class SampledRows(NamedTuple):
 
 
 def random_rows(rng: np.random.Generator, slots: int, k: int, rows: int, revoked: int) -> SampledRows:
-    """Return a step of `rows` rows and `revoked` slots that were revoked, in no order; tokens beyond 2^17."""
+    """Return a step of `rows` rows and `revoked` revoked slots in random order, with tokens beyond 2^17."""
     order = rng.permutation(slots).astype(np.int32)
     return SampledRows(
         rng.integers(0, 140_003, (rows, 1 + k)).astype(np.int32),
@@ -79,7 +79,7 @@ def random_rows(rng: np.random.Generator, slots: int, k: int, rows: int, revoked
 
 
 class Matrices:
-    """A postprocessor for so many slots and drafts, and what it makes of steps."""
+    """A postprocessor for a number of slots and drafts, and its matrices."""
 
     def __init__(self, target: PostprocessTarget, slots: int, k: int) -> None:
         self._target, self._ops, self._slots, self._k = target, target.ops, slots, k
@@ -97,9 +97,9 @@ class Matrices:
         )
 
     def upload(self, rows: SampledRows) -> tuple[Array, ...]:
-        """Return the arrays of a step on the device, with memory of their own.
+        """Return the arrays of a step on the device, in new memory.
 
-        Memory that was given back meanwhile, and is not written, tells of tokens 7.
+        Memory freed since then is filled with 7, so that a read of stale memory is detected.
         """
         self._ops.from_host(np.full((self._slots, 1 + self._k), 7, np.int32))
         return tuple(self._ops.from_host(each.copy()) for each in rows)
@@ -115,25 +115,25 @@ class Matrices:
             self.compare(self.begin(rows), rows)
 
     def compare(self, matrix: Array, rows: SampledRows) -> None:
-        """Fail the running test, with the rule that is broken, unless `matrix` is that of the step."""
+        """Fail the running test, with the violated rule, unless `matrix` is the expected one."""
         found, right = self._ops.to_host(matrix), self._right(rows)
-        require(found.shape == right.shape, "1", f"the matrix is {list(found.shape)}, not {list(right.shape)}")
-        require(found.dtype == np.int32, "1", f"the matrix holds {found.dtype}, not int32")
+        require(found.shape == right.shape, "1", f"expected a matrix {list(right.shape)}, got {list(found.shape)}")
+        require(found.dtype == np.int32, "1", f"expected a matrix of int32, got {found.dtype}")
         for slot in np.flatnonzero((found != right).any(axis=1)).tolist():
             ours, theirs = found[slot].tolist(), right[slot].tolist()
-            about = f"slot {slot} carries {_shown(ours)}"
+            about = f"slot {slot} has {_shown(ours)}"
             if slot in rows.revoked:
-                require(ours[0] == theirs[0], "1.2", f"{about}, though it was revoked: its row begins with -9")
-                broken("1.3", f"{about} beside the -9 that answers its revocation")
-            require(PREEMPTED_TOKEN_ID not in ours, "1.2", f"{about}, though nobody revoked it")
-            require(slot in rows.slots, "1.1", f"{about}, though it has no row in this step")
-            broken("1.1", f"{about}, not {_shown(theirs)}")
+                require(ours[0] == theirs[0], "1.2", f"{about}, but it was revoked, so its row must begin with -9")
+                broken("1.3", f"{about} in addition to the -9 of its revocation")
+            require(PREEMPTED_TOKEN_ID not in ours, "1.2", f"{about}, but it was not revoked")
+            require(slot in rows.slots, "1.1", f"{about}, but it has no row in this step")
+            broken("1.1", f"{about}, expected {_shown(theirs)}")
 
     def compare_later(self, matrix: Array, rows: SampledRows) -> None:
-        """Compare a matrix after other steps were computed: a fault of its own is told from what those did to it."""
+        """Compare a matrix after other steps were computed, and distinguish its own errors from their side effects."""
         if not np.array_equal(self._ops.to_host(matrix), self._right(rows)):
             Matrices(self._target, self._slots, self._k).check(rows)
-            broken("1", "a matrix that is right alone is wrong once other steps are computed")
+            broken("1", "a matrix that was correct is modified by later steps")
 
     def _right(self, rows: SampledRows) -> IntArray:
         matrix = np.full((self._slots, rows.sampled.shape[1]), EMPTY_TOKEN_ID, np.int32)
@@ -148,5 +148,5 @@ def _shown(row: list[int]) -> str:
 
 
 def place_of(array: Any) -> str:
-    """Return which class an array is of, and on which device."""
+    """Return class and device of an array."""
     return f"{type(array).__module__}.{type(array).__name__} on {getattr(array, 'device', getattr(array, 'place', ''))}"

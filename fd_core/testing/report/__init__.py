@@ -1,1 +1,1 @@
-"""The report card of one or more backends: recorded by pytest, merged, and shown as text, JSON or one HTML page."""
+"""Report cards of backends: recorded by pytest, merged, and rendered as text, JSON or one HTML page."""

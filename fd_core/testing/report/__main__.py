@@ -1,4 +1,4 @@
-"""Merge reports, of environments that cannot be one, into a support table.
+"""Merge the reports of incompatible environments into a support table.
 
 python -m fd_core.testing.report A.json B.json --json ALL.json --html TABLE.html --markdown TABLE.md
 """
@@ -16,27 +16,27 @@ from fd_core.testing.report.page import html_of, markdown_of
 
 _HEADING = """# Conformance
 
-What each backend was found to do, against numpy as the oracle. Numbers count tests. A limit is something that a backend
-says it cannot do, with its reason; preempted-slot signalling and the step token budget know none. A backend that is
-*emulated* was not run on the hardware it is for, and its line says nothing about that.
+Results of each backend, compared with numpy as the oracle. Numbers count tests. A limit is a feature that a backend
+declares as unsupported, with its reason; preempted-slot signalling and the step token budget have no limits. A backend
+that is *emulated* did not run on its hardware, and its line is no evidence for it.
 
 Made by
 
     {}
 
-`nox -s conformance` makes it anew, with every line from one environment.
+`nox -s conformance` regenerates it, with all lines from one environment.
 
 """
 
 
 def main() -> None:
-    """Read, merge, write."""
+    """Read, merge and write reports."""
     parser = argparse.ArgumentParser(prog="python -m fd_core.testing.report", description="Merge conformance reports.")
-    parser.add_argument("reports", nargs="+", type=Path, help="what `fdcore conformance --json` wrote")
-    parser.add_argument("--json", type=Path, help="where the merged report goes")
-    parser.add_argument("--html", type=Path, help="where the page goes")
-    parser.add_argument("--markdown", type=Path, help="where the table for a document goes")
-    parser.add_argument("--require-pass", action="store_true", help="end with 1 unless every backend passes")
+    parser.add_argument("reports", nargs="+", type=Path, help="report of `fdcore conformance --json`")
+    parser.add_argument("--json", type=Path, help="path of the merged report")
+    parser.add_argument("--html", type=Path, help="path of the HTML page")
+    parser.add_argument("--markdown", type=Path, help="path of the Markdown table")
+    parser.add_argument("--require-pass", action="store_true", help="exit with status 1 unless every backend passes")
     chosen = parser.parse_args()
     first, *others = (read_report(path.read_bytes()) for path in chosen.reports)
     report = first.beside(others)

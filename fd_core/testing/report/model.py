@@ -12,7 +12,7 @@ import msgspec
 from fd_core.testing.kit.law import RULES
 
 SCHEMA: Final = 1
-"""Version of the JSON; it grows when a reader of an older version would misunderstand."""
+"""Version of the JSON, incremented on incompatible changes."""
 SECTIONS: Final = (
     "operations",
     "fusions",
@@ -29,12 +29,12 @@ SECTIONS: Final = (
 )
 """Sections in order; each is a file or a folder of `fd_core.testing.suite`."""
 OF_OTHERS_THAN_SCHEDULERS: Final[Mapping[str, str]] = {
-    "1": "the postprocessor writes the matrix: fdcore conformance --postprocess",
-    "6": "connectors seal and pace what travels between workers: fd_core.testing.connectors",
+    "1": "the postprocessor builds the matrix: fdcore conformance --postprocess",
+    "6": "connectors seal and pace transfers between workers: fd_core.testing.connectors",
 }
-"""Rules that no scheduler can break, with what keeps them."""
+"""Rules that no scheduler can break, with the component that enforces them."""
 PARSER_SECTIONS: Final = ("cuts", "waiting", "characters", "ends")
-"""Sections of the kit for parsers, beside one for each kind; each is a file of `fd_core.testing.parsers.suite`."""
+"""Sections of the parser kit common to all kinds; each is a file of `fd_core.testing.parsers.suite`."""
 _BLAMED: Final = re.compile(r"law ([\d., ]+): ")
 
 CaseOutcome = Literal["pass", "fail", "limit"]
@@ -48,7 +48,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Name, with parameters in brackets."""
     outcome: CaseOutcome
     reason: str = ""
-    """Why it failed, or which limit keeps it from being run; one line."""
+    """One-line reason of the failure, or the limit that excludes it."""
     seconds: float = 0.0
     rules: tuple[str, ...] = ()
 
@@ -67,26 +67,25 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one backend."""
 
     target: str
-    """The backend, or whatever else was tested, as the user named it: name and settings."""
+    """The backend or other plugin under test, as the user wrote it: name and settings."""
     device: str = ""
     dtype: str = ""
     distribution: str = ""
     emulated: bool = False
-    """True if the backend ran on a substitute device; the results then do not apply to its own device."""
+    """True if the backend was emulated; the results then do not apply to its device."""
     limits: dict[str, str] = {}
     error: str | None = None
-    """Why the tests could not be run to their end; None if they were."""
+    """Reason why the run did not complete; None if it did."""
     seconds: float = 0.0
     results: list[Result] = []
     sections: tuple[str, ...] = SECTIONS
     deselected: dict[str, int] = {}
-    """Tests of each section that the user left out."""
+    """Number of tests per section that the user excluded."""
     others: dict[str, str] = {}
-    """Rules that nothing of this kind can break, with what keeps them."""
+    """Rules that this kind of plugin cannot break, with the component that enforces them."""
 
     def rules(self, outcome: CaseOutcome) -> list[str]:
-        """Return the rules that were found broken (`fail`), those that were held (`pass`), and those of which no test
-        ran (`limit`), by number."""
+        """Return the rule numbers that were broken (`fail`), satisfied (`pass`), and not tested (`limit`)."""
         broken = {rule for result in self.results for rule in result.blamed}
         held = {rule for result in self.results if result.outcome == "pass" for rule in result.rules} - broken
         if PARSER_SECTIONS[0] in self.sections:
@@ -100,7 +99,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unseen(self) -> list[str]:
-        """Untested parts: sections of which no test ran, then those of which some did, with the numbers."""
+        """Untested parts: sections without any test run, then partially run ones, with the numbers."""
         ran = Counter(result.section for result in self.results)
         whole = [section for section in self.sections if not ran[section]]
         parts = [
@@ -149,7 +148,7 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
         yield from sorted(found - set(SECTIONS))
 
     def beside(self, others: Iterable[ConformanceReport]) -> ConformanceReport:
-        """Return a report with this report's cards and commands followed by those of `others`."""
+        """Return a report with the cards and commands of this report and of `others`."""
         every = [self, *others]
         commands = "\n".join(dict.fromkeys(report.command for report in every))
         return msgspec.structs.replace(
@@ -158,8 +157,8 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_report(content: bytes) -> ConformanceReport:
-    """Parse the JSON. Raises `ValueError` if it is none, or of another version."""
+    """Parse the JSON. Raises `ValueError` if it is invalid or of another version."""
     report = msgspec.json.decode(content, type=ConformanceReport)
     if report.schema != SCHEMA:
-        raise ValueError(f"the report has schema {report.schema}; this fd_core reads {SCHEMA}")
+        raise ValueError(f"expected a report of schema {SCHEMA}, got {report.schema}")
     return report

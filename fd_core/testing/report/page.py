@@ -1,4 +1,4 @@
-"""The support table: one HTML page that needs no network, and the same as Markdown for documents."""
+"""The support table as one self-contained HTML page, or as Markdown for documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Cell(NamedTuple):
     """The outcome of one backend in one row of the table."""
 
     kind: str
-    """`pass`, `fail`, `limit`, or `none` where nothing was run."""
+    """`pass`, `fail`, `limit`, or `none` if no test ran."""
     words: str
     details: str = ""
 
@@ -36,7 +36,7 @@ def html_of(report: ConformanceReport) -> str:
 
 
 def markdown_of(report: ConformanceReport) -> str:
-    """Return the table of backends by sections, then failures, limits and what was emulated."""
+    """Return the table of backends by sections, then failures, limits and emulated backends."""
     sections = [line for line in _lines(report) if line.is_section]
     heads = ["backend", "result", "computes in", "on", *(line.name for line in sections)]
     lines = [_markdown_row(heads), "|---" * len(heads) + "|"]
@@ -49,11 +49,11 @@ def markdown_of(report: ConformanceReport) -> str:
         notes += [f"fails {result.section}: `{result.test}`: {result.reason}" for result in card.failures]
         limited = {result.reason for result in card.results if result.outcome == "limit"}
         notes += [f"limit: {reason}" for reason in sorted(limited)]
-        notes += [f"rule {rule} is kept by others: {keeper}" for rule, keeper in card.others.items()]
+        notes += [f"rule {rule} is enforced elsewhere: {keeper}" for rule, keeper in card.others.items()]
         if card.unseen:
-            notes.insert(0, f"**not looked at**: {', '.join(card.unseen)}")
+            notes.insert(0, f"**not tested**: {', '.join(card.unseen)}")
         if card.emulated:
-            notes.insert(0, "**emulated**: not run on the hardware it is for")
+            notes.insert(0, "**emulated**: not run on its hardware")
         noted.setdefault(tuple(map(_one_line, notes)), []).append(f"`{card.target}`")
     for alike, targets in noted.items():
         if alike:
@@ -96,5 +96,5 @@ def _cell(card: Card, section: str, function: str | None = None) -> Cell:
         return Cell("fail", f"{counts['fail']} of {total} fail", details)
     if counts["limit"] == total:
         return Cell("limit", "limit", reasons)
-    some = f", {counts['limit']} left out for a limit" if counts["limit"] else ""
+    some = f", {counts['limit']} excluded by a limit" if counts["limit"] else ""
     return Cell("pass", f"{counts['pass']} pass{some}", reasons)

@@ -1,4 +1,4 @@
-"""A pytest plugin that writes the outcome of each test of the suite as one line, so that a crash loses one test only.
+"""A pytest plugin that writes the outcome of each test as one line, so that a crash loses only one test.
 
 python -m pytest -p fd_core.testing.report.recorder --pyargs fd_core.testing.suite --fd-results FILE ...
 """
@@ -18,7 +18,7 @@ from fd_core.testing.report.model import Result
 
 
 class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
-    """Device, dtype and limits of a backend, known once the backend was made; a scheduler has the limits only."""
+    """Device, dtype and limits of a backend, known after its construction; a scheduler has only limits."""
 
     distribution: str
     device: str = ""
@@ -28,7 +28,7 @@ class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
 
 
 class CaseStarted(msgspec.Struct, frozen=True, tag="started"):
-    """A test began. If no `CaseEnded` follows, the test ended the process."""
+    """A test began. If no `CaseEnded` follows, the test crashed the process."""
 
     target: str
     section: str
@@ -43,7 +43,7 @@ class CaseEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class CasesLeftOut(msgspec.Struct, frozen=True, tag="deselected"):
-    """Tests of a section that the user left out, with `-k` or `-m`."""
+    """Number of tests of a section that the user excluded with `-k` or `-m`."""
 
     target: str
     section: str
@@ -56,7 +56,7 @@ RecordedEvent = BackendDescribed | CaseStarted | CaseEnded | CasesLeftOut
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--fd-results`."""
     plugin.pytest_addoption(parser)
-    parser.addoption("--fd-results", metavar="FILE", help="where results of fd_core.testing.suite are written")
+    parser.addoption("--fd-results", metavar="FILE", help="file for the results of fd_core.testing.suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -124,14 +124,14 @@ def identity_of(item: pytest.Item) -> tuple[str, str, str]:
 
 
 def _reason(item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None]) -> str:
-    """Return one line that says what happened, and which rules of the law a failed test holds."""
+    """Return one line with the outcome and the invariants that a failed test checks."""
     if call.excinfo is None:
         return ""
     lines = str(call.excinfo.value).strip().splitlines()
     text = lines[0].removeprefix("not tested: ") if lines else ""
     if report.failed and not isinstance(call.excinfo.value, AssertionError):
         text = f"{call.excinfo.typename}: {text}"
-    # A kit that knows which rule was broken says so itself.
+    # A kit that knows the broken rule reports it itself.
     if report.failed and not text.startswith("law ") and (rules := plugin.rules_of(item)):
         text = f"law {', '.join(rules)}: {text}"
     return text[:300] or call.excinfo.typename

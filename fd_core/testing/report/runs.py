@@ -1,4 +1,4 @@
-"""Runs the suite, one process for each backend: frameworks do not meet, and a crash or a hang is one backend's."""
+"""Runs the suite in one process per backend, which isolates frameworks, crashes and hangs."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Kit:
     suite: str
     option: str
     quick: tuple[str, ...]
-    """Arguments that leave out what takes long."""
+    """Arguments that exclude slow tests."""
     sections: tuple[str, ...]
     find: Callable[[str], object]
-    """Finds what is tested, without importing it. Raises `FdError`."""
+    """Looks up the plugin under test without importing it. Raises `FdError`."""
     others: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -72,7 +72,7 @@ KITS: Final = (
     Kit(_PARSERS, "--fd-tool-parser", (), (*PARSER_SECTIONS, "calls"), _found(TOOL_PARSER)),
     Kit(_PARSERS, "--fd-reasoning-parser", (), (*PARSER_SECTIONS, "reasoning"), _found(REASONING_PARSER)),
 )
-"""In the order in which `fdcore conformance` names them."""
+"""Kits in the order of `fdcore conformance`."""
 
 _QUIET_SECONDS: Final = 600.0
 """Seconds without a new result after which the suite counts as hanging."""
@@ -91,7 +91,7 @@ def run_suite(
 ) -> ConformanceReport:
     """Run the suite for each target, one after the other.
 
-    `expression` is pytest's `-k`; `quick` leaves out what takes long.
+    `expression` is pytest's `-k`; `quick` excludes slow tests.
     """
     return ConformanceReport(
         fd_core=fd_core.__version__,
@@ -130,7 +130,7 @@ def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: 
 
 def _command(kit: Kit, target: str, expression: str | None, quick: bool, folder: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-p", "fd_core.testing.report.recorder", "-p", "no:cacheprovider"]
-    # Nothing of the folder that the user happens to be in may change what is tested.
+    # Files in the user's working folder must not affect the test run.
     (folder / "pytest.ini").write_text("[pytest]\n")
     command += ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--basetemp", str(folder / "files")]
     command += ["--pyargs", kit.suite, f"{kit.option}={target}", f"--fd-results={folder / 'results'}"]
@@ -154,7 +154,7 @@ class _Run:
         return sum(result.outcome == "fail" for result in self.results.values())
 
     def add(self, event: RecordedEvent | RunEnd) -> bool:
-        """Take an event in; return whether a test ended."""
+        """Process an event; return True if a test ended."""
         match event:
             case BackendDescribed():
                 self.about = event
@@ -165,22 +165,22 @@ class _Run:
             case CasesLeftOut():
                 self.left_out[event.section] += event.count
             case CaseEnded():
-                # A failure while cleaning up counts, whatever the test came to before.
+                # A failure in teardown overrides the outcome of the test.
                 self.results[event.result.section, event.result.test] = event.result
                 self.running = None
                 return True
         return False
 
     def card(self, kit: Kit, target: str, said: str, seconds: float) -> Card:
-        """Return the card of the run, whose process wrote `said`."""
+        """Return the card of the run; `said` is the output of its process."""
         error, running, code, silent = None, self.running, self.code, self.silent
         if silent or code < 0:
-            how = "took too long" if silent else f"ended the process with signal {-code}"
+            how = "timed out" if silent else f"ended the process with signal {-code}"
             if running is not None:
                 self.results[running.section, running.test] = Result(
                     section=running.section, test=running.test, outcome="fail", reason=f"it {how}"
                 )
-            error = f"{'a test' if running is None else running.test} {how}; what follows it was not run"
+            error = f"{'a test' if running is None else running.test} {how}; later tests were not run"
         elif code not in (0, 1):
             lines = [line for line in said.splitlines() if line.strip()]
             told = [line.strip("! ").removeprefix("_pytest.outcomes.Exit: ") for line in lines if line.startswith("!")]

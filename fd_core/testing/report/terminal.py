@@ -14,12 +14,12 @@ from fd_core.testing.report.model import Card, CaseOutcome, ConformanceReport
 _RULES: Final[tuple[tuple[CaseOutcome, str, str], ...]] = (
     ("pass", "held", "green"),
     ("fail", "broken", "bold red"),
-    ("limit", "not looked at", "yellow"),
+    ("limit", "not tested", "yellow"),
 )
 
 
 def print_report(report: ConformanceReport, console: Console) -> None:
-    """Print the table of sections, then the tests that failed, then the tests left out with their reasons."""
+    """Print the table of sections, then failed tests, then excluded tests with their reasons."""
     tested = [card for card in report.cards if card.results]
     if tested:
         table = Table("", title="Conformance", title_justify="left")
@@ -38,7 +38,7 @@ def _cell(counts: Counter[CaseOutcome]) -> Text:
     if counts["fail"]:
         return Text(f"{counts['fail']} failed, {counts['pass']} passed", "bold red")
     parts = [f"{counts['pass']} passed"] if counts["pass"] else []
-    parts += [f"{counts['limit']} left out"] if counts["limit"] else []
+    parts += [f"{counts['limit']} excluded"] if counts["limit"] else []
     return Text(", ".join(parts) or "not run", "green" if counts["pass"] else "yellow")
 
 
@@ -50,22 +50,22 @@ def _print_card(card: Card, console: Console) -> None:
     counts: Counter[CaseOutcome] = Counter(result.outcome for result in card.results)
     verdict = Text("passes" if card.passed else "DOES NOT PASS", "bold green" if card.passed else "bold red")
     line = Text(f"\n{card.target} ").append(verdict)
-    done = f"{counts['pass']} passed, {counts['fail']} failed, {counts['limit']} left out"
+    done = f"{counts['pass']} passed, {counts['fail']} failed, {counts['limit']} excluded"
     line.append(f": {done}, {card.seconds:.0f} s")
     console.print(line.append(f" ({card.device})" if card.device else ""))
     if card.emulated:
-        console.print(Text("  emulated: it did not run on the hardware it is for", "bold yellow"))
+        console.print(Text("  emulated: it did not run on its hardware", "bold yellow"))
     if card.error is not None:
         console.print(Text(f"  {card.error}", "red"))
     if card.unseen:
-        console.print(Text(f"  not looked at: {', '.join(card.unseen)}", "bold yellow"))
+        console.print(Text(f"  not tested: {', '.join(card.unseen)}", "bold yellow"))
     for result in card.failures:
         console.print(Text(f"  failed {result.section}: {result.test}: {result.reason}", "red"), soft_wrap=True)
     for outcome, words, style in _RULES if any(result.rules for result in card.results) else ():
         if rules := card.rules(outcome):
             console.print(Text(f"  rules {words}: {', '.join(rules)}", style))
     for rule, keeper in card.others.items():
-        console.print(Text(f"  rule {rule} is kept by others: {keeper}"))
+        console.print(Text(f"  rule {rule} is enforced elsewhere: {keeper}"))
     reasons = Counter(result.reason for result in card.results if result.outcome == "limit")
     for reason, count in reasons.items():
-        console.print(Text(f"  limit, tests left out: {count}: {reason}", "yellow"))
+        console.print(Text(f"  limit, tests excluded: {count}: {reason}", "yellow"))

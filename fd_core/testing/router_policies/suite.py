@@ -1,7 +1,7 @@
 """The cases that every router policy has to pass.
 
-A policy is pure: two objects that saw the same give the same answers, whatever the clock and the random numbers of the
-process are. So the cases show the same to two objects, and what they show changes in every way that the router knows.
+A policy is pure: two instances with the same inputs make the same choices, independent of the process's clock and
+random numbers. So the cases pass the same inputs to two instances, varied in every way that the router can.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from fd_core.router.selection import IDLE, RouteRequest, Selection, WorkerLoad
 from fd_core.router.workers import ROLES, Role, RouterWorker
 
 _BLOCKS: Final = 4
-"""Full blocks of each prompt that is shown."""
+"""Full blocks of each prompt."""
 _REQUESTS: Final = 400
-"""Requests after which a policy has to forget."""
+"""Number of requests after which a policy must free old state."""
 _CONSTANT: Final = 40
-"""Objects that a policy may hold longer, however many requests there were."""
+"""Maximum growth in objects, independent of the number of requests."""
 _NEVER: Final = 1e9
-"""A reading of the clock, in seconds, at which everything has expired."""
+"""Time in seconds at which all state has expired."""
 
 _numbers = st.integers(0, 3)
 _seen = st.lists(st.tuples(_numbers, _numbers, _numbers, _numbers), min_size=1, max_size=5)
 
 
 class _Choice(NamedTuple):
-    """One call of `choose`: the workers that are shown, with waiting and running requests, tokens and hits."""
+    """One call of `choose`: the candidate workers, with waiting and running requests, tokens and hits."""
 
     loads: list[tuple[int, int, int, int]]
     number: float
@@ -61,17 +61,17 @@ class RouterPolicySuite:
     """Number of random sequences of calls."""
 
     def policy_class(self) -> type[RouterPolicy]:
-        """Return the class of the policy; override this for a class that no plugin offers."""
+        """Return the class of the policy; override for a class that no plugin registers."""
         from fd_core.plugins import ROUTER_POLICY, installed_plugins
 
         return installed_plugins().load(ROUTER_POLICY, self.policy)
 
     def router_config(self) -> RouterConfig:
-        """Return the settings that the policy is made from."""
+        """Return the settings of the policy."""
         return RouterConfig()
 
     def new_policy(self) -> RouterPolicy:
-        """Make the policy as the router makes it for one role."""
+        """Create the policy as the router does for one role."""
         return self.policy_class()(self.router_config())
 
     def shown(
@@ -82,7 +82,7 @@ class RouterPolicySuite:
         prompt: int = 0,
         now: float = 0.0,
     ) -> RoutingContext:
-        """Return what the router would show of workers with their loads and hits, for the prompt of that number."""
+        """Return the router's inputs for workers with loads and hits, for the prompt of that number."""
         size, prefix = self.router_config().cache_block_size, self.policy_class().uses_prefix
         tokens = np.arange(prompt, prompt + size * _BLOCKS, dtype=np.int32)
         tokens.flags.writeable = False
@@ -102,7 +102,7 @@ class RouterPolicySuite:
             incarnations, now = [0, 1, 2, 3, 4], 0.0
             for call in calls:
                 now += 1
-                if isinstance(call, int):  # a worker leaves, and comes back as another incarnation
+                if isinstance(call, int):  # a worker leaves, and returns as a new incarnation
                     left = _worker(call, incarnations[call])
                     incarnations[call] += 5
                     for policy in (one, other):
@@ -118,7 +118,7 @@ class RouterPolicySuite:
                 assert any(chosen is candidate for candidate in context.candidates), "it chose no candidate"
                 with _another_world(shift):
                     again = other.choose(context)
-                assert again is chosen, "another object, which saw the same, chose another worker"
+                assert again is chosen, "another instance with the same inputs chose another worker"
 
         check()
 
@@ -146,7 +146,7 @@ class RouterPolicySuite:
     @pytest.mark.law("7.1")
     @pytest.mark.parametrize("pair", [False, True], ids=["mixed", "pair"])
     def test_the_router_serves_with_it_and_counts_to_zero(self, pair: bool) -> None:
-        name = self.policy_class().__name__  # what the router calls it if it says what is wrong with it
+        name = self.policy_class().__name__  # `role` is part of error messages
         config = replace(self.router_config(), policy=name, prefill_policy=name, decode_policy=name)
         router = Router(config, lambda _: self.policy_class())
         draw = random.Random(1)  # noqa: S311 - not for cryptography
@@ -184,7 +184,7 @@ def _end(router: Router, selection: Selection, now: float) -> None:
 
 @contextmanager
 def _another_world(shift: int) -> Iterator[None]:
-    """Let clocks and generators of the process answer otherwise; a pure policy asks neither."""
+    """Perturb clocks and random generators of the process, which a pure policy does not use."""
     with pytest.MonkeyPatch.context() as patch:
         for clock in ("time", "monotonic", "perf_counter"):
             reading = getattr(time, clock)() + 3600 * shift
@@ -198,7 +198,7 @@ def _another_world(shift: int) -> Iterator[None]:
 
 
 def _holdings(policy: RouterPolicy) -> int:
-    """Count the objects that a policy holds, by way of whatever."""
+    """Count the objects reachable from a policy."""
     seen: set[int] = set()
     left: list[object] = [vars(policy)]
     while left:

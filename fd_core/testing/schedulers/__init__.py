@@ -1,4 +1,4 @@
-"""The scheduler kit: drives a scheduler beside an auditor that knows the law, see docs/extend/write-a-scheduler.md."""
+"""The scheduler kit: drives a scheduler and audits every call, see docs/extend/write-a-scheduler.md."""
 
 from typing import Final
 
@@ -16,7 +16,7 @@ from fd_core.testing.schedulers.suite import (
 __all__ = ["SchedulerCase", "SchedulerTarget", "find_scheduler", "kit_cases"]
 
 QUICK_EXAMPLES: Final = 20
-"""Random sequences of calls that take some seconds."""
+"""Default number of random call sequences, which take some seconds."""
 
 
 class SchedulerCase(KitCase):

@@ -1,7 +1,7 @@
-"""Follows a scheduler from outside, by its plans, effects and deltas alone, and names the rule that a call breaks.
+"""Black-box audit of a scheduler from its plans, effects and deltas, which names the rule that a call breaks.
 
-The auditor knows who is in which slot and gen, every block table, which step in flight touches which block, which
-operation holds which block, and what every position of the cache holds.
+The auditor tracks the request in every slot and gen, block tables, the blocks of steps in flight and of operations, and
+the content of every position of the cache.
 """
 
 from __future__ import annotations
@@ -32,66 +32,66 @@ from fd_core.types import (
 
 WHERES: Final = ("waits", "loads", "runs", "drains", "ended")
 _PATIENCE: Final = 4
-"""Plans for each slot that a decode may be left out of."""
+"""Maximum number of consecutive plans per slot that may skip a decode."""
 
 
 @dataclass(slots=True)
 class Stay:
-    """A request in a slot: what an outsider can know of it."""
+    """A request in a slot, as observable from outside."""
 
     request: Followed
     slot: int
     gen: int
     table: list[int]
     num_planned: int
-    """Tokens that exist once every step in flight is answered, if all drafts in flight are accepted."""
+    """Number of tokens after all steps in flight, if all their drafts are accepted."""
     num_computed: int
     """Positions whose KV exists or is in flight, under the same assumption."""
     length: int
-    """Tokens that the runner has."""
+    """Number of tokens in the runner."""
     revoked: bool = False
     ended: bool = False
     in_flight: int = 0
     drafts_ready: int | None = 0
-    """Drafts that the runner holds; None while a step of this stay is in flight."""
+    """Drafts of the runner; None while a step of this slot occupancy is in flight."""
     left_out: int = 0
-    """Plans in a row that left its decode out."""
+    """Consecutive plans that skipped its decode."""
 
     def __str__(self) -> str:
         return f"slot {self.slot} gen {self.gen} ({self.request.name})"
 
     @property
     def remaining(self) -> int:
-        """Tokens that wait for a step: one is a decode."""
+        """Tokens not computed yet; 1 is a decode."""
         return self.num_planned - self.num_computed
 
 
 @dataclass(slots=True)
 class Followed:
-    """A request: what its client knows, and where it is."""
+    """A request: the tokens that its client has, and its state."""
 
     spec: RequestSpec
     limit: int
     tokens: list[int]
     marks: list[int] = field(default_factory=list)
-    """For each position, what its KV depends on as one number: salt and all tokens up to there."""
+    """For each position, a hash of the inputs of its KV: salt and all tokens up to there."""
     stay: Stay | None = None
     loading: operations.Load | operations.Fetch | None = None
     abort_wanted: bool = False
     end: FinishReason | None = None
     told_first: bool = False
     cached: int | None = None
-    """Tokens that it began with when it was admitted first."""
+    """Cached tokens at the first admission."""
     fetches: int = 0
     """Number of times that another worker was requested to compute the prompt."""
     prefill: PrefillOutcome | None = None
     """Outcome of that computation."""
     sent: int = 0
-    """Leading blocks of a prefill job that were offered to the worker that decodes, or that it has."""
+    """Leading blocks of a prefill job that the decode worker has or was offered."""
     is_over: bool = False
     """True if that worker was notified of the end of the job, either way."""
     seen: int = 0
-    """Leading positions that it computed itself."""
+    """Leading positions computed by this request."""
     read: dict[int, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
     """Runner's results for positions of the prompt: log-probability and alternatives."""
 
@@ -102,7 +102,7 @@ class Followed:
 
     @property
     def needs_every_position(self) -> bool:
-        """True if each position of the prompt has a result that is still due, be its KV known or not."""
+        """True if every position of the prompt must be computed for a pending result, even if its KV is cached."""
         mean = self.spec.pooling is not None and self.spec.pooling.kind == "mean"
         return not self.told_first and (self.scores_prompt or mean)
 
@@ -112,7 +112,7 @@ class Followed:
 
     @property
     def where(self) -> str:
-        """One of `WHERES`. A request that drains may have ended already."""
+        """One of `WHERES`. A draining request may have ended already."""
         if self.stay is not None:
             return "drains" if self.stay.revoked else "runs"
         if self.end is not None:
@@ -124,7 +124,7 @@ class Followed:
         return self.where == "waits"
 
     def mark(self, position: int) -> int:
-        """Return what KV has to be at a position."""
+        """Return the expected content of the KV at a position."""
         while len(self.marks) <= position:
             before = self.marks[-1] if self.marks else hash(("salt", self.spec.cache_salt))
             self.marks.append(hash((before, self.tokens[len(self.marks)])))
@@ -132,7 +132,7 @@ class Followed:
 
 
 class _Row(NamedTuple):
-    """A row of a step in flight, where the runner really computed it."""
+    """A row of a step in flight, at the position that the runner actually computed."""
 
     stay: Stay
     start: int
@@ -149,7 +149,7 @@ class _InFlight:
 
 
 class _Expected(NamedTuple):
-    """Output of a step that is due to a request."""
+    """Expected output of a step for a request."""
 
     request: Followed
     tokens: tuple[int, ...] = ()
@@ -158,31 +158,31 @@ class _Expected(NamedTuple):
 
 
 class Auditor:
-    """Raises `LawBroken` as soon as a call shows that a rule was broken."""
+    """Auditor of a scheduler; raises `LawBroken` on the first violation."""
 
     def __init__(self, limits: Limits, epoch: int) -> None:
         self.limits = limits
         self.requests: dict[str, Followed] = {}
-        """Every request so far, by id."""
+        """All requests so far, by id."""
         self.stays: dict[int, Stay] = {}
-        """By slot; draining ones too."""
+        """Slot occupancies by slot, including draining ones."""
         self.stale = 0
-        """Outputs and rows that had to be dropped."""
+        """Number of outputs and rows that must be dropped."""
         self.preemptions = 0
         self._epoch = epoch
         self._step = 0
         self._gens = dict.fromkeys(range(limits.max_num_seqs), 0)
         self._in_flight: dict[int, _InFlight] = {}
         self._content: list[list[int | None]] = [[None] * limits.block_size for _ in range(limits.num_kv_blocks)]
-        """By block and offset: what the settled KV there depends on; None where it is not settled."""
+        """Content of settled KV by block and offset; None if it is not settled."""
         self._left_behind: dict[int, str] = {}
-        """Blocks that hold no KV because a load or a transfer has not brought it, and the rule that whoever uses them
+        """Blocks without KV because a load or a transfer did not fill them, and the rule that a request that uses them
         breaks."""
         self._operations: dict[int, Operation] = {}
         self._jobs: dict[str, Followed] = {}
-        """Requests that compute prompts for other workers, by lease."""
+        """Prefill jobs for other workers, by lease."""
         self._to_cancel: set[int] = set()
-        """Fetches that nobody waits for any more and that the other worker was not told of."""
+        """Fetches without a waiting request that were not cancelled yet."""
         self._named: dict[bytes, int] = {}
 
     @property
@@ -201,7 +201,7 @@ class Auditor:
         return {block for step in self._in_flight.values() for block in step.touched}
 
     def operating(self, *kinds: type) -> set[int]:
-        """Return the blocks that open operations hold, of some kinds or of any."""
+        """Return the blocks of open operations, of some kinds or of any."""
         open_ones = [each for each in self._operations.values() if isinstance(each, kinds or object)]
         holders = [each for each in open_ones if not isinstance(each, operations.Lookup)]
         return {block for each in holders for block in each.blocks.tolist()}
@@ -215,7 +215,7 @@ class Auditor:
         self._began(effects)
 
     def aborted(self, name: str, delta: Delta | None) -> None:
-        """The scheduler was asked to end a request, known or not."""
+        """Check the abort of a request, known or unknown."""
         request = self.requests.get(name)
         at_once = request is not None and request.end is None and not request.abort_wanted and request.stay is None
         if request is None or not at_once:
@@ -227,49 +227,49 @@ class Auditor:
                 request.abort_wanted = True
             return
         if delta is None and request.loading is not None and request.loading.operation not in self._operations:
-            request.abort_wanted = True  # its KV has come, so it may count as running: the next plan revokes it
+            request.abort_wanted = True  # its KV has arrived, so it may count as running, and the next plan revokes it
             return
         what = f"{name} was aborted while it {'waited' if request.loading is None else 'loaded'}"
-        require(delta is not None, "1.7", f"{what}, and was not told the end at once")
+        require(delta is not None, "1.7", f"{what}, but got no delta with its end")
         assert delta is not None
-        require(delta.request_id == name, "1.7", f"{what}, and {delta.request_id} was told something")
-        require(delta.finish_reason is FinishReason.ABORT, "1.7", f"{what}, and was told {delta.finish_reason}")
-        require(not delta.token_ids, "1.1", f"{what}, and was told tokens: {delta.token_ids}")
+        require(delta.request_id == name, "1.7", f"{what}, but the delta is for {delta.request_id}")
+        require(delta.finish_reason is FinishReason.ABORT, "1.7", f"{what}, but got {delta.finish_reason}")
+        require(not delta.token_ids, "1.1", f"{what}, but got tokens: {delta.token_ids}")
         if isinstance(request.loading, operations.Fetch):
             self._to_cancel.add(request.loading.operation)
         request.abort_wanted, request.end, request.loading = True, FinishReason.ABORT, None
 
     def planned(self, plan: StepPlan | None, effects: operations.Effects) -> None:
-        """The scheduler decided a step, or that a step could do nothing."""
+        """Check a plan and its effects; `plan` is None if there is nothing to do."""
         wanted = [stay for stay in self.live if stay.request.abort_wanted]
         revoked = {(each.slot, each.gen) for each in plan.revocations} if plan is not None else set()
         for stay in wanted:
-            more = "" if plan is not None else ": there is no plan, though one of revocations alone is a step"
+            more = "" if plan is not None else ": there is no plan, but revocations alone require one"
             rule = "1.7" if plan is not None else "1.3"
-            require((stay.slot, stay.gen) in revoked, rule, f"{stay} was aborted, and the next plan keeps it{more}")
+            require((stay.slot, stay.gen) in revoked, rule, f"{stay} was aborted, but is not revoked{more}")
         if plan is not None:
             self._take_in(plan)
         self._began(effects)
         late = [name for name, each in self.requests.items() if each.abort_wanted and each.where in ("waits", "loads")]
-        require(not late, "1.7", f"{late} were aborted, and the next plan did not take them back")
+        require(not late, "1.7", f"{late} were aborted, but the next plan did not revoke them")
         left = self._to_cancel & self._operations.keys()
-        require(not left, "6.1", f"who waited for the fetches {left} was aborted, and their leases are not ended")
+        require(not left, "6.1", f"the requests of the fetches {left} were aborted, but the fetches are not cancelled")
         for lease, job in self._jobs.items():
-            require(job.end is None or job.is_over, "6.1", f"{job.name} ended, and lease {lease} is not given up")
+            require(job.end is None or job.is_over, "6.1", f"{job.name} ended, but lease {lease} is not given up")
 
     def _take_in(self, plan: StepPlan) -> None:
         count = len(plan.slots)
-        require(plan.epoch == self._epoch, "1.5", f"the plan has epoch {plan.epoch}, not {self._epoch}")
-        require(plan.step == self._step, "1.5", f"the plan has step {plan.step} where {self._step} comes next")
+        require(plan.epoch == self._epoch, "1.5", f"expected a plan of epoch {self._epoch}, got {plan.epoch}")
+        require(plan.step == self._step, "1.5", f"expected step {self._step}, got {plan.step}")
         self._step += 1
         columns = (plan.slots, plan.gens, plan.starts, plan.num_tokens, plan.num_drafts, plan.samples)
         require(all(len(column) == count for column in columns), "8", "the columns of the plan differ in length")
-        require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan can be written")
+        require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan are writable")
         total, budget = int(plan.num_tokens.sum()), self.limits.max_num_batched_tokens
-        require(total <= budget, "2", f"step {plan.step} computes {total} tokens; the budget is {budget}")
-        require(len(set(plan.slots.tolist())) == count, "8", f"step {plan.step} has two rows of one slot")
+        require(total <= budget, "2", f"step {plan.step} computes {total} tokens, over the budget {budget}")
+        require(len(set(plan.slots.tolist())) == count, "8", f"step {plan.step} has two rows for one slot")
         useful = count or plan.admissions or plan.revocations or plan.grants
-        require(useful, "8", f"step {plan.step} does nothing at all")
+        require(useful, "8", f"step {plan.step} is empty")
         before = {
             stay.slot: (stay, stay.remaining, stay.num_computed)
             for stay in self.live
@@ -277,7 +277,7 @@ class Auditor:
         }
         entering = {(each.slot, each.gen) for each in plan.admissions}
         leaving = {(each.slot, each.gen) for each in plan.revocations}
-        # Blocks of whoever is revoked may be granted in the same plan, and who enters may have to leave at once.
+        # Blocks of a revoked request may be granted in the same plan, and an admitted request may be revoked at once.
         for revoked in plan.revocations:
             if (revoked.slot, revoked.gen) not in entering:
                 self._revoke(revoked.slot, revoked.gen)
@@ -298,30 +298,30 @@ class Auditor:
     def _admit(self, admission: Admission, plan: StepPlan, touched: set[int], *, stays: bool) -> None:
         name, slot = admission.request_id, admission.slot
         request = self.requests.get(name)
-        require(0 <= slot < self.limits.max_num_seqs, "1.4", f"there is no slot {slot}")
+        require(0 <= slot < self.limits.max_num_seqs, "1.4", f"slot {slot} does not exist")
         there = self.stays.get(slot)
         if there is not None:
             state = "drains" if there.revoked else "runs"
-            broken("1.4", f"slot {slot} was given to {name} while {there.request.name} {state} there")
+            broken("1.4", f"slot {slot} was assigned to {name} while {there.request.name} {state} there")
         loads = [each for each in self.requests.values() if each.loading is not None and each.loading.slot == slot]
-        require(all(each is request for each in loads), "1.4", f"slot {slot} was given to {name} while another loads")
+        require(all(each is request for each in loads), "1.4", f"slot {slot} was assigned to {name} during a load")
         if request is None:
-            broken("1.1", f"{name!r} was admitted, but never added")
+            broken("1.1", f"{name!r} was admitted but never added")
         require(request.end is None, "1.7", f"{name} was admitted after its end")
-        require(request.stay is None, "1.4", f"{name} was admitted to slot {slot} while it is in {request.stay}")
+        require(request.stay is None, "1.4", f"{name} was admitted to slot {slot} while it has {request.stay}")
         gen = self._gens[slot]
-        require(admission.gen > gen, "1.5", f"slot {slot} was given gen {admission.gen} after gen {gen}")
+        require(admission.gen > gen, "1.5", f"slot {slot} has gen {admission.gen} after gen {gen}")
         self._gens[slot] = admission.gen
         told, known = admission.token_ids.tolist(), request.tokens
-        require(told == known, "1.4", f"{name} was admitted with {len(told)} tokens that are not its {len(known)} ones")
+        require(told == known, "1.4", f"{name} was admitted with wrong tokens ({len(told)} of {len(known)})")
         require(admission.prompt_len == len(request.spec.prompt), "1.4", f"{name} was admitted with a wrong prompt_len")
-        require(admission.params == request.spec.params, "4", f"{name} was admitted with other sampling parameters")
-        require(admission.eos_token_ids == request.spec.eos_token_ids, "4", f"{name} was admitted with other EOS ids")
+        require(admission.params == request.spec.params, "4", f"{name} was admitted with wrong sampling parameters")
+        require(admission.eos_token_ids == request.spec.eos_token_ids, "4", f"{name} was admitted with wrong EOS ids")
         computed = admission.computed
         require(0 <= computed < len(told), "3.5", f"{name} was admitted with {computed} of {len(told)} tokens computed")
         if request.needs_every_position:
             begins = f"{name} begins with {computed} positions, of which it computed {request.seen}"
-            require(computed <= request.seen, "4", f"{begins}, though every position of its prompt is asked for")
+            require(computed <= request.seen, "4", f"{begins}, but needs every position of its prompt")
         request.cached = computed if request.cached is None else request.cached
         loaded, request.loading = request.loading, None
         stay = Stay(request, slot, admission.gen, [], len(told), computed, len(told))
@@ -332,23 +332,23 @@ class Auditor:
         if not stays:
             return
         size = self.limits.block_size
-        require(stay.num_computed <= len(stay.table) * size, "3.5", f"{stay} has no blocks for what it begins with")
+        require(stay.num_computed <= len(stay.table) * size, "3.5", f"{stay} has no blocks for its computed tokens")
         for position in range(stay.num_computed):
             block = stay.table[position // size]
             if self._content[block][position % size] != request.mark(position):
                 broken(
                     self._left_behind.get(block, "5.3" if request.spec.cache_salt else "3.5"),
-                    f"{stay} begins with position {position} of block {block}, which holds no settled KV of its text "
+                    f"{stay} reuses position {position} of block {block}, which has no settled KV of its text "
                     f"under its salt",
                 )
 
     def _grant(self, grant: BlockGrant, touched: set[int], stay: Stay | None = None, own: Sequence[int] = ()) -> None:
-        """Blocks join a table; those of a known prefix may have other owners, all others may not."""
+        """Check granted blocks; only those of a cached prefix may have other owners."""
         shared = 0 if stay is None else stay.num_computed // self.limits.block_size
         stay = self.stays.get(grant.slot) if stay is None else stay
         if stay is None or stay.revoked:
-            broken("3.1", f"slot {grant.slot} was granted blocks, but nobody runs there")
-        require(grant.offset == len(stay.table), "3.1", f"{stay} was granted blocks from entry {grant.offset} on")
+            broken("3.1", f"slot {grant.slot} was granted blocks, but has no running request")
+        require(grant.offset == len(stay.table), "3.1", f"{stay} was granted blocks at offset {grant.offset}")
         tables = self.tables | {block for other in self.requests.values() for block in _loaded(other.loading)}
         for index, block in enumerate(grant.blocks.tolist()):
             require(0 <= block < self.limits.num_kv_blocks, "3.1", f"{stay} was granted block {block}")
@@ -357,7 +357,7 @@ class Auditor:
             stay.table.append(block)
             if grant.offset == 0 and index < shared:
                 coming = self.operating(operations.Load, operations.Fetch) - set(own)
-                require(block not in coming, "3.2", f"{stay} shares block {block}, whose KV is on its way")
+                require(block not in coming, "3.2", f"{stay} shares block {block}, whose KV is in transit")
                 continue
             require(block not in tables, "3.1", f"{stay} was granted block {block}, which another request owns")
             if block in own:
@@ -371,7 +371,7 @@ class Auditor:
     def _revoke(self, slot: int, gen: int) -> None:
         stay = self.stays.get(slot)
         if stay is None or stay.gen != gen:
-            broken("1.2", f"slot {slot} gen {gen} was revoked, but nobody is there under that gen")
+            broken("1.2", f"slot {slot} gen {gen} was revoked, but has no request")
         require(not stay.revoked, "1.2", f"{stay} was revoked twice")
         stay.revoked = True
         self.preemptions += not stay.request.abort_wanted
@@ -381,24 +381,24 @@ class Auditor:
         start, drafts, samples = int(plan.starts[row]), int(plan.num_drafts[row]), bool(plan.samples[row])
         stay, size = self.stays.get(slot), self.limits.block_size
         if stay is None or stay.gen != gen:
-            broken("1.5", f"step {plan.step} computes slot {slot} gen {gen}, but nobody is there under that gen")
+            broken("1.5", f"step {plan.step} computes slot {slot} gen {gen}, which has no request")
         require(not stay.revoked, "1.2", f"step {plan.step} computes {stay}, which was revoked")
         where = f"step {plan.step}: {stay}"
         own = count - drafts
         require(own >= 1 and drafts >= 0, "2.1", f"{where} computes {count} tokens with {drafts} drafts")
-        require(samples or not drafts, "2.1", f"{where} has drafts in a chunk that yields no token")
+        require(samples or not drafts, "2.1", f"{where} has drafts in a chunk that does not sample")
         most = self.limits.max_drafts if stay.drafts_ready is None else stay.drafts_ready
-        require(drafts <= most, "2.1", f"{where} is charged for {drafts} drafts; the runner has at most {most}")
-        require(start == stay.num_computed, "1.1", f"{where} computes from {start} on instead of {stay.num_computed}")
+        require(drafts <= most, "2.1", f"{where} is charged for {drafts} drafts, but the runner has at most {most}")
+        require(start == stay.num_computed, "1.1", f"{where}: expected start {stay.num_computed}, got {start}")
         end, known = start + own, stay.num_planned
-        require(end <= known, "2.1", f"{where} is charged up to position {end}; there are {known} tokens")
-        require(samples == (end == known), "1.1", f"{where} {'samples' if samples else 'samples nothing'} at {end}")
-        require(start + count <= len(stay.table) * size, "3.1", f"{where} computes positions that have no block")
+        require(end <= known, "2.1", f"{where} is charged up to position {end}, but has {known} tokens")
+        require(samples == (end == known), "1.1", f"{where} {'samples' if samples else 'does not sample'} at {end}")
+        require(start + count <= len(stay.table) * size, "3.1", f"{where} computes positions without a block")
         real = stay.length - own if samples else start
         blocks = stay.table[: -(-(start + count) // size)]
         written = set(blocks[real // size :])
         others = {block for other in self.live if other is not stay for block in other.table}
-        require(not written & others, "3.1", f"{where} writes blocks {written & others}, which others own too")
+        require(not written & others, "3.1", f"{where} writes blocks {written & others}, which have other owners")
         held = self.operating()
         require(not written & held, "3.2", f"{where} writes blocks {written & held}, which an operation holds")
         step.touched.update(blocks)
@@ -411,7 +411,7 @@ class Auditor:
         stay.drafts_ready = None
 
     def _check_left_out(self, plan: StepPlan, before: dict[int, tuple[Stay, int, int]]) -> None:
-        """Whoever could compute more than the plan says was left out for want of budget, and for nothing else."""
+        """Check that a request computes fewer tokens than possible only if the budget is exhausted."""
         left = self.limits.max_num_batched_tokens - int(plan.num_tokens.sum())
         for stay, remaining, computed in before.values():
             room = len(stay.table) * self.limits.block_size - computed
@@ -425,12 +425,12 @@ class Auditor:
             what = f"step {plan.step} computes {done} of {remaining} tokens of {stay}"
             if remaining == 1:
                 drafts = int(plan.num_drafts.sum())
-                require(not drafts, "2.2", f"{what}, and {drafts} drafts")
+                require(not drafts, "2.2", f"{what}, but {drafts} drafts")
                 stay.left_out += 1
                 patience = _PATIENCE * self.limits.max_num_seqs + 8
-                require(stay.left_out <= patience, "2.2", f"{stay} was left out of {stay.left_out} plans in a row")
+                require(stay.left_out <= patience, "2.2", f"{stay} was skipped in {stay.left_out} consecutive plans")
             refund = "2.3" if plan.revocations else "2.1"
-            require(not left, refund, f"{what}, although {left} tokens of the budget are left")
+            require(not left, refund, f"{what}, but {left} tokens of the budget are unused")
 
     def _began(self, effects: operations.Effects) -> None:
         for effect in effects.operations:
@@ -441,7 +441,7 @@ class Auditor:
                         if content is None or None in self._content[block]:
                             broken("3.5", f"{what} block {block}, which is not settled")
                         named = self._named.setdefault(key, content)
-                        require(named == content, "5.3", f"{what} two contents under one key")
+                        require(named == content, "5.3", f"{what} different contents under one key")
                 case operations.Load():
                     self._await_kv(effect, "5.2", "5.4")
                 case operations.Fetch():
@@ -458,23 +458,23 @@ class Auditor:
     def _fetch(self, fetch: operations.Fetch) -> None:
         request, size, job = self._await_kv(fetch, "6.1", "6.2"), self.limits.block_size, fetch.job
         spec, what = request.spec, f"operation {fetch.operation} for {request.name}"
-        require(spec.prefill_at and fetch.peer == spec.prefill_at, "6.1", f"{what} asks {fetch.peer!r} for KV")
+        require(spec.prefill_at and fetch.peer == spec.prefill_at, "6.1", f"{what} fetches KV from {fetch.peer!r}")
         request.fetches += 1
         once = request.fetches == 1 and len(request.tokens) == len(spec.prompt)
-        require(once, "6.3", f"{what} fetches a prompt that was fetched before, or whose text has begun")
+        require(once, "6.3", f"{what} fetches a prompt that was fetched before, or after the first token")
         tokens = job.token_ids.tolist()
-        require(tokens and tokens == request.tokens[: len(tokens)], "6.3", f"{what} asks for the KV of other tokens")
+        require(tokens and tokens == request.tokens[: len(tokens)], "6.3", f"{what} fetches the KV of other tokens")
         same = (job.cache_salt, job.priority, job.tenant) == (spec.cache_salt, spec.priority, spec.tenant)
-        require(same, "6.3", f"{what} asks under another salt, priority or tenant")
+        require(same, "6.3", f"{what} has a wrong salt, priority or tenant")
         count = -(-len(tokens) // size) - job.held_blocks
-        require(count == len(fetch.blocks), "6.1", f"{what} leases {len(fetch.blocks)} blocks for the KV of {count}")
+        require(count == len(fetch.blocks), "6.1", f"{what} leases {len(fetch.blocks)} blocks, expected {count}")
 
     def _await_kv(self, load: operations.Load | operations.Fetch, early: str, rule: str) -> Followed:
-        """KV is on its way into the blocks of a slot; whoever uses what does not come breaks `rule`."""
+        """Record a load or fetch into the blocks of a slot; using a block that is not filled breaks `rule`."""
         blocks = load.blocks.tolist()
         request = self.requests.get(load.request_id)
         if request is None or not request.waits:
-            broken(early, f"operation {load.operation} is for {load.request_id!r}, which does not wait")
+            broken(early, f"operation {load.operation} is for {load.request_id!r}, which is not waiting")
         require(load.slot not in self.stays, "1.4", f"{request.name} loads into slot {load.slot}, which is in use")
         others = {block for other in self.requests.values() for block in _loaded(other.loading)}
         for name, taken in (
@@ -492,17 +492,17 @@ class Auditor:
     def _job(self, lease: str, what: str) -> Followed:
         request = self._jobs.get(lease)
         if request is None or request.is_over:
-            broken("6.1", f"lease {lease!r} {what}, but it {'is not known' if request is None else 'is over'}")
+            broken("6.1", f"lease {lease!r} {what}, but it {'is unknown' if request is None else 'is over'}")
         return request
 
     def _send(self, send: operations.Send) -> None:
-        """Each block behind those that the other worker has is offered once, in order, and holds its part."""
+        """Check that each block that the other worker lacks is sent once, in order, with the right content."""
         request, size = self._job(send.lease, "is sent blocks"), self.limits.block_size
         job, what = request.spec.prefill_job, f"operation {send.operation} for lease {send.lease!r}"
         assert job is not None
         wanted = job.num_tokens
-        require(send.first == request.sent, "6.2", f"{what} sends from block {send.first} on, {request.sent} were sent")
-        require(len(send.blocks) or send.tokens is not None, "6.2", f"{what} sends nothing")
+        require(send.first == request.sent, "6.2", f"{what} starts at block {send.first}, expected {request.sent}")
+        require(len(send.blocks) or send.tokens is not None, "6.2", f"{what} is empty")
         for place, block in enumerate(send.blocks.tolist(), send.first):
             right = [request.mark(position) for position in range(place * size, min((place + 1) * size, wanted))]
             settled = self._content[block][: len(right)] == right
@@ -511,7 +511,7 @@ class Auditor:
         if send.tokens is not None:
             whole = send.tokens == wanted and request.sent == -(-wanted // size)
             parts = f"{request.sent} blocks and {send.tokens} of {wanted} tokens"
-            require(whole, "6.2", f"{what} is the last, with {parts}")
+            require(whole, "6.2", f"{what} is the last one, with {parts}")
             request.is_over = True
 
     def completed(self, completion: operations.Completion) -> None:
@@ -525,7 +525,7 @@ class Auditor:
                 first = {key: index for index, key in enumerate(load.keys)}
                 for key, block in zip(load.keys[:count], load.blocks.tolist(), strict=False):
                     self._left_behind.pop(block, None)
-                    # The key stands for one KV; the positions before the last one are of the same text.
+                    # A key identifies one KV; the positions before the last one are of the same text.
                     ends = range(first[key] * size + size - 1, len(request.tokens), size)
                     known = self._named.get(key)
                     at = next((last - size + 1 for last in ends if request.mark(last) == known), None)
@@ -609,18 +609,18 @@ class Auditor:
                 stay.request.read[int(rows.positions[index])] = float(rows.chosen[index]), alternatives
 
     def _check_scores(self, delta: Delta, slot: int, rows: LogprobRows | None) -> None:
-        """The log-probabilities are those of the tokens beside which they stand."""
+        """Check that log-probabilities belong to their tokens."""
         wanted = self.requests[delta.request_id].spec.params.logprobs
         if rows is None or delta.logprobs is None or wanted is None:
-            broken("1.1", f"{delta.request_id} was told log-probabilities that the runner has not computed")
+            broken("1.1", f"{delta.request_id} got log-probabilities that the runner has not computed")
         at = {int(rows.columns[index]): index for index in (rows.slots == slot).nonzero()[0].tolist()}
         for column, score in enumerate(delta.logprobs):
             right = (float(rows.chosen[at[column]]), tuple(rows.top_ids[at[column], :wanted].tolist()))
             told = (score.logprob, score.top_ids)
-            require(told == right, "1.1", f"token {column} of {delta.request_id} was told {told} instead of {right}")
+            require(told == right, "1.1", f"token {column} of {delta.request_id}: expected {right}, got {told}")
 
     def _settle(self, row: _Row, count: int) -> None:
-        """The KV of positions that a row computed is what it will be."""
+        """Record the settled KV of the positions that a row computed."""
         request, size = row.stay.request, self.limits.block_size
         for position in range(row.start, min(row.start + count, len(request.tokens))):
             self._content[row.stay.table[position // size]][position % size] = request.mark(position)
@@ -628,14 +628,14 @@ class Auditor:
     def _check_deltas(self, plan: StepPlan, expected: dict[str, _Expected], deltas: Sequence[Delta]) -> None:
         told: dict[str, Delta] = {}
         for delta in deltas:
-            require(delta.request_id not in told, "8", f"step {plan.step} tells {delta.request_id} two deltas")
+            require(delta.request_id not in told, "8", f"step {plan.step} has two deltas for {delta.request_id}")
             told[delta.request_id] = delta
             tokens = delta.token_ids
-            require(all(token >= 0 for token in tokens), "1.9", f"{delta.request_id} was told {tokens}")
+            require(all(token >= 0 for token in tokens), "1.9", f"{delta.request_id} got {tokens}")
             if delta.request_id not in expected:
                 request = self.requests.get(delta.request_id)
                 ended = request is not None and request.end is not None
-                what = f"step {plan.step} tells {delta.request_id}{', which ended,' if ended else ''} {delta.token_ids}"
+                what = f"step {plan.step} sends {delta.request_id}{', which ended,' if ended else ''} {delta.token_ids}"
                 rule = "1.7" if ended and request is not None and request.abort_wanted else "1.1"
                 require(not delta.token_ids and delta.finish_reason is None, rule, f"{what} {delta.finish_reason}")
         failed = any(each.end is FinishReason.ERROR for each in expected.values())
@@ -652,53 +652,53 @@ class Auditor:
     def _check_delta(self, plan: StepPlan, right: _Expected, delta: Delta | None, *, beside_error: bool) -> None:
         request, tokens, reason, draining = right
         given = () if delta is None else delta.token_ids
-        what = f"step {plan.step} gave {request.name} {tokens}, and it was told {given}"
+        what = f"step {plan.step}: expected tokens {tokens} for {request.name}, got {given}"
         lost = "1.9" if tokens and not all(tokens) and 0 not in given else "1.3" if beside_error else "1.1"
         require(given == tokens, lost, f"{what}{' while it drains' if draining else ''}")
         said = None if delta is None else delta.finish_reason
         last = {FinishReason.ABORT: "1.7", FinishReason.ERROR: "1.3"}.get(reason or FinishReason.STOP, "1.1")
         ended = "1.6" if draining and last == "1.1" and reason is not None else last
-        require(said is reason, ended, f"step {plan.step} ends {request.name} with {reason}, and it was told {said}")
+        require(said is reason, ended, f"step {plan.step}: {request.name} ended with {said}, not {reason}")
         if delta is None:
             return
-        require(reason is not FinishReason.ERROR or delta.error, "1.3", f"{request.name} failed, and is not told why")
+        require(reason is not FinishReason.ERROR or delta.error, "1.3", f"{request.name} failed without a message")
         wanted = request.spec.params.logprobs
         if tokens and wanted is not None:
             count = None if delta.logprobs is None else len(delta.logprobs)
-            require(count == len(tokens), "1.1", f"{request.name} was told {count} log-probabilities")
+            require(count == len(tokens), "1.1", f"{request.name} got {count} log-probabilities")
         scores = delta.prompt_logprobs
         if tokens and not request.told_first:
             request.told_first = True
             read = [request.read.get(place) for place in range(1, len(request.spec.prompt))]
             found = None if scores is None else [(score.logprob, score.top_ids) for score in scores]
-            what = f"of the prompt of {request.name} there is told {found} instead of {read}"
+            what = f"prompt of {request.name}: expected {read}, got {found}"
             require(found == (read if request.scores_prompt else None), "4", what)
-            cached = f"{request.name} began with {request.cached} tokens, and was told {delta.cached_tokens}"
+            cached = f"{request.name}: expected {request.cached} cached tokens, got {delta.cached_tokens}"
             counted = request.fetches and delta.cached_tokens is not None
             require(counted or delta.cached_tokens == request.cached, "2.1", cached)
             known = delta.prefill == request.prefill or (delta.prefill == "held" and not request.fetches)
-            require(known, "6.3", f"{request.name} was told {delta.prefill} of a prefill that was {request.prefill}")
+            require(known, "6.3", f"{request.name}: expected prefill outcome {request.prefill}, got {delta.prefill}")
         else:
-            require(scores is None, "4", f"{request.name} is told of its prompt without its first token")
+            require(scores is None, "4", f"{request.name} got results of its prompt without its first token")
 
     def held(self, held: SchedulerHoldings, names: Iterable[str]) -> None:
-        """Compare what the scheduler says that it holds with what it can hold."""
-        require(set(names) == self.unfinished, "1.7", f"unfinished are {self.unfinished}, it says {set(names)}")
+        """Compare the scheduler's reported holdings with the audited state."""
+        require(set(names) == self.unfinished, "1.7", f"expected unfinished {self.unfinished}, got {set(names)}")
         loading = [request for request in self.requests.values() if request.loading is not None]
         draining = sum(stay.revoked for stay in self.stays.values())
         slots = len(self.stays) + len(loading)
         require(slots <= self.limits.max_num_seqs, "1.4", f"{slots} slots are in use")
-        require(held.draining == draining, "1.2", f"{draining} slots drain, it says {held.draining}")
+        require(held.draining == draining, "1.2", f"expected {draining} draining slots, got {held.draining}")
         running = len(self.live) + len(loading)
         said = held.running + held.loading
-        require(said == running, "1.4", f"{running} requests run or load, it says {said}")
+        require(said == running, "1.4", f"expected {running} running or loading requests, got {said}")
         waiting = sum(request.waits for request in self.requests.values())
-        require(held.waiting == waiting, "1.4", f"{waiting} requests wait, it says {held.waiting}")
+        require(held.waiting == waiting, "1.4", f"expected {waiting} waiting requests, got {held.waiting}")
         if not loading:
             owned = len(self.tables)
-            require(held.owned == owned, "3.1", f"{owned} blocks are in tables, it says that {held.owned} are owned")
+            require(held.owned == owned, "3.1", f"expected {owned} owned blocks, got {held.owned}")
         if not self._in_flight and not self._operations:
-            require(held.fenced == 0, "3.2", f"{held.fenced} blocks are fenced though nothing is in flight")
+            require(held.fenced == 0, "3.2", f"{held.fenced} blocks are fenced with nothing in flight")
         if not self.unfinished and not self._in_flight and not self._operations:
             require(held.idle, "3.6", f"at idle it holds {held}")
 
@@ -708,7 +708,7 @@ def _loaded(load: operations.Load | operations.Fetch | None) -> list[int]:
 
 
 def _cut(request: Followed, tokens: list[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Return what a client is told of sampled tokens, and why its text ends with them."""
+    """Return the delivered part of sampled tokens, and the finish reason, if any."""
     params = request.spec.params
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else request.spec.eos_token_ids)}
     tokens = tokens[: request.limit - len(request.tokens)]

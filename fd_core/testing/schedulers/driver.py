@@ -1,4 +1,4 @@
-"""A scheduler and the null runner, joined so that a test decides what is in flight; every call is audited."""
+"""A scheduler with the null runner, driven step by step by a test; every call is audited."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class SchedulerTarget:
     name: str
     make: Callable[[SchedulerSetup], Scheduler]
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """Features that it does not support, with reasons."""
+    """Unsupported features, with reasons."""
 
     def about(self) -> dict[str, Any]:
-        """Return what its card says of it."""
+        """Return the description for its report card."""
         origin = str(installed_plugins().find(SCHEDULER, self.name).origin)
         return {"distribution": origin, "limits": dict(self.lacks)}
 
@@ -59,20 +59,20 @@ class SchedulerTarget:
 
 
 def find_scheduler(name: str) -> SchedulerTarget:
-    """Return the scheduler called `name`. Raises `PluginError` if there is none, or if it cannot be imported."""
+    """Return the scheduler `name`. Raises `PluginError` if it is unknown or cannot be imported."""
     found = installed_plugins().load(SCHEDULER, name)
     return SchedulerTarget(name, found, found.lacks)
 
 
 class Driver:
-    """Plans, executes and answers one step at a time."""
+    """Plans, executes and commits one step at a time."""
 
     def __init__(self, target: SchedulerTarget, setup: SchedulerSetup, drafter: KnowingDrafter | None) -> None:
         self.limits = setup.limits
         try:
             self.scheduler = target.make(setup)
         except FdError as error:
-            broken("2.5", f"it refuses limits that keep the law, {setup.limits}: {error}")
+            broken("2.5", f"it rejects valid limits {setup.limits}: {error}")
         runner = make_runner(setup.limits, drafter)
         self.execute: Callable[[StepPlan], StepOutput] = runner.execute
         self.auditor = Auditor(setup.limits, setup.epoch)
@@ -81,7 +81,7 @@ class Driver:
         self.in_flight: deque[_Answer] = deque()
         self.plans: list[StepPlan] = []
         self.first_plan: dict[str, int] = {}
-        """Plans that had been made when a request was admitted for the first time."""
+        """Number of plans before the first admission of each request."""
 
     def submit(self, *specs: RequestSpec) -> None:
         for spec in specs:
@@ -91,7 +91,7 @@ class Driver:
         self.audit()
 
     def abort(self, *names: str) -> None:
-        """Abort requests, one after the other; a name may come twice."""
+        """Abort requests, one after the other; a name may occur twice."""
         for name in names:
             delta = self.scheduler.abort(name)
             self.auditor.aborted(name, delta)
@@ -99,7 +99,7 @@ class Driver:
             self.audit()
 
     def plan(self) -> StepPlan | None:
-        """Plan a step and compute it; its answer is left in flight."""
+        """Plan a step and compute it; its output stays in flight."""
         plan, effects = self.scheduler.plan()
         self.auditor.planned(plan, effects)
         self.tiers.perform(effects.operations)
@@ -117,7 +117,7 @@ class Driver:
         return plan
 
     def must_plan(self) -> StepPlan:
-        """Plan a step where there is something to do."""
+        """Plan a step if there is something to do."""
         plan = self.plan()
         assert plan is not None
         return plan
@@ -128,7 +128,7 @@ class Driver:
             pass
 
     def answer(self, *failed: int) -> StepPlan:
-        """Answer the oldest step in flight; the rows of slots `failed` failed."""
+        """Commit the oldest step in flight, with failed rows for the slots `failed`."""
         answer = self.in_flight.popleft()
         output = replace(answer.output, errors=tuple((slot, "failed on purpose") for slot in failed))
         deltas, effects = self.scheduler.commit(answer.plan, output)
@@ -143,21 +143,21 @@ class Driver:
             self.answer()
 
     def answer_stale(self, **changes: Any) -> None:
-        """Give the oldest step in flight an answer that belongs to another epoch or step, which has to be dropped."""
+        """Commit an output of another epoch or step for the oldest step in flight, which must be dropped."""
         answer = self.in_flight[0]
         stale = replace(answer.output, **changes)
         self._drop(
             answer.plan, stale, f"an output of epoch {stale.epoch} and step {stale.step}, for {answer.plan.step}"
         )
         counted = self.scheduler.stats().outputs.stale_outputs
-        require(counted >= self.auditor.stale, "1.5", f"{counted} of {self.auditor.stale} stale outputs were counted")
+        require(counted >= self.auditor.stale, "1.5", f"counted {counted} of {self.auditor.stale} stale outputs")
         self.audit()
 
     def answer_twice(self) -> None:
-        """Answer the oldest step in flight, and then again, which has to be dropped."""
+        """Commit the oldest step in flight twice; the second output must be dropped."""
         answer = self.in_flight[0]
         self.answer()
-        self._drop(answer.plan, answer.output, f"the answer to step {answer.plan.step}, when it came a second time,")
+        self._drop(answer.plan, answer.output, f"a repeated output of step {answer.plan.step}")
 
     def _drop(self, plan: StepPlan, output: StepOutput, what: str) -> None:
         deltas, effects = self.scheduler.commit(plan, output)
@@ -168,26 +168,26 @@ class Driver:
         self.tell(self.tiers.complete(index, how))
 
     def tell(self, completion: Completion) -> None:
-        """Tell the scheduler of an operation that is over, or of something that was measured."""
+        """Report a completed operation or a measurement to the scheduler."""
         self.auditor.completed(completion)
         self.scheduler.complete(completion)
         self.audit()
 
     def step_alone(self, depth: int = 1) -> None:
-        """Fill the pipeline and answer the oldest step; operations outside steps stay as they are."""
+        """Fill the pipeline and commit the oldest step; operations outside steps remain open."""
         self.fill(depth)
         if self.in_flight:
             self.answer()
 
     def step(self, depth: int = 1) -> None:
-        """Fill the pipeline, answer the oldest step, and end one operation well."""
+        """Fill the pipeline, commit the oldest step, and complete one operation."""
         self.step_alone(depth)
         if self.tiers.pending:
             self.complete(0, OperationEnd.WELL)
 
     def run(self, depth: int = 1, *, watch: Callable[[StepPlan], None] = lambda _: None) -> Texts:
-        """Keep `depth` steps in flight until no request is left, in a bounded number of steps; every text is right."""
-        # Steps within which everything that waits has to end: each computed alone, and four times over.
+        """Keep `depth` steps in flight until no request is left, in a bounded number of steps; check every text."""
+        # Bound on the number of steps: four times that of computing each request alone.
         open_ones = [each for each in self.auditor.requests.values() if each.end is None]
         for _ in range(200 + 4 * sum(len(each.tokens) + each.limit for each in open_ones)):
             while len(self.in_flight) < depth and (plan := self.plan()) is not None:
@@ -200,20 +200,20 @@ class Driver:
             elif stuck:
                 break
         left = sorted(self.auditor.unfinished)
-        require(not left, "2.2", f"nothing is in flight or all too much was planned, and {left} have not ended")
-        require(not self.scheduler.has_work, "3.6", "it says that it has work, but no request is left")
+        require(not left, "2.2", f"{left} have not ended, with no step in flight or too many steps")
+        require(not self.scheduler.has_work, "3.6", "it reports work, but no request is left")
         self.audit()
         for name, request in self.auditor.requests.items():
             right = whole_text(request.spec)[len(request.spec.delivered) :]
             told, end = self.texts.tokens.get(name, []), self.texts.ends.get(name)
-            require(told == right[: len(told)], "4", f"{name} was told {told} instead of {right[: len(told)]}")
+            require(told == right[: len(told)], "4", f"{name}: expected {right[: len(told)]}, got {told}")
             if end in (FinishReason.STOP, FinishReason.LENGTH):
                 require(told == right, "4", f"{name} ended after {len(told)} of {len(right)} tokens")
-            require(end is not FinishReason.ABORT or request.abort_wanted, "1.7", f"{name} was aborted by nobody")
+            require(end is not FinishReason.ABORT or request.abort_wanted, "1.7", f"{name} was not aborted")
         return self.texts
 
     def run_until(self, condition: Callable[[], object], depth: int = 1) -> bool:
-        """Plan, or answer where the pipeline is full, until a condition holds; return whether it came to hold."""
+        """Plan, or commit if the pipeline is full, until a condition is true; return False if it never is."""
         for _ in range(500):
             if condition():
                 return True
@@ -224,11 +224,11 @@ class Driver:
         return False
 
     def begun(self, kind: type[_Operation]) -> list[_Operation]:
-        """Return the operations of a kind that the scheduler began so far, in order."""
+        """Return the operations of a kind started so far, in order."""
         return [each for each in self.tiers.begun if isinstance(each, kind)]
 
     def computed_before(self, name: str) -> list[int]:
-        """Return how many tokens a request began with, at each of its admissions."""
+        """Return the number of computed tokens at each admission of a request."""
         return [each.computed for plan in self.plans for each in plan.admissions if each.request_id == name]
 
     def stay_of(self, name: str) -> Stay | None:
@@ -251,11 +251,11 @@ def drive(
     known: Sequence[RequestSpec] = (),
     **limits: int,
 ) -> Driver:
-    """Return a scheduler of a small engine with requests in its queue.
+    """Return a scheduler of a small engine with queued requests.
 
-    With `k` > 0 up to k drafts are guessed from the right texts of `specs` and `known`, wrong in that share of the
-    tokens. `paired` says that there are other workers. `depth` is how many steps may be in flight;
-    `limits` are fields of `Limits`.
+    With `k` > 0 up to k drafts are taken from the expected texts of `specs` and `known`, wrong in that share of the
+    tokens. `paired` adds other workers. `depth` is the maximum number of steps in flight; `limits` are fields of
+    `Limits`.
     """
     chosen = Limits(**{**SMALL, "vocab_size": 257, "max_drafts": k, "pipeline_depth": depth, **limits})
     setup = SchedulerSetup(
@@ -278,6 +278,6 @@ def drive(
 
 
 def prompt_of(length: int, number: int = 0) -> list[int]:
-    """Return a prompt that shares no first token with those of other numbers below 1000."""
+    """Return a prompt whose first token is unique among numbers below 1000."""
     rng = np.random.default_rng(1000 + number)
     return [number % 250, number // 250, *rng.integers(0, 256, length).tolist()][:length]

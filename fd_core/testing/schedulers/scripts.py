@@ -1,6 +1,6 @@
-"""Requests of the scheduler kit and their right texts, as the null model's runner says them alone.
+"""Requests of the scheduler kit and their expected texts, from the null model's runner.
 
-No scheduler takes part: one request, one slot, one step for each token.
+Computed without a scheduler: one request, one slot, one step per token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_runner(limits: Limits, drafter: Drafter | None = None) -> Runner:
 
 
 def whole_text(spec: RequestSpec) -> list[int]:
-    """Return everything that a request generates, what earlier epochs delivered included."""
+    """Return all tokens that a request generates, including those delivered by earlier epochs."""
     plain = RequestSpec(request_id="alone", prompt=spec.prompt, params=spec.params, eos_token_ids=spec.eos_token_ids)
     return list(_text(msgspec.json.encode(plain)))
 
@@ -60,7 +60,7 @@ def kv_of(tokens: IntArray, block_size: int) -> npt.NDArray[np.float32]:
 
 
 def _steps(runner: Runner, limits: Limits, spec: RequestSpec) -> Iterator[int]:
-    """Yield the tokens of a request that has a runner to itself."""
+    """Yield the tokens of a request that runs alone."""
     prompt = np.array(spec.prompt, np.int32)
     blocks: IntArray = np.arange(limits.num_kv_blocks, dtype=np.int32)
     admission = Admission(0, 1, prompt, len(prompt), spec.params, spec.eos_token_ids, 0)
@@ -80,12 +80,12 @@ def _steps(runner: Runner, limits: Limits, spec: RequestSpec) -> Iterator[int]:
 
 @cache
 def text_with_zero() -> RequestSpec:
-    """Return a request in whose text token 0 stands, neither first nor last."""
+    """Return a request with token 0 inside its text, neither first nor last."""
     for index, prompt in enumerate(PROMPTS):
         spec = greedy(f"zero{index}", [0, *prompt[:5]], 24)
         if 0 in whole_text(spec)[2:20]:
             return spec
-    raise AssertionError("the null model never says 0")
+    raise AssertionError("the null model never generates 0")
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Performs the effects of a scheduler in tests: a dict of blocks whose operations end when and as a test decides.
+"""Test double for the effects of a scheduler: a dict of blocks whose operations a test completes.
 
-Copies are made as late as the contract allows, at the completion, and what a load leaves behind is garbage: a block
-that somebody else uses too early, or uses although it was not loaded, changes a text.
+Copies happen as late as the contract allows, at completion, and unloaded blocks hold garbage: a block that is used too
+early, or without being loaded, changes a text.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class OperationEnd(enum.Enum):
 
 
 class ScriptedTiers:
-    """Performs nothing until told to."""
+    """Performs no operation until requested."""
 
     def __init__(self, cache: KVCache) -> None:
         self.values: dict[bytes, npt.NDArray[np.float32]] = {}
         self.begun: list[Operation] = []
         self.pending: list[Operation] = []
-        """Those of the operations begun that have not ended."""
+        """Operations that are not completed."""
         self.cancelled: set[int] = set()
         self._cache = cache
 
@@ -58,7 +58,7 @@ class ScriptedTiers:
         self.pending.append(operation)
 
     def complete(self, index: int, how: OperationEnd) -> operations.Completion:
-        """End the operation at `index`; the order of operations is the test's choice."""
+        """Complete the operation at `index`; the test chooses the order."""
         return self.end(self.pending.pop(index), how)
 
     def end(self, operation: Operation, how: OperationEnd) -> operations.Completion:
@@ -70,7 +70,7 @@ class ScriptedTiers:
                 return self._load(operation, how)
             case operations.Save():
                 return self._save(operation, how)
-        raise TypeError(f"nobody plays who performs {operation}")
+        raise TypeError(f"no test double performs {operation}")
 
     @property
     def block_size(self) -> int:
@@ -98,27 +98,27 @@ class ScriptedTiers:
         upto = how.share(len(save.keys))
         for key, block in zip(save.keys[:upto], save.blocks[:upto].tolist(), strict=True):
             self.values[key] = self._cache.export_blocks(np.array([block], np.int32))
-        # What was copied may be evicted by other requests at once, whatever the store has of it.
+        # Copied blocks may be evicted at once, even if they are not stored yet.
         return operations.Saved(save.operation, upto, host=upto if how is OperationEnd.WELL else upto // 2)
 
 
 def elsewhere(*specs: RequestSpec) -> list[RequestSpec]:
-    """Return requests whose prompts another worker computes."""
+    """Return requests with a remote prefill."""
     return [msgspec.structs.replace(spec, prefill_at=_PEER) for spec in specs]
 
 
 def job_for(name: str, prompt: Iterable[int], held_blocks: int = 0) -> RequestSpec:
-    """Return a request that computes a prompt for a worker which holds its first blocks; the lease has its name."""
+    """Return a prefill job for a worker that has its first blocks; the lease has the name of the request."""
     tokens = list(prompt)
     job = PrefillJob(np.array(tokens, "<i4").tobytes(), held_blocks, lease=name)
     return msgspec.structs.replace(greedy(name, tokens, 1), prefill_job=job)
 
 
 class ScriptedPeers(ScriptedTiers):
-    """The other workers of a pair, played beside the tiers.
+    """Test double for the other workers of a pair, in addition to the tiers.
 
-    A block is read when its `Send` is answered, a prompt is written when its `Fetch` is. Until then, and wherever a
-    transfer fails, the leased blocks hold garbage.
+    A block is read when its `Send` completes, a prompt is written when its `Fetch` does. Until then, and after a failed
+    transfer, the leased blocks hold garbage.
     """
 
     def perform(self, effects: Iterable[operations.Effect]) -> None:

@@ -1,4 +1,4 @@
-"""Plans and steps for a runner without an engine, and the engine that kits and tests drive otherwise."""
+"""Plans and steps for a runner without an engine, and an engine that kits and tests drive step by step."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ SMALL: Final[Mapping[str, Any]] = {
     "max_model_len": 64,
     "max_num_batched_tokens": 24,
 }
-"""Room for one request of the largest size."""
+"""Limits for one request of maximum size."""

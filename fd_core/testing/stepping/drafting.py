@@ -1,4 +1,4 @@
-"""A drafter that knows the texts."""
+"""Oracle drafter, which has the complete texts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fd_core.types import IntArray
 
 
 def speculation(k: int) -> SpeculativeConfig | None:
-    """Return settings for up to `k` drafts in every step, to be guessed by a drafter that a test puts in."""
+    """Return settings for up to `k` drafts per step, for a drafter that a test installs."""
     if k == 0:
         return None
     return SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000)
 
 
 class KnowingDrafter(PerSlotDrafter):
-    """Guesses from whole texts (prompt and what follows), wrong in a share of its tokens."""
+    """Drafts from complete texts (prompt and output), wrong in a share of the tokens."""
 
     name = "knowing"
 
@@ -36,7 +36,7 @@ class KnowingDrafter(PerSlotDrafter):
         self._known[slot] += tokens.tolist()
 
     def guess(self, slot: int, limit: int) -> IntArray:
-        """Return what the text that begins so goes on with; a wrong token is the id beside the right one."""
+        """Return the continuation of the text with this prefix; a wrong token is an adjacent id."""
         known = self._known[slot]
         for text in self._whole:
             if text[: len(known)] == known:

@@ -1,7 +1,7 @@
-"""An engine whose planning and answering are apart, so that a test decides what is in flight, and steps by hand.
+"""An engine with separate plan and commit calls, so that a test controls the steps in flight.
 
-Every plan and every answer is audited: the budget is counted where the forward pass gets its input, a block is never
-granted while a step in flight touches it, and a revocation that was not answered keeps its slot.
+Every plan and commit is audited: the budget is counted at the input of the forward pass, a block is never granted while
+a step in flight touches it, and a revocation holds its slot until it is acknowledged.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from fd_core.types import Admission, BlockGrant, RequestSpec, Revocation, Sampli
 
 
 class Stepper:
-    """Plans, executes and answers one step at a time, with an audit after each."""
+    """Plans, executes and commits one step at a time, with an audit after each."""
 
     def __init__(self, engine: Engine, *, eager: bool = False, device: Device | None = None) -> None:
-        """`eager` admits every request whose prompt fits, without looking ahead: much more preemption.
+        """`eager` admits every request whose prompt fits, without reserving blocks for its output: much more
+        preemption.
 
-        Plans and outputs travel to and from `device`, if one is given; a step that is not answered in time fails.
+        Plans and outputs pass through `device`, if given; a step that times out fails.
         """
         self.engine = engine
         self.scheduler, self.runner = engine.probe().scheduler, engine.probe().runner
         self.probe = parts_of(engine)
         self.limits, self._device = self.scheduler.limits, device
-        # No KV is stored outside the device unless a test plays the tiers itself.
+        # No KV is stored outside the device unless a test performs the effects.
         self.probe.offloading.keep, self.probe.offloading.stores = KeepKV(preempted=False), True
         self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
         self.texts = Texts()
         self.computed: list[int] = []
-        """Tokens that the forward pass got, step by step."""
+        """Tokens in the input of each forward pass."""
         self._touched: dict[int, set[int]] = {}
         """Blocks that each step in flight reads or writes."""
         self.runner.watch_forward(lambda step: self.computed.append(int(np.shape(step.token_ids)[0])))
         if eager:
-            self.probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door
+            self.probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # patched for the audit
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute a step at once."""
@@ -62,7 +63,7 @@ class Stepper:
         self.audit()
 
     def plan(self) -> StepPlan | None:
-        """Plan a step and execute it; its output is left in flight."""
+        """Plan a step and execute it; its output stays in flight."""
         plan, effects = self.scheduler.plan()
         self.perform(effects)
         if plan is None:
@@ -77,7 +78,7 @@ class Stepper:
         self.in_flight.append((plan, self.execute(plan)))
         allowed = min(max(plan.total_tokens, self._padded(plan)), self.limits.max_num_batched_tokens)
         computed = sum(self.computed[before:])
-        assert computed <= allowed, f"step {plan.step} computes {computed} tokens where {allowed} were charged"
+        assert computed <= allowed, f"step {plan.step}: expected {allowed} charged tokens, computed {computed}"
         tables = self.runner.batch.tables
         self._touched[plan.step] = {
             block
@@ -96,10 +97,10 @@ class Stepper:
         return plan
 
     def perform(self, effects: Effects) -> None:
-        """Begin what the scheduler wants done outside steps; here nobody performs it."""
+        """Start the scheduler's effects outside steps; ignored by default."""
 
     def receive(self) -> tuple[StepPlan, StepOutput]:
-        """Take the oldest answer out of flight without committing it."""
+        """Remove the oldest output in flight without committing it."""
         plan, output = self.in_flight.popleft()
         del self._touched[plan.step]
         return plan, output
@@ -114,16 +115,16 @@ class Stepper:
                 self.answer()
             if not self.meanwhile() and not answered:
                 break
-        assert not self.engine.has_work, "the engine did not come to rest"
+        assert not self.engine.has_work, "the engine did not become idle"
         self.check_idle()
         return self.texts
 
     def meanwhile(self) -> bool:
-        """Let something outside steps happen between two of them; returns whether anything did."""
+        """Process an event between two steps; return True if there was one."""
         return False
 
     def plan_until(self, depth: int, state: State, request_id: str) -> bool:
-        """Step until a request is in `state`; the plan that brought it into that state is still in flight."""
+        """Step until a request is in `state`; the plan of that transition is still in flight."""
         for _ in range(500):
             if self.state_of(request_id) is state:
                 return True
@@ -152,7 +153,7 @@ class Stepper:
         assert not (self.probe.operations.open or self.probe.operations.effects)
 
     def audit(self) -> None:
-        """Check slots and blocks against each other and against what is in flight."""
+        """Check the consistency of slots, blocks and steps in flight."""
         self.engine.check_integrity()
         slots = self.probe.slots
         assert int(slots.occupied.sum()) <= self.limits.max_num_seqs
@@ -161,10 +162,10 @@ class Stepper:
                 assert slots.draining[back.slot] and slots.gen[back.slot] == back.gen, "freed before its release"
         free = self.probe.pool.free_blocks()
         for step, blocks in self._touched.items():
-            assert not blocks & free, f"step {step} in flight touches blocks that are free"
+            assert not blocks & free, f"step {step} in flight touches free blocks"
 
     def _padded(self, plan: StepPlan) -> int:
-        """Return how many tokens a plan's step may have with its padding; the runner may have fewer drafts than it."""
+        """Return the maximum tokens of a plan's step including padding; the runner may have fewer drafts."""
         if not len(plan.slots):
             return 0
         widest = int(plan.num_tokens.max())
@@ -174,7 +175,7 @@ class Stepper:
 
 
 class ByHand:
-    """Drives a runner plan by plan, without a scheduler, so that a test says what each step is.
+    """Drives a runner without a scheduler, with steps that a test defines.
 
     Builds plans over an engine's runner; slot i owns the blocks [i * n, (i + 1) * n).
     """
@@ -192,7 +193,7 @@ class ByHand:
         self._per_slot = self.limits.num_kv_blocks // self.limits.max_num_seqs
 
     def admit(self, slot: int, prompt: Sequence[int], **params: object) -> None:
-        """Let a request enter a slot with the next step."""
+        """Admit a request to a slot in the next step."""
         self._gen += 1
         self._gens[slot] = self._gen
         self._length[slot] = 0
@@ -203,7 +204,7 @@ class ByHand:
     def step(
         self, *rows: tuple[int, int] | tuple[int, int, bool] | tuple[int, int, bool, int], back: Sequence[int] = ()
     ) -> tuple[StepOutput, Outcomes]:
-        """Compute rows of (slot, tokens[, samples[, drafts]]) and revoke the slots `back`; return its outcomes too."""
+        """Compute rows of (slot, tokens[, samples[, drafts]]) and revoke the slots `back`; also return the outcomes."""
         full = [(slot, count, *rest, *(True, 0)[len(rest) :]) for slot, count, *rest in rows]
         admissions, self._pending = tuple(self._pending), []
         width = min(self._per_slot, self.limits.blocks_per_seq)
@@ -222,7 +223,7 @@ class ByHand:
         output = self._device.collect(self._watchdog)
         outcomes = read(output.tokens, output.errors)
         for slot, count, samples, _ in full:
-            # A row that samples leaves its last token to be computed by the next one.
+            # The last token of a row that samples is computed by the next one.
             self._length[slot] += count + (int(outcomes.counts[slot]) - 1 if samples else 0)
         return output, outcomes
 
@@ -231,7 +232,7 @@ class ByHand:
 
 
 def parts_of(engine: Engine) -> SchedulerProbe:
-    """Return the parts of an engine's scheduler, which has to be the one that comes with the core."""
+    """Return the internals of an engine's scheduler, which must be the built-in one."""
     scheduler = engine.probe().scheduler
     assert isinstance(scheduler, ContinuousBatchingScheduler)
     return scheduler.probe()

@@ -1,4 +1,4 @@
-"""Requests and plans, and what an engine delivers, collected and checked."""
+"""Requests, plans, and checked collection of an engine's deltas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, Step
 
 
 class Texts:
-    """Collects what an engine delivers, and checks the shape of every stream."""
+    """Collects an engine's deltas and checks the format of every stream."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -22,7 +22,7 @@ class Texts:
         self.prompt_scores: dict[str, tuple[TokenLogprobs, ...]] = {}
 
     def take(self, deltas: Iterable[Delta]) -> None:
-        """Append deltas; none may follow an end, and no negative id may be in any."""
+        """Append deltas; none may follow an end or contain a negative id."""
         for delta in deltas:
             assert delta.request_id not in self.ends, "a delta after the end"
             assert all(token >= 0 for token in delta.token_ids)
@@ -35,7 +35,7 @@ class Texts:
             if delta.pooled is not None:
                 self.vectors[delta.request_id] = delta.pooled
             if delta.prompt_logprobs is not None:
-                assert delta.request_id not in self.prompt_scores, "log-probabilities of a prompt came twice"
+                assert delta.request_id not in self.prompt_scores, "log-probabilities of a prompt were delivered twice"
                 self.prompt_scores[delta.request_id] = delta.prompt_logprobs
             if delta.finish_reason is not None:
                 self.ends[delta.request_id] = delta.finish_reason
@@ -51,12 +51,12 @@ def run(engine: Engine, specs: Sequence[RequestSpec], max_steps: int = 20_000) -
             break
         texts.take(engine.step())
         engine.check_integrity()
-    assert not engine.has_work, "the engine did not come to rest"
+    assert not engine.has_work, "the engine did not become idle"
     return texts
 
 
 def greedy(name: str, prompt: Iterable[int], max_tokens: int, **changes: object) -> RequestSpec:
-    """A request whose text goes on for exactly `max_tokens`, unless `stop_token_ids` end it."""
+    """Return a request that generates exactly `max_tokens`, unless `stop_token_ids` end it."""
     params: dict[str, object] = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
     fields = ("adapter", "cache_salt", "priority", "tenant")
     spec = {field: changes.pop(field) for field in fields if field in changes}
@@ -69,6 +69,6 @@ def greedy(name: str, prompt: Iterable[int], max_tokens: int, **changes: object)
 
 
 def plan_of(step: int, rows: Sequence[tuple[int, int, int, int, int, bool]], **parts: Any) -> StepPlan:
-    """Return a plan of (slot, gen, start, tokens, drafts among them, whether it samples) rows."""
+    """Return a plan of rows (slot, gen, start, tokens including drafts, drafts, samples)."""
     slots, gens, starts, tokens, drafts, samples = np.array(rows, np.int32).reshape(-1, 6).T.copy()
     return StepPlan(1, step, slots, gens, starts, tokens, drafts, samples.astype(np.bool_), **parts)

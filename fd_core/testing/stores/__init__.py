@@ -1,4 +1,4 @@
-"""The store kit: a KV store names its location and a back door, see docs/extend/write-a-store.md."""
+"""The store kit: derive a class with a location and a back door, see docs/extend/write-a-store.md."""
 
 import pytest
 

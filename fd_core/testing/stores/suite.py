@@ -1,7 +1,7 @@
 """The cases that every KV store has to pass.
 
-Each puts through one side and looks through the other: the store or its back door. What a store cannot do by its
-nature it closes with a reason, which the report shows.
+Each writes through the store and reads through its back door, or vice versa. A store disables features that it cannot
+support, with a reason that the report shows.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
 MakeStore = Callable[..., KVStore]
 
 LIMIT = 720 * 1024 + 64
-"""Bytes of a block's KV in its envelope: a size that real values have."""
+"""Realistic value size: a block's KV in its envelope, in bytes."""
 TIMEOUT = 10.0
 """Seconds for a call that should succeed, even on a busy machine."""
 SLACK = 1.5
-"""Seconds by which a call may be late on a busy machine."""
+"""Tolerance in seconds for a call on a busy machine."""
 
 
 def key_of(number: int) -> bytes:
-    """Return one of many different keys, 16 bytes as block keys have."""
+    """Return one of many distinct keys of 16 bytes, the size of block keys."""
     return number.to_bytes(2, "big") * 8
 
 
 def value_of(key: bytes, length: int = 1000) -> bytes:
-    """Return the value of a key: `length` bytes that no other key's value has."""
+    """Return the value of a key: `length` bytes that are unique to the key."""
     return (key * (length // len(key) + 1))[:length]
 
 
 def as_bytes(values: Iterable[Bytes | None]) -> list[bytes | None]:
-    """Return what a store answered as plain bytes."""
+    """Return a store's value as plain bytes."""
     return [None if value is None else bytes(value) for value in values]
 
 
 def usable_again(store: KVStore) -> None:
-    """Wait until the store answers again after a fault or a restart; fails after 15 seconds."""
+    """Wait until the store responds again after a fault or a restart; fails after 15 seconds."""
     end = time.monotonic() + 15.0
     while True:
         try:
@@ -64,7 +64,7 @@ def usable_again(store: KVStore) -> None:
 
 
 def with_parameter(location: str, parameter: str) -> str:
-    """Return the location with one parameter more."""
+    """Return the location with an additional parameter."""
     return f"{location}{'&' if '?' in location else '?'}{parameter}"
 
 
@@ -82,10 +82,10 @@ def _calls(timeout: float) -> list[Callable[[KVStore], object]]:
 
 
 class BackDoor(abc.ABC):
-    """Reads and writes where the store keeps its values, with means of its own: a broken put cannot hide behind a get.
+    """Independent access to the values of a store, so that a broken `put` is not masked by a matching `get`.
 
-    The methods that are not abstract are switches. A store whose back door does not override one skips the tests that
-    need it; override it with `lacks("...")` to give a better reason.
+    The methods that are not abstract are optional. Without an override, the tests that need them are skipped; override
+    with `lacks("...")` to give a better reason.
     """
 
     @abc.abstractmethod
@@ -94,23 +94,23 @@ class BackDoor(abc.ABC):
 
     @abc.abstractmethod
     def write(self, key: bytes, value: bytes) -> None:
-        """Put `value` under `key`, as somebody else would."""
+        """Put `value` under `key`, as another program would."""
 
     @abc.abstractmethod
     def delete(self, key: bytes) -> None:
         """Remove the value under `key`, if there is one."""
 
     def spoil(self, key: bytes) -> None:
-        """Put something under `key` that is not a value, such as another type or a folder."""
-        lacks(f"{type(self).__name__} cannot put anything but values under a key")
+        """Put data that is not a value under `key`, such as another type or a folder."""
+        lacks(f"{type(self).__name__} can only put values under a key")
 
     def restart(self) -> None:
-        """Kill whatever holds the values and start it again."""
-        lacks(f"{type(self).__name__} has nothing to restart")
+        """Kill the server of the values and restart it."""
+        lacks(f"{type(self).__name__} has no server to restart")
 
     def fault(self, trouble: Trouble) -> AbstractContextManager[object]:
-        """Return a context manager: the store has the trouble inside it and is well again afterwards."""
-        lacks(f"{type(self).__name__} cannot make a store {trouble}")
+        """Return a context manager in which the store has the fault; it recovers at exit."""
+        lacks(f"{type(self).__name__} cannot simulate {trouble}")
 
 
 _MACHINE_LIMIT = 3000
@@ -122,16 +122,16 @@ _KINDS = {"put": 1, "stranger": 2, "too long": _MACHINE_LIMIT + 1}
 
 
 def _value(key: bytes, kind: str) -> bytes:
-    """The value under a key never changes, so it is made of the key; a stranger's is another one."""
+    """Return the value of a key, which is derived from the key; `foreign` ones differ."""
     length = _KINDS[kind] if kind == "too long" else 1 + key[0] * 97 % _MACHINE_LIMIT
     return (key + kind.encode()).ljust(length, b".")[:length]
 
 
 class _BesideADict(RuleBasedStateMachine):
-    """A store beside a plain dict, under random calls, restarts, losses and strangers.
+    """A store compared with a plain dict under random calls, restarts, losses and foreign writes.
 
-    The law: a store may forget what it was allowed to forget, but never answers a value that was not put under that
-    key. The model: for each key every answer that is allowed, where None is "absent".
+    Invariant: a store may lose values where allowed, but never returns a value that was not put under that key. Model:
+    the set of allowed results per key, where None is "absent".
     """
 
     store: KVStore
@@ -169,7 +169,7 @@ class _BesideADict(RuleBasedStateMachine):
 
     @rule(keys=_keys)
     def delete(self, keys: list[bytes]) -> None:
-        """Afterwards nothing is there, and the number is that of the values that were."""
+        """Delete keys; afterwards they are absent, and the result is the number of deleted values."""
         certain = sum(None not in self.allowed[key] for key in set(keys))
         possible = sum(self.allowed[key] != {None} for key in set(keys))
         assert certain <= self.store.delete(keys, TIMEOUT) <= possible
@@ -210,35 +210,35 @@ class StoreSuite:
     persistence: Requirement = OPEN
     """Values outlive the store object that put them."""
     survives_restart: Requirement = OPEN
-    """Values outlive a restart of whatever holds them."""
+    """Values survive a restart of the server."""
     sharing: Requirement = OPEN
-    """Two store objects of one location see each other's values."""
+    """Two store objects of one location share values."""
     size_cap: Requirement = OPEN
-    """The parameter `max_bytes` of a location is a limit, and what was not used for longest goes first."""
+    """The parameter `max_bytes` of a location is a limit, with least recently used eviction."""
     secrets: tuple[str, ...] = ()
-    """Secrets in the location, which no message may show."""
+    """Secrets in the location, which must not appear in messages."""
     examples: int = 15
-    """Random runs beside a dict."""
+    """Random runs compared with a dict."""
 
     @pytest.fixture
     def location(self) -> str:
-        """The text after `--kv-store` of an empty place that is this test's own."""
+        """Value of `--kv-store` for an empty location, exclusive to the test."""
         raise AssertionError(f"{type(self).__name__} must override the fixture `location`")
 
     @pytest.fixture
     def back_door(self) -> BackDoor:
-        """The back door of the same place; it may ask for the fixture `store`."""
+        """The back door of the same location; may use the fixture `store`."""
         raise AssertionError(f"{type(self).__name__} must override the fixture `back_door`")
 
     def new_store(self, location: StoreLocation) -> KVStore:
-        """Return the store that a user would get; override it for a class that no plugin offers."""
+        """Return the store that a user would get; override for a class that no plugin registers."""
         from fd_core.plugins import STORE, installed_plugins
 
         return installed_plugins().load(STORE, location.scheme)(location)
 
     @pytest.fixture
     def make_store(self, location: str) -> Iterator[MakeStore]:
-        """Return a function that makes a store of the location, or of another one, and closes it in the end."""
+        """Return a function that creates a store of the location, or of another one, and closes it at teardown."""
         made: list[KVStore] = []
 
         def make(text: str = location) -> KVStore:
@@ -344,7 +344,7 @@ class StoreSuite:
     def test_every_change_is_visible_to_the_next_read(
         self, store: KVStore, make_store: MakeStore, back_door: BackDoor, change: str
     ) -> None:
-        """Change each of many values right after it was read: no read may return what was there before."""
+        """Overwrite each of many values right after a read: no read may return the old value."""
         if change == "put by another store":
             self.sharing.require()
         writer = make_store() if change == "put by another store" else store
@@ -491,7 +491,7 @@ class StoreSuite:
             assert found.bytes is not None
             assert found.bytes <= 100_000
             assert as_bytes(store.get([first, key], LIMIT, TIMEOUT)) == [value_of(first, 9000), value_of(key, 9000)]
-            time.sleep(0.005)  # file systems do not tell shorter times apart
+            time.sleep(0.005)  # timestamps of file systems are coarser
         assert store.get([key_of(1), key_of(10)], LIMIT, TIMEOUT) == [None, None]
 
     @pytest.mark.law("5.5")

@@ -1,5 +1,5 @@
-"""The cases that every backend has to pass: `pytest --pyargs fd_core.testing.suite --fd-backend=NAME`.
+"""Cases for every backend: `pytest --pyargs fd_core.testing.suite --fd-backend=NAME`.
 
-Each file is a section of the report. What a backend cannot do by its nature it names in `Backend.limits`, with a
-reason; tests that ask for it are left out and the report shows the reason. Signalling and budget ask for nothing.
+Each file is a section of the report. A backend declares unsupported features in `Backend.limits`, with a reason; tests
+that need them are skipped and the report shows the reason. Signalling and budget are mandatory.
 """

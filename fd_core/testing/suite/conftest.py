@@ -1,4 +1,4 @@
-"""Fixtures of the suite: the backend under test and what it may lack."""
+"""Fixtures of the suite: the backend under test and its optional features."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fd_core.testing.kit.plugin import chosen, run_for_each
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target, parse_target
 
-# The same examples for every backend, and no search for smaller ones, which takes long on a slow device.
+# The same examples for every backend, without shrinking, which is slow on some devices.
 settings.register_profile(
     "fd_core_kit",
     phases=[Phase.explicit, Phase.generate],
@@ -32,13 +32,11 @@ _TARGETS: dict[str, Target] = {}
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("fd_core_kit")
     config.addinivalue_line("markers", "fd_thorough: repeats another test with other numbers, or takes seconds")
-    config.addinivalue_line(
-        "markers", "fd_scale: looks at production sizes; `fdcore conformance --quick` leaves it out"
-    )
+    config.addinivalue_line("markers", "fd_scale: tests production sizes; excluded by `fdcore conformance --quick`")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the section `scale` and let it come last."""
+    """Mark the section `scale` and run it last."""
     for item in items:
         if SCALE in item.path.parents:
             item.add_marker("fd_scale")
@@ -75,7 +73,7 @@ def ops(target: Target) -> Ops:
 
 @pytest.fixture
 def require(target: Target) -> Callable[..., None]:
-    """Return a function that leaves the test out, with the backend's reason, if the backend lacks an ability."""
+    """Return a function that skips the test, with the backend's reason, if the backend lacks an ability."""
 
     def require(*abilities: str) -> None:
         for ability in abilities:
@@ -88,7 +86,7 @@ def require(target: Target) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def whole_layers_are_needed(request: pytest.FixtureRequest) -> None:
-    """Leave out a file that says `REQUIRES = (...)` for a backend that lacks one of these."""
+    """Skip a file with `REQUIRES = (...)` if the backend lacks one of these abilities."""
     needs: tuple[str, ...] = getattr(request.module, "REQUIRES", ())
     if needs:
         request.getfixturevalue("require")(*needs)

@@ -1,4 +1,4 @@
-"""Budget: the step token budget, protocol 2, counted where the forward pass gets its input. No backend may lack it."""
+"""Budget: the step token budget, protocol 2, counted at the input of the forward pass. Mandatory for every backend."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def most_computed(
     eager: bool = False,
     **room: Any,
 ) -> int:
-    """Run requests to their right texts and return the most tokens that a step computed: the budget, or fewer.
+    """Run requests, check their texts and return the maximum tokens of a step, at most the budget.
 
-    Counted is what a model's own forward gets, behind whatever a pack compiles around it. A pack that records the
-    forward calls it with arrays whose size is not known; these are not counted.
+    Counts the input of the model's forward, inside any wrapper that a pack compiles. A pack that records the forward
+    calls it with arrays of unknown size, which are not counted.
     """
     counts: list[int] = []
     cls = golden.target.cls
@@ -57,7 +57,7 @@ def most_computed(
     whole = golden.whole(specs) if k else ()
     engine = golden.target.engine(k, whole, wrong, max_num_batched_tokens=budget, **room)
     with mock.patch.object(cls, "load_model", load_model), engine as loaded:
-        counts.clear()  # what warming up computed
+        counts.clear()  # computed by the warm-up
         stepper = Stepper(loaded, eager=eager)
         stepper.submit(*specs)
         stepper.run(depth)
@@ -83,7 +83,7 @@ def test_the_smallest_legal_budget_brings_everybody_to_the_end(golden: Golden, k
 
 @pytest.mark.law("2")
 def test_each_step_computes_what_it_was_charged(golden: Golden) -> None:
-    """Prompts in chunks beside decodes: no step computes a token that its plan does not name, or its padding."""
+    """Prompt chunks with decodes: no step computes tokens other than those of its plan and its padding."""
     specs = [greedy(f"r{index}", PROMPTS[index][: 3 + 4 * index], 10) for index in range(4)]
     assert most_computed(golden, specs, 9, 3, 0.5, num_kv_blocks=64) <= 9
 

@@ -1,4 +1,4 @@
-"""Fusions: what models call, against the oracle's composition of primitives, for geometries that models have."""
+"""Fusions, compared with the oracle's composition of primitives, for geometries of real models."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ GEOMETRIES = {
     "neighbours": (Geometry(interleaved=True), ("interleaved_rope",)),
     "biases": (Geometry(biases=True, d=128), ("biases",)),
     "head norms": (Geometry(head_norms=True), ()),
-    "norms behind": (Geometry(post_norm=True, activation="gelu_tanh"), ()),
+    "norms after": (Geometry(post_norm=True, activation="gelu_tanh"), ()),
     "window": (Geometry(window=21), ("window",)),
     "window over chunks": (Geometry(window=130, block_size=32, activation="gelu"), ("window",)),
     "softcap": (Geometry(softcap=5.0), ("softcap",)),
     "adapters": (Geometry(adapters=True), ()),
     "adapters on odd sizes": (Geometry(heads=3, kv_heads=3, d=10, hidden=38, inner=50, adapters=True), ()),
-    "adapters, norms behind": (Geometry(post_norm=True, d=64, block_size=32, inner=150, adapters=True), ()),
+    "adapters, norms after": (Geometry(post_norm=True, d=64, block_size=32, inner=150, adapters=True), ()),
     "experts": (Geometry(experts=5), ("moe",)),
     "shared experts": (Geometry(experts=7, shared_expert=True, correction_bias=True, inner=24), ("moe",)),
     **{f"packed {kind}": (Geometry(d=32, hidden=128, inner=256, packed=kind), ()) for kind in sorted(WEIGHT_FORMATS)},
@@ -45,7 +45,7 @@ QUICK = (
     "neighbours",
     "biases",
     "head norms",
-    "norms behind",
+    "norms after",
     "window",
     "softcap",
     "adapters",
@@ -76,7 +76,7 @@ def test_fusions_equal_the_composition(ops: Ops, require: Callable[..., None], n
 
 
 def test_the_residual_stream_is_one_sum_whoever_reads_it_first(ops: Ops) -> None:
-    """A pack may let a sum wait for the norm that reads it; it is added once then, and is there without a norm too."""
+    """A pack may defer a sum to the next norm; it must be added once, also without a norm."""
     oracle = NumpyOps()
     seen = []
     for pack in (oracle, ops):
@@ -95,7 +95,7 @@ def test_the_residual_stream_is_one_sum_whoever_reads_it_first(ops: Ops) -> None
 
 
 def test_what_a_block_held_before_does_not_matter(ops: Ops, geometry: Geometry = GEOMETRIES["plain"][0]) -> None:
-    """A NaN that a finished request left behind must not reach the next owner of its block."""
+    """A NaN of a finished request must not reach the next owner of its block."""
     clean, dirty = (LayerOn(ops, geometry, [(13, 13)]) for _ in range(2))
     blocks = np.arange(dirty.cache.num_blocks, dtype=np.int32)
     held = dirty.cache.export_blocks(blocks)

@@ -1,4 +1,4 @@
-"""Golden stream: a text depends on model, prompt, parameters and seed, and on nothing else; protocol 4."""
+"""Golden stream: a text depends only on model, prompt, parameters and seed; protocol 4."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def line(index: int, length: int) -> list[int]:
 
 
 def spec_of(target: Target, index: int, **params: Any) -> RequestSpec:
-    """One of several requests, each of another length; where the dtype allows an exact comparison, half are random."""
+    """Return one of several requests of different lengths; with exact dtypes, half are random."""
     heat = float(target.exact and index % 2)
     return greedy(f"r{index}", line(index, 3 + 5 * index), 18, temperature=heat, seed=index, **params)
 
@@ -36,20 +36,20 @@ def specs_of(target: Target, count: int = 6) -> list[RequestSpec]:
 
 
 def limits_of(index: int) -> dict[str, Any]:
-    """Tokens that some requests must not produce: every third a set of pairs, every third most of the vocabulary."""
+    """Return banned tokens: every third request bans pairs, every third most of the vocabulary."""
     if index % 3 == 1:
         return {"bad_words_token_ids": tuple((one, (7 * one + step) % 90) for one in range(90) for step in range(9))}
     return {"allowed_token_ids": tuple(range(0, 90, 2))} if index % 3 == 2 else {}
 
 
 def check(target: Target, golden: Golden, specs: Sequence[RequestSpec], **changes: Any) -> None:
-    """Run requests together and compare their texts with the right ones."""
+    """Run requests together and compare their texts with the expected ones."""
     with target.engine(**ROOM | changes) as engine:
         golden.check(specs, run(engine, specs).tokens)
 
 
 def one_by_one(target: Target, specs: Sequence[RequestSpec]) -> Texts:
-    """Return what the oracle delivers where no request sees another."""
+    """Return the oracle's texts of isolated requests."""
     with target.oracle.engine(**ROOM | {"max_num_seqs": 1, "enable_prefix_caching": False}) as engine:
         return run(engine, specs)
 
@@ -122,7 +122,8 @@ def test_what_a_request_bans_never_comes(target: Target, golden: Golden, k: int)
 @pytest.mark.parametrize("k", thorough_but([0, 3], 0))
 @pytest.mark.law("4")
 def test_forced_tokens_come_where_they_have_to_and_change_no_other(target: Target, golden: Golden, k: int) -> None:
-    """Masks beside filters, penalties and log-probabilities, also in rows behind drafts: reasoning ends by force."""
+    """Combine masks with filters, penalties and log-probabilities, also in rows with drafts, by forcing the end of
+    reasoning."""
     end = (11, 12, 11, 13)
     specs = [
         spec_of(
@@ -181,7 +182,7 @@ def assert_scores(
 @pytest.mark.parametrize("budget", thorough_but([1, 7, 256], 7))
 @pytest.mark.law("4")
 def test_log_probabilities_of_prompts_are_the_oracles(target: Target, budget: int) -> None:
-    """In chunks and in one step, beside requests that want none, and again when the prefix is known."""
+    """Score prompts in chunks and in one step, along with other requests, and again with a cached prefix."""
     specs = [scored(f"p{index}", prompt) for index, prompt in enumerate(PROMPTS)]
     alone = one_by_one(target, specs)
     others = [greedy("plain", [5, 6, 7], 20), scored("least", PROMPTS[3], 0)]
@@ -210,7 +211,7 @@ def test_log_probabilities_of_prompts_survive_preemption(target: Target) -> None
 @pytest.mark.parametrize("budget", thorough_but([1, 7, 256], 7))
 @pytest.mark.law("4")
 def test_vectors_of_prompts_are_the_oracles(target: Target, budget: int) -> None:
-    """In chunks and in one step, beside texts, and again when the prefix is known."""
+    """Embed prompts in chunks and in one step, along with texts, and again with a cached prefix."""
     wanted = (Pooling("last"), Pooling("mean"), Pooling("tokens", (5, 88)))
     specs = [
         RequestSpec(request_id=f"{pooling.kind}{index}", prompt=tuple(prompt), params=ONE_TOKEN, pooling=pooling)

@@ -1,4 +1,4 @@
-"""KV: blocks leave the device and come back bit for bit, lie where the contract says, and serve as well as computed."""
+"""KV: blocks are exported and imported bit for bit, in canonical order, and equivalent to computed ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def blocks(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 def test_blocks_come_back_bit_for_bit(ops: Ops, require: Callable[..., None]) -> None:
     require("primitives")
     cache = ops.allocate_kv(SHAPE, 7)
-    bits = np.random.default_rng(0).integers(0, 2**16, (3, 2, 2, 5, 3, 10)).astype(np.uint16)  # NaN included
+    bits = np.random.default_rng(0).integers(0, 2**16, (3, 2, 2, 5, 3, 10)).astype(np.uint16)  # including NaN
     wide = (bits.astype(np.uint32) << 16 | bits).view(np.float32)
     halves: npt.NDArray[Any] = bits if ops.dtype == "bfloat16" else bits.view(np.float16)
     data = wide if ops.dtype == "float32" else halves
@@ -69,7 +69,7 @@ def test_exported_blocks_are_keys_then_values_by_position(ops: Ops, require: Cal
     flat = activations(ops, values(3, 3 * 16))
     _, k, v = ops.split_heads(flat, layer.heads)
     cache = ops.allocate_kv(KVShape(2, 2, 8, 2), 3)
-    # Block 2, then the first place of block 0.
+    # Block 2, then the first entry of block 0.
     ops.write_kv(cache.layer(1), k, v, ops.from_host(blocks(4, 5, 0)))
     exported = cache.export_blocks(blocks(2, 0))
     if exported.dtype == np.uint16:
@@ -91,7 +91,7 @@ def test_blocks_of_another_type_are_refused(ops: Ops, require: Callable[..., Non
 
 
 def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) -> None:
-    """The prompt's KV computed by one engine serves another one, in other blocks, to the last bit."""
+    """Import the prompt's KV of one engine into another one, in other blocks, bit for bit."""
     spec = greedy("a", range(1, 25), 12)
     with target.engine(max_model_len=40) as first:
         run(first, [spec])
@@ -119,7 +119,7 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
         pool.release(spare, -1)
         texts = run(second, [spec])
         assert second.stats().scheduler.counters.prefix_hits == len(chain) * hasher.block_size, (
-            "what was imported was not used"
+            "the imported blocks were not used"
         )
     golden.check([spec], texts.tokens)
 
@@ -130,8 +130,8 @@ def test_texts_survive_a_preemption_whose_kv_is_restored(target: Target, golden:
     specs = [greedy(f"r{index}", range(index, index + 14), 40) for index in range(3)]
     with target.engine(pipeline_depth=depth, save_preempted_kv=True, num_kv_blocks=18) as engine:
         probe = parts_of(engine)
-        probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
-        # A prefix that is still in the pool needs no load, so the pool forgets all prefixes.
+        probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # patched to admit all requests
+        # A cached prefix needs no load, so all prefixes are evicted.
         release = probe.residencies.release
 
         def forgetting(slot: int) -> Request:
@@ -139,7 +139,7 @@ def test_texts_survive_a_preemption_whose_kv_is_restored(target: Target, golden:
             probe.pool.forget_prefixes()
             return request
 
-        probe.residencies.release = forgetting  # type: ignore[method-assign]  # a back door
+        probe.residencies.release = forgetting  # type: ignore[method-assign]  # patched
         texts = run(engine, specs)
         stats = engine.stats().scheduler
         assert stats.counters.preemptions > 0

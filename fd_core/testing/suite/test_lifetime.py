@@ -1,4 +1,4 @@
-"""Lifetime: what a backend says of itself, a crash and a restart, and memory that comes back."""
+"""Lifetime: description of a backend, crash and restart, and freed memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_it_says_why_it_can_run_and_what_it_runs_on(target: Target) -> None:
     for line in (probed.reason, about):
         assert line.strip() == line
         assert len(line.splitlines()) == 1
-    assert ("emulated" in about) == target.emulated, "where a device is emulated, its description says so"
+    assert ("emulated" in about) == target.emulated, "the description of an emulated device must contain 'emulated'"
     assert target.backend.free_memory() > 0
 
 
@@ -49,7 +49,7 @@ def test_it_computes_in_the_dtype_asked_for(target: Target, require: Callable[..
 
 
 def test_float16_is_computed_or_refused(target: Target) -> None:
-    """Few backends offer it: no limit has to be named."""
+    """Optional: its absence needs no declared limit."""
     config = target.config().__class__(model="kit", backend=target.name, dtype="float16", num_threads=1)
     try:
         assert target.cls(config).make_ops().dtype == "float16"
@@ -60,7 +60,7 @@ def test_float16_is_computed_or_refused(target: Target) -> None:
 @pytest.mark.fd_thorough
 @pytest.mark.law("4")
 def test_a_text_survives_a_crash_in_the_middle(target: Target, golden: Golden, require: Callable[..., None]) -> None:
-    """The engine's process is killed while two requests run; another one goes on where they were."""
+    """Kill the engine's process while two requests run; another one must resume them."""
     require("own_process")
     specs = [greedy("a", range(9), 380), greedy("b", range(5, 15), 300)]
     config = target.config(max_model_len=400, num_kv_blocks=220, pipeline_depth=2)
@@ -101,7 +101,7 @@ def test_a_closed_engine_leaves_no_cache_behind(target: Target) -> None:
 
 @pytest.mark.fd_thorough
 def test_memory_comes_back_when_engines_close(target: Target, require: Callable[..., None]) -> None:
-    """Filled caches of 24 MiB: two that were not freed would show, in the device's memory or in this process."""
+    """Fill caches of 24 MiB: two leaked ones are visible in the memory of the device or of this process."""
     require("kv_transfer")
     room: dict[str, Any] = {"block_size": 128, "max_model_len": 128}
     with target.engine(**room) as engine:
@@ -134,8 +134,8 @@ def test_memory_comes_back_when_engines_close(target: Target, require: Callable[
     on_device = target.backend.free_memory()
     grown = growth()
     taken = on_device - target.backend.free_memory()
-    if grown >= 40 * MEBI:  # an allocator may keep what was freed, once; caches that are never freed add up again
+    if grown >= 40 * MEBI:  # an allocator may retain freed memory once, but leaked caches accumulate
         grown = min(grown, growth())
     assert grown < 40 * MEBI, "the process grows by a cache with each engine"
-    if min(held) > 20 * MEBI:  # the device counts exactly; what a host has left also changes for other reasons
+    if min(held) > 20 * MEBI:  # exact on a device; free memory of the host also changes for other reasons
         assert taken < 40 * MEBI, "the device's memory shrinks with each engine"

@@ -1,4 +1,4 @@
-"""Models: each architecture of the project, prompts whole, in chunks and mixed with decodes, against the oracle."""
+"""Models: each architecture with whole prompts, chunks and mixed decodes, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from fd_core.testing.models.paged import PagedDriver, Row
 REQUIRES = ("checkpoints",)
 
 LOGITS_ERROR = {"float32": 1e-4, "float16": 2.0, "bfloat16": 4.0, "packed": 12.0}
-"""Largest error of a logit by `Target.precision`; logits deviate by 4.
+"""Maximum error of a logit by `Target.precision`; logits have a standard deviation of 4.
 
-Rounding may send a token on the verge to another expert.
+Rounding may route a token to another expert.
 """
 MEAN_ERROR = {"float32": 2e-5, "float16": 0.01, "bfloat16": 0.05, "packed": 0.15}
-"""Mean error as a share of that deviation."""
+"""Maximum mean error relative to that deviation."""
 
 WAYS = {
     "whole": (None, (1, 23, 8, 11)),
@@ -42,7 +42,7 @@ WAYS = {
 }
 GENERATED = 6
 EQUAL = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64) | {"num_key_value_heads": 4}
-"""As wide as all heads together: memory of one kind, such as logits, must not pass for another's by its width."""
+"""Hidden size equal to the width of all heads, to detect buffers that are mixed up by width."""
 
 
 def prompts(vocab: int, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -54,7 +54,7 @@ def prompts(vocab: int, lengths: tuple[int, ...]) -> list[list[int]]:
 def oracle_logits(
     folder: Path, tokens: tuple[int, ...], quantization: str = "auto", adapter: Path | None = None
 ) -> Floats:
-    """Return the oracle's logits of every position of one sequence by itself."""
+    """Return the oracle's logits of every position of a single sequence."""
     with open_checkpoint(folder) as checkpoint:
         model: Model = load_model(checkpoint, NumpyOps(), 64, quantization=quantization)
     if adapter is not None:
@@ -72,7 +72,7 @@ def written(case: str, checkpoints: Path) -> Path:
 
 
 def adapted_by(model: Model, folder: Path, adapters: Sequence[Path]) -> Model:
-    """Return the model with adapters, which fit the checkpoint in `folder`."""
+    """Return the model with adapters for the checkpoint in `folder`."""
     assert isinstance(model, AdaptableModel)
     with open_checkpoint(folder) as checkpoint:
         linears = spec_of(checkpoint).adaptable()
@@ -87,7 +87,7 @@ def loaded(target: Target, ops: Ops, folder: Path) -> Model:
 def assert_close(
     target: Target, row: Row, expected: Floats, largest: Mapping[str, float] = LOGITS_ERROR, share: float = 1.0
 ) -> None:
-    """Compare the logits of a row; `share` times as large a mean error as usual is allowed."""
+    """Compare the logits of a row; `share` scales the allowed mean error."""
     error = np.abs(np.stack(row.logits) - expected)
     assert np.isfinite(error).all()
     assert error.max() < largest[target.precision]
@@ -99,7 +99,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "queries": {"seed": 2, "rank": 6, "targets": ("q_proj", "v_proj")},
 }
 ADAPTED_ERROR = {**LOGITS_ERROR, "float32": 2e-4}
-"""Largest error of a logit compared with merged weights, which are rounded once more."""
+"""Maximum error of a logit compared with merged weights, which are rounded again."""
 
 
 @pytest.mark.parametrize("way", thorough_but(["mixed", "chunked"], "mixed"))
@@ -107,7 +107,8 @@ ADAPTED_ERROR = {**LOGITS_ERROR, "float32": 2e-4}
 def test_adapters_in_one_batch_compute_what_merged_weights_compute(
     target: Target, ops: Ops, checkpoints: Path, require: Callable[..., None], case: str, way: str
 ) -> None:
-    """With quantized weights, compare with the oracle with adapters: merged weights are quantized after the sum."""
+    """Compare with merged weights, or, for quantized weights, with the oracle's adapters, as merging happens before
+    quantization."""
     require(*abilities_of(case))
     folder = written(case, checkpoints)
     right = [partial(oracle_logits, folder, quantization=target.quantization)]
@@ -153,7 +154,7 @@ def test_a_model_computes_what_the_oracle_computes(
 
 
 def test_equal_dimensions(target: Target, ops: Ops, checkpoints: Path) -> None:
-    """With logits of a few tokens of a step, as an engine wants them."""
+    """Compute logits of a few tokens of a step, as an engine does."""
     folder = checkpoints / "equal"
     write_checkpoint("llama", folder, **EQUAL)
     model = loaded(target, ops, folder)

@@ -1,4 +1,4 @@
-"""Operations: each primitive against the words of the contract, in every dtype of the backend."""
+"""Operations: each primitive compared with its specification, in every dtype of the backend."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def values() -> Values:
 
 
 def no_rope(ops: Ops) -> Rope:
-    """Return tables that turn nothing, for operations that have a rope in their geometry only."""
+    """Return identity tables, for operations that have a rope only in their geometry."""
     return Rope(ops.prepare_vector(np.ones((16, 4), np.float32)), ops.prepare_vector(np.zeros((16, 4), np.float32)))
 
 
@@ -75,7 +75,7 @@ def test_the_formats_of_packed_weights_are_known_ones(ops: Ops) -> None:
 
 @pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
 def test_packed_weights_equal_what_they_stand_for(ops: Ops, values: Values, kind: str) -> None:
-    """Alone, beside another format, and as gate and up."""
+    """Multiply alone, combined with another format, and as gate and up."""
     require_format(ops, kind)
     x = values(5, 256)
     other = packed_weight("Q6_K", 24, 256, scale=0.1)
@@ -143,7 +143,7 @@ def test_gated_linear_activates_the_gate(ops: Ops, values: Values, activation: A
 
 
 def test_gate_and_up_come_one_after_the_other(ops: Ops, values: Values) -> None:
-    """Adapters add to what a gated weight yields before it is activated."""
+    """Adapters add to a gated weight's output before the activation."""
     x, gate, up = values(3, 5), values(21, 5), values(21, 5)
     both = ops.gate_up(activations(ops, x), ops.prepare_linear([raw(gate), raw(up)], gated=True))
     assert_near(ops, both, np.hstack([x @ gate.T, x @ up.T]))
@@ -151,11 +151,11 @@ def test_gate_and_up_come_one_after_the_other(ops: Ops, values: Values) -> None:
 
 
 PLACES = np.array([0, 2, 1, 0, 2], np.int32)
-"""The place of the adapter of each of five tokens, 0 for none."""
+"""Adapter slot of each of five tokens, 0 for none."""
 
 
 def lora_of(ops: Ops, adapters: Sequence[Sequence[LowRank | None] | None], *, gated: bool = False) -> Lora:
-    """Prepare adapters of a linear with parts of 7 columns, for tokens that have the places `PLACES`."""
+    """Prepare adapters of a linear with parts of 7 columns, for tokens with the slots `PLACES`."""
     step = step_input([(5, 5)], 8, np.zeros((1, 1), np.int32))
     with ops.replaceable_weights():
         deltas = [
@@ -166,7 +166,7 @@ def lora_of(ops: Ops, adapters: Sequence[Sequence[LowRank | None] | None], *, ga
 
 @pytest.mark.parametrize("gated", [False, True], ids=["stacked", "gated"])
 def test_lora_adds_what_the_adapter_of_each_token_says(ops: Ops, values: Values, gated: bool) -> None:
-    """Parts have ranks of their own, and one adapter leaves a part alone."""
+    """Parts have different ranks, and one adapter does not change a part."""
     y, x = values(5, 14), values(5, 12)
     first = [LowRank(values(rank, 12), values(7, rank)) for rank in (3, 2)]
     second = [None, LowRank(values(5, 12), values(7, 5))]
@@ -180,7 +180,7 @@ def test_lora_adds_what_the_adapter_of_each_token_says(ops: Ops, values: Values,
 
 
 def test_the_numbers_of_an_adapter_reach_no_token_of_another(ops: Ops, values: Values) -> None:
-    """An adapter whose products overflow spoils its own tokens only."""
+    """An adapter whose products overflow must only affect its own tokens."""
     y, x, well = values(5, 7), values(5, 12), LowRank(values(3, 12), values(7, 3))
     x[2] = 3e38
     wild = LowRank(np.full((3, 12), 3e38, np.float32), values(7, 3))
@@ -216,7 +216,7 @@ def test_rope_turns_pairs_and_leaves_the_rest(
 
 
 def test_rope_keeps_the_amplitude_of_its_tables(ops: Ops, values: Values) -> None:
-    """YaRN scales cosine and sine, so they cannot be computed again from their angle."""
+    """YaRN scales cosine and sine, so they cannot be recomputed from the angle."""
     x, amplitude = values(3, 2, 8), 1.25
     angles = np.random.default_rng(1).uniform(0, 6, size=(5, 4))
     tables = (amplitude * np.cos(angles), amplitude * np.sin(angles))
@@ -258,7 +258,7 @@ ROWS = {"decode": [(1, 1), (1, 9), (1, 4)], "prefill": [(6, 6)], "mixed": [(1, 9
 def attention_by_definition(
     q: Floats, keys: Sequence[Floats], values: Sequence[Floats], heads: Heads, rows: Sequence[tuple[int, int]]
 ) -> Floats:
-    """Every head of every token by itself; keys and values of a row are [context, nkv, d]."""
+    """Reference for every head of every token separately; keys and values of a row are [context, nkv, d]."""
     output: list[Floats] = []
     for (count, context), k, v in zip(rows, keys, values, strict=True):
         for position in range(context - count, context):
@@ -276,7 +276,7 @@ def attention_by_definition(
 
 
 def attend(ops: Ops, values: Values, rows: list[tuple[int, int]], kv_dtype: str = "auto", **changes: Any) -> None:
-    """Compare attention over scattered blocks, written before, with its definition."""
+    """Compare attention over scattered blocks with its definition."""
     block_size, width, q_heads, kv_heads, d = 4, 3, 6, 2, 8
     shuffled = np.random.default_rng(3).permutation(len(rows) * width + 2)
     tables = shuffled[: len(rows) * width].reshape(len(rows), width).astype(np.int32)
@@ -286,7 +286,7 @@ def attend(ops: Ops, values: Values, rows: list[tuple[int, int]], kv_dtype: str 
     heads = Heads(q_heads, kv_heads, d, 0.3, no_rope(ops), **changes)
     earlier = step_input([(context, context) for _, context in rows], block_size, tables)
     used = -(-np.array([context for _, context in rows]) // block_size)
-    # Entries beyond the context have no meaning.
+    # Entries beyond the context are undefined.
     visible = np.where(np.arange(width) < used[:, None], tables, np.int32(2**20))
     step = replace(step_input(rows, block_size, tables), block_tables=visible)
     cache = ops.allocate_kv(KVShape(2, kv_heads, d, block_size, kv_dtype), len(rows) * width + 2)
@@ -319,7 +319,7 @@ def test_attention_caps_its_scores(ops: Ops, values: Values, require: Require, r
 
 
 def test_later_steps_with_other_shapes_are_planned_anew(ops: Ops, values: Values, require: Require) -> None:
-    """A pack that keeps a plan for each step must not share it between two steps in a row."""
+    """A pack that caches a plan per step must not reuse it for the next step."""
     require("paged_kv")
     heads = Heads(2, 1, 8, 0.5, no_rope(ops))
     tables = np.array([[1, 0]], np.int32)
@@ -342,7 +342,7 @@ def test_moe_adds_the_weighted_outputs_of_the_chosen_experts(
 ) -> None:
     require("moe")
     x, router = values(9, 6), values(5, 6)
-    gates, ups, downs = values(6, 4, 6), values(6, 4, 6), values(6, 6, 4)  # of 5 experts, and of the shared one
+    gates, ups, downs = values(6, 4, 6), values(6, 4, 6), values(6, 6, 4)  # 5 experts, and the shared one
     bias = values(5) if corrected else np.zeros(5, np.float32)
     experts = Experts(
         router=ops.prepare_vector(router),

@@ -1,4 +1,4 @@
-"""KV in 8 bits: kept as the contract says, to the last bit, and texts that are the oracle's with as few bits."""
+"""KV in 8 bits: stored as specified, bit for bit, with the same texts as the oracle with 8 bits."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ GEOMETRIES = {
 
 @pytest.fixture
 def ops8(ops: Ops) -> Ops:
-    """The pack; what it keeps in its own dtype alone is left out."""
+    """Return the pack; skip the test if it stores KV only in its own dtype."""
     if "int8" not in ops.kv_dtypes:
-        lacks("its pack keeps KV in its own dtype alone")
+        lacks("its pack stores KV only in its own dtype")
     return ops
 
 
@@ -42,7 +42,7 @@ def narrow(target: Target, ops8: Ops) -> Target:
 
 def test_quantized_blocks_come_back_bit_for_bit(ops8: Ops) -> None:
     cache = ops8.allocate_kv(SHAPE, 7)
-    data = np.random.default_rng(0).integers(-128, 128, (3, 2, 2, 5, 3, 14)).astype(np.int8)  # any scale, NaN included
+    data = np.random.default_rng(0).integers(-128, 128, (3, 2, 2, 5, 3, 14)).astype(np.int8)  # any scale, including NaN
     data.flags.writeable = False
     cache.import_blocks(np.array([6, 0, 3], np.int32), data)
     assert cache.export_blocks(np.array([6, 0, 3], np.int32)).tobytes() == data.tobytes()
@@ -51,7 +51,7 @@ def test_quantized_blocks_come_back_bit_for_bit(ops8: Ops) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 9], ids=["one by one", "at once"])
 def test_what_is_kept_of_a_token_is_the_oracles(ops8: Ops, require: Callable[..., None], tokens: int) -> None:
-    """Also of heads of zeros, of one large element, and of numbers so small that their scale is none."""
+    """Quantize also heads of zeros, with one large element, and with values so small that the scale underflows."""
     require("primitives")
     cache, slots = ops8.allocate_kv(SHAPE, 7), np.array([0, 1, 2, 3, 4, 30, 31, 15, 16], np.int32)
     x = Values(5)(9, 3, 10)
@@ -73,7 +73,7 @@ def test_attention_reads_what_is_kept(ops8: Ops, require: Callable[..., None], r
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_fusions_keep_and_read_what_their_composition_does(ops8: Ops, require: Callable[..., None], name: str) -> None:
-    """But for elements on the verge between two steps, which a sum in another order moves by one."""
+    """Tolerate a difference of one step in elements that another order of summation rounds differently."""
     require("primitives")
     fused, composed = (LayerOn(ops8, GEOMETRIES[name]) for _ in range(2))
     ours, right = fused.run(ops8), composed.run(Ops)
@@ -86,7 +86,7 @@ def test_fusions_keep_and_read_what_their_composition_does(ops8: Ops, require: C
 
 
 def test_a_scale_that_a_block_held_before_does_not_matter(ops8: Ops, require: Callable[..., None]) -> None:
-    """A scale that is NaN must not reach the next owner of its block."""
+    """A NaN scale must not reach the next owner of its block."""
     require("primitives")
     test_fusions.test_what_a_block_held_before_does_not_matter(ops8, GEOMETRIES["plain"])
 

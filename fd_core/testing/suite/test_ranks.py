@@ -1,7 +1,7 @@
-"""Several ranks, as threads: sums and gathers by their definition, and models that compute what one rank computes.
+"""Several ranks, as threads: sums and gathers, and models with the same results as on one rank.
 
-A pack that says so by `Parallel.gathers` has the bits of one rank, in every dtype and quantization. Others need not,
-and the engine warns of them at start.
+A pack with `Parallel.gathers` has the bits of one rank, in every dtype and quantization. Others need not, and the
+engine logs a warning at start.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Computed = tuple[bool, list[list[int]], npt.NDArray[np.float32]]
 
 
 def joined(target: Target, group: RankGroup) -> Ops:
-    """Return a pack of its own for a rank; skips where the backend has no ranks, or none in one process."""
+    """Return a separate pack for a rank; skip the test if the backend has no ranks, or only in separate processes."""
     ops = target.cls(target.config()).make_ops()
     try:
         if any(target.cls.rank_environments(group.parallel.size)):
-            lacks("each rank has a device, and so a process, of its own")
+            lacks("each rank needs a separate device, and so a separate process")
         ops.join(group)
     except ConfigError as error:
         lacks(error.message)
@@ -57,7 +57,7 @@ def transported(transport: str) -> Callable[[int, float], Sequence[RankGroup]]:
 def test_sums_and_gathers_have_the_same_bits_on_all_ranks(
     target: Target, size: int, shape: tuple[int, int], transport: str
 ) -> None:
-    """Sums are taken in the order of ranks, so a row's do not depend on the rows beside it."""
+    """Sums are in the order of ranks, so a row's result does not depend on the batch."""
     parts = [Values(seed=rank)(*shape) for rank in range(size)]
 
     def work(group: RankGroup) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -76,7 +76,8 @@ def test_sums_and_gathers_have_the_same_bits_on_all_ranks(
 def computed_by_ranks(
     target: Target, path: Path | None, adapters: Sequence[Path] = (), transport: str = "shared_memory"
 ) -> tuple[list[Computed], Computed]:
-    """Return what two ranks compute, which is equal and where they gather equal to that of one, and what one does."""
+    """Return the results of two ranks and of one; those of the two must be equal, and equal to the one if they
+    gather."""
 
     def run(ops: Ops) -> Computed:
         model = target.cls(target.config()).load_model(path, ops, lambda *_: None)
@@ -114,7 +115,7 @@ def test_two_ranks_compute_what_one_does(target: Target, case: str, transport: s
 
 
 def test_two_ranks_add_what_an_adapter_adds_on_one(target: Target, checkpoints: Path) -> None:
-    """Each cuts it as it cuts the weights: two requests of different adapters and one of none."""
+    """Shard adapters as weights: two requests with different adapters and one without."""
     path = target.checkpoint("llama-biases-wide-heads")
     if path is None:
         lacks("it reads no checkpoint")

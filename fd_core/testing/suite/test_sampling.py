@@ -25,7 +25,7 @@ LOGITS = st.lists(st.sampled_from([-2.5, -0.0, 0.0, 0.5, 0.75, 3.0, 11.0]), min_
 
 @st.composite
 def situations(draw: Any) -> tuple[Floats, SampleInput]:
-    """Logits [R, 9] and parameters of up to four rows."""
+    """Draw logits [R, 9] and parameters of up to four rows."""
     rows = draw(st.integers(1, 4))
     each = {"min_size": rows, "max_size": rows}
     logits = np.array(draw(st.lists(LOGITS, **each)), np.float32)
@@ -53,7 +53,7 @@ def choose(ops: Ops, logits: Floats, parameters: SampleInput) -> tuple[IntArray,
 
 
 def by_definition(logits: Floats, parameters: SampleInput, row: int) -> int:
-    """The contract's words, one row and one token at a time."""
+    """Reference implementation of the contract, one row and one token at a time."""
     values = [float(value) for value in logits[row]]
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     temperature = float(parameters.temperature[row])
@@ -98,7 +98,7 @@ def test_greedy_rows_stay_greedy_beside_random_ones(ops: Ops) -> None:
 
 
 def test_top_k_cuts_before_top_p(ops: Ops) -> None:
-    """Of four tokens of equal weight, top_k keeps two; half of what is left is one of them."""
+    """Of four tokens of equal weight, top_k keeps two; half of the rest is one of them."""
     logits = np.zeros((60, 4), np.float32)
     tokens = sample(ops, logits, sample_input(60, top_k=2, top_p=0.5, positions=np.arange(60)))
     assert set(tokens.tolist()) == {0}
@@ -204,7 +204,7 @@ def test_penalties_are_those_of_the_definition(ops: Ops, seed: int) -> None:
     rows, residencies, vocabulary = 6, 4, 11
     logits = rng.choice([-2.5, -0.0, 0.1, 7.3], (rows, vocabulary)).astype(np.float32)
     counts = rng.integers(0, 9, (residencies, vocabulary), dtype=np.int32)
-    chosen = rng.permutation(rows)[:seed].astype(np.int32)  # none of them in the first case
+    chosen = rng.permutation(rows)[:seed].astype(np.int32)  # empty in the first case
     drafts = sorted((int(row), int(token)) for row in range(seed) for token in rng.integers(0, 4, row))
     given = penalty_input(
         counts,
@@ -252,13 +252,14 @@ def test_penalties_of_a_real_vocabulary_are_the_oracles(ops: Ops) -> None:
 
 @pytest.mark.parametrize("vocabulary", [9, 32, 33, 64, 1003])
 def test_masked_tokens_become_impossible_and_no_others(ops: Ops, vocabulary: int) -> None:
-    """Rows in no order, one of them not finite; words with the sign bit; bits beyond the vocabulary of either kind."""
+    """Mask rows in random order, one of them not finite; words with the sign bit; bits beyond the vocabulary set and
+    unset."""
     rng = np.random.default_rng(vocabulary)
     logits = (rng.standard_normal((5, vocabulary)) * 4).astype(np.float32)
     logits[4, ::3] = np.nan
     rows = np.array([4, 0, 2], np.int32)
     bits = rng.integers(-(2**31), 2**31, (3, -(-vocabulary // 32)), dtype=np.int32)
-    bits[1] = 1 << 8  # of each word one token, not the first
+    bits[1] = 1 << 8  # one token per word, not the first
     expected = logits.copy()
     for index, row in enumerate(rows.tolist()):
         for token in range(vocabulary):
@@ -275,7 +276,7 @@ def test_a_mask_of_no_rows_changes_nothing(ops: Ops) -> None:
 
 
 def test_the_mask_of_a_single_token_leaves_that_token(ops: Ops) -> None:
-    """Every token of a vocabulary that ends inside a word, greedy and drawn."""
+    """Sample every token of a vocabulary that ends inside a word, greedily and at random."""
     vocabulary = 77
     tokens = np.arange(vocabulary)
     bits = np.zeros((vocabulary, 3), np.uint32)
@@ -328,7 +329,7 @@ def test_ranks_count_from_one_and_ties_go_to_the_lower_id(ops: Ops, rows: list[l
 @settings(max_examples=40, **SHARED)
 @given(st.data(), st.integers(1, 5), st.integers(1, 5))
 def test_verify_counts_the_right_drafts_before_the_first_wrong_one(ops: Ops, data: Any, rows: int, k: int) -> None:
-    # Few tokens make drafts right; token 0 is a token.
+    # Few tokens make matching drafts likely; token 0 is a token.
     row = st.lists(st.integers(0, 2), min_size=2 * k + 1, max_size=2 * k + 1)
     table = np.array(data.draw(st.lists(row, min_size=rows, max_size=rows)), np.int32)
     sampled, drafts = np.ascontiguousarray(table[:, : k + 1]), np.ascontiguousarray(table[:, k + 1 :])
@@ -348,7 +349,7 @@ def test_verify_of_no_drafts_keeps_none(ops: Ops) -> None:
 
 
 def test_a_chosen_token_is_a_number_of_the_vocabulary(ops: Ops) -> None:
-    """Even where a logit is the largest by far, or all are the same."""
+    """Fail even if one logit is by far the largest, or all are equal."""
     logits = np.array([[0, 0, 1e30], [-1e30, 0, 0], [5, 5, 5]], np.float32)
     for temperature in (0.0, 1.0):
         tokens = sample(ops, logits, sample_input(3, temperature=temperature, positions=[1, 2, 3]))
@@ -362,7 +363,7 @@ def test_a_chosen_token_is_a_number_of_the_vocabulary(ops: Ops) -> None:
 def test_a_row_that_is_not_finite_says_so_and_leaves_the_others(
     ops: Ops, strange: float, columns: dict[str, float]
 ) -> None:
-    """Of -inf all of them, of the others one; the largest logit of the other rows is told as it is."""
+    """Fail a row with all logits -inf, or one other nonfinite logit; the peaks of other rows are exact."""
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((9, 2001)).astype(np.float32)
     logits[3:6, 5] = -np.inf

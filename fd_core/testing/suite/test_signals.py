@@ -1,6 +1,6 @@
-"""Signalling: preempted slots, protocol 1. No backend may lack any of it.
+"""Signalling: preempted slots, protocol 1. Mandatory for every backend.
 
-The first part drives the runner step by step; the second lets the scheduler preempt, with outputs in flight.
+The first part drives the runner step by step; in the second the scheduler preempts with outputs in flight.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 90, (8, 16)).tol
 
 
 def long_ones(count: int, max_tokens: int = 44) -> list[RequestSpec]:
-    """Requests of which one alone nearly fills the pool of a small engine."""
+    """Return requests, each of which nearly fills the pool of a small engine."""
     return [greedy(f"r{index}", PROMPTS[index][:8], max_tokens) for index in range(count)]
 
 
 @contextmanager
 def by_hand(target: Target, golden: Golden, k: int = 0, slots: Sequence[int] = ()) -> Iterator[ByHand]:
-    """A runner with requests in some slots, each with a prompt of eight tokens that no step has computed."""
+    """Return a runner with requests in some slots, each with an uncomputed prompt of eight tokens."""
     with target.engine(k, golden.whole(long_ones(4)), max_num_batched_tokens=40) as engine:
         hand = ByHand(engine)
         for slot in slots:
@@ -76,7 +76,7 @@ def test_rows_beside_a_revocation_keep_their_tokens(target: Target, golden: Gold
 
 @pytest.mark.law("1.2")
 def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden: Golden) -> None:
-    """A row's absence never means a release."""
+    """An absent row is never a release."""
     with by_hand(target, golden, slots=range(2)) as hand:
         hand.step((0, 8), (1, 8))
         _, without = hand.step((0, 1))
@@ -117,7 +117,7 @@ def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: Target, golden: 
 
 @pytest.mark.law("1.1")
 def test_a_slot_that_is_used_again_starts_anew(target: Target, golden: Golden) -> None:
-    """No token and no other state of the request before is left in the slot."""
+    """No token or other state of the previous request remains in the slot."""
     with by_hand(target, golden) as hand:
         hand.admit(0, PROMPTS[3][:12])
         hand.step((0, 12))
@@ -151,7 +151,7 @@ def test_rejected_drafts_are_empty_and_accepted_ones_are_not(target: Target, gol
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.9")
 def test_token_id_zero_is_a_token(target: Target, k: int) -> None:
-    """Delivered, accepted as a draft, and obeyed as a stop token and as the end of a text."""
+    """Token 0 is delivered, accepted as a draft, and works as a stop token and as end of text."""
     prompt, favoured = PROMPTS[0][:8], {"logit_bias": {0: 100.0}}
     specs = [
         greedy("text", prompt, 12, **favoured),
@@ -167,7 +167,7 @@ def test_token_id_zero_is_a_token(target: Target, k: int) -> None:
 
 @contextmanager
 def sending(engine: Engine, specs: Sequence[RequestSpec], transport: str) -> Iterator[Stepper]:
-    """A stepper whose plans and outputs travel, with requests."""
+    """Return a stepper with requests, whose plans and outputs are serialized."""
     device = make_device(engine.probe().runner, 2, transport)
     stepper = Stepper(engine, eager=True, device=device)
     stepper.submit(*specs)
@@ -179,7 +179,7 @@ def sending(engine: Engine, specs: Sequence[RequestSpec], transport: str) -> Ite
 def pressed(
     target: Target, golden: Golden, specs: Sequence[RequestSpec], k: int = 0, transport: str = "memory", **changes: Any
 ) -> Iterator[Stepper]:
-    """A stepper that admits all requests at once into a pool that holds one of them."""
+    """Return a stepper that admits all requests at once into a pool for one of them."""
     loaded = target.engine(k, golden.whole(specs) if k else (), 0.3, **changes)
     with loaded as engine, sending(engine, specs, transport) as stepper:
         yield stepper
@@ -198,7 +198,7 @@ def test_preempted_again_and_again_nothing_is_lost(
         stepper.run(
             depth, watch=lambda plan: victims.update(stepper.request_in(back.slot) for back in plan.revocations)
         )
-        assert sum(victims.values()) >= 2, "nobody was preempted"
+        assert sum(victims.values()) >= 2, "no request was preempted"
         golden.check(specs, stepper.texts.tokens)
 
 
@@ -285,7 +285,7 @@ def test_an_error_in_a_row_swallows_no_other_row(target: Target, golden: Golden,
             output = finish(launched)
             return replace(output, errors=((1, "the row failed"),)) if steps == 4 else output
 
-        engine.probe().runner.finish = failing  # type: ignore[method-assign]  # a back door
+        engine.probe().runner.finish = failing  # type: ignore[method-assign]  # patched
         with sending(engine, specs, transport) as stepper:
             stepper.run(1)
     failed = [name for name, end in stepper.texts.ends.items() if end is FinishReason.ERROR]
@@ -299,7 +299,7 @@ def test_an_error_in_a_row_swallows_no_other_row(target: Target, golden: Golden,
 def test_a_request_whose_logits_are_not_finite_fails_alone(
     target: Target, golden: Golden, transport: str, k: int, temperature: float
 ) -> None:
-    """By a penalty that divides by next to nothing: of the prompt of one request, and of the first token of another."""
+    """Overflow logits by a tiny penalty, in the prompt of one request and at the first token of another."""
     healthy = long_ones(2, 20)
     others = tuple(token for token in range(90) if token not in PROMPTS[3][:8])
     how: dict[str, Any] = {"temperature": temperature, "allowed_token_ids": others}
@@ -307,7 +307,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(
         greedy("prompt", PROMPTS[2][:8], 20, temperature=temperature, logprobs=2, repetition_penalty=1e-60),
         greedy("first", PROMPTS[3][:8], 20, repetition_penalty=1e-60, **how),
     ]
-    # A drafter that knows the text without the penalty is right until the request fails.
+    # A drafter with the text without the penalty is correct until the request fails.
     known = golden.whole([*healthy, greedy("first", PROMPTS[3][:8], 20, **how)])
     with target.engine(k, known, num_kv_blocks=64, output_transport=transport, pipeline_depth=2) as engine:
         texts = run(engine, [strange[0], healthy[0], strange[1], healthy[1]])

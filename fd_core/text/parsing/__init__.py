@@ -1,5 +1,5 @@
-"""Parsers of what a model writes: reasoning, content and tool calls, as streaming state machines without I/O.
+"""Parsers of model output: reasoning, content and tool calls, as streaming state machines without I/O.
 
-`contract` is what a parser is, `events` what it yields, `answer` puts a reasoning parser before a tool parser,
-and takes parsers for a chat template. A plugin adds others by hook.
+`contract` defines parsers, `events` their output; `answer` chains a reasoning parser and a tool parser, and selects
+parsers for a chat template. Plugins add others through hooks.
 """

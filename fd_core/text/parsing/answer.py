@@ -31,7 +31,7 @@ class AnswerReading:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Control tokens that the parsers have to see."""
+        """Control tokens that the parsers need in the text."""
         return tuple(marker for each in (self.reasoning, self.tools) if each is not None for marker in each.markers)
 
     def parser(self, prompt_tail: str) -> AnswerParser:
@@ -91,7 +91,7 @@ _TOOLS: Final = (
     ("Environment: ipython", "llama3_json"),
     ("<tool_call>", "hermes"),
 )
-"""Text found in a chat template, and the tool-call parser of such models; the first match counts."""
+"""Text found in a chat template, and the tool-call parser of such models; the first match is used."""
 
 _REASONING: Final = (
     ("<|channel|>", "gpt_oss"),

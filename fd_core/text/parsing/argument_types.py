@@ -1,4 +1,4 @@
-"""Arguments that are written as bare text: what JSON they are, by the schema of the tool."""
+"""Arguments that are written as bare text: their JSON value, by the schema of the tool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KINDS: Final = frozenset({"string", "number", "boolean", "null", "array", "objec
 """Types of JSON; integers are numbers."""
 _WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _MAX_PARTS: Final = 256
-"""Parts of a schema that are looked at for a type; beyond them a value may be anything."""
+"""Parts of a schema that are searched for a type; beyond them any type is assumed."""
 
 
 def parameter_schema(schema: Mapping[str, Any], name: str) -> Any:
@@ -24,7 +24,7 @@ def parameter_schema(schema: Mapping[str, Any], name: str) -> Any:
 
 
 def referred(schema: Any, root: Any) -> Any:
-    """Return the schema that a `$ref` within `root` leads to, `schema` if it has none; {} if it leads nowhere."""
+    """Return the schema that a `$ref` within `root` refers to, `schema` if it has none; {} if it is dangling."""
     for _ in range(_MAX_PARTS):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema
@@ -37,7 +37,7 @@ def referred(schema: Any, root: Any) -> Any:
 
 
 def kinds_of(schema: Any, root: Any) -> frozenset[str]:
-    """Return the types of JSON that values of a schema can have; it stands within `root`."""
+    """Return the JSON types that values of a schema, which is part of `root`, can have."""
     found: set[str] = set()
     open_parts = [schema]
     for _ in range(_MAX_PARTS):
@@ -74,7 +74,7 @@ def kind_of(value: object) -> str:
 
 
 def json_of(text: str, kinds: frozenset[str]) -> str:
-    """Return the JSON of a value that was written as `text`: what it is as JSON if it may be that, else a string."""
+    """Return the JSON of a value that was written as `text`: parsed as JSON if `kinds` allow that, else a string."""
     plain = text.strip(" \t\r\n")
     plain = _WORDS.get(plain, plain)
     try:
@@ -87,4 +87,4 @@ def json_of(text: str, kinds: frozenset[str]) -> str:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

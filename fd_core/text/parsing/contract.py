@@ -1,7 +1,7 @@
 """Parser contract. A parser reads the text of one answer incrementally and emits events.
 
 Invariants 8.1 to 8.6 of docs/understand/law.md, which `fdcore conformance --tool-parser NAME` or `--reasoning-parser
-NAME` proves:
+NAME` verifies:
 1. However a stream is split, its events, joined, are those of the whole text.
 2. Text is held back only where it may be the beginning of a marker, or white space before one.
 3. No character is lost or repeated. Parts of the format are not text: markers, and the white space around them.
@@ -69,25 +69,26 @@ class OutputParser(abc.ABC):
     markers: ClassVar[tuple[str, ...]] = ()
     """Markers that the format writes between parts. Those that are control tokens are kept for the parser."""
     sample: ClassVar[str] = ""
-    """An answer as such models write it, for the conformance kit, which puts other words in the places of these.
+    """An answer as such models write it, for the conformance kit, which substitutes other words.
 
-    A tool parser's says `I look.`, then it calls `weather`, whose `city` is `Rome`, and `now` without arguments. A
-    reasoning parser's thinks `Hm.` and answers `I look.`. A tool parser with a `form` needs none.
+    The sample of a tool parser begins with `I look.`, then it calls `weather`, whose `city` is `Rome`, and `now`
+    without arguments. That of a reasoning parser has the reasoning `Hm.` and the content `I look.`. A tool parser with
+    a `form` needs none.
     """
 
     @abc.abstractmethod
     def push(self, text: str) -> Sequence[Event]:
-        """Take more text and return what it adds."""
+        """Process more text and return its events."""
 
     @abc.abstractmethod
     def flush(self) -> Sequence[Event]:
-        """Return what was held back; the text was cut off and nothing is pushed any more.
+        """Return the events of text that was held back; the text was truncated and no more is pushed.
 
-        The beginning of a marker is left out.
+        An incomplete marker is dropped.
         """
 
     def finish(self) -> Sequence[Event]:
-        """Return what was held back, as `flush` does, where the model ended the text: what began no marker is text."""
+        """Return the events of text that was held back when the model ended the text: an incomplete marker is text."""
         return self.flush()
 
 
@@ -108,9 +109,9 @@ class ToolParser(OutputParser):
 
     @classmethod
     def form(cls, name: str) -> CallForm | None:
-        """Return how a call of the tool `name` is written, for grammars that hold the model to it.
+        """Return the format of a call of the tool `name`, for grammars that enforce it.
 
-        None if no grammar can hold it; then requests that need one are refused.
+        None if no grammar can enforce it; then requests that need one are rejected.
         """
         return None
 

@@ -16,7 +16,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Text that the model wrote for itself before the answer; never empty."""
+    """Reasoning of the model before the answer; never empty."""
 
     text: str
 
@@ -40,7 +40,7 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The arguments of a call are complete. A call that the end of the text cut off has no such event."""
+    """The arguments of a call are complete. A call that is truncated by the end of the text has no such event."""
 
     index: int
 
@@ -50,7 +50,7 @@ Event = Content | Thought | CallBegun | ArgumentsDelta | CallEnded
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """Return the events with neighbouring pieces of one text put together: what no cut of the text changes."""
+    """Return the events with adjacent pieces of one text merged, independent of how the text was split."""
     whole: list[Event] = []
     for _, group in groupby(events, lambda event: (type(event), isinstance(event, ArgumentsDelta) and event.index)):
         first, *more = group

@@ -45,7 +45,7 @@ class TextReader(abc.ABC):
         self._space_behind = ""
         """White space after a marker, which is content if content follows."""
         self.space_before = ""
-        """White space that `until` took for part of the last marker."""
+        """White space that `until` treated as part of the last marker."""
         self._steps = self.run()
 
     @abc.abstractmethod
@@ -53,7 +53,7 @@ class TextReader(abc.ABC):
         """Read the whole text."""
 
     def push(self, text: str) -> Sequence[Event]:
-        """Take more text and return what it adds."""
+        """Process more text and return its events."""
         if self._kept is not None:
             self._kept_before.append(self._text[self._kept : self._at])
             self._kept = 0
@@ -62,12 +62,12 @@ class TextReader(abc.ABC):
         return self._advance()
 
     def flush(self) -> Sequence[Event]:
-        """Return what was held back, without the beginning of a marker that the end cut off."""
+        """Return the text that was held back, without an incomplete marker at the end."""
         self._ended = self._cut_off = True
         return self._advance()
 
     def finish(self) -> Sequence[Event]:
-        """Return what was held back; the model ended the text, so that the beginning of a marker is text."""
+        """Return the text that was held back; the model ended the text, so an incomplete marker is text."""
         self._ended = True
         return self._advance()
 
@@ -142,7 +142,7 @@ class TextReader(abc.ABC):
             self.forget()
 
     def say_read(self, *, cut: bool = True) -> None:
-        """Emit what was read since `mark`, without markers; with `cut`, not if the end cut off possible markup."""
+        """Emit the text read since `mark`, without markers; with `cut`, not if it ends in incomplete markup."""
         if self._kept is not None and not (cut and self.at_end and self._cut_off):
             read = "".join(self._kept_before) + self._text[self._kept : self._at]
             if read.strip(SPACE):
@@ -170,7 +170,7 @@ class TextReader(abc.ABC):
         self._at += count
 
     def here(self, pattern: re.Pattern[str]) -> str:
-        """Return what `pattern` matches of the text that is here, and read it."""
+        """Return the match of `pattern` in the available text, and read it."""
         found = pattern.match(self._text, self._at)
         if found is None:
             return ""
@@ -209,8 +209,8 @@ class TextReader(abc.ABC):
     def until(self, *markers: str, say: Callable[[str], None], space: bool = False, before: str = "") -> Steps[str]:
         """Emit text until one of `markers` follows; return the marker, which is read, or nothing at the end.
 
-        Of markers that begin at one place the longest is found. With `space`, white space before a marker belongs
-        to it; `before` is white space that was read already. A marker that the end cut off is not emitted.
+        Of markers that begin at the same position the longest is found. With `space`, white space before a marker
+        belongs to it; `before` is white space that was read already. An incomplete marker at the end is not emitted.
         """
         pattern, beginning, longest = _patterns(markers)
         spaces = [before]
@@ -219,7 +219,7 @@ class TextReader(abc.ABC):
             begun = beginning.search(self._text, max(self._at, len(self._text) - longest))
             if begun is not None and found is not None and (self._ended or begun.start() > found.start()):
                 begun = None
-            first = begun or found  # what has begun at the end of the text may become a longer marker
+            first = begun or found  # an incomplete marker at the end of the text may become a longer one
             begin = first.start() if first else len(self._text)
             text, self._at = self._text[self._at : begin], begin
             words = text.rstrip(SPACE) if space else text
@@ -268,7 +268,7 @@ class TextReader(abc.ABC):
 
 
 class ToolReader(TextReader, ToolParser):
-    """A text in which tools are called."""
+    """Text with tool calls."""
 
     def __init__(self, tools: ToolSchemas) -> None:
         ToolParser.__init__(self, tools)
@@ -276,20 +276,20 @@ class ToolReader(TextReader, ToolParser):
 
 
 def escaped(text: str) -> str:
-    """Return a text as it is written in a JSON string."""
+    """Return a text escaped for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 @cache
 def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], int]:
-    """Return what finds a marker, what finds the beginning of one at the end of a text, and the longest's length."""
+    """Return patterns of a marker and of an incomplete marker at the end of a text, and the longest marker's length."""
     either, begun = _either(markers), _either(_beginnings(markers))
     return re.compile(either), re.compile(rf"(?:{begun or '(?!)'})\Z"), max(map(len, markers))
 
 
 @cache
 def _remains(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return what finds the remains of a call's end at the beginning of a text: brackets and half markers."""
+    """Return the pattern of the remains of a call's end at the beginning of a text: brackets and half markers."""
     half = _either([each for each in _beginnings(markers) if len(each) >= _SURE])
     return re.compile(rf"\A(?:[{SPACE}]*(?:[)\]}}]|{half or '(?!)'}))+")
 

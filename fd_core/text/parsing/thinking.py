@@ -52,7 +52,7 @@ class _Between(TextReader, ReasoningParser):
         while True:
             self.mark()
             yield from self.space()
-            begun = not self.at_end  # otherwise the white space is all there is
+            begun = not self.at_end  # otherwise the text is only white space
             if not (yield from self.literal(self.begin)) and not inside:
                 break
             inside = False
@@ -76,7 +76,7 @@ class _Between(TextReader, ReasoningParser):
 
 
 class QwenReasoning(_Between):
-    """Qwen3 and others that think between `<think>` and `</think>`, if the template or the model begins it."""
+    """Qwen3 and others: reasoning between `<think>` and `</think>`, if the template or the model opens it."""
 
 
 class DeepSeekR1Reasoning(_Between):

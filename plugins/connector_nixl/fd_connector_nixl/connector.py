@@ -39,7 +39,7 @@ from fd_connector_nixl.station import MEMORY, Station, Transfer
 
 
 class NixlInbox(KVInbox):
-    """An inbox whose memory belongs to the lease until the prefill side cannot write to it any more."""
+    """Inbox whose memory belongs to the lease until the prefill side can no longer write to it."""
 
     def __init__(self, station: Station, lease: str, pieces: range, layout: Layout, timeout: float) -> None:
         """The caller has entered `station` for this inbox."""
@@ -55,22 +55,22 @@ class NixlInbox(KVInbox):
             station.give_back(self._slab)
             raise
         self._left = False
-        """True if the prefill side announced that it will write nothing more."""
+        """True if the prefill side announced its last write."""
         self._closed = False
         station.listen(self._token, self._hear)
 
     def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
-        """Wait until the piece has landed and return a view of it."""
+        """Wait for the piece to arrive and return a view of it."""
         if frames:
-            raise ConnectorError("a piece that NIXL carries came behind its message as well")
+            raise ConnectorError("a piece of NIXL was also sent as a frame")
         where = Reference.decode(reference)
         if not self._station.wait(lambda: self._landed(index, where), time.monotonic() + self._timeout):
-            raise ConnectorError("a piece did not land in time")
+            raise ConnectorError("a piece timed out")
         start = self._layout.start(where.place)
         return self._slab.bytes[start : start + where.length].toreadonly()
 
     def done(self, index: int, reference: bytes) -> None:
-        """Count in the memory that the place was freed; the prefill side reads the count."""
+        """Increment the count of the freed slot in memory, which the prefill side reads."""
         where = Reference.decode(reference)
         with self._station.lock:
             if not self._closed:
@@ -78,7 +78,7 @@ class NixlInbox(KVInbox):
                 self._layout.write_count(self._slab.bytes, where.place, count)
 
     def close(self) -> None:
-        """Return the memory, or have the station hold it back if pieces may be on their way to it."""
+        """Return the memory, or have the station quarantine it if writes to it may be in flight."""
         with self._station.lock:
             if self._closed:
                 return
@@ -111,12 +111,12 @@ class NixlOutbox(KVOutbox):
         self._station, self._layout, self._timeout = station, layout, timeout
         self._departures = Departures(layout.window)
         self._writes: dict[int, Transfer] = {}
-        """The last write from each place."""
+        """Last write from each slot."""
         self._read: Transfer | None = None
         self._closed = False
         there = read_address(lease, address)
         if there.size != layout.size:
-            raise ConnectorError("the decode worker's memory has another size than was agreed on")
+            raise ConnectorError("the decode worker's memory does not have the agreed size")
         self._token, self._there = there.token, there.start
         self._slab, _ = station.lend(layout.size)
         try:
@@ -131,7 +131,7 @@ class NixlOutbox(KVOutbox):
             raise
 
     def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
-        """Copy a value to a free place and begin to write it; `KVInbox.take` waits for it to land."""
+        """Copy a value to a free slot and begin to write it; `KVInbox.take` waits for its arrival."""
         if self._closed:
             raise ConnectorError("the lease is over")
         flat, length = flat_parts(parts, self._layout.value_bytes)
@@ -144,7 +144,7 @@ class NixlOutbox(KVOutbox):
             self._learn(deadline)
             place = self._departures.free()
             if place is None:
-                raise ConnectorError("no place in the decode worker's memory is free")
+                raise ConnectorError("no slot in the decode worker's memory is free")
         if (last := self._writes.get(place)) is not None:
             self._finish(last, deadline)
         at = start = self._layout.start(place)
@@ -152,13 +152,13 @@ class NixlOutbox(KVOutbox):
             self._slab.bytes[at : at + len(part)] = part
             at += len(part)
         reference = Reference(place, self._departures.write(place), length)
-        # A value of no bytes is announced by a write, too, so that there is one way only.
+        # An empty value is announced by a write, too, to have a single code path.
         self._writes[place] = self._begin(start, max(length, 1), Notice(self._token, index, reference))
         self._station.nudge()
         return PutResult(reference.encode())
 
     def close(self) -> None:
-        """Leave writes that are on their way to the station, which tells the other side when they have landed."""
+        """Leave writes in flight to the station, which notifies the other side when they are complete."""
         if self._closed:
             return
         self._closed = True
@@ -171,7 +171,7 @@ class NixlOutbox(KVOutbox):
 
     @contextmanager
     def _connection(self) -> Iterator[None]:
-        """Hold the connection to the decode worker broken as soon as a transfer fails."""
+        """Mark the connection to the decode worker as broken once a transfer fails."""
         try:
             yield
         except ConnectorError:
@@ -184,7 +184,7 @@ class NixlOutbox(KVOutbox):
             return self._station.agent.write(self._slab.start + start, length, self._peer.name, there, notice)
 
     def _learn(self, deadline: float) -> None:
-        """Read from the decode side's memory how often each place was freed."""
+        """Read the free counts of all slots from the decode side's memory."""
         if self._read is None:
             length = self._layout.header_bytes
             with self._connection():
@@ -193,29 +193,29 @@ class NixlOutbox(KVOutbox):
         self._read = None
         token, freed = self._layout.read_header(self._slab.bytes)
         if token != self._token:
-            raise ConnectorError("the decode worker's memory is not this lease's any more")
+            raise ConnectorError("the decode worker's memory no longer belongs to this lease")
         self._departures.learn(freed)
 
     def _finish(self, transfer: Transfer, deadline: float) -> None:
         with self._connection():
             over = self._station.wait(transfer.require, deadline)
         if not over:
-            raise ConnectorError("the decode worker does not answer in time")
+            raise ConnectorError("the decode worker timed out")
 
 
 _log = logging.getLogger(__name__)
 
 _MOST_HELD_BACK: Final = 1 / 4
-"""Share of the allowed memory that may be held back; beyond it, the connector continues with a new station."""
+"""Share of the allowed memory that may be quarantined; beyond it, the connector starts a new station."""
 
 
 class NixlConnector(Connector):
-    """For workers that reach each other where nobody else does: NIXL checks nothing where it writes to."""
+    """Connector for workers in a private network: NIXL does not check the targets of writes."""
 
     name = "nixl"
 
     def __init__(self, settings: ConnectorSettings) -> None:
-        """Start NIXL, so that whoever names this connector learns at once if it cannot.
+        """Start NIXL, so that errors are reported at start-up.
 
         Raises `ConfigError` for the environment's settings, `PluginError` if NIXL is missing or does not start.
         """
@@ -227,7 +227,7 @@ class NixlConnector(Connector):
         self._station = Station(self._library, self._nixl_settings, MEMORY)
         self._retired: list[Station] = []
         _log.warning(
-            "NIXL listens on the devices %s and checks nobody: whoever connects can alter this process's memory",
+            "NIXL listens on the devices %s without authentication: any peer can modify this process's memory",
             self._nixl_settings.devices,
         )
 
@@ -237,7 +237,7 @@ class NixlConnector(Connector):
             return NixlInbox(station, lease, pieces, Layout(window, value_bytes), self.settings.timeout)
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
-        """Return an outbox that is connected to the inbox's agent and can reach its memory."""
+        """Return an outbox that is connected to the inbox's agent and can access its memory."""
         with self._entered() as station:
             return NixlOutbox(station, lease, address, Layout(window, value_bytes), self.settings.timeout)
 
@@ -266,11 +266,11 @@ class NixlConnector(Connector):
             raise
 
     def _renew(self) -> None:
-        """Start another station. The old one closes with its last lease, which frees the memory that it held back."""
+        """Start another station. The old one closes with its last lease, which frees its quarantined memory."""
         try:
             station = Station(self._library, self._nixl_settings, MEMORY)
         except PluginError as error:
-            raise ConnectorError(f"NIXL cannot start again: {error.message}") from error
+            raise ConnectorError(f"NIXL cannot be restarted: {error.message}") from error
         old, self._station = self._station, station
         self._retired = [one for one in self._retired if not one.closed]
         self._retired.append(old)

@@ -1,13 +1,13 @@
-"""Layout of a lease's memory, the same on both sides, its address, and which of its places are in use.
+"""Layout of a lease's memory, the same on both sides, its address, and the state of its slots.
 
-    16 bytes                  the lease's token: whoever reads it has found this lease's memory
-    4 bytes, `window` times   how often each place was freed, written by the decode side alone
-    then `window` places      of `value_bytes` each; each aligned to 64 bytes
+    16 bytes                  the lease's token, which identifies its memory
+    4 bytes, `window` times   number of times that each slot was freed, written only by the decode side
+    then `window` slots       of `value_bytes` each; each aligned to 64 bytes
 
-The n-th value in a place has the turn n. The prefill side may write to a place that was freed as often as it was
-written to, and reads the counts to find out. So each count has one writer and never decreases.
+The n-th value in a slot has turn n. The prefill side may write to a slot that was freed as often as it was written,
+according to the counts. So each count has one writer and never decreases.
 
-The address by which the decode side says where to write travels only in the sealed `Open` of a lease.
+The address for writes is only sent in the sealed `Open` of a lease.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
     @property
     def header_bytes(self) -> int:
-        """Length of the token and the counts, with which the memory begins."""
+        """Length of the token and the counts at the start of the memory."""
         return TOKEN_BYTES + self.window * _COUNT.size
 
     @property
@@ -44,19 +44,19 @@ class Layout(NamedTuple):
         return self.start(self.window)
 
     def start(self, place: int) -> int:
-        """Return where a place begins."""
+        """Return the offset of a slot."""
         return _aligned(self.header_bytes) + place * _aligned(self.value_bytes)
 
     def write_header(self, memory: memoryview, token: bytes) -> None:
-        """Begin a lease, in which no place was freed yet."""
+        """Begin a lease with all free counts 0."""
         memory[: self.header_bytes] = token + bytes(self.window * _COUNT.size)
 
     def write_count(self, memory: memoryview, place: int, count: int) -> None:
-        """Write how often a place was freed."""
+        """Write the free count of a slot."""
         _COUNT.pack_into(memory, TOKEN_BYTES + place * _COUNT.size, count)
 
     def read_header(self, memory: memoryview) -> tuple[bytes, list[int]]:
-        """Return the token, and how often each place was freed."""
+        """Return the token and the free counts."""
         counts = struct.unpack_from(f"<{self.window}I", memory, TOKEN_BYTES)
         return bytes(memory[:TOKEN_BYTES]), list(counts)
 
@@ -76,12 +76,12 @@ class Reference(NamedTuple):
     def decode(cls, encoded: bytes) -> Reference:
         """Read a `KVPiece.reference`. Raises `ConnectorError`."""
         if len(encoded) != _REFERENCE.size:
-            raise ConnectorError("a reference to a place of NIXL cannot be read")
+            raise ConnectorError("a reference to a slot of NIXL is malformed")
         return cls(*_REFERENCE.unpack(encoded))
 
 
 class Notice(NamedTuple):
-    """The notice that follows a write; with an index below 0, the one that follows the last write of a lease."""
+    """Notification after a write; with an index below 0, the one after the last write of a lease."""
 
     token: bytes
     piece: int
@@ -89,21 +89,21 @@ class Notice(NamedTuple):
 
     @classmethod
     def of_the_end(cls, token: bytes) -> Notice:
-        """Return the notice that nothing more will be written for a lease."""
+        """Return the notification of the end of a lease's writes."""
         return cls(token, -1, Reference(0, 0, 0))
 
     @property
     def ends(self) -> bool:
-        """True if nothing more will be written."""
+        """True if there are no further writes."""
         return self.piece < 0
 
     def encode(self) -> bytes:
-        """Return the bytes that NIXL carries."""
+        """Return the encoded notification."""
         return _NOTICE.pack(self.token, self.piece, self.reference.encode())
 
     @classmethod
     def decode(cls, encoded: bytes) -> Notice | None:
-        """Read a notice that somebody sent; None for other bytes."""
+        """Decode a received notification; None for other bytes."""
         if len(encoded) != _NOTICE.size:
             return None
         token, piece, reference = _NOTICE.unpack(encoded)
@@ -128,7 +128,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Start of the memory in the decode side's process."""
     size: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     metadata: bytes
-    """Metadata that NIXL needs to reach that agent and this memory, and no other."""
+    """NIXL metadata of that agent and of only this memory."""
 
 
 def write_address(lease: str, address: Address) -> bytes:
@@ -137,8 +137,8 @@ def write_address(lease: str, address: Address) -> bytes:
     encoded = _digest(lease, encoded) + encoded
     if len(encoded) > MAX_ADDRESS_BYTES:
         raise ConnectorError(
-            f"what NIXL says about this worker takes {len(encoded):,} bytes, which is over {MAX_ADDRESS_BYTES:,}",
-            hint="name fewer devices in FD_NIXL_NET_DEVICES",
+            f"NIXL's metadata of this worker has {len(encoded):,} bytes, which exceeds {MAX_ADDRESS_BYTES:,}",
+            hint="set fewer devices in FD_NIXL_NET_DEVICES",
         )
     return encoded
 
@@ -146,18 +146,18 @@ def write_address(lease: str, address: Address) -> bytes:
 def read_address(lease: str, encoded: bytes) -> Address:
     """Read an `Open.address`. Raises `ConnectorError`.
 
-    The digest is no proof of who wrote the address, which is the seal's business. It keeps damaged addresses, and those
-    of other leases, from NIXL, which checks nothing.
+    The digest does not authenticate the sender, which the seal does. It protects NIXL, which has no checks, from
+    damaged addresses and those of other leases.
     """
     if len(encoded) > MAX_ADDRESS_BYTES:
         raise ConnectorError("the address for NIXL is too long")
     digest, rest = encoded[:_DIGEST_BYTES], encoded[_DIGEST_BYTES:]
     if digest != _digest(lease, rest):
-        raise ConnectorError("the address for NIXL is damaged, or another lease's")
+        raise ConnectorError("the address for NIXL is damaged or belongs to another lease")
     try:
         return msgspec.msgpack.decode(rest, type=Address)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConnectorError("the address for NIXL cannot be read") from error
+        raise ConnectorError("the address for NIXL is malformed") from error
 
 
 def _digest(lease: str, encoded: bytes) -> bytes:
@@ -172,7 +172,7 @@ class Arrivals:
         self._pieces, self._value_bytes = pieces, value_bytes
         self._freed = [0] * window
         self._holders: dict[int, int] = {}
-        """Index of the piece in each place that holds one."""
+        """Index of the piece in each occupied slot."""
         self._arrived: dict[int, Reference] = {}
         self._done: set[int] = set()
 
@@ -182,25 +182,25 @@ class Arrivals:
         return len(self._done) == len(self._pieces)
 
     def landed(self, index: int, reference: Reference) -> None:
-        """Note that the write of a piece is over; ignore a piece that cannot have been written."""
+        """Record the completed write of a piece; ignores one that cannot have been written."""
         if self._expected(index, reference):
             self._holders[reference.place] = index
             self._arrived[index] = reference
 
     def look(self, index: int, reference: Reference) -> bool:
-        """Return whether a piece has arrived where a reference says. Raises `ConnectorError` if it never will."""
+        """Return True if the piece of a reference has arrived. Raises `ConnectorError` if it never will."""
         if index in self._arrived:
             if self._arrived[index] != reference:
-                raise ConnectorError("a reference leads to another place than the one that the piece was written to")
+                raise ConnectorError("a reference points to another slot than the one with the piece")
             return True
         if not self._expected(index, reference):
-            raise ConnectorError("a reference leads to a place where no such piece can be")
+            raise ConnectorError("a reference points to a slot that cannot hold the piece")
         return False
 
     def done(self, index: int, reference: Reference) -> int:
-        """Free the place of a piece that has arrived; return how often the place was freed."""
+        """Free the slot of an arrived piece; return the free count of the slot."""
         if not self.look(index, reference):
-            raise ConnectorError("a piece is said to be done before it came")
+            raise ConnectorError("a piece is marked as done before its arrival")
         del self._arrived[index], self._holders[reference.place]
         self._done.add(index)
         self._freed[reference.place] += 1
@@ -227,17 +227,17 @@ class Departures:
         self._freed = [0] * window
 
     def free(self) -> int | None:
-        """Return the free place whose last write is the oldest; None if no place is known to be free."""
+        """Return the least recently written free slot; None if none is known to be free."""
         places = [place for place, written in enumerate(self._written) if written == self._freed[place]]
         return min(places, key=self._written.__getitem__, default=None)
 
     def write(self, place: int) -> int:
-        """Note that a place is written to; return its turn."""
+        """Record a write to a slot; return its turn."""
         self._written[place] += 1
         return self._written[place]
 
     def learn(self, freed: Sequence[int]) -> None:
-        """Take in the counts of the decode side's memory. Raises `ConnectorError` if they are impossible."""
+        """Update the counts from the decode side's memory. Raises `ConnectorError` if they are invalid."""
         if any(not old <= new <= most for old, new, most in zip(self._freed, freed, self._written, strict=True)):
-            raise ConnectorError("the decode worker's memory does not say what this lease's would")
+            raise ConnectorError("the decode worker's memory does not match this lease")
         self._freed = list(freed)

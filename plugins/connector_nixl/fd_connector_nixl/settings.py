@@ -25,35 +25,34 @@ class Settings(NamedTuple):
     transports: str = "tcp"
     """Transports of UCX."""
     devices: str = "lo"
-    """Network devices of UCX; it listens on each of them."""
+    """Network devices of UCX, which listens on each of them."""
     memory: int = _DEFAULT_MB << 20
-    """Bytes that the values of all leases of this process may take."""
+    """Limit in bytes for the values of all leases of this process."""
 
     @property
     def engine_config(self) -> str:
-        """Settings that NIXL hands on to UCX: one word for each variable, so set lists in UCX's own variables."""
+        """Settings that NIXL passes to UCX: one word per variable, so set lists in UCX's own variables."""
         pairs = (("TLS", self.transports), ("NET_DEVICES", self.devices))
         return ",".join(f"{name}={value}" for name, value in pairs if "," not in value)
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Return what the environment asks for.
+    """Read the settings from the environment.
 
-    Raises `ConfigError` without consent to a port at which nobody is checked, for what cannot be used, and for
-    variables of UCX that say something else: they would win, and might let everybody on another network write into this
-    process.
+    Raises `ConfigError` without consent to an unauthenticated port, for invalid values, and for conflicting variables
+    of UCX: they would take precedence, and might allow writes from another network into this process.
     """
     if environment.get(_TRUST) != "yes":
         raise ConfigError(
-            "NIXL opens a port at which whoever connects can change all memory of this process",
+            "NIXL opens an unauthenticated port: every peer that connects can modify all memory of this process",
             field=_TRUST,
-            hint=f"set {_TRUST}=yes where only processes that you trust can connect, or use --kv-connector tcp",
+            hint=f"set {_TRUST}=yes if only trusted processes can connect, or use --kv-connector tcp",
         )
     transports = _chosen(environment, "FD_NIXL_TLS", "UCX_TLS", Settings().transports)
     devices = _chosen(environment, "FD_NIXL_NET_DEVICES", "UCX_NET_DEVICES", Settings().devices)
     megabytes = environment.get(_MEMORY, str(_DEFAULT_MB))
     if not (megabytes.isascii() and megabytes.isdigit() and 1 <= int(megabytes[:9]) <= _MOST_MB):
-        raise ConfigError(f"{_MEMORY} is no number of MiB from 1 to {_MOST_MB:,}", field=_MEMORY)
+        raise ConfigError(f"{_MEMORY} is not a number of MiB from 1 to {_MOST_MB:,}", field=_MEMORY)
     return Settings(transports, devices, int(megabytes) << 20)
 
 
@@ -61,24 +60,24 @@ def _chosen(environment: Mapping[str, str], name: str, of_ucx: str, default: str
     chosen = environment.get(name, default)
     if not _CHOICE.fullmatch(chosen):
         raise ConfigError(
-            f"{name} is no list of words with commas between them", field=name, hint=f"for example {name}={default}"
+            f"{name} is not a comma-separated list of words", field=name, hint=f"for example {name}={default}"
         )
     its_own = environment.get(of_ucx)
     if its_own is None and "," in chosen:
         raise ConfigError(
-            f"{name} is a list, which NIXL cannot hand on to UCX", field=name, hint=f"set {of_ucx}={chosen} as well"
+            f"{name} is a list, which NIXL cannot pass to UCX", field=name, hint=f"set {of_ucx}={chosen} as well"
         )
     if its_own is not None and its_own != chosen:
         raise ConfigError(
-            f"{of_ucx} is set and would win over {name}, which is {chosen}",
+            f"{of_ucx} is set and would override {name}={chosen}",
             field=of_ucx,
-            hint=f"unset {of_ucx}, or give {name} the same value if you mean it",
+            hint=f"unset {of_ucx}, or set {name} to the same value",
         )
     return chosen
 
 
 _MODULES: Final = ("nixl_cu13", "nixl_cu12")
-"""The distribution `nixl` brings both and picks one by the CUDA version; host memory is the same to either."""
+"""The distribution `nixl` contains both and selects one by the CUDA version; both support host memory."""
 _NEEDED: Final = ("nixl_agent", "nixl_agent_config", "nixl_thread_sync_t")
 _TRIED: Final = "1.5"
 
@@ -100,7 +99,7 @@ def load_library() -> Library:
             field="--kv-connector",
             hint="pip install 'nixl-cu13>=1.5.1,<1.6', or use --kv-connector tcp",
         )
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read at the import; it would write to stdout otherwise
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read on import; the default logs to stdout
     raising = logging.raiseExceptions
     try:
         api = importlib.import_module(name)
@@ -112,11 +111,11 @@ def load_library() -> Library:
             hint="repair its installation, or use --kv-connector tcp",
         ) from error
     finally:
-        logging.raiseExceptions = raising  # the import switches it off for the whole process
+        logging.raiseExceptions = raising  # the import disables it for the whole process
     missing = [needed for needed in _NEEDED if not hasattr(api, needed)]
     if missing:
         raise PluginError(
-            f"NIXL ({name}) has no {missing[0]}", field="--kv-connector", hint=f"install a version {_TRIED} of it"
+            f"NIXL ({name}) has no {missing[0]}", field="--kv-connector", hint=f"install version {_TRIED}"
         )
     raised = (getattr(bindings, name) for name in dir(bindings))
     own = tuple(one for one in raised if isinstance(one, type) and issubclass(one, Exception))

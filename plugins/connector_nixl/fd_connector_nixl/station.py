@@ -1,11 +1,10 @@
-"""A station: an agent of NIXL, the memory registered with it, and which lease uses which of the memory.
+"""A station: an agent of NIXL, its registered memory, and the assignment of memory to leases.
 
-A write that arrives when its pages are unmapped ends the process. So pages are never returned to the system: a process
-keeps what it once took, and uses it again.
+A write to unmapped pages crashes the process. So pages are never returned to the system, but reused.
 
-Memory that a prefill worker may still write to is held back until that worker says that it writes nothing more, or
-until the agent is closed, after which no write lands. The connector retires a station that holds back much memory, and
-goes on with another one.
+Memory that a prefill worker may still write to is quarantined until that worker announces its last write, or until the
+agent is closed, which stops all writes. The connector retires a station with much quarantined memory, and starts
+another one.
 """
 
 from __future__ import annotations
@@ -33,29 +32,29 @@ _HOST: Final = "DRAM"
 
 
 class Transfer:
-    """A write or read in progress, or over."""
+    """A write or read, in progress or complete."""
 
     __slots__ = ("flaw", "handle", "over")
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self.over = False
-        """True if the memory on this side is no longer read or written."""
+        """True if the local memory is no longer read or written."""
         self.flaw: str | None = None
-        """Why the transfer failed; None if it did not."""
+        """Reason of the failure; None if there was none."""
 
     def require(self) -> bool:
-        """Return whether the transfer is over. Raises `ConnectorError` once it has failed."""
+        """Return True if the transfer is complete. Raises `ConnectorError` if it failed."""
         if self.flaw is not None:
             raise ConnectorError(self.flaw)
         return self.over
 
 
 class Agent:
-    """An agent of NIXL: it writes to the memory of other agents, and lets them write to its own. Thread-safe.
+    """An agent of NIXL, which accesses the registered memory of other agents and vice versa. Thread-safe.
 
-    An agent has no thread of its own: bytes move while both agents are polled. A write is over when its bytes have
-    landed, and its notice leaves at the poll that finds that out.
+    An agent has no thread: bytes move while both agents are polled. A write is complete when its bytes have arrived,
+    and its notification is sent at the poll that detects it.
     """
 
     def __init__(self, library: Library, settings: Settings) -> None:
@@ -86,9 +85,9 @@ class Agent:
             ) from error
 
     def register(self, start: int, size: int) -> bytes:
-        """Let other agents write to memory of this process, as long as this agent lives.
+        """Register memory for writes of other agents, for the lifetime of this agent.
 
-        Returns what they have to know to write: how to reach this agent, and this memory.
+        Returns the metadata that they need: of this agent, and of this memory.
         """
         with self._translated("register memory") as agent:
             descriptors = agent.register_memory([(start, size, 0, "")], mem_type=_HOST, backends=_UCX)
@@ -97,8 +96,8 @@ class Agent:
             return metadata
 
     def meet(self, metadata: bytes) -> str:
-        """Learn how to reach another agent and some of its memory; return its name."""
-        with self._translated("read what another worker said about its memory") as agent:
+        """Load the metadata of another agent and its memory; return its name."""
+        with self._translated("read another worker's memory metadata") as agent:
             name = agent.add_remote_agent(metadata)
             return name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name)
 
@@ -108,7 +107,7 @@ class Agent:
             agent.remove_remote_agent(peer)
 
     def write(self, start: int, length: int, peer: str, there: int, notice: Notice) -> Transfer:
-        """Begin to write bytes to another agent's memory, followed by a notice."""
+        """Begin to write bytes to another agent's memory, followed by a notification."""
         return self._begin("WRITE", start, length, peer, there, notice.encode())
 
     def read(self, start: int, length: int, peer: str, there: int) -> Transfer:
@@ -116,20 +115,20 @@ class Agent:
         return self._begin("READ", start, length, peer, there, b"")
 
     def tell(self, peer: str, notice: Notice) -> None:
-        """Send a notice alone."""
-        with self._translated("send a notice") as agent:
+        """Send a notification without a write."""
+        with self._translated("send a notification") as agent:
             agent.send_notif(peer, notice.encode())  # UCX is its only backend
 
     def poll(self) -> list[bytes]:
-        """Let bytes move; return the notices that came, which may hold anything."""
-        with self._translated("look for notices") as agent:
+        """Poll; return received notifications, which are untrusted."""
+        with self._translated("poll notifications") as agent:
             found = agent.get_new_notifs(backends=_UCX)
             for transfer in list(self._transfers):
                 self._check(transfer)
         return [notice for notices in found.values() for notice in notices]
 
     def close(self) -> None:
-        """Abort all transfers. Afterwards nobody writes to registered memory. Idempotent, never raises."""
+        """Abort all transfers; no agent can write to registered memory afterwards. Idempotent, never raises."""
         with self._lock:
             agent, self._agent = self._agent, None
             if agent is None:
@@ -190,7 +189,7 @@ class Agent:
 
 _GRAIN: Final = 1 << 16
 _LARGEST: Final = 2
-"""A slab may be this many times as large as the lease that gets it, and no larger."""
+"""Maximum ratio of the size of a slab to that of its lease."""
 
 
 class Slab:
@@ -219,7 +218,7 @@ class Memory:
         return sum(slab.size for slab in self._all)
 
     def lend(self, size: int, limit: int) -> Slab:
-        """Return a slab of at least `size` bytes. Raises `ConnectorError` if that takes more than `limit` in all."""
+        """Return a slab of at least `size` bytes. Raises `ConnectorError` if the total would exceed `limit`."""
         size = -(-size // _GRAIN) * _GRAIN
         with self._lock:
             if (slab := fitting(self._free, size)) is not None:
@@ -227,24 +226,24 @@ class Memory:
                 return slab
             if self.taken + size > limit:
                 raise ConnectorError(
-                    f"a lease needs {size:,} bytes for NIXL, and {self.taken:,} of {limit:,} are taken",
+                    f"a lease needs {size:,} bytes for NIXL, but {self.taken:,} of {limit:,} are in use",
                     hint="raise FD_NIXL_MEMORY_MB, or run fewer requests at once",
                 )
             try:
                 slab = Slab(size)
             except (OSError, ValueError, OverflowError) as error:
-                raise ConnectorError(f"no memory of {size:,} bytes for NIXL: {error}") from error
+                raise ConnectorError(f"cannot allocate {size:,} bytes for NIXL: {error}") from error
             self._all.append(slab)
             return slab
 
     def give_back(self, slab: Slab) -> None:
-        """Let the next lease have a slab that nobody can write to any more."""
+        """Recycle a slab that no agent can write to any more."""
         with self._lock:
             self._free.append(slab)
 
 
 def fitting(slabs: list[Slab], size: int) -> Slab | None:
-    """Return the smallest slab that `size` bytes fit in without wasting most of it."""
+    """Return the smallest slab for `size` bytes that does not waste most of it."""
     fit = (slab for slab in slabs if size <= slab.size <= _LARGEST * max(size, _GRAIN))
     return min(fit, key=lambda slab: slab.size, default=None)
 
@@ -253,14 +252,14 @@ MEMORY: Final = Memory()
 
 
 _IDLE_PEERS: Final = 16
-"""Connections that are kept for the next lease."""
+"""Number of idle connections that are cached."""
 _PAUSE: Final = 20e-6
 _SHORTEST: Final = 50e-6
 _LONGEST: Final = 1e-3
 _GROWTH: Final = 1.2
-"""Factor between one pause and the next, in seconds, while nothing happens."""
+"""Backoff factor between pauses, in seconds, while idle."""
 _LINGER_SECONDS: Final = 0.1
-"""Duration of polling after the last use, so that the last notice leaves."""
+"""Duration of polling after the last use, so that the last notification is sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -269,14 +268,14 @@ class Peer:
 
     name: str
     known: set[bytes] = field(default_factory=set)
-    """Metadata that NIXL was given."""
+    """Metadata loaded into NIXL."""
     users: int = 0
     broken: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Parting:
-    """The writes of a closed outbox that are not over."""
+    """Pending writes of a closed outbox."""
 
     peer: Peer
     slab: Slab
@@ -285,14 +284,14 @@ class _Parting:
 
 
 class Station:
-    """Safe to use from several threads. `leave` comes once for every `enter`."""
+    """Thread-safe. Every `enter` needs one `leave`."""
 
     def __init__(self, library: Library, settings: Settings, memory: Memory) -> None:
         """Start an agent and the thread that polls it."""
         self._memory, self._limit = memory, settings.memory
         self.agent = Agent(library, settings)
         self.lock = threading.RLock()
-        """Held while a listener is called."""
+        """Lock held during listener calls."""
         self._metadata: dict[Slab, bytes] = {}
         self._free: list[Slab] = []
         self._held_back: dict[bytes, Slab] = {}
@@ -312,19 +311,19 @@ class Station:
 
     @property
     def held_back(self) -> int:
-        """Bytes of leases that are over and that may still be written to."""
+        """Quarantined bytes: of finished leases that may still be written to."""
         with self.lock:
             parting = sum(parting.slab.size for parting in self._partings)
             return parting + sum(slab.size for slab in self._held_back.values())
 
     def enter(self) -> None:
-        """Count an end of a lease that is about to be opened."""
+        """Count an opening end of a lease."""
         with self.lock:
             self._inside += 1
         self.nudge()
 
     def leave(self) -> None:
-        """Count an end that is closed."""
+        """Count a closed end."""
         with self.lock:
             self._inside -= 1
             self._used_at = time.monotonic()
@@ -353,7 +352,7 @@ class Station:
             self._listeners.clear()
             self._partings.clear()
             self.agent.close()
-            # Nobody reaches these pages any more, so what was held back is not.
+            # These pages are unreachable now, so the quarantine ends.
             for slab in self._metadata:
                 self._memory.give_back(slab)
             self._metadata.clear()
@@ -379,29 +378,29 @@ class Station:
             return slab, self._metadata[slab]
 
     def give_back(self, slab: Slab) -> None:
-        """Return memory that nobody writes to any more."""
+        """Recycle memory without pending writes."""
         with self.lock:
             if slab in self._metadata:
                 self._free.append(slab)
 
     def hold_back(self, slab: Slab, token: bytes) -> None:
-        """Lend memory to no other lease until the prefill side says that it writes nothing more."""
+        """Quarantine memory until the prefill side announces its last write."""
         with self.lock:
             if slab in self._metadata:
                 self._held_back[token] = slab
 
     def listen(self, token: bytes, listener: Callable[[Notice], None]) -> None:
-        """Have `listener` called for each notice of a lease, under `lock`."""
+        """Call `listener` for each notification of a lease, under `lock`."""
         with self.lock:
             self._listeners[token] = listener
 
     def unlisten(self, token: bytes) -> None:
-        """Ignore the notices of a lease, except its last one."""
+        """Ignore the notifications of a lease, except its last one."""
         with self.lock:
             self._listeners.pop(token, None)
 
     def poll(self) -> bool:
-        """Let bytes move and hand out notices; return whether any came. Never raises."""
+        """Poll and dispatch notifications; return True if there were any. Never raises."""
         with self.lock:
             if self.closed:
                 return False
@@ -415,7 +414,7 @@ class Station:
             return bool(found)
 
     def wait(self, over: Callable[[], bool], deadline: float) -> bool:
-        """Poll until something is over; return whether it was before `deadline`, in seconds of the monotonic clock."""
+        """Poll until `done` returns True; return False after `deadline`, in seconds of the monotonic clock."""
         while not over():
             if time.monotonic() > deadline:
                 return False
@@ -424,7 +423,7 @@ class Station:
         return True
 
     def nudge(self) -> None:
-        """Poll often for a while."""
+        """Poll frequently for a while."""
         self._used_at = time.monotonic()
         self._nudged.set()
 
@@ -451,7 +450,7 @@ class Station:
                 pause = _SHORTEST
 
     def meet(self, name: str, metadata: bytes) -> Peer:
-        """Return another agent, which the caller is going to write to. `part` follows once for each call."""
+        """Connect to another agent for writes. Every call needs one `part`."""
         with self.lock:
             peer = self._peers.get(name)
             if peer is not None and peer.broken and not peer.users:
@@ -460,13 +459,13 @@ class Station:
             if peer is not None and peer.broken:
                 raise ConnectorError("the connection to the decode worker is broken")
             if name == self.agent.name:
-                raise ConnectorError("the decode worker is this one")
+                raise ConnectorError("the decode worker is this worker")
             if peer is None or metadata not in peer.known:
                 met = self.agent.meet(metadata)
                 if met != name:
                     if met not in self._peers:
                         self.agent.forget(met)
-                    raise ConnectorError("the address for NIXL is another agent's")
+                    raise ConnectorError("the address for NIXL belongs to another agent")
                 peer = peer or Peer(name)
                 peer.known.add(metadata)
             self._peers[name] = peer
@@ -475,7 +474,7 @@ class Station:
             return peer
 
     def part(self, peer: Peer, slab: Slab, token: bytes, transfers: Iterable[Transfer]) -> None:
-        """End the prefill side of a lease: once all its writes are over, tell the other side and return the memory."""
+        """End the prefill side of a lease: after its last write, notify the other side and recycle the memory."""
         with self.lock:
             if self.closed:
                 return
@@ -490,7 +489,7 @@ class Station:
         parting.peer.broken |= any(transfer.flaw is not None for transfer in parting.transfers)
         self.give_back(parting.slab)
         if not parting.peer.broken:
-            with contextlib.suppress(ConnectorError):  # it has other ways to find out
+            with contextlib.suppress(ConnectorError):  # it detects that by other means
                 self.agent.tell(parting.peer.name, Notice.of_the_end(parting.token))
         parting.peer.users -= 1
         idle = [one for one in self._peers.values() if not one.users]

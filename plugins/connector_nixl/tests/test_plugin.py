@@ -65,7 +65,7 @@ def test_a_variable_of_ucx_is_refused_before_nixl_is_looked_for(monkeypatch: pyt
 @needs_nixl
 def test_it_says_that_it_listens_and_checks_nobody(caplog: pytest.LogCaptureFixture) -> None:
     NixlConnector(ConnectorSettings()).close()
-    assert "devices lo and checks nobody" in caplog.text
+    assert "devices lo without authentication" in caplog.text
 
 
 @needs_nixl

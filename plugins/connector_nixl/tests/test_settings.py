@@ -16,7 +16,7 @@ def test_without_a_word_it_stays_on_the_loopback() -> None:
 
 @pytest.mark.parametrize("environment", [{}, {"FD_NIXL_TRUST_NETWORK": ""}, {"FD_NIXL_TRUST_NETWORK": "no"}])
 def test_nothing_listens_without_consent(environment: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="whoever connects") as caught:
+    with pytest.raises(ConfigError, match="every peer that connects") as caught:
         read_settings(environment)
     assert caught.value.field == "FD_NIXL_TRUST_NETWORK"
 

@@ -6,12 +6,12 @@ from fd_core.hookspecs import Entry, hookimpl
 
 FD_CONTRACT = 1
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 @hookimpl
 def fd_register_backends() -> list[Entry]:
-    """Offer one backend for each framework."""
+    """Register one backend per framework."""
     return [
         Entry("gpu_cuda", "fd_gpu_cuda.backend:CudaBackend", "NVIDIA GPUs with PyTorch, Triton and CUDA graphs"),
         Entry("gpu_cuda+paddle", "fd_gpu_cuda.backend:CudaPaddleBackend", "NVIDIA GPUs with PaddlePaddle"),
@@ -21,5 +21,5 @@ def fd_register_backends() -> list[Entry]:
 
 @hookimpl
 def fd_register_postprocessors() -> list[Entry]:
-    """Offer the postprocessor of the backend of the same name, for which it is the default."""
+    """Register the default postprocessor of the backend of the same name."""
     return [Entry("gpu_cuda", "fd_gpu_cuda.backend:CudaPostprocess", "the token matrix in one launch")]

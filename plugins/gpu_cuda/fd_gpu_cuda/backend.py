@@ -1,4 +1,4 @@
-"""The backends and the postprocessor of NVIDIA GPUs: a device is looked for without initialising CUDA."""
+"""Backends and postprocessor of NVIDIA GPUs; devices are probed without initialising CUDA."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _VERSION_LINE = re.compile(r"^__version__\b[^=]*=\s*'([^']*)'", re.MULTILINE)
 
 
 def cuda_of_torch() -> tuple[str, str | None]:
-    """Return torch's version and the CUDA that it was built for, None for a build without; imports nothing.
+    """Return torch's version and its CUDA version, None for a build without CUDA; imports nothing.
 
     torch must be installed.
     """
@@ -55,7 +55,7 @@ def cuda_of_torch() -> tuple[str, str | None]:
 
 
 def flash_infer() -> str:
-    """Say whether FlashInfer is here, which then computes attention of steps with prompts; imports nothing."""
+    """Return a note on FlashInfer, which, if installed, computes attention of steps with prompts; imports nothing."""
     if missing("flashinfer"):
         return "FlashInfer not installed"
     try:
@@ -65,7 +65,7 @@ def flash_infer() -> str:
 
 
 def device_problem() -> tuple[int, str]:
-    """Return how many devices the driver has, and why there is none that this process may use; "" if there is one."""
+    """Return the number of devices of the driver, and the reason if this process can use none, else ""."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return 0, f"CUDA_VISIBLE_DEVICES={visible!r} hides every device"
@@ -77,13 +77,13 @@ def device_problem() -> tuple[int, str]:
     nvml.nvmlErrorString.restype = ctypes.c_char_p
     status = nvml.nvmlInit_v2()
     if status:
-        return 0, f"the NVIDIA driver does not answer: {_text(nvml, status)}"
+        return 0, f"the NVIDIA driver failed: {_text(nvml, status)}"
     count = ctypes.c_uint(0)
     status = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     nvml.nvmlShutdown()
     if status:
-        return 0, f"the NVIDIA driver does not say which devices there are: {_text(nvml, status)}"
-    return count.value, "" if count.value else "the NVIDIA driver sees no device"
+        return 0, f"the NVIDIA driver cannot list devices: {_text(nvml, status)}"
+    return count.value, "" if count.value else "the NVIDIA driver found no device"
 
 
 class OnCuda(Backend):
@@ -91,7 +91,7 @@ class OnCuda(Backend):
 
     @classmethod
     def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        """Give each engine a device for each rank."""
+        """Assign each engine one device per rank."""
         return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
 
 
@@ -105,27 +105,26 @@ GRAPH_BYTES = 256 * 2**20
 NCCL_BYTES = 512 * 2**20
 """Calculated for the buffers of NCCL where several ranks compute one model."""
 _BYTES_PER_HIDDEN = 96
-"""A token's activations for each element of the hidden state: the residual, what a norm holds in float32, queries, keys
-and values, and gate and up, which are some five times as wide."""
+"""Activation bytes of a token per element of the hidden state: the residual, a norm in float32, queries, keys and
+values, and gate and up, which are about five times as wide."""
 _BYTES_PER_LOGIT = 48
-"""Logits in float32, and what sampling with filters holds beside them: weights and running sums in float64, and the
-order as int64."""
+"""Bytes per logit: float32, plus weights and running sums in float64 and the order as int64 for filtered sampling."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptMemory:
-    """Bytes that KV must leave."""
+    """Bytes reserved from KV."""
 
     steps: int
-    """For the largest step, and all that libraries and graphs take that were there when it was measured."""
+    """For the largest step, and the libraries and graphs that existed at the measurement."""
     graphs: int
-    """For graphs that were not captured then: what one more of them took, for each."""
+    """For graphs not captured at the measurement, extrapolated from one of them."""
     how: str
     """`measured` or `calculated`."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Total bytes."""
         return self.steps + self.graphs
 
     def __str__(self) -> str:
@@ -133,9 +132,9 @@ class KeptMemory:
 
 
 def measured(cuda: Cuda, ops: CudaOps, steps: AbstractContextManager[None]) -> KeptMemory:
-    """Measure what a rehearsal takes of what the driver has, its small KV cache included.
+    """Measure the driver memory that a rehearsal uses, including its small KV cache.
 
-    What the process keeps when all is given back, such as kernels and connections, is gone for KV anyway.
+    Memory that the process retains afterwards, such as kernels and connections, is unavailable for KV anyway.
     """
     cuda.release_unused()
     before = cuda.free_on_driver()
@@ -148,7 +147,7 @@ def measured(cuda: Cuda, ops: CudaOps, steps: AbstractContextManager[None]) -> K
 
 
 def calculated(config: EngineConfig, model: Model | None, default_budget: int) -> KeptMemory:
-    """Calculate it from sizes, without a look at the device."""
+    """Estimate it from sizes, without the device."""
     graphs = GRAPH_BYTES + (NCCL_BYTES if config.tensor_parallel_size > 1 else 0)
     if model is None:
         return KeptMemory(0, graphs, "calculated")
@@ -157,7 +156,7 @@ def calculated(config: EngineConfig, model: Model | None, default_budget: int) -
     table: Any = getattr(getattr(model, "decoder", None), "embedding", None)
     steps = step_bytes(
         tokens=budget,
-        # Beside those that are sampled from, the logits of prompts whose log-probabilities are wanted.
+        # In addition to the sampled rows, logits of prompts with log-probabilities.
         rows=min(config.max_num_seqs * width, budget) + max(SCORED_CELLS // model.vocab_size, 1),
         hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
         vocabulary=model.vocab_size,
@@ -166,7 +165,7 @@ def calculated(config: EngineConfig, model: Model | None, default_budget: int) -
 
 
 def step_bytes(*, tokens: int, rows: int, hidden: int, vocabulary: int) -> int:
-    """Return what the largest step takes beside weights and KV: `tokens` computed, logits of `rows` of them."""
+    """Return the activation bytes of the largest step: `tokens` computed, logits of `rows` of them."""
     return tokens * hidden * _BYTES_PER_HIDDEN + rows * vocabulary * _BYTES_PER_LOGIT
 
 
@@ -175,7 +174,7 @@ _HINT = "pip install 'fd-gpu-cuda[torch]' from an index that has torch built for
 
 
 class CudaBackend(OnCuda):
-    """torch on a CUDA device, or on one for each rank; in bfloat16 where the device has it."""
+    """torch on a CUDA device per rank; in bfloat16 if the device supports it."""
 
     name: ClassVar[str] = "gpu_cuda"
     auto_rank: ClassVar[int] = 100
@@ -191,9 +190,9 @@ class CudaBackend(OnCuda):
 
     @classmethod
     def probe(cls) -> Availability:
-        """Available where the driver has a device and torch is built for CUDA; imports neither torch nor Triton."""
+        """Return available if the driver has a device and torch is built for CUDA; imports neither torch nor Triton."""
         count, problem = device_problem()
-        if problem:  # first, because nobody installs gigabytes for a device that is not there
+        if problem:  # first, so that a missing device is reported before missing packages
             return Availability(False, problem)
         if absent := missing("torch", "triton"):
             return Availability(False, f"{' and '.join(absent)} not installed; {_HINT}")
@@ -240,9 +239,9 @@ class CudaBackend(OnCuda):
         return ops
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
-        """Load the model, and remember it: its size decides how much memory a step takes."""
+        """Load and store the model, whose size determines the memory of a step."""
         model = super().load_model(path, ops, progress)
-        # A draft model is loaded later, and is the smaller one.
+        # A draft model is loaded later, and is smaller.
         if self._model is None:
             self._model, self._ops = model, ops
         if self._providers is not None:
@@ -250,7 +249,7 @@ class CudaBackend(OnCuda):
         return model
 
     def _try_providers(self, providers: Providers, model: Model, ops: Ops) -> None:
-        """Compare what is in use with torch's own operations, on a model that was just loaded."""
+        """Compare the kernels in use with torch's operations, on the loaded model."""
         from fd_core.models.decoder import DecoderModel
 
         from fd_gpu_cuda.ops import CudaOps
@@ -273,14 +272,14 @@ class CudaBackend(OnCuda):
             if not out_of_memory(error):
                 raise
             raise ConfigError(
-                f"the largest step does not fit beside the weights: {error}",
+                f"the largest step does not fit in memory with the weights: {error}",
                 field="--max-num-batched-tokens",
                 hint="lower it or --max-num-seqs",
             ) from error
         logger.info("%s", self._kept)
 
     def free_memory(self) -> int:
-        """Return what the device has left for KV beside the largest step and the graphs."""
+        """Return the device memory that is available for KV after the largest step and the graphs."""
         if self._cuda is None:
             return 0
         kept = self._kept or calculated(self.config, self._model, self.default_batched_tokens)
@@ -296,18 +295,18 @@ class CudaBackend(OnCuda):
 
     def _fastest_dtype(self, cuda: Cuda) -> str:
         if cuda.has_bfloat16:
-            self.dtype_reason = "the device multiplies bfloat16 matrices itself"
+            self.dtype_reason = "the device has bfloat16 tensor cores"
             return "bfloat16"
         if cuda.has_float16:
-            self.dtype_reason = "the device multiplies float16 matrices itself, and no bfloat16"
+            self.dtype_reason = "the device has float16 tensor cores, but no bfloat16"
             return "float16"
-        self.dtype_reason = "the device multiplies neither bfloat16 nor float16 matrices itself"
+        self.dtype_reason = "the device has neither bfloat16 nor float16 tensor cores"
         return "float32"
 
 
 PROVIDER: Final = "CUDAExecutionProvider"
-_ONNX_HINT: Final = "pip install 'fd-gpu-cuda[onnx]' without onnxruntime beside it"
-# The runtime lists CUDA even where there is none, and silently falls back to the processor: only a session knows.
+_ONNX_HINT: Final = "pip install 'fd-gpu-cuda[onnx]' without onnxruntime"
+# The runtime lists CUDA even without a device, and silently falls back to the CPU: only a session shows it.
 _QUESTION: Final = f"""
 import onnxruntime
 from onnx import TensorProto, helper
@@ -336,23 +335,23 @@ class CudaPaddleBackend(OnCuda, PaddleBackend):
 
     @classmethod
     def probe(cls) -> Availability:
-        """Available where a current Paddle for CUDA sees a device; it is asked only if the driver has one."""
+        """Return available if a current Paddle for CUDA has a device; probed only if the driver has one."""
         _, problem = device_problem()
         if problem:
             return Availability(False, problem)
         if paddle.paddle_installed():
             found = paddle.paddle_devices()
-            # Builds from source call themselves 0.0.0.
+            # Builds from source have version 0.0.0.
             if (0, 0) < tuple(int(part) for part in found.version.split(".")[:2] if part.isdigit()) < (3, 3):
                 return Availability(False, f"Paddle {found.version} is too old; {cls.paddle_hint}")
             if not found.built_for_cuda:
-                return Availability(False, f"Paddle {found.version} is built for processors only; {cls.paddle_hint}")
+                return Availability(False, f"Paddle {found.version} is a CPU-only build; {cls.paddle_hint}")
         return super().probe()
 
 
 @cache
 def provider_problem() -> tuple[str, str]:
-    """Ask in a process of its own which provider a session really gets; returns version, and "" if it is CUDA's."""
+    """Find the actual provider of a session in a subprocess; return version, and "" if it is CUDA."""
     slow = "ONNX Runtime did not start a session within {seconds}"
     answer, problem = ask_apart(_QUESTION, slow=slow, failed="ONNX Runtime cannot start a session")
     if problem:
@@ -366,13 +365,13 @@ class CudaOnnxBackend(OnCuda, OnnxBackend):
 
     name: ClassVar[str] = "gpu_cuda+onnx"
     auto_rank: ClassVar[int] = -1
-    """Never taken by itself while its KV travels between host and device in each step."""
+    """Never selected automatically, because it copies its KV between host and device in each step."""
     provider: ClassVar[tuple[str, str]] = (PROVIDER, "cuda")
     hint: ClassVar[str] = _ONNX_HINT
 
     @classmethod
     def probe(cls) -> Availability:
-        """Available where a session of ONNX Runtime gets CUDA."""
+        """Return available if a session of ONNX Runtime gets CUDA."""
         _, problem = device_problem()
         if problem:
             return Availability(False, problem)
@@ -382,17 +381,17 @@ class CudaOnnxBackend(OnCuda, OnnxBackend):
         return Availability(False, problem) if problem else Availability(True, f"ONNX Runtime {version} on CUDA")
 
     def describe(self) -> str:
-        """Name the provider, and what its pack leaves to the host."""
+        """Return the provider, and the part that runs on the host."""
         return "CUDA device, ONNX Runtime; KV in host memory, copied each step"
 
 
 class CudaPostprocess(Postprocess):
-    """For the backend `gpu_cuda`, whose pack writes the matrix in one launch."""
+    """Postprocessor of the backend `gpu_cuda`, whose pack writes the matrix in one launch."""
 
     serves: ClassVar[tuple[str, ...]] = ("gpu_cuda",)
 
     def __init__(self, ops: Ops, limits: Limits) -> None:
-        # torch is needed to compute, not to know of the postprocessor.
+        # torch is needed to compute, not to register the postprocessor.
         from fd_gpu_cuda.ops import CudaOps
 
         super().__init__(ops, limits)

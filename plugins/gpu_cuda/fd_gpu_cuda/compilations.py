@@ -1,12 +1,12 @@
-"""Triton compilations: steps that compile all that serving needs, and counts of what was compiled.
+"""Triton compilations: warm-up steps that compile all kernels of serving, and counters.
 
-Counts show people what a start costs and which request waited for a compiler. Triton asks a hook before it makes a
-kernel and tells another one behind it: in `JITFunction` in releases 3.2 and 3.3, in `triton.knobs` from 3.4 on, which
-tells as well whether it only read the kernel from its cache folder.
+Counters show the cost of a start and requests that waited for a compiler. Triton calls one hook before it creates a
+kernel and another one after it: in `JITFunction` in releases 3.2 and 3.3, in `triton.knobs` from 3.4 on, which also
+reports if the kernel was read from its cache folder.
 
-A kernel compiles for each of its constants, and those depend on how many tokens a step has, how many of them a request
-has, how many rows are sampled and how. Tiles are powers of two, so steps of each power of two meet all of them; one
-token more than that meets what begins behind it.
+A kernel is compiled for each combination of constants, which depend on the number of tokens of a step and of its rows,
+and on the number and kind of sampled rows. Tiles are powers of two, so steps of each power of two cover all of them;
+one token more covers the next range.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from fd_core.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 _READ_SECONDS = 0.05
-"""A kernel that is there sooner was read: releases before 3.4 do not tell, so there this is a guess."""
+"""Threshold in seconds: a faster kernel was read from the cache. A heuristic for releases before 3.4."""
 
 
 def use_cache_folder() -> Path:
-    """Have Triton keep compiled kernels in the cache folder of this project, unless the user says where."""
+    """Set Triton's cache folder to that of this project, unless the user set one."""
     folder = find_cache_dir() / "triton"
     return Path(os.environ.setdefault("TRITON_CACHE_DIR", str(folder)))
 
 
 @dataclass(slots=True)
 class Compilations:
-    """Kernels that were made in this process since `watch`."""
+    """Kernels created in this process since `watch`."""
 
     compiled: int = 0
     read: int = 0
@@ -50,7 +50,7 @@ class Compilations:
     """Compilations made before requests were served; None until then."""
 
     def watch(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Count from now on, beside whoever watches already."""
+        """Start counting; existing hooks are still called."""
         now = threading.local()
 
         def before(**_: Any) -> None:
@@ -68,7 +68,7 @@ class Compilations:
             setattr(place, name, _both(getattr(place, name), hook))
 
     def stats(self) -> CompilationStats:
-        """Return what was made so far."""
+        """Return the counters."""
         made, start = self.compiled + self.read, self.at_start
         if start is None:
             return CompilationStats(start=made, start_seconds=self.seconds)
@@ -80,7 +80,7 @@ class Compilations:
         )
 
     def begin_serving(self) -> None:
-        """Say what the start took; from now on requests wait for what compiles."""
+        """Log the cost of the start; from now on, compilations delay requests."""
         self.at_start = self.stats()
         logger.info(
             "compiled %d kernels and found %d in %s, which took %.1f s",
@@ -98,8 +98,8 @@ class Compilations:
             self.compiled += 1
         if self.at_start is not None:
             logger.warning(
-                "the kernel %s was made while requests were served, which held them up for %.2f s (%d so far); "
-                "the warm-up should have made it",
+                "the kernel %s was compiled while requests were served, which delayed them by %.2f s (%d so far); "
+                "the warm-up should have compiled it",
                 kernel,
                 seconds,
                 self.stats().serving,
@@ -107,7 +107,7 @@ class Compilations:
 
 
 def _hooks() -> list[tuple[Any, str]]:
-    """Return the objects and names of Triton's hooks: before a kernel is made, behind that, and what tells how."""
+    """Return objects and names of Triton's hooks: before and after a kernel is created, and for its origin."""
     import triton
 
     if hasattr(triton, "knobs"):
@@ -119,7 +119,7 @@ def _hooks() -> list[tuple[Any, str]]:
 
 
 def _both(first: Any, second: Callable[..., None]) -> Callable[..., Any]:
-    """Return a hook that calls both; what the first one answers counts: true keeps Triton from compiling."""
+    """Return a hook that calls both; returns the result of the first one: True prevents the compilation."""
 
     def hook(*arguments: Any, **facts: Any) -> Any:
         answer = first(*arguments, **facts) if first is not None else None
@@ -142,16 +142,16 @@ _OTHERS = (
     SamplingParams(temperature=0.0, logit_bias={0: 1.0}),
     SamplingParams(temperature=0.0, allowed_token_ids=(0,)),
 )
-"""Options that few requests use, each with separate kernels. A bias twice in a step."""
+"""Rare options, each with separate kernels. A bias occurs twice in a step."""
 
 
 def warm_up_steps(limits: Limits, *, drafts: bool) -> Sequence[WarmUpStep]:
-    """Return the steps in the order of how likely requests need them; `drafts` says whether steps may have any."""
+    """Return the steps in decreasing order of likelihood; `drafts` is True if steps may have drafts."""
     return [*_prompts(limits), *_decodes(limits, limits.max_drafts if drafts else 0), *_wishes(limits)]
 
 
 def _prompts(limits: Limits) -> Iterator[WarmUpStep]:
-    """One prompt of each size, many prompts of few tokens, and a prompt beside decodes."""
+    """Return one prompt of each size, many short prompts, and a prompt with decodes."""
     most = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
     for power in _powers(most):
         for tokens in sorted({power, min(power + 1, most)}):
@@ -164,7 +164,7 @@ def _prompts(limits: Limits) -> Iterator[WarmUpStep]:
 
 
 def _decodes(limits: Limits, most_drafts: int) -> Iterator[WarmUpStep]:
-    """Decodes of each size, sampled in each way, with the most drafts and with fewer."""
+    """Return decodes of each size and sampling mode, with the maximum of drafts and with fewer."""
     for rows in sorted({*_powers(limits.max_num_seqs), limits.max_num_seqs}):
         for params in (_GREEDY, _RANDOM, _FILTERED):
             yield (WarmUpRow(params=params),) * rows
@@ -175,7 +175,7 @@ def _decodes(limits: Limits, most_drafts: int) -> Iterator[WarmUpStep]:
 
 
 def _wishes(limits: Limits) -> Iterator[WarmUpStep]:
-    """Options that few requests use: by one request, and by some of several."""
+    """Return steps with rare options: of one request, and of some of several."""
     for params in _OTHERS:
         tokens = 3 if params.prompt_logprobs is not None else 1
         asking = WarmUpRow(tokens, params=params)

@@ -1,4 +1,4 @@
-"""The calls into torch.cuda that the plugin makes, in one place: tests put the processor there."""
+"""All calls of the plugin into torch.cuda, which tests replace with the CPU."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
 
 
 class CopyLane:
-    """A stream for copies, with memory that belongs to them; waiting for it lets other threads run."""
+    """Stream for copies, with its own memory; waiting for it releases the GIL."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # such as the zeros of a cache
-        self._done = torch.cuda.Event(blocking=True)  # a thread that waits sleeps instead of turning
+        self._done = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
 
     def pinned(self, shape: Sequence[int], dtype: Any) -> Array:
-        """Allocate host memory that the device reads and writes itself."""
+        """Allocate pinned host memory."""
         return torch.empty(*shape, dtype=dtype, pin_memory=True)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
@@ -37,7 +37,7 @@ class CopyLane:
 
     @contextmanager
     def queueing(self) -> Iterator[None]:
-        """Return a context whose work goes to this stream, in order."""
+        """Return a context that queues work on this stream."""
         try:
             with torch.cuda.stream(self._stream):
                 yield
@@ -45,27 +45,27 @@ class CopyLane:
             self._done.record(self._stream)
 
     def wait(self) -> None:
-        """Wait for what was queued; at once if nothing was."""
+        """Wait for the queued work, if any."""
         self._done.synchronize()
 
 
 Replay = Callable[[], None]
-"""Queues a captured computation again, over the memory that it was captured with."""
+"""Replays a captured computation on the memory of its capture."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Say whether an error means that the device has no memory left.
+    """Return True if an error means that the device is out of memory.
 
-    torch has an error of its own for what it allocates. What the driver needs for graphs, and Triton for kernels, fails
-    with words alone.
+    torch has an exception class for its allocations. Failures of the driver for graphs, and of Triton for kernels, only
+    have a message.
     """
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def sum_in_float32() -> None:
-    """Have cuBLAS multiply all bits and add up in float32, whatever torch or the environment would have it do.
+    """Make cuBLAS multiply with full precision and accumulate in float32, overriding torch and the environment.
 
-    By default it may add up parts of a product in 16 bits: they are rounded once more, and float16 overflows. Where
+    By default it may accumulate partial sums in 16 bits: they are rounded again, and float16 overflows. Where
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is set, as in some images, it would multiply 11 of the 24 bits of a float32.
     """
     torch.set_float32_matmul_precision("highest")
@@ -74,7 +74,7 @@ def sum_in_float32() -> None:
 
 
 class QueuedCopies(HostCopies):
-    """Copies behind which an event is recorded."""
+    """Copies followed by a recorded event."""
 
     def __init__(self, hosts: Sequence[Array], done: Callable[[], bool], wait: Callable[[], None]) -> None:
         super().__init__([host.numpy() for host in hosts])
@@ -93,7 +93,7 @@ class Cuda:
     """One CUDA device. Constructing it initialises CUDA."""
 
     ranks: RankGroup | None = None
-    """Other ranks, once steps wait for them on the device."""
+    """Group of ranks, if collectives run on the device."""
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
@@ -111,17 +111,17 @@ class Cuda:
 
     @property
     def has_bfloat16(self) -> bool:
-        """True if the device multiplies bfloat16 matrices itself: Ampere (compute capability 8.0) and later do."""
+        """True if the device has bfloat16 tensor cores: Ampere (compute capability 8.0) and later."""
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
     @property
     def has_float16(self) -> bool:
-        """True if the device computes in float16 itself: from compute capability 5.3 on, so Turing and Volta do."""
+        """True if the device computes in float16: compute capability 5.3 and later, including Volta and Turing."""
         return torch.cuda.get_device_capability(self.device) >= (5, 3)
 
     @property
     def multiplies_fp8(self) -> bool:
-        """True if the device multiplies FP8 itself: Ada (compute capability 8.9) and later do."""
+        """True if the device has FP8 tensor cores: Ada (compute capability 8.9) and later."""
         return torch.cuda.get_device_capability(self.device) >= (8, 9)
 
     @property
@@ -132,22 +132,22 @@ class Cuda:
 
     @property
     def shared_memory_per_block(self) -> int:
-        """Number of bytes of shared memory one block may have, where its kernel asks for them."""
-        from triton.runtime import driver  # torch says it from release 2.7 on
+        """Maximum shared memory of a block in bytes (opt-in)."""
+        from triton.runtime import driver  # in torch since release 2.7
 
         count: int = driver.active.utils.get_device_properties(self.device.index)["max_shared_mem"]
         return count
 
     def pinned(self, count: int) -> Array:
-        """Return host memory uint8[count] that the device copies by itself."""
+        """Return pinned host memory uint8[count]."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, host: Array) -> Array:
-        """Queue a copy of a pinned tensor. torch keeps its memory until the copy has read it."""
+        """Queue a copy of a pinned tensor, whose memory torch holds until the copy is complete."""
         return host.to(self.device, non_blocking=True)
 
     def download(self, arrays: Sequence[Array]) -> HostCopies:
-        """Queue copies to the host behind what the current stream has."""
+        """Queue copies to the host on the current stream."""
         hosts = [torch.empty(array.shape, dtype=array.dtype, pin_memory=True) for array in arrays]
         for host, array in zip(hosts, arrays, strict=True):
             host.copy_(array, non_blocking=True)
@@ -156,7 +156,7 @@ class Cuda:
         return QueuedCopies(hosts, done.query, lambda: self.wait_for(done))
 
     def mark(self) -> Callable[[], None]:
-        """Queue a mark behind what the current stream has; return what waits until the device has come there."""
+        """Record an event on the current stream; return a function that waits for it."""
         here = torch.cuda.Event()
         here.record(torch.cuda.current_stream(self.device))
         return lambda: self.wait_for(here)
@@ -166,22 +166,22 @@ class Cuda:
         self.wait_for(torch.cuda.current_stream(self.device))
 
     def wait_for(self, work: Any) -> None:
-        """Wait for a stream or an event. Raises `RanksApart` where another rank holds it up, or is gone."""
+        """Wait for a stream or an event. Raises `RanksApart` if another rank blocks it, or is lost."""
         if self.ranks is None:
             work.synchronize()
             return
         try:
             self.ranks.wait_until(work.query)
         except RanksApart:
-            _abort(self._connection)  # or the device would go on waiting
+            _abort(self._connection)  # or the device would wait forever
             raise
 
     def connect(self, store: Any, parallel: Parallel, seconds: float) -> Any:
-        """Return the process group that carries tensors between the devices of ranks, once all ranks have come.
+        """Return the process group of the ranks' devices, once all ranks have joined.
 
         Its collectives may be captured.
         """
-        # Ranks watch over each other by themselves; torch's own watch would end the process without a word.
+        # Ranks monitor each other; torch's watchdog would abort the process without a message.
         os.environ.update(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0")
         from torch.distributed import ProcessGroupNCCL
 
@@ -191,14 +191,14 @@ class Cuda:
         return self._connection
 
     def copy_lane(self) -> CopyLane:
-        """Return another stream for copies beside the steps, behind what is queued so far."""
+        """Return another stream for copies in parallel with steps, ordered after the work queued so far."""
         return CopyLane(self.device)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Return a context for captures: nothing else is queued meanwhile, and Python collects no garbage.
+        """Return a context for captures, in which no other work is queued and garbage collection is disabled.
 
-        What it would collect may be memory or a graph, which must not be given back to the driver during a capture.
+        Garbage may be device memory or a graph, which must not be freed during a capture.
         """
         gc.collect()
         torch.cuda.synchronize(self.device)
@@ -212,10 +212,10 @@ class Cuda:
                 gc.enable()
 
     def capture(self, compute: Callable[[], None]) -> Replay:
-        """Capture a computation that leaves its result in memory that was there before; returns how to queue it again.
+        """Capture a computation that writes its result to existing memory; return its replay.
 
         All graphs are captured on one stream, for which libraries set up their workspaces once, and share one pool of
-        memory for what they compute on the way.
+        memory for intermediate results.
         """
         compute()  # outside the capture, because kernels are compiled and libraries set up on their first call
         if self._pool is None:
@@ -229,7 +229,7 @@ class Cuda:
             try:
                 compute()
             except BaseException:
-                with suppress(RuntimeError):  # what went wrong first matters, not that nothing was captured
+                with suppress(RuntimeError):  # the first error matters, not that the capture failed
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -237,28 +237,28 @@ class Cuda:
         return graph.replay
 
     def release_unused(self) -> None:
-        """Give memory that nobody uses back to the driver, that of graphs too; called when no graph is left."""
+        """Free unused memory to the driver, including that of graphs; called when no graph is left."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        self._pool = None  # torch forgets a pool with its last graph
+        self._pool = None  # torch drops a pool with its last graph
 
     def free_on_driver(self) -> int:
-        """Return bytes that the driver has; what torch holds without need is not among them."""
+        """Return the driver's free bytes, without torch's cache."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def free_bytes(self) -> int:
-        """Return bytes that nobody uses: what the driver has, and what torch holds without need."""
+        """Return unused bytes: free in the driver, and in torch's cache."""
         unused: int = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return self.free_on_driver() + unused
 
 
 def _abort(connection: Any) -> None:
-    """End the collectives of a process group, which torch 2.6 has under another name."""
+    """Abort the collectives of a process group; torch 2.6 has another name for it."""
     (connection.abort if hasattr(connection, "abort") else connection._abort)()
 
 
 ALIGNMENT: Final = 16
-"""Bytes: each array begins at a multiple, as kernels that load 16 bytes at a time want it."""
+"""Alignment of arrays in bytes, for kernels with 16-byte loads."""
 
 
 def upload_packed(cuda: Cuda, arrays: Sequence[npt.NDArray[Any]]) -> list[Array]:
@@ -285,7 +285,7 @@ def upload_packed(cuda: Cuda, arrays: Sequence[npt.NDArray[Any]]) -> list[Array]
 
 @cache
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """Return torch's name of a dtype; uint64, which torch hardly knows, is int64 there."""
+    """Return torch's name of a dtype; int64 for uint64, which torch barely supports."""
     return torch.int64 if dtype == np.uint64 else torch.from_numpy(np.empty(0, dtype)).dtype
 
 

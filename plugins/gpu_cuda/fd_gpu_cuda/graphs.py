@@ -21,10 +21,10 @@ _STEP = 8
 _COARSE_FROM = 128
 _COARSE_STEP = 32
 _LARGEST = 512
-"""Decodes of more rows are bound by computing, not by launching: a graph would save nothing."""
+"""Maximum rows: larger decodes are compute-bound, so a graph would save nothing."""
 _LARGEST_DRAFTED = 256
-"""Tokens of a decode with drafts. So many are multiplied in the time in which the weights are read, on an H100 as on an
-A100, so what short rows are padded with costs next to nothing."""
+"""Maximum tokens of a decode with drafts. So many are multiplied while the weights are read, on H100 and A100, so
+padding of short rows is nearly free."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class GraphShapes:
 
     @classmethod
     def of(cls, limits: Limits) -> GraphShapes:
-        """Return the shapes for an engine's limits; none has more tokens than its step token budget.
+        """Return the shapes for an engine's limits, within its step token budget.
 
         One token a row: powers of two, then steps of 8, then of 32, up to the most rows that the limits allow. So where
         a decode fits the budget, it fits padded. With drafts: powers of two.
@@ -65,7 +65,7 @@ class GraphShapes:
         return max((rows * width for rows, width in self), default=0)
 
     def fitting(self, rows: int, width: int) -> tuple[int, int] | None:
-        """Return the smallest shape that holds `rows` rows with up to `width` tokens each, if there is one."""
+        """Return the smallest shape for `rows` rows with up to `width` tokens each, if any."""
         if width > self.width:
             return None
         sizes, width = (self.single, 1) if width == 1 else (self.drafted, self.width)
@@ -84,14 +84,14 @@ class _Graph:
     step: StepInput
     """The memory that the graph reads."""
     vectors: tuple[Array, ...]
-    """Of that memory, what has one entry for each token or row."""
+    """The part of that memory with one entry per token or row."""
     logits: Array
     """The memory that it writes, float32[tokens, V]."""
     replay: Replay
 
 
 class GraphInputs:
-    """The memory that all graphs of a device read; what belongs to a shape are views of what belongs to the largest."""
+    """Input memory of all graphs of a device; each shape uses views of that of the largest."""
 
     def __init__(self, shapes: GraphShapes, limits: Limits, device: torch.device) -> None:
         def zeros(*size: int) -> Array:
@@ -106,15 +106,15 @@ class GraphInputs:
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._query_start = {width: starts * width for width in {1, shapes.width}}
         self._columns = torch.arange(tokens, dtype=torch.int32, device=device)
-        # A graph reads as many of these as it has tokens, whatever is wanted, so what an earlier step left behind the
-        # wanted ones must be tokens of the graph: each shape has its own.
+        # A graph reads one of these per token, even if fewer are needed, so stale entries must be valid tokens of the
+        # graph: each shape has separate memory.
         sizes = [rows * width for rows, width in shapes]
         self._logits_rows = dict(zip(shapes, zeros(sum(sizes)).split(sizes), strict=True))
 
     def of(self, shape: Shape, spare_block: int, block_size: int, *, adapted: bool = False) -> StepInput:
-        """Return the memory of a step of a shape, filled with padding, as a step whose context may be any.
+        """Return the memory of a step of a shape, filled with padding, for contexts of any length.
 
-        `adapted` gives it places of adapters, too.
+        `adapted` adds adapter slots.
         """
         rows, width = shape
         tokens = rows * width
@@ -140,36 +140,36 @@ class GraphInputs:
 
 
 _FEW: Final = 5
-"""Graphs captured to see what one more takes: the driver gives memory by 2 MiB, which a graph may take a part of."""
+"""Number of graphs captured to estimate one: the driver allocates 2 MiB, of which a graph may use a part."""
 
 
 class DeviceGraphs:
-    """Memory with which graphs are captured: one for what they read, and one for the logits that they write.
+    """Shared memory of graph captures: one for inputs, and one for logits.
 
-    Steps of one device run one after the other, and whatever reads logits is queued before the next step, so graphs of
-    all sizes, and those of a draft model, share both.
+    Steps of one device run sequentially, and readers of logits are queued before the next step, so graphs of all sizes,
+    and those of a draft model, share both.
     """
 
     def __init__(self, cuda: Cuda, shapes: GraphShapes, limits: Limits, *, few: bool = False) -> None:
-        """`few` captures only some of the shapes, and says what the others would take."""
+        """`few` captures only some of the shapes and estimates the memory of the others."""
         self.shapes = shapes
         self.bytes_to_come = 0
-        """Memory that graphs not captured would take in addition to those that were."""
+        """Estimated memory of the graphs that were not captured."""
         self._few = few
         self._cuda = cuda
         self._limits = limits
         self._inputs: GraphInputs | None = None
         self._logits: Array | None = None
         self.head_output: Array | None = None
-        """While a decode is captured, where its logits [R, V] are to be written; the output projection may do so."""
+        """Target of the logits [R, V] while a decode is captured; the output projection may write there."""
 
     def capture(
         self, forward: Forward, cache: KVCache, spare_block: int, *, adapted: bool = False
     ) -> dict[Shape, _Graph]:
-        """Capture a forward in every shape, for steps in which tokens have adapters or for others.
+        """Capture a forward in every shape, for steps with or without adapters.
 
-        Shapes for which no memory is left have no graph; a rehearsal and several ranks, which have to do alike, end
-        with the error instead.
+        Shapes that do not fit in memory have no graph; a rehearsal, and several ranks, which must act alike, raise the
+        error instead.
         """
         if self._inputs is None:
             self._inputs = GraphInputs(self.shapes, self._limits, self._cuda.device)
@@ -191,23 +191,23 @@ class DeviceGraphs:
                 graphs[shape] = _Graph(step, _vectors(step), logits, replay)
                 free.append(self._cuda.free_on_driver())
         if len(shapes) > len(chosen) > 1:
-            # The first one has set up what all share.
+            # The first one has set up the shared state.
             each = -(-max(free[0] - free[-1], 0) // (len(chosen) - 1))
             self.bytes_to_come += each * (len(shapes) - len(chosen))
         return graphs
 
     def replay(self, graph: _Graph, step: StepInput) -> Array:
-        """Queue a step; returns its logits, which hold until the next one."""
+        """Queue a step; return its logits, which are valid until the next one."""
         wanted = len(step.logits_rows)
         targets = [*graph.vectors, graph.step.logits_rows[:wanted]]
         torch._foreach_copy_(targets, [*_vectors(step), step.logits_rows])
-        # What an earlier step left in the rest of the tables lies beyond the contexts of this one.
+        # Stale entries in the rest of the tables are beyond the contexts of this step.
         graph.step.block_tables[:, : step.block_tables.shape[1]].copy_(step.block_tables)
         graph.replay()
         return graph.logits[:wanted]
 
     def _logits_of(self, forward: Forward, step: StepInput, cache: KVCache) -> Array:
-        """Return the memory for the logits of a step; the largest comes first."""
+        """Return the memory for the logits of a step; the largest must be requested first."""
         rows = len(step.logits_rows)
         if self._logits is None:
             vocabulary = forward(step, cache).shape[1]
@@ -230,34 +230,34 @@ def _vectors(step: StepInput) -> tuple[Array, ...]:
 
 
 class GraphedForward:
-    """A model's forward that replays a graph for decodes of the shapes given, and runs anything else as it is.
+    """A model's forward that replays a graph for decodes of the given shapes, and runs other steps eagerly.
 
     The runner pads a decode to one of the shapes. All of them are captured, the largest first, when the first decode
     runs, which is before the first request.
     """
 
     def __init__(self, forward: Forward, graphs: DeviceGraphs, tables: int | None = None) -> None:
-        """`tables`: how many tables of adapters there were; None for a forward of steps in which no token has one."""
+        """`tables`: number of adapter tables so far; None for a forward of steps without adapters."""
         self._forward = forward
         self._graphs = graphs
         self._tables = tables
         self._captured: weakref.WeakKeyDictionary[KVCache, dict[Shape, _Graph]] = weakref.WeakKeyDictionary()
 
     def take_graphs(self, before: GraphedForward) -> None:
-        """Replay the graphs of the same model with other adapters, unless there are other tables."""
+        """Reuse the graphs of the same model with other adapters, unless the tables changed."""
         if self._graphs is before._graphs and self._tables == before._tables:
             self._captured = before._captured
 
     def __call__(self, step: StepInput, cache: KVCache) -> Array:
-        """Return float32 logits [R, V]; those of a replay hold until the next one."""
+        """Return float32 logits [R, V]; those of a replay are valid until the next one."""
         graph = self._graph(step, cache)
         return self._forward(step, cache) if graph is None else self._graphs.replay(graph, step)
 
     def _graph(self, step: StepInput, cache: KVCache) -> _Graph | None:
-        """Return the graph of a step, or None where there is none.
+        """Return the graph of a step, or None.
 
-        Steps in which tokens have adapters have graphs of their own: they read the place of each token, and tables that
-        stay where they are while adapters come and go; see `AdaptedOps.place_loras`.
+        Steps with adapters have separate graphs, which read each token's adapter slot, and tables with fixed addresses;
+        see `AdaptedOps.place_loras`.
         """
         shape = (len(step.context_len), step.max_query)
         fits = step.uniform and self._graphs.shapes.fitting(*shape) == shape
@@ -270,7 +270,7 @@ class GraphedForward:
         return None if graph is None or step.block_tables.shape[1] > graph.step.block_tables.shape[1] else graph
 
     def prepare(self, cache: KVCache) -> None:
-        """Capture what is not captured yet."""
+        """Capture the missing graphs."""
         if cache.spare_block is None or cache in self._captured:
             return
         adapted = self._tables is not None

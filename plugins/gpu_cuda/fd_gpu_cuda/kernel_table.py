@@ -1,4 +1,4 @@
-"""The table of kernels that the pack computes with, operations composed of torch's own without one, and adapters."""
+"""Table of the pack's kernels, their compositions of torch operations, and adapter tables."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _RANK_ALIGN = 16
 
 
 class AdapterRoom(NamedTuple):
-    """Number of adapters that tables have room for, and their rank; a table for more is another table."""
+    """Capacity of adapter tables: number of adapters and rank; growing needs a new table."""
 
     places: int = 8
     rank: int = 64
 
     @classmethod
     def of(cls, config: EngineConfig) -> AdapterRoom | None:
-        """Return what the settings allow; None where no adapters are configured."""
+        """Return the capacity by the settings; None without adapters."""
         if config.lora_modules or config.lora_folder is not None:
             return cls(config.max_loras, config.max_lora_rank)
         return None
@@ -38,10 +38,10 @@ class AdapterRoom(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceLora:
-    """Term that one adapter adds to a linear."""
+    """One adapter's term of a linear."""
 
     parts: tuple[tuple[Array, Array] | None, ...]
-    """Down [rank, in] and up [rank, out], which is scaled; None for parts that it leaves alone."""
+    """Down [rank, in] and scaled up [rank, out]; None for unchanged parts."""
     inputs: int
     outs: tuple[int, ...]
 
@@ -50,17 +50,17 @@ class DeviceLora:
 class LoraTable:
     """Addresses of the matrices of one linear, by slot: they stay fixed while adapters are loaded and unloaded.
 
-    Graphs read it, so it is written between steps alone, in the order of the stream.
+    Graphs read it, so it is only written between steps, in stream order.
     """
 
     entries: Array
-    """int64[places, parts, 3], for the places 1 and up: addresses of down and up, and the rank, 0 for none."""
+    """int64[slots, parts, 3], for slots 1 and up: addresses of down and up, and the rank, 0 for none."""
     inputs: int
     outs: tuple[int, ...]
     width: int
-    """Ranks that there is room for, a multiple of 16."""
+    """Maximum rank, a multiple of 16."""
     held: list[DeviceLora | None] = field(default_factory=list)
-    """Keeps the memory that entries name."""
+    """Owners of the memory in the entries."""
 
     @classmethod
     def empty(
@@ -71,15 +71,15 @@ class LoraTable:
         room: AdapterRoom,
         device: torch.device,
     ) -> LoraTable:
-        """Return a table without adapters in which these, and as many as `room` says, have a place."""
+        """Return an empty table with capacity for these adapters and for `room`."""
         if len(outs) > _MOST_PARTS:
-            raise ValueError(f"a linear of {len(outs)} parts takes no adapters here; {_MOST_PARTS} are the most")
+            raise ValueError(f"adapters support at most {_MOST_PARTS} parts of a linear, got {len(outs)}")
         count, rank = max(room.places, len(deltas)), max(room.rank, _most_rank(deltas), 1)
         entries = torch.zeros((count, len(outs), 3), dtype=torch.int64, device=device)
         return cls(entries, inputs, outs, -(-rank // _RANK_ALIGN) * _RANK_ALIGN)
 
     def fits(self, deltas: Sequence[DeviceLora | None]) -> bool:
-        """Say whether there is room for these adapters."""
+        """Return True if these adapters fit."""
         return len(deltas) <= len(self.entries) and _most_rank(deltas) <= self.width
 
 
@@ -90,16 +90,16 @@ def _most_rank(deltas: Sequence[DeviceLora | None]) -> int:
 
 AttentionKernel = Callable[[Array, CudaLayer, Heads, StepInput], Array]
 ExpertsKernel = Callable[[Array, Experts, Activation, Array | None], Array]
-"""Routes x [T, H] to experts that are stacked and adds up their weighted outputs, and to them what is given [T, H]."""
+"""Mixture of stacked experts on x [T, H], plus an optional addend [T, H]."""
 AddNorm = Callable[..., Array]
 """`kernels.norms.add_norm`: the norm of x [T, H] + post_norm(y), of all rows or of some."""
 
 
 class SamplingKernels(TorchSampling):
-    """Operations on logits and token ids; composed of torch's own operations where not replaced."""
+    """Operations on logits and token ids, by default composed of torch operations."""
 
     def reserve(self, rows: int) -> None:
-        """Allocate what a call of up to `rows` rows needs; calls of more take them in parts."""
+        """Allocate the workspace for up to `rows` rows; larger calls run in chunks."""
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:
         """Return int32[num_slots, 1 + k], see `Postprocess.token_matrix`."""
@@ -108,20 +108,20 @@ class SamplingKernels(TorchSampling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One function for each operation; all wait for nothing and may be captured, unless they say otherwise.
+    """One function per operation; unless noted, none synchronizes, and all may be captured.
 
-    Where an operation may be None, None composes it of torch's own operations.
+    If an operation may be None, it is then composed of torch operations.
     """
 
     attention: AttentionKernel | None
-    """Of any step, over keys and values as they are or in 8 bits."""
+    """Attention of any step, over keys and values in the pack's dtype or 8 bits."""
     sampling: SamplingKernels
-    """Of everything that works on logits and token ids."""
+    """All operations on logits and token ids."""
     packed_product: PackedProduct
     write_kv: Callable[[Array, Array, CudaLayer, Array], None] | None = None
     """`Ops.write_kv`."""
     add_norm: AddNorm | None = None
-    """Sums that wait in the residual stream; without it none waits."""
+    """Fused deferred sums of the residual stream; None disables deferring."""
     rotate_and_store: AttentionKernel | None = None
     """Head norms, rope and KV write: qkv [T, (nh + 2 nkv) d] -> q [T, nh, d]."""
     gate: Callable[[Array, Activation], Array] | None = None
@@ -129,9 +129,9 @@ class Kernels:
     experts: ExpertsKernel | None = None
     """`Ops.moe`; None runs every expert on every token of a decode."""
     lora: Callable[[Array, Array, LoraTable, Array], None] | None = None
-    """Adds what adapters make of x to y, see `Ops.lora`, by the place of each token's; None walks over adapters."""
+    """Adds the adapters' terms of x to y, see `Ops.lora`, by each token's slot; None loops over adapters."""
     planned_attention: AttentionKernel | None = None
-    """Of steps whose metadata is on the host too; never captured. It reads no 8 bits."""
+    """Attention of steps with metadata on the host; never captured, no 8-bit KV."""
 
     @property
     def capturable(self) -> bool:
@@ -140,7 +140,7 @@ class Kernels:
 
 
 def expanded(part: PackedPart) -> Array:
-    """Return what a packed weight stands for: float32[out, in]."""
+    """Dequantize a packed weight: float32[out, in]."""
     values = part.values
     if part.fp8:
         numbers = values.view(torch.float8_e4m3fn).float()
@@ -157,7 +157,7 @@ def expanded(part: PackedPart) -> Array:
 
 
 def expanded_product(x: Array, part: PackedPart, y: Array) -> None:
-    """Expand a packed weight, and multiply; may be captured."""
+    """Dequantize a packed weight, and multiply; may be captured."""
     weight = expanded(part).to(x.dtype)
     y.copy_(functional.linear(x, weight, None if part.bias is None else part.bias.to(x.dtype)))
 
@@ -177,14 +177,15 @@ def scatter_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
 def widened_layer(
     layer: CudaLayer, heads: Heads, step: StepInput, dtype: torch.dtype
 ) -> tuple[TorchLayer, Heads, StepInput]:
-    """Return what the core's attention takes behind queries: keys and values in `dtype`, and a step with their blocks.
+    """Return the arguments of the core's attention after queries: keys and values in `dtype`, and a step with their
+    blocks.
 
-    Of 8 bits only the blocks that the step names are widened, and finding them waits for the device.
+    With 8 bits, only the blocks of the step are widened, which synchronizes with the device.
     """
     if layer.key_scales is None or layer.value_scales is None:
         return TorchLayer(layer.keys, layer.values, layer.block_size), heads, step
     size = layer.block_size
-    # Entries beyond a context mean nothing.
+    # Entries beyond a context are undefined.
     named = step.block_tables.clamp(0, len(layer.keys) // size - 1)
     blocks, places = named.unique(return_inverse=True)
     slots = (blocks.long()[:, None] * size + torch.arange(size, device=blocks.device)).flatten()

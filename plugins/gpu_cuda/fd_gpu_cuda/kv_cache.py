@@ -1,8 +1,8 @@
-"""KV on the device, and its copies to and from the host beside the steps, through memory of a fixed size.
+"""KV on the device, and copies to and from the host in parallel with steps, through fixed staging memory.
 
-Two lanes take turns to copy. A lane is a stream with its own staging memory, on the device and, pinned, on the host;
-what is queued on it happens in order. So while one lane's blocks cross the bus, the other one gathers its own or puts
-them in place, and the host fills or empties a lane's memory only once that lane has done what was queued.
+Two lanes alternate. A lane is a stream with its own staging memory, on the device and, pinned, on the host, whose work
+runs in order. So while one lane transfers blocks over the bus, the other one gathers or scatters its own, and the host
+accesses a lane's memory only after its queued work is complete.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fd_core.types import IntArray
 from fd_gpu_cuda.device import CopyLane, Cuda
 
 STAGED_BYTES = 16 * 2**20
-"""Of a lane's memory, on the host and on the device: long beside what it takes to queue a copy (at 50 GB/s 0.3 ms)."""
+"""Bytes of a lane's memory, on host and device: large compared with the cost of queueing a copy (0.3 ms at 50 GB/s)."""
 _LANES = 2
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-"""Types of torch in which bits are moved, by their sizes."""
+"""Torch dtypes for moving bits, by size."""
 
 
 class _StagedLane:
@@ -43,7 +43,7 @@ class _StagedLane:
         self._places = lane.empty((capacity,), torch.int64)
 
     def export(self, blocks: IntArray) -> None:
-        """Queue: gather blocks in canonical order, bring them to the host."""
+        """Queue an export: gather blocks in canonical order and copy them to the host."""
         staged, places = self._begin(blocks)
         with self._lane.queueing():
             places.copy_(self._index[: len(blocks)], non_blocking=True)
@@ -53,12 +53,12 @@ class _StagedLane:
             self._host[: len(blocks)].copy_(staged, non_blocking=True)
 
     def exported(self, count: int) -> npt.NDArray[Any]:
-        """Wait for the export, and return the bytes of its blocks; they hold until the lane is used again."""
+        """Wait for the export, and return the bytes of its blocks, valid until the lane is used again."""
         self._lane.wait()
         return _bytes_of(self._host[:count])
 
     def bring(self, blocks: IntArray, content: npt.NDArray[np.uint8]) -> None:
-        """Queue: bring the bytes of blocks to the device, put them in their places. Waits for the lane first."""
+        """Queue an import: copy the bytes of blocks to the device and scatter them. Waits for the lane first."""
         self._lane.wait()
         _bytes_of(self._host[: len(blocks)])[:] = content
         staged, places = self._begin(blocks)
@@ -69,7 +69,7 @@ class _StagedLane:
                 part.index_copy_(2, places, mine)
 
     def wait(self) -> None:
-        """Wait for what was queued."""
+        """Wait for the queued work."""
         self._lane.wait()
 
     def _pairs(self, staged: Array) -> Iterator[tuple[Array, Array]]:
@@ -81,19 +81,19 @@ class _StagedLane:
 
 
 class BlockCopies:
-    """Copies blocks of one cache. Staging memory is allocated when the first copy needs it, and kept.
+    """Copies blocks of one cache. Staging memory is allocated at the first copy.
 
-    Copies need no order with steps: who calls has seen the answers of all steps that touch these blocks, and queues
-    none before it is told. One copy runs at a time; another thread's waits for it.
+    Copies are not ordered with steps: the caller has the outputs of all steps that touch these blocks, and queues none
+    before completion. One copy runs at a time; other threads wait.
     """
 
     def __init__(self, parts: Sequence[Array], block_size: int, cuda: Cuda, staged_bytes: int = STAGED_BYTES) -> None:
-        """`parts`: [layers, 2, places, heads, width]; a block is `block_size` places of each layer and side.
+        """`parts`: [layers, 2, slots, heads, width]; a block is `block_size` slots of each layer and side.
 
-        A head of a block in canonical order is what the parts have of it, one after the other.
+        In canonical order, a head of a block is the concatenation of its parts.
         """
         layers, sides, places, count = parts[0].shape[:4]
-        # What has no neighbour is one long head.
+        # A single part is copied as one long head.
         heads = block_size * count if len(parts) > 1 else 1
         found = [part.view(layers, sides, places // block_size, heads, -1) for part in parts]
         size = math.gcd(max(_WORDS), *(each.shape[4] * each.element_size() for each in found))
@@ -118,7 +118,7 @@ class BlockCopies:
                 self._empty(at, parts, target)
 
     def bring(self, blocks: IntArray, content: npt.NDArray[Any]) -> None:
-        """Write what `export` gave into blocks, and wait until it is there. Raises `MemoryError`."""
+        """Write the result of `export` into blocks, and wait for completion. Raises `MemoryError`."""
         source = _rows(np.ascontiguousarray(content), self._block_bytes)
         with self._one_at_a_time:
             self._prepare()
@@ -136,22 +136,20 @@ class BlockCopies:
             yield begin, blocks[begin : begin + self._capacity]
 
     def _prepare(self) -> None:
-        """Allocate the lanes, all of them or none."""
+        """Allocate all lanes or none."""
         if self._lanes:
             for lane in self._lanes:
-                lane.wait()  # of a copy that ended early, something may still be under way
+                lane.wait()  # work of an aborted copy may still be in flight
             return
         try:
             self._lanes = [_StagedLane(self._cuda.copy_lane(), self._parts, self._capacity) for _ in range(_LANES)]
         except RuntimeError as error:
             needed = 2 * _LANES * self._capacity * self._block_bytes
-            raise MemoryError(
-                f"copying KV takes {needed} bytes, half of it pinned, that could not be allocated: {error}"
-            ) from error
+            raise MemoryError(f"cannot allocate {needed} bytes, half of it pinned, to copy KV: {error}") from error
 
 
 def _rows(array: npt.NDArray[Any], block_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return an array's own bytes, a row for each block."""
+    """Return an array's bytes, one row per block."""
     return array.view(np.uint8).reshape(len(array), block_bytes) if array.size else np.empty((0, block_bytes), np.uint8)
 
 
@@ -163,7 +161,7 @@ def _bytes_of(host: Array) -> npt.NDArray[np.uint8]:
 class CudaLayer(NamedTuple):
     """One layer's keys and values, each [slots, nkv, d] without gaps, and their scales if they are int8.
 
-    Scales lie apart, so that heads of 8 bits begin where 16 bytes can be read at once.
+    Scales are separate, so that 8-bit heads are aligned to 16 bytes.
     """
 
     keys: Array
@@ -181,14 +179,14 @@ class CudaLayer(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Array | None, ...]:
-        """Keys, values and their scales, in the order in which kernels take them."""
+        """Keys, values and their scales, in the argument order of kernels."""
         return self.keys, self.values, self.key_scales, self.value_scales
 
 
 class CudaKVCache(TorchKVCache):
-    """The core's cache with one more block, for padding, and with copies on streams of their own.
+    """The core's cache with an additional block for padding, and copies on separate streams.
 
-    A copy waits for its own streams only, with the interpreter's lock released, so steps go on.
+    A copy waits only for its streams, with the GIL released, so steps continue.
     """
 
     def __init__(self, shape: KVShape, num_blocks: int, dtype: Any, cuda: Cuda) -> None:
@@ -198,7 +196,7 @@ class CudaKVCache(TorchKVCache):
         self._scales: Array | None = None
         parts = [self._data]
         if shape.quantized:
-            # Scales lie first, float32 [layers, 2, slots, nkv], elements int8 [..., d] behind all of them.
+            # Scales first, float32 [layers, 2, slots, nkv], then all elements int8 [..., d].
             *heads, stored = self._data.shape
             first, rest = self._data.view(-1).tensor_split([math.prod(heads) * SCALE_BYTES])
             self._data, self._scales = rest.view(*heads, stored - SCALE_BYTES), first.view(torch.float32).view(heads)
@@ -214,11 +212,11 @@ class CudaKVCache(TorchKVCache):
         return self._cuda_layers[index]
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
-        """Copy blocks to the host, a few at a time. Raises `MemoryError`, which ends this copy only."""
+        """Copy blocks to the host, a few at a time. Raises `MemoryError`, which fails only this copy."""
         exported = np.empty((len(blocks), *self.block_shape), self.host_dtype)
         self._copies.export(blocks, exported)
         return exported
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write exported blocks and wait until they are there. Raises `MemoryError`, which ends this copy only."""
+        """Write exported blocks and wait for completion. Raises `MemoryError`, which fails only this copy."""
         self._copies.bring(blocks, self.checked(blocks, data))

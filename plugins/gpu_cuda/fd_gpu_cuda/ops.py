@@ -1,4 +1,5 @@
-"""The torch pack on CUDA: the core's, with kernels for attention and sampling, and no wait inside a step."""
+"""The torch pack on CUDA: the core's pack with kernels for attention and sampling, without synchronization in a
+step."""
 
 from __future__ import annotations
 
@@ -44,9 +45,9 @@ if TYPE_CHECKING:
 
 
 class Residual:
-    """The residual stream: what it was, and a product that waits to be added until a norm reads both.
+    """The residual stream: its value, and a product whose addition is deferred to the next norm.
 
-    The sum is written over what it was, once; whoever comes later finds no product waiting.
+    The sum overwrites the value once; later readers find no pending product.
     """
 
     __slots__ = ("_add_norm", "_post_norm", "_product", "_states")
@@ -58,7 +59,7 @@ class Residual:
         self._post_norm = post_norm
 
     def read(self, norm: Norm | None) -> Array:
-        """Add what waits, and return the norm of the sum [T, H], or the sum itself without one."""
+        """Add the pending product, and return the norm of the sum [T, H], or the sum without a norm."""
         if self._product is None and norm is None:
             return self._states
         found = self._add_norm(self._states, norm, self._product, self._post_norm)
@@ -66,14 +67,14 @@ class Residual:
         return found
 
     def rows(self, norm: Norm, rows: Array) -> Array:
-        """Return the norm of some rows of the sum [R, H], and leave the rest to wait."""
+        """Return the norm of some rows of the sum [R, H]; the addition stays pending."""
         return self._add_norm(self._states, norm, self._product, self._post_norm, rows)
 
 
 class CudaOps(TorchOps):
     """Operations on torch tensors of one CUDA device, which may be that of one rank of several.
 
-    Each takes a kernel where the table has one, and is composed of torch's own operations elsewhere.
+    Each uses the kernel of the table, or else a composition of torch operations.
     """
 
     name = "torch"
@@ -81,11 +82,11 @@ class CudaOps(TorchOps):
     kv_dtypes = ("int8",)
     queues = True
     compilations: Compilations | None = None
-    """Kernels that were compiled so far; None for a table in which nothing compiles."""
+    """Kernels compiled so far; None for a table without compiled kernels."""
     adapter_room: AdapterRoom | None = None
-    """None where no adapters are configured."""
+    """None without adapters."""
     tables_made = 0
-    """Number of tables made. Graphs captured before the last table was made may read other tables."""
+    """Number of tables created. Graphs captured before the last one may read stale tables."""
 
     def __init__(self, dtype: str, cuda: Cuda, kernels: Kernels) -> None:
         super().__init__(dtype, str(cuda.device))
@@ -101,7 +102,7 @@ class CudaOps(TorchOps):
         return warm_up_steps(limits, drafts=self.stage.first and self.stage.last)
 
     def warmed_up(self) -> None:
-        """Say what was compiled; from now on compiling is worth a warning."""
+        """Log the compilations; later ones log a warning."""
         if self.compilations is not None:
             self.compilations.begin_serving()
 
@@ -113,7 +114,7 @@ class CudaOps(TorchOps):
         self._kernels = kernels
 
     def alone(self, kernels: Kernels) -> CudaOps:
-        """Return a pack for the same arrays that computes with other kernels, and without other ranks."""
+        """Return a pack for the same arrays with other kernels and without ranks."""
         other = copy.copy(self)
         other._kernels, other._group, other._planned = kernels, None, None
         return other
@@ -129,7 +130,7 @@ class CudaOps(TorchOps):
         return x if self._group is None else self._connected(self._group).all_gather(x)
 
     def _connected(self, group: RankGroup) -> TorchCollectives:
-        """Return the ranks' collectives; they connect when they are first needed, which no capture is."""
+        """Return the ranks' collectives, which connect on first use, outside any capture."""
         if self._collectives is None:
             from fd_core.ops.torch.group import TorchCollectives, shared_store
 
@@ -145,7 +146,7 @@ class CudaOps(TorchOps):
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Return a context in which few graphs are captured; none is held behind it."""
+        """Return a context in which few graphs are captured and freed at exit."""
         self._rehearses = True
         try:
             yield
@@ -162,15 +163,15 @@ class CudaOps(TorchOps):
         return self.upload([array])[0]
 
     def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Array]:
-        """Queue one copy of a pinned buffer that holds them all; they may be changed at once."""
+        """Queue one copy of a pinned buffer with all arrays; they may be changed at once."""
         return upload_packed(self._cuda, arrays)
 
     def fetch_later(self, arrays: Sequence[Array]) -> HostCopies:
-        """Queue copies to pinned memory, and an event behind them."""
+        """Queue copies to pinned memory, followed by an event."""
         return self._cuda.download([widened(array) for array in arrays])
 
     def wait(self) -> None:
-        """Wait for what was queued. Raises `RuntimeError` where the device cannot go on."""
+        """Wait for the queued work. Raises `RuntimeError` if the device failed."""
         self._cuda.wait()
 
     def to_host(self, array: Array) -> npt.NDArray[Any]:
@@ -179,12 +180,13 @@ class CudaOps(TorchOps):
     def prepare_linear(
         self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> Any:
-        """Keep packed parts packed, but where a group is no multiple of 16 values or a part is not packed."""
+        """Keep packed parts packed, unless a group is not a multiple of 16 values or a part is not packed."""
         packed = pack_linear(parts, biases, self.device, self._multiplies_8_bits)
         return super().prepare_linear(parts, biases, gated=gated) if packed is None else packed
 
     def _multiplies_8_bits(self, fp8: bool) -> bool:
-        """Say whether activations are rounded to 8 bits: where the device multiplies those, beside bfloat16 only."""
+        """Return True if activations are quantized to 8 bits: only with bfloat16, on devices with 8-bit tensor
+        cores."""
         return self.dtype == "bfloat16" and (not fp8 or self._cuda.multiplies_fp8)
 
     def linear(self, x: Array, weight: Any) -> Array:
@@ -212,12 +214,12 @@ class CudaOps(TorchOps):
         return self._kernels.attention(q, layer, heads, step)
 
     def logits_of(self, x: Array, head: Any, softcap: float | None) -> Array:
-        """Project to the vocabulary; while a decode is captured, into the memory that its graph writes.
+        """Project to the vocabulary; during a capture, into the memory of the graph's logits.
 
-        A copy that widens is the launch that `float` would be.
+        The widening copy replaces the launch of `float`.
         """
         output = None if self._graphs is None else self._graphs.head_output
-        if output is None or self.parallel.size > 1:  # what ranks have is joined first
+        if output is None or self.parallel.size > 1:  # gathered over ranks first
             return super().logits_of(x, head, softcap)
         if isinstance(head, TorchLinear) and head.bias is None and x.dtype == output.dtype:
             torch.mm(x, head.weight.t(), out=output)
@@ -232,26 +234,26 @@ class CudaOps(TorchOps):
         return forward if self._graphs is None else GraphedForward(forward, self._graphs)
 
     def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
-        """Replay graphs for decodes of tokens with adapters, captured here, so that no request waits for that."""
+        """Return a forward that replays graphs for decodes with adapters, captured here, before requests."""
         if self._graphs is None or cache is None or not self.tables_made:
             return forward
         found = GraphedForward(forward, self._graphs, self.tables_made)
         if isinstance(before, GraphedForward):
             found.take_graphs(before)
-        if self.parallel.size == 1:  # ranks do not come here together, and a capture adds up what all have
+        if self.parallel.size == 1:  # ranks are not synchronized here, and a capture includes collectives
             found.prepare(cache)
         return found
 
     def prepare_experts(self, parts: Sequence[Sequence[Weight]], *, gated: bool) -> Any:
-        """Stack the experts; they stay packed where all of them are packed alike."""
+        """Stack the experts; they stay packed if all have the same format."""
         weights = [weight for expert in parts for weight in expert]
         packed = pack_stack(weights, self.device, self._multiplies_8_bits)
         return StackedExperts(self._stack(weights) if packed is None else packed, len(parts))
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
-        """Run each expert on the tokens that chose it.
+        """Run each expert on its tokens.
 
-        Without the kernel every expert runs on every token, because a capture must not look at what was chosen.
+        Without the kernel every expert runs on every token, because a capture cannot depend on the routing.
         """
         if self._kernels.experts is not None:
             shared = None
@@ -274,7 +276,7 @@ class CudaOps(TorchOps):
         return self._kernels.lora is not None
 
     def prepare_lora(self, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool = False) -> Any:
-        """Bring each part to the device as it is. Raises `MemoryError` where they do not fit."""
+        """Upload each part separately. Raises `MemoryError` if they do not fit."""
         if self._kernels.lora is None:
             with _memory_error():
                 return super().prepare_lora(parts, outs, gated=gated)
@@ -290,9 +292,9 @@ class CudaOps(TorchOps):
     def place_loras(
         self, deltas: Sequence[Any | None], inputs: int, outs: Sequence[int], before: Any | None = None
     ) -> Any | None:
-        """Write the table of a linear, even if no adapter changes it: a graph has to be right for others, too.
+        """Write the table of a linear, even if no adapter changes it, because graphs must work for later adapters, too.
 
-        Raises `MemoryError` where another table is needed and does not fit.
+        Raises `MemoryError` if a new table is needed and does not fit.
         """
         if self._kernels.lora is None:
             return super().place_loras(deltas, inputs, outs, before)
@@ -301,7 +303,7 @@ class CudaOps(TorchOps):
             room = self.adapter_room or AdapterRoom()
             with _memory_error():
                 table = LoraTable.empty(deltas, inputs, tuple(outs), room, self.device)
-            # Of no tokens: it compiles here, where no request waits.
+            # Without tokens, to compile before requests.
             x = torch.empty((0, inputs), dtype=self.torch_dtype, device=self.device)
             self._kernels.lora(x.new_empty(0, sum(outs)), x, table, table.entries.new_empty(0, dtype=torch.int32))
             self.tables_made += 1
@@ -321,7 +323,7 @@ class CudaOps(TorchOps):
         if kernel is None:
             return super().lora(y, x, lora)
         table = lora.deltas
-        if not isinstance(table, LoraTable):  # deltas that nobody has placed
+        if not isinstance(table, LoraTable):  # deltas without a table
             some = next((delta for delta in table if delta is not None), None)
             table = None if some is None else self.place_loras(table, some.inputs, some.outs)
         if table is not None and places is not None:
@@ -358,7 +360,7 @@ class CudaOps(TorchOps):
     def project_residual(
         self, x: Array, weight: Any, residual: Any, post_norm: Norm | None = None, lora: Lora | None = None
     ) -> Any:
-        """Multiply; the sum waits for the next norm."""
+        """Multiply; the addition is deferred to the next norm."""
         add_norm = self._kernels.add_norm
         if add_norm is None:
             return super().project_residual(x, weight, residual, post_norm, lora)
@@ -368,7 +370,7 @@ class CudaOps(TorchOps):
         return Residual(add_norm, self.settle(residual), self.all_reduce(y), post_norm)
 
     def moe_residual(self, x: Any, norm: Norm, experts: Experts, activation: Activation) -> Any:
-        """Norm and experts; the sum waits for the next norm."""
+        """Norm and experts; the addition is deferred to the next norm."""
         add_norm = self._kernels.add_norm
         if add_norm is None:
             return super().moe_residual(x, norm, experts, activation)
@@ -407,16 +409,16 @@ class CudaOps(TorchOps):
         return self._kernels.sampling.verify(sampled, drafts, num_drafts)
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:
-        """Return the token matrix of a step; `CudaPostprocess` asks for it."""
+        """Return the token matrix of a step, for `CudaPostprocess`."""
         return self._kernels.sampling.token_matrix(sampled, accepted, slots, revoked, num_slots)
 
 
 @contextmanager
 def _memory_error() -> Iterator[None]:
-    """Raise `MemoryError`, which ends the loading of an adapter, where the device has no memory left."""
+    """Raise `MemoryError`, which fails the loading of an adapter, if the device is out of memory."""
     try:
         yield
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        raise MemoryError("the device has no room for its matrices") from error
+        raise MemoryError("not enough device memory for its matrices") from error

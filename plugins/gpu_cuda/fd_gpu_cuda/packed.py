@@ -1,4 +1,4 @@
-"""Packed weights of linear layers as the kernels of `kernels.products` read them."""
+"""Packed weights of linear layers in the layout of `kernels.products`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _LONGEST_SPAN_OF_8_BITS = 128
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """Rows of a packed linear that are stored alike: (value - middle) * scale + minimum."""
+    """Rows of a packed linear with the same format: (value - middle) * scale + minimum."""
 
     values: Array
-    """int8[out, n], where FP8 has the bits of its numbers; with 4 bits uint8[out, n / 2].
+    """int8[out, n], with the bits of FP8 values; for 4 bits uint8[out, n / 2].
 
-    Rows end with zeros, so that n is whole spans, or whole pairs of them. A byte of 4-bit values holds one of a span,
-    and above it one of the next.
+    Rows are zero-padded to a multiple of spans, or of pairs of spans. A byte of 4-bit values holds one of a span in its
+    low half, and one of the next span in its high half.
     """
     scales: Array
-    """[out, groups]: float16 where that holds all of them exactly, else float32."""
+    """[out, groups]: float16 if exact, else float32."""
     minima: Array | None
     bias: Array | None
     """float32[out]"""
@@ -36,13 +36,13 @@ class PackedPart:
     """4 or 8."""
     fp8: bool
     middle: int
-    """8 where values of 4 bits are signed, else 0."""
+    """8 if 4-bit values are signed, else 0."""
     group: int
     span: int
     """Values of a row that are multiplied at a time: a power of two that divides the group, or a row has one group."""
     inputs: int
     eight: bool
-    """True if what they are multiplied by is rounded to their own 8 bits, with a scale for each row."""
+    """True if activations are quantized to the same 8-bit type, with one scale per row."""
 
     @property
     def out(self) -> int:
@@ -51,12 +51,12 @@ class PackedPart:
 
 
 PackedProduct = Callable[[Array, PackedPart, Array], None]
-"""Multiplies x [T, in] into y [T, out], whose rows may lie apart; waits for nothing."""
+"""Multiplies x [T, in] into y [T, out], with any row strides; does not synchronize."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A prepared linear whose weights stay packed; the results of its parts lie side by side."""
+    """A prepared linear whose weights stay packed; the results of its parts are concatenated."""
 
     parts: tuple[PackedPart, ...]
 
@@ -72,7 +72,7 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts(Sequence[Any]):
-    """One linear of every expert of a block, each of which is a prepared linear too; gate stands before up."""
+    """One linear of all experts of a block, each also a prepared linear; gate precedes up."""
 
     weight: PackedPart | Array
     """[experts * out, in]"""
@@ -100,9 +100,9 @@ class StackedExperts(Sequence[Any]):
 def pack_linear(
     parts: Sequence[Weight], biases: Sequence[RawTensor] | None, device: Any, eight: Callable[[bool], bool]
 ) -> PackedLinear | None:
-    """Bring packed weights to the device; None where one is not packed, or has groups that the kernels do not take.
+    """Upload packed weights; None if one is not packed, or has unsupported groups.
 
-    `eight` says whether the device multiplies whole numbers (False) or floating-point numbers (True) of 8 bits.
+    `eight` has the 8-bit types that the device multiplies: integers (False) or floating-point numbers (True).
     """
     packed = [part for part in parts if isinstance(part, PackedTensor) and _span(part, _LONGEST_SPAN)]
     if len(packed) < len(parts):
@@ -118,9 +118,9 @@ def pack_linear(
 
 
 def pack_stack(weights: Sequence[Weight], device: Any, eight: Callable[[bool], bool]) -> PackedPart | None:
-    """Bring many weights to the device, one behind the other; None where they are not all packed alike.
+    """Upload many weights into one tensor; None if their formats differ.
 
-    They come over one by one, so that the host and the device hold no second copy of all of them.
+    They are uploaded one by one, to avoid a second copy of all of them on host or device.
     """
     packed = [weight for weight in weights if isinstance(weight, PackedTensor) and _span(weight, _LONGEST_SPAN)]
     if len(packed) < len(weights) or len({_form(weight) for weight in packed}) > 1:
@@ -141,7 +141,7 @@ def pack_stack(weights: Sequence[Weight], device: Any, eight: Callable[[bool], b
 
 
 def _span(part: PackedTensor, longest: int) -> int:
-    """Return the longest span that a group holds whole times, 0 if that is below 16."""
+    """Return the longest span that divides a group, 0 if that is below 16."""
     if part.scales.shape[1] == 1:
         return longest
     span = min(part.group & -part.group, longest)
@@ -161,7 +161,7 @@ def _packed(
     first = parts[0]
     fp8, bits, _, group = _form(first)
     rows = first.scales.shape[1] == 1
-    # Products of 8 bits are scaled once for a group, which short groups are not worth.
+    # 8-bit products are scaled once per group, which does not pay off for short groups.
     exact = bits == 8 and first.minima is None and (rows or group % _LONGEST_SPAN_OF_8_BITS == 0) and eight(fp8)
     span = _span(first, _LONGEST_SPAN_OF_8_BITS if exact else _LONGEST_SPAN)
     middle = 8 if bits == 4 and first.minima is None else 0

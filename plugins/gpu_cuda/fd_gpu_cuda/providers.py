@@ -1,10 +1,10 @@
-"""Choice of providers: each operation takes the first one that can be made and computes right.
+"""Selection of providers: each operation uses the first one that works and computes correctly.
 
 A provider is tried on the model itself before the first step, on its layers and on logits as wide as its vocabulary;
-see `ModelTrial`. What cannot be imported, made or compiled, raises, or computes other values than torch itself,
-gives way to the next one, with a line in the log; the last one, the composition of torch's own operations, is not
-tried. So what is wrong with a provider costs speed, never the start. Only what people ask for by name ends it, and a
-kernel behind which the device does not answer any more.
+see `ModelTrial`. What cannot be imported, made or compiled, raises, or computes other values than torch itself, is
+replaced by the next one, with a log line; the last one, the composition of torch operations, is not tried. So a broken
+provider costs speed, but does not prevent the start. Only a provider that the user selected by name does, or a kernel
+that breaks the device.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPOSITION = "torch"
-"""The name of the provider that composes torch's own operations."""
+"""Name of the provider that composes torch operations."""
 
 
 class Untried(Exception):
-    """A trial could not be made, for reasons that lie outside what was to be tried."""
+    """A trial was not possible, for reasons unrelated to the provider."""
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """One way to compute an operation."""
+    """One implementation of an operation."""
 
     name: str
     make: Callable[[], Any]
-    """Returns what the table of kernels holds; may raise anything."""
+    """Returns the entry of the kernel table; may raise anything."""
     lacks: Callable[[], str] = lambda: ""
-    """Says what is not here that it needs: it then offers nothing, and nobody is told unless it was asked for."""
+    """Returns a missing requirement; the provider is then skipped silently unless it was selected by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A field of the table of kernels, and who fills it, the best first."""
+    """A field of the kernel table, and its providers, the best first."""
 
     field: str
     name: str
@@ -68,26 +68,26 @@ class Operation:
     flag: str = ""
     """The setting that names one of the providers."""
     composition: Any = None
-    """Table entry where torch's own operations compute it."""
+    """Table entry for the composition of torch operations."""
     of_logits: bool = False
     """True if it works on logits; others are tried in layers."""
     rounds: bool = False
-    """True if it may round activations to 8 bits."""
+    """True if it may quantize activations to 8 bits."""
     covered_by: str = ""
-    """The field of the operation that does its work where no provider is left."""
+    """Field of the fallback operation if no provider is left."""
 
 
 Trial = Callable[[Operation, Kernels], str]
-"""Takes an operation and a table in which nothing else is a kernel; returns what is wrong with it, "" if nothing is.
+"""Tries an operation with a table without other kernels; returns the error, or "".
 
-Raises what the kernel raises, `Untried`, or `PluginError` to end the start."""
+Raises exceptions of the kernel, `Untried`, or `PluginError` to abort the start."""
 
 
 class Providers:
-    """The choice for each operation. What was found wrong once is not tried again."""
+    """Selected provider per operation. A rejected provider is not tried again."""
 
     def __init__(self, operations: Sequence[Operation], wanted: Mapping[str, str] | None = None) -> None:
-        """`wanted` has the name of a provider by field, where one was asked for. Raises `PluginError` for those."""
+        """`wanted` has the provider by field if the user selected one; errors of those raise `PluginError`."""
         self._operations = tuple(operations)
         self._wanted = dict(wanted or {})
         self._left = {each.field: list(self._offered(each)) for each in operations}
@@ -102,11 +102,11 @@ class Providers:
 
     @property
     def kernels(self) -> Kernels:
-        """The table as it was chosen so far."""
+        """The table with the current selection."""
         return Kernels(**self._made)
 
     def settle(self, trial: Trial) -> Kernels:
-        """Try what is in use, and whatever takes its place. Raises `PluginError` for what was asked for by name."""
+        """Try the selected providers and their replacements. Raises `PluginError` for one selected by name."""
         for operation in self._operations:
             while self._left[operation.field]:
                 table = replace(self.composed, **{operation.field: self._made[operation.field]})
@@ -118,14 +118,14 @@ class Providers:
         return self.kernels
 
     def name(self, field: str) -> str:
-        """Return who computes an operation."""
+        """Return the provider of an operation."""
         if self._left[field]:
             return self._left[field][0].name
         covered_by = next(each.covered_by for each in self._operations if each.field == field)
         return self.name(covered_by) if covered_by else COMPOSITION
 
     def describe(self) -> str:
-        """Name who computes what: the provider of most operations, then the others."""
+        """Return a summary: the provider of most operations, then the others."""
         there = [each for each in self._operations if self._left[each.field] or not each.covered_by]
         names = {each.name: self.name(each.field) for each in there}
         usual = max(names.values(), key=list(names.values()).count)
@@ -143,19 +143,19 @@ class Providers:
         return chosen
 
     def _make_next(self, operation: Operation) -> None:
-        """Make the first provider that is left, or take the composition."""
+        """Create the first remaining provider, or use the composition."""
         left = self._left[operation.field]
         while left:
             try:
                 self._made[operation.field] = left[0].make()
-            except Exception as error:  # noqa: BLE001 - a library of others, or a compiler, may raise anything
+            except Exception as error:  # noqa: BLE001 - an external library or a compiler may raise anything
                 self._refuse(operation, f"it cannot be made: {_line(error)}")
             else:
                 return
         self._made[operation.field] = operation.composition
 
     def _refuse(self, operation: Operation, why: str) -> None:
-        """Give up the first provider that is left, with a word in the log."""
+        """Reject the first remaining provider, with a log line."""
         left = self._left[operation.field]
         refused = left.pop(0).name
         if self._wanted.get(operation.field) == refused:
@@ -169,7 +169,7 @@ def _tried(trial: Trial, operation: Operation, table: Kernels) -> str:
     try:
         return trial(operation, table)
     except Untried as error:
-        logger.warning("%s is computed without a trial, which is not possible: %s", operation.name, _line(error))
+        logger.warning("%s is used without a trial, which is not possible: %s", operation.name, _line(error))
         return ""
     except PluginError:
         raise
@@ -178,7 +178,7 @@ def _tried(trial: Trial, operation: Operation, table: Kernels) -> str:
 
 
 def _line(error: Exception) -> str:
-    """Return an error in one line, however long a compiler's message is."""
+    """Return an error in one line, truncated."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
@@ -187,7 +187,7 @@ def _unusable(operation: Operation, name: str, why: str) -> PluginError:
     return PluginError(
         f"{operation.name} cannot be computed by {name}: {why}",
         field=operation.flag,
-        hint="leave it out, and the first one that computes right is taken",
+        hint="omit it to use the first one that computes correctly",
     )
 
 
@@ -195,7 +195,7 @@ _FLAG = "--attention-backend"
 
 
 def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...]:
-    """Return the operations of a pack of `dtype` whose KV is kept in `kv_dtype`, `auto` for the same."""
+    """Return the operations of a pack of `dtype` with KV in `kv_dtype`, `auto` for the same."""
 
     def device(products: Any) -> Any:
         return products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block)
@@ -215,7 +215,7 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
         if missing("flashinfer"):
             return "flashinfer is not installed: pip install 'fd-gpu-cuda[flashinfer]'"
         if dtype == "float32" or kv_dtype != "auto":
-            return f"it reads KV in 16 bits, not in {dtype if kv_dtype == 'auto' else kv_dtype}"
+            return f"it needs KV in 16 bits, got {dtype if kv_dtype == 'auto' else kv_dtype}"
         return ""
 
     return (
@@ -251,7 +251,7 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
 
 
 def wanted_providers(attention: str) -> Mapping[str, str]:
-    """Return the provider by field that `--attention-backend` asks for: FlashInfer has none for decodes."""
+    """Return the provider by field for `--attention-backend`; FlashInfer has none for decodes."""
     return {
         "auto": {},
         "triton": {"attention": "triton", "planned_attention": COMPOSITION},
@@ -261,22 +261,22 @@ def wanted_providers(attention: str) -> Mapping[str, str]:
 
 
 def _triton(module: str, make: Callable[[Any], Any]) -> tuple[Provider, ...]:
-    """Return what is made of a module of `fd_gpu_cuda.kernels` as the one provider."""
+    """Return a module of `fd_gpu_cuda.kernels` as the only provider."""
     return (Provider("triton", lambda: make(importlib.import_module(f"fd_gpu_cuda.kernels.{module}"))),)
 
 
 _FAR = 1100
-"""A context beyond what one program of an attention that is split walks over."""
+"""A context longer than one program of split attention covers."""
 _ROWS = 7
 """Rows of logits."""
 
 Kinds = Iterator[tuple[str, tuple[tuple[int, int], ...]]]
 Call = Callable[["CudaOps"], tuple[Array, ...]]
-"""Computes something of the same logits with any pack."""
+"""Runs an operation on the same logits with any pack."""
 
 
 def kinds_of_steps(longest: int, window: int | None) -> Kinds:
-    """Return kinds of steps as rows of (tokens, context), none beyond `longest`, one at least beyond the window."""
+    """Return kinds of steps as rows of (tokens, context), up to `longest`, at least one beyond the window."""
     far = min(_FAR if window is None else max(window + 21, 70), longest)
     kinds = {
         "a decode": ((1, 1), (1, 37), (1, far)),
@@ -291,7 +291,8 @@ def kinds_of_steps(longest: int, window: int | None) -> Kinds:
 def random_step(
     ops: CudaOps, rows: Sequence[tuple[int, int]], size: int, vocabulary: int, random: np.random.Generator
 ) -> tuple[StepInput, int]:
-    """Return a step of (tokens, context) rows over blocks of `size` tokens in random order, and how many blocks."""
+    """Return a step of (tokens, context) rows over blocks of `size` tokens in random order, and the number of
+    blocks."""
     counts, contexts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     query_start = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
     entries = -(-contexts // size)
@@ -321,7 +322,7 @@ def random_step(
 
 
 class RandomLogits:
-    """Logits float32[R, V], and all that is done with logits."""
+    """Logits float32[R, V], and all operations on them."""
 
     def __init__(self, ops: CudaOps, vocabulary: int, random: np.random.Generator) -> None:
         self._host = ops.from_host
@@ -330,7 +331,7 @@ class RandomLogits:
         self._logits = ops.from_host(3 * random.standard_normal((_ROWS, vocabulary), np.float32))
 
     def calls(self) -> Iterator[tuple[str, Call]]:
-        """Return what each call computes, and the call; it may write into its own copy of the logits."""
+        """Return names and calls; each may write into its copy of the logits."""
         greedy = np.zeros(_ROWS, np.float32)
         random = np.array([0.7, 1, 0, 1.3, 0.2, 1, 5], np.float32)
         for name, temperature in (("greedy", greedy), ("random", random), ("filtered", random)):
@@ -355,7 +356,7 @@ class RandomLogits:
         yield "the token matrix", lambda ops: (ops.token_matrix(*matrix),)
 
     def _call(self, method: str, *arguments: object) -> Call:
-        """Return a call of one method with logits of its own."""
+        """Return a call of one method with a copy of the logits."""
 
         def call(ops: CudaOps) -> tuple[Array, ...]:
             made = getattr(ops, method)(self._logits.clone(), *arguments)
@@ -394,17 +395,18 @@ class RandomLogits:
 
 
 _TOLERANCE: Mapping[str, float] = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""Largest error as a share of the largest result, by dtype; the mean may be an eighth of it."""
+"""Maximum error relative to the largest result, by dtype; the mean may be an eighth of it."""
 _PACKED_TOLERANCE = 1e-1
-"""The same where activations may be rounded to 8 bits beside packed weights."""
+"""The same if activations may be quantized to 8 bits for packed weights."""
 _STRAY_SHARE = 0.1
-"""Share of tokens that a mixture of experts may send elsewhere: two experts may be as good within rounding."""
+"""Share of tokens that may be routed differently, because two experts may be equal within rounding."""
 _SMALL = 0.1
-"""Scale of the residual stream in a trial, small beside what layers add to it, so that errors of this are seen."""
+"""Scale of the residual stream in a trial, small compared with the layers' outputs, so that their errors are
+visible."""
 
 
 class Compared(NamedTuple):
-    """One result of a kernel, and what it should be."""
+    """One result of a kernel, and the expected one."""
 
     what: str
     found: Any
@@ -413,7 +415,7 @@ class Compared(NamedTuple):
 
 
 class _Composition:
-    """A pack whose errors say nothing about a kernel: its calls raise `Untried` instead."""
+    """A reference pack whose calls raise `Untried`, because its errors are unrelated to the kernel."""
 
     def __init__(self, ops: CudaOps) -> None:
         self._ops = ops
@@ -431,12 +433,12 @@ class _Composition:
 
 
 class ModelTrial:
-    """A kernel beside the composition of torch's own operations, on the model itself and small random steps.
+    """Trial of a kernel against the composition of torch operations, on the model and small random steps.
 
-    Each layer of another form is computed for each kind of step: decodes of several lengths, chunks of prompts beside
-    decodes, decodes with drafts, and contexts beyond a sliding window. Every fusion gets the inputs that the
-    composition made, so an error shows where it arises. Sampling is tried on logits as wide as the vocabulary. What is
-    compiled for the trial is what serving needs.
+    Each distinct layer form is computed for each kind of step: decodes of several lengths, prompt chunks with decodes,
+    decodes with drafts, and contexts beyond a sliding window. Every fusion gets the inputs of the composition, so
+    errors are localized. Sampling is tried on logits as wide as the vocabulary. The trial compiles the same kernels as
+    serving.
     """
 
     def __init__(self, model: DecoderModel, ops: CudaOps, composed: Kernels, block_size: int, kv_dtype: str) -> None:
@@ -448,9 +450,9 @@ class ModelTrial:
         self._random = np.random.default_rng(0)
 
     def __call__(self, operation: Operation, table: Kernels) -> str:
-        """Return what is wrong with the table's kernel, "" if nothing is. Raises whatever the kernel raises.
+        """Return the error of the table's kernel, or "". Raises exceptions of the kernel.
 
-        Raises `PluginError` where the device does not answer any more: then nothing else can compute on it either.
+        Raises `PluginError` if the device fails, because then no other kernel can use it either.
         """
         try:
             return self._wrong_with(operation, table)
@@ -459,7 +461,7 @@ class ModelTrial:
                 self._ops.wait()
             except RuntimeError:
                 raise PluginError(
-                    f"{operation.name}: a kernel broke the device, so nothing else can use it: {error}",
+                    f"{operation.name}: a kernel broke the device: {error}",
                     field=operation.flag,
                     hint="CUDA_LAUNCH_BLOCKING=1 names the kernel; please report it",
                 ) from error
@@ -468,7 +470,7 @@ class ModelTrial:
     def _wrong_with(self, operation: Operation, table: Kernels) -> str:
         ops = self._ops.alone(table)
         tolerance = _PACKED_TOLERANCE if operation.rounds else _TOLERANCE[ops.dtype]
-        # Not in inference mode: what is kept from here, such as workspaces, could not be written outside of it.
+        # Not in inference mode, because workspaces created here must be writable outside of it.
         with torch.no_grad():
             for each in self._of_logits(ops) if operation.of_logits else self._of_layers(ops):
                 if why := _unlike(each, tolerance):
@@ -501,11 +503,11 @@ class ModelTrial:
         a = plain.attention(q, heads, reference, step)
         yield Compared("attention", ops.attention(q.clone(), heads, reference, step), a)
         if ops.adds_by_kernel:
-            yield Compared("what adapters add", *(self._adapted(each, step, x) for each in (ops, plain)))
+            yield Compared("the adapters' terms", *(self._adapted(each, step, x) for each in (ops, plain)))
         y = plain.settle(plain.project_residual(a, attention.output, x.clone(), attention.post_norm))
         other = ops.project_residual(a, attention.output, x.clone(), attention.post_norm)
         expected = plain.rms_norm(y, block.norm)
-        yield Compared("the norm behind attention", ops.rms_norm(other, block.norm), expected)
+        yield Compared("the norm after attention", ops.rms_norm(other, block.norm), expected)
         activation, norm = model.decoder.activation, model.decoder.final_norm
         if isinstance(block, Moe):
             z = plain.settle(plain.moe_residual(y.clone(), block.norm, block.experts, activation))
@@ -519,13 +521,13 @@ class ModelTrial:
             other = ops.project_residual(inner, block.down, y.clone(), block.post_norm)
         law: Literal["near", "experts"] = "experts" if isinstance(block, Moe) else "near"
         expected = plain.rms_norm(z, norm)
-        yield Compared("the norm behind the feed-forward block", ops.rms_norm(other, norm), expected, law)
+        yield Compared("the norm after the feed-forward block", ops.rms_norm(other, norm), expected, law)
         if model.decoder.head is not None:
             head = (norm, model.decoder.head, step.logits_rows, model.decoder.softcap)
             yield Compared("logits", ops.logits(z.clone(), *head), plain.logits(z.clone(), *head))
 
     def _adapted(self, ops: Any, step: StepInput, x: Array) -> Array:
-        """Return what two adapters of other ranks make of x, the same ones each time; some tokens have none."""
+        """Return the terms of two fixed adapters of different ranks for x; some tokens have none."""
         random, width = np.random.default_rng(1), x.shape[1]
         places = np.arange(len(x), dtype=np.int32) // 2 % 3
 
@@ -564,7 +566,7 @@ class ModelTrial:
 
 
 def _form(value: Any) -> Any:
-    """Return what layers of one form share: types, numbers, shapes, but no elements of tensors."""
+    """Return the form of a layer: types, numbers and shapes, without tensor elements."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape
     if is_dataclass(value):
@@ -575,15 +577,15 @@ def _form(value: Any) -> Any:
 
 
 def _unlike(compared: Compared, tolerance: float) -> str:
-    """Say how a result differs from what it should be, "" if it does not."""
+    """Return the difference of a result from the expected one, or ""."""
     found, expected = compared.found, compared.expected
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-        return f"{found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
+        return f"expected {expected.dtype}{list(expected.shape)}, got {found.dtype}{list(found.shape)}"
     if not found.numel():
         return ""
     if compared.law == "exact" or not found.is_floating_point():
         wrong = int((~((found == expected) | (found.isnan() & expected.isnan()))).sum())
-        return f"{wrong} of {found.numel()} values are others" if wrong else ""
+        return f"{wrong} of {found.numel()} values differ" if wrong else ""
     found, expected = found.double(), expected.double()
     if not bool(found.isfinite().all()):
         return "not finite"
@@ -595,18 +597,18 @@ def _unlike(compared: Compared, tolerance: float) -> str:
     largest, mean = float(errors.max()), float(errors.mean())
     if largest <= tolerance * scale and mean <= tolerance / 8 * scale:
         return ""
-    return f"off by up to {largest:.2g} and {mean:.2g} on average where the largest value is {scale:.2g}"
+    return f"maximum error {largest:.2g}, mean {mean:.2g}, largest value {scale:.2g}"
 
 
 _WORKSPACE_BYTES = 128 * 2**20
 
 
 class FlashInferAttention:
-    """Attention of steps that are not replayed: it plans on the host, so it takes the host's metadata.
+    """FlashInfer attention of steps that are not replayed; it plans on the host, from the host's metadata.
 
-    There is one plan for each geometry of a step's layers, made when the first such layer asks.
+    There is one plan per layer geometry of a step, created by the first such layer.
 
-    Its calls fit the releases whose parameters `tests/test_flash_infer_calls.py` records.
+    Its calls match the releases recorded in `tests/test_flash_infer_calls.py`.
     """
 
     def __init__(self, flashinfer: Any, cuda: Cuda) -> None:
@@ -617,10 +619,10 @@ class FlashInferAttention:
         self._step: StepInput | None = None
         self._planned: set[tuple[Any, ...]] = set()
         self._copied: dict[tuple[Any, ...], Callable[[], None]] = {}
-        """By geometry a wait for its last plan to be on the device."""
+        """By geometry, a function that waits for the copy of its last plan."""
 
     def __call__(self, q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
-        """Attend with q [T, nh, d], float16 or bfloat16; returns [T, nh * d]. `step.host` must be there."""
+        """Attend with q [T, nh, d], float16 or bfloat16; returns [T, nh * d]. Needs `step.host`."""
         if step is not self._step:
             self._step = step
             self._planned.clear()
@@ -658,7 +660,7 @@ class FlashInferAttention:
 
 
 def page_lists(host: HostStep, block_size: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Return where each row's pages begin int32[N + 1], all pages int32, and tokens in each last page int32[N]."""
+    """Return the start of each row's pages int32[N + 1], all pages int32, and the tokens in each last page int32[N]."""
     counts = -(-host.context_len // block_size)
     starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
     used = np.arange(host.block_tables.shape[1]) < counts[:, None]

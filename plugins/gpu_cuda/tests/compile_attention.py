@@ -42,10 +42,8 @@ SAMPLE = {
     80: ((LLAMA_3_8B, "whole prompt"), (SMOLLM2_135M, "divided"), (EXACT, "whole prompt"), (QWEN3_30B, "prompt")),
     89: ((GEMMA_2_9B, "divided prompt"), (MASKED, "whole prompt"), (QWEN3_30B, "whole")),
     90: (
-        (LLAMA_3_8B, "divided whole prompt"),
-        (QWEN3_30B, "divided"),
-        (GEMMA_3_4B, "whole prompt"),
-        (EXACT, "divided"),
+        (LLAMA_3_8B, "divided prompt"),
+        (QWEN3_30B, "whole"),
     ),
 }
 """By compute capability, cases and steps."""

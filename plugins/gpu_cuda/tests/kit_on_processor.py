@@ -12,7 +12,7 @@ from fd_gpu_cuda.backend import CudaBackend
 
 
 def probe() -> Availability:
-    return Availability(True, "emulated on the processor by a test", emulated=True)
+    return Availability(True, "emulated on the CPU by a test", emulated=True)
 
 
 CudaBackend.probe = staticmethod(probe)  # type: ignore[assignment, method-assign]  # for the whole process

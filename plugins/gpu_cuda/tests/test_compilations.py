@@ -45,7 +45,7 @@ def test_a_second_start_compiles_nothing_and_what_compiles_while_serving_is_said
     assert [found[:3] for found in starts] == [[folder, [1, 0, 0], [2, 0, 1]], [folder, [0, 1, 0], [0, 2, 1]]]
     start, later = starts[0][3]
     assert start.startswith(f"INFO compiled 1 kernels and found 0 in {folder}, which took ")
-    assert later.startswith("WARNING the kernel _plain was made while requests were served, which held them up for ")
+    assert later.startswith("WARNING the kernel _plain was compiled while requests were served, which delayed them by ")
 
 
 def test_triton_s_cache_folder_is_this_project_s_unless_the_user_names_one(

@@ -24,7 +24,7 @@ WIDELY = "not fd_scale and not fd_thorough"
 if everything():
     WIDELY, AT_SIZE = "not fd_scale", f"{AT_SIZE} or memory_is_flat"
 else:  # of what engines do with any backend one test, of what depends on this one all
-    NOT_HERE += " and not (test_golden and not preemption) and not (test_budget and not padding)"
+    NOT_HERE += " and not (test_golden and not preemption) and not (test_budget and not padding) and not zmq"
 
 
 @pytest.mark.timeout(600)  # 120 s is too little beside other programs

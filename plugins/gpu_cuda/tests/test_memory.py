@@ -151,7 +151,7 @@ def test_a_step_that_does_not_fit_is_an_error_with_a_hint(folder: Path) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 
-    with pytest.raises(ConfigError, match="does not fit beside the weights") as caught:
+    with pytest.raises(ConfigError, match="does not fit in memory with the weights") as caught:
         backend.rehearse(steps())
     assert caught.value.field == "--max-num-batched-tokens"
 

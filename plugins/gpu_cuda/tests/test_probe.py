@@ -63,7 +63,7 @@ def test_each_of_several_engines_is_shown_one_device(driver: Any, kind: type[Bac
     driver(count=2)
     shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in kind.places(2)]
     assert shown == ["0", "1"]
-    with pytest.raises(ConfigError, match="3 engines need a device each, and there are 2"):
+    with pytest.raises(ConfigError, match="3 engines need one device each, found 2"):
         kind.places(3)
 
 
@@ -154,9 +154,9 @@ def test_a_driver_is_asked_and_left_as_it_was(driver: Any) -> None:
 
 def test_a_driver_without_devices_or_with_an_error_says_so(driver: Any) -> None:
     driver(count=0)
-    assert backend.device_problem() == (0, "the NVIDIA driver sees no device")
+    assert backend.device_problem() == (0, "the NVIDIA driver found no device")
     driver(broken=18)
-    assert "does not answer: Driver/library version mismatch" in backend.device_problem()[1]
+    assert "the NVIDIA driver failed: Driver/library version mismatch" in backend.device_problem()[1]
 
 
 def test_hidden_devices_and_a_missing_driver_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_a_runtime_that_falls_back_to_the_processor_is_not_cuda(monkeypatch: pyt
 
 
 def test_onnx_computes_in_float32_and_is_never_taken_by_itself() -> None:
-    with pytest.raises(ConfigError, match=r"gpu_cuda\+onnx backend computes in float32, not bfloat16"):
+    with pytest.raises(ConfigError, match=r"gpu_cuda\+onnx backend computes in float32, got bfloat16"):
         CudaOnnxBackend(EngineConfig(model="x", dtype="bfloat16")).make_ops()
     assert CudaOnnxBackend.auto_rank < 0 < CudaPaddleBackend.auto_rank < CudaBackend.auto_rank
 
@@ -211,9 +211,9 @@ def test_paddle_is_asked_for_the_device_only_where_the_driver_has_one(monkeypatc
     ("found", "words"),
     [
         (PaddleDevices("2.6.2", ("gpu:0",)), "Paddle 2.6.2 is too old; pip install 'fd-core[paddle-gpu]'"),
-        (PaddleDevices("3.3.1", (), built_for_cuda=False), "Paddle 3.3.1 is built for processors only; pip install"),
-        (PaddleDevices("3.10.0", ("gpu:0",)), "Paddle 3.10.0 drives 1 CUDA device"),
-        (PaddleDevices("0.0.0", ("gpu:0",)), "Paddle 0.0.0 drives 1 CUDA device"),
+        (PaddleDevices("3.3.1", (), built_for_cuda=False), "Paddle 3.3.1 is a CPU-only build; pip install"),
+        (PaddleDevices("3.10.0", ("gpu:0",)), "Paddle 3.10.0 found 1 CUDA device"),
+        (PaddleDevices("0.0.0", ("gpu:0",)), "Paddle 0.0.0 found 1 CUDA device"),
         (PaddleDevices("", problem="the import failed"), "the import failed"),
     ],
 )

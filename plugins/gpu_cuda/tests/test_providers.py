@@ -108,12 +108,12 @@ def one_row_wrong(q: Any, layer: Any, heads: Heads, step: Any) -> Any:
 ATTENTION: list[tuple[str, Callable[..., Any], str]] = [
     ("llama", raising, "it fails: RuntimeError: no kernel image is available for execution on the device"),
     ("llama", lambda *step: plain_attention(*step) * torch.nan, "attention of a decode: not finite"),
-    ("llama", lambda *step: plain_attention(*step) * 1.002, "attention of a decode: off by up to "),
-    ("llama", lambda *step: plain_attention(*step).half(), "torch.float16[3, 64] instead of torch.float32[3, 64]"),
-    ("llama", decodes_only, "attention of chunks of prompts: off by up to "),
-    ("llama", one_row_wrong, "attention of a decode: off by up to "),
+    ("llama", lambda *step: plain_attention(*step) * 1.002, "attention of a decode: maximum error "),
+    ("llama", lambda *step: plain_attention(*step).half(), "expected torch.float32[3, 64], got torch.float16[3, 64]"),
+    ("llama", decodes_only, "attention of chunks of prompts: maximum error "),
+    ("llama", one_row_wrong, "attention of a decode: maximum error "),
     ("gemma3", without_window, "attention of a decode, window "),
-    ("llama, softcap", without_softcap, "attention of a decode: off by up to "),
+    ("llama, softcap", without_softcap, "attention of a decode: maximum error "),
 ]
 
 
@@ -230,7 +230,7 @@ def test_what_was_asked_for_by_name_ends_the_start(models: Models) -> None:
 
 def test_flashinfer_asked_for_where_it_cannot_be_ends_the_start() -> None:
     for kv_dtype in ("auto", "int8"):
-        with pytest.raises(PluginError, match=r"cannot be computed by flashinfer: (flashinfer is not|it reads KV)"):
+        with pytest.raises(PluginError, match=r"cannot be computed by flashinfer: (flashinfer is not|it needs KV)"):
             Providers(operations_on(Device(), "float32", kv_dtype), wanted_providers("flashinfer"))
 
 

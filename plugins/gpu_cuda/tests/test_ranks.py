@@ -73,7 +73,7 @@ def test_a_device_that_waits_for_a_rank_in_vain_names_it() -> None:
         ops.join(group)
         x = ops.all_reduce(ops.from_host(np.ones((1, 4), np.float32)))
         if group.parallel.rank == 0:
-            with pytest.raises(RanksApart, match="rank 1 was not heard of"):
+            with pytest.raises(RanksApart, match="rank 1 did not respond"):
                 ops.to_host(x)
 
     on_ranks(2, work, 0.4)
@@ -83,11 +83,11 @@ def test_each_rank_is_shown_a_device_of_its_own_and_too_few_are_refused(monkeypa
     monkeypatch.setattr(backend, "device_problem", lambda: (2, ""))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert CudaBackend.rank_environments(2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
-    with pytest.raises(ConfigError, match="3 ranks need a device each, and there are 2") as caught:
+    with pytest.raises(ConfigError, match="3 ranks need one device each, found 2") as caught:
         CudaBackend.rank_environments(3)
     assert caught.value.field == "--tensor-parallel-size"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    with pytest.raises(ConfigError, match="there are 1"):
+    with pytest.raises(ConfigError, match="found 1"):
         CudaBackend.rank_environments(2)
 
 

@@ -1,4 +1,4 @@
-"""Places processes on the nodes of a Ray cluster; importing this imports no Ray."""
+"""Process launcher for Ray clusters; importing this package does not import Ray."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from fd_core.hookspecs import Entry, hookimpl
 
 FD_CONTRACT = 1
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 @hookimpl
 def fd_register_launchers() -> list[Entry]:
     """Offer `ray`."""
-    return [Entry("ray", "fd_launcher_ray.launcher:RayLauncher", "the nodes of a Ray cluster, which carries no tokens")]
+    return [Entry("ray", "fd_launcher_ray.launcher:RayLauncher", "the nodes of a Ray cluster")]

@@ -1,4 +1,4 @@
-"""Actor that Ray runs on a node: it owns one process."""
+"""Ray actor that owns one process on its node."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _LOOK_SECONDS: Final = 0.05
 
 
 class Agent:
-    """Starts a process on its node, and says what becomes of it. If the actor dies, the process ends by itself."""
+    """Starts a process on its node and reports its exit. If the actor dies, the process exits."""
 
     def __init__(self) -> None:
         self._process: OwnedProcess | None = None
 
     def start(self, spec: ProcessSpec) -> tuple[str, str, int]:
-        """Start it, with its secrets; return id and address of the node, and the process's id. Raises `OSError`."""
+        """Start the process, with its secrets; return id and address of the node, and the PID. Raises `OSError`."""
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         self._cores = TakenCores(spec.cores)
         if not spec.cores:
-            os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, for actors without processors
+            os.environ.pop("OMP_NUM_THREADS", None)  # set by Ray for actors without CPUs
         devices = {} if spec.devices else {"CUDA_VISIBLE_DEVICES": ""}
         self._process = OwnedProcess(spec, node, address, self._cores.numbers, devices)
         return node, address, self._process.pid
 
     def announcement(self) -> str | None:
-        """Wait for what the process announces; None if it ends before."""
+        """Wait for the announcement of the process; None if it exits before."""
         process = self._process
         while process is not None and (announced := process.announced()) is None:
             if process.exit_code() is not None:
@@ -41,7 +41,7 @@ class Agent:
         return announced
 
     def end(self) -> tuple[int, str]:
-        """Wait for the end of the process; return its exit code and reason."""
+        """Wait for the exit of the process; return exit code and reason."""
         process = self._process
         while process is None or (code := process.exit_code()) is None:
             time.sleep(_LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""Assignment of a node's processors: Ray counts them, but assigns no particular ones."""
+"""Assignment of a node's CPUs, which Ray counts but does not pin."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _log = logging.getLogger(__name__)
 
 
 class TakenCores:
-    """Processors that no other process of this user takes, as long as this object lives; it holds a lock for each."""
+    """CPUs reserved against other processes of this user by one file lock each."""
 
     def __init__(self, count: int) -> None:
-        """Take `count` of them, or none if fewer are free, as where nodes share a machine."""
+        """Reserve `count` CPUs, or none if fewer are free, for example if nodes share a machine."""
         folder = Path(tempfile.gettempdir()) / f"fdcore-cores-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         self.numbers: list[int] = []
@@ -33,11 +33,11 @@ class TakenCores:
             self.numbers.append(core)
             self._locks.append(lock)
         if len(self.numbers) < count:
-            _log.warning("%d processors are asked for and %d are free: not pinned", count, len(self.numbers))
+            _log.warning("requested %d CPUs, but %d are free: not pinned", count, len(self.numbers))
             self.close()
 
     def close(self) -> None:
-        """Give them back."""
+        """Release the CPUs."""
         self.numbers = []
         for lock in self._locks:
             lock.close()

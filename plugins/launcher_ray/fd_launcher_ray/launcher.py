@@ -1,4 +1,5 @@
-"""The launcher `ray`: one actor a process, in placement groups. Ray places and supervises, and carries no tokens."""
+"""The launcher `ray`: one actor per process, in placement groups. Ray places and supervises processes, but transports
+no tokens."""
 
 from __future__ import annotations
 
@@ -15,30 +16,30 @@ from fd_core.errors import PluginError
 from fd_core.launching.contract import NODE_LOST, Launcher, LaunchError, Node, ProcessSpec, require_startable
 
 _PLACE_SECONDS: Final = 60.0
-"""For which processors and devices may be taken before they are free: ended processes give theirs back late."""
+"""Time to wait for CPUs and devices, which Ray releases some time after the exit of a process."""
 _START_SECONDS: Final = 120.0
 _END_SECONDS: Final = 5.0
 _VERDICT_SECONDS: Final = 5.0
-"""Within which Ray may find out that a node is lost whose actor is gone; after it, only the actor is."""
+"""Time for Ray to report the loss of a node after that of an actor; afterwards only the actor is considered lost."""
 _LOOK_SECONDS: Final = 0.1
 _CALLS: Final = 4
-"""Calls of an actor that run at a time: two wait for its process."""
+"""Concurrent calls of an actor: two wait for its process."""
 
 
 class RayProcess:
-    """A process whose actor Ray placed."""
+    """A process owned by a Ray actor."""
 
     def __init__(self, ray: Any, spec: ProcessSpec, actor: Any, group: PlacedGroup) -> None:
         self.name = spec.name
         self.node = self.address = ""
         self.pid = 0
-        """On its node."""
+        """PID on its node."""
         self._ray, self._actor, self._group = ray, actor, group
         self._started = actor.start.remote(spec)
         self._announcement = self._end = None
         self._ended: tuple[int, str] | None = None
         self._missed: float | None = None
-        """Time at which its actor stopped answering."""
+        """Time at which its actor stopped responding."""
         self._lock = threading.Lock()
 
     def require_started(self) -> None:
@@ -52,7 +53,7 @@ class RayProcess:
         self._end = self._actor.end.remote()
 
     def announced(self) -> str | None:
-        """Return where it says that it is reached, None until it does."""
+        """Return its announced address, None until then."""
         if not self._is_there(self._announcement, 0.0):
             return None
         with contextlib.suppress(self._ray.exceptions.RayError):
@@ -65,7 +66,7 @@ class RayProcess:
         return self.wait(0.0)
 
     def reason(self) -> str:
-        """Return how it ended and its last lines; empty while it runs."""
+        """Return its exit reason and last output lines; empty while it runs."""
         self.exit_code()
         return self._ended[1] if self._ended else ""
 
@@ -78,7 +79,7 @@ class RayProcess:
         self._actor.kill.remote()
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for its end. What it had is given back once this, or `exit_code`, saw the end."""
+        """Wait for its exit. Its resources are released once this or `exit_code` has seen it."""
         deadline = time.monotonic() + seconds
         while self._ended is None and self._is_there(self._end, max(0.0, deadline - time.monotonic())):
             with self._lock:
@@ -92,8 +93,8 @@ class RayProcess:
         return self._ended[0] if self._ended else None
 
     def release(self) -> None:
-        """End the actor, and give back what was reserved once the whole group has ended."""
-        self._ended = self._ended or (NODE_LOST, "was given up")
+        """Kill the actor; reserved resources are released when the whole group has ended."""
+        self._ended = self._ended or (NODE_LOST, "was abandoned")
         self._ray.kill(self._actor)
         self._group.left(self)
 
@@ -103,7 +104,7 @@ class RayProcess:
         return bool(self._ray.wait([reference], timeout=seconds, fetch_local=False)[0])
 
     def _how(self) -> tuple[int, str] | None:
-        """Return how it ended; None while it is open whether its actor or its node is gone."""
+        """Return the exit reason; None while it is unknown whether its actor or its node is lost."""
         try:
             ended: tuple[int, str] = self._ray.get(self._end)
         except self._ray.exceptions.RayError as error:
@@ -112,8 +113,8 @@ class RayProcess:
             if any(each["NodeID"] == self.node and each["Alive"] for each in self._ray.nodes()):
                 if time.monotonic() < self._missed + _VERDICT_SECONDS:
                     return None
-                return NODE_LOST, f"is gone with its actor on {where}: {str(error).splitlines()[0]}"
-            return NODE_LOST, f"is gone with its {where}"
+                return NODE_LOST, f"was lost with its actor on {where}: {str(error).splitlines()[0]}"
+            return NODE_LOST, f"was lost with its {where}"
         return ended
 
 
@@ -121,11 +122,11 @@ class PlacedGroup:
     """A placement group and the processes in it."""
 
     def __init__(self, ray: Any, specs: Sequence[ProcessSpec]) -> None:
-        """Ask for it; the specs are those of one group."""
+        """Request the group; the specs are those of one group."""
         self._ray = ray
         self.specs = tuple(specs)
         self.processes: list[RayProcess] = []
-        # A bundle may not be empty. Every node has memory.
+        # A bundle must not be empty, and every node has memory.
         bundles = [
             {kind: count for kind, count in (("CPU", spec.cores), ("GPU", spec.devices)) if count} or {"memory": 1}
             for spec in specs
@@ -137,7 +138,7 @@ class PlacedGroup:
         """Wait until it is placed. Raises `LaunchError`."""
         if not self._placement.wait(_PLACE_SECONDS):
             free = self._ray.available_resources()
-            raise lacking(self.specs, f"{free.get('CPU', 0):g} processors and {free.get('GPU', 0):g} devices are free")
+            raise lacking(self.specs, f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} devices are free")
 
     def start(self, actor: Any) -> list[RayProcess]:
         """Start its processes."""
@@ -153,18 +154,18 @@ class PlacedGroup:
         return self.processes
 
     def left(self, process: RayProcess) -> None:
-        """Note that a process has ended."""
+        """Record the exit of a process."""
         self.processes = [each for each in self.processes if each is not process]
         if not self.processes:
             self.remove()
 
     def remove(self) -> None:
-        """Give back what it reserves, whatever still runs there. Idempotent."""
+        """Release its resources, even if processes still run there. Idempotent."""
         self._ray.util.remove_placement_group(self._placement)
 
 
 class RayLauncher(Launcher):
-    """Places processes on the nodes of the cluster at `RAY_ADDRESS`, or of the one that this machine is a node of."""
+    """Launches processes on the cluster at `RAY_ADDRESS`, by default the cluster of this machine."""
 
     def __init__(self) -> None:
         """Connect. Raises `PluginError` without Ray, and `LaunchError` without a cluster."""
@@ -198,12 +199,12 @@ class RayLauncher(Launcher):
 
     @property
     def here(self) -> str:
-        """The node whose Ray this process is connected to."""
+        """Node id of this process's Ray connection."""
         node: str = self._ray.get_runtime_context().get_node_id()
         return node
 
     def start(self, specs: Sequence[ProcessSpec]) -> tuple[RayProcess, ...]:
-        """Start processes, all or none, a placement group for each of their groups."""
+        """Start all processes or none, with one placement group per group."""
         with self._lock:
             self._running = [process for process in self._running if process.exit_code() is None]
             require_startable(specs, [process.name for process in self._running])
@@ -230,7 +231,7 @@ class RayLauncher(Launcher):
         return tuple(started[spec.name] for spec in specs)
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return the nodes that Ray knows."""
+        """Return the nodes of the cluster."""
         return tuple(
             Node(
                 node["NodeID"],
@@ -243,7 +244,7 @@ class RayLauncher(Launcher):
         )
 
     def close(self) -> None:
-        """End every process that runs, and leave the cluster."""
+        """Kill all running processes, and disconnect from the cluster."""
         with self._lock:
             running, self._running = self._running, []
             if not self._ray.is_initialized():
@@ -258,7 +259,7 @@ class RayLauncher(Launcher):
 
 
 def lacking(specs: Sequence[ProcessSpec], there: str) -> LaunchError:
-    """Return the error for more being asked for than there is."""
+    """Return the error for a request that exceeds the available resources."""
     names = ", ".join(spec.name for spec in specs)
     cores, devices = sum(spec.cores for spec in specs), sum(spec.devices for spec in specs)
-    return LaunchError(f"{names} ask for {cores} processors and {devices} devices, and {there}")
+    return LaunchError(f"{names} need {cores} CPUs and {devices} devices, but {there}")

@@ -63,6 +63,6 @@ class TestRay(LauncherSuite):
         finally:
             cluster.remove_node(node, allow_graceful=False)
         assert process.wait(self.patience) == NODE_LOST
-        assert process.node in process.reason() and "is gone with its node" in process.reason()
+        assert process.node in process.reason() and "was lost with its node" in process.reason()
         assert [each.alive for each in launching.nodes() if each.id == process.node] == [False]
         self.until(lambda: not Path(f"/proc/{pid}").exists())

@@ -8,7 +8,7 @@ from fd_core.backends.paddle import PaddleBackend
 
 
 class MetaxBackend(PaddleBackend):
-    """bfloat16 on a MetaX GPU; emulated on the processor in float32 where there is none and it is asked for by name."""
+    """bfloat16 on a MetaX GPU; without one, emulated on the CPU in float32 if selected by name."""
 
     name: ClassVar[str] = "metax"
     device: ClassVar[str] = "metax_gpu"

@@ -1,4 +1,4 @@
-"""Settings of a Redis location: addresses, credentials and parameters, checked before anything connects."""
+"""Settings of a Redis location: addresses, credentials and parameters, validated before any connection."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Credentials(CredentialProvider):
-    """User and password to log in with; a password file is read for each connection, so that passwords can change."""
+    """Credentials; a password file is read for each connection, so that passwords can be rotated."""
 
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     file: Path | None = None
 
     def read(self) -> tuple[str] | tuple[str, str] | None:
-        """Return password, or user and password, or None to log in as nobody. Raises `OSError` or `ValueError`."""
+        """Return password, or user and password, or None without credentials. Raises `OSError` or `ValueError`."""
         password = self.password if self.file is None else self.file.read_text(encoding="utf-8").rstrip("\r\n")
         if password is None:
             return None
         return (password,) if self.user is None else (self.user, password)
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Return what redis-py logs in with; it asks for each connection. Raises `AuthenticationError`."""
+        """Return the credentials for redis-py, which calls this for each connection. Raises `AuthenticationError`."""
         try:
             read = self.read()
         except (OSError, ValueError) as error:
@@ -91,7 +91,7 @@ class Settings:
 
     topology: Topology
     shown: str
-    """The location without secrets, for people."""
+    """The location without secrets, for messages."""
     addresses: tuple[Address, ...] = ()
     socket: str = ""
     database: int = 0
@@ -101,22 +101,22 @@ class Settings:
     tls_key: str | None = None
     credentials: Credentials = Credentials()
     master: str = ""
-    """Name under which Sentinels know the primary."""
+    """Name of the primary in the Sentinels."""
     sentinel_credentials: Credentials = Credentials()
     namespace: str = _DEFAULT_NAMESPACE
     ttl: int | None = None
-    """Seconds after which the server forgets a value."""
+    """Seconds after which the server expires a value."""
     max_connections: int = _MAX_CONNECTIONS
-    """Most connections to one server."""
+    """Maximum connections to one server."""
 
     @classmethod
     def of(cls, location: StoreLocation, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read a location. Raises `ConfigError`, whose message holds no secret."""
+        """Parse a location. Raises `ConfigError` without secrets in its message."""
         base, _, arrangement = location.scheme.partition("+")
         topology = Topology(arrangement or ("unix" if base == "unix" else "server"))
         tls = base in ("rediss", "valkeys")
         if not location.rest.startswith("//"):
-            raise _no_location(f"{location.scheme}: is followed by two slashes", topology)
+            raise _no_location(f"expected two slashes after {location.scheme}:", topology)
         authority, slash, path = location.rest[2:].partition("/")
         login, _, hosts = authority.rpartition("@")
         if "@" in path:
@@ -127,16 +127,16 @@ class Settings:
         addresses: tuple[Address, ...] = ()
         if topology is Topology.SOCKET:
             if hosts or not path:
-                raise _no_location("a socket is an absolute path", topology)
+                raise _no_location("expected an absolute path of a socket", topology)
             database, shown = read.database(""), f"{location.scheme}:///{path}"
         else:
             addresses = tuple(_address(text, topology) for text in hosts.split(","))
             if topology is Topology.SERVER and len(addresses) != 1:
-                raise _no_location("one server has one address", topology)
+                raise _no_location("expected one address for one server", topology)
             database, shown = read.database(path), f"{location.scheme}://{hosts}{slash}{path}"
         cert, key = read.file("tls_cert"), read.file("tls_key")
         if (cert is None) != (key is None):
-            raise read.wrong("tls_cert" if cert else "tls_key", "tls_cert and tls_key go together")
+            raise read.wrong("tls_cert" if cert else "tls_key", "tls_cert and tls_key must be used together")
         return cls(
             topology=topology,
             shown=shown,
@@ -174,7 +174,7 @@ class _Parameters:
                 raise ConfigError(
                     f"{self.location.scheme}: has no parameter {_spelled(name)}",
                     field=_FLAG,
-                    hint=f"there are: {', '.join(known)}",
+                    hint=f"valid parameters: {', '.join(known)}",
                 )
 
     def wrong(self, name: str, why: str) -> ConfigError:
@@ -188,7 +188,7 @@ class _Parameters:
         if text is None:
             return None
         if (number := _whole(text, least, most)) is None:
-            raise self.wrong(name, f"{text!r:.40} is not a whole number from {least} to {most}")
+            raise self.wrong(name, f"expected an integer from {least} to {most}, got {text!r:.40}")
         return number
 
     def database(self, path: str) -> int:
@@ -201,11 +201,11 @@ class _Parameters:
         if asked is not None:
             raise self.wrong("db", "the database is in the path already")
         if (database := _whole(path, 0, _MOST_DATABASES)) is None:
-            raise _no_location("what follows the address is not the number of a database", self.topology)
+            raise _no_location("expected the number of a database after the address", self.topology)
         return database
 
     def file(self, name: str) -> str | None:
-        """Return the path of a file that can be read."""
+        """Return the path of a readable file."""
         text = self.text(name)
         if text is None:
             return None
@@ -219,15 +219,13 @@ class _Parameters:
     def namespace(self) -> str:
         text = self.text("namespace")
         if text is not None and not _NAMESPACE.fullmatch(text):
-            raise self.wrong("namespace", f"{text!r:.80} may have 1 to 64 of A-Z a-z 0-9 _ . : - only")
+            raise self.wrong("namespace", f"expected 1 to 64 characters of A-Z a-z 0-9 _ . : -, got {text!r:.80}")
         return text or _DEFAULT_NAMESPACE
 
     def master(self) -> str:
         text = self.text("master") or ""
         if self.topology is Topology.SENTINEL and not text:
-            raise _no_location(
-                "parameter master is missing: the name that the Sentinels have for the primary", self.topology
-            )
+            raise _no_location("parameter master is missing: the name of the primary in the Sentinels", self.topology)
         return text
 
     def sentinel_credentials(self) -> Credentials:
@@ -239,7 +237,7 @@ class _Parameters:
 
 
 def _credentials(login: str, read: _Parameters, environment: Mapping[str, str]) -> Credentials:
-    """Take the password from the URL, else the file, else the environment."""
+    """Return the password of the URL, else of the file, else of the environment."""
     user, colon, password = login.partition(":")
     file = read.file("password_file")
     if colon and file:
@@ -251,7 +249,7 @@ def _credentials(login: str, read: _Parameters, environment: Mapping[str, str]) 
     inherited = environment.get(PASSWORD_VARIABLE) or None
     if user and inherited is None:
         raise ConfigError(
-            "the URL names a user without a password",
+            "the URL has a user without a password",
             field=_FLAG,
             hint=f"add password_file=FILE or set {PASSWORD_VARIABLE}",
         )
@@ -263,22 +261,22 @@ def _address(text: str, topology: Topology) -> Address:
     host, separator, port = text[1:].partition("]") if bracket else text.partition(":")
     port = port.removeprefix(":") if bracket else port
     if not (_ADDRESS.fullmatch(host) and separator if bracket else _NAME.fullmatch(host)):
-        raise _no_location("there is an address without the name of a host", topology)
+        raise _no_location("an address has no host", topology)
     if not port:
         return Address(host, _DEFAULT_PORTS[topology is Topology.SENTINEL])
     if (number := _whole(port, 1, 65535)) is None:
-        raise _no_location("a port is a number from 1 to 65535", topology)
+        raise _no_location("expected a port from 1 to 65535", topology)
     return Address(host, number)
 
 
 def _whole(text: str, least: int, most: int) -> int | None:
-    """Return the whole number that a text is, None if the text is none from `least` to `most`."""
+    """Parse an integer from `least` to `most`, else return None."""
     number = int(text[:20]) if text.isascii() and text.isdigit() else -1
     return number if least <= number <= most else None
 
 
 def _spelled(name: str) -> str:
-    """Return a parameter's name, unless it may be a piece of a password with a question mark in it."""
+    """Return a parameter's name, unless it may be part of a password with a question mark."""
     return repr(name) if re.fullmatch(r"[a-z_]{1,32}", name) else "of that name"
 
 

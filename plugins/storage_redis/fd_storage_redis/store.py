@@ -28,7 +28,7 @@ class _Report:
     product: str
     """Name and version of the server."""
     values: int | None
-    """Keys in the database, whoever wrote them."""
+    """All keys of the database, including those of other programs."""
     used_bytes: int | None
     limit_bytes: int | None
     """Limit of the server's memory in bytes, 0 without a limit."""
@@ -53,9 +53,9 @@ class RedisStore(KVStore):
         return f"RedisStore({self._settings.shown})"
 
     def open(self, timeout: float) -> str:
-        """Read from every server that takes writes, and return a line about them."""
+        """Read from every writable server, and return a line about them."""
         with self._within(timeout):
-            # Reads as every later call does: a server that is down, loading or forbids reading fails here.
+            # Reads like later calls, so a server that is down, loading or denies reads fails here.
             self._lengths([b""])
             servers = self._reports()
         first = servers[0]
@@ -63,10 +63,10 @@ class RedisStore(KVStore):
         return f"{many}{first.product} at {self._settings.shown}, {self._keeping(first)}"
 
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
-        """Ask for the lengths first, then for the values that are short enough."""
+        """Read the lengths first, then the values that are short enough."""
         values: list[Bytes | None] = [None] * len(keys)
-        # A range stays bounded if somebody replaces a value by a longer one meanwhile. Of a value of length 0, only GET
-        # can tell whether it is empty or absent.
+        # A range is bounded even if the value is replaced by a longer one meanwhile. For length 0, only GET
+        # distinguishes an empty value from an absent one.
         bounded: Command = (b"GETRANGE", b"0", b"%d" % (limit - 1))
         with self._within(timeout):
             lengths = self._lengths(keys)
@@ -81,20 +81,20 @@ class RedisStore(KVStore):
         return values
 
     def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
-        """Replace whatever is under the keys; if the server refuses some, the others are stored all the same."""
+        """Replace the values of the keys; if the server rejects some, the others are still stored."""
         with self._within(timeout):
             answers = self._ask([key for key, _ in values], [(b"SET", parts, *self._expiry) for _, parts in values])
             stored: int = sum(answer == b"OK" for answer in answers)
             if values and not stored:
-                # If only some values were refused, the count tells; if all were, the refusal is raised.
+                # If only some values were rejected, the count shows it; if all were, the error is raised.
                 self._usable(answers, bytes, b"")
             return stored
 
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
-        """Ask for the lengths of all values in one round trip."""
+        """Read the lengths of all values in one round trip."""
         with self._within(timeout):
             for place, length in enumerate(self._lengths(keys)):
-                # Of a value of length 0, only EXISTS can tell whether it is empty or absent.
+                # For length 0, only EXISTS distinguishes an empty value from an absent one.
                 empty = length == 0 and self._usable(self._ask([keys[place]], [(b"EXISTS",)]), int, 0) == [1]
                 if not (0 < length <= limit or empty):
                     return place
@@ -106,7 +106,7 @@ class RedisStore(KVStore):
             return sum(self._usable(self._ask(keys, [(b"UNLINK",)] * len(keys)), int, 0))
 
     def stats(self, timeout: float) -> StoreStats:
-        """Return figures of whole databases, values of others included."""
+        """Return statistics of whole databases, including values of other programs."""
         with self._within(timeout):
             servers = self._reports()
         return StoreStats(
@@ -122,7 +122,7 @@ class RedisStore(KVStore):
 
     @contextmanager
     def _within(self, timeout: float) -> Iterator[None]:
-        """Bound one call, and translate whatever fails in it."""
+        """Limit the time of one call, and translate its exceptions."""
         if self._closed:
             raise StoreError(Trouble.OTHER, f"{self._settings.shown} is closed")
         try:
@@ -144,7 +144,7 @@ class RedisStore(KVStore):
         return self._usable(self._ask(keys, [(b"STRLEN",)] * len(keys)), int, -1)
 
     def _usable(self, answers: list[Any], kind: type[T], absent: S, nothing: object = ...) -> list[T | S]:
-        """Return the answers, `absent` for one that concerns its key alone or is `nothing`; raises for a refusal."""
+        """Return the replies, `absent` for an error of a single key or for `nothing`; raises on a rejection."""
         usable: list[T | S] = []
         for answer in answers:
             if isinstance(answer, kind):
@@ -156,13 +156,11 @@ class RedisStore(KVStore):
             elif isinstance(answer, ResponseError):
                 raise self._error(answer)
             else:
-                raise StoreError(
-                    Trouble.MALFORMED, f"{self._settings.shown}: the server answers with an unexpected type"
-                )
+                raise StoreError(Trouble.MALFORMED, f"{self._settings.shown}: the server returned an unexpected type")
         return usable
 
     def _ask(self, keys: Sequence[bytes], commands: Sequence[Command]) -> list[Any]:
-        """Return the answers to commands, each given without its key, which goes after the command's name."""
+        """Return the replies to commands, whose key is inserted after the command's name."""
         names = [self._prefix + key.hex().encode() for key in keys]
         answers: list[Any] = [None] * len(keys)
         places = list(range(len(keys)))
@@ -179,17 +177,17 @@ class RedisStore(KVStore):
 
     def _keeping(self, report: _Report) -> str:
         if self._settings.ttl is not None:
-            return f"values kept for {self._settings.ttl} s"
+            return f"values expire after {self._settings.ttl} s"
         if report.limit_bytes is None or report.policy is None:
-            return "values kept until the server forgets them"
+            return "values do not expire"
         if not report.limit_bytes:
             return "without a memory limit: the server grows until ttl=SECONDS or its maxmemory is set"
         if report.policy == "noeviction" or report.policy.startswith("volatile-"):
-            return f"refuses values once full ({report.policy}); allkeys-lru makes room instead"
-        return f"makes room by {report.policy}"
+            return f"rejects values when full ({report.policy}); set allkeys-lru to evict instead"
+        return f"evicts by {report.policy}"
 
     def _reports(self) -> list[_Report]:
-        """Ask each server for its facts, without those that it refuses."""
+        """Read the facts of each server, without those that it denies."""
         reports = []
         for pool in self._routes.pools():
             server, memory, size = exchange(pool, [(b"INFO", b"server"), (b"INFO", b"memory"), (b"DBSIZE",)])
@@ -223,7 +221,7 @@ def _total(figures: Iterable[int | None]) -> int | None:
 
 
 def _windows(places: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Cut `places` into runs whose values have about `_WINDOW` bytes together at most."""
+    """Split `places` into runs of values of at most about `_WINDOW` bytes in total."""
     window: list[int] = []
     size = 0
     for place in places:

@@ -1,12 +1,12 @@
-"""Connections to the server of a key: batches of commands within one deadline, and the store's troubles on failure.
+"""Connections to the server of a key: command batches within one deadline, and translation of failures.
 
-A key's server is the only one, the primary that Sentinels name, or a node of a cluster.
+A key's server is the single one, the primary of the Sentinels, or a node of a cluster.
 
-Commands are sent without joining their parts, and answered in order.
+Commands are sent without concatenating their parts, and replies arrive in order.
 
-redis-py limits the time of each single operation on a socket, but logging in, asking Sentinels, discovering a cluster
-and reading a long answer take many operations. Here the deadline travels in a context variable, and every operation
-gets the time that is left. The operating system looks up host names, which no deadline can bound.
+redis-py limits the time of each socket operation, but login, Sentinel queries, cluster discovery and long replies need
+many operations. Here the deadline is in a context variable, and every operation gets the remaining time. DNS lookups of
+the operating system are not limited.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConn
 from fd_storage_redis.settings import Address, Credentials, Settings, Topology
 
 _OUTSIDE_CALLS: Final = 1.0
-"""Seconds that an operation outside `within` may take."""
+"""Timeout in seconds of an operation outside `within`."""
 
 _deadline: ContextVar[float | None] = ContextVar("fd_storage_redis_deadline", default=None)
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Bound all socket operations inside the context by `seconds` together."""
+    """Limit the total time of all socket operations in the context to `seconds`."""
     token = _deadline.set(time.monotonic() + seconds)
     try:
         yield
@@ -53,19 +53,19 @@ def remaining() -> float:
         return _OUTSIDE_CALLS
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("the call's time is over")
+        raise TimeoutError("the call timed out")
     return left
 
 
 class _BoundedSocket:
-    """A socket whose operations each get the time that is left until the deadline."""
+    """A socket whose operations have the remaining time until the deadline."""
 
     def __init__(self, inner: socket.socket) -> None:
         self._inner = inner
         self._polls = False
 
     def settimeout(self, value: float | None) -> None:
-        # Zero asks whether there is something to read; the deadline replaces any other limit.
+        # Zero polls for data; the deadline replaces any other limit.
         self._polls = value == 0
 
     def recv_into(self, buffer: Any, *arguments: Any) -> int:
@@ -88,7 +88,7 @@ class _BoundedSocket:
 
 
 class _Bounded:
-    """Connects, sends and receives within the deadline; has to be the first base class."""
+    """Connects, sends and receives within the deadline; must be the first base class."""
 
     socket_timeout: float | None
     socket_connect_timeout: float | None
@@ -115,11 +115,11 @@ class BoundedUnixConnection(_Bounded, UnixDomainSocketConnection):
 
 
 class BoundedSentinelConnection(_Bounded, SentinelManagedConnection):
-    """A TCP connection to the primary that Sentinels name."""
+    """A TCP connection to the primary of the Sentinels."""
 
 
 class BoundedSentinelSSLConnection(_Bounded, SentinelManagedSSLConnection):
-    """A TLS connection to the primary that Sentinels name."""
+    """A TLS connection to the primary of the Sentinels."""
 
 
 class BoundedPool(ConnectionPool):
@@ -150,19 +150,19 @@ _CLASSES: Final[tuple[tuple[type[Exception], Trouble], ...]] = (
 )
 """Troubles by class of exception; the first that fits counts. `LOADING` is one of redis-py's connection errors."""
 
-# A node of a cluster does not hold the key; only redis-py's cluster client has classes for these in all versions.
+# A cluster node does not hold the key; only redis-py's cluster client has classes for these in all versions.
 _ELSEWHERE: Final = ("MOVED", "ASK", "TRYAGAIN")
 
 _CODES: Final = {
     "CLUSTERDOWN": Trouble.UNREACHABLE,
     "MASTERDOWN": Trouble.UNREACHABLE,
-    # Snapshots cannot be written, most often for a full disk: reads go on, writes are refused.
+    # Snapshots cannot be written, usually because the disk is full: reads continue, writes are rejected.
     "MISCONF": Trouble.READ_ONLY,
     "NOREPLICAS": Trouble.READ_ONLY,
     # Protected mode.
     "DENIED": Trouble.DENIED,
     "NOAUTH": Trouble.DENIED,
-    # A script holds the server.
+    # A script blocks the server.
     "BUSY": Trouble.TIMEOUT,
 }
 
@@ -171,7 +171,7 @@ def store_error(failure: Exception, where: str, password: str | None = None) -> 
     """Return the error to raise for `failure` of the server `where`, with no `password` in its text."""
     cause: BaseException = failure
     while isinstance(cause, failures.RedisClusterException) and cause.__cause__ is not None:
-        cause = cause.__cause__  # what stopped the discovery of a cluster
+        cause = cause.__cause__  # the cause of a failed cluster discovery
     text = " ".join(str(cause).split())[:_LONGEST_TEXT] or type(cause).__name__
     if password is not None and len(password) >= _SHORTEST_SECRET:
         text = text.replace(password, "***")
@@ -180,20 +180,21 @@ def store_error(failure: Exception, where: str, password: str | None = None) -> 
 
 @contextmanager
 def discovering() -> Iterator[None]:
-    """Raise `InvalidResponse` where redis-py stumbles over nonsense from Sentinels or clusters, or over a host name."""
+    """Translate redis-py's exceptions for malformed replies of Sentinels or clusters, or host names, to
+    `InvalidResponse`."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise failures.InvalidResponse(f"the answer names no server: {type(error).__name__}") from error
+        raise failures.InvalidResponse(f"the reply has no server: {type(error).__name__}") from error
 
 
 def passes_over(answer: object) -> bool:
-    """True if an answer is an error of one key alone, which then counts as absent."""
+    """Return True if a reply is an error of a single key, which then counts as absent."""
     return _code(answer) == "WRONGTYPE"
 
 
 def is_elsewhere(answer: object) -> bool:
-    """True if a node of a cluster answers that it does not hold the key, or not yet."""
+    """Return True if a cluster node replies that it does not hold the key, or not yet."""
     return isinstance(answer, (failures.AskError, failures.TryAgainError)) or _code(answer) in _ELSEWHERE
 
 
@@ -213,7 +214,7 @@ Argument: TypeAlias = bytes | Sequence[Bytes]
 Command: TypeAlias = Sequence[Argument]
 
 _SMALL: Final = 8 << 10
-"""Parts up to this many bytes are joined with their neighbours: a system call costs more than copying them."""
+"""Parts up to this size in bytes are concatenated, because copying them costs less than a system call."""
 
 
 def packed(commands: Iterable[Command]) -> list[Bytes]:
@@ -236,10 +237,10 @@ def packed(commands: Iterable[Command]) -> list[Bytes]:
 
 
 def exchange(pool: ConnectionPool, commands: Sequence[Command]) -> list[Any]:
-    """Return the answer to each command; an error that the server answers is returned, not raised.
+    """Return the reply to each command; error replies of the server are returned, not raised.
 
     A connection that breaks is replaced once: every command of a store can be repeated. Raises redis-py's errors; after
-    one, the connection is closed, so that no late answer can be taken for another's.
+    one, the connection is closed, so that a late reply cannot be mistaken for another one.
     """
     try:
         return _attempt(pool, commands)
@@ -251,7 +252,7 @@ def exchange(pool: ConnectionPool, commands: Sequence[Command]) -> list[Any]:
 
 
 def _attempt(pool: ConnectionPool, commands: Sequence[Command]) -> list[Any]:
-    # The pool checks a connection and replaces one that the server closed meanwhile; Sentinels are asked here too.
+    # The pool checks a connection and replaces one that the server closed meanwhile; Sentinels are queried here, too.
     with discovering():
         connection = pool.get_connection()
     try:
@@ -292,8 +293,8 @@ def routes_for(settings: Settings) -> Routes:
 
 
 def _options(settings: Settings, credentials: Credentials) -> dict[str, Any]:
-    """Return what all connections of a pool have in common."""
-    # Version 2 of the protocol has all that is needed and saves a round trip for each connection.
+    """Return the common arguments of a pool's connections."""
+    # Version 2 of the protocol suffices and saves a round trip per connection.
     options: dict[str, Any] = {"protocol": 2, "socket_read_size": _READ_SIZE, "encoding_errors": "replace"}
     options["max_connections"] = settings.max_connections
     if credentials.password is not None or credentials.file is not None:
@@ -311,7 +312,7 @@ def _tcp_pool(address: Address, settings: Settings, credentials: Credentials, **
 
 
 class _SingleRoutes:
-    """Finds the pool of connections for each key: here the only one. `others` are closed with it."""
+    """Maps keys to connection pools, here a single one. `others` are closed with it."""
 
     def __init__(self, pool: ConnectionPool, *others: ConnectionPool) -> None:
         self._pool, self._others = pool, others
@@ -321,13 +322,13 @@ class _SingleRoutes:
         return [(self._pool, list(range(len(keys))))]
 
     def pools(self) -> list[ConnectionPool]:
-        """Return the pool of every server that takes writes."""
+        """Return the pool of every writable server."""
         return [self._pool]
 
     def refresh(self) -> None:
-        """Forget where keys are, because a server has failed or said that it no longer holds them.
+        """Drop the cached key locations, because a server failed or no longer holds them.
 
-        One pool knows no such thing: each new connection goes to the one address or asks the Sentinels anew.
+        A no-op for one pool: each new connection uses the one address or queries the Sentinels again.
         """
 
     def close(self) -> None:
@@ -364,13 +365,13 @@ class _ClusterRoutes:
                     node.redis_connection.connection_pool.disconnect(inuse_connections=False)
 
     def _reached(self) -> RedisCluster:
-        """Return the client, having discovered the nodes if that was not done yet."""
+        """Return the client, discovering the nodes on first use."""
         if self._cluster is None:
             settings = self._settings
             first = settings.addresses[0]
             with discovering():
                 self._cluster = RedisCluster(
-                    # Only clients made from a URL let their pools be chosen.
+                    # Only clients created from a URL accept custom pools.
                     url=f"{'rediss' if settings.tls else 'redis'}://{first}",
                     startup_nodes=[ClusterNode(address.host, address.port) for address in settings.addresses[1:]],
                     retry=Retry(NoBackoff(), 0),

@@ -126,7 +126,7 @@ def test_opening_names_the_server_and_what_it_does_when_full(server: Server, sto
     assert f"127.0.0.1:{server.port}" in line
     assert line.startswith(("Redis ", "Valkey "))
     assert "noeviction" in line
-    assert "values kept for 60 s" in store(f"{server.url}?ttl=60").open(5.0)
+    assert "values expire after 60 s" in store(f"{server.url}?ttl=60").open(5.0)
 
 
 def test_a_closed_store_refuses_and_leaves_no_connection(server: Server) -> None:

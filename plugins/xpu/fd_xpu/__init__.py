@@ -6,7 +6,7 @@ from fd_core.hookspecs import Entry, hookimpl
 
 FD_CONTRACT = 1
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 @hookimpl

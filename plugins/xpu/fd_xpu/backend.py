@@ -8,7 +8,7 @@ from fd_core.backends.paddle import PaddleBackend
 
 
 class XpuBackend(PaddleBackend):
-    """bfloat16 on an XPU; emulated on the processor in float32 where there is none and it is asked for by name."""
+    """bfloat16 on an XPU; without one, emulated on the CPU in float32 if selected by name."""
 
     name: ClassVar[str] = "xpu"
     device: ClassVar[str] = "xpu"
@@ -18,7 +18,7 @@ class XpuBackend(PaddleBackend):
     auto_rank: ClassVar[int] = 50
 
     def free_memory(self) -> int:
-        """Return what the XPU has left of all its memory: the runtime tells what other processes use as well."""
+        """Return the free memory of the XPU; the runtime includes the use of other processes."""
         if self.emulated:
             return super().free_memory()
         from fd_core.ops.paddle.framework import paddle

@@ -28,7 +28,7 @@ def prompt_of(spec):
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C raises, even where the tests were started with it ignored, as shells do in the background."""
+    """Make Ctrl-C raise, even if the tests were started with SIGINT ignored, as shells do for background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -36,7 +36,7 @@ def interruptible():
 
 @pytest.fixture
 def local(monkeypatch):
-    """Local models are fakes; yields the clients that were started and whether they were closed."""
+    """Replace local models by fakes; yield the started clients and whether each was closed."""
     clients = []
 
     def find_model(config, template, bars):
@@ -61,7 +61,7 @@ def test_complete_prints_the_continuation(local):
     assert not local[0].alive
 
 
-def test_complete_reads_the_standard_input(local):
+def test_complete_reads_standard_input(local):
     runner.invoke(app, ["complete", "-"], input="from a pipe")
     assert prompt_of(local[0].specs[0]) == "from a pipe"
 
@@ -73,8 +73,8 @@ def test_sampling_flags_reach_the_request(local):
     assert (params.max_tokens, params.temperature, params.top_p, params.seed) == (3, 0.5, 0.25, 7)
 
 
-def test_chat_remembers_and_forgets(local):
-    lines = "first\nsecond\n/reset\nthird\n/quit\nnever asked\n"
+def test_chat_keeps_history_until_reset(local):
+    lines = "first\nsecond\n/reset\nthird\n/quit\nnever sent\n"
     result = runner.invoke(app, ["chat", "--system", "Be brief."], input=lines)
     assert result.exit_code == 0
     first, second, third = map(prompt_of, local[0].specs)
@@ -92,12 +92,12 @@ def test_chat_with_a_server():
     assert "401" in refused.stderr
 
 
-def test_a_server_that_says_nothing_is_not_waited_for_without_end(monkeypatch):
+def test_chat_with_a_silent_server_times_out(monkeypatch):
     monkeypatch.setattr("fd_core.cli.chats.api_client._LIST_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         result = runner.invoke(app, ["chat", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}"], input="hi\n")
     assert result.exit_code == 1
-    assert "cannot talk to the server: no answer in time (is it running?)" in result.stderr
+    assert "cannot connect to the server: timeout (check that it is running)" in result.stderr
 
 
 async def _endless(request):
@@ -109,20 +109,20 @@ async def _endless(request):
     return response
 
 
-def test_a_refusal_without_end_is_read_to_a_limit():
+def test_endless_error_body_is_read_up_to_a_limit():
     async def ask():
         endless = web.Application()
         endless.router.add_route("*", "/{tail:.*}", _endless)
         async with TestServer(endless) as server, ApiClient(str(server.make_url(""))) as client:
-            with pytest.raises(ServerAnswer, match="answered 500: xxx"):
+            with pytest.raises(ServerAnswer, match="HTTP status 500: xxx"):
                 await asyncio.wait_for(client.first_model(), 20)
-            with pytest.raises(ServerAnswer, match="answered 500: xxx"):
+            with pytest.raises(ServerAnswer, match="HTTP status 500: xxx"):
                 await asyncio.wait_for(anext(client.stream("/v1/completions", {})), 20)
 
     asyncio.run(ask())
 
 
-def test_complete_with_a_server_and_its_refusals():
+def test_complete_reports_server_errors():
     with live(lambda: FakeClient("From afar")) as server:
         url = ["--url", server.url]
         assert runner.invoke(app, ["complete", "x", *url]).stdout == "From afar\n"
@@ -133,7 +133,7 @@ def test_complete_with_a_server_and_its_refusals():
     assert "400" in long.stderr
 
 
-def test_a_failed_row_is_told(local):
+def test_failed_row_is_reported(local):
     with LoopThread() as loop, loop.entered(startup.running_engine(None, "inproc")) as client:
         client.fail_after = 3
         backend = EngineChatBackend(client, byte_tokenizer(), None)
@@ -143,10 +143,10 @@ def test_a_failed_row_is_told(local):
     assert "".join(pieces) == "Bon"
 
 
-def test_a_text_that_does_not_fit_is_refused_with_the_limit(local):
+def test_prompt_beyond_the_context_is_rejected_with_the_limit(local):
     with LoopThread() as loop, loop.entered(startup.running_engine(None, "inproc")) as client:
         backend = EngineChatBackend(client, byte_tokenizer(), None)
-        with pytest.raises(BadRequest, match="the text has 400 tokens and the model holds 400"):
+        with pytest.raises(BadRequest, match="the prompt has 400 tokens, but the context length"):
             list(loop.iterate(backend.complete("x" * 400, SamplingOptions())))
         with pytest.raises(BadRequest, match="the prompt is empty"):
             list(loop.iterate(backend.complete("", SamplingOptions())))
@@ -154,8 +154,8 @@ def test_a_text_that_does_not_fit_is_refused_with_the_limit(local):
             backend.chat([{"role": "user", "content": "x"}], SamplingOptions())
 
 
-def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(local, interruptible, monkeypatch):
-    """The first answer is interrupted after its first piece; the engine is told, and the next line is answered."""
+def test_ctrl_c_stops_the_answer_and_keeps_the_chat(local, interruptible, monkeypatch):
+    """Interrupt the first answer after its first chunk: the engine aborts it, and the next line is answered."""
     written = []
 
     def put(text):
@@ -174,7 +174,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(local, interruptible, monk
     assert "".join(written).endswith("Bonjour, ça va?\n")
 
 
-def test_the_loop_thread_cancels_what_is_interrupted(interruptible):
+def test_loop_thread_cancels_interrupted_work(interruptible):
     ended = []
 
     async def forever():

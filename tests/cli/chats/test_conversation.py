@@ -1,4 +1,4 @@
-"""What can be typed in a chat: commands, messages of several lines, and lines of earlier sessions."""
+"""Input of a chat: commands, multi-line messages, and the line history of earlier sessions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UP = "\x1b[A"
 
 
 class Terminal:
-    """A chat in a terminal, and what it shows."""
+    """A chat process on a pseudo-terminal, and its output."""
 
     def __init__(self, cache: Path, *arguments: str) -> None:
         self._master, slave = pty.openpty()
@@ -39,7 +39,7 @@ class Terminal:
         os.close(slave)
 
     def type(self, text: str, until: str) -> str:
-        """Type a text and return what is shown up to `until`, which has to come."""
+        """Type a text and return the output up to `until`, which must appear."""
         os.write(self._master, text.encode())
         deadline = time.monotonic() + 60
         while until not in self.shown and time.monotonic() < deadline:
@@ -55,7 +55,7 @@ class Terminal:
         os.close(self._master)
 
 
-def test_a_terminal_keeps_lines_over_sessions_and_says_how_fast_answers_come(tmp_path: Path) -> None:
+def test_terminal_keeps_history_and_shows_token_rate(tmp_path: Path) -> None:
     clients: list[FakeClient] = []
 
     def client() -> FakeClient:
@@ -67,7 +67,7 @@ def test_a_terminal_keeps_lines_over_sessions_and_says_how_fast_answers_come(tmp
         chat.type("", "> ")
         shown = chat.type("hello there\n", "first after ")
         assert "From afar" in shown
-        assert re.search(r"\[10 tokens(, [\d,.]+ tokens/s)?, the first after $", shown)
+        assert re.search(r"\[10 tokens(, [\d,.]+ tokens/s)?, first after $", shown)
         chat.type("", "> ")
         chat.leave()
         again = Terminal(tmp_path, "--url", server.url)
@@ -83,7 +83,7 @@ def test_a_terminal_keeps_lines_over_sessions_and_says_how_fast_answers_come(tmp
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
 
 
-def test_what_is_said_to_a_server_with_a_key_is_not_kept(tmp_path: Path) -> None:
+def test_input_to_a_server_with_a_key_is_not_saved(tmp_path: Path) -> None:
     with live(lambda: FakeClient("From afar"), api_keys=("sesame",)) as server:
         chat = Terminal(tmp_path, "--url", server.url, "--api-key", "sesame")
         chat.type("", "> ")
@@ -93,7 +93,7 @@ def test_what_is_said_to_a_server_with_a_key_is_not_kept(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_answer_does_not_command_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_of_an_answer_are_replaced(tmp_path: Path) -> None:
     with live(lambda: FakeClient("red \x1b[31m\x07\x9b2J\r\tend")) as server:
         chat = Terminal(tmp_path, "--url", server.url)
         chat.type("", "> ")
@@ -102,9 +102,7 @@ def test_an_answer_does_not_command_the_terminal(tmp_path: Path) -> None:
         chat.leave()
 
 
-def test_a_prompt_is_no_part_of_answers_that_go_into_a_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompt_is_written_to_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     master, slave = pty.openpty()
     os.write(master, b"hello\n")
     with os.fdopen(slave) as terminal:
@@ -126,9 +124,7 @@ def test_a_prompt_is_no_part_of_answers_that_go_into_a_file(
         (["one\\"], ["one"]),
     ],
 )
-def test_a_message_may_have_several_lines(
-    monkeypatch: pytest.MonkeyPatch, lines: list[str], messages: list[str]
-) -> None:
+def test_message_may_span_lines(monkeypatch: pytest.MonkeyPatch, lines: list[str], messages: list[str]) -> None:
     typed = iter(lines)
 
     def line(prompt: str) -> str:
@@ -143,7 +139,7 @@ def test_a_message_may_have_several_lines(
     ]
 
 
-def test_ctrl_c_forgets_a_message_of_several_lines_and_leaves_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_discards_a_multi_line_message_or_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = iter(["one\\", KeyboardInterrupt(), "two", KeyboardInterrupt(), "never"])
 
     def line(prompt: str) -> str:
@@ -155,14 +151,14 @@ def test_ctrl_c_forgets_a_message_of_several_lines_and_leaves_elsewhere(monkeypa
     assert list(typed_messages()) == ["two"]
 
 
-def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
     talk = ChatHistory("Be brief.")
     talk.answered("Où?", "Là.")
     file = tmp_path / "talk.json"
     assert talk.command(f"/save {file}") == f"saved 3 messages in {file}"
-    talk.command(f"/save {file}")  # its own file is written again
+    talk.command(f"/save {file}")  # a saved conversation may be overwritten
     other = ChatHistory()
-    assert other.command(f"/load {file}") == f"3 messages of {file}"
+    assert other.command(f"/load {file}") == f"loaded 3 messages from {file}"
     assert (other.messages, other.system) == (talk.messages, "Be brief.")
     other.command("/reset")
     assert other.messages == [{"role": "system", "content": "Be brief."}]
@@ -171,7 +167,7 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
     assert other.messages == [{"role": "system", "content": "Be long."}]
 
 
-def test_a_command_that_cannot_be_done_changes_nothing(tmp_path: Path) -> None:
+def test_failed_command_changes_nothing(tmp_path: Path) -> None:
     talk = ChatHistory()
     talk.answered("a", "b")
     before = talk.messages
@@ -185,11 +181,11 @@ def test_a_command_that_cannot_be_done_changes_nothing(tmp_path: Path) -> None:
         (f"/save {tmp_path / ('x' * 300)}", "file name too long"),
         (f"/save {tmp_path}/x\0y", "null byte"),
         (f"/save {tmp_path}", "is not a file"),
-        ("/save ~no-such-user/x", "is not known here"),
-        ("/load ~no-such-user/x", "is not known here"),
+        ("/save ~no-such-user/x", "is unknown"),
+        ("/load ~no-such-user/x", "is unknown"),
         ("/load /dev/zero", "is not a file"),
-        ("/save", "needs the name of a file"),
-        ("/sysem x", "there is no /sysem"),
+        ("/save", "requires a file name"),
+        ("/sysem x", "unknown command /sysem"),
     ):
         with pytest.raises(ConfigError, match=words):
             talk.command(line)
@@ -198,7 +194,7 @@ def test_a_command_that_cannot_be_done_changes_nothing(tmp_path: Path) -> None:
     assert talk.command("/etc/passwd is what?") is None
 
 
-def test_text_that_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_failed_save_leaves_the_file_unchanged(tmp_path: Path) -> None:
     talk = ChatHistory()
     file = tmp_path / "talk.json"
     talk.command(f"/save {file}")
@@ -209,10 +205,10 @@ def test_text_that_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path) -
     assert file.read_bytes() == before
 
 
-def test_speed_counts_the_tokens_after_the_first() -> None:
+def test_token_rate_excludes_the_first_token() -> None:
     clock = iter([0.0, 2.0, 3.0, 4.0])
     speed = AnswerSpeed(lambda: next(clock))
     assert speed.told() is None
     for tokens in (1, 4, 4):
         speed.count(tokens)
-    assert speed.told() == "[9 tokens, 4.0 tokens/s, the first after 2.00 s]"
+    assert speed.told() == "[9 tokens, 4.0 tokens/s, first after 2.00 s]"

@@ -20,7 +20,7 @@ TOKENIZER = {
 }
 
 
-def test_a_gguf_file_becomes_a_folder_with_its_tokenizer(tmp_path: Path) -> None:
+def test_gguf_file_becomes_a_folder_with_its_tokenizer(tmp_path: Path) -> None:
     source, folder = write_gguf(tmp_path / "tiny.gguf", extra=TOKENIZER), tmp_path / "quantized"
     arguments = ["quantize", str(source), "-o", str(folder), "--format", "int4"]
     done = CliRunner().invoke(app, arguments)
@@ -34,7 +34,7 @@ def test_a_gguf_file_becomes_a_folder_with_its_tokenizer(tmp_path: Path) -> None
     assert again.exit_code == 2 and "exists already" in again.output
 
 
-def test_a_folder_keeps_its_named_templates(tmp_path: Path) -> None:
+def test_folder_keeps_its_named_templates(tmp_path: Path) -> None:
     model = write_checkpoint(ENGINE_CASE, tmp_path / "model")
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "rag.jinja").write_text("R")

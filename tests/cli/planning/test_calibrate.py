@@ -24,7 +24,7 @@ def run(*arguments: str, spread: str = "10") -> Result:
     return CliRunner().invoke(app, ["calibrate", "x", *SMALL, "--seconds", "0.1", "--max-spread", spread, *arguments])
 
 
-def test_a_profile_is_written_where_its_name_finds_it() -> None:
+def test_profile_is_found_by_its_name() -> None:
     done = run()
     assert done.exit_code == 0, done.output
     assert "Mean error" in done.output and "mixed" in done.output
@@ -35,13 +35,13 @@ def test_a_profile_is_written_where_its_name_finds_it() -> None:
 
 
 @pytest.mark.timing
-def test_requests_take_longer_than_tokens_that_are_delivered() -> None:
+def test_request_costs_more_than_token_delivery() -> None:
     assert run().exit_code == 0
     request = profile_named("x-null").request
     assert 0 < request.delivery < request.receive < 1
 
 
-def test_a_profile_says_what_was_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_lists_unmeasured_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise FdError("no server here")
 
@@ -54,7 +54,7 @@ def test_a_profile_says_what_was_not_measured(tmp_path: Path, monkeypatch: pytes
     assert profile.request.receive == ASSUMED_REQUEST.receive
 
 
-def test_a_noisy_machine_gets_no_profile(tmp_path: Path) -> None:
+def test_noisy_machine_writes_no_profile(tmp_path: Path) -> None:
     done = run("-o", str(tmp_path / "mine.json"), spread="0.01")
     assert done.exit_code == 1
     assert "from one time to the next" in done.output
@@ -62,7 +62,7 @@ def test_a_noisy_machine_gets_no_profile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("-o", "no/such/folder/mine.json"), "there is no folder"),
         (("-o", "."), "it is a folder"),
@@ -71,7 +71,7 @@ def test_a_noisy_machine_gets_no_profile(tmp_path: Path) -> None:
         (("--max-num-seqs", "none"), "--max-num-seqs"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_is_measured(arguments: tuple[str, ...], said: str) -> None:
+def test_bad_arguments_fail_before_measuring(arguments: tuple[str, ...], message: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
-    assert said in done.output.replace("\n", " ")
+    assert message in done.output.replace("\n", " ")

@@ -1,4 +1,4 @@
-"""`fdcore simulate`: what it prints and writes, and what it says of settings that cannot be."""
+"""`fdcore simulate`: its output and files, and its errors for bad settings."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_equal_arguments_write_equal_files(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_the_table_says_that_the_profile_was_never_measured() -> None:
+def test_table_warns_that_the_profile_was_never_measured() -> None:
     assert "calculated, never measured" in run(*SMALL, "--slo", "ttft_p99=1")
 
 
-def test_every_combination_is_run_with_every_seed(tmp_path: Path) -> None:
+def test_every_combination_runs_with_every_seed(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
     vary = ["--vary", "scheduling_policy=fcfs,priority", "--vary", "max_num_seqs=2,4", "--vary", "load=1,2"]
     run(*SMALL, *vary, "--seeds", "2", "--json", str(written), "--page", str(tmp_path / "out.html"))
@@ -42,7 +42,7 @@ def test_every_combination_is_run_with_every_seed(tmp_path: Path) -> None:
     assert "<html" in (tmp_path / "out.html").read_text()
 
 
-def test_a_policy_may_be_a_file(tmp_path: Path) -> None:
+def test_policy_may_be_a_file(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
         "from fd_core.scheduling.policies import SchedulingPolicy\n"
@@ -55,7 +55,7 @@ def test_a_policy_may_be_a_file(tmp_path: Path) -> None:
     assert "scheduling_policy=mine.py:Last" in written.read_text()
 
 
-def test_a_trace_of_the_production_format_is_written_and_can_be_replayed(tmp_path: Path) -> None:
+def test_production_trace_is_written_and_replayed(tmp_path: Path) -> None:
     written = tmp_path / "steps.jsonl"
     run(*SMALL, "--trace", str(written))
     contents = read_trace(written, 10_000)
@@ -65,11 +65,11 @@ def test_a_trace_of_the_production_format_is_written_and_can_be_replayed(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["nonsense:rate=1"], 2, "nonsense"),
         ([*SMALL, "--vary", "colour=red"], 2, "colour"),
-        ([*SMALL, "--vary", "max_num_seqs="], 2, "names no values"),
+        ([*SMALL, "--vary", "max_num_seqs="], 2, "has no values"),
         ([*SMALL, "--max-num-seqs", "0"], 2, "max-num-seqs"),
         ([*SMALL, "--prefill", "1"], 2, "--decode"),
         ([*SMALL, "--workers", "3", "--routers", "0"], 2, "router"),
@@ -79,25 +79,25 @@ def test_a_trace_of_the_production_format_is_written_and_can_be_replayed(tmp_pat
         ([*SMALL, "--seeds", "2", "--trace", "t.jsonl"], 2, "--seeds"),
     ],
 )
-def test_what_cannot_be_simulated_is_told_in_a_line(arguments: list[str], code: int, told: str) -> None:
+def test_bad_arguments_are_one_line_errors(arguments: list[str], code: int, message: str) -> None:
     result = CliRunner().invoke(app, ["simulate", *arguments])
     assert result.exit_code == code, result.output
-    assert told in result.output
+    assert message in result.output
     assert "Traceback" not in result.output
 
 
-def test_a_trace_says_what_every_request_waited_for(tmp_path: Path) -> None:
+def test_trace_records_wait_reasons_of_every_request(tmp_path: Path) -> None:
     written = tmp_path / "steps.jsonl"
     run(*SMALL, "--max-num-seqs", "2", "--trace", str(written))
     lines = [position.line for position in read_trace(written, 10**6).positions]
-    came = {entry.request_id: entry.at for line in lines for entry in line.arrived}
+    arrived = {entry.request_id: entry.at for line in lines for entry in line.arrived}
     ended = {entry.request_id: (line.ended, entry.phases) for line in lines for entry in line.finished}
-    assert came.keys() == ended.keys() and len(ended) == 20
+    assert arrived.keys() == ended.keys() and len(ended) == 20
     for name, (at, phases) in ended.items():
-        assert phases is not None and abs(sum(phases) - (at - came[name])) <= len(phases)
+        assert phases is not None and abs(sum(phases) - (at - arrived[name])) <= len(phases)
     assert any(phases[Phase.SLOT] for _, phases in ended.values() if phases)
     printed = CliRunner().invoke(app, ["trace", str(written)]).stdout
-    assert "20 requests computed for " in printed and "s in the mean and waited for slot " in printed
+    assert "20 requests: mean time computing " in printed and "s, waiting for slot " in printed
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_a_trace_says_what_every_request_waited_for(tmp_path: Path) -> None:
         (["--by", "goodput"], "no goodput without an SLO"),
     ],
 )
-def test_what_cannot_be_compared_is_said_before_anything_is_simulated(
+def test_invalid_comparison_fails_before_simulating(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fd_core.cli.planning.simulate._run_all", lambda *_: pytest.fail("it was simulated"))
+    monkeypatch.setattr("fd_core.cli.planning.simulate._run_all", lambda *_: pytest.fail("a simulation was started"))
     result = CliRunner().invoke(app, ["simulate", *SMALL, *arguments])
     assert result.exit_code == 2 and words in " ".join(result.output.split())
 
@@ -138,10 +138,10 @@ class Beyond(RouterPolicy):
 @pytest.mark.parametrize(
     ("flag", "named", "words"),
     [
-        ("--scheduling-policy", "mine.py:Nothing", "mine.py:Nothing has no rank (write it as fd_core.scheduling.pol"),
+        ("--scheduling-policy", "mine.py:Nothing", "mine.py:Nothing has no rank (implement it as described in "),
         ("--scheduling-policy", "mine.py:Wrong", "mine.py, line 12, in Wrong.rank: AttributeError: 'QueuedRequest' ob"),
         ("--policy", "mine.py:Beyond", "mine.py, line 17, in Beyond.choose: IndexError: "),
-        ("--scheduling-policy", "mine.py", "a class in a file is"),
+        ("--scheduling-policy", "mine.py", "for a class in a file use"),
         (
             "--scheduling-policy",
             "wrong.py:Mine",
@@ -149,9 +149,7 @@ class Beyond(RouterPolicy):
         ),
     ],
 )
-def test_what_is_wrong_in_a_file_of_ones_own_is_told_in_a_line(
-    flag: str, named: str, words: str, tmp_path: Path
-) -> None:
+def test_error_in_a_policy_file_is_one_line(flag: str, named: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(POLICIES)
     (tmp_path / "wrong.py").write_text("class Mine(")
     result = CliRunner().invoke(app, ["simulate", *SMALL, "--workers", "2", flag, str(tmp_path / named)])
@@ -163,7 +161,7 @@ def test_what_is_wrong_in_a_file_of_ones_own_is_told_in_a_line(
 
 
 @pytest.mark.parametrize("flag", ["--page", "--json"])
-def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(flag: str) -> None:
+def test_unwritable_output_fails_before_simulating(flag: str) -> None:
     result = CliRunner().invoke(app, ["simulate", "poisson:requests=1000000", flag, "/nowhere/out"])
     assert result.exit_code == 2
     assert "there is no folder /nowhere" in result.output

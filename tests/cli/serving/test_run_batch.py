@@ -34,7 +34,7 @@ def answers(folder: Path, name: str = "out") -> dict[str, Any]:
     return {each["custom_id"]: each for each in found}
 
 
-def test_every_line_gets_an_answer_and_wrong_ones_say_why(tmp_path: Path) -> None:
+def test_every_line_is_answered_and_bad_lines_explain_why(tmp_path: Path) -> None:
     lines = [line(0), line(1, temperature=9), "not json", line(3)]
     (tmp_path / "in").write_text("\n".join(lines))
     result = run(tmp_path)
@@ -46,21 +46,21 @@ def test_every_line_gets_an_answer_and_wrong_ones_say_why(tmp_path: Path) -> Non
     assert "line 3" in found[None]["error"]["message"]
 
 
-def test_vectors_are_made_of_lines_too(tmp_path: Path) -> None:
-    asked = {"custom_id": "v", "method": "POST", "url": "/v1/embeddings", "body": {"input": ["a", "b"]}}
-    (tmp_path / "in").write_text(json.dumps(asked))
+def test_embedding_lines_are_answered(tmp_path: Path) -> None:
+    request = {"custom_id": "v", "method": "POST", "url": "/v1/embeddings", "body": {"input": ["a", "b"]}}
+    (tmp_path / "in").write_text(json.dumps(request))
     assert run(tmp_path).exit_code == 0
     assert len(answers(tmp_path)["v"]["response"]["body"]["data"]) == 2
 
 
-def test_keys_and_queues_of_the_servers_settings_stand_in_nobodys_way(tmp_path: Path, monkeypatch: Any) -> None:
+def test_api_key_and_queue_limit_of_the_server_do_not_apply(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("FD_API_KEY", "secret")
     (tmp_path / "in").write_text("\n".join(line(number) for number in range(30)))
     assert run(tmp_path).exit_code == 0
     assert len(answers(tmp_path)) == 30
 
 
-def test_a_file_is_not_overwritten_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_output_is_not_overwritten_and_missing_input_is_named(tmp_path: Path) -> None:
     missing = run(tmp_path)
     assert missing.exit_code == 2 and "--input" in missing.output
     (tmp_path / "in").write_text(line(0))
@@ -70,15 +70,15 @@ def test_a_file_is_not_overwritten_and_one_that_is_not_there_is_named(tmp_path: 
     assert (tmp_path / "out").read_text() == "precious"
 
 
-def test_answers_to_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
+def test_results_of_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
     (tmp_path / "in").write_text(line(0))
     (tmp_path / "out.partial").write_text('{"id":"batch_req_00000001","custom_id":"other"}\n')
     result = run(tmp_path)
     assert result.exit_code == 2 and "'other'" in result.output
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_answers(tmp_path: Path) -> None:
-    (tmp_path / "in").write_text("\n".join(line(number, max_tokens=60, ignore_eos=True) for number in range(150)))
+def test_interrupted_run_resumes_with_the_same_answers(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("\n".join(line(number, max_tokens=60, ignore_eos=True) for number in range(90)))
     command = [sys.executable, "-m", "fd_core.cli", "run-batch", "-i", "in", "-o", "out", *ENGINE]
     partial = tmp_path / "out.partial"
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
@@ -90,11 +90,11 @@ def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_answers(tmp_p
     assert not (tmp_path / "out").exists()
     whole = partial.read_bytes()
     before = [json.loads(each) for each in whole[: whole.rfind(b"\n") + 1].splitlines()]
-    assert 0 < len(before) < 150
+    assert 0 < len(before) < 90
     with partial.open("ab") as file:
         os.write(file.fileno(), b'{"id":"batch_req_0000')
     assert run(tmp_path).exit_code == 0
     after = answers(tmp_path)
-    assert len(after) == 150
+    assert len(after) == 90
     for each in before:
         assert after[each["custom_id"]] == each

@@ -1,4 +1,4 @@
-"""What people read when the server is ready."""
+"""The summary that is printed when the server is ready."""
 
 from __future__ import annotations
 
@@ -23,68 +23,68 @@ def info() -> EngineInfo:
     return engine.info
 
 
-def said(info: EngineInfo) -> dict[str, str]:
+def rows_of(info: EngineInfo) -> dict[str, str]:
     return dict(summary(info, ServerConfig(), "http://127.0.0.1:8000"))
 
 
-def test_host_memory_and_no_store(info: EngineInfo) -> None:
-    rows = said(info)
+def test_host_memory_without_a_store(info: EngineInfo) -> None:
+    rows = rows_of(info)
     assert rows["KV on the host"] == "512.0 MiB"
     assert rows["KV store"].startswith("none")
-    assert said(msgspec.structs.replace(info, host_kv_bytes=0))["KV on the host"] == "none"
+    assert rows_of(msgspec.structs.replace(info, host_kv_bytes=0))["KV on the host"] == "none"
 
 
-def test_the_type_of_the_kv_is_told(info: EngineInfo) -> None:
-    assert said(info)["KV cache"].endswith("MB of float32)")
-    assert said(msgspec.structs.replace(info, kv_dtype="int8"))["KV cache"].endswith("MB of int8)")
+def test_kv_dtype_is_shown(info: EngineInfo) -> None:
+    assert rows_of(info)["KV cache"].endswith("MB of float32)")
+    assert rows_of(msgspec.structs.replace(info, kv_dtype="int8"))["KV cache"].endswith("MB of int8)")
 
 
-def test_a_context_that_the_kv_cache_shortens_says_so(info: EngineInfo) -> None:
-    assert said(info)["max_model_len"] == f"{info.max_model_len:,}"
+def test_shortened_context_is_explained(info: EngineInfo) -> None:
+    assert rows_of(info)["max_model_len"] == f"{info.max_model_len:,}"
     short = msgspec.structs.replace(info, num_kv_blocks=64, block_size=16, max_model_len=1024, model_max_len=8192)
-    assert said(short)["max_model_len"] == "1,024: all that the KV cache holds; the model was made for 8,192"
-    asked = msgspec.structs.replace(short, max_model_len=512)
-    assert said(asked)["max_model_len"] == "512"
+    assert rows_of(short)["max_model_len"] == "1,024, limited by the KV cache; the model supports 8,192"
+    limited = msgspec.structs.replace(short, max_model_len=512)
+    assert rows_of(limited)["max_model_len"] == "512"
 
 
 def test_loaded_adapters_are_named(info: EngineInfo) -> None:
-    assert "LoRA adapters" not in said(info)
+    assert "LoRA adapters" not in rows_of(info)
     served = msgspec.structs.replace(
         info,
         adapters=tuple(AdapterInfo(name, "digest", f"/a/{name}", rank) for name, rank in (("sql", 8), ("chat", 16))),
     )
-    assert said(served)["LoRA adapters"] == "sql (rank 8), chat (rank 16)"
+    assert rows_of(served)["LoRA adapters"] == "sql (rank 8), chat (rank 16)"
     later = msgspec.structs.replace(info, lora_folder="/adapters")
-    assert said(later)["LoRA adapters"] == "none yet; others may be loaded from /adapters"
+    assert rows_of(later)["LoRA adapters"] == "none yet; more can be loaded from /adapters"
 
 
-def test_a_store_is_described_and_one_that_cannot_be_used_stands_out(info: EngineInfo) -> None:
+def test_store_is_described_and_a_failed_one_stands_out(info: EngineInfo) -> None:
     well = msgspec.structs.replace(info, kv_store="redis://host:6379/0: redis 7")
-    assert said(well)["KV store"] == "redis://host:6379/0: redis 7"
-    about = "redis://host:6379/0 cannot be used at the moment, so KV is computed meanwhile: refused"
+    assert rows_of(well)["KV store"] == "redis://host:6379/0: redis 7"
+    about = "redis://host:6379/0 is unavailable, KV is recomputed meanwhile: refused"
     badly = msgspec.structs.replace(info, kv_store=about, kv_store_answers=False)
-    assert said(badly)["KV store"] == f"WARNING: {about}"
+    assert rows_of(badly)["KV store"] == f"WARNING: {about}"
     loud = {}
     for name, each in (("well", well), ("badly", badly)):
         out = io.StringIO()
-        show_summary(Console(file=out, force_terminal=True, width=200), list(said(each).items()))
+        show_summary(Console(file=out, force_terminal=True, width=200), list(rows_of(each).items()))
         loud[name] = [line for line in out.getvalue().splitlines() if "\x1b[1;31m" in line]
     assert loud["well"] == []
-    assert "cannot be used at the moment" in "".join(loud["badly"])
+    assert "is unavailable" in "".join(loud["badly"])
 
 
-def test_forms_of_weights_are_told_with_the_reason_why_some_are_expanded(info: EngineInfo) -> None:
+def test_weight_formats_are_shown_with_the_reason_for_dequantizing(info: EngineInfo) -> None:
     uses = (
         WeightUse("Q4_K", "Q4_K", False, 6_000_000, 4_125_000),
         WeightUse("Q6_K", "bfloat16", False, 2_000_000, 4_000_000),
         WeightUse("F16", "bfloat16", False, 1_000_000, 2_000_000),
         WeightUse("Q4_K", "bfloat16", True, 500_000, 1_000_000),
     )
-    rows = said(msgspec.structs.replace(info, backend="chip", weights=uses, weight_formats=("Q4_K", "Q8_0")))
+    rows = rows_of(msgspec.structs.replace(info, backend="chip", weights=uses, weight_formats=("Q4_K", "Q8_0")))
     assert rows["Weights"].split("; ") == [
         "Q4_K as stored (6.0 M, 4 MB)",
-        "Q6_K expanded to bfloat16 (2.0 M, 4 MB), because chip computes Q4_K, Q8_0",
+        "Q6_K dequantized to bfloat16 (2.0 M, 4 MB), because chip supports Q4_K, Q8_0",
         "F16 in bfloat16 (1.0 M, 2 MB)",
         "embedding in bfloat16 (0.5 M, 1 MB)",
     ]
-    assert "Weights" not in said(info), "a model without weights has no such line"
+    assert "Weights" not in rows_of(info), "a model without weights has no such line"

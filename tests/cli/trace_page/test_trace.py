@@ -1,4 +1,4 @@
-"""The page of a trace: it holds what the trace says, stands alone, and shows what is left of a damaged file."""
+"""The trace page: it contains the trace's data, is self-contained, and shows the rest of a damaged file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EngineStats]:
 
 
 def unpacked(text: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What the page's script reads: facts and arrays."""
+    """Return the input of the page's script: facts and arrays."""
     facts = json.loads(re.search(r'id="facts">(.*?)</script>', text, re.DOTALL)[1])
     blob = zlib.decompress(base64.b64decode(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]))
     types = {"Float64Array": np.float64, "Int32Array": np.int32, "Uint8Array": np.uint8}
@@ -67,7 +67,7 @@ def fdcore(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_the_command_writes_one_page_beside_the_trace(run: tuple[Path, EngineStats]) -> None:
+def test_command_writes_one_page_next_to_the_trace(run: tuple[Path, EngineStats]) -> None:
     path, stats = run
     code, output = fdcore(path)
     assert code == 0
@@ -76,7 +76,7 @@ def test_the_command_writes_one_page_beside_the_trace(run: tuple[Path, EngineSta
     assert path.with_suffix(".html").read_text().startswith("<!doctype html>")
 
 
-def test_the_page_stands_alone(run: tuple[Path, EngineStats]) -> None:
+def test_page_is_self_contained(run: tuple[Path, EngineStats]) -> None:
     text = page(read_trace(run[0], ALL), "run")
     assert "default-src 'none'" in text
     assert not re.search(r"https?://|\bsrc\s*=|<link|@import|url\(|\bfetch\(|XMLHttpRequest|\bimport\b", text)
@@ -84,7 +84,7 @@ def test_the_page_stands_alone(run: tuple[Path, EngineStats]) -> None:
     assert "/* script */" not in text
 
 
-def test_the_page_adds_up_to_the_counters(run: tuple[Path, EngineStats]) -> None:
+def test_page_matches_the_counters(run: tuple[Path, EngineStats]) -> None:
     path, stats = run
     facts, arrays = unpacked(page(read_trace(path, ALL), "run"))
     assert facts["problems"] == []
@@ -105,7 +105,7 @@ def test_the_page_adds_up_to_the_counters(run: tuple[Path, EngineStats]) -> None
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_residencies_and_cells_agree(tmp_path: Path, depth: int) -> None:
+def test_slot_occupancies_match_cells(tmp_path: Path, depth: int) -> None:
     trace_of(tmp_path / "t", depth=depth)
     read = read_trace(tmp_path / "t", ALL)
     kinds = cells(read)["cells"].reshape(8, -1)
@@ -122,7 +122,7 @@ def test_residencies_and_cells_agree(tmp_path: Path, depth: int) -> None:
     assert {residency.exit for residency in read.residencies} == {"stop", "length", "preempted"}
 
 
-def test_an_abort_is_not_a_preemption(tmp_path: Path) -> None:
+def test_abort_is_not_a_preemption(tmp_path: Path) -> None:
     trace_of(tmp_path / "t", abort="r1")
     read = read_trace(tmp_path / "t", ALL)
     assert [residency.exit for residency in read.residencies if residency.request_id == "r1"] == ["abort"]
@@ -131,7 +131,7 @@ def test_an_abort_is_not_a_preemption(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EngineStats]:
-    """The trace of an engine that finds in a store what another one computed."""
+    """Write the trace of an engine that loads from a store what another engine saved."""
     folder = tmp_path_factory.mktemp("kept")
     specs = [greedy(f"r{index}", range(index, index + 100), 30) for index in range(4)]
     for name in ("first", "second"):
@@ -144,7 +144,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EngineStats]:
     return folder / "second.jsonl", engine.stats()
 
 
-def test_what_was_loaded_and_why_is_on_the_page_and_in_the_terminal(kept: tuple[Path, EngineStats]) -> None:
+def test_page_and_terminal_show_loads_and_wait_reasons(kept: tuple[Path, EngineStats]) -> None:
     path, stats = kept
     code, output = fdcore(path)
     assert code == 0
@@ -165,7 +165,7 @@ def test_what_was_loaded_and_why_is_on_the_page_and_in_the_terminal(kept: tuple[
     assert arrays["recomputedTokens"].sum() <= stats.scheduler.counters.recomputed_tokens
 
 
-def test_a_trace_of_the_version_before_is_read(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+def test_trace_of_the_previous_version_is_read(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     old = tmp_path / "old.jsonl"
     lines = [json.loads(raw) for raw in run[0].read_bytes().splitlines()]
     lines[0]["fdcore_trace"] = 1
@@ -180,7 +180,7 @@ def test_a_trace_of_the_version_before_is_read(run: tuple[Path, EngineStats], tm
     assert unpacked(old.with_suffix(".html").read_text())[0]["numSteps"] == run[1].scheduler.counters.steps
 
 
-def test_text_of_a_trace_cannot_leave_its_place(tmp_path: Path) -> None:
+def test_text_of_a_trace_is_escaped(tmp_path: Path) -> None:
     path = tmp_path / "t"
     name = "</script><script>alert(1)</script>{data}/* script */"
     engine = null_engine(trace=str(path))
@@ -194,7 +194,7 @@ def test_text_of_a_trace_cannot_leave_its_place(tmp_path: Path) -> None:
     assert unpacked(text)[0]["requests"] == [name]
 
 
-def test_the_last_steps_alone(run: tuple[Path, EngineStats]) -> None:
+def test_last_steps_alone(run: tuple[Path, EngineStats]) -> None:
     path, stats = run
     code, output = fdcore(path, "--last", 20, "--output", path.with_name("few.html"))
     assert code == 0
@@ -206,13 +206,13 @@ def test_the_last_steps_alone(run: tuple[Path, EngineStats]) -> None:
     assert (arrays["residencyEnd"] < 20).all()
 
 
-def test_a_cut_off_trace_shows_what_is_there(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+def test_truncated_trace_shows_the_rest(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     whole = run[0].read_bytes()
     cut = tmp_path / "cut.jsonl"
     cut.write_bytes(whole[: whole.index(b'{"step":40,') + 30])
     code, output = fdcore(cut)
     assert code == 0
-    assert "The file is cut off in the middle of a line." in output
+    assert "The file is truncated in the middle of a line." in output
     assert "no closing line" in output
     assert "damaged" not in output
     facts, _ = unpacked(cut.with_suffix(".html").read_text())
@@ -220,7 +220,7 @@ def test_a_cut_off_trace_shows_what_is_there(run: tuple[Path, EngineStats], tmp_
     assert len(facts["problems"]) == 2
 
 
-def test_damaged_lines_are_left_out_and_named(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+def test_damaged_lines_are_skipped_and_named(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     lines = run[0].read_bytes().splitlines(keepends=True)
     lines[5] = b"\xff\x00 rubbish\n"
     lines[30] = lines[30].replace(b'"slots":"', b'"slots":"' + b"d" * 99)
@@ -229,22 +229,22 @@ def test_damaged_lines_are_left_out_and_named(run: tuple[Path, EngineStats], tmp
     damaged.write_bytes(b"".join(lines))
     read = read_trace(damaged, ALL)
     assert read.problems == [
-        "2 lines of the file are damaged and were left out.",
-        "5 steps are missing in the file.",
+        "2 damaged lines of the file were skipped.",
+        "5 steps are missing from the file.",
     ]
     assert [position.missing for position in read.positions if position.missing] == [1, 1, 3]
     assert len(read.positions) == run[1].scheduler.counters.steps - 5
     assert page(read, "damaged")
 
 
-def test_a_header_alone_is_a_page_without_steps(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+def test_header_alone_is_a_page_without_steps(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     short = tmp_path / "short.jsonl"
     short.write_bytes(run[0].read_bytes().splitlines(keepends=True)[0])
     assert fdcore(short)[0] == 0
     assert unpacked(short.with_suffix(".html").read_text())[0]["numSteps"] == 0
 
 
-def test_dropped_steps_are_told_and_nobody_is_left_in_a_slot_by_mistake(tmp_path: Path) -> None:
+def test_dropped_steps_are_reported_and_slots_cleared(tmp_path: Path) -> None:
     path = tmp_path / "t"
     trace_of(path)
     lines = [json.loads(raw) for raw in path.read_bytes().splitlines()]
@@ -256,7 +256,7 @@ def test_dropped_steps_are_told_and_nobody_is_left_in_a_slot_by_mistake(tmp_path
     del lines[at + 1 : -1]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     read = read_trace(path, ALL)
-    assert read.problems == [f"{gap:,} steps are missing because the engine was faster than the writer of the trace."]
+    assert read.problems == [f"{gap:,} steps were dropped because the trace writer was too slow."]
     last = len(read.positions) - 1
     assert [(residency.slot, residency.request_id) for residency in read.residencies if residency.end >= last] == [
         (0, "someone")
@@ -290,12 +290,12 @@ def test_epochs_follow_each_other(run: tuple[Path, EngineStats], tmp_path: Path)
         (b"GGUF\x03\x00\x00\x00" + bytes(100), "is not a trace"),
         (b'{"a": 1}\n', "is not a trace"),
         (b'{"step":0,"began":1,"ended":2}\n', "is not a trace"),
-        (b'{"fdcore_trace":4}\n', "format version 4; this fdcore reads versions 1 to 3"),
+        (b'{"fdcore_trace":4}\n', "format version 4; supported versions are 1 to 3"),
         (b"[" * 100_000, "is not a trace"),
         (None, "cannot read"),
     ],
 )
-def test_what_is_not_a_trace_is_refused_in_one_line(tmp_path: Path, content: bytes | None, words: str) -> None:
+def test_file_that_is_no_trace_is_a_one_line_error(tmp_path: Path, content: bytes | None, words: str) -> None:
     path = tmp_path / "x.jsonl"
     if content is not None:
         path.write_bytes(content)
@@ -306,7 +306,7 @@ def test_what_is_not_a_trace_is_refused_in_one_line(tmp_path: Path, content: byt
     assert not path.with_suffix(".html").exists()
 
 
-def test_the_page_never_replaces_the_trace(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+def test_page_never_overwrites_the_trace(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     path = tmp_path / "trace.html"
     path.write_bytes(run[0].read_bytes())
     code, output = fdcore(path)
@@ -316,17 +316,17 @@ def test_the_page_never_replaces_the_trace(run: tuple[Path, EngineStats], tmp_pa
     assert fdcore(path, "--output", tmp_path / "nowhere" / "page.html")[0] == 2
 
 
-def test_more_slots_than_can_be_are_refused(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+def test_impossible_number_of_slots_is_rejected(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     path = tmp_path / "t"
     path.write_bytes(run[0].read_bytes().replace(b'"max_num_seqs":8', b'"max_num_seqs":999999999', 1))
-    with pytest.raises(ConfigError, match="names 999999999 slots"):
+    with pytest.raises(ConfigError, match="has 999999999 slots"):
         read_trace(path, ALL)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_damage_is_shown_or_refused(data: st.DataObject, run: tuple[Path, EngineStats]) -> None:
-    """Bytes replaced, removed or doubled anywhere: a page and events, or a `ConfigError`, nothing else."""
+def test_any_damage_is_shown_or_rejected(data: st.DataObject, run: tuple[Path, EngineStats]) -> None:
+    """Bytes replaced, removed or duplicated anywhere: a page and events, or a `ConfigError`, nothing else."""
     raw = bytearray(run[0].read_bytes())
     for _ in range(data.draw(st.integers(1, 8))):
         at = data.draw(st.integers(0, len(raw) - 1))
@@ -345,7 +345,7 @@ def test_any_damage_is_shown_or_refused(data: st.DataObject, run: tuple[Path, En
     assert len(arrays["cells"]) == facts["numSteps"] * facts["numSlots"]
 
 
-def test_a_full_trace_says_so_on_the_page_and_in_the_terminal(tmp_path: Path) -> None:
+def test_full_trace_is_reported_on_the_page_and_in_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "full.jsonl"
     engine = null_engine(trace=str(path), trace_limit=5000)
     for spec in SPECS:
@@ -357,9 +357,9 @@ def test_a_full_trace_says_so_on_the_page_and_in_the_terminal(tmp_path: Path) ->
     assert code == 0
     facts, _ = unpacked(path.with_suffix(".html").read_text())
     missing = engine.stats().scheduler.counters.steps - facts["numSteps"]
-    problem = f"The file reached its limit of 4.9 KiB: {missing:,} later steps cannot be shown."
+    problem = f"The file reached its limit of 4.9 KiB: {missing:,} later steps are missing."
     assert facts["problems"] == [problem]
     assert problem in output
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.index(b'{"closed"')])
-    assert read_trace(path, ALL).problems == [problem.replace(f"{missing:,} later steps", "what came later")]
+    assert read_trace(path, ALL).problems == [problem.replace(f"{missing:,} later steps", "all later steps")]

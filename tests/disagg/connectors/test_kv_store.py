@@ -23,13 +23,19 @@ def values_in(folder):
 
 class TestThroughDisk(ConnectorSuite):
     connector = "kv_store"
+    examples = 8
 
     @pytest.fixture
     def kv_store(self, tmp_path):
         return f"disk:{tmp_path / 'kv'}"
 
-    def left_behind(self, kv_store):
+    def leftovers(self, kv_store):
         return values_in(Path(kv_store.removeprefix("disk:")))
+
+
+@pytest.mark.soak
+class TestThroughDiskAtLength(TestThroughDisk):
+    examples = 25
 
 
 def connector_on(folder, cls=DiskStore, timeout=1.0):
@@ -43,30 +49,30 @@ def ends(tmp_path):
     return inbox, connector.open_outbox(LEASE, inbox.address, **LIMITS)
 
 
-def test_a_store_is_needed():
+def test_connector_requires_a_store():
     with pytest.raises(ConfigError, match="needs a KV store") as caught:
         KVStoreConnector(ConnectorSettings())
     assert "--kv-store" in str(caught.value)
 
 
-def test_a_store_that_others_do_not_see_is_refused():
-    with pytest.raises(ConfigError, match="memory:, which other processes do not see"):
+def test_process_local_store_is_rejected():
+    with pytest.raises(ConfigError, match="memory:, which other processes cannot access"):
         KVStoreConnector(ConnectorSettings(partial(MemoryStore, parse_location("memory:"))))
 
 
-def test_workers_with_different_stores_find_out_before_anything_is_computed(tmp_path):
+def test_different_stores_are_detected_before_prefill(tmp_path):
     inbox = connector_on(tmp_path / "one").open_inbox(LEASE, pieces=range(4), **LIMITS)
-    with pytest.raises(ConnectorError, match="give both workers the same --kv-store"):
+    with pytest.raises(ConnectorError, match="start both workers with the same --kv-store"):
         connector_on(tmp_path / "other").open_outbox(LEASE, inbox.address, **LIMITS)
 
 
-def test_a_store_that_cannot_be_reached_is_an_error_when_the_lease_begins(tmp_path):
+def test_unreachable_store_fails_when_lease_opens(tmp_path):
     (tmp_path / "kv").write_text("this is not a folder")
     with pytest.raises(ConnectorError, match="is not a folder"):
         connector_on(tmp_path / "kv").open_inbox(LEASE, pieces=range(4), **LIMITS)
 
 
-def test_a_value_that_the_store_forgot_is_an_error(ends, tmp_path):
+def test_missing_value_is_an_error(ends, tmp_path):
     inbox, outbox = ends
     put = outbox.put(3, [b"value"])
     for found in (tmp_path / "kv").glob("*/*.kv"):
@@ -75,26 +81,26 @@ def test_a_value_that_the_store_forgot_is_an_error(ends, tmp_path):
         inbox.take(3, *put)
 
 
-def test_what_was_taken_is_deleted_while_the_lease_goes_on(ends, tmp_path):
+def test_received_values_are_deleted_during_lease(ends, tmp_path):
     inbox, outbox = ends
     for index in range(40):
         inbox.take(index, *outbox.put(index, [b"value"]))
         inbox.done(index, b"")
-        assert len(values_in(tmp_path / "kv")) <= 1 + 2 * LIMITS["window"]  # the greeting, and what may be on its way
+        assert len(values_in(tmp_path / "kv")) <= 1 + 2 * LIMITS["window"]  # handshake and values in flight
 
 
-def test_a_store_without_room_is_an_error(tmp_path):
+def test_full_store_is_an_error(tmp_path):
     class Narrow(DiskStore):
         def put(self, values, timeout):
             return super().put([each for each in values if sum(map(len, each[1])) < 100], timeout)
 
     connector = connector_on(tmp_path / "kv", Narrow)
     inbox = connector.open_inbox(LEASE, pieces=range(4), **LIMITS)
-    with pytest.raises(ConnectorError, match="no room"):
+    with pytest.raises(ConnectorError, match="no space"):
         connector.open_outbox(LEASE, inbox.address, **LIMITS).put(0, [bytes(100)])
 
 
-def test_an_end_that_waits_for_another_gives_up_in_time(tmp_path):
+def test_endpoint_waiting_for_peer_times_out(tmp_path):
     class Slow(DiskStore):
         def put(self, values, timeout):
             time.sleep(0.5)
@@ -104,6 +110,6 @@ def test_an_end_that_waits_for_another_gives_up_in_time(tmp_path):
     other = threading.Thread(target=lambda: connector.open_inbox(LEASE, pieces=range(4), **LIMITS))
     other.start()
     time.sleep(0.1)
-    with pytest.raises(ConnectorError, match="in time"):
+    with pytest.raises(ConnectorError, match="timed out"):
         connector.open_inbox(LEASE[::-1], pieces=range(4), **LIMITS)
     other.join()

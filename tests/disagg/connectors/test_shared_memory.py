@@ -28,13 +28,13 @@ def made():
     made.close()
 
 
-def changed(address, place, value):
+def changed(address, position, value):
     fields = msgspec.msgpack.decode(address)
-    fields[place] = value
+    fields[position] = value
     return msgspec.msgpack.encode(fields)
 
 
-def test_what_one_side_writes_the_other_reads_until_both_are_closed(made):
+def test_memory_is_shared_until_both_sides_close(made):
     found = shared_memory.attach(LEASE, made.address, 4096)
     found.bytes[7] = 42
     made.close()
@@ -42,18 +42,18 @@ def test_what_one_side_writes_the_other_reads_until_both_are_closed(made):
     found.close()
 
 
-def test_nothing_has_a_name_in_a_file_system(made):
+def test_segment_has_no_file_system_name(made):
     assert not list(Path("/dev/shm").glob("*fd_core*"))
 
 
 @pytest.mark.parametrize("what", ["another lease", "another size"])
-def test_what_is_not_the_segment_of_the_lease_is_not_opened(made, what):
+def test_segment_of_another_lease_is_not_opened(made, what):
     lease, size = (LEASE[::-1], 4096) if what == "another lease" else (LEASE, 8192)
     with pytest.raises(ConnectorError, match="not the shared memory of this lease"):
         shared_memory.attach(lease, made.address, size)
 
 
-def test_another_descriptor_is_not_opened_whatever_it_is(made, tmp_path):
+def test_foreign_descriptor_is_not_opened(made, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with Path("/dev/null").open("wb") as null, (tmp_path / "file").open("wb") as file:
@@ -67,7 +67,7 @@ def test_another_descriptor_is_not_opened_whatever_it_is(made, tmp_path):
         shared_memory.attach(LEASE, changed(made.address, 3, 2**31 - 1), 4096)
 
 
-def test_memory_that_its_maker_could_cut_off_is_not_mapped(made):
+def test_unsealed_memory_is_not_mapped(made):
     name = Path(f"/proc/self/fd/{msgspec.msgpack.decode(made.address)[3]}").readlink().name
     unsealed = os.memfd_create(name.removeprefix("memfd:").removesuffix(" (deleted)"), os.MFD_CLOEXEC)
     os.truncate(unsealed, 4096)
@@ -76,42 +76,42 @@ def test_memory_that_its_maker_could_cut_off_is_not_mapped(made):
     os.close(unsealed)
 
 
-def test_nobody_can_cut_it_off(made):
+def test_segment_cannot_be_truncated(made):
     descriptor = msgspec.msgpack.decode(made.address)[3]
     with pytest.raises(PermissionError):
         os.truncate(descriptor, 100)
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("place, value", [(0, "another start of it"), (1, 1)], ids=["host", "processes"])
-def test_a_worker_elsewhere_is_told_apart(made, place, value):
+@pytest.mark.parametrize("position, value", [(0, "another start of it"), (1, 1)], ids=["host", "processes"])
+def test_worker_on_another_host_is_detected(made, position, value):
     with pytest.raises(ConnectorError, match="runs on another host") as caught:
-        shared_memory.attach(LEASE, changed(made.address, place, value), 4096)
+        shared_memory.attach(LEASE, changed(made.address, position, value), 4096)
     assert "--kv-connector tcp" in str(caught.value)
 
 
-def test_memory_that_is_not_there_is_an_error_and_leaves_nothing_open(monkeypatch):
+def test_failed_allocation_leaves_nothing_open(monkeypatch):
     def none_left(descriptor, start, size):
         raise OSError(errno.ENOSPC, "No space left")
 
     monkeypatch.setattr(os, "posix_fallocate", none_left)
     before = census()
-    with pytest.raises(ConnectorError, match="no shared memory of 4,096 bytes: No space left"):
+    with pytest.raises(ConnectorError, match="cannot allocate 4,096 bytes of shared memory: No space left"):
         shared_memory.create(LEASE, 4096)
     assert census() == before
 
 
-def test_a_lease_that_would_take_all_memory_is_refused_before_it_takes_any():
-    with pytest.raises(ConnectorError, match="over the limit"):
+def test_oversized_lease_is_rejected_before_allocation():
+    with pytest.raises(ConnectorError, match="exceeds the limit"):
         shared_memory.create(LEASE, 2**40)
 
 
-def test_a_name_that_could_lead_elsewhere_is_refused():
+def test_path_like_name_is_rejected():
     with pytest.raises(ConnectorError):
         shared_memory.create("../../etc", 4096)
 
 
-def test_more_pieces_than_the_window_are_refused():
+def test_pieces_beyond_window_are_rejected():
     connector = SharedMemoryConnector(ConnectorSettings())
     inbox = connector.open_inbox(LEASE, pieces=range(9), window=2, value_bytes=100)
     outbox = connector.open_outbox(LEASE, inbox.address, window=2, value_bytes=100)
@@ -124,19 +124,19 @@ def test_more_pieces_than_the_window_are_refused():
     inbox.close()
 
 
-def test_a_piece_that_is_done_is_not_there_any_more():
+def test_completed_piece_is_removed():
     connector = SharedMemoryConnector(ConnectorSettings())
     inbox = connector.open_inbox(LEASE, pieces=range(9), window=2, value_bytes=100)
     outbox = connector.open_outbox(LEASE, inbox.address, window=2, value_bytes=100)
     reference, _ = outbox.put(0, [b"value"])
     inbox.done(0, reference)
-    with pytest.raises(ConnectorError, match="nothing was put"):
+    with pytest.raises(ConnectorError, match="an empty buffer"):
         inbox.take(0, reference, ())
     outbox.close()
     inbox.close()
 
 
-def test_it_says_that_it_needs_linux(monkeypatch):
+def test_other_platforms_are_rejected(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(ConfigError, match="needs Linux"):
         SharedMemoryConnector(ConnectorSettings())

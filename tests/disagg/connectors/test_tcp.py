@@ -9,9 +9,15 @@ LIMITS = {"window": 2, "value_bytes": 100}
 
 class TestTCPConnector(ConnectorSuite):
     connector = "tcp"
+    examples = 8
 
 
-def test_the_prefill_side_hands_on_the_very_memory_that_it_was_given():
+@pytest.mark.soak
+class TestTCPConnectorAtLength(TestTCPConnector):
+    examples = 25
+
+
+def test_prefill_side_sends_without_copying():
     part = bytearray(b"key and value")
     outbox = TCPConnector(ConnectorSettings()).open_outbox("lease", b"", **LIMITS)
     [frame] = outbox.put(0, [part]).frames
@@ -19,6 +25,6 @@ def test_the_prefill_side_hands_on_the_very_memory_that_it_was_given():
     assert bytes(frame) == b"KEY and value"
 
 
-def test_an_address_is_refused():
+def test_connector_address_is_rejected():
     with pytest.raises(ConnectorError, match="no addresses"):
         TCPConnector(ConnectorSettings()).open_outbox("lease", b"somewhere", **LIMITS)

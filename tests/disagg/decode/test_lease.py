@@ -40,18 +40,18 @@ def with_piece(lease: DecodeLease, index: int, now: float = 0.0) -> list[Action]
 
 
 def abort_and(outcome: str, actions: list[Action]) -> str:
-    """Return the reason, told to the other side too."""
-    said, end = actions
-    assert isinstance(said, Say) and isinstance(said.message, AbortLease)
+    """Return the reason, which is also sent to the other side."""
+    sent, end = actions
+    assert isinstance(sent, Say) and isinstance(sent.message, AbortLease)
     assert isinstance(end, DecodeEnd) and end.outcome == outcome
-    assert said.message.reason == end.reason
+    assert sent.message.reason == end.reason
     return end.reason
 
 
 TRANSFERRED = [Say(Confirm(NAME)), DecodeEnd("transferred", "")]
 
 
-def test_pieces_then_commit() -> None:
+def test_pieces_then_commit_complete_the_lease() -> None:
     lease = open_lease()
     assert lease.heard(Accept(NAME), 0.0) == []
     assert with_piece(lease, 1) == [Say(Credit(NAME, 1))]
@@ -61,32 +61,32 @@ def test_pieces_then_commit() -> None:
     assert (lease.outcome, lease.cached, lease.next_tick) == ("transferred", 4, math.inf)
 
 
-def test_everything_backwards() -> None:
+def test_reverse_order_completes_the_lease() -> None:
     lease = open_lease()
     assert lease.heard(COMMIT, 0.0) == []
     assert with_piece(lease, 2) == [Say(Credit(NAME, 1))]
     assert with_piece(lease, 1) == TRANSFERRED
 
 
-def test_credit_is_for_what_was_copied_not_for_what_came() -> None:
+def test_credit_counts_copied_pieces_not_received_ones() -> None:
     lease = open_lease()
     lease.heard(piece(1), 0.0)
     lease.heard(piece(2), 0.0)
     assert lease.copied(2, DIGESTS[2], 0.0) == [Say(Credit(NAME, 1))]
 
 
-def test_pieces_that_came_together_share_a_credit_of_half_a_window() -> None:
+def test_credit_is_batched_to_half_a_window() -> None:
     lease = open_lease(opening(7, 5, first=1, window=4))
     for index in (1, 2, 3, 4):
         lease.heard(piece(index), 0.0)
-    said = [lease.copied(index, b"c" * 16, 0.0) for index in (1, 2, 3)]
-    assert said == [[], [Say(Credit(NAME, 2))], []]
-    assert lease.tick(SILENCE / 4) == [Say(Credit(NAME, 3))], "what was not said is said in time"
-    assert lease.copied(4, b"c" * 16, SILENCE / 4) == [Say(Credit(NAME, 4))], "nothing else is on its way"
+    sent = [lease.copied(index, b"c" * 16, 0.0) for index in (1, 2, 3)]
+    assert sent == [[], [Say(Credit(NAME, 2))], []]
+    assert lease.tick(SILENCE / 4) == [Say(Credit(NAME, 3))], "pending credit is sent in time"
+    assert lease.copied(4, b"c" * 16, SILENCE / 4) == [Say(Credit(NAME, 4))], "nothing else is in flight"
 
 
 @pytest.mark.law("6.2")
-def test_a_piece_is_taken_once() -> None:
+def test_duplicate_piece_is_ignored() -> None:
     lease = open_lease()
     lease.heard(piece(1), 0.0)
     assert lease.heard(piece(1), 0.0) == []
@@ -98,11 +98,11 @@ def test_a_piece_is_taken_once() -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 0, 3, 2**40])
-def test_a_piece_that_nobody_wants_is_not_taken(index: int) -> None:
+def test_unwanted_piece_is_ignored(index: int) -> None:
     assert open_lease().heard(KVPiece(NAME, index, b""), 0.0) == []
 
 
-def test_what_was_never_taken_cannot_have_been_copied() -> None:
+def test_copying_an_unreceived_piece_is_an_error() -> None:
     lease = open_lease()
     assert lease.copied(1, DIGESTS[1], 0.0) == []
     assert lease.spoiled(1, "?") == []
@@ -110,28 +110,28 @@ def test_what_was_never_taken_cannot_have_been_copied() -> None:
 
 
 @pytest.mark.law("6")
-def test_more_pieces_than_the_window_has_are_damage() -> None:
+def test_pieces_beyond_window_are_damage() -> None:
     lease = open_lease(opening(7, 2, first=1, window=1))
     lease.heard(piece(1), 0.0)
-    assert "more than 1 pieces" in abort_and("damaged", lease.heard(piece(2), 0.0))
+    assert "at most 1 pieces" in abort_and("damaged", lease.heard(piece(2), 0.0))
 
 
-def test_a_spoiled_piece_is_damage() -> None:
+def test_corrupt_piece_is_damage() -> None:
     lease = open_lease()
     lease.heard(piece(1), 0.0)
     assert abort_and("damaged", lease.spoiled(1, "its digest is wrong")) == "piece 1: its digest is wrong"
 
 
 @pytest.mark.parametrize("tokens", [TOKENS - 1, TOKENS + 1, 0, -1])
-def test_a_commit_of_other_tokens_is_damage(tokens: int) -> None:
+def test_commit_of_other_tokens_is_damage(tokens: int) -> None:
     lease = open_lease()
     commit = Commit(NAME, tokens, COMMIT.digest)
-    assert f"{tokens} tokens" in abort_and("damaged", lease.heard(commit, 0.0))
+    assert f"got {tokens}" in abort_and("damaged", lease.heard(commit, 0.0))
 
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.law("6.2")
-def test_a_commit_that_does_not_cover_what_was_copied_is_damage(first: bool) -> None:
+def test_commit_with_other_digest_is_damage(first: bool) -> None:
     lease = open_lease()
     commit = Commit(NAME, TOKENS, commit_digest(DIGESTS | {2: b"c" * 16}))
     if first:
@@ -141,7 +141,7 @@ def test_a_commit_that_does_not_cover_what_was_copied_is_damage(first: bool) -> 
     abort_and("damaged", actions if first else lease.heard(commit, 0.0))
 
 
-def test_what_was_copied_counts_not_what_was_announced() -> None:
+def test_digest_covers_copied_pieces() -> None:
     lease = open_lease()
     lease.heard(COMMIT, 0.0)
     lease.heard(piece(1), 0.0)
@@ -150,7 +150,7 @@ def test_what_was_copied_counts_not_what_was_announced() -> None:
     abort_and("damaged", lease.copied(2, DIGESTS[2], 0.0))
 
 
-def test_the_first_commit_counts() -> None:
+def test_first_commit_counts() -> None:
     lease = open_lease()
     lease.heard(COMMIT, 0.0)
     assert lease.heard(Commit(NAME, TOKENS, b"?" * 16), 0.0) == []
@@ -158,41 +158,43 @@ def test_the_first_commit_counts() -> None:
     assert with_piece(lease, 2) == TRANSFERRED
 
 
-@pytest.mark.parametrize(("said", "cached"), [(-5, 0), (0, 0), (TOKENS, TOKENS), (10**9, TOKENS)])
-def test_no_more_tokens_were_cached_than_there_are(said: int, cached: int) -> None:
+@pytest.mark.parametrize(("reported", "cached"), [(-5, 0), (0, 0), (TOKENS, TOKENS), (10**9, TOKENS)])
+def test_cached_tokens_are_capped_at_prompt_length(reported: int, cached: int) -> None:
     lease = open_lease()
     with_piece(lease, 1)
     with_piece(lease, 2)
-    lease.heard(Commit(NAME, TOKENS, COMMIT.digest, said), 0.0)
+    lease.heard(Commit(NAME, TOKENS, COMMIT.digest, reported), 0.0)
     assert lease.cached == cached
 
 
 @pytest.mark.parametrize(
-    ("given", "told"), [("--block-size is 16", "--block-size is 16"), ("", "the prefill worker gave no reason")]
+    ("given", "reason"), [("--block-size is 16", "--block-size is 16"), ("", "the prefill worker gave no reason")]
 )
-def test_a_refusal_is_told_with_its_reason(given: str, told: str) -> None:
-    assert open_lease().heard(Refuse(NAME, given), 0.0) == [DecodeEnd("refused", told)]
+def test_refusal_is_reported_with_reason(given: str, reason: str) -> None:
+    assert open_lease().heard(Refuse(NAME, given), 0.0) == [DecodeEnd("refused", reason)]
 
 
-@pytest.mark.parametrize(("given", "told"), [("out of room", "out of room"), ("", "the prefill worker broke off")])
-def test_an_abort_of_the_other_side_is_a_loss(given: str, told: str) -> None:
-    assert open_lease().heard(AbortLease(NAME, given), 0.0) == [DecodeEnd("lost", told)]
+@pytest.mark.parametrize(
+    ("given", "reason"), [("out of room", "out of room"), ("", "the prefill worker aborted the lease")]
+)
+def test_peer_abort_is_a_loss(given: str, reason: str) -> None:
+    assert open_lease().heard(AbortLease(NAME, given), 0.0) == [DecodeEnd("lost", reason)]
 
 
-def test_a_connection_that_goes_is_a_loss() -> None:
+def test_disconnect_is_a_loss() -> None:
     assert open_lease().gone("disconnected") == [DecodeEnd("lost", "disconnected")]
 
 
-def test_the_other_side_is_told_of_an_abort() -> None:
+def test_abort_is_sent_to_the_peer() -> None:
     abort_and("aborted", open_lease().abort())
 
 
-def test_nothing_happens_after_the_end() -> None:
+def test_ended_lease_ignores_events() -> None:
     lease = open_lease()
     lease.heard(piece(1), 0.0)
     lease.abort()
-    heard: list[FromPrefill] = [Accept(NAME), Refuse(NAME, ""), piece(2), COMMIT, Alive(NAME), AbortLease(NAME)]
-    for message in heard:
+    messages: list[FromPrefill] = [Accept(NAME), Refuse(NAME, ""), piece(2), COMMIT, Alive(NAME), AbortLease(NAME)]
+    for message in messages:
         assert lease.heard(message, 1.0) == []
     assert lease.copied(1, DIGESTS[1], 1.0) == lease.spoiled(1, "") == []
     assert lease.gone("") == lease.abort() == lease.tick(1e9) == []
@@ -200,29 +202,29 @@ def test_nothing_happens_after_the_end() -> None:
 
 
 @pytest.mark.law("6.1")
-def test_silence_ends_it() -> None:
+def test_silence_ends_the_lease() -> None:
     lease = open_lease()
     lease.heard(Accept(NAME), 1.0)
-    assert abort_and("expired", lease.tick(1.0 + SILENCE)) == "the other side is silent"
+    assert abort_and("expired", lease.tick(1.0 + SILENCE)) == "the peer sent no message within the timeout"
 
 
-def test_any_word_keeps_it_alive_up_to_its_longest() -> None:
+def test_any_message_extends_lease_up_to_its_maximum() -> None:
     lease = open_lease(longest=30.0)
     for now in range(30):
         lease.heard(Alive(NAME), float(now))
         lease.tick(float(now))
         assert lease.outcome is None
-    assert "longer" in abort_and("expired", lease.tick(30.0))
+    assert "its time limit" in abort_and("expired", lease.tick(30.0))
 
 
-def test_it_opens_again_until_it_hears_something() -> None:
+def test_open_is_retransmitted_until_a_reply() -> None:
     lease = open_lease()
     assert lease.tick(lease.next_tick) == [Say(OPEN)]
     lease.heard(Alive(NAME), 3.0)
     assert lease.tick(lease.next_tick) == [Say(Alive(NAME))]
 
 
-def test_it_repeats_its_credit_when_it_is_quiet() -> None:
+def test_credit_is_retransmitted_when_idle() -> None:
     lease = open_lease()
     with_piece(lease, 1, now=1.0)
     assert lease.next_tick == 1.0 + SILENCE / 4
@@ -231,17 +233,17 @@ def test_it_repeats_its_credit_when_it_is_quiet() -> None:
     assert lease.next_tick == 1.0 + SILENCE / 2
 
 
-def test_a_piece_that_was_sent_before_the_commit_and_does_not_come_ends_the_lease() -> None:
+def test_piece_lost_before_commit_ends_the_lease() -> None:
     lease = open_lease()
     with_piece(lease, 1)
     lease.heard(COMMIT, 2.0)
     lease.heard(Alive(NAME), 2.0 + SILENCE - 1)
     assert lease.next_tick <= 2.0 + SILENCE
     assert lease.outcome is None
-    assert abort_and("expired", lease.tick(2.0 + SILENCE)) == "a piece that was sent did not come"
+    assert abort_and("expired", lease.tick(2.0 + SILENCE)) == "a piece was lost in transit"
 
 
-def test_a_piece_that_is_being_copied_when_the_commit_comes_may_take_its_time() -> None:
+def test_slow_copy_during_commit_does_not_end_the_lease() -> None:
     lease = open_lease()
     with_piece(lease, 1)
     lease.heard(piece(2), 1.0)

@@ -1,4 +1,4 @@
-"""The engine with tiers and a store that run: what it does not wait for, and what another engine finds."""
+"""KV offload in a running engine: the loop never blocks on tiers or stores, and engines share stored KV."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def longest_step(engine: Engine) -> float:
 
 
 @pytest.mark.law("5.1")
-def test_a_turn_of_the_loop_that_can_compute_waits_for_nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_with_runnable_step_does_not_block_on_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     def waited(_port: JoinedEffectPort, seconds: float) -> None:
-        pytest.fail(f"a step could be computed, and the loop waits up to {seconds} s")
+        pytest.fail(f"a step is runnable, but the loop blocks for up to {seconds} s")
 
     monkeypatch.setattr(JoinedEffectPort, "wait", waited)
     engine = null_engine()
@@ -60,8 +60,8 @@ def test_a_turn_of_the_loop_that_can_compute_waits_for_nothing_outside(monkeypat
 @pytest.mark.parametrize("stalled", ["longest_prefix", "get", "put"])
 @pytest.mark.law("5.1")
 @pytest.mark.timing
-def test_a_stalled_store_does_not_hold_a_plan(stalled: str, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store takes as long as it may, 0.6 s and more; no turn of the loop takes a part of that."""
+def test_stalled_store_does_not_delay_planning(stalled: str, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store stalls for its full timeout, at least 0.6 s; no loop iteration takes more than a fraction of that."""
     released = threading.Event()
     own = getattr(MemoryStore, stalled)
 
@@ -85,7 +85,7 @@ def test_a_stalled_store_does_not_hold_a_plan(stalled: str, secret: str, monkeyp
         engine.close()
 
 
-def test_another_engine_finds_what_the_first_one_stored(tmp_path: Path, secret: str) -> None:
+def test_stored_kv_is_loaded_by_another_engine(tmp_path: Path, secret: str) -> None:
     settings = {"kv_store": f"disk:{tmp_path / 'kv'}", "kv_store_secret_file": secret}
     first = null_engine(**settings)
     assert run(first, PROMPTS[:1]).tokens == golden(PROMPTS[:1])
@@ -104,7 +104,7 @@ def test_another_engine_finds_what_the_first_one_stored(tmp_path: Path, secret: 
     assert stats.scheduler.counters.prefix_hits == 96
 
 
-def test_decisions_do_not_pile_up_where_nobody_reads_them(tmp_path: Path, secret: str) -> None:
+def test_unread_decisions_do_not_accumulate(tmp_path: Path, secret: str) -> None:
     settings = {"kv_store": f"disk:{tmp_path / 'kv'}", "kv_store_secret_file": secret}
     for _ in range(2):
         engine = null_engine(**settings)
@@ -116,7 +116,7 @@ def test_decisions_do_not_pile_up_where_nobody_reads_them(tmp_path: Path, secret
 
 
 @pytest.mark.law("5.3")
-def test_whatever_decides_the_kv_of_a_block_decides_its_name(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_hash_covers_everything_that_determines_its_kv(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def checkpoint(path: Path) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(digest=f"weights of {path}", tokenizer=SimpleNamespace(digest="same"))
@@ -135,8 +135,8 @@ def test_whatever_decides_the_kv_of_a_block_decides_its_name(secret: str, monkey
 
 
 @pytest.mark.law("5.3")
-def test_kv_of_weights_in_another_form_has_another_name(tmp_path: Path) -> None:
-    """Also on a backend that computes in the same dtype whatever the form of the weights."""
+def test_block_hash_depends_on_weight_format(tmp_path: Path) -> None:
+    """This holds even on a backend that computes in the same dtype for every weight format."""
     model = write_checkpoint(LONG_CASE, tmp_path)
 
     def name(quantization: str) -> str:
@@ -147,7 +147,7 @@ def test_kv_of_weights_in_another_form_has_another_name(tmp_path: Path) -> None:
     assert len(set(names.values())) == 3
 
 
-def test_what_a_prefilled_token_costs_is_known_before_the_first_request() -> None:
+def test_prefill_cost_is_measured_before_first_request() -> None:
     engine = null_engine()
     engine.submit(greedy("r", range(40), 2))
     engine.step()
@@ -155,9 +155,7 @@ def test_what_a_prefilled_token_costs_is_known_before_the_first_request() -> Non
     engine.close()
 
 
-def test_what_the_store_lost_while_the_engine_was_idle_is_saved_when_it_is_used_again(
-    secret: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_lost_by_store_while_idle_is_saved_on_next_use(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     put = MemoryStore.put
     idle, woken = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine, each with its end of the transfers, stepped in turns as two processes would be."""
+"""A prefill and a decode engine with their transfer endpoints, stepped in turns like two processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Pair:
     def until(self, done: Callable[[], bool], seconds: float = 20) -> None:
         deadline = time.monotonic() + seconds
         while not done():
-            assert time.monotonic() < deadline, "it does not come to that"
+            assert time.monotonic() < deadline, "the expected state was never reached"
             self.turn()
 
     def run(self, *specs: RequestSpec) -> None:
@@ -83,7 +83,7 @@ def pair(secret: str, prefill: dict[str, Any] | None = None, decode: dict[str, A
 
 
 def at_rest(two: Pair) -> bool:
-    """Whether no lease is open and no block owned or held back, on either side."""
+    """Return True if no lease is open and neither side owns or fences a block."""
     return all(
         each.leases is not None
         and (each.leases.open, each.scheduler.slots.loading) == (0, 0)
@@ -93,7 +93,7 @@ def at_rest(two: Pair) -> bool:
 
 
 def prefill_runs(two: Pair) -> None:
-    """Step the prefill side until the order has come and a first chunk is computed."""
+    """Step the prefill side until the order has arrived and a first chunk is computed."""
     deadline = time.monotonic() + 10
     while not two.prefill.stats().scheduler.slots.running:
         assert time.monotonic() < deadline
@@ -102,7 +102,7 @@ def prefill_runs(two: Pair) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.law("6.2")
-def test_texts_are_as_if_one_worker_had_computed_them(secret: str, depth: int) -> None:
+def test_texts_equal_those_of_a_single_worker(secret: str, depth: int) -> None:
     specs = random_specs(30, seed=5)
     with pair(secret, {"pipeline_depth": depth}, {"pipeline_depth": depth, "num_kv_blocks": 100}) as two:
         two.run(*specs)
@@ -115,15 +115,15 @@ def test_texts_are_as_if_one_worker_had_computed_them(secret: str, depth: int) -
         assert stats.scheduler.counters.recomputed_tokens == 0
 
 
-def test_the_decode_side_computes_one_token_of_a_prompt(secret: str) -> None:
+def test_decode_worker_computes_only_last_prompt_token(secret: str) -> None:
     with pair(secret) as two:
         two.run(LONG[0])
         assert two.outcomes == {"r0": "transferred"}
-        assert two.decode.stats().scheduler.counters.budget_used == 20, "the last token of the prompt and 19 behind it"
+        assert two.decode.stats().scheduler.counters.budget_used == 20, "the last prompt token and 19 generated tokens"
         assert two.prefill.stats().scheduler.counters.budget_used >= 99
 
 
-def test_what_the_prefill_side_had_cached_is_told_and_sent_too(secret: str) -> None:
+def test_cached_prefix_of_prefill_worker_is_reported_and_sent(secret: str) -> None:
     again = msgspec.structs.replace(LONG[0], request_id="again")
     with pair(secret) as two:
         two.run(LONG[0])
@@ -135,7 +135,7 @@ def test_what_the_prefill_side_had_cached_is_told_and_sent_too(secret: str) -> N
 
 
 @pytest.mark.law("6.3")
-def test_a_decode_side_under_pressure_preempts_and_goes_on_by_itself(secret: str) -> None:
+def test_decode_worker_recovers_from_preemption_without_new_lease(secret: str) -> None:
     with pair(secret, decode={"num_kv_blocks": 26, "max_num_seqs": 6}) as two:
         specs = [greedy(f"r{index}", range(index, index + 40), 100) for index in range(8)]
         two.run(*specs)
@@ -144,7 +144,7 @@ def test_a_decode_side_under_pressure_preempts_and_goes_on_by_itself(secret: str
         two.until(lambda: at_rest(two), 5)
 
 
-def test_a_prefill_side_under_pressure_preempts_and_sends_each_block_once(secret: str) -> None:
+def test_preempting_prefill_worker_sends_each_block_once(secret: str) -> None:
     with pair(secret, prefill={"num_kv_blocks": 25, "max_num_batched_tokens": 16}) as two:
         two.run(*LONG)
         assert two.texts.tokens == golden(LONG)
@@ -152,23 +152,23 @@ def test_a_prefill_side_under_pressure_preempts_and_sends_each_block_once(secret
 
 
 @pytest.mark.parametrize(
-    "different, said",
+    "different, expected",
     [({"block_size": 32, "num_kv_blocks": 20}, "--block-size is 32"), ({"max_model_len": 64}, "at most 64")],
     ids=["block size", "longest prompt"],
 )
-def test_a_prefill_side_that_does_not_fit_refuses_and_the_prompt_is_computed_here(
-    secret: str, different: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+def test_incompatible_prefill_worker_falls_back_to_local_prefill(
+    secret: str, different: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pair(secret, prefill=different) as two:
         two.run(LONG[0])
         assert two.outcomes == {"r0": "refused"}
         assert two.texts.tokens == golden(LONG[:1])
-        assert said in caplog.text
+        assert expected in caplog.text
         two.until(lambda: at_rest(two), 5)
 
 
 @pytest.mark.law("6")
-def test_another_secret_gets_no_answer_and_the_prompt_is_computed_here(secret: str, tmp_path: Path) -> None:
+def test_wrong_secret_falls_back_to_local_prefill(secret: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"another sixteen b")
     other.chmod(0o600)
@@ -179,7 +179,7 @@ def test_another_secret_gets_no_answer_and_the_prompt_is_computed_here(secret: s
 
 
 @pytest.mark.timing
-def test_nobody_at_the_address_is_found_out_at_once(secret: str) -> None:
+def test_unreachable_prefill_worker_is_detected_immediately(secret: str) -> None:
     with pair(secret, decode={"lease_seconds": 60.0}) as two:
         two.prefill.close()
         began = time.monotonic()
@@ -190,7 +190,7 @@ def test_nobody_at_the_address_is_found_out_at_once(secret: str) -> None:
 
 
 @pytest.mark.law("6.1")
-def test_an_abort_on_the_decode_side_ends_the_request_of_the_prefill_side(secret: str) -> None:
+def test_abort_on_decode_worker_ends_prefill_request(secret: str) -> None:
     with pair(secret, {"max_num_batched_tokens": 8}) as two:
         two.submit(LONG[0])
         two.decode.step()
@@ -204,7 +204,7 @@ def test_an_abort_on_the_decode_side_ends_the_request_of_the_prefill_side(secret
         assert two.prefill.stats().scheduler.outputs.finished[FinishReason.ABORT] == 1
 
 
-def test_an_abort_on_the_prefill_side_leaves_the_prompt_to_the_decode_side(secret: str) -> None:
+def test_abort_on_prefill_worker_falls_back_to_local_prefill(secret: str) -> None:
     with pair(secret, {"max_num_batched_tokens": 8}) as two:
         two.submit(LONG[0])
         two.decode.step()
@@ -215,7 +215,7 @@ def test_an_abort_on_the_prefill_side_leaves_the_prompt_to_the_decode_side(secre
         assert two.outcomes["r0"] in ("lost", "aborted", "refused")
 
 
-def test_a_prefill_side_that_shuts_down_takes_no_more(secret: str) -> None:
+def test_prefill_worker_shutting_down_rejects_new_orders(secret: str) -> None:
     with pair(secret) as two:
         two.prefill.stop()
         two.run(LONG[0])
@@ -223,7 +223,7 @@ def test_a_prefill_side_that_shuts_down_takes_no_more(secret: str) -> None:
         assert two.texts.tokens == golden(LONG[:1])
 
 
-def test_the_trace_of_the_decode_side_shows_what_was_fetched(secret: str, tmp_path: Path) -> None:
+def test_decode_trace_shows_fetched_blocks(secret: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     with pair(secret, decode={"trace": str(file)}) as two:
         two.run(LONG[0])
@@ -234,6 +234,6 @@ def test_the_trace_of_the_decode_side_shows_what_was_fetched(secret: str, tmp_pa
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_roles_need_names_of_blocks(role: str, secret: str) -> None:
-    with pytest.raises(ConfigError, match="prefix caching is off"):
+def test_disagg_roles_require_prefix_caching(role: str, secret: str) -> None:
+    with pytest.raises(ConfigError, match="requires prefix caching"):
         null_engine(role=role, transfer_secret_file=secret, enable_prefix_caching=False)

@@ -1,4 +1,4 @@
-"""Several engines behind one client: who gets a request, what a dead engine takes with it, and what is refused."""
+"""Data-parallel engines of one client: placement, loss of an engine, and rejected configurations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ two_processors = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="tw
 
 
 def joined(count: int = 2, **info: Any) -> tuple[DataParallelClient, list[Client]]:
-    """Return a client of engines that a test plays."""
+    """Return a client of scripted engines."""
     engines = [Client() for _ in range(count)]
     for engine in engines:
         engine._came_up(msgspec.structs.replace(engine.info, **info))
@@ -39,12 +39,12 @@ def joined(count: int = 2, **info: Any) -> tuple[DataParallelClient, list[Client
 
 
 def placed(engines: list[Client]) -> list[list[str]]:
-    """Return the requests that each engine was given."""
+    """Return the requests sent to each engine."""
     return [[sent.spec.request_id for sent in engine.sent if isinstance(sent, Submit)] for engine in engines]
 
 
 def answer(engine: Client, name: str) -> None:
-    engine.hear(engine.info.epoch, Delta(name, (7,), FinishReason.LENGTH))
+    engine.receive(engine.info.epoch, Delta(name, (7,), FinishReason.LENGTH))
 
 
 def at_rest(client: DataParallelClient) -> bool:
@@ -55,14 +55,14 @@ def at_rest(client: DataParallelClient) -> bool:
 # Placement ----------------------------------------------------------------------------------------------------
 
 
-def test_requests_without_a_common_prefix_are_spread_evenly() -> None:
+def test_requests_without_common_prefix_are_balanced() -> None:
     client, engines = joined()
     for index in range(8):
         client.submit(greedy(f"r{index}", [index] * 40, 9))
     assert [len(names) for names in placed(engines)] == [4, 4]
 
 
-def test_a_prompt_goes_where_its_prefix_was_served() -> None:
+def test_prompt_is_routed_to_engine_that_served_its_prefix() -> None:
     client, engines = joined()
     prompt = range(96)
     client.submit(greedy("first", prompt, 9))
@@ -75,7 +75,7 @@ def test_a_prompt_goes_where_its_prefix_was_served() -> None:
     assert at_rest(client)
 
 
-def test_a_long_prefix_leaves_no_engine_idle() -> None:
+def test_long_shared_prefix_does_not_leave_engines_idle() -> None:
     client, engines = joined()
     for index in range(16):
         client.submit(greedy(f"r{index}", [*range(384), index], 9))
@@ -83,20 +83,20 @@ def test_a_long_prefix_leaves_no_engine_idle() -> None:
     assert most - least <= engines[0].info.max_num_seqs // 2 + 1
 
 
-def test_prompts_of_another_adapter_or_salt_share_no_prefix() -> None:
+def test_adapter_and_salt_separate_prefix_routing() -> None:
     client, engines = joined()
     spec = greedy("first", range(96), 9)
     client.submit(spec)
     owner = next(index for index, names in enumerate(placed(engines)) if names)
     for index, change in enumerate(({"adapter": "a"}, {"cache_salt": "s"})):
-        # The first request still runs there, so that only a common prefix could speak for its engine.
+        # The first request still runs on that engine, so only a common prefix would outweigh the load.
         client.submit(msgspec.structs.replace(spec, request_id=f"r{index}", **change))
         answer(engines[1 - owner], f"r{index}")
     assert placed(engines)[1 - owner] == ["r0", "r1"]
 
 
-def test_a_prompt_goes_where_its_prefix_is_held_if_engines_report_that() -> None:
-    """Whoever served it may have lost it."""
+def test_reported_prefix_cache_overrides_routing_history() -> None:
+    """The engine that served the prefix may have evicted it since."""
     client, engines = joined(kv_events=True)
     prompt, size = range(96), engines[0].info.block_size
     client.submit(greedy("first", prompt, 9))
@@ -112,13 +112,13 @@ def test_a_prompt_goes_where_its_prefix_is_held_if_engines_report_that() -> None
     assert client.kv_log is not None and client.kv_log.engines == 2
     assert {event.engine for event in client.kv_log.read(0)[1]} == {1 - owner}
     other.die()
-    other.come_up(2)
+    other.start_epoch(2)
     client.submit(greedy("last", prompt, 9))
     assert client._router.snapshot().workers[1 - owner].held_blocks == 0
     assert client.kv_log.read(1)[1] == (Cleared(engine=1 - owner),)
 
 
-def test_an_engine_that_starts_again_holds_no_prefix_but_its_requests() -> None:
+def test_restarted_engine_keeps_requests_but_no_prefixes() -> None:
     client, engines = joined()
     client.submit(greedy("first", range(96), 9))
     owner = next(index for index, names in enumerate(placed(engines)) if names)
@@ -126,18 +126,18 @@ def test_an_engine_that_starts_again_holds_no_prefix_but_its_requests() -> None:
     client.submit(greedy("second", range(96), 9))
     assert client._router.snapshot().index_blocks == 6
     engines[owner].die()
-    engines[owner].come_up(2)
+    engines[owner].start_epoch(2)
     client.submit(greedy("third", range(100, 196), 9))
     assert client._router.snapshot().index_blocks == 0
     assert placed(engines)[1 - owner] == ["third"]
 
 
-def test_readers_who_leave_and_engines_that_go_give_back_what_was_counted() -> None:
+def test_load_is_released_on_disconnect_and_engine_loss() -> None:
     async def main() -> None:
         client, engines = joined()
         streams = [client.submit(greedy(f"r{index}", range(40), 9)) for index in range(4)]
         for engine in engines:
-            engine.hear(1, *(Delta(name, (7,)) for name in placed([engine])[0]))
+            engine.receive(1, *(Delta(name, (7,)) for name in placed([engine])[0]))
         await streams[0].aclose()
         engines[0]._went_down("it is gone")
         engines[1]._went_down("it is gone")
@@ -149,7 +149,7 @@ def test_readers_who_leave_and_engines_that_go_give_back_what_was_counted() -> N
 # Engines that are missing ---------------------------------------------------------------------------------------
 
 
-def test_the_other_engines_take_what_a_missing_one_cannot() -> None:
+def test_requests_are_routed_around_a_missing_engine() -> None:
     client, engines = joined(3)
     engines[1].die()
     for index in range(6):
@@ -157,11 +157,11 @@ def test_the_other_engines_take_what_a_missing_one_cannot() -> None:
     assert [len(names) for names in placed(engines)] == [3, 0, 3]
     assert (client.alive, client.healthy, client.restarts) == (True, True, True)
     assert client.missing == "engine 1 of 3 is not running"
-    engines[1]._went_down("it did not come back")
+    engines[1]._went_down("it was not restarted")
     assert (client.alive, client.healthy, client.restarts) == (True, False, False)
 
 
-def test_without_any_engine_requests_are_refused() -> None:
+def test_requests_are_rejected_when_all_engines_are_down() -> None:
     client, engines = joined()
     for engine in engines:
         engine._went_down("gone")
@@ -170,7 +170,7 @@ def test_without_any_engine_requests_are_refused() -> None:
             ask()
 
 
-def test_aborts_and_ids_count_for_all_engines() -> None:
+def test_request_ids_and_aborts_span_all_engines() -> None:
     client, _ = joined()
     for index in range(4):
         client.submit(greedy(f"r{index}", [index] * 40, 9))
@@ -182,11 +182,11 @@ def test_aborts_and_ids_count_for_all_engines() -> None:
     assert sorted(client.abort_all()) == ["r0", "r1", "r2", "r3"]
 
 
-def test_what_runs_is_told_of_all_engines_together() -> None:
+def test_running_statistics_are_summed_over_engines() -> None:
     client, engines = joined()
     info = engines[0].info
     engines[1].die()
-    engines[1].come_up(3)
+    engines[1].start_epoch(3)
     assert client.info.max_num_seqs == 2 * info.max_num_seqs
     assert client.info.num_kv_blocks == client.stats.scheduler.blocks.total == 2 * info.num_kv_blocks
     assert client.info.epoch == 3
@@ -196,7 +196,7 @@ def test_what_runs_is_told_of_all_engines_together() -> None:
 
 
 class Adaptable(Client):
-    """Loads and unloads what it is told, unless it refuses."""
+    """Scripted engine that loads and unloads adapters on request, or refuses."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self.refuses = refuses
@@ -216,7 +216,7 @@ class Adaptable(Client):
             self._adapters_changed(AdaptersChanged(message.ticket, tuple(held.values()), error))
 
 
-def test_an_adapter_is_loaded_into_every_engine_or_into_none() -> None:
+def test_adapter_is_loaded_into_all_engines_or_none() -> None:
     async def main() -> None:
         engines = [Adaptable(), Adaptable()]
         client = DataParallelClient(engines)
@@ -239,7 +239,7 @@ def test_an_adapter_is_loaded_into_every_engine_or_into_none() -> None:
 
 
 @two_processors
-def test_texts_are_those_of_one_engine_though_an_engine_dies_among_them() -> None:
+def test_texts_survive_the_death_of_one_engine() -> None:
     specs = random_specs(6, seed=11, max_prompt=30, max_tokens=150)
 
     async def main() -> None:
@@ -280,8 +280,8 @@ def test_texts_are_those_of_one_engine_though_an_engine_dies_among_them() -> Non
 
 
 @two_processors
-def test_each_engine_has_ranks_of_its_own_and_a_dead_one_ends_its_engine_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines of two ranks, which share a processor here, and would not outside tests."""
+def test_dead_rank_ends_only_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines of two ranks each, which share a processor here only because it is a test."""
     monkeypatch.setattr(places, "_require_enough", lambda *_: None)
     specs = random_specs(6, seed=12, max_prompt=30, max_tokens=150)
 
@@ -312,7 +312,7 @@ def test_each_engine_has_ranks_of_its_own_and_a_dead_one_ends_its_engine_only(mo
 
 
 @two_processors
-def test_an_engine_that_cannot_start_ends_the_others() -> None:
+def test_failed_start_of_one_engine_stops_the_others() -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match="hold 128 tokens"):
             await open_client(msgspec.structs.replace(CONFIG, num_kv_blocks=8), None, engines=2)
@@ -327,67 +327,74 @@ def test_an_engine_that_cannot_start_ends_the_others() -> None:
         ({"trace": "steps.trace"}, "--trace"),
     ],
 )
-def test_settings_that_mean_one_engine_are_refused(settings: dict[str, Any], named: str) -> None:
+def test_single_engine_settings_are_rejected(settings: dict[str, Any], named: str) -> None:
     config = msgspec.structs.replace(CONFIG, **settings)
-    with pytest.raises(ConfigError, match=f"{named} does not go with several engines"):
+    with pytest.raises(ConfigError, match=f"{named} cannot be combined with several engines"):
         asyncio.run(open_client(config, None, engines=2))
 
 
-def test_several_engines_are_not_threads() -> None:
-    with pytest.raises(ConfigError, match="processes of their own"):
+def test_data_parallel_engines_must_be_processes() -> None:
+    with pytest.raises(ConfigError, match="separate processes"):
         asyncio.run(open_client(CONFIG, None, where="inproc", engines=2))
 
 
-# Places ---------------------------------------------------------------------------------------------------------
+# CPU and device assignment --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def six_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sockets; processors 0 and 3 are threads of one core of the first, and so on."""
+    """Two sockets with three logical processors each; 0 and 3 are hyper-threads of the first core, and so on."""
     socket_and_core = {0: (0, 0), 3: (0, 0), 1: (0, 1), 4: (0, 1), 2: (1, 0), 5: (1, 0)}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(socket_and_core))
     monkeypatch.setattr(places, "_position", socket_and_core.__getitem__)
 
 
 @pytest.mark.usefixtures("six_processors")
-def test_processors_are_divided_by_cores_and_sockets() -> None:
-    assert [place.cores for place in places_on_cores(3)] == [(0, 3), (1, 4), (2, 5)]
-    assert [place.cores for place in places_on_cores(2)] == [(0, 1, 3), (2, 4, 5)]
-    assert [place.cores for place in places_on_cores(4)] == [(0,), (3,), (1,), (4,)]
+def test_processors_are_divided_by_core_and_socket() -> None:
+    assert [each.cores for each in places_on_cores(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [each.cores for each in places_on_cores(2)] == [(0, 1, 3), (2, 4, 5)]
+    assert [each.cores for each in places_on_cores(4)] == [(0,), (3,), (1,), (4,)]
 
 
 @pytest.mark.usefixtures("six_processors")
-def test_more_engines_than_processors_are_refused() -> None:
-    with pytest.raises(ConfigError, match="7 engines need a processor each, and there are 6") as refused:
+def test_more_engines_than_processors_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="7 engines need one processor each, found 6") as refused:
         places_on_cores(7)
     assert refused.value.hint == "use at most 6"
-    with pytest.raises(
-        ConfigError, match="2 engines of 4 ranks need 8 processors, one for each rank, and there are 6"
-    ) as refused:
+    with pytest.raises(ConfigError, match="2 engines of 4 ranks need 8 processors, one per rank, found 6") as refused:
         places_on_cores(2, 4)
-    assert refused.value.hint == "leave it out, or use fewer ranks"
+    assert refused.value.hint == "omit it, or use fewer ranks"
     with pytest.raises(ConfigError, match="4 engines of 2 ranks need 8 processors") as refused:
         places_on_cores(4, 2)
     assert refused.value.hint == "use at most 3, or fewer ranks"
-    assert [place.cores for place in places_on_cores(3, 2)] == [(0, 3), (1, 4), (2, 5)]
+    assert [each.cores for each in places_on_cores(3, 2)] == [(0, 3), (1, 4), (2, 5)]
 
 
-def test_each_engine_is_shown_a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_gets_its_own_visible_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHIPS", raising=False)
-    assert [place.environment for place in places_on_devices("CHIPS", 3, 2)] == [{"CHIPS": "0"}, {"CHIPS": "1"}]
+    assert [each.environment for each in places_on_devices("CHIPS", 3, 2)] == [
+        {"CHIPS": "0"},
+        {"CHIPS": "1"},
+    ]
     monkeypatch.setenv("CHIPS", "4, GPU-7")
-    assert [place.environment for place in places_on_devices("CHIPS", 8, 2)] == [{"CHIPS": "4"}, {"CHIPS": "GPU-7"}]
-    with pytest.raises(ConfigError, match="3 engines need a device each, and there are 2"):
+    assert [each.environment for each in places_on_devices("CHIPS", 8, 2)] == [
+        {"CHIPS": "4"},
+        {"CHIPS": "GPU-7"},
+    ]
+    with pytest.raises(ConfigError, match="3 engines need one device each, found 2"):
         places_on_devices("CHIPS", 8, 3)
     monkeypatch.delenv("CHIPS")
-    assert [place.environment for place in places_on_devices("CHIPS", 5, 2, 2)] == [{"CHIPS": "0,1"}, {"CHIPS": "2,3"}]
-    with pytest.raises(ConfigError, match="2 engines of 3 ranks need 6 devices, one for each rank, and there are 5"):
+    assert [each.environment for each in places_on_devices("CHIPS", 5, 2, 2)] == [
+        {"CHIPS": "0,1"},
+        {"CHIPS": "2,3"},
+    ]
+    with pytest.raises(ConfigError, match="2 engines of 3 ranks need 6 devices, one per rank, found 5"):
         places_on_devices("CHIPS", 5, 2, 3)
 
 
-def test_a_backend_that_names_no_places_is_refused_by_name() -> None:
+def test_backend_without_device_assignment_is_rejected() -> None:
     class Chip(Backend):
         name = "chip"
 
-    with pytest.raises(ConfigError, match="the chip backend does not say which device each of 2 engines"):
+    with pytest.raises(ConfigError, match="the chip backend cannot assign devices to 2 engines"):
         Chip.places(2)

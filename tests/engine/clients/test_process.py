@@ -1,4 +1,4 @@
-"""The engine as a process of its own: streams, aborts and errors of loading; `test_restarts` has its deaths."""
+"""The engine as a separate process: streams, aborts and load errors; `test_restarts` covers its deaths."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
             await asyncio.sleep(0.02)
 
 
-def in_each_place(test: Callable[[EngineClient], Awaitable[None]]) -> None:
+def in_process_and_thread(test: Callable[[EngineClient], Awaitable[None]]) -> None:
     async def main(where: str) -> None:
         async with opened(where) as client:
             await test(client)
@@ -65,17 +65,17 @@ def in_each_place(test: Callable[[EngineClient], Awaitable[None]]) -> None:
         asyncio.run(main(where))
 
 
-def test_streams_carry_the_golden_texts() -> None:
+def test_streams_deliver_golden_texts() -> None:
     async def check(client: EngineClient) -> None:
         texts = await asyncio.gather(*(text(client, index) for index in range(len(SPECS))))
         assert {f"r{index}": tokens for index, tokens in enumerate(texts)} == golden(SPECS)
         assert client.active_requests == 0
         await until(lambda: client.stats.scheduler.blocks.used == 0 and client.stats.scheduler.slots.running == 0)
 
-    in_each_place(check)
+    in_process_and_thread(check)
 
 
-def test_a_reader_who_leaves_frees_the_request() -> None:
+def test_abandoned_stream_frees_its_request() -> None:
     async def check(client: EngineClient) -> None:
         stream = client.submit(SPECS[1])
         await anext(stream)
@@ -83,7 +83,7 @@ def test_a_reader_who_leaves_frees_the_request() -> None:
         await until(lambda: client.active_requests == 0, 1.0)
         await until(lambda: client.stats.scheduler.blocks.used == 0, 1.0)
 
-    in_each_place(check)
+    in_process_and_thread(check)
 
 
 def test_abort_ends_the_stream() -> None:
@@ -93,21 +93,21 @@ def test_abort_ends_the_stream() -> None:
         reasons = [delta.finish_reason async for delta in stream]
         assert reasons[-1] in (FinishReason.ABORT, FinishReason.LENGTH)
 
-    in_each_place(check)
+    in_process_and_thread(check)
 
 
-def test_an_id_in_use_is_refused() -> None:
+def test_duplicate_request_id_is_rejected() -> None:
     async def check(client: EngineClient) -> None:
         stream = client.submit(SPECS[1])
         with pytest.raises(BadRequest, match="already running"):
             client.submit(SPECS[1])
         await stream.aclose()  # type: ignore[attr-defined]
 
-    in_each_place(check)
+    in_process_and_thread(check)
 
 
 @pytest.mark.parametrize("where", ["inproc", "process"])
-def test_errors_of_loading_reach_the_caller_with_their_class(where: str) -> None:
+def test_load_errors_keep_their_class(where: str) -> None:
     async def main(**settings: object) -> None:
         values = {"model": "null", "backend": "null", "num_kv_blocks": 4, "max_model_len": 4096}
         await open_client(EngineConfig(**(values | settings)), None, where=where)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ async def begun() -> AsyncIterator[EngineProcess]:
         yield process
 
 
-def test_a_process_that_was_begun_serves_what_it_is_told_later() -> None:
+def test_prestarted_process_serves_config_sent_later() -> None:
     async def main() -> None:
         async with begun() as process:
             await asyncio.sleep(0.1)
@@ -140,7 +140,7 @@ def test_a_process_that_was_begun_serves_what_it_is_told_later() -> None:
     asyncio.run(main())
 
 
-def test_an_engine_whose_begun_process_died_is_started_in_another() -> None:
+def test_dead_prestarted_process_is_replaced() -> None:
     async def main() -> None:
         async with begun() as process:
             client = await open_client(CONFIG, None, begun=process)
@@ -154,7 +154,7 @@ def test_an_engine_whose_begun_process_died_is_started_in_another() -> None:
     asyncio.run(main())
 
 
-def test_a_process_that_ended_before_it_was_told_anything_is_an_engine_that_is_gone() -> None:
+def test_prestarted_process_exit_is_reported_as_engine_death() -> None:
     async def main() -> None:
         async with begun() as process:
             process.process.kill()
@@ -165,7 +165,7 @@ def test_a_process_that_ended_before_it_was_told_anything_is_an_engine_that_is_g
         asyncio.run(main())
 
 
-def test_a_begun_process_ends_with_the_block_that_found_no_model() -> None:
+def test_prestarted_process_ends_when_model_is_missing() -> None:
     pids: list[int] = []
 
     async def main() -> None:
@@ -178,7 +178,7 @@ def test_a_begun_process_ends_with_the_block_that_found_no_model() -> None:
     assert not lives(pids[0])
 
 
-def test_a_begun_process_ends_with_its_parent() -> None:
+def test_prestarted_process_ends_with_its_parent() -> None:
     code = (
         "import asyncio, os\n"
         "from fd_core.engine.process.engine_process import EngineProcess\n"
@@ -195,7 +195,7 @@ def test_a_begun_process_ends_with_its_parent() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_no_module_of_the_current_folder_is_imported(
+def test_modules_of_working_directory_are_not_imported(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("numpy", "msgspec", "fd_core"):
@@ -213,7 +213,7 @@ def test_no_module_of_the_current_folder_is_imported(
     asyncio.run(main())
 
 
-def test_why_a_framework_cannot_be_imported_is_told() -> None:
+def test_framework_import_error_is_reported() -> None:
     async def main() -> None:
         async with begun_process("nonesuch") as process:
             await open_client(CONFIG, None, begun=process)

@@ -1,4 +1,4 @@
-"""Requests go on in another epoch behind what the ones before delivered, and not for ever."""
+"""Requests resume in a new epoch after the tokens already delivered, up to a limit of attempts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SPECS = random_specs(14, seed=17, max_prompt=20, max_tokens=40)
 A, B, C = (greedy(name, [1, 2, 3], 20) for name in "abc")
 
 
-def behind(spec: RequestSpec, delivered: list[int]) -> RequestSpec:
-    """What a new epoch is asked after `delivered`."""
+def resumed_after(spec: RequestSpec, delivered: list[int]) -> RequestSpec:
+    """Return what a new epoch is sent after `delivered`."""
     ledger = RequestLedger()
     ledger.begin(spec)
     ledger.deliver(Delta(spec.request_id, tuple(delivered)))
@@ -27,10 +27,10 @@ def behind(spec: RequestSpec, delivered: list[int]) -> RequestSpec:
     return again
 
 
-# The bookkeeping ----------------------------------------------------------------------------------------------
+# Bookkeeping --------------------------------------------------------------------------------------------------
 
 
-def test_a_new_epoch_is_asked_in_order_of_arrival_with_what_was_delivered() -> None:
+def test_new_epoch_resumes_requests_in_order_of_arrival() -> None:
     ledger = RequestLedger()
     for spec in (A, B, C):
         ledger.begin(spec)
@@ -46,7 +46,7 @@ def test_a_new_epoch_is_asked_in_order_of_arrival_with_what_was_delivered() -> N
     assert all(spec.prompt == A.prompt and spec.params == A.params for spec in ledger.resubmissions())
 
 
-def test_what_ended_or_was_left_is_not_asked_again_and_hears_nothing() -> None:
+def test_finished_and_abandoned_requests_are_not_resumed() -> None:
     ledger = RequestLedger()
     for spec in (A, B):
         ledger.begin(spec)
@@ -58,7 +58,7 @@ def test_what_ended_or_was_left_is_not_asked_again_and_hears_nothing() -> None:
     assert (ledger.died("gone"), ledger.resubmissions(), len(ledger)) == ([], [], 0)
 
 
-def test_an_abort_that_the_engine_did_not_live_to_answer_is_an_abort() -> None:
+def test_unacknowledged_abort_survives_engine_death() -> None:
     ledger = RequestLedger()
     for spec in (A, B):
         ledger.begin(spec)
@@ -67,7 +67,7 @@ def test_an_abort_that_the_engine_did_not_live_to_answer_is_an_abort() -> None:
     assert [spec.request_id for spec in ledger.resubmissions()] == ["a"]
 
 
-def test_the_first_epoch_that_tells_how_much_was_cached_is_believed() -> None:
+def test_cached_tokens_come_from_the_first_epoch_reporting_them() -> None:
     ledger = RequestLedger()
     ledger.begin(A)
     ledger.died("gone")
@@ -76,7 +76,7 @@ def test_the_first_epoch_that_tells_how_much_was_cached_is_believed() -> None:
     assert ledger.deliver(Delta("a", (2,), FinishReason.STOP, cached_tokens=0)) == Delta("a", (2,), FinishReason.STOP)
 
 
-def test_a_request_is_given_up_after_epochs_that_gave_it_a_slot_and_no_token() -> None:
+def test_request_without_progress_fails_after_repeated_deaths() -> None:
     ledger = RequestLedger()
     for spec in (A, B):
         ledger.begin(spec)
@@ -88,15 +88,14 @@ def test_a_request_is_given_up_after_epochs_that_gave_it_a_slot_and_no_token() -
     ledger.admitted(["a", "b"])
     (end,) = ledger.died("it burns")
     assert (end.request_id, end.finish_reason) == ("a", FinishReason.ERROR)
-    assert (
-        end.error
-        == f"the engine died {MAX_DEATHS_IN_VAIN} times with this request, which is not tried again (it burns)"
+    assert end.error == f"the engine died {MAX_DEATHS_IN_VAIN} times with this request, which is not retried (it burns)"
+    assert [spec.request_id for spec in ledger.resubmissions()] == ["b", "c"], (
+        "b made progress in the first of them, c was waiting"
     )
-    assert [spec.request_id for spec in ledger.resubmissions()] == ["b", "c"], "b got on in the first of them, c waited"
 
 
-def test_an_epoch_tries_one_suspect_at_a_time() -> None:
-    """All entered in the same step, which b does not survive: a and c are not given up with it."""
+def test_epoch_admits_one_suspect_at_a_time() -> None:
+    """All were admitted in the same step, which b kills: a and c must not be failed along with it."""
     ledger = RequestLedger()
     for spec in (A, B, C):
         ledger.begin(spec)
@@ -115,7 +114,7 @@ def test_an_epoch_tries_one_suspect_at_a_time() -> None:
     assert ledger.next_suspect() is None
 
 
-def test_a_suspect_that_ends_makes_way_and_one_that_was_left_is_not_tried() -> None:
+def test_finished_suspect_admits_the_next_and_skips_abandoned_ones() -> None:
     ledger = RequestLedger()
     for spec in (A, B, C):
         ledger.begin(spec)
@@ -128,7 +127,7 @@ def test_a_suspect_that_ends_makes_way_and_one_that_was_left_is_not_tried() -> N
     assert ledger.next_suspect() is None
 
 
-def test_who_is_held_back_does_not_grow_old_with_epochs_that_never_knew_it() -> None:
+def test_deaths_while_held_back_do_not_count_against_a_request() -> None:
     ledger = RequestLedger()
     for spec in (A, B):
         ledger.begin(spec)
@@ -136,12 +135,12 @@ def test_who_is_held_back_does_not_grow_old_with_epochs_that_never_knew_it() -> 
     ledger.died("it burns")
     while "a" in ledger:
         assert [spec.request_id for spec in ledger.resubmissions()] == ["a"]
-        assert all(end.request_id == "a" for end in ledger.died("of something else"))
+        assert all(end.request_id == "a" for end in ledger.died("an unrelated failure"))
     assert [spec.request_id for spec in ledger.resubmissions()] == ["b"]
-    assert ledger.died("of something else") == []
+    assert ledger.died("an unrelated failure") == []
 
 
-def test_a_request_is_given_up_after_many_deaths_even_if_each_epoch_gave_it_a_token() -> None:
+def test_request_fails_after_many_deaths_despite_progress() -> None:
     ledger = RequestLedger()
     ledger.begin(A)
     for _ in range(MAX_DEATHS - 1):
@@ -153,12 +152,12 @@ def test_a_request_is_given_up_after_many_deaths_even_if_each_epoch_gave_it_a_to
     assert len(ledger) == 0
 
 
-# An engine that goes on ----------------------------------------------------------------------------------------
+# Resuming a request --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_text_goes_on_from_any_token_with_its_log_probabilities(k: int, depth: int) -> None:
+def test_text_resumes_from_any_token_with_logprobs(k: int, depth: int) -> None:
     """Limits, penalties, seeds and stop tokens count from the prompt."""
     stops = greedy("stops", [9, 8, 7], 40, stop_token_ids=(scripted(greedy("stops", [9, 8, 7], 40))[25],), min_tokens=3)
     specs = [*SPECS, stops]
@@ -166,38 +165,38 @@ def test_a_text_goes_on_from_any_token_with_its_log_probabilities(k: int, depth:
     for cut in (1, 16, 31):
         stepper = Stepper(small_engine(specs, k, 0.3, num_kv_blocks=20), eager=True)
         cuts = {spec.request_id: min(cut, len(whole.tokens[spec.request_id]) - 1) for spec in specs}
-        stepper.submit(*(behind(spec, whole.tokens[spec.request_id][: cuts[spec.request_id]]) for spec in specs))
+        stepper.submit(*(resumed_after(spec, whole.tokens[spec.request_id][: cuts[spec.request_id]]) for spec in specs))
         texts = stepper.run(depth)
         assert texts.tokens == {name: tokens[cuts[name] :] for name, tokens in whole.tokens.items()}
         assert texts.scores == {name: scores[cuts[name] :] for name, scores in whole.scores.items()}
         assert texts.ends == whole.ends
 
 
-def test_what_was_delivered_before_counts_as_recomputed_not_as_prompt() -> None:
+def test_delivered_tokens_count_as_recomputed_not_as_prompt() -> None:
     engine = null_engine()
-    run(engine, [behind(greedy("a", range(20), 9), [1, 2, 3, 4])])
+    run(engine, [resumed_after(greedy("a", range(20), 9), [1, 2, 3, 4])])
     stats = engine.stats()
     assert (stats.scheduler.counters.prompt_tokens, stats.scheduler.counters.recomputed_tokens) == (0, 24)
     assert stats.scheduler.outputs.generated_tokens == 5
 
 
-def test_nothing_left_to_generate_is_refused() -> None:
+def test_resuming_a_complete_text_is_rejected() -> None:
     engine = null_engine()
-    (delta,) = engine.submit(behind(greedy("a", [1, 2], 4), [1, 2, 3, 4]))
+    (delta,) = engine.submit(resumed_after(greedy("a", [1, 2], 4), [1, 2, 3, 4]))
     assert delta.finish_reason is FinishReason.ERROR
-    assert delta.error is not None and "none of at most 4 is left" in delta.error
+    assert delta.error is not None and "none of the at most 4 remains" in delta.error
     with pytest.raises(BadRequest):
-        engine.probe().scheduler.add(behind(greedy("a", [1, 2], 4), [1, 2, 3, 4, 5]))
+        engine.probe().scheduler.add(resumed_after(greedy("a", [1, 2], 4), [1, 2, 3, 4, 5]))
 
 
-# Epochs that die at any moment ----------------------------------------------------------------------------------
+# Deaths at random moments ---------------------------------------------------------------------------------------
 
 
 class Epochs(RuleBasedStateMachine):
-    """A client's ledger over engines that die with steps in flight, whose last messages may be lost.
+    """Request ledger of a client whose engines die with steps in flight and lose their last messages.
 
-    How far an engine gets in so many steps depends on when its copies of KV end, so no rule and no choice among
-    drawn values asks what is live: Hypothesis wants the same draws whenever it plays the same sequence.
+    How far an engine gets in a number of steps depends on when its KV copies finish, so no rule and no drawn choice
+    may depend on live state: Hypothesis requires identical draws when it replays a sequence.
     """
 
     @initialize(
@@ -220,9 +219,9 @@ class Epochs(RuleBasedStateMachine):
         self.epoch += 1
         self.engine = small_engine(SPECS, self.k, 0.3, seed=self.epoch, **self.settings)
         for spec in self.ledger.resubmissions():
-            self.hand_on(self.engine.submit(spec))
+            self.record(self.engine.submit(spec))
 
-    def hand_on(self, deltas: list[Delta]) -> None:
+    def record(self, deltas: list[Delta]) -> None:
         self.texts.take([seen for delta in deltas if (seen := self.ledger.deliver(delta)) is not None])
 
     @precondition(lambda self: self.unused)
@@ -231,26 +230,26 @@ class Epochs(RuleBasedStateMachine):
         for _ in range(min(count, len(self.unused))):
             spec = self.unused.pop()
             self.ledger.begin(spec)
-            self.hand_on(self.engine.submit(spec))
+            self.record(self.engine.submit(spec))
 
     @rule(times=st.integers(1, 12))
     def steps(self, times: int) -> None:
         for _ in range(times):
-            self.hand_on(self.engine.step())
+            self.record(self.engine.step())
 
-    @rule(which=st.integers(0, len(SPECS) - 1), heard=st.booleans())
-    def abort(self, which: int, heard: bool) -> None:
+    @rule(which=st.integers(0, len(SPECS) - 1), acknowledged=st.booleans())
+    def abort(self, which: int, acknowledged: bool) -> None:
         if len(self.ledger) < 2:
             return
         name = sorted(self.ledger)[which % len(self.ledger)]
         self.aborted.add(name)
         self.ledger.aborting([name])
-        if heard:
-            self.hand_on(self.engine.abort([name]))
+        if acknowledged:
+            self.record(self.engine.abort([name]))
 
     @rule(lost=st.integers(0, 3))
     def die(self, lost: int) -> None:
-        """The engine's last messages never arrive."""
+        """The engine's last messages are lost."""
         if not len(self.ledger):
             return
         for _ in range(lost):
@@ -260,7 +259,7 @@ class Epochs(RuleBasedStateMachine):
         self.new_epoch()
 
     @invariant()
-    def delivered_is_a_prefix_of_golden(self) -> None:
+    def delivered_text_is_prefix_of_golden(self) -> None:
         for name, tokens in getattr(self, "texts", Texts()).tokens.items():
             whole, end = self.expected[name], self.texts.ends.get(name)
             assert tokens == whole[: len(tokens)]
@@ -276,8 +275,8 @@ class Epochs(RuleBasedStateMachine):
         for _ in range(3000):
             if not self.engine.has_work:
                 break
-            self.hand_on(self.engine.step())
-        self.delivered_is_a_prefix_of_golden()
+            self.record(self.engine.step())
+        self.delivered_text_is_prefix_of_golden()
         self.engine.close()
         begun = {spec.request_id for spec in SPECS} - {spec.request_id for spec in self.unused}
         assert set(self.texts.ends) | self.aborted >= begun, "a request has no end"

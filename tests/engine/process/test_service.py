@@ -1,4 +1,4 @@
-"""What the loop tells its client."""
+"""Messages from the engine loop to its client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.stepping import greedy
 
 
 class ScriptedInbox:
-    """Hands out one request, then waits until the last statistics satisfy the test."""
+    """Supplies one request, then blocks until the last statistics satisfy the test."""
 
     def __init__(self, request: Submit, sent: list[EngineMessage]) -> None:
         self._first: list[ClientMessage] = [request]
@@ -21,36 +21,36 @@ class ScriptedInbox:
         self._until = time.monotonic() + 10
 
     def wake(self) -> None:
-        raise AssertionError("nobody else asks this engine for anything")
+        raise AssertionError("this engine has no other client")
 
     def receive(self, timeout: float) -> list[ClientMessage]:
         if self._first:
             return [self._first.pop()]
         time.sleep(min(timeout, 0.01))
         if time.monotonic() > self._until or any(
-            stats.kv and stats.kv.written_blocks == 6 for stats in told(self._sent)
+            stats.kv and stats.kv.written_blocks == 6 for stats in sent_to_client(self._sent)
         ):
             return [Shutdown()]
         return []
 
 
-def told(sent: list[EngineMessage]) -> list[EngineStats]:
+def sent_to_client(sent: list[EngineMessage]) -> list[EngineStats]:
     return [message.stats for message in sent if isinstance(message, StepEvents) and message.stats is not None]
 
 
-def test_an_engine_tells_its_statistics_before_the_first_request() -> None:
+def test_statistics_are_published_before_first_request() -> None:
     sent: list[EngineMessage] = []
 
-    class Asking(ScriptedInbox):
+    class RequestingInbox(ScriptedInbox):
         def receive(self, timeout: float) -> list[ClientMessage]:
-            assert len(told(sent)) == 1
+            assert len(sent_to_client(sent)) == 1
             return [Shutdown()]
 
-    serve_engine(null_engine(), Asking(Submit(greedy("a", range(4), 1)), sent), sent.append)
-    assert told(sent)
+    serve_engine(null_engine(), RequestingInbox(Submit(greedy("a", range(4), 1)), sent), sent.append)
+    assert sent_to_client(sent)
 
 
-def test_an_idle_engine_tells_what_its_store_still_did_and_nothing_twice(tmp_path: Path) -> None:
+def test_idle_engine_publishes_late_store_statistics_once(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"of sixteen bytes")
     secret.chmod(0o600)
@@ -58,7 +58,7 @@ def test_an_idle_engine_tells_what_its_store_still_did_and_nothing_twice(tmp_pat
     assert engine.info.kv_store_answers
     sent: list[EngineMessage] = []
     serve_engine(engine, ScriptedInbox(Submit(greedy("a", range(100), 3)), sent), sent.append)
-    stats = told(sent)
+    stats = sent_to_client(sent)
     assert stats[-1].kv is not None
     assert stats[-1].kv.written_blocks == 6
     assert stats[-1].scheduler.offload.saved_tokens == 96

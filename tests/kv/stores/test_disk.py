@@ -54,12 +54,12 @@ class DiskDoor(BackDoor):
             with not_root(self._folder):
                 yield
         else:
-            lacks("a local disk is never out of reach, and a call that hangs in the kernel cannot be interrupted")
+            lacks("a local disk is always reachable, and a call that hangs in the kernel cannot be interrupted")
 
 
 @contextlib.contextmanager
 def mounted(folder: Path, options: str):
-    """Put a small file system with the same files over the folder, with `options`."""
+    """Mount a small file system with the same files over the folder, with `options`."""
     copy = folder.with_name("copy")
     if folder.exists():
         shutil.copytree(folder, copy)
@@ -84,7 +84,7 @@ def mounted(folder: Path, options: str):
 
 @contextlib.contextmanager
 def not_root(folder: Path):
-    """Take away the folder's permissions, and this process's power to pass over them."""
+    """Remove the folder's permissions and this process's capability to bypass them."""
     folder.chmod(0)
     user = os.geteuid()
     try:
@@ -113,7 +113,7 @@ def store_in(folder: Path, **parameters) -> DiskStore:
 
 @pytest.fixture
 def bytes_alone(monkeypatch):
-    """A file system on which a file takes its bytes and nothing else, so that small numbers tell something."""
+    """A file system on which a file uses exactly its bytes, so that small limits are meaningful."""
     monkeypatch.setattr(disk, "_MAX_BLOCK", 1)
     monkeypatch.setattr(disk, "_FILE_BYTES", 0)
     monkeypatch.setattr(disk, "_SECTOR", 0)
@@ -128,25 +128,25 @@ def bytes_in(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("text", ["disk:", "disk:a\0b"])
-def test_a_disk_store_needs_a_folder(text):
-    with pytest.raises(ConfigError, match="names no folder"):
+def test_disk_store_requires_a_folder(text):
+    with pytest.raises(ConfigError, match="has no folder"):
         DiskStore(parse_location(text))
 
 
-def test_the_folder_is_for_its_owner_only(tmp_path):
+def test_folder_is_private_to_its_owner(tmp_path):
     store_in(tmp_path / "a" / "kv").put([(KEY, [b"value"])], 5)
     for path in (tmp_path / "a" / "kv").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
     assert (tmp_path / "a" / "kv").stat().st_mode & 0o777 == 0o700
 
 
-def test_making_a_store_and_reading_from_it_creates_nothing(tmp_path):
+def test_opening_and_reading_create_no_files(tmp_path):
     store = store_in(tmp_path / "kv")
     store.get([KEY], 10, 5), store.longest_prefix([KEY], 10, 5), store.delete([KEY], 5), store.stats(5)
     assert not (tmp_path / "kv").exists()
 
 
-def test_a_folder_that_vanishes_is_made_again(tmp_path):
+def test_deleted_folder_is_recreated(tmp_path):
     store = store_in(tmp_path / "kv")
     store.put([(KEY, [b"value"])], 5)
     shutil.rmtree(tmp_path / "kv")
@@ -156,7 +156,7 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path):
 
 
 @pytest.mark.parametrize("link", ["value", "shard", "partial", "usage"])
-def test_no_link_is_followed_out_of_the_folder(tmp_path, link):
+def test_symlinks_out_of_the_folder_are_not_followed(tmp_path, link):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / f"{KEY.hex()}.kv").write_bytes(b"secret")
@@ -187,7 +187,7 @@ def test_no_link_is_followed_out_of_the_folder(tmp_path, link):
     assert (outside / f"{KEY.hex()}.kv").read_bytes() == b"secret"
 
 
-def test_a_pipe_in_place_of_a_value_keeps_nobody_waiting(tmp_path):
+def test_fifo_in_place_of_value_does_not_block(tmp_path):
     folder = tmp_path / "kv" / KEY.hex()[:2]
     folder.mkdir(parents=True)
     os.mkfifo(folder / f"{KEY.hex()}.kv")
@@ -196,7 +196,7 @@ def test_a_pipe_in_place_of_a_value_keeps_nobody_waiting(tmp_path):
 
 
 @pytest.mark.usefixtures("bytes_alone")
-def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
+def test_foreign_files_in_the_folder_are_kept(tmp_path):
     folder = tmp_path / "kv"
     for name in ("notes.txt", "ab/notes.txt", "ab/abcd", "objects/ab/abcd.kv", "partial/keep.txt", "AB/ab.kv"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -209,20 +209,20 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
 
 
 @pytest.mark.usefixtures("bytes_alone")
-def test_without_a_limit_it_takes_at_most_half_of_what_is_free(tmp_path, monkeypatch):
+def test_default_limit_is_half_of_free_space(tmp_path, monkeypatch):
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     store = store_in(tmp_path / "kv")
     assert store.put([(KEY, [b"x" * 501])], 5) == 0
     assert store.put([(KEY, [b"x" * 500])], 5) == 1
-    assert store_in(tmp_path / "kv").stats(5).limit_bytes == 750  # its own files count as free
+    assert store_in(tmp_path / "kv").stats(5).limit_bytes == 750  # the store's own files count as free
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=1 << 50))
     assert "of at most 10.0 GiB in 1 values" in store_in(tmp_path / "kv").open(5)
 
 
 @pytest.mark.usefixtures("bytes_alone")
 @pytest.mark.parametrize("usage", [b"", b"nonsense", b"99999999999999999999", b"-5", b"00000000000000000000"])
-def test_a_wrong_count_is_put_right(tmp_path, usage):
+def test_wrong_byte_count_is_corrected(tmp_path, usage):
     first = store_in(tmp_path / "kv", max_bytes=1000)
     first.put([(bytes([number]) * 4, [b"x" * 90]) for number in range(10)], 5)
     (tmp_path / "kv" / "usage").write_bytes(usage)
@@ -232,7 +232,7 @@ def test_a_wrong_count_is_put_right(tmp_path, usage):
     assert store.get([KEY], 100, 5) == [b"y" * 90]
 
 
-def test_what_dead_writers_left_goes_by_age(tmp_path):
+def test_files_of_dead_writers_are_removed_by_age(tmp_path):
     partial = tmp_path / "kv" / "partial"
     partial.mkdir(parents=True)
     for name, age in (("50-" + "a" * 32, 3600), ("50-" + "b" * 32, 1)):
@@ -243,7 +243,7 @@ def test_what_dead_writers_left_goes_by_age(tmp_path):
 
 
 @pytest.mark.usefixtures("bytes_alone")
-def test_room_is_kept_for_what_another_engine_is_writing(tmp_path):
+def test_space_is_reserved_for_concurrent_writers(tmp_path):
     partial = tmp_path / "kv" / "partial"
     partial.mkdir(parents=True)
     (partial / ("80-" + "a" * 32)).write_bytes(b"")
@@ -254,7 +254,7 @@ def test_room_is_kept_for_what_another_engine_is_writing(tmp_path):
     assert store.put([(KEY, [b"x" * 20])], 5) == 1
 
 
-def test_a_failed_write_leaves_nothing_behind_and_no_wrong_count(tmp_path, monkeypatch):
+def test_failed_write_leaves_no_file_and_correct_count(tmp_path, monkeypatch):
     store = store_in(tmp_path / "kv")
     store.put([(KEY, [b"value"])], 5)
     used = int((tmp_path / "kv" / "usage").read_bytes())
@@ -273,7 +273,7 @@ def test_a_failed_write_leaves_nothing_behind_and_no_wrong_count(tmp_path, monke
 
 
 @pytest.mark.timing
-def test_an_engine_that_stands_still_with_the_lock_delays_others_no_longer_than_their_deadline(tmp_path):
+def test_suspended_lock_holder_delays_others_up_to_deadline(tmp_path):
     store = store_in(tmp_path / "kv")
     store.put([(KEY, [b"value"])], 5)
     with (tmp_path / "kv" / "usage").open("rb") as usage:
@@ -288,7 +288,7 @@ def test_an_engine_that_stands_still_with_the_lock_delays_others_no_longer_than_
 
 
 @pytest.mark.usefixtures("bytes_alone")
-def test_a_file_system_without_locks_still_keeps_to_the_limit(tmp_path, monkeypatch):
+def test_limit_holds_on_file_system_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -326,10 +326,10 @@ def wait_for(process: subprocess.Popen, word: str) -> None:
     for line in process.stdout:
         if line.strip() == word:
             return
-    raise AssertionError(f"the writer ended before it was {word}")
+    raise AssertionError(f"the writer exited before it was {word}")
 
 
-def test_writers_killed_at_any_moment_leave_whole_values_and_a_folder_that_works(tmp_path):
+def test_killed_writers_leave_complete_values(tmp_path):
     location = f"disk:{tmp_path / 'kv'}?max_bytes=1000000"
     for _ in range(4):
         processes = [writer(name, location) for name in "ab"]
@@ -350,7 +350,7 @@ def test_writers_killed_at_any_moment_leave_whole_values_and_a_folder_that_works
     assert store.get([KEY], 10, 5) == [b"value"]
 
 
-def test_the_cap_holds_while_several_engines_write(tmp_path):
+def test_limit_holds_with_concurrent_writers(tmp_path):
     location = f"disk:{tmp_path / 'kv'}?max_bytes=1000000"
     processes = [writer(name, location) for name in "abc"]
     try:
@@ -370,13 +370,13 @@ def test_the_cap_holds_while_several_engines_write(tmp_path):
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes in values. The lock keeps room from being given away and values from being deleted meanwhile."""
+    """Bytes in values. The lock prevents reservations and deletions meanwhile."""
     with (folder / "usage").open("rb") as usage:
         fcntl.flock(usage, fcntl.LOCK_EX)
         return sum(path.stat().st_size for path in folder.glob("??/*.kv"))
 
 
-def test_a_file_where_the_folder_should_be_makes_the_store_unreachable(tmp_path):
+def test_file_in_place_of_folder_makes_store_unreachable(tmp_path):
     (tmp_path / "kv").write_bytes(b"not a folder")
     store = store_in(tmp_path / "kv")
     for call in (lambda: store.get([KEY], 10, 1), lambda: store.put([(KEY, [b"value"])], 1)):

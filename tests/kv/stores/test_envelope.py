@@ -25,21 +25,21 @@ def damage(value, key=KEY, payload_bytes=140, secret=SECRET) -> Damage:
 
 
 @given(keys, payloads, compressions, compressions)
-def test_what_was_sealed_opens_whatever_the_compression_of_either_side(key, payload, writes, reads):
+def test_sealed_value_opens_under_any_compression_setting(key, payload, writes, reads):
     value = sealed(key, payload, writes)
     assert Envelope(SECRET, reads).open(key, value, len(payload)) == payload
     assert len(value) <= HEADER_BYTES + len(payload)
 
 
 @given(keys, payloads, compressions, st.data())
-def test_any_flipped_bit_is_refused(key, payload, compression, data):
+def test_any_flipped_bit_is_rejected(key, payload, compression, data):
     value = bytearray(sealed(key, payload, compression))
     bit = data.draw(st.integers(0, 8 * len(value) - 1))
     value[bit // 8] ^= 1 << bit % 8
     damage(value, key, len(payload))
 
 
-def test_every_flipped_bit_of_a_header_is_refused():
+def test_every_flipped_header_bit_is_rejected():
     for bit in range(8 * HEADER_BYTES):
         value = bytearray(sealed())
         value[bit // 8] ^= 1 << bit % 8
@@ -47,7 +47,7 @@ def test_every_flipped_bit_of_a_header_is_refused():
 
 
 @given(payloads, compressions, st.data())
-def test_any_truncation_is_refused(payload, compression, data):
+def test_any_truncation_is_rejected(payload, compression, data):
     value = sealed(payload=payload, compression=compression)
     cut = data.draw(st.integers(0, len(value) - 1))
     expected = Damage.SHORT if cut < HEADER_BYTES else Damage.LENGTH
@@ -55,19 +55,19 @@ def test_any_truncation_is_refused(payload, compression, data):
 
 
 @given(payloads, compressions, st.binary(min_size=1, max_size=50))
-def test_any_extension_is_refused(payload, compression, more):
+def test_any_extension_is_rejected(payload, compression, more):
     value = sealed(payload=payload, compression=compression)
     assert damage(value + more, payload_bytes=len(payload)) == Damage.LENGTH
 
 
 @given(keys, keys, payloads)
-def test_a_value_does_not_open_under_another_key(key, other, payload):
+def test_value_is_bound_to_its_key(key, other, payload):
     if key != other:
         assert damage(sealed(key, payload), other, len(payload)) == Damage.KEY
 
 
 @given(payloads, st.binary(max_size=300))
-def test_a_header_does_not_go_with_another_payload(payload, other):
+def test_header_is_bound_to_its_payload(payload, other):
     if payload != other:
         assert damage(sealed(payload=payload)[:HEADER_BYTES] + other, payload_bytes=len(payload)) in (
             Damage.LENGTH,
@@ -76,16 +76,16 @@ def test_a_header_does_not_go_with_another_payload(payload, other):
 
 
 @given(st.binary(max_size=400), st.integers(0, 400))
-def test_garbage_is_refused(value, payload_bytes):
+def test_garbage_is_rejected(value, payload_bytes):
     damage(value, payload_bytes=payload_bytes)
     damage(b"FDKV" + value, payload_bytes=payload_bytes)
 
 
-def test_another_secret_does_not_open_it():
+def test_value_is_bound_to_its_secret():
     assert damage(sealed(), secret=b"x" * 32) == Damage.DIGEST
 
 
-def test_what_is_wrong_is_told_apart():
+def test_error_kinds_are_distinguished():
     value = sealed()
     assert damage(b"") == Damage.SHORT
     assert damage(b"X" + value[1:]) == Damage.FOREIGN
@@ -95,20 +95,20 @@ def test_what_is_wrong_is_told_apart():
     assert damage(value[:-1] + b"?") == Damage.DIGEST
 
 
-def test_a_payload_that_unpacks_to_more_than_it_says_takes_no_memory(monkeypatch):
-    # Only a holder of the secret can make one: sealed here as if it were a payload that packs well.
+def test_decompression_bomb_allocates_no_memory(monkeypatch):
+    # Only a holder of the secret can create one: sealed here as if it were a highly compressible payload.
     bomb = zlib.compress(bytes(64 << 20))
     monkeypatch.setattr(zlib, "compress", lambda raw, level: bomb)
     value = sealed(payload=b"a" * 1_000_000, compression="zlib")
     monkeypatch.undo()
-    asked = []
+    limits = []
 
     class Watched:
         def __init__(self):
             self.inner = zlib._real()
 
         def decompress(self, data, limit):
-            asked.append(limit)
+            limits.append(limit)
             return self.inner.decompress(data, limit)
 
         def __getattr__(self, name):
@@ -117,18 +117,18 @@ def test_a_payload_that_unpacks_to_more_than_it_says_takes_no_memory(monkeypatch
     monkeypatch.setattr(zlib, "_real", zlib.decompressobj, raising=False)
     monkeypatch.setattr(zlib, "decompressobj", Watched)
     assert damage(value, payload_bytes=1_000_000) == Damage.COMPRESSION
-    assert asked == [1_000_001]
+    assert limits == [1_000_001]
 
 
 @pytest.mark.parametrize("packed", [zlib.compress(b"short"), zlib.compress(b"a" * 140) + b"rest", b"not zlib", b""])
-def test_a_packed_payload_that_is_not_as_it_says_is_refused(monkeypatch, packed):
+def test_inconsistent_compressed_payload_is_rejected(monkeypatch, packed):
     monkeypatch.setattr(zlib, "compress", lambda raw, level: packed)
     value = sealed(payload=b"a" * 140, compression="zlib")
     monkeypatch.undo()
     assert damage(value) == Damage.COMPRESSION
 
 
-def test_sealing_and_opening_copy_nothing():
+def test_sealing_and_opening_do_not_copy():
     payload = np.arange(1000, dtype=np.float32)
     header, stored = Envelope(SECRET).seal(KEY, memoryview(payload))
     assert np.shares_memory(np.frombuffer(stored, np.uint8), payload)
@@ -138,7 +138,7 @@ def test_sealing_and_opening_copy_nothing():
     assert opened == payload.tobytes()
 
 
-def test_what_does_not_shrink_is_stored_as_it_is():
+def test_incompressible_value_is_stored_uncompressed():
     payload = zlib.compress(np.random.default_rng(0).bytes(2000))
     _, stored = Envelope(SECRET, "zlib").seal(KEY, payload)
     assert stored == payload
@@ -147,12 +147,12 @@ def test_what_does_not_shrink_is_stored_as_it_is():
 
 
 @pytest.mark.parametrize("key", [b"", b"x" * 33])
-def test_a_key_that_does_not_fit_is_a_mistake_of_the_caller(key):
+def test_invalid_key_is_a_caller_error(key):
     with pytest.raises(ValueError, match="does not fit"):
         Envelope(SECRET).seal(key, b"")
 
 
-def test_errors_hold_nothing_of_value_or_secret():
+def test_errors_contain_no_value_or_secret():
     with pytest.raises(Damaged) as caught:
         Envelope(SECRET).open(KEY, sealed()[:-1], 140)
     assert str(caught.value) == "a stored value is damaged: length"

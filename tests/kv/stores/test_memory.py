@@ -23,8 +23,8 @@ class MemoryDoor(BackDoor):
 
 
 class TestMemoryStore(StoreSuite):
-    persistence = closed("memory ends with the store")
-    sharing = closed("each store has memory of its own")
+    persistence = closed("memory is freed with the store")
+    sharing = closed("each store has separate memory")
 
     @pytest.fixture
     def location(self):
@@ -35,12 +35,12 @@ class TestMemoryStore(StoreSuite):
         return MemoryDoor(store)
 
 
-def test_memory_has_no_place():
-    with pytest.raises(ConfigError, match="memory:/x names a place"):
+def test_memory_location_takes_no_path():
+    with pytest.raises(ConfigError, match="memory:/x has a path"):
         MemoryStore(parse_location("memory:/x"))
 
 
-def test_values_are_handed_out_without_a_copy():
+def test_values_are_returned_without_copying():
     store = MemoryStore(parse_location("memory:"))
     store.put([(b"k", [b"a" * 100])], 1)
     assert store.get([b"k"], 100, 1)[0] is store.get([b"k"], 100, 1)[0]

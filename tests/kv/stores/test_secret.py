@@ -22,13 +22,13 @@ def written(folder: Path, data: bytes, mode: int = 0o600) -> Path:
     return file
 
 
-def test_purposes_get_different_keys_of_one_secret():
+def test_keys_differ_by_purpose():
     keys = {derive(b"s" * 32, "envelope"), derive(b"s" * 32, "hash chain"), derive(b"t" * 32, "envelope")}
     assert [len(key) for key in keys] == [32] * 3
     assert derive(b"s" * 32, "envelope") in keys
 
 
-def test_the_own_secret_is_made_once_and_is_private(cache):
+def test_default_secret_is_created_once_and_private(cache):
     first = load_secret()
     assert len(first) >= 32
     assert load_secret() == first
@@ -36,13 +36,13 @@ def test_the_own_secret_is_made_once_and_is_private(cache):
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_many_at_once_get_the_same_secret(cache):
+def test_concurrent_creation_yields_one_secret(cache):
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(lambda _: load_secret(), range(64)))) == 1
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_file_of_that_name_is_never_replaced(cache):
+def test_existing_secret_file_is_never_replaced(cache):
     cache.mkdir()
     own = cache / "kv-store-secret"
     own.write_bytes(b"")
@@ -52,30 +52,30 @@ def test_a_file_of_that_name_is_never_replaced(cache):
     assert own.read_bytes() == b""
 
 
-def test_a_named_file_is_read_without_its_line_end(tmp_path):
+def test_secret_file_is_read_without_newline(tmp_path):
     for end in (b"", b"\n", b"\r\n"):
         assert load_secret(written(tmp_path, b"correct horse battery" + end)) == b"correct horse battery"
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o620, 0o606])
-def test_a_secret_open_to_others_is_refused(tmp_path, mode):
-    with pytest.raises(ConfigError, match="others may read or change") as caught:
+def test_world_readable_secret_is_rejected(tmp_path, mode):
+    with pytest.raises(ConfigError, match="accessible to other users") as caught:
         load_secret(written(tmp_path, b"x" * 32, mode))
     assert caught.value.field == "--kv-store-secret-file"
 
 
-def test_a_group_may_read_it(tmp_path):
+def test_group_readable_secret_is_accepted(tmp_path):
     assert load_secret(written(tmp_path, b"x" * 32, 0o640)) == b"x" * 32
 
 
 @pytest.mark.parametrize("data", [b"", b"hunter2", b"fifteen bytes..\n", b"x" * 5000])
-def test_a_secret_too_short_or_too_long_is_refused_without_showing_it(tmp_path, data):
+def test_secret_of_wrong_length_is_rejected_without_showing_it(tmp_path, data):
     with pytest.raises(ConfigError, match="must have 16 to 4096") as caught:
         load_secret(written(tmp_path, data))
     assert "hunter2" not in str(caught.value)
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_non_regular_secret_file_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the secret"):
         load_secret(tmp_path / "missing")
     os.mkfifo(tmp_path / "pipe")
@@ -84,15 +84,15 @@ def test_what_is_no_file_is_refused(tmp_path):
             load_secret(tmp_path / name)
 
 
-def test_a_cache_that_cannot_be_made_is_a_clear_error(monkeypatch, tmp_path):
+def test_uncreatable_cache_folder_is_a_clear_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("FD_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ConfigError, match="cannot make the secret") as caught:
+    with pytest.raises(ConfigError, match="cannot create the secret") as caught:
         load_secret()
     assert "at least 16 random bytes" in str(caught.value)
 
 
-def test_a_cache_that_may_not_be_looked_into_is_a_clear_error(monkeypatch, cache):
+def test_unreadable_cache_folder_is_a_clear_error(monkeypatch, cache):
     def refuse(self):
         raise PermissionError(13, "Permission denied")
 

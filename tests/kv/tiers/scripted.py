@@ -1,4 +1,4 @@
-"""A cache and a store that do as they are told and notice what they must not be asked."""
+"""Scripted cache and store that detect forbidden accesses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chain(name: str, length: int) -> tuple[bytes, ...]:
 
 
 def content(key: bytes) -> np.ndarray:
-    """What the KV of a key is, float32[1, 2, 4, 1, 2]."""
+    """Return the KV of a key, float32[1, 2, 4, 1, 2]."""
     raw = np.frombuffer(hashlib.blake2b(key, digest_size=32).digest() * 2, np.uint8)
     return raw[: BLOCK_BYTES // 4].astype(np.float32).reshape(1, 2, 4, 1, 2)
 
@@ -43,7 +43,7 @@ class Clock:
 
 
 class ScriptedCache(KVCache):
-    """Blocks may be touched only while they are lent; `between` runs in the middle of every copy."""
+    """Blocks may be accessed only while lent; `between` runs in the middle of every copy."""
 
     def __init__(self, num_blocks: int = 64) -> None:
         self.shape = SHAPE
@@ -61,7 +61,7 @@ class ScriptedCache(KVCache):
 
     def _check(self, blocks, lent: set[int], what: str) -> None:
         if not set(map(int, blocks)) <= lent:
-            self.broken_rules.append(f"{what} of a block that was given back")
+            self.broken_rules.append(f"{what} of a returned block")
 
     def export_blocks(self, blocks):
         self._check(blocks, self.readable, "read")
@@ -105,7 +105,7 @@ FAULTS = (
 
 
 class ScriptedStore(KVStore):
-    """A dict with faults: `fault(method)` is asked at the start of every call, `within` runs inside it."""
+    """Dict with faults: `fault(method)` runs at the start of every call, `within` inside it."""
 
     name = "scripted"
 
@@ -183,13 +183,13 @@ class ScriptedStore(KVStore):
 
 @contextmanager
 def no_threads():
-    """Thread loops that are built inside are not started: the test runs their jobs one by one."""
+    """Do not start thread loops created inside: the test runs their jobs one by one."""
     with mock.patch.object(ThreadLoop, "start", lambda self: None):
         yield
 
 
 class Rig:
-    """KV outside the device whose threads are run by the test, in the order that it likes."""
+    """KV offload whose thread jobs the test runs in any order."""
 
     def __init__(self, *, host_blocks: int = 4, store: bool = True, threads: bool = False, **options) -> None:
         self.clock = Clock()
@@ -198,7 +198,7 @@ class Rig:
         self.store = ScriptedStore() if store else None
         options.setdefault("clock", self.clock)
         self.news: list[NotStored | LoadPaceMeasured] = []
-        """Completions that answer no operation."""
+        """Completions without an operation."""
         if threads:
             self.offload = self._open(host_blocks, options)
         else:
@@ -220,13 +220,13 @@ class Rig:
         return self.offload.loops
 
     def completed(self) -> list[Found | Loaded | Saved]:
-        """Return the answers to operations since the last call; what else is told goes to `news`."""
+        """Return completions of operations since the last call; others go to `news`."""
         answers = []
         for completion in self.offload.completions():
             (self.news if isinstance(completion, NotStored | LoadPaceMeasured) else answers).append(completion)
         return answers
 
     def run(self) -> None:
-        """Do all jobs."""
+        """Run all jobs."""
         while any(loop.run_one() for loop in self.loops):
             pass

@@ -1,4 +1,4 @@
-"""Nothing that a store raises gets past its guard, and a store that hangs is not called."""
+"""The store guard contains all exceptions, and skips calls to a hung store."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def failing(error):
     return do
 
 
-def test_a_result_passes_and_the_call_is_told_its_time(guarded) -> None:
+def test_result_passes_and_call_receives_deadline(guarded) -> None:
     assert guarded.call("get", 0.5, lambda store, timeout: timeout * 2) == 1.0
 
 
 @pytest.mark.parametrize("trouble", [Trouble.TIMEOUT, Trouble.UNREACHABLE])
 @pytest.mark.law("5.5")
-def test_an_unreachable_store_is_left_alone_at_once(guarded, clock, trouble) -> None:
+def test_unreachable_store_opens_breaker_immediately(guarded, clock, trouble) -> None:
     assert guarded.call("get", 0.5, failing(StoreError(trouble, "secret"))) is None
     assert guarded.state == "open" and not guarded.ready()
     assert guarded.call("get", 0.5, lambda store, timeout: 1 / 0) is None
@@ -47,20 +47,20 @@ def test_an_unreachable_store_is_left_alone_at_once(guarded, clock, trouble) -> 
     assert guarded.errors == {trouble: 1}
 
 
-def test_other_troubles_are_tolerated_twice(guarded) -> None:
+def test_other_errors_are_tolerated_twice(guarded) -> None:
     for expected in ("closed", "closed", "open"):
         guarded.call("put", 0.5, failing(StoreError(Trouble.FULL, "full")))
         assert guarded.state == expected
     assert guarded.errors == {"full": 3}
 
 
-def test_a_bad_key_does_not_shut_the_store(guarded) -> None:
+def test_bad_key_does_not_open_breaker(guarded) -> None:
     for _ in range(5):
         guarded.call("get", 0.5, failing(StoreError(Trouble.MALFORMED, "a list")))
     assert guarded.state == "closed" and guarded.errors == {"malformed": 5}
 
 
-def test_an_error_of_a_strange_store_is_logged_once_without_its_words(guarded, caplog) -> None:
+def test_error_of_custom_store_is_logged_once_without_message(guarded, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         guarded.call("get", 0.5, failing(KeyError("secret words")))
         guarded.call("get", 0.5, failing(KeyError("secret words")))
@@ -71,7 +71,7 @@ def test_an_error_of_a_strange_store_is_logged_once_without_its_words(guarded, c
 
 
 @pytest.mark.law("5.5")
-def test_a_call_that_hangs_keeps_the_breaker_open_until_it_returns(guarded, clock) -> None:
+def test_hung_call_keeps_breaker_open_until_it_returns(guarded, clock) -> None:
     def hang(store, timeout):
         clock.now += timeout
         assert guarded.ready()
@@ -88,7 +88,7 @@ def test_a_call_that_hangs_keeps_the_breaker_open_until_it_returns(guarded, cloc
     assert guarded.call("get", 0.5, lambda store, timeout: 7) == 7 and guarded.state == "closed"
 
 
-def test_one_call_at_a_time_probes(guarded, clock) -> None:
+def test_probes_run_one_at_a_time(guarded, clock) -> None:
     guarded.call("get", 0.5, failing(StoreError(Trouble.TIMEOUT, "")))
     clock.now += 1.0
     seen = []

@@ -1,4 +1,4 @@
-"""The host tier keeps what was used last, within its bytes, and the beginning of a prefix longest."""
+"""Host tier: LRU within its byte limit, evicting the tail of a prefix first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def array(size: int) -> np.ndarray:
     return np.zeros(size, np.uint8)
 
 
-def test_the_least_recently_used_is_forgotten_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     host = HostTier(20)
     for key in (b"a", b"b"):
         host.put(key, array(10))
@@ -22,7 +22,7 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
     assert b"a" in host and b"b" not in host and b"c" in host
 
 
-def test_of_a_touched_prefix_the_end_is_forgotten_first() -> None:
+def test_tail_of_touched_prefix_is_evicted_first() -> None:
     host = HostTier(30)
     keys = [b"a", b"b", b"c"]
     for key in keys:
@@ -32,14 +32,14 @@ def test_of_a_touched_prefix_the_end_is_forgotten_first() -> None:
     assert [key in host for key in keys] == [True, True, False]
 
 
-def test_what_is_larger_than_the_tier_is_not_kept_and_evicts_nothing() -> None:
+def test_value_larger_than_tier_is_not_kept() -> None:
     host = HostTier(20)
     host.put(b"a", array(20))
     assert not host.put(b"b", array(21))
     assert b"a" in host and not HostTier(0).put(b"a", array(1))
 
 
-def test_the_stored_mark_ends_with_the_block() -> None:
+def test_stored_mark_is_dropped_with_the_block() -> None:
     host = HostTier(10)
     host.mark_written(b"a")
     assert not host.is_written(b"a")
@@ -54,7 +54,7 @@ def test_the_stored_mark_ends_with_the_block() -> None:
 
 
 @given(st.integers(0, 50), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=40))
-def test_bytes_are_the_sum_of_what_is_held_and_never_above_the_limit(limit, steps) -> None:
+def test_byte_count_is_exact_and_within_limit(limit, steps) -> None:
     host = HostTier(limit)
     sizes: dict[bytes, int] = {}
     for number, size, touch in steps:

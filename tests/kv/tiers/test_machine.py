@@ -1,7 +1,7 @@
-"""Hostile orders: whatever the threads, the store and the clock do, every operation is answered once and correctly.
+"""Adversarial orders of threads, store and clock: every operation completes once and correctly.
 
-Deterministic: the threads' jobs are run one by one in the order that hypothesis chooses, and in the middle of a copy or
-of a call of the store the engine may collect, cancel or find a deadline passed.
+Deterministic: thread jobs run one by one in the order that Hypothesis chooses, and in the middle of a copy or of a
+store call the engine may collect, cancel or reach a deadline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JUNK = -1.0
 
 
 @dataclass
-class Asked:
+class Operation:
     effect: Lookup | Load | Save
     deadline: float
 
@@ -41,7 +41,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.cache = self.rig.cache
         self.cache.data[:] = JUNK
         self.free = list(range(self.cache.num_blocks))
-        self.open: dict[int, Asked] = {}
+        self.open: dict[int, Operation] = {}
         self.number = 0
         self.inside = None
         self.fault = None
@@ -51,10 +51,10 @@ class TiersMachine(RuleBasedStateMachine):
             self.rig.store.fault = lambda method: self.fault
             self.rig.store.within = lambda method, timeout: self.meanwhile()
 
-    # What the engine does ---------------------------------------------------------------------------------
+    # Engine -----------------------------------------------------------------------------------------------
 
     def ask(self, effect) -> None:
-        self.open[effect.operation] = Asked(effect, self.rig.clock.now + SECONDS[type(effect)])
+        self.open[effect.operation] = Operation(effect, self.rig.clock.now + SECONDS[type(effect)])
         self.offload.perform([effect])
 
     def next(self) -> int:
@@ -92,7 +92,7 @@ class TiersMachine(RuleBasedStateMachine):
         for completion in self.rig.completed():
             self.check(completion)
         if self.inside is None:
-            overdue = [asked for asked in self.open.values() if asked.deadline <= self.rig.clock.now]
+            overdue = [operation for operation in self.open.values() if operation.deadline <= self.rig.clock.now]
             assert overdue == []
 
     def check(self, completion) -> None:
@@ -114,7 +114,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.cache.data[effect.blocks] = JUNK
         self.free += sorted(blocks)
 
-    # What the world does ----------------------------------------------------------------------------------
+    # Environment ------------------------------------------------------------------------------------------
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.3, 1.0, 5.0]))
     def pass_time(self, seconds) -> None:
@@ -135,7 +135,7 @@ class TiersMachine(RuleBasedStateMachine):
         cancel=st.booleans(),
     )
     def plan_an_interruption(self, wait, seconds, cancel) -> None:
-        """After so many copies and calls, in the middle of the next, the engine wakes up."""
+        """Wake the engine in the middle of a copy or call, after so many others."""
         self.plan = (wait, seconds, cancel)
 
     @rule(error=st.sampled_from([None, None, MemoryError]))
@@ -160,10 +160,10 @@ class TiersMachine(RuleBasedStateMachine):
         self.offload.stats()
         self.inside = None
 
-    # What always holds ------------------------------------------------------------------------------------
+    # Invariants -------------------------------------------------------------------------------------------
 
     @invariant()
-    def no_block_is_touched_that_was_given_back(self) -> None:
+    def returned_blocks_are_not_touched(self) -> None:
         if hasattr(self, "rig"):
             assert self.cache.broken_rules == []
             assert (self.cache.data[self.free] == JUNK).all()
@@ -187,7 +187,7 @@ class TiersMachine(RuleBasedStateMachine):
             return
         self.rig.run()
         self.collect()
-        assert self.open == {}, "all jobs are done"
+        assert self.open == {}, "all jobs have run"
         stats = self.offload.stats()
         assert (stats.pending_write_bytes, stats.open_operations) == (0, 0)
         self.offload.close(0.0)

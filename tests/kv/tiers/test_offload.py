@@ -1,4 +1,4 @@
-"""What a lookup, a load and a save are answered, tier by tier and fault by fault. The test runs the threads' jobs."""
+"""Results of lookups, loads and saves by tier and by fault. The test runs the thread jobs."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def look_up(rig: Rig, keys=KEYS[:6], number: int = 3):
 
 
 def pace(rig: Rig) -> LoadPaceMeasured:
-    """What was told last."""
-    return [told for told in rig.news if isinstance(told, LoadPaceMeasured)][-1]
+    """Return the last reported rate."""
+    return [event for event in rig.news if isinstance(event, LoadPaceMeasured)][-1]
 
 
-def test_nothing_anywhere_is_answered_at_once() -> None:
+def test_operations_on_empty_tiers_complete_immediately() -> None:
     rig = Rig(store=False)
     rig.offload.perform([Lookup(1, KEYS), Load(2, KEYS[:2], ids(0, 1)), Lookup(3, ()), Save(4, (), ids(), True)])
     assert rig.completed() == [Found(1, 0, 0), Loaded(2, 0), Found(3, 0, 0), Saved(4, 0)]
 
 
-def test_what_was_saved_is_found_and_loaded_from_the_host_tier() -> None:
+def test_saved_blocks_are_loaded_from_host_tier() -> None:
     rig = Rig(store=False, host_blocks=8)
     assert save(rig, 5) == [Saved(1, 5, 5)]
     assert look_up(rig) == [Found(3, 5, 5)]
@@ -71,7 +71,7 @@ def test_what_was_saved_is_found_and_loaded_from_the_host_tier() -> None:
     assert pace(rig).store_block is None and pace(rig).host_block is not None
 
 
-def test_a_lookup_behind_a_save_sees_it() -> None:
+def test_lookup_after_save_finds_its_blocks() -> None:
     rig = Rig(store=False)
     rig.cache.readable = {0}
     rig.offload.perform([Save(1, KEYS[:1], ids(0), False), Lookup(2, KEYS[:2])])
@@ -80,39 +80,39 @@ def test_a_lookup_behind_a_save_sees_it() -> None:
     assert rig.completed() == [Saved(1, 1, 1), Found(2, 1, 1)]
 
 
-def test_blocks_that_the_host_tier_has_are_not_exported_again() -> None:
+def test_blocks_in_host_tier_are_not_exported_again() -> None:
     rig = Rig(store=False)
     save(rig, 2)
     assert save(rig, 3) == [Saved(1, 3, 3)]
     assert rig.cache.exported == 3
 
 
-def test_of_a_prefix_larger_than_the_host_tier_the_beginning_is_kept() -> None:
+def test_head_of_oversized_prefix_stays_in_host_tier() -> None:
     rig = Rig(store=False, host_blocks=3)
     save(rig, 2, keys=chain("old", 2))
     assert save(rig, 6) == [Saved(1, 3, 3)]
     assert look_up(rig) == [Found(3, 3, 3)]
 
 
-def test_what_is_only_written_is_not_said_to_be_in_the_host_tier() -> None:
+def test_blocks_only_in_store_are_not_reported_in_host_tier() -> None:
     rig = Rig(host_blocks=3)
     assert save(rig, 6, persist=True) == [Saved(1, 6, 3)]
     rig.store.values.clear()
     assert load(rig, 6).blocks == 3
 
 
-def test_blocks_that_are_not_written_are_told_once() -> None:
+def test_unwritten_blocks_are_reported_once() -> None:
     rig = Rig(host_blocks=8, pending_bytes=2 * BLOCK_BYTES)
     rig.store.fault = lambda method: Trouble.FULL
     save(rig, 3, persist=True)
-    assert [told for told in rig.news if isinstance(told, NotStored)] == [NotStored(KEYS[2:3]), NotStored(KEYS[:2])]
+    assert [event for event in rig.news if isinstance(event, NotStored)] == [NotStored(KEYS[2:3]), NotStored(KEYS[:2])]
     rig.news.clear()
     rig.store.fault = lambda method: None
     save(rig, 2, persist=True)
     assert rig.news == [] and set(rig.store.values) == set(KEYS[:2])
 
 
-def test_the_pace_of_loading_is_told_when_it_changes() -> None:
+def test_load_rate_is_reported_on_change() -> None:
     rig = Rig(store=False)
     save(rig, 2)
     assert rig.news == []
@@ -125,7 +125,7 @@ def test_the_pace_of_loading_is_told_when_it_changes() -> None:
     assert rig.completed() == [] and rig.news == [LoadPaceMeasured()]
 
 
-def test_saved_blocks_reach_the_store_once_and_are_loaded_from_it_by_another_engine() -> None:
+def test_saved_blocks_reach_store_once_and_are_shared() -> None:
     rig = Rig(host_blocks=8)
     assert save(rig, 5, persist=True) == [Saved(1, 5, 5)]
     save(rig, 5, persist=True)
@@ -141,7 +141,7 @@ def test_saved_blocks_reach_the_store_once_and_are_loaded_from_it_by_another_eng
     assert stats.store == "scripted://host"
 
 
-def test_saved_is_answered_before_anything_is_written_and_nothing_is_stored_unasked() -> None:
+def test_save_completes_before_the_store_write() -> None:
     rig = Rig()
     rig.cache.readable = {0}
     rig.offload.perform([Save(1, KEYS[:1], ids(0), True)])
@@ -152,7 +152,7 @@ def test_saved_is_answered_before_anything_is_written_and_nothing_is_stored_unas
     assert set(rig.store.values) == {KEYS[0]}
 
 
-def test_without_a_host_tier_arrays_live_until_they_are_written() -> None:
+def test_arrays_live_until_written_without_host_tier() -> None:
     rig = Rig(host_blocks=0)
     assert save(rig, 5, persist=True) == [Saved(1, 5)]
     assert save(rig, 5, persist=False, keys=chain("other", 5)) == [Saved(1, 0)]
@@ -169,14 +169,14 @@ def test_host_tier_and_store_continue_each_other() -> None:
     assert look_up(rig) == [Found(3, 1, 1)]
     rig.store.seed(KEYS[:2], rig.envelope)
     assert look_up(rig) == [Found(3, 1, 4)]
-    assert (load(rig, 6).blocks, load(rig, 6).from_host) == (4, 4)  # the second finds all in the host tier
+    assert (load(rig, 6).blocks, load(rig, 6).from_host) == (4, 4)  # the second one finds all in the host tier
     rig.store.seed([KEYS[4]], rig.envelope)
     assert look_up(rig) == [Found(3, 4, 6)]
     loaded = load(rig, 6)
     assert (loaded.blocks, loaded.from_host) == (6, 5)
 
 
-def test_long_loads_come_in_batches_and_enter_the_host_tier() -> None:
+def test_long_loads_are_batched_and_fill_host_tier() -> None:
     rig = Rig(host_blocks=20)
     rig.store.seed(KEYS[:35], rig.envelope)
     assert load(rig, 40).blocks == 35
@@ -184,7 +184,7 @@ def test_long_loads_come_in_batches_and_enter_the_host_tier() -> None:
     assert look_up(rig, KEYS[:20]) == [Found(3, 20, 20)]
 
 
-def test_nothing_is_fetched_behind_the_end_of_a_prefix() -> None:
+def test_fetch_stops_at_the_end_of_a_prefix() -> None:
     rig = Rig(host_blocks=0)
     rig.store.seed(KEYS[:3], rig.envelope)
     copier, reader, _ = rig.loops
@@ -199,7 +199,7 @@ def test_nothing_is_fetched_behind_the_end_of_a_prefix() -> None:
     assert loaded.blocks == 3 and rig.store.calls == ["get"]
 
 
-def test_a_load_that_nobody_waits_for_is_not_fetched() -> None:
+def test_cancelled_load_is_not_fetched() -> None:
     rig = Rig()
     rig.offload.perform([Load(1, KEYS[:2], ids(0, 1))])
     rig.offload._copier.loop.run_one()
@@ -208,7 +208,7 @@ def test_a_load_that_nobody_waits_for_is_not_fetched() -> None:
     assert rig.completed() == [Loaded(1, 0)] and rig.store.calls == []
 
 
-def test_a_batch_that_arrives_after_the_end_is_kept_on_the_host_only() -> None:
+def test_batch_arriving_after_end_stays_on_host() -> None:
     rig = Rig(host_blocks=40)
     rig.store.seed(KEYS, rig.envelope)
     copier, reader, _ = rig.loops
@@ -224,7 +224,7 @@ def test_a_batch_that_arrives_after_the_end_is_kept_on_the_host_only() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_store_at_fault_yields_a_shorter_prefix_or_none_and_stays_counted(fault) -> None:
+def test_store_faults_shorten_prefix_and_are_counted(fault) -> None:
     rig = Rig(host_blocks=0)
     rig.store.seed(KEYS[:3], rig.envelope)
     rig.store.fault = lambda method: fault if method != "delete" else None
@@ -240,7 +240,7 @@ def test_a_store_at_fault_yields_a_shorter_prefix_or_none_and_stays_counted(faul
         assert KEYS[2] not in rig.store.values and KEYS[1] in rig.store.values
 
 
-def test_while_the_store_is_left_alone_nobody_asks_it() -> None:
+def test_open_breaker_prevents_store_calls() -> None:
     rig = Rig(host_blocks=4)
     save(rig, 2)
     rig.store.seed(KEYS[:4], rig.envelope)
@@ -255,7 +255,7 @@ def test_while_the_store_is_left_alone_nobody_asks_it() -> None:
     assert rig.offload.stats().breaker == "closed"
 
 
-def test_a_store_that_only_writes_badly_is_still_read() -> None:
+def test_store_with_failing_writes_is_still_read() -> None:
     rig = Rig(host_blocks=0)
     rig.store.seed(KEYS[:2], rig.envelope)
     rig.store.fault = lambda method: Trouble.UNREACHABLE if method == "put" else None
@@ -264,10 +264,10 @@ def test_a_store_that_only_writes_badly_is_still_read() -> None:
     assert (stats.write_breaker, stats.breaker, stats.dropped_blocks) == ("open", "closed", 2)
     assert load(rig, 2).blocks == 2
     assert save(rig, 2, persist=True, keys=chain("new", 2)) == [Saved(1, 0)]
-    assert rig.offload.stats().dropped_blocks == 3  # the first that cannot be kept ends it
+    assert rig.offload.stats().dropped_blocks == 3  # the first block that cannot be kept ends it
 
 
-def test_a_lookup_past_its_deadline_says_what_is_known_and_the_late_answer_is_ignored() -> None:
+def test_expired_lookup_returns_partial_result() -> None:
     rig = Rig(load_seconds=1.0)
     save(rig, 2)
     rig.store.seed(KEYS[:4], rig.envelope)
@@ -283,7 +283,7 @@ def test_a_lookup_past_its_deadline_says_what_is_known_and_the_late_answer_is_ig
     assert rig.offload.stats().lookups_expired == 1 and rig.offload.stats().store_hit_blocks == 0
 
 
-def test_a_load_past_its_deadline_keeps_what_was_copied_wholly_and_nothing_follows() -> None:
+def test_expired_load_keeps_complete_copies_only() -> None:
     rig = Rig(host_blocks=0, load_seconds=1.0)
     rig.store.seed(KEYS[:40], rig.envelope)
     copies = []
@@ -292,7 +292,7 @@ def test_a_load_past_its_deadline_keeps_what_was_copied_wholly_and_nothing_follo
         copies.append(1)
         if len(copies) == 10:
             rig.clock.now += 1.0
-            assert rig.completed() == []  # a copy is under way
+            assert rig.completed() == []  # a copy is in progress
 
     rig.cache.between = between
     loaded = load(rig, 40)
@@ -303,7 +303,7 @@ def test_a_load_past_its_deadline_keeps_what_was_copied_wholly_and_nothing_follo
 
 
 @pytest.mark.parametrize("after", [1, 3])
-def test_cancel_ends_loads_and_saves_at_the_next_block(after) -> None:
+def test_cancel_ends_loads_and_saves_at_next_block(after) -> None:
     rig = Rig(host_blocks=8)
     rig.cache.readable = rig.cache.writable = set(range(40))
     copies = []
@@ -322,7 +322,7 @@ def test_cancel_ends_loads_and_saves_at_the_next_block(after) -> None:
     assert load(rig, 5, number=1).blocks == after
 
 
-def test_an_operation_that_was_cancelled_before_its_turn_touches_nothing() -> None:
+def test_operation_cancelled_before_start_touches_nothing() -> None:
     rig = Rig()
     rig.cache.readable = rig.cache.writable = set()
     rig.offload.perform([Save(1, KEYS[:2], ids(0, 1), True), Load(2, KEYS[:2], ids(2, 3)), Lookup(3, KEYS)])
@@ -332,7 +332,7 @@ def test_an_operation_that_was_cancelled_before_its_turn_touches_nothing() -> No
     assert rig.completed() == [] and rig.cache.broken_rules == [] and rig.store.calls == []
 
 
-def test_a_save_past_its_deadline_gives_its_blocks_back() -> None:
+def test_expired_save_returns_its_blocks() -> None:
     rig = Rig()
     rig.offload.perform([Save(1, KEYS[:2], ids(0, 1), True)])
     rig.clock.now += 1.0
@@ -342,7 +342,7 @@ def test_a_save_past_its_deadline_gives_its_blocks_back() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])
-def test_a_cache_that_fails_ends_the_prefix_and_not_the_thread(error) -> None:
+def test_failing_cache_ends_prefix_not_thread(error) -> None:
     rig = Rig()
     save(rig, 2)
     rig.cache.fails = error
@@ -353,7 +353,7 @@ def test_a_cache_that_fails_ends_the_prefix_and_not_the_thread(error) -> None:
     assert rig.offload.stats().copy_errors == 2
 
 
-def test_an_evicted_block_frees_its_memory() -> None:
+def test_evicted_block_frees_memory() -> None:
     rig = Rig(host_blocks=1)
     rig.store.seed(KEYS[:8], rig.envelope)
     save(rig, 1)
@@ -365,7 +365,7 @@ def test_an_evicted_block_frees_its_memory() -> None:
     assert array.base is not None and array.base.nbytes <= BLOCK_BYTES
 
 
-def test_values_that_lie_in_a_larger_buffer_are_copied_out_of_it() -> None:
+def test_values_in_larger_buffers_are_copied() -> None:
     block = BlockFormat(np.float32, (4,))
     alone, shared = bytes(64) + np.arange(4, dtype=np.float32).tobytes(), bytearray(4096)
     shared[256:272] = alone[64:]

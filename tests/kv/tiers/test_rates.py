@@ -1,4 +1,4 @@
-"""Rates follow what was measured and are forgotten when nothing was."""
+"""Measured rates, forgotten without new measurements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from fd_core.kv.tiers.rates import Rate
 
 
-def test_a_rate_is_unknown_then_the_first_sample_then_between_the_two() -> None:
+def test_rate_is_a_moving_average() -> None:
     rate = Rate()
     assert rate.value(0.0) is None
     rate.add(8.0, 4, 0.0)
@@ -18,7 +18,7 @@ def test_a_rate_is_unknown_then_the_first_sample_then_between_the_two() -> None:
     assert rate.value(1.0) == pytest.approx(3.0)
 
 
-def test_a_bad_spell_is_forgotten_after_a_minute() -> None:
+def test_old_samples_expire_after_a_minute() -> None:
     rate = Rate()
     rate.add(100.0, 1, 0.0)
     assert rate.value(60.0) == 100.0

@@ -1,4 +1,4 @@
-"""The same with threads that run: stalls, hangs, shutdown, and everything at once."""
+"""KV offload with running threads: stalls, hangs, shutdown, and all at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .scripted import BLOCK_BYTES, FAULTS, Rig, chain, content
 
 KEYS = chain("t", 30)
 SLACK = 0.9
-"""Seconds that a busy machine may let a thread wait."""
+"""Seconds for which a busy machine may delay a thread."""
 
 
 def ids(*blocks: int) -> np.ndarray:
@@ -41,7 +41,7 @@ def alive(rig: Rig) -> set[str]:
     return {worker._thread.name for worker in rig.loops if worker._thread.is_alive()}
 
 
-def test_a_block_goes_to_the_store_and_comes_back() -> None:
+def test_block_round_trips_through_store() -> None:
     rig = running(host_blocks=0)
     rig.cache.readable, rig.cache.writable = {0, 1}, {2, 3}
     rig.cache.fill([0, 1], KEYS[:2])
@@ -60,8 +60,8 @@ def test_a_block_goes_to_the_store_and_comes_back() -> None:
 
 @pytest.mark.law("5.5")
 @pytest.mark.timing
-def test_a_stalled_store_costs_the_first_request_its_deadline_and_the_others_nothing() -> None:
-    """What SIGSTOP does to a server: every call takes as long as it may."""
+def test_stalled_store_delays_only_the_first_request() -> None:
+    """Like SIGSTOP on a store server: every call takes its full timeout."""
     rig = running(host_blocks=0, load_seconds=2.0)
 
     def stall(method, timeout):
@@ -87,14 +87,14 @@ def test_a_stalled_store_costs_the_first_request_its_deadline_and_the_others_not
 
 
 @pytest.mark.timing
-def test_a_store_that_hangs_for_ever_is_found_out_and_left_behind() -> None:
+def test_hung_store_is_detected_and_abandoned() -> None:
     release = threading.Event()
     rig = running(host_blocks=4)
     rig.cache.readable = {0}
     rig.store.within = lambda method, timeout: release.wait(20)
     rig.offload.perform([Lookup(1, KEYS), Save(2, KEYS[:1], ids(0), True)])
     assert sorted(answers(rig, 2), key=lambda answer: answer.operation) == [Found(1, 0, 0), Saved(2, 1, 1)]
-    time.sleep(0.15)  # what a call may be late
+    time.sleep(0.15)  # tolerance for a late call
     rig.offload.perform([Lookup(3, KEYS)])
     began = time.monotonic()
     assert answers(rig, 1) == [Found(3, 1, 1)]
@@ -111,7 +111,7 @@ def test_a_store_that_hangs_for_ever_is_found_out_and_left_behind() -> None:
     assert alive(rig) == set()
 
 
-def test_closing_flushes_what_was_saved() -> None:
+def test_close_flushes_saved_blocks() -> None:
     rig = running(host_blocks=0)
     rig.store.within = lambda method, timeout: time.sleep(0.02)
     rig.cache.readable = set(range(30))
@@ -122,7 +122,7 @@ def test_closing_flushes_what_was_saved() -> None:
 
 
 @pytest.mark.timing
-def test_closing_does_not_wait_for_a_slow_copy_longer_than_told() -> None:
+def test_close_waits_for_slow_copy_up_to_timeout() -> None:
     rig = running(host_blocks=30)
     rig.cache.readable = set(range(30))
     rig.cache.between = lambda: time.sleep(0.05)
@@ -136,7 +136,7 @@ def test_closing_does_not_wait_for_a_slow_copy_longer_than_told() -> None:
     assert (stats.host_bytes, stats.pending_write_bytes, stats.open_operations) == (0, 0, 0)
 
 
-def test_closing_has_no_time_for_loads() -> None:
+def test_close_cancels_loads() -> None:
     rig = running(host_blocks=30, load_seconds=60.0)
     rig.cache.readable = set(range(30))
     rig.offload.perform([Save(1, KEYS, ids(*range(30)), False)])
@@ -150,14 +150,14 @@ def test_closing_has_no_time_for_loads() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_everything_at_once(seed) -> None:
-    """For two seconds: random effects, delays, troubles, damage, hangs. Every answer comes once, in time and true."""
-    print("seed", seed)  # shown when it fails; threads make a run only likely to repeat
+def test_random_load_with_faults(seed) -> None:
+    """Two seconds of random effects, delays, errors, damage, hangs: every operation completes once and correctly."""
+    print("seed", seed)  # shown on failure; with threads it makes a repetition only likely
     drawn = random.Random(seed)
     weather = random.Random(seed + 1000)
     rig = running(host_blocks=drawn.choice([0, 6, 40]), load_seconds=0.2, pending_bytes=20 * BLOCK_BYTES)
     cache, offload = rig.cache, rig.offload
-    # A breaker that opened would end most of the faults.
+    # An open breaker would suppress most faults.
     for line in (offload._reads, offload._writes):
         line._breaker._first = line._breaker._longest = line._breaker._pause = 0.05
 
@@ -170,12 +170,12 @@ def test_everything_at_once(seed) -> None:
     chains = [chain(f"{seed}{name}", 30) for name in "abcd"]
     free = list(range(cache.num_blocks))
     cache.data[:] = -1
-    asked: dict[int, tuple[object, float]] = {}
+    pending: dict[int, tuple[object, float]] = {}
     number = answered = loaded = 0
 
     def check(completion) -> int:
-        effect, deadline = asked.pop(completion.operation)
-        # Many threads at once: a busy machine keeps one of them waiting for longer than it does elsewhere.
+        effect, deadline = pending.pop(completion.operation)
+        # Many threads at once: a busy machine delays one of them longer than usual.
         assert time.monotonic() < deadline + 3 * SLACK, effect
         if isinstance(effect, Lookup):
             assert 0 <= completion.host <= completion.total <= len(effect.keys)
@@ -191,8 +191,8 @@ def test_everything_at_once(seed) -> None:
         return completion.blocks if isinstance(effect, Load) else 0
 
     until = time.monotonic() + 2.0
-    while time.monotonic() < until or asked:
-        if time.monotonic() < until and len(asked) < 12:
+    while time.monotonic() < until or pending:
+        if time.monotonic() < until and len(pending) < 12:
             number += 1
             keys = drawn.choice(chains)[: drawn.randint(1, 30)]
             kind = drawn.choice("qqlsc")
@@ -211,7 +211,7 @@ def test_everything_at_once(seed) -> None:
                     cache.fill(blocks, keys[:count])
                     cache.readable |= set(blocks.tolist())
                     effect, seconds = Save(number, keys[:count], blocks, drawn.random() < 0.8), 0.2
-            asked[number] = (effect, time.monotonic() + seconds)
+            pending[number] = (effect, time.monotonic() + seconds)
             offload.perform([effect])
         if drawn.random() < 0.5:
             offload.wait(0.002)
@@ -223,7 +223,7 @@ def test_everything_at_once(seed) -> None:
         stats = offload.stats()
         assert stats.host_bytes <= stats.host_limit_bytes and stats.pending_write_bytes <= 20 * BLOCK_BYTES
     assert answered > 50 and loaded > 0
-    rig.store.within = lambda method, timeout: None  # a call that is under way may still take 0.8 s
+    rig.store.within = lambda method, timeout: None  # a call in progress may still take 0.8 s
     offload.close(5.0)
     stats = offload.stats()
     assert (stats.host_bytes, stats.pending_write_bytes, stats.open_operations) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Write-behind is bounded, and what it drops it counts."""
+"""Write-behind is bounded and counts what it drops."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lost() -> list[bytes]:
 
 @pytest.fixture
 def writer(guarded, counters, lost) -> WriteBehind:
-    """Its thread is not started."""
+    """A writer whose thread is not started."""
     return WriteBehind(
         ThreadLoop("fdcore-test"),
         guarded,
@@ -57,7 +57,7 @@ def writer(guarded, counters, lost) -> WriteBehind:
     )
 
 
-def test_blocks_are_put_in_batches_and_open_again(writer, store, counters) -> None:
+def test_blocks_are_written_in_batches_and_open_again(writer, store, counters) -> None:
     for key in KEYS[:4]:
         assert writer.offer(key, content(key))
     assert writer.pending_bytes == 4 * BLOCK_BYTES
@@ -70,7 +70,7 @@ def test_blocks_are_put_in_batches_and_open_again(writer, store, counters) -> No
     assert writer.pending_bytes == 0 and counters.written_blocks == 4
 
 
-def test_the_very_array_is_written(writer, store) -> None:
+def test_array_is_written_without_copying(writer, store) -> None:
     array, seen = content(KEYS[0]), []
     store.put = lambda values, timeout: seen.append(values[0][1][1]) or 1
     writer.offer(KEYS[0], array)
@@ -78,18 +78,18 @@ def test_the_very_array_is_written(writer, store) -> None:
     assert seen[0].obj is array
 
 
-def test_a_store_without_room_for_a_block_is_told_once(writer, store, counters, caplog) -> None:
+def test_too_small_store_is_reported_once(writer, store, counters, caplog) -> None:
     store.put = lambda values, timeout: 0
     for key in KEYS[:4]:
         writer.offer(key, content(key))
     while writer.loop.run_one():
         pass
-    (told,) = caplog.messages
-    assert "more than the KV store may hold in all, so nothing is kept there" in told
+    (message,) = caplog.messages
+    assert "exceeds the limit of the KV store, so nothing is stored" in message
     assert counters.dropped_blocks == 4
 
 
-def test_a_full_queue_refuses_and_a_queued_key_is_not_queued_again(writer) -> None:
+def test_full_queue_rejects_and_duplicates_are_skipped(writer) -> None:
     assert [writer.offer(key, content(key)) for key in KEYS[:5]] == [True] * 4 + [False]
     assert writer.offer(KEYS[0], content(KEYS[0]))
     assert writer.pending_bytes == 4 * BLOCK_BYTES
@@ -99,7 +99,7 @@ def test_a_full_queue_refuses_and_a_queued_key_is_not_queued_again(writer) -> No
 
 
 @pytest.mark.parametrize("fault", [Trouble.FULL, Trouble.TIMEOUT, ValueError, "huge number"])
-def test_what_cannot_be_written_is_dropped_and_counted(writer, store, guarded, counters, lost, fault) -> None:
+def test_failed_writes_are_dropped_and_counted(writer, store, guarded, counters, lost, fault) -> None:
     writer.offer(KEYS[1], content(KEYS[1]))
     writer.loop.run_one()
     assert lost == []
@@ -112,7 +112,7 @@ def test_what_cannot_be_written_is_dropped_and_counted(writer, store, guarded, c
     assert sum(guarded.errors.values()) == 1
 
 
-def test_while_the_breaker_is_open_nothing_is_accepted_and_what_waits_is_dropped(writer, store, counters) -> None:
+def test_open_breaker_rejects_and_drops_queued_blocks(writer, store, counters) -> None:
     store.fault = lambda method: Trouble.UNREACHABLE
     for key in KEYS[:4]:
         writer.offer(key, content(key))
@@ -123,7 +123,7 @@ def test_while_the_breaker_is_open_nothing_is_accepted_and_what_waits_is_dropped
     assert not writer.offer(KEYS[5], content(KEYS[5])) and not writer.accepts(1)
 
 
-def test_closing_writes_what_it_can_in_time(writer, store, counters) -> None:
+def test_close_writes_within_timeout(writer, store, counters) -> None:
     for key in KEYS[:4]:
         writer.offer(key, content(key))
     writer.loop.start()
@@ -131,7 +131,7 @@ def test_closing_writes_what_it_can_in_time(writer, store, counters) -> None:
     assert counters.written_blocks == 4 and len(store.values) == 4
 
 
-def test_closing_without_time_drops(writer, store, counters) -> None:
+def test_close_without_time_drops_queue(writer, store, counters) -> None:
     for key in KEYS[:4]:
         writer.offer(key, content(key))
     writer.forget(KEYS[0])
@@ -143,7 +143,7 @@ def test_closing_without_time_drops(writer, store, counters) -> None:
     assert counters.dropped_blocks == 4
 
 
-def test_damaged_values_are_deleted_but_not_hoarded(writer, store) -> None:
+def test_damaged_values_are_deleted_with_bounded_queue(writer, store) -> None:
     damaged = [number.to_bytes(2, "big") * 8 for number in range(2000)]
     store.values |= dict.fromkeys(damaged, b"damaged")
     for key in damaged * 2:
@@ -154,8 +154,8 @@ def test_damaged_values_are_deleted_but_not_hoarded(writer, store) -> None:
 
 
 @pytest.mark.parametrize("first", ["forgotten", "offered"])
-def test_a_block_that_replaces_a_damaged_value_is_not_deleted_behind_it(writer, store, first: str) -> None:
-    """A batch takes what is queued, also what was offered behind a deletion that comes later."""
+def test_replacement_of_damaged_value_is_not_deleted(writer, store, first: str) -> None:
+    """A batch takes what is queued, including blocks offered after a later deletion."""
     writer.offer(KEYS[0], content(KEYS[0]))
     store.values[KEYS[1]] = b"damaged"
     if first == "offered":

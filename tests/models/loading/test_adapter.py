@@ -1,4 +1,4 @@
-"""LoRA adapters: what fits the model is read, and whatever is wrong is named before anything is allocated."""
+"""LoRA adapters: compatible ones are read, errors are named before anything is allocated."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def change_tensors(folder: Path, change) -> None:
 def refused(folder, spec, *words: str, most: int = 64) -> None:
     with pytest.raises(ModelError) as caught:
         read_adapter(folder, spec, most)
-    said = f"{caught.value} {caught.value.hint}"
-    assert str(folder) in said
-    assert [word for word in words if word not in said] == []
+    error_text = f"{caught.value} {caught.value.hint}"
+    assert str(folder) in error_text
+    assert [word for word in words if word not in error_text] == []
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
-def test_an_adapter_is_read_with_its_scale(folder, spec):
+def test_adapter_is_read_with_its_scale(folder, spec):
     adapter = read_adapter(folder, spec, 4)
     stored = load_file(folder / "adapter_model.safetensors")
     delta = adapter.deltas["model.layers.0.self_attn.q_proj"]
@@ -60,7 +60,7 @@ def test_an_adapter_is_read_with_its_scale(folder, spec):
     assert (adapter.rank, len(adapter.deltas)) == (4, 21)
 
 
-def test_rslora_divides_by_the_root_of_the_rank(model, spec, tmp_path):
+def test_rslora_scales_by_root_of_rank(model, spec, tmp_path):
     folder = write_adapter(model, tmp_path / "rs", seed=1, config={"use_rslora": True})
     stored = load_file(folder / "adapter_model.safetensors")[f"{Q}.lora_B.weight"]
     found = read_adapter(folder, spec, 64).deltas["model.layers.0.self_attn.q_proj"].up
@@ -68,7 +68,7 @@ def test_rslora_divides_by_the_root_of_the_rank(model, spec, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["values", "alpha"])
-def test_adapters_that_differ_in_anything_have_other_digests(folder, model, spec, tmp_path, change):
+def test_different_adapters_have_different_digests(folder, model, spec, tmp_path, change):
     same = write_adapter(model, tmp_path / "same", seed=1)
     assert read_adapter(same, spec, 64).digest == read_adapter(folder, spec, 64).digest
     if change == "alpha":
@@ -97,11 +97,11 @@ def test_adapters_that_differ_in_anything_have_other_digests(folder, model, spec
         ({"lora_alpha": "much"}, "lora_alpha"),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_field(model, spec, tmp_path, config, word):
+def test_unsupported_feature_is_rejected_by_field(model, spec, tmp_path, config, word):
     refused(write_adapter(model, tmp_path / "a", seed=1, config=config), spec, word, "adapter_config.json")
 
 
-def test_a_rank_beyond_the_limit_names_both(folder, spec):
+def test_rank_above_limit_is_rejected_with_both_values(folder, spec):
     refused(folder, spec, "4", "3", "--max-lora-rank", most=3)
 
 
@@ -127,23 +127,23 @@ def put(name, *shape, value=0.0):
         (put(f"{Q}.lora_magnitude_vector", 64), "lora_magnitude_vector"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named_with_their_file(folder, spec, change, word):
+def test_mismatched_tensors_are_named_with_their_file(folder, spec, change, word):
     change_tensors(folder, change)
     refused(folder, spec, word, "adapter_model.safetensors")
 
 
-def test_a_module_that_lacks_its_tensors_is_named(folder, spec):
+def test_module_with_missing_tensors_is_named(folder, spec):
     name = "base_model.model.model.layers.1.mlp.up_proj"
     change_tensors(folder, lambda tensors: [tensors.pop(f"{name}.lora_{side}.weight") for side in "AB"])
     refused(folder, spec, "model.layers.1.mlp.up_proj")
 
 
-def test_another_models_adapter_is_refused(tmp_path, spec):
+def test_adapter_of_another_model_is_rejected(tmp_path, spec):
     other = write_checkpoint("engine", tmp_path / "other")
     refused(write_adapter(other, tmp_path / "a", seed=1), spec, "another model")
 
 
-def test_experts_are_refused_by_name(tmp_path):
+def test_expert_adapters_are_rejected_by_name(tmp_path):
     model = write_checkpoint("qwen3-moe", tmp_path / "model")
     with open_checkpoint(model) as checkpoint:
         spec = spec_of(checkpoint).adaptable()
@@ -155,7 +155,7 @@ def test_experts_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -1])
-def test_truncated_files_are_refused(folder, spec, keep):
+def test_truncated_adapter_is_rejected(folder, spec, keep):
     path = folder / "adapter_model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
@@ -163,16 +163,16 @@ def test_truncated_files_are_refused(folder, spec, keep):
 
 
 @pytest.mark.parametrize("config", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
-def test_configs_that_are_none_are_refused(folder, spec, config):
+def test_invalid_adapter_configs_are_rejected(folder, spec, config):
     (folder / "adapter_config.json").write_bytes(config)
     refused(folder, spec, "adapter_config.json")
 
 
-def test_pickled_weights_are_never_opened(folder, spec):
+def test_pickled_adapter_weights_are_never_opened(folder, spec):
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     refused(folder, spec, "safetensors", "run code")
 
 
-def test_a_model_folder_is_no_adapter(model, spec):
+def test_model_folder_is_rejected_as_adapter(model, spec):
     with pytest.raises(ModelError, match=re.escape("adapter_config.json")):
         read_adapter(model, spec, 64)

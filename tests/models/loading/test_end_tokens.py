@@ -1,4 +1,4 @@
-"""End-of-sequence tokens are the same for a folder and a GGUF file, whichever file names them."""
+"""End-of-sequence tokens are equal for a folder and a GGUF file, regardless of the file that defines them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": ROWS}
 
 
 def folder(path: Path, special: dict[str, bool] | None = None, **files: Any) -> Checkpoint:
-    """A folder whose tokenizer has the tokens named in `special`, by whether they are special."""
+    """Write a folder whose tokenizer has the tokens in `special`, each special or not."""
     added = [{"id": VOCABULARY.index(text), "content": text, "special": flag} for text, flag in (special or {}).items()]
     vocabulary = {text: index for index, text in enumerate(VOCABULARY) if not text.startswith("<")}
     tokenizer = {"added_tokens": added, "model": {"type": "BPE", "vocab": vocabulary}}
@@ -32,7 +32,7 @@ def folder(path: Path, special: dict[str, bool] | None = None, **files: Any) -> 
 
 
 def gguf(path: Path, special: dict[str, bool] | None = None, **metadata: Any) -> Checkpoint:
-    """A GGUF file with the same tokens."""
+    """Write a GGUF file with the same tokens."""
     tokens = [text if text in (special or {}) or not text.startswith("<") else f"#{text}" for text in VOCABULARY]
     extra = {
         "tokenizer.ggml.model": "gpt2",
@@ -58,14 +58,14 @@ BOTH = pytest.mark.parametrize("write", [folder, gguf])
         ({"<eos>": True}, ()),
     ],
 )
-def test_special_turn_ends_end_a_text(
+def test_special_end_of_turn_tokens_end_a_text(
     write: Any, special: dict[str, bool], ends: tuple[int, ...], tmp_path: Path
 ) -> None:
     assert write(tmp_path, special).eos_token_ids == ends
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tool_use"])
-def test_turn_ends_of_templates_end_a_text(name: str, tmp_path: Path) -> None:
+def test_end_of_turn_tokens_of_templates_end_a_text(name: str, tmp_path: Path) -> None:
     source = "{{ messages[0].content }}<|im_end|>"
     template = source if name == "chat_template" else [{"name": name, "template": source}]
     plain = {"<|im_end|>": False, "<end_of_turn>": False}
@@ -91,12 +91,12 @@ def test_turn_ends_of_templates_end_a_text(name: str, tmp_path: Path) -> None:
         {"generation_config": {"eos_token_id": 2}, "tokenizer_config": {"eos_token": "<absent>"}},
     ],
 )
-def test_every_file_may_name_the_end(files: dict[str, Any], tmp_path: Path) -> None:
+def test_any_file_may_define_eos_tokens(files: dict[str, Any], tmp_path: Path) -> None:
     ends = folder(tmp_path, {"<eos>": True}, **files).eos_token_ids
     assert ends == ((1,) if files.get("tokenizer_config", {}).get("eos_token") == "b" else (2,))
 
 
-def test_files_are_joined_and_ids_named_once(tmp_path: Path) -> None:
+def test_eos_tokens_of_all_files_are_merged(tmp_path: Path) -> None:
     checkpoint = folder(
         tmp_path,
         {"<eos>": True, "<|im_end|>": True},
@@ -108,12 +108,12 @@ def test_files_are_joined_and_ids_named_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["x", {"id": 2}, [[2]], True, 2.5])
-def test_an_end_of_another_kind_is_named(value: Any, tmp_path: Path) -> None:
+def test_eos_of_wrong_type_is_named(value: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id must be"):
         _ = folder(tmp_path, generation_config={"eos_token_id": value}).eos_token_ids
 
 
-def test_ids_of_metadata_without_rows_are_left_out(tmp_path: Path) -> None:
+def test_metadata_ids_without_rows_are_skipped(tmp_path: Path) -> None:
     checkpoint = gguf(
         tmp_path, {"<eos>": True}, **{"tokenizer.ggml.eos_token_id": ROWS, "tokenizer.ggml.eot_token_id": 2}
     )

@@ -1,7 +1,7 @@
-"""A model converted to GGUF reads as it does from safetensors: names, values and config.
+"""A model converted to GGUF reads the same as from safetensors: names, values and config.
 
-The GGUF names come from the `gguf` package's own map and the changes to the values are those that llama.cpp's converter
-makes, so the tables of the loader are checked against both.
+The GGUF names are from the map of the `gguf` package and the value changes are those of llama.cpp's converter, so the
+loader's tables are checked against both.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=list(CASES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoint]:
-    """The same random model as a folder with safetensors and as a GGUF file."""
+    """Return the same random model as a safetensors folder and as a GGUF file."""
     model_type = request.param
     arch, extra = CASES[model_type]
     folder = tmp_path_factory.mktemp(model_type)
@@ -119,7 +119,7 @@ def _values(config: Any) -> dict[str, Any]:
     }
     optional = {
         "attention.sliding_window": "sliding_window",
-        "expert_count": "num_local_experts",  # how transformers 5 spells num_experts
+        "expert_count": "num_local_experts",  # transformers 5 spelling of num_experts
         "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size",
     }
@@ -135,7 +135,7 @@ def _values(config: Any) -> dict[str, Any]:
     return values
 
 
-def test_every_tensor_has_the_same_name_shape_and_value(pair: tuple[Checkpoint, Checkpoint]) -> None:
+def test_tensors_have_equal_names_shapes_and_values(pair: tuple[Checkpoint, Checkpoint]) -> None:
     original, converted = pair
     tied = {"lm_head.weight"} if original.config["tie_word_embeddings"] else set()
     assert set(converted.names()) - tied == set(original.names()) - tied
@@ -145,15 +145,15 @@ def test_every_tensor_has_the_same_name_shape_and_value(pair: tuple[Checkpoint, 
         np.testing.assert_allclose(converted.read(name).to_float32(), expected, atol=3e-7, err_msg=name)
 
 
-def test_the_config_says_the_same(pair: tuple[Checkpoint, Checkpoint]) -> None:
-    """Every key that both have has the same value, and the model's shape is there."""
+def test_configs_are_equal(pair: tuple[Checkpoint, Checkpoint]) -> None:
+    """Every common key has the same value, and the model's shape is included."""
     original, converted = pair
     ids = {
         "bos_token_id",
         "eos_token_id",
         "rope_scaling",
         "rope_theta",
-    }  # ids are not written, rope is spelled in two ways
+    }  # ids are not written; rope has two spellings
     shared = (original.config.keys() & converted.config.keys()) - ids
     assert {"hidden_size", "head_dim", "architectures", "model_type", "vocab_size"} <= shared
     for key in shared:

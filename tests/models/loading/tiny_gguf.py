@@ -61,7 +61,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def llama_tensors() -> dict[str, np.ndarray]:
-    """The tensors of a one-layer llama with the shape of `LLAMA` and tied embeddings."""
+    """Return the tensors of a one-layer llama with the shape of `LLAMA` and tied embeddings."""
     rng = np.random.default_rng(0)
     shapes = {
         "token_embd.weight": (48, 32),

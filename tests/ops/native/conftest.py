@@ -13,16 +13,16 @@ from fd_core.ops.native.pack import NativeOps
 from tests.models.conftest import tiny  # noqa: F401  # a fixture
 
 RUNNABLE = [isa for isa in build.INSTRUCTION_SETS if not build.missing(isa)]
-# The sets are listed from the newest to the oldest, so the second one that runs here is what `native` comes to.
+# Sets are ordered from newest to oldest, so the second available one is what `native` resolves to.
 SETS = [RUNNABLE[0], *RUNNABLE[2:]]
-"""Instruction sets that this processor runs or emulates; test_build.py names the others and compiles them."""
+"""Instruction sets that this processor runs or emulates; test_build.py compiles the others."""
 COMPOSED = ("test_attention.py", "test_fusions.py", "test_models.py", "test_ranks.py")
 """Whole models, layers and ranks."""
 
 
 @pytest.fixture(scope="session", params=[SETS[0], *(pytest.param(isa, marks=pytest.mark.slow) for isa in SETS[1:])])
 def isa(request):
-    """Every test of the native kernels runs on each of the instruction sets."""
+    """Run every test of the native kernels on each instruction set."""
     return request.param
 
 
@@ -45,7 +45,7 @@ def native(isa):
 
 @pytest.fixture(scope="session")
 def compiled(isa, tmp_path_factory):
-    """Return a function that compiles C functions over the kernels' headers, for tests of what has no operation."""
+    """Return a function that compiles C functions against the kernel headers, for code without an operation."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
@@ -71,9 +71,9 @@ def one_torch_thread():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave two thirds of what composes operations to `nox -s soak`, on all instruction sets but the newest.
+    """Move most of the composed tests to `nox -s soak` on all instruction sets but the newest.
 
-    The tests of single operations and formats run on every set; each set takes another third of the compositions.
+    Tests of single operations and formats run on every set; each set runs a different sixth of the compositions.
     """
     turns: Counter[tuple[str, str, str]] = Counter()
     for item in items:
@@ -81,5 +81,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isa in SETS[1:] and item.path.parent == Path(__file__).parent and item.path.name in COMPOSED:
             test = item.path.name, item.originalname, isa
             turns[test] += 1
-            if turns[test] % 3 != SETS.index(isa) % 3:
+            if turns[test] % 6 != SETS.index(isa) % 6:
                 item.add_marker(pytest.mark.soak)

@@ -1,4 +1,4 @@
-"""One layer with random weights on any pack: the kit's."""
+"""The kit's layer with random weights, on any pack."""
 
 from fd_core.testing.models.layers import ROWS, Geometry, LayerOn
 

@@ -1,4 +1,4 @@
-"""Attention over long contexts, whose spans threads share, and the rounding of what meets an int8 cache."""
+"""Attention over long contexts split across threads, and quantization of inputs to an int8 cache."""
 
 import ctypes
 
@@ -11,7 +11,7 @@ from tests.ops.native.layers import Geometry, LayerOn
 
 SPAN, CHUNK = 512, 40
 AROUND = [SPAN - 1, SPAN, SPAN + 1, 2 * SPAN - 1, 2 * SPAN, 2 * SPAN + 1, 3 * SPAN + 40, 9]
-SHARED = [1100, 1300, 3 * SPAN, 3 * SPAN + 1, 1700, 4 * SPAN]  # whose first 1,088 tokens are the same
+SHARED = [1100, 1300, 3 * SPAN, 3 * SPAN + 1, 1700, 4 * SPAN]  # whose first 1,088 tokens are equal
 KEPT = [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"), ("bfloat16", "int8")]
 
 
@@ -21,7 +21,7 @@ def layer_on(ops, contexts, kv_dtype="auto", window=None):
 
 
 def attend(layer, indices, count, ops=None):
-    """Return what attention makes of the last token of some rows in a step that computes their last `count` tokens."""
+    """Return the attention output for the last token of some rows in a step that computes their last `count` tokens."""
     ops, rows = ops or layer.ops, [(min(count, layer.rows[i][1]), layer.rows[i][1]) for i in indices]
     queries = Values(3)(len(layer.rows), CHUNK, layer.g.heads, layer.g.d)
     q = np.concatenate([queries[i, CHUNK - tokens :] for i, (tokens, _) in zip(indices, rows, strict=True)])
@@ -36,7 +36,7 @@ def compare_bits(native, dtype, kv_dtype, contexts, window, teams):
     expected = np.concatenate([attend(layer, [i], 1) for i in every])
     for threads in teams:
         ops = native(dtype, threads)
-        for count in (1, 4, CHUNK):  # a decode, one with drafts, a chunk of a prompt
+        for count in (1, 4, CHUNK):  # a decode, a decode with drafts, a prefill chunk
             np.testing.assert_array_equal(attend(layer, every, count, ops), expected)
             alone = [attend(layer, [i], count, ops) for i in every]
             np.testing.assert_array_equal(np.concatenate(alone), expected)
@@ -46,9 +46,7 @@ def compare_bits(native, dtype, kv_dtype, contexts, window, teams):
     ("contexts", "window"), [(AROUND, None), (SHARED, None), (SHARED, 600)], ids=["around spans", "shared", "window"]
 )
 @pytest.mark.parametrize(("dtype", "kv_dtype"), KEPT)
-def test_a_long_row_has_the_same_bits_in_any_batch_and_chunk_and_with_any_threads(
-    native, dtype, kv_dtype, contexts, window
-):
+def test_long_row_is_bitwise_equal_in_any_batch_and_threads(native, dtype, kv_dtype, contexts, window):
     compare_bits(native, dtype, kv_dtype, contexts, window, (1, 2, 3))
 
 
@@ -59,13 +57,13 @@ def compare_with_oracle(native, dtype, kv_dtype):
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), KEPT)
-def test_a_long_row_is_the_oracles(native, dtype, kv_dtype):
+def test_long_row_matches_oracle(native, dtype, kv_dtype):
     compare_with_oracle(native, dtype, kv_dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_value_that_is_no_number_is_seen_from_every_span(native, dtype):
-    """It must not pass for a span that the row does not see."""
+def test_nan_is_seen_from_every_span(native, dtype):
+    """It must not be mistaken for a span outside the row's window."""
     layer = layer_on(native(dtype, 2), [3 * SPAN])
     for block in (0, 20, 47):
         blocks = layer.blocks[0, block : block + 1]
@@ -80,7 +78,7 @@ def test_a_value_that_is_no_number_is_seen_from_every_span(native, dtype):
 
 @pytest.fixture(scope="module")
 def split_row(compiled):
-    """Return `split_row`, compiled apart: [n] float32 to high bytes, low bytes, scale and start."""
+    """Return `split_row`, compiled separately: [n] float32 to high bytes, low bytes, scale and start."""
     library = compiled(
         '#include "attention/attention_int8.h"\n',
         "void split(const float* x, int count, int half, signed char* bytes, fd::SplitRow* row) {\n"
@@ -100,7 +98,7 @@ def split_row(compiled):
 
 
 @pytest.mark.parametrize("size", [1e-28, 1e-3, 1.0, 3e38])
-def test_a_row_is_split_to_the_nearest_step(split_row, size):
+def test_row_is_split_to_nearest_step(split_row, size):
     x = np.random.default_rng(0).uniform(-size, size, 48).astype(np.float32)
     x[5], x[6] = -size, size
     high, low, scale, start = split_row(x)
@@ -111,18 +109,18 @@ def test_a_row_is_split_to_the_nearest_step(split_row, size):
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-39, 9e-31])
-def test_a_row_too_small_to_divide_by_is_zero(split_row, size):
+def test_tiny_row_splits_to_zero(split_row, size):
     high, low, scale, start = split_row(np.full(48, size))
     assert not high.any() and not low.any()
     assert scale < 1e-30 and start == 0
 
 
-@pytest.mark.parametrize("place", [0, 17, 47])
+@pytest.mark.parametrize("index", [0, 17, 47])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_stays_so(split_row, value, place):
-    """All its products must be, whatever bytes it has."""
+def test_non_finite_row_stays_non_finite(split_row, value, index):
+    """All its products must be non-finite, for any bytes."""
     x = np.ones(48)
-    x[place] = value
+    x[index] = value
     _, _, scale, start = split_row(x)
     assert np.isnan(start)
     assert not np.isfinite(start * scale)

@@ -12,7 +12,7 @@ from fd_core.ops.native import build, load_native_ops
 from tests.ops.native.conftest import SETS
 
 
-def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+def test_cache_folder_follows_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("FD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert build.library_folder() == tmp_path / "xdg" / "fd_core" / "native"
@@ -20,7 +20,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert build.library_folder() == tmp_path / "own" / "native"
 
 
-def test_the_library_is_named_by_its_flags():
+def test_library_name_depends_on_flags():
     assert build.library_path("avx2") != build.library_path("avx512")
 
 
@@ -32,44 +32,42 @@ def test_the_library_is_named_by_its_flags():
         ("CXX", "false", "did not compile"),
     ],
 )
-def test_without_a_library_one_line_says_why_and_there_is_no_pack(
-    monkeypatch, tmp_path, caplog, variable, value, reason
-):
+def test_build_failure_logs_one_line_and_disables_pack(monkeypatch, tmp_path, caplog, variable, value, reason):
     monkeypatch.setenv("FD_CACHE", str(tmp_path))
     monkeypatch.setenv(variable, value)
     with caplog.at_level(logging.WARNING):
         assert load_native_ops("float32", 1) is None
     messages = [record.message for record in caplog.records if record.name.startswith("fd_core")]
     assert len(messages) == 1
-    assert reason in messages[0]
+    assert "native kernels are unavailable" in messages[0] and reason in messages[0]
     assert "\n" not in messages[0]
 
 
-def test_a_disk_that_fills_up_while_compiling_is_named(monkeypatch, tmp_path, caplog):
+def test_disk_full_while_compiling_is_reported(monkeypatch, tmp_path, caplog):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho \"x.s: Fatal error: can't write: 'No space left on device'\" >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("FD_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(compiler))
     assert load_native_ops("float32", 1) is None
-    assert f"no room to compile them in {tmp_path / 'native'}" in caplog.text
+    assert f"no disk space to compile them in {tmp_path / 'native'}" in caplog.text
     assert "set FD_CACHE and TMPDIR to folders on another disk" in caplog.text
 
 
-def test_an_instruction_set_that_the_processor_lacks_is_refused(monkeypatch):
+def test_unsupported_instruction_set_is_rejected(monkeypatch):
     monkeypatch.setattr(build, "_processor", lambda: "flags\t\t: fpu avx2 fma")
-    with pytest.raises(build.BuildError, match="FD_ISA is 'amx', but the processor lacks amx_int8"):
+    with pytest.raises(build.BuildError, match="FD_ISA='amx', but the CPU lacks amx_int8"):
         build.load("amx")
 
 
-# The default run compiles the tiles of `amx`, below; `nox -s sanitize` compiles each set as a whole, too.
+# The default run compiles the `amx` tiles below; `nox -s sanitize` also compiles each set as a whole.
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", [pytest.param(isa, marks=pytest.mark.soak) for isa in build.INSTRUCTION_SETS])
-def test_an_instruction_set_that_is_not_run_here_compiles(isa, tmp_path):
+def test_unavailable_instruction_set_compiles(isa, tmp_path):
     if isa in SETS:
         pytest.skip("runs here: every test of the kernels has it as a parameter")
     if (lacking := build.missing(isa)) is None:
-        pytest.skip("is what `native` comes to on this processor")
+        pytest.skip("is what `native` resolves to on this processor")
     compiler = shutil.which("c++")
     if compiler is None or platform.machine() != "x86_64":
         pytest.skip(f"the processor lacks {lacking}, and there is no compiler for it")
@@ -83,8 +81,8 @@ def test_an_instruction_set_that_is_not_run_here_compiles(isa, tmp_path):
     )
 
 
-def test_tiles_of_amx_compile_to_their_instructions(tmp_path):
-    """Which no processor of the tests may have; what they compute is tested by emulation."""
+def test_amx_tiles_compile_to_amx_instructions(tmp_path):
+    """No test machine may have AMX; results are tested by emulation."""
     compiler = shutil.which("c++")
     if compiler is None or platform.machine() != "x86_64":
         pytest.skip("needs a compiler for x86-64")
@@ -94,7 +92,7 @@ def test_tiles_of_amx_compile_to_their_instructions(tmp_path):
     assert {"tdpbsud", "tileloadd", "tilestored"} <= set(text.read_text().split())
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+def test_unwritable_cache_folder_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "native").write_text("a file where the folder should be")
     monkeypatch.setenv("FD_CACHE", str(tmp_path))
     assert load_native_ops("float32", 1) is None
@@ -108,7 +106,7 @@ echo 'int fd_usable(void) {{ return 1; }}' | cc -x c -shared -fPIC - -o "$2"
 """
 
 
-def test_two_processes_that_start_at_once_compile_once(tmp_path):
+def test_concurrent_processes_compile_once(tmp_path):
     log, compiler = tmp_path / "log", tmp_path / "compiler"
     compiler.write_text(COMPILER.format(log=log))
     compiler.chmod(0o755)
@@ -118,10 +116,10 @@ def test_two_processes_that_start_at_once_compile_once(tmp_path):
         subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    told = [process.communicate(timeout=60)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
+    logs = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], logs
     assert sum(" -shared " in line or line.startswith("-shared ") for line in log.read_text().splitlines()) == 1
-    assert sorted("compiling kernels for this processor: about a minute, once" in each for each in told) == [
+    assert sorted("compiling kernels for this processor: about a minute, once" in each for each in logs) == [
         False,
         True,
     ]

@@ -1,4 +1,4 @@
-"""What the native fusions promise in addition to the kit: the same bits alone and in a batch."""
+"""Guarantees of native fusions beyond the kit: bitwise equal results alone and in a batch."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def test_attention_over_8_bits_with_a_window_and_a_softcap(native, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_native_primitives_serve_the_composition(native, dtype):
-    """What the native pack inherits fits what it overrides."""
+    """Inherited compositions of the native pack work with its overrides."""
     ops, geometry = native(dtype), GEOMETRIES["shared experts"][0]
     tolerance = 2e-5 if dtype == "float32" else 4e-2
     for fused, composed in zip(LayerOn(ops, geometry).run(ops), LayerOn(ops, geometry).run(Ops), strict=True):
@@ -33,8 +33,8 @@ def test_native_primitives_serve_the_composition(native, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_rows_that_share_a_prefix_are_computed_as_if_alone(native, dtype, threads, kv_dtype):
-    """Tiles of many rows change who computes what, not a bit of the result."""
+def test_rows_sharing_a_prefix_are_bitwise_equal_to_alone(native, dtype, threads, kv_dtype):
+    """Multi-row tiles change the work split, but no bit of the result."""
     ops = native(dtype, threads)
     geometry = replace(GEOMETRIES["smollm2"][0], kv_dtype=kv_dtype)
     contexts = [257, 300, 411, 290, 384, 385, 300, 512, 260, 333, 401, 499]
@@ -60,8 +60,8 @@ def test_rows_that_share_a_prefix_are_computed_as_if_alone(native, dtype, thread
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("packed", [None, "Q4_1"])
-def test_a_row_with_an_adapter_has_the_bits_that_it_has_alone(native, dtype, packed):
-    """Also beside rows of other adapters and of none, which have those of a step without adapters."""
+def test_adapter_row_is_bitwise_equal_alone_and_in_batch(native, dtype, packed):
+    """Also next to rows of other adapters and of none; the latter equal a step without adapters."""
     geometry = Geometry(heads=9, kv_heads=3, d=64, hidden=96, inner=160, block_size=32, packed=packed, adapters=True)
     rows = [(1, count) for count in range(1, 60)]
     ops = native(dtype, 2)

@@ -8,7 +8,7 @@ SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=10, block_size=5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_come_back_bit_for_bit(native, dtype):
+def test_blocks_round_trip_bitwise(native, dtype):
     cache = native(dtype).allocate_kv(SHAPE, 7)
     rng = np.random.default_rng(0)
     shape = (3, 2, 2, 5, 3, 10)
@@ -19,7 +19,7 @@ def test_blocks_come_back_bit_for_bit(native, dtype):
     assert cache.export_blocks(np.array([3], np.int32)).tobytes() == data[2:].tobytes()
 
 
-def test_what_is_written_lies_where_the_oracle_puts_it(native):
+def test_writes_match_oracle_layout(native):
     rng = np.random.default_rng(1)
     k, v = rng.standard_normal((2, 9, 3, 10)).astype(np.float32)
     slots = np.array([0, 1, 2, 3, 4, 30, 31, 15, 16], np.int32)
@@ -31,9 +31,9 @@ def test_what_is_written_lies_where_the_oracle_puts_it(native):
     np.testing.assert_array_equal(*exported)
 
 
-def test_foreign_blocks_and_data_are_refused(native):
+def test_invalid_blocks_and_data_are_rejected(native):
     cache = native("float32").allocate_kv(SHAPE, 7)
-    with pytest.raises(ValueError, match="not all in 0 to 6"):
+    with pytest.raises(ValueError, match="expected blocks from 0 to 6"):
         cache.export_blocks(np.array([7], np.int32))
     with pytest.raises(ValueError, match="the cache holds float32"):
         cache.import_blocks(np.array([1], np.int32), np.zeros((1, 2, 2, 5, 3, 10), np.uint16))

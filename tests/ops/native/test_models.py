@@ -1,4 +1,4 @@
-"""Every architecture on the native kernels, whole forwards recorded and replayed, against transformers."""
+"""Every architecture on the native kernels, with recorded and replayed forwards, compared with transformers."""
 
 import numpy as np
 import pytest
@@ -41,20 +41,20 @@ def test_bfloat16_stays_near_float32(tiny, native, case):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3-moe", "gemma3", "ernie-moe"])
-def test_packed_weights_stay_near_what_they_stand_for(tiny, native, case, dtype):
+def test_packed_weights_are_close_to_dequantized_ones(tiny, native, case, dtype):
     folder = tiny(case).folder
     found, expected = (
         np.concatenate([np.stack(row.logits) for row in run(folder, ops, generated=1, quantization="int8")])
         for ops in (native(dtype), NumpyOps())
     )
-    # The median, since some tokens go to another expert where two are almost as good.
+    # Uses the median, since some tokens are routed to another expert where two score almost equally.
     assert np.median(np.abs(found - expected)) < 0.04 * expected.std()
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3-moe", "gemma3"])
-def test_a_row_is_the_same_to_the_last_bit_alone_in_a_batch_and_chunked(tiny, native, case, dtype, quantization):
+def test_row_is_bitwise_equal_alone_batched_and_chunked(tiny, native, case, dtype, quantization):
     folder, ops = tiny(case).folder, native(dtype)
     together = run(folder, ops, quantization=quantization)
     for chunk in (5, 1):

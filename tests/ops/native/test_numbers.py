@@ -1,4 +1,4 @@
-"""NaN, infinities and denormals: the same on each instruction set, in vectors as in their scalar tails."""
+"""NaN, infinities and denormals: equal on each instruction set, in vector code and scalar tails."""
 
 import ctypes
 
@@ -17,7 +17,7 @@ TINY = np.float32(2.0**-126)
 
 @pytest.fixture(scope="module")
 def numbers(compiled):
-    """Return functions of the vectors, by name: [n] float32 to [n], where n is a multiple of 16."""
+    """Return functions of the vector code, by name: [n] float32 to [n], where n is a multiple of 16."""
     each = {"exp2_": "vexp2(vload(x + i))", "tanh_": "vtanh(vload(x + i))"}
     vectors = {
         **{name: ("float", "float", f"vstore(y + i, {value})") for name, value in each.items()},
@@ -74,7 +74,7 @@ def test_tanh_keeps_nan_and_saturates(numbers):
     np.testing.assert_array_equal(found[:5], np.array([NAN, 1, -1, 1, -1], np.float32))
 
 
-def test_every_rounding_to_bfloat16_is_to_nearest_and_keeps_nan(numbers):
+def test_bfloat16_rounds_to_nearest_and_keeps_nan(numbers):
     bits = np.random.default_rng(0).integers(0, 2**32, 2**14, np.uint32)
     bits[:8] = 0x7F800001, 0xFFFFFFFF, 0x7F7FFFFF, 0x00000001, 0x80008000, 0x3F808000, 0x3F818000, 0x007FFFFF
     x = bits.view(np.float32)
@@ -85,7 +85,7 @@ def test_every_rounding_to_bfloat16_is_to_nearest_and_keeps_nan(numbers):
     np.testing.assert_array_equal(found[nan], (bits[nan] >> 16) | 0x40)
 
 
-def test_every_float16_has_its_value(numbers):
+def test_every_float16_converts_exactly(numbers):
     halves = np.arange(2**16, dtype=np.uint16)
     found = numbers("half_", halves)
     np.testing.assert_array_equal(found, halves.view(np.float16).astype(np.float32))
@@ -99,7 +99,7 @@ def test_rounding_to_bytes(numbers):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
-def test_activations_show_nan_in_its_row(native, activation, dtype):
+def test_activations_propagate_nan_in_its_row(native, activation, dtype):
     ops = native(dtype)
     weight = ops.prepare_linear([raw(np.eye(40, dtype=np.float32))] * 2, gated=True)
     x = torch.ones((3, 40), dtype=ops.torch_dtype)
@@ -110,7 +110,7 @@ def test_activations_show_nan_in_its_row(native, activation, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_softcap_shows_nan_logits(native, dtype):
+def test_softcap_propagates_nan_logits(native, dtype):
     ops = native(dtype)
     table = ops.prepare_embedding(raw(np.array([[1] * 24, [np.nan] * 24], np.float32)))
     head = ops.prepare_linear([raw(np.ones((50, 24), np.float32))])
@@ -125,7 +125,7 @@ def test_a_softcap_shows_nan_logits(native, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_routing_shows_nan_in_its_row(native, dtype):
+def test_routing_propagates_nan_in_its_row(native, dtype):
     layer = LayerOn(native(dtype, 2), Geometry(experts=5), [(1, 1)] * 4)
     right = layer.run(layer.ops)[-1].copy()
     layer.x[2, 3] = np.nan
@@ -136,7 +136,7 @@ def test_routing_shows_nan_in_its_row(native, dtype):
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, np.float32(1e-45), np.float32(3e38), np.float32(0)])
-def test_int8_keys_are_the_oracles_whatever_the_value(native, value):
+def test_int8_keys_match_oracle_for_any_value(native, value):
     ops = native()
     x = np.random.default_rng(2).standard_normal((3, 2, 20)).astype(np.float32)
     x[1, 1, 5] = value
@@ -151,18 +151,18 @@ def test_int8_keys_are_the_oracles_whatever_the_value(native, value):
     np.testing.assert_array_equal(*scales)
 
 
-@pytest.mark.parametrize("place", [0, 15, 16, 40, 69])
-def test_a_nan_logit_is_reported_and_never_drawn(native, place):
+@pytest.mark.parametrize("index", [0, 15, 16, 40, 69])
+def test_nan_logit_is_reported_and_never_sampled(native, index):
     ops, logits = native(), torch.arange(70.0)[None].repeat(2, 1)
-    logits[1, place] = float("nan")
+    logits[1, index] = float("nan")
     tokens, peaks = ops.sample(logits, on_device(ops, sample_input(2, temperature=0.0)))
-    assert tokens.tolist() == [69, 68 if place == 69 else 69]
+    assert tokens.tolist() == [69, 68 if index == 69 else 69]
     assert peaks[0] == 69 and torch.isnan(peaks[1])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_denormals_are_kept_whatever_the_caller_has_set(native, threads):
-    """Else a row's result would depend on which thread computes it."""
+def test_denormals_are_kept_in_any_fpu_mode(native, threads):
+    """Otherwise a row's result would depend on the computing thread."""
     ops = native(threads=threads)
     weight = ops.prepare_linear([raw(np.eye(64, dtype=np.float32))])
     x = torch.full((5, 64), float(TINY / 4))

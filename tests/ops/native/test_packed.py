@@ -1,4 +1,4 @@
-"""Products with packed weights: equal to the same arithmetic in numpy, and near what the weights stand for."""
+"""Products with packed weights: equal to the same arithmetic in numpy, and close to dequantized weights."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,12 @@ from fd_core.testing.models.arrays import packed_weight
 from fd_core.testing.models.layers import Geometry, LayerOn
 from tests.ops.native.test_program import model_on
 
-# Of each instruction set a library is built, which takes seconds.
+# One library per instruction set is built, which takes seconds.
 pytestmark = pytest.mark.slow
 
 
 def quantized(x):
-    """Return rows as the kernels quantize them, to int8 for each 32 consecutive values: values and scales."""
+    """Return rows quantized like the kernels do, to int8 per 32 consecutive values: values and scales."""
     k = x.shape[1]
     x = np.pad(x, ((0, 0), (0, -k % 32))).reshape(len(x), -1, 32)
     largest = np.abs(x).max(2, keepdims=True)
@@ -26,7 +26,7 @@ def quantized(x):
 
 
 def product(parts, x):
-    """Return rows times packed weights, exactly but for the quantization of the rows."""
+    """Return rows times packed weights, exact except for the quantization of the rows."""
     values, scales = quantized(x)
     rows = (values * scales.astype(np.float64)).reshape(len(x), -1)[:, : x.shape[1]]
     return rows @ np.concatenate([part.to_float32() for part in parts]).T.astype(np.float64)
@@ -44,14 +44,14 @@ def rows_of(count, inputs):
 
 
 @pytest.mark.parametrize("kind", sorted(NativeOps.weight_formats))
-def test_every_format_equals_the_same_arithmetic_in_numpy(native, kind):
+def test_every_format_equals_numpy_arithmetic(native, kind):
     parts, x = [packed_weight(kind, 75, 768)], rows_of(9, 768)
     found, expected = multiply(native(), parts, x), product(parts, x)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "int8"])
-def test_scales_that_half_precision_does_not_hold_keep_their_values(native, kind):
+def test_scales_beyond_half_precision_are_exact(native, kind):
     weight, x = packed_weight(kind, 75, 768), rows_of(3, 768)
     minima = None if weight.minima is None else weight.minima * np.float32(1e6 / 3)
     part = PackedTensor(kind, weight.bits, weight.values, weight.scales * np.float32(1e6 / 3), minima)
@@ -70,7 +70,7 @@ def test_any_shape(native, kind, shape):
 @pytest.mark.parametrize("group", [16, 32, 96, 192, 48, 24])
 @pytest.mark.parametrize("kind", ["int8", "int4", "gptq"])
 def test_any_group(native, kind, group):
-    """Groups of 24 and 48 are expanded."""
+    """Groups of 24 and 48 are dequantized."""
     parts, x = [packed_weight(kind, 40, 192, group)], rows_of(9, 192)
     found = multiply(native(), parts, x)
     expected = x @ parts[0].to_float32().T if group in (24, 48) else product(parts, x)
@@ -78,14 +78,14 @@ def test_any_group(native, kind, group):
 
 
 @pytest.mark.parametrize("inputs", [8, 40, 72, 100])
-def test_rows_that_share_one_scale_may_have_any_length(native, inputs):
+def test_per_row_scales_allow_any_length(native, inputs):
     parts, x = [packed_weight("int8", 40, inputs)], rows_of(5, inputs)
     expected = product(parts, x)
     np.testing.assert_allclose(multiply(native(), parts, x), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q4_0", "Q4_1"), ("int8", "Q8_0"), ("gptq", "Q4_1")])
-def test_parts_of_several_formats_keep_what_they_stand_for(native, kinds):
+def test_fused_parts_may_mix_formats(native, kinds):
     parts, x = [packed_weight(kind, out, 256) for kind, out in zip(kinds, (37, 23), strict=True)], rows_of(7, 256)
     biases = [np.arange(out, dtype=np.float32) for out in (37, 23)]
     expected = product(parts, x) + np.concatenate(biases)
@@ -93,7 +93,7 @@ def test_parts_of_several_formats_keep_what_they_stand_for(native, kinds):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-def test_a_packed_part_beside_one_that_is_not_is_expanded(native):
+def test_packed_part_is_dequantized_next_to_an_unpacked_one(native):
     packed, x = packed_weight("Q4_0", 24, 64), rows_of(3, 64)
     found = multiply(native(), [packed, RawTensor("F32", packed.to_float32())], x)
     expected = x @ packed.to_float32().T
@@ -114,8 +114,8 @@ def test_gate_and_up(native, kinds):
 
 
 @pytest.mark.parametrize("kind", sorted(NativeOps.weight_formats))
-def test_every_format_stays_near_the_expanded_weights(native, kind):
-    """Quantizing the activations costs less than one part in 100 of a result, on average."""
+def test_every_format_is_close_to_dequantized_weights(native, kind):
+    """Quantizing the activations costs less than 1% of a result on average."""
     parts, x = [packed_weight(kind, 75, 768)], np.random.default_rng(1).standard_normal((9, 768)).astype(np.float32)
     exact = x @ parts[0].to_float32().T
     error = multiply(native(), parts, x) - exact
@@ -123,7 +123,7 @@ def test_every_format_stays_near_the_expanded_weights(native, kind):
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q6_K", "int8"])
-def test_a_row_has_the_same_bits_alone_and_in_every_batch(native, kind):
+def test_row_is_bitwise_equal_in_any_batch(native, kind):
     ops, x = native(threads=2), rows_of(71, 512)
     weight = ops.prepare_linear([packed_weight(kind, 100, 512)])
     together = ops.to_host(ops.linear(torch.from_numpy(x), weight))
@@ -132,7 +132,7 @@ def test_a_row_has_the_same_bits_alone_and_in_every_batch(native, kind):
         np.testing.assert_array_equal(np.concatenate(pieces), together)
 
 
-def test_what_is_not_finite_reaches_its_own_row_only(native):
+def test_non_finite_values_stay_in_their_own_row(native):
     parts, x = [packed_weight("Q4_1", 40, 128)], rows_of(4, 128)
     right = multiply(native(), parts, x)
     x[1, 70], x[3, 5] = np.nan, np.inf
@@ -146,7 +146,7 @@ def test_what_is_not_finite_reaches_its_own_row_only(native):
 @pytest.mark.parametrize("layer", [{}, {"experts": 5, "shared_expert": True}], ids=["dense", "experts"])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_fused_operations_with_packed_weights(native, kind, layer, dtype):
-    """Norms before and behind, residuals, gates and experts go with packed weights as with others."""
+    """Norms before and after, residuals, gates and experts work with packed weights."""
     geometry = Geometry(hidden=64, inner=96, packed=kind, post_norm=True, **layer)
     found, expected = LayerOn(native(dtype, 2), geometry), LayerOn(NumpyOps(), geometry)
     for ours, theirs in zip(found.run(found.ops), expected.run(Ops), strict=True):
@@ -155,15 +155,15 @@ def test_fused_operations_with_packed_weights(native, kind, layer, dtype):
         assert error.mean() < 0.005 * np.abs(theirs).max()
 
 
-def test_a_recorded_forward_equals_its_operations(native):
+def test_recorded_forward_equals_eager_operations(native):
     layer = LayerOn(native(threads=2), Geometry(hidden=64, inner=96, packed="Q5_1"))
     compiled, forward = layer.ops.compile(model_on(layer)), model_on(layer)
     replayed, once = (layer.ops.to_host(run(layer.step, layer.cache)) for run in (compiled, forward))
-    # The softcap's tanh is torch's in one and the kernels' in the other.
+    # The softcap uses torch's tanh in one and the kernels' tanh in the other.
     np.testing.assert_allclose(replayed, once, rtol=0, atol=1e-5)
 
 
-def test_a_part_that_is_a_view_is_packed_as_it_reads(native):
+def test_view_is_packed_by_its_logical_layout(native):
     whole, x = packed_weight("Q5_1", 80, 128), rows_of(3, 128)
     every_other = PackedTensor("Q5_1", 5, whole.values[::2], whole.scales[::2], whole.minima[::2])
     np.testing.assert_array_equal(multiply(native(), [every_other], x), multiply(native(), [whole], x)[:, ::2])

@@ -1,4 +1,4 @@
-"""Ranks on the native kernels: the bits of one rank, whatever the weights are and however they are divided."""
+"""Ranks on the native kernels: bitwise equal to one rank, for any weights and any division."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
-"""Sizes whose shares begin inside the groups of 128 that some formats have."""
+"""Sizes whose shares start inside the groups of 128 of some formats."""
 
 
 def run(folder, ops, adapters=(), kind=None, quantization="auto"):
@@ -40,7 +40,7 @@ def run(folder, ops, adapters=(), kind=None, quantization="auto"):
 
 
 def require_equal(folder, native, *sizes, dtype="float32", threads=1, make=shared_memory_ranks, **weights):
-    """Compare texts and logits on so many ranks with those on one, bit for bit; return the logits."""
+    """Compare texts and logits on several ranks with those on one, bitwise; return the logits."""
     one = native(dtype, threads)
     texts, logits = run(folder, one, **weights)
 
@@ -58,13 +58,13 @@ def require_equal(folder, native, *sizes, dtype="float32", threads=1, make=share
 
 
 @pytest.mark.parametrize("kind", [None, *sorted(NativeOps.weight_formats)])
-def test_ranks_have_the_bits_of_one_in_every_format(kind, native, tmp_path):
+def test_ranks_are_bitwise_equal_to_one_in_every_format(kind, native, tmp_path):
     folder = write_checkpoint("llama", tmp_path / "model", **WIDE)
     require_equal(folder, native, *(2,) if kind else (2, 3, 4, 8), kind=kind)
 
 
 @pytest.mark.parametrize("kind", [None, "Q4_K", "int8"])
-def test_ranks_have_the_bits_of_one_in_bfloat16(kind, native, tmp_path):
+def test_ranks_are_bitwise_equal_to_one_in_bfloat16(kind, native, tmp_path):
     folder = write_checkpoint("llama", tmp_path / "model", **WIDE)
     require_equal(folder, native, 2, 3, dtype="bfloat16", threads=2, kind=kind)
 
@@ -72,23 +72,23 @@ def test_ranks_have_the_bits_of_one_in_bfloat16(kind, native, tmp_path):
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_have_the_bits_of_one_in_every_architecture(case, dtype, quantization, native, tmp_path):
+def test_ranks_are_bitwise_equal_in_every_architecture(case, dtype, quantization, native, tmp_path):
     folder = write_checkpoint(case, tmp_path / "model")
     require_equal(folder, native, 2, dtype=dtype, quantization=quantization)
 
 
-def test_ranks_that_share_no_memory_have_the_bits_of_one(native, tmp_path):
+def test_ranks_without_shared_memory_are_bitwise_equal_to_one(native, tmp_path):
     folder = write_checkpoint("qwen3-moe", tmp_path / "model")
     require_equal(folder, native, 2, make=gloo_ranks, quantization="int8")
 
 
-def test_ranks_have_the_bits_of_one_operation_by_operation(native, tmp_path, monkeypatch):
+def test_eager_ranks_are_bitwise_equal_to_one(native, tmp_path, monkeypatch):
     monkeypatch.setattr(NativeOps, "compile", lambda self, forward: forward)
     require_equal(write_checkpoint("gemma3", tmp_path / "model"), native, 2, quantization="int8")
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_heads_need_not_divide_evenly_nor_the_vocabulary_fill_vectors(size, native, tmp_path):
+def test_uneven_heads_and_vocabulary_are_supported(size, native, tmp_path):
     sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 162}
     require_equal(write_checkpoint("llama", tmp_path / "model", **sizes), native, size, threads=2)
 
@@ -102,8 +102,8 @@ def test_heads_need_not_divide_evenly_nor_the_vocabulary_fill_vectors(size, nati
         (("q_proj", "v_proj", "down_proj"), 8),
     ],
 )
-def test_adapters_are_cut_as_the_weights_are(targets, head_dim, native, tmp_path):
-    """Also where a rank's keys begin in the middle of a vector."""
+def test_adapters_are_sharded_like_the_weights(targets, head_dim, native, tmp_path):
+    """Also where a rank's keys start in the middle of a vector."""
     sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": head_dim}
     folder = write_checkpoint("llama", tmp_path / "model", **sizes)
     adapters = [
@@ -113,7 +113,7 @@ def test_adapters_are_cut_as_the_weights_are(targets, head_dim, native, tmp_path
     assert np.abs(adapted - run(folder, native())[1]).max() > 0.1, "the adapters change too little"
 
 
-def test_a_rank_that_does_not_come_is_named(native, tmp_path):
+def test_missing_rank_is_named(native, tmp_path):
     library = native().runtime.library
     folder = write_checkpoint("llama", tmp_path / "model")
 
@@ -125,5 +125,5 @@ def test_a_rank_that_does_not_come_is_named(native, tmp_path):
         if group.parallel.rank == 0:
             PagedDriver(model, ops, PROMPTS, 64).generate(1, 5)
 
-    with pytest.raises(RanksApart, match=r"rank 1 was not heard of for 0\.3 s"):
+    with pytest.raises(RanksApart, match=r"rank 1 did not respond within 0\.3 s"):
         on_ranks(2, work, patience=0.3)

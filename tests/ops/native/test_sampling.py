@@ -14,13 +14,13 @@ def sample(ops, logits, parameters):
 
 @given(situations())
 @settings(max_examples=200, deadline=None)
-def test_chooses_what_the_oracle_chooses(native, situation):
+def test_samples_match_oracle(native, situation):
     logits, parameters = situation
     np.testing.assert_array_equal(sample(native(), logits, parameters), sample(NumpyOps(), logits, parameters))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_real_vocabulary_with_every_filter(native, threads):
+def test_real_vocabulary_with_all_filters(native, threads):
     rng = np.random.default_rng(0)
     rows = 48
     logits = (rng.standard_normal((rows, 5003)) * rng.choice([0.1, 1.0, 4.0], (rows, 1))).astype(np.float32)
@@ -37,7 +37,7 @@ def test_a_real_vocabulary_with_every_filter(native, threads):
     np.testing.assert_array_equal(sample(native(threads=threads), logits, parameters), expected)
 
 
-def test_greedy_takes_the_lowest_id_on_a_tie(native):
+def test_greedy_tie_takes_lowest_id(native):
     logits = np.full((2, 70), -1.0, np.float32)
     logits[0, [40, 69]] = 5.0
     assert sample(native(), logits, sample_input(2, temperature=0.0)).tolist() == [40, 0]
@@ -45,7 +45,7 @@ def test_greedy_takes_the_lowest_id_on_a_tie(native):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("vocabulary", [5, 32, 100, 5003])
-def test_masks_forbid_what_the_oracle_forbids(native, vocabulary, threads):
+def test_masks_match_oracle(native, vocabulary, threads):
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((20, vocabulary)).astype(np.float32)
     rows = rng.permutation(20)[:9].astype(np.int32)

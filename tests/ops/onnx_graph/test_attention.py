@@ -1,4 +1,4 @@
-"""Attention over groups of rows, and KV in place."""
+"""Attention over groups of rows, and in-place KV writes."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def step_of(rows):
 
 @settings(deadline=None, max_examples=200)
 @given(ROWS)
-def test_groups_hold_every_token_once_and_no_block_of_another_row(rows):
+def test_groups_partition_tokens_without_foreign_blocks(rows):
     step = step_of(rows)
     plan = plan_of(step, BLOCK)
     results = np.concatenate([plan[f"tokens_{group}"].reshape(-1) for group in range(2)])
@@ -44,7 +44,7 @@ def test_groups_hold_every_token_once_and_no_block_of_another_row(rows):
             assert set(table.tolist()) <= set(step.block_tables[row].tolist()) - {2**20}
 
 
-def test_rows_are_cut_where_padding_would_cost_most():
+def test_rows_are_split_where_padding_costs_most():
     plan = plan_of(step_of([(1, 9), (20, 20), (1, 5)]), BLOCK)
     assert [plan[f"tokens_{group}"].shape for group in range(2)] == [(2, 1), (1, 20)]
     plan = plan_of(step_of([(1, 24), (1, 4), (1, 3)]), BLOCK)
@@ -53,7 +53,7 @@ def test_rows_are_cut_where_padding_would_cost_most():
     assert plan["tokens_0"].tolist() == [[0, 1], [2, 3]]
 
 
-def test_rows_without_tokens_are_left_out():
+def test_empty_rows_are_skipped():
     step = step_of([(2, 8), (3, 5)])
     step = replace(
         step,
@@ -67,17 +67,17 @@ def test_rows_without_tokens_are_left_out():
 
 @settings(deadline=None, max_examples=15)
 @given(ROWS, st.sampled_from([None, 3]))
-def test_every_batch_is_attended_as_the_oracle_does(rows, window):
+def test_attention_matches_oracle_for_any_batch(rows, window):
     rng = np.random.default_rng(8)
     step = step_of(rows)
     heads = Heads(4, 2, 8, 0.3, Rope(None, None), window=window)
     blocks = np.arange(len(rows) * 6)
     content = rng.normal(size=(len(blocks), 1, 2, BLOCK, 2, 8)).astype(np.float32)
     q = rng.normal(size=(len(step.positions), 4, 8)).astype(np.float32)
-    stale = np.full_like(content, np.nan)  # beyond the contexts lies what other requests left
+    stale = np.full_like(content, np.nan)  # data of other requests beyond the contexts
     for row, (_, context) in enumerate(rows):
-        for place in range(context):
-            where = (step.block_tables[row, place // BLOCK], 0, slice(None), place % BLOCK)
+        for position in range(context):
+            where = (step.block_tables[row, position // BLOCK], 0, slice(None), position % BLOCK)
             stale[where] = content[where]
     found = []
     for ops, held in ((NumpyOps(), content), (OnnxOps(), stale)):
@@ -87,7 +87,7 @@ def test_every_batch_is_attended_as_the_oracle_does(rows, window):
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_write_touches_its_slots_and_copies_nothing():
+def test_write_is_in_place_without_copying():
     ops = OnnxOps()
     cache = ops.allocate_kv(KVShape(1, 1, 2, BLOCK), 3)
     keys, values = layer = cache.layer(0)

@@ -1,4 +1,4 @@
-"""Building graphs and running them: what a forward may not do, and whose memory is used."""
+"""Building and running graphs: forbidden operations of a forward, and ownership of memory."""
 
 import numpy as np
 import pytest
@@ -13,24 +13,24 @@ from fd_core.ops.onnx_graph.pack import OnnxOps
 from fd_core.ops.onnx_graph.session import CPU, Provider, Session
 
 
-def test_every_operation_of_a_forward_is_the_packs_own():
-    """It inherits the numpy pack's weights and sampling; computing in numpy unnoticed would prove nothing."""
+def test_forward_uses_only_operations_of_the_pack():
+    """It inherits weights and sampling from the numpy pack; silently computing in numpy would void the tests."""
     hosts = {"from_host", "to_host", "prepare_vector", "prepare_embedding", "prepare_linear"}
     sampling = {name for name in vars(NumpySampling) if not name.startswith("_")}
     for name in Ops.__abstractmethods__ - hosts - sampling:
         assert name in vars(OnnxOps), name
-    assert "logits" not in vars(NumpyOps)  # fusions stay compositions
+    assert "logits" not in vars(NumpyOps)  # fusions remain compositions
 
 
 @pytest.mark.parametrize(
     "use", [bool, len, lambda x: x[0], lambda x: x.shape, lambda x: [*x], lambda x: x + 1, lambda x: x > 1]
 )
-def test_a_symbol_has_no_value(use):
-    with pytest.raises(TraceError, match="not known while a graph is traced"):
+def test_symbol_has_no_value(use):
+    with pytest.raises(TraceError, match="unknown during tracing"):
         use(GraphSymbol(Graph(), "x"))
 
 
-def test_values_of_another_graph_and_arrays_are_refused():
+def test_values_of_another_graph_and_arrays_are_rejected():
     graph, other = Graph(), Graph()
     x = graph.input("x", np.float32, (2,))
     for stranger in (other.input("x", np.float32, (2,)), np.zeros(2, np.float32)):
@@ -38,7 +38,7 @@ def test_values_of_another_graph_and_arrays_are_refused():
             graph.op("Add", x, stranger)
 
 
-def test_weights_are_used_where_they_are():
+def test_weights_are_not_copied():
     weight = np.ones((64, 64), np.float32)
     graph = Graph()
     x = graph.input("x", np.float32, ("tokens", 64))
@@ -52,7 +52,7 @@ def test_weights_are_used_where_they_are():
     assert run(values)[0][2, 4:7].tolist() == [64.0, 0.0, 64.0]
 
 
-def test_another_provider_than_asked_for_is_not_taken_in_silence(monkeypatch):
+def test_fallback_to_another_provider_is_an_error(monkeypatch):
     class Falls:
         def __init__(self, *_args, **_options) -> None:
             pass
@@ -66,12 +66,12 @@ def test_another_provider_than_asked_for_is_not_taken_in_silence(monkeypatch):
         Session(graph, {"y": graph.input("y", np.float32, (1,))}, Provider("CUDAExecutionProvider", "cuda"))
 
 
-def test_results_belong_to_the_caller():
+def test_results_are_owned_by_the_caller():
     graph = Graph()
     x = graph.input("x", np.float32, ("n",))
     run = Session(graph, {"y": graph.op("Neg", x)}, CPU).bind({}).run
     (first,) = run({"x": np.ones(4, np.float32)})
     run({"x": np.zeros(4, np.float32)})
     assert first.tolist() == [-1.0] * 4
-    first += 1  # penalties are added in place
+    first += 1  # penalties are applied in place
     assert first.tolist() == [0.0] * 4

@@ -1,4 +1,4 @@
-"""Every architecture traced into a graph, against the same forward in numpy, and through the engine."""
+"""Every architecture traced into a graph, compared with the numpy forward, and through the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models.paged import PagedDriver
 from tests.models.test_draft_model_packs import engine, specs, texts
 from tests.models.tiny import CASES
 
-# Prefill whole and in chunks, decoding, both at once, and drafts: (row, tokens) of each step.
+# Whole and chunked prefill, decode, both mixed, and drafts: (row, tokens) of each step.
 STEPS = [
     [(0, 7)],
     [(1, 5), (2, 1)],
@@ -43,7 +43,7 @@ def driver(folder, ops):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_graph_equals_the_forward_in_numpy(tiny, case: str) -> None:
+def test_graph_equals_numpy_forward(tiny, case: str) -> None:
     expected, traced = driver(tiny(case).folder, NumpyOps()), driver(tiny(case).folder, OnnxOps())
     for work in STEPS:
         for each in (expected, traced):
@@ -59,7 +59,7 @@ def test_the_graph_equals_the_forward_in_numpy(tiny, case: str) -> None:
     assert not traced.forward._eager
 
 
-def test_kv_of_a_step_moves_bit_for_bit_and_serves_in_its_new_place(tiny) -> None:
+def test_exported_kv_is_usable_in_other_blocks(tiny) -> None:
     folder = tiny("gemma3").folder
     first, second = driver(folder, OnnxOps()), driver(folder, OnnxOps())
     first.step([(0, 11)])
@@ -74,7 +74,7 @@ def test_kv_of_a_step_moves_bit_for_bit_and_serves_in_its_new_place(tiny) -> Non
     np.testing.assert_array_equal(second.rows[0].logits[0], first.rows[0].logits[-1])
 
 
-def test_a_step_without_logits_and_caches_side_by_side(tiny) -> None:
+def test_step_without_logits_and_two_caches(tiny) -> None:
     ops = OnnxOps()
     model = loaded(tiny("llama").folder, ops)
     forward = ops.compile(model.forward)
@@ -88,7 +88,7 @@ def test_a_step_without_logits_and_caches_side_by_side(tiny) -> None:
     assert len(forward._sessions) == 1
 
 
-def test_a_forward_that_looks_at_values_runs_operation_by_operation_and_says_so(tiny, caplog) -> None:
+def test_data_dependent_forward_runs_eagerly_with_a_warning(tiny, caplog) -> None:
     ops = OnnxOps()
     model = loaded(tiny("qwen3-moe").folder, ops)
 
@@ -104,7 +104,7 @@ def test_a_forward_that_looks_at_values_runs_operation_by_operation_and_says_so(
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_texts_stay_under_preemption_and_speculation(tiny, k: int) -> None:
+def test_texts_survive_preemption_and_speculation(tiny, k: int) -> None:
     requests = specs(temperature=1.0)
     onnx = {"backend": "cpu+onnx"}
     plain = texts(engine(tiny("llama").folder, None, "numpy", **onnx), requests)
@@ -116,7 +116,7 @@ def test_texts_stay_under_preemption_and_speculation(tiny, k: int) -> None:
     assert stats.scheduler.drafts.proposed > stats.scheduler.drafts.accepted
 
 
-def test_a_model_that_drafts_for_itself_is_right(tiny) -> None:
+def test_model_drafting_for_itself_has_full_acceptance(tiny) -> None:
     folder = tiny("ernie-moe").folder
     drafting = engine(folder, folder, "numpy", 3, backend="cpu+onnx")
     assert texts(drafting, specs()).tokens == texts(engine(folder, None, "numpy"), specs()).tokens
@@ -124,7 +124,7 @@ def test_a_model_that_drafts_for_itself_is_right(tiny) -> None:
     assert stats.scheduler.drafts.accepted == stats.scheduler.drafts.proposed > 0
 
 
-def test_the_backend_is_float32_and_says_where_it_runs() -> None:
+def test_backend_is_float32_and_reports_its_device() -> None:
     assert OnnxBackend.probe().available
     with pytest.raises(ConfigError, match="computes in float32, not bfloat16"):
         OnnxBackend(EngineConfig(model="m", dtype="bfloat16")).make_ops()
@@ -134,7 +134,7 @@ def test_the_backend_is_float32_and_says_where_it_runs() -> None:
     assert backend.free_memory() > 0
 
 
-def test_what_is_missing_is_named(monkeypatch) -> None:
+def test_missing_packages_are_named(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = OnnxBackend.probe()
     assert not found.available

@@ -1,4 +1,4 @@
-"""int8 weights by torch's own operations."""
+"""int8 weights with torch's operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows_of(count: int, inputs: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("out", "inputs"), [(1, 7), (75, 768), (33, 2048)])
-def test_products_are_exact_but_for_rounding_the_rows(out: int, inputs: int) -> None:
+def test_products_are_exact_except_for_input_rounding(out: int, inputs: int) -> None:
     ops, x, weight = TorchInt8Ops(), rows_of(70, inputs), packed_weight("int8", out, inputs)
     scale = x.abs().amax(1, keepdim=True) / 127
     whole = (x / scale).round().double() @ torch.from_numpy(weight.values).double().T
@@ -33,7 +33,7 @@ def test_products_are_exact_but_for_rounding_the_rows(out: int, inputs: int) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_has_the_same_bits_alone_and_in_every_batch(dtype: str) -> None:
+def test_row_is_bitwise_equal_in_any_batch(dtype: str) -> None:
     ops = TorchInt8Ops(dtype)
     x, weight = rows_of(130, 576).to(ops.torch_dtype), ops.prepare_linear([packed_weight("int8", 300, 576)])
     together = ops.linear(x, weight)
@@ -42,7 +42,7 @@ def test_a_row_has_the_same_bits_alone_and_in_every_batch(dtype: str) -> None:
         assert torch.equal(ops.linear(x[rows], weight), together[rows])
 
 
-def test_what_is_not_finite_reaches_its_own_row_only_and_zeros_stay_zeros() -> None:
+def test_non_finite_values_stay_in_their_row_and_zeros_stay() -> None:
     ops, x = TorchInt8Ops(), rows_of(4, 64)
     weight = ops.prepare_linear([packed_weight("int8", 40, 64)])
     x[2] = 0
@@ -52,10 +52,10 @@ def test_what_is_not_finite_reaches_its_own_row_only_and_zeros_stay_zeros() -> N
     found = ops.linear(given, weight)
     assert not torch.isfinite(found[[1, 3]]).any()
     assert torch.equal(found[[0, 2]], right[[0, 2]]) and not found[2].any()
-    assert torch.isfinite(given[0]).all()  # what it was given is still there
+    assert torch.isfinite(given[0]).all()  # the input is unchanged
 
 
-def test_other_forms_of_int8_are_expanded() -> None:
+def test_other_int8_formats_are_dequantized() -> None:
     whole = packed_weight("int8", 8, 64)
     minima = PackedTensor("int8", 8, whole.values, whole.scales, np.ones((8, 1), np.float32))
     for parts in ([packed_weight("int8", 8, 64, group=32)], [minima], [whole, raw(np.ones((2, 64)))]):
@@ -64,7 +64,7 @@ def test_other_forms_of_int8_are_expanded() -> None:
         assert np.array_equal(prepared.weight.numpy(), np.concatenate([part.to_float32() for part in parts]))
 
 
-def test_the_backend_takes_it_where_products_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_supports_int8_where_products_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = CpuBackend(EngineConfig(model="x", native_kernels=False))
     assert isinstance(backend.make_ops(), TorchInt8Ops)
     assert "int8 weights by oneDNN" in backend.describe()

@@ -1,4 +1,4 @@
-"""Scripted workers and a gateway in front of them, all on one event loop."""
+"""Scripted workers and a gateway in front of them, on one event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TICKET_KEY = b"k" * 32
 
 
 def in_loop(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a test on an event loop of its own, for 30 seconds at most."""
+    """Run a test on a new event loop, for 30 seconds at most."""
 
     @functools.wraps(scenario)
     def test(**arguments: Any) -> None:
@@ -52,23 +52,23 @@ async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> Non
 
 
 class FakeWorker:
-    """Does what `script` says, one word for each request, then what `usual` says."""
+    """Follows `script`, one word per request, then repeats `usual`."""
 
     def __init__(
         self, name: str = "w", usual: str = "stream", *, models: tuple[str, ...] = ("m",), role: Role = "mixed"
     ) -> None:
         self.name = name
         self.role = role
-        self.says: str | None = role
+        self.reported_role: str | None = role
         self.kv_port: int | None = 7001 if role == "prefill" else None
         self.outcome: str | None = "transferred"
-        """What a decode worker answers to a ticket that it finds good; None if it does not know tickets."""
+        """Outcome that a decode worker reports for a valid ticket; None if it does not support tickets."""
         self.peers: list[str | None] = []
-        """What the tickets of requests named, None for one that is not good."""
+        """Peers named by the tickets of requests; None for an invalid ticket."""
         self.usual = usual
         self.script: deque[str] = deque()
         self.upon: dict[bytes, str] = {}
-        """What it does with requests that hold certain bytes, whatever the script says."""
+        """Words for requests that contain certain bytes; they override the script."""
         self.models = models
         self.healthy = True
         self.checks = 0
@@ -121,8 +121,8 @@ class FakeWorker:
         self.running += 1
         try:
             usual = "abort" if request.path == ABORT else self.usual
-            told = (word for sign, word in self.upon.items() if sign in self.seen[-1][2])
-            word = next(told, None) or (self.script.popleft() if self.script else usual)
+            matching = (word for sign, word in self.upon.items() if sign in self.seen[-1][2])
+            word = next(matching, None) or (self.script.popleft() if self.script else usual)
             return await self._act(request, word, self._read_ticket(request))
         except asyncio.CancelledError:
             self.left += 1
@@ -135,15 +135,15 @@ class FakeWorker:
             self.running -= 1
 
     def _itself(self) -> dict[str, str]:
-        said = {"X-Instance": self.instance}
-        if self.says is not None:
-            said[ROLE_HEADER] = self.says
+        headers = {"X-Instance": self.instance}
+        if self.reported_role is not None:
+            headers[ROLE_HEADER] = self.reported_role
         if self.kv_port is not None:
-            said[KV_PORT_HEADER] = str(self.kv_port)
-        return said
+            headers[KV_PORT_HEADER] = str(self.kv_port)
+        return headers
 
     def _read_ticket(self, request: web.BaseRequest) -> dict[str, str]:
-        """Return the header of the answer to a request with a ticket."""
+        """Return the response header for a request with a ticket."""
         ticket = request.headers.get(TICKET_HEADER)
         if ticket is None:
             return {}
@@ -151,7 +151,7 @@ class FakeWorker:
         self.peers.append(peer)
         return {} if peer is None or self.outcome is None else {OUTCOME_HEADER: self.outcome}
 
-    async def _act(self, request: web.BaseRequest, word: str, told: Mapping[str, str]) -> web.StreamResponse:
+    async def _act(self, request: web.BaseRequest, word: str, extra: Mapping[str, str]) -> web.StreamResponse:
         if word == "hang":
             await asyncio.sleep(3600)
         if word == "die":
@@ -159,7 +159,7 @@ class FakeWorker:
             return web.Response()
         if word.isdecimal():
             code = {"404": "model_not_found", "400": "invalid_value"}.get(word)
-            return web.json_response({"error": {"message": word, "code": code}}, status=int(word), headers=told)
+            return web.json_response({"error": {"message": word, "code": code}}, status=int(word), headers=extra)
         if word == "no_model":
             error = {"type": "not_found_error", "message": "the model 'm' does not exist"}
             return web.json_response({"type": "error", "error": error}, status=404)
@@ -167,7 +167,7 @@ class FakeWorker:
             return self._abort(json.loads(self.seen[-1][2]), request.headers.get(TENANT_HEADER, ""))
         if word == "json":
             await asyncio.sleep(self.pause)
-            return web.json_response({"worker": self.name}, headers={"Set-Cookie": "a=b", **told})
+            return web.json_response({"worker": self.name}, headers={"Set-Cookie": "a=b", **extra})
         if word in ("big", "big_dies"):
             size = 3 << 20
             out = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(size)})
@@ -185,7 +185,7 @@ class FakeWorker:
             await out.write(b'{"worker": ')
             request.protocol.force_close()
             return out
-        return await self._stream(request, word, told)
+        return await self._stream(request, word, extra)
 
     def _abort(self, body: Any, header: str) -> web.Response:
         tenant = read_tenant(None, header.encode(), "", "", "")
@@ -197,9 +197,9 @@ class FakeWorker:
         self.runs -= set(aborted)
         return web.json_response({"aborted": aborted, "not_found": [each for each in given if each not in aborted]})
 
-    async def _stream(self, request: web.BaseRequest, word: str, told: Mapping[str, str]) -> web.StreamResponse:
-        """`stream`, `head` (dies behind the head), `after:N`, `torn:N`, `stops:N`, `unended`, `error`."""
-        out = web.StreamResponse(headers={"Content-Type": "text/event-stream", **told})
+    async def _stream(self, request: web.BaseRequest, word: str, extra: Mapping[str, str]) -> web.StreamResponse:
+        """`stream`, `head` (dies after the headers), `after:N`, `torn:N`, `stops:N`, `unended`, `error`."""
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream", **extra})
         await out.prepare(request)
         await out.write(b"")
         kind, _, count = word.partition(":")
@@ -226,7 +226,7 @@ class FakeWorker:
 
 
 class Live:
-    """A gateway that serves, and a client of it."""
+    """A running gateway and a client of it."""
 
     def __init__(
         self, url: str, router: Router, client: aiohttp.ClientSession, admin: str, stop: asyncio.Event
@@ -256,11 +256,11 @@ class Live:
         await eventually(lambda: sum(w.state.value == "healthy" for w in self.router.snapshot().workers) == count)
 
     def idle(self) -> bool:
-        """Whether every counter is exactly zero."""
+        """Return True if every counter is exactly zero."""
         shown = self.router.snapshot()
         return shown.total == IDLE and not shown.departed and all(each.load == IDLE for each in shown.workers)
 
-    async def comes_to_rest(self) -> None:
+    async def wait_until_idle(self) -> None:
         await eventually(self.idle)
         assert self.router.snapshot().faults == 0
 
@@ -280,7 +280,7 @@ async def routed(
     spans: RequestSpans | None = None,
     **settings: Any,
 ) -> AsyncIterator[Live]:
-    """Put a gateway before workers that serve already; at the end every counter must be zero."""
+    """Run a gateway in front of running workers; at the end every counter must be zero."""
     config = GatewayConfig(**{"router_secret": "a secret of the cluster", "drain_seconds": 0.5} | settings)
     chosen = {"policy": "round_robin", "health_check_interval_secs": 0.05, "health_check_timeout_secs": 0.2}
     made = Router(RouterConfig(**chosen | (router or {})), partial(installed_plugins().load, ROUTER_POLICY))
@@ -320,7 +320,7 @@ async def routed(
         await live.healthy(len(workers) if healthy is None else healthy)
         try:
             yield live
-            await live.comes_to_rest()
+            await live.wait_until_idle()
         finally:
             stop.set()
             await asyncio.wait_for(serving, 10)
@@ -332,7 +332,7 @@ def events(body: bytes) -> list[str]:
 
 
 async def leave_early(live: Live, rng: random.Random) -> None:
-    """Ask, read a little, and go."""
+    """Send a request, read a little, and disconnect."""
     with contextlib.suppress(aiohttp.ClientError):
         async with live.client.post(live.url + CHAT, json={"messages": [turn("hi")], "stream": True}) as answer:
             for _ in range(rng.randrange(3)):

@@ -1,4 +1,4 @@
-"""Workers come and go by themselves, if they know the secret."""
+"""Workers register and deregister themselves if they have the secret."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.router.gateway.fakes import FakeWorker, Live, events, eventually, in_
 SECRET = "a secret of the cluster"
 
 
-async def tell(live: Live, what: str, body: Any, secret: str = SECRET) -> tuple[int, Any]:
+async def post_admin(live: Live, what: str, body: Any, secret: str = SECRET) -> tuple[int, Any]:
     headers = {"Authorization": f"Bearer {secret}"}
     data = body if isinstance(body, bytes) else json.dumps(body)
     async with live.client.post(f"{live.admin}/{what}", data=data, headers=headers) as answer:
@@ -28,28 +28,28 @@ async def tell(live: Live, what: str, body: Any, secret: str = SECRET) -> tuple[
 
 
 @in_loop
-async def test_a_worker_registers_serves_and_leaves() -> None:
+async def test_worker_registers_serves_and_leaves() -> None:
     async with FakeWorker() as worker, routed(router_secret=SECRET) as live:
         assert (await live.post())[0] == 503
-        status, told = await tell(live, "register", {"url": worker.url + "/", "instance": worker.instance})
-        assert (status, told) == (200, {"worker": worker.url, "incarnation": 1})
+        status, answer = await post_admin(live, "register", {"url": worker.url + "/", "instance": worker.instance})
+        assert (status, answer) == (200, {"worker": worker.url, "incarnation": 1})
         await live.healthy(1)
         assert (await live.post())[0] == 200
-        again = await tell(live, "register", {"url": worker.url, "role": "mixed", "instance": worker.instance})
+        again = await post_admin(live, "register", {"url": worker.url, "role": "mixed", "instance": worker.instance})
         assert again[1]["incarnation"] == 1
         worker.pause = 0.05
         running = asyncio.create_task(live.post())
         await eventually(lambda: worker.running == 1)
-        assert (await tell(live, "deregister", {"url": worker.url}))[0] == 200
+        assert (await post_admin(live, "deregister", {"url": worker.url}))[0] == 200
         assert (await live.post())[0] == 503
-        assert events((await running)[2])[-1] == "[DONE]", "what it had was not finished"
+        assert events((await running)[2])[-1] == "[DONE]", "its running request was not finished"
         await eventually(lambda: live.router.workers() == ())
-        assert (await tell(live, "deregister", {"url": worker.url}))[0] == 404
+        assert (await post_admin(live, "deregister", {"url": worker.url}))[0] == 404
 
 
 @in_loop
-async def test_a_worker_that_registers_has_only_itself_checked_before_the_next_round() -> None:
-    """With a thousand workers that start together, checks of everybody for each of them would be a million."""
+async def test_registration_checks_only_the_new_worker() -> None:
+    """Checking every worker for each of a thousand registrations would be a million checks."""
     async with (
         FakeWorker("one") as one,
         FakeWorker("two") as two,
@@ -57,7 +57,7 @@ async def test_a_worker_that_registers_has_only_itself_checked_before_the_next_r
         routed(router_secret=SECRET, router={"health_check_interval_secs": 60.0}) as live,
     ):
         for count, worker in enumerate((one, two, three), 1):
-            await tell(live, "register", {"url": worker.url, "instance": worker.instance})
+            await post_admin(live, "register", {"url": worker.url, "instance": worker.instance})
             await live.healthy(count)
         assert [worker.checks for worker in (one, two, three)] == [1, 1, 1]
 
@@ -78,29 +78,29 @@ async def test_a_worker_that_registers_has_only_itself_checked_before_the_next_r
     ],
 )
 @in_loop
-async def test_who_may_not_register(what: str, body: Any, secret: str, status: int) -> None:
+async def test_unauthorized_registration_is_rejected(what: str, body: Any, secret: str, status: int) -> None:
     async with routed(router_secret=SECRET) as live:
-        got, told = await tell(live, what, body, secret)
-        assert got == status and told["error"]["message"]
+        got, answer = await post_admin(live, what, body, secret)
+        assert got == status and answer["error"]["message"]
         assert live.router.workers() == ()
 
 
 @in_loop
-async def test_workers_of_a_pair_register_where_there_is_a_secret_for_pairs() -> None:
+async def test_pair_workers_need_a_transfer_secret_to_register() -> None:
     async with FakeWorker("p", role="prefill") as p, FakeWorker("d", role="decode") as d:
         async with routed(router_secret=SECRET) as live:
             for worker in (p, d):
                 body = {"url": worker.url, "role": worker.role, "instance": worker.instance}
-                assert (await tell(live, "register", body))[0] == 200
+                assert (await post_admin(live, "register", body))[0] == 200
             await live.healthy(2)
             assert (await live.post())[0] == 200 and d.peers == ["127.0.0.1:7001"]
         async with routed(router_secret=SECRET, ticket_key=None) as live:
-            status, told = await tell(live, "register", {"url": p.url, "role": "prefill"})
-            assert status == 400 and "--transfer-secret-file" in told["error"]["message"]
+            status, answer = await post_admin(live, "register", {"url": p.url, "role": "prefill"})
+            assert status == 400 and "--transfer-secret-file" in answer["error"]["message"]
 
 
 @in_loop
-async def test_a_server_keeps_itself_registered_and_leaves() -> None:
+async def test_server_stays_registered_and_deregisters() -> None:
     async with FakeWorker() as worker, routed(router_secret=SECRET) as live:
         config = ServerConfig(router=live.admin, router_secret=SECRET)
         registration = registration_of(config, worker.url, lambda: worker.instance, "mixed")
@@ -113,7 +113,7 @@ async def test_a_server_keeps_itself_registered_and_leaves() -> None:
 
 
 @in_loop
-async def test_a_server_whose_engine_was_started_again_registers_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restarted_engine_registers_as_a_new_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fd_core.server.serve._AGAIN_SECONDS", 0.02)
     async with FakeWorker(role="decode") as worker, routed(router_secret=SECRET) as live:
         config = ServerConfig(router=live.admin, router_secret=SECRET)
@@ -131,7 +131,7 @@ async def test_a_server_whose_engine_was_started_again_registers_as_another(monk
 
 
 @in_loop
-async def test_a_router_that_is_not_there_does_not_disturb_a_server(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreachable_router_does_not_disturb_a_server(caplog: pytest.LogCaptureFixture) -> None:
     config = ServerConfig(router="http://127.0.0.1:9", router_secret=SECRET)
     registration = registration_of(config, "http://127.0.0.1:1", lambda: "i")
     assert registration is not None
@@ -143,7 +143,7 @@ async def test_a_router_that_is_not_there_does_not_disturb_a_server(caplog: pyte
 
 @contextlib.asynccontextmanager
 async def two_routers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, list[str], set[str]]]:
-    """Yield an address that stands for two routers, what was posted to which, and those that refuse the secret."""
+    """Yield an address that resolves to two routers, the requests each received, and those that reject the secret."""
     posted: list[str] = []
     refusing: set[str] = set()
 
@@ -173,7 +173,7 @@ async def two_routers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[st
 
 
 @in_loop
-async def test_a_name_that_stands_for_several_routers_has_the_server_registered_with_each(
+async def test_server_registers_with_every_resolved_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with two_routers(monkeypatch) as (address, posted, _):
@@ -188,7 +188,7 @@ async def test_a_name_that_stands_for_several_routers_has_the_server_registered_
 
 
 @in_loop
-async def test_one_router_of_several_that_refuses_is_named(
+async def test_router_that_rejects_the_secret_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with two_routers(monkeypatch) as (address, _, refusing):
@@ -198,7 +198,7 @@ async def test_one_router_of_several_that_refuses_is_named(
         registration.start()
         await eventually(lambda: "127.0.0.2" in caplog.text)
         await registration.leave()
-    assert "127.0.0.1" not in caplog.text and "it answered 401" in caplog.text
+    assert "127.0.0.1" not in caplog.text and "HTTP status 401" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -209,18 +209,18 @@ async def test_one_router_of_several_that_refuses_is_named(
         ({"router": "http://127.0.0.1:8081", "router_secret": SECRET, "host": "0.0.0.0"}, "--advertise-url"),
     ],
 )
-def test_registrations_that_cannot_work(settings: dict[str, str], field: str) -> None:
+def test_invalid_registration_settings(settings: dict[str, str], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         registration_of(ServerConfig(**settings), "http://localhost:1", lambda: "i")
     assert caught.value.field == field
 
 
-def test_a_server_without_a_router_registers_nowhere() -> None:
+def test_server_without_a_router_registers_nowhere() -> None:
     assert registration_of(ServerConfig(), "http://127.0.0.1:1", lambda: "i") is None
 
 
 @in_loop
-async def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
+async def test_too_deeply_nested_body_is_rejected() -> None:
     async with routed(router_secret=SECRET) as live:
-        status, answer = await tell(live, "register", b'{"url": "http://w:1", "a": ' + b"[" * 3000)
+        status, answer = await post_admin(live, "register", b'{"url": "http://w:1", "a": ' + b"[" * 3000)
         assert (status, answer["error"]["code"]) == (400, "invalid_body")

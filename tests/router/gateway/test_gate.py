@@ -13,7 +13,7 @@ from tests.router.gateway.fakes import ABORT, CHAT, COMPLETIONS, FakeWorker, eve
 
 
 @in_loop
-async def test_keys_of_clients_end_at_the_router() -> None:
+async def test_client_keys_are_not_forwarded() -> None:
     async with FakeWorker(usual="json") as worker:
         async with routed(worker, api_keys=("client-key",), worker_api_keys=("worker-key",)) as live:
             status, headers, body = await live.post()
@@ -30,7 +30,7 @@ async def test_keys_of_clients_end_at_the_router() -> None:
 
 
 @in_loop
-async def test_a_key_has_a_header_of_its_own_too_and_ends_at_the_router() -> None:
+async def test_x_api_key_header_is_accepted_and_not_forwarded() -> None:
     async with FakeWorker(usual="json") as worker, routed(worker, api_keys=("client-key",)) as live:
         assert (await live.post(X_Api_Key="wrong"))[0] == 401
         assert (await live.post(X_Api_Key="client-key"))[0] == 200
@@ -56,7 +56,7 @@ async def test_options_names_the_methods_of_a_path(path: str, allowed: str | Non
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches/batch_1/cancel", "/v1/batches"])
 @in_loop
-async def test_files_are_not_scattered_over_workers(path: str) -> None:
+async def test_files_api_is_rejected_with_a_hint(path: str) -> None:
     async with FakeWorker(usual="json") as worker, routed(worker) as live:
         status, _, body = await live.post(path, {})
         assert status == 404 and "worker" in json.loads(body)["error"]["message"]
@@ -64,15 +64,15 @@ async def test_files_are_not_scattered_over_workers(path: str) -> None:
 
 
 @in_loop
-async def test_a_path_without_v1_is_told_so() -> None:
+async def test_path_without_v1_gets_a_hint() -> None:
     async with FakeWorker() as worker, routed(worker) as live:
         status, _, body = await live.post("/chat/completions", {})
-        assert status == 404 and "'/chat/completions'; paths of OpenAI's API begin with /v1" in body.decode()
+        assert status == 404 and "'/chat/completions'; paths of OpenAI's API start with /v1" in body.decode()
 
 
 @pytest.mark.parametrize("announced", [True, False])
 @in_loop
-async def test_bodies_have_a_limit_that_holds_before_they_are_kept(announced: bool) -> None:
+async def test_body_limit_applies_before_buffering(announced: bool) -> None:
     async def pieces():
         for _ in range(100):
             yield b"x" * 100
@@ -86,7 +86,7 @@ async def test_bodies_have_a_limit_that_holds_before_they_are_kept(announced: bo
 
 
 @in_loop
-async def test_a_client_may_ask_before_it_sends_a_body() -> None:
+async def test_expect_100_continue_is_supported() -> None:
     async with FakeWorker(usual="json") as worker, routed(worker) as live:
         async with live.client.post(live.url + COMPLETIONS, data=b'{"prompt": "x"}', expect100=True) as answer:
             assert answer.status == 200
@@ -125,7 +125,7 @@ async def test_paths(method: str, path: str, status: int) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
 @in_loop
-async def test_requests_go_to_who_serves_their_model(path: str) -> None:
+async def test_requests_are_routed_by_model(path: str) -> None:
     async with (
         FakeWorker("a", "json", models=("m",)) as a,
         FakeWorker("b", "json", models=("n",)) as b,
@@ -141,7 +141,7 @@ async def test_requests_go_to_who_serves_their_model(path: str) -> None:
 
 
 @in_loop
-async def test_requests_are_aborted_wherever_they_run() -> None:
+async def test_abort_reaches_requests_on_any_worker() -> None:
     ids = {"req_ids": ["one", "two", "three"]}
     async with (
         FakeWorker("a") as a,
@@ -156,11 +156,11 @@ async def test_requests_are_aborted_wherever_they_run() -> None:
         assert (a.runs, b.runs, p.seen) == ({"other"}, set(), [])
         status, _, body = await live.post(ABORT, {"abort_all": True})
         assert (status, json.loads(body)) == (200, {"aborted": ["other"], "not_found": []})
-        assert live.router.snapshot().tally.selected == 0, "an abort counts nowhere"
+        assert live.router.snapshot().tally.selected == 0, "aborts are not counted as requests"
 
 
 @in_loop
-async def test_an_abort_that_nobody_takes_is_refused() -> None:
+async def test_abort_that_no_worker_accepts_is_rejected() -> None:
     async with FakeWorker("a") as a, FakeWorker("b") as b, routed(a, b) as live:
         status, _, body = await live.post(ABORT, b"{}")
         assert status == 400 and json.loads(body)["error"]["message"]
@@ -187,7 +187,7 @@ async def test_models_are_those_of_all_workers() -> None:
 
 
 @in_loop
-async def test_metrics_and_page_show_workers_load_hits_and_failures() -> None:
+async def test_metrics_and_page_show_load_hits_and_failures() -> None:
     prompt = {"prompt": "the same long beginning of every prompt, " * 20}
     async with FakeWorker() as worker, routed(worker, router={"policy": "cache_aware"}) as live:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Real processes: keys read again on SIGHUP, one id in the logs of router and worker, wrong files at the start."""
+"""Real processes: key reload on SIGHUP, one request id in both logs, bad key files at the start."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def ask(url: str, key: str, request_id: str, **fields: Any) -> int:
 
 
 def lines(log: Path, request_id: str) -> list[dict[str, Any]]:
-    """Lines of an access log in JSON, among other lines."""
+    """Return the lines of an access log in JSON, found among other lines."""
     found = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     return [line for line in found if line["logger"] == "fd_core.access" and request_id in line["request_id"]]
 
 
 class Routed:
-    """A router with a key file before one worker."""
+    """A router with a key file in front of one worker."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.keys, worker_keys = folder / "keys.toml", folder / "worker"
@@ -81,10 +81,10 @@ def routed(tmp_path: Path) -> Iterator[Routed]:
         yield Routed(tmp_path, stack)
 
 
-def test_ids_stand_in_both_logs_and_keys_are_read_again(routed: Routed) -> None:
+def test_request_id_is_in_both_logs_and_keys_are_reloaded(routed: Routed) -> None:
     for stream in (False, True):
         assert ask(routed.url, "sk-alice", f"trace-{stream}", stream=stream) == 200
-        for log in (routed.log, routed.worker_log):  # either may be the first to write
+        for log in (routed.log, routed.worker_log):  # either may write first
             until(lambda s=stream, log=log: bool(lines(log, f"trace-{s}")), log)
         (here,) = lines(routed.log, f"trace-{stream}")
         (there,) = lines(routed.worker_log, f"trace-{stream}")
@@ -92,18 +92,18 @@ def test_ids_stand_in_both_logs_and_keys_are_read_again(routed: Routed) -> None:
         assert (here["key"], there["key"], here["status"]) == ("alice", "unnamed", 200)
     assert ask(routed.url, "sk-bob", "early") == 401
     routed.keys.write_text(ALICE + BOB)
-    routed.hang_up("was read again: 2 API keys")
+    routed.hang_up(": 2 API keys")
     assert ask(routed.url, "sk-bob", "late") == 200
     routed.keys.write_text(ALICE + "admin = 3\n")
-    routed.hang_up("line 5, admin: give true or false")
-    assert ask(routed.url, "sk-bob", "later") == 200, "a wrong file changes nothing"
+    routed.hang_up("line 5, admin: expected true or false")
+    assert ask(routed.url, "sk-bob", "later") == 200, "an invalid file changes nothing"
     for log in (routed.log, routed.worker_log):
         text = log.read_text()
         assert not [secret for secret in ("sk-alice", "sk-bob", WORKER, "private") if secret in text]
 
 
 @pytest.mark.parametrize("command", [("serve", *NULL), ("route", "--worker", "http://127.0.0.1:1")])
-def test_a_wrong_file_ends_the_start_with_exit_code_two_and_one_line(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_bad_key_file_exits_with_code_two_and_one_line(tmp_path: Path, command: tuple[str, ...]) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(ALICE + ALICE)
     ended = subprocess.run(
@@ -137,7 +137,7 @@ main()
 
 
 @pytest.mark.parametrize("with_file", [True, False])
-def test_a_hangup_while_the_model_loads_ends_only_what_has_no_keys_to_read(tmp_path: Path, with_file: bool) -> None:
+def test_sighup_during_load_ends_only_processes_without_key_file(tmp_path: Path, with_file: bool) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(ALICE)
     flags = ["--api-key-file", str(path)] if with_file else []
@@ -147,8 +147,8 @@ def test_a_hangup_while_the_model_loads_ends_only_what_has_no_keys_to_read(tmp_p
     assert ("still there" in ended.stderr) == with_file
 
 
-def test_pages_without_a_key_cannot_be_protected(tmp_path: Path) -> None:
+def test_page_protection_without_keys_is_rejected(tmp_path: Path) -> None:
     worker = ("route", "--worker", "http://127.0.0.1:1", "--port", str(free_port()), "--protect-pages")
     command = [sys.executable, "-m", "fd_core.cli", *worker]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2 and "--protect-pages: there is no key" in ended.stderr.splitlines()[-1]
+    assert ended.returncode == 2 and "protected pages require an API key" in ended.stderr.splitlines()[-1]

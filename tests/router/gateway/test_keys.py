@@ -1,4 +1,4 @@
-"""The router's own keys: limits, usage from workers, admin keys, ids of requests, protected pages, access log."""
+"""The router's own keys: limits, usage from workers, admin keys, request ids, protected pages, access log."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ PROMPT = {"prompt": "x" * 40, "max_tokens": 20}
 
 
 class MeteredWorker(FakeWorker):
-    """Tells what its answers took, as fd_core's server does, if `tells`."""
+    """Reports the usage of its answers, as fd_core's server does, if `reports`."""
 
-    def __init__(self, tells: bool = True) -> None:
+    def __init__(self, reports: bool = True) -> None:
         super().__init__("w", "json")
-        self.tells = tells
+        self.reports = reports
         self.used = (7, 3)
 
-    async def _act(self, request: web.BaseRequest, word: str, told: Mapping[str, str]) -> web.StreamResponse:
+    async def _act(self, request: web.BaseRequest, word: str, extra: Mapping[str, str]) -> web.StreamResponse:
         read, wrote = self.used
         if word == "json":
             usage = {"prompt_tokens": read, "completion_tokens": wrote}
-            return web.json_response({"worker": "w"} | ({"usage": usage} if self.tells else {}))
+            return web.json_response({"worker": "w"} | ({"usage": usage} if self.reports else {}))
         if word == "spoken":
             out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await out.prepare(request)
             for index in range(5):
                 await out.write(b'data: {"index": %d}\n\n' % index)
-            if self.tells and USAGE_HEADER in request.headers:
+            if self.reports and USAGE_HEADER in request.headers:
                 await out.write(b": usage %d %d\n\n" % self.used)
             await out.write(b"data: [DONE]\n\n")
             return out
-        return await super()._act(request, word, told)
+        return await super()._act(request, word, extra)
 
 
 def remaining(headers: Mapping[str, str]) -> int:
@@ -57,12 +57,12 @@ async def ask(live: Live, key: str = "alice", path: str = COMPLETIONS, body: Any
 
 @pytest.mark.parametrize("usual", ["json", "spoken"])
 @in_loop
-async def test_tokens_are_taken_in_advance_and_settled_by_what_the_worker_says(tmp_path: Path, usual: str) -> None:
+async def test_reserved_tokens_are_settled_by_reported_usage(tmp_path: Path, usual: str) -> None:
     file = key_file(tmp_path, {"name": "alice", "tokens_per_minute": 100}, {"name": "bob"})
     async with MeteredWorker() as worker, routed(worker, api_key_file=file) as live:
         worker.usual = usual
         status, headers, body = await ask(live)
-        running = 20 if usual == "spoken" else 0  # more than it used is taken for as long as it runs
+        running = 20 if usual == "spoken" else 0  # more than the usage stays reserved while the request runs
         assert (status, remaining(headers)) == (200, 90 - running)
         assert b"usage" not in body if usual == "spoken" else b"usage" in body
         _, headers, _ = await ask(live)
@@ -75,9 +75,9 @@ async def test_tokens_are_taken_in_advance_and_settled_by_what_the_worker_says(t
 
 
 @in_loop
-async def test_a_stream_that_tells_nothing_is_charged_by_its_events(tmp_path: Path) -> None:
+async def test_stream_without_usage_is_charged_by_its_events(tmp_path: Path) -> None:
     file = key_file(tmp_path, {"name": "alice", "tokens_per_minute": 100})
-    async with MeteredWorker(tells=False) as worker, routed(worker, api_key_file=file) as live:
+    async with MeteredWorker(reports=False) as worker, routed(worker, api_key_file=file) as live:
         worker.usual = "spoken"
         await ask(live)
         _, headers, _ = await ask(live)
@@ -86,7 +86,7 @@ async def test_a_stream_that_tells_nothing_is_charged_by_its_events(tmp_path: Pa
 
 @pytest.mark.parametrize("word", ["503", "400", "500", "die"])
 @in_loop
-async def test_what_no_worker_answered_is_given_back(tmp_path: Path, word: str) -> None:
+async def test_failed_request_is_refunded(tmp_path: Path, word: str) -> None:
     file = key_file(tmp_path, {"name": "alice", "tokens_per_minute": 100, "parallel_requests": 1})
     async with MeteredWorker() as worker, routed(worker, api_key_file=file) as live:
         for _ in range(5):
@@ -102,7 +102,7 @@ async def test_what_no_worker_answered_is_given_back(tmp_path: Path, word: str) 
 
 
 @in_loop
-async def test_a_client_that_leaves_makes_room_for_the_next(tmp_path: Path) -> None:
+async def test_disconnect_frees_the_parallel_slot(tmp_path: Path) -> None:
     file = key_file(tmp_path, {"name": "alice", "parallel_requests": 1})
     async with MeteredWorker() as worker, routed(worker, api_key_file=file) as live:
         worker.usual = "stops:2"
@@ -117,9 +117,9 @@ async def test_a_client_that_leaves_makes_room_for_the_next(tmp_path: Path) -> N
 
 
 @in_loop
-async def test_limits_of_the_router_hide_those_of_its_workers(tmp_path: Path) -> None:
+async def test_router_limits_replace_those_of_workers(tmp_path: Path) -> None:
     class Limited(MeteredWorker):
-        async def _act(self, request: web.BaseRequest, word: str, told: Mapping[str, str]) -> web.StreamResponse:
+        async def _act(self, request: web.BaseRequest, word: str, extra: Mapping[str, str]) -> web.StreamResponse:
             return web.json_response({}, headers={"X-RateLimit-Limit-Requests": "5", "X-Ratelimit-Limit-Tokens": "9"})
 
     file = key_file(tmp_path, {"name": "alice", "requests_per_minute": 3})
@@ -129,11 +129,11 @@ async def test_limits_of_the_router_hide_those_of_its_workers(tmp_path: Path) ->
         assert "X-Api-Key" not in worker.seen[0][1] and worker.seen[0][1]["Authorization"] == "Bearer w"
     async with Limited() as worker, routed(worker) as live:
         _, headers, _ = await live.post(COMPLETIONS, PROMPT, Authorization="Bearer theirs")
-        assert headers["x-ratelimit-limit-requests"] == "5", "without keys of the router's, the workers' count"
+        assert headers["x-ratelimit-limit-requests"] == "5", "without router keys, the workers' limits apply"
 
 
 @in_loop
-async def test_refusals_are_counted_by_name(tmp_path: Path) -> None:
+async def test_rejections_are_counted_by_key_name(tmp_path: Path) -> None:
     file = key_file(tmp_path, {"name": "alice", "requests_per_minute": 1})
     async with MeteredWorker() as worker, routed(worker, api_key_file=file) as live:
         assert [(await ask(live))[0] for _ in range(3)] == [200, 429, 429]
@@ -150,7 +150,7 @@ async def test_refusals_are_counted_by_name(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_a_key_aborts_its_own_requests_and_an_admin_key_all(tmp_path: Path) -> None:
+async def test_key_aborts_its_own_requests_and_admin_key_all(tmp_path: Path) -> None:
     file = key_file(tmp_path, {"name": "alice"}, {"name": "bob"}, {"name": "root", "admin": True})
     async with FakeWorker(usual="stops:1") as worker, routed(worker, api_key_file=file) as live:
         body = {"messages": [turn("hi")], "stream": True}
@@ -165,7 +165,7 @@ async def test_a_key_aborts_its_own_requests_and_an_admin_key_all(tmp_path: Path
             {"aborted": ["alice-1"], "not_found": ["chatcmpl-bob-1", "bob-1", "none"]},
         )
         status, _, answer = await ask(live, "alice", ABORT, {"abort_all": True})
-        assert (status, json.loads(answer)["aborted"]) == (200, []), "nothing of its own is left"
+        assert (status, json.loads(answer)["aborted"]) == (200, []), "no request of this key is left"
         worker.script.append("400")
         assert (await ask(live, "alice", ABORT, b"[]"))[0] == 400
         assert worker.runs == {"bob-1"}
@@ -176,7 +176,7 @@ async def test_a_key_aborts_its_own_requests_and_an_admin_key_all(tmp_path: Path
 
 
 @in_loop
-async def test_an_id_that_another_key_uses_is_like_any_other(tmp_path: Path) -> None:
+async def test_request_id_in_use_by_another_key_is_accepted(tmp_path: Path) -> None:
     file = key_file(tmp_path, {"name": "alice"}, {"name": "bob"})
     async with FakeWorker(usual="stops:1") as worker, routed(worker, api_key_file=file) as live:
         body = {"messages": [turn("hi")], "stream": True}
@@ -190,19 +190,19 @@ async def test_an_id_that_another_key_uses_is_like_any_other(tmp_path: Path) -> 
 
 
 @in_loop
-async def test_pages_ask_for_a_key_where_that_is_wanted(tmp_path: Path) -> None:
+async def test_pages_require_a_key_if_configured(tmp_path: Path) -> None:
     file = key_file(tmp_path, {"name": "alice"})
     async with FakeWorker() as worker, routed(worker, api_key_file=file, protect_pages=True) as live:
         for path in ("/", "/status", "/status.json", "/metrics", "/version"):
             assert (await live.get(path))[0] == 401, path
             assert (await live.get(path, Authorization="Bearer alice"))[0] == 200
-            assert (await live.get(path, Authorization="Basic OmFsaWNl"))[0] == 200, "as browsers send a password"
+            assert (await live.get(path, Authorization="Basic OmFsaWNl"))[0] == 200, "Basic auth as sent by browsers"
         for path in ("/health", "/ready"):
             assert (await live.get(path))[0] == 200
 
 
 @in_loop
-async def test_each_request_has_one_line_with_the_tokens_of_its_worker(
+async def test_access_log_has_one_line_per_request_with_tokens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = key_file(tmp_path, {"name": "alice"})

@@ -1,4 +1,4 @@
-"""Anthropic's clients read the router's own errors as they read a worker's."""
+"""Anthropic clients parse the router's own errors like those of a worker."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ ASK = {"model": "m", "max_tokens": 5, "messages": [turn("hi")]}
 
 
 def error_of(body: bytes | str) -> dict[str, Any]:
-    told = json.loads(body)
-    assert set(told) == {"type", "error"} and told["type"] == "error"
-    assert set(told["error"]) == {"type", "message"} and told["error"]["message"]
-    return told["error"]
+    answer = json.loads(body)
+    assert set(answer) == {"type", "error"} and answer["type"] == "error"
+    assert set(answer["error"]) == {"type", "message"} and answer["error"]["message"]
+    return answer["error"]
 
 
 @pytest.mark.parametrize("path", PATHS)
 @in_loop
-async def test_errors_of_the_router_have_anthropics_shape(path: str) -> None:
+async def test_router_errors_have_anthropic_format(path: str) -> None:
     async with FakeWorker() as worker, routed(worker, api_keys=("secret",), max_body_bytes=1000) as live:
         status, _, body = await live.post(path, ASK)
         assert (status, error_of(body)["type"]) == (401, "authentication_error")
@@ -34,7 +34,7 @@ async def test_errors_of_the_router_have_anthropics_shape(path: str) -> None:
 
 
 @in_loop
-async def test_an_answer_that_breaks_off_ends_with_an_event_of_anthropics() -> None:
+async def test_aborted_stream_ends_with_an_anthropic_error_event() -> None:
     async with FakeWorker() as worker, routed(worker) as live:
         worker.script.append("after:2")
         status, _, body = await live.post("/v1/messages", ASK | {"stream": True})
@@ -44,7 +44,7 @@ async def test_an_answer_that_breaks_off_ends_with_an_event_of_anthropics() -> N
 
 
 @in_loop
-async def test_a_worker_that_lacks_the_model_says_so_as_well_and_another_is_asked() -> None:
+async def test_missing_model_is_retried_on_another_worker() -> None:
     async with FakeWorker("a") as one, FakeWorker("b") as other, routed(one, other) as live:
         for worker in (one, other):
             worker.script.append("no_model")

@@ -1,4 +1,4 @@
-"""Names, kinds and labels of every metric are promises: dashboards and alerts outside this repository use them."""
+"""Names, types and labels of every metric are a public contract: external dashboards and alerts use them."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ PROMISED = {
 }
 
 
-def test_the_metrics_are_those_promised_and_every_help_is_a_sentence() -> None:
+def test_metrics_match_the_contract_and_every_help_is_a_sentence() -> None:
     metrics = GatewayMetrics(router_of(mixed=1))
     metrics.answers[COMPLETIONS, 200] += 1
     metrics.counts.transfers["transferred"] += 1
     metrics.refusals["alice", "tokens"] += 1
     families = list(metrics.collect())
     labels = {one.name: {name for sample in one.samples for name in sample.labels} - {"le"} for one in families}
-    # Nothing failed or was refused: no sample shows the label.
+    # Nothing failed or was rejected: no sample shows the label.
     labels |= {"fdcore_router_background_failures": {"task"}, "fdcore_router_refused": {"reason"}}
     shown = {one.name: (one.type, sorted(labels[one.name])) for one in families}
     assert shown == {f"fdcore_router_{name}": what for name, what in PROMISED.items()}
@@ -78,7 +78,7 @@ def test_the_metrics_are_those_promised_and_every_help_is_a_sentence() -> None:
 
 
 @in_loop
-async def test_times_begin_with_the_arrival_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_latency_is_measured_from_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     read = RouteRequestReader.read
 
     async def read_slowly(self: RouteRequestReader, body: bytes, session: str | None = None) -> RouteRequest:

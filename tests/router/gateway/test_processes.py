@@ -59,8 +59,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-def test_two_servers_behind_a_router(logs: Path) -> None:
-    """They register and serve; one stands still and is killed, the other leaves; nothing stays counted."""
+def test_router_with_two_servers(logs: Path) -> None:
+    """They register and serve; one is suspended and killed, the other leaves; every counter returns to zero."""
     secret = logs / "secret"
     secret.write_text("a-secret-of-this-cluster\n")
     router, admin, first, second = (free_port() for _ in range(4))
@@ -107,15 +107,15 @@ def test_two_servers_behind_a_router(logs: Path) -> None:
         with pytest.raises(openai.InternalServerError, match="worker"):
             streamed(client, 0)
         workers = [each["worker"]["url"] for each in status(url)["workers"]]
-        assert workers == [f"http://127.0.0.1:{second}"], "the server that left is still there"
+        assert workers == [f"http://127.0.0.1:{second}"], "the deregistered server is still listed"
         assert status(url)["total"] == {"requests": 0, "waiting": 0, "prefill_tokens": 0}
         assert value(url, "fdcore_router_faults_total") == 0
         shown = (logs / "route").read_text()
         assert "fdcore routes" in shown and "a-secret" not in shown and "France" not in shown
 
 
-def test_a_pair_behind_a_router(logs: Path) -> None:
-    """Prompts come from the prefill worker, texts are those of the decode worker alone; nothing stays counted."""
+def test_router_with_a_pair(logs: Path) -> None:
+    """The prefill worker computes prompts, the decode worker the text; every counter returns to zero."""
     router, first, second = (free_port() for _ in range(3))
     url, alone = f"http://127.0.0.1:{router}", f"http://127.0.0.1:{second}"
     secret = logs / "of-pairs"
@@ -153,9 +153,9 @@ def test_a_pair_behind_a_router(logs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
-        ((), 2, "there is no worker to send requests to"),
+        ((), 2, "no workers are configured"),
         (("--worker", "ftp://x"), 2, "--worker"),
         (("--worker", "http://x:1", "--prefill", "http://x:2"), 2, "there is no decode worker"),
         (("--decode", "http://x:2"), 2, "there is no prefill worker"),
@@ -169,11 +169,11 @@ def test_a_pair_behind_a_router(logs: Path) -> None:
         (("--config", "/nowhere.toml"), 2, "--config"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], code: int, said: str) -> None:
+def test_invalid_settings_are_one_line_errors(arguments: tuple[str, ...], code: int, message: str) -> None:
     from typer.testing import CliRunner
 
     from fd_core.cli.app import app
 
     result = CliRunner().invoke(app, ["route", *arguments])
     assert result.exit_code == code, result.output
-    assert said in result.output and result.output.count("\n") == 1
+    assert message in result.output and result.output.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Pooled connections that a worker closes: a request finds another one and counts no failed attempt."""
+"""A pooled connection closed by its worker: the request uses another and counts no failed attempt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BODY = {"messages": [turn("hi")]}
 
 
 class SocketWorker:
-    """Answers the first request of each connection, then ends the connection as `ends` says."""
+    """Answers the first request of each connection, then closes the connection as set by `ends`."""
 
     role = "mixed"
 
@@ -65,7 +65,7 @@ class SocketWorker:
 
 
 @in_loop
-async def test_a_connection_closed_before_the_loop_noticed_is_not_used() -> None:
+async def test_connection_closed_before_the_loop_noticed_is_not_used() -> None:
     async with SocketWorker("none") as worker, aiohttp.ClientSession(connector=WorkerConnector()) as session:
         for posts in range(1, 4):
             async with session.post(worker.url, data=b"{}") as answer:
@@ -77,7 +77,7 @@ async def test_a_connection_closed_before_the_loop_noticed_is_not_used() -> None
 
 
 @in_loop
-async def test_a_reset_before_the_request_was_read_is_no_attempt() -> None:
+async def test_reset_before_the_request_was_read_is_not_an_attempt() -> None:
     async with SocketWorker("reset") as worker, routed(worker) as live:  # type: ignore[arg-type]
         for turns in range(1, 5):
             assert (await live.post(CHAT, BODY))[0] == 200
@@ -86,7 +86,7 @@ async def test_a_reset_before_the_request_was_read_is_no_attempt() -> None:
 
 
 @in_loop
-async def test_a_worker_lost_after_it_read_the_request_is_an_attempt() -> None:
+async def test_reset_after_the_request_was_read_is_an_attempt() -> None:
     async with (
         SocketWorker("lost") as worker,
         FakeWorker("b", "json") as other,

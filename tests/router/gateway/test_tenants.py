@@ -1,4 +1,4 @@
-"""Two tenants at a server and at a router before two workers: equal outcomes, and neither reaches the other."""
+"""Two tenants at a server and at a router with two workers: equal outcomes, and full isolation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_t
 
 
 class Service:
-    """One address at which clients ask, and the servers behind it."""
+    """A base address for clients, and the servers that it reaches."""
 
     def __init__(self, url: str, servers: list[LiveServer]) -> None:
         self.port = int(url.rpartition(":")[2])
@@ -59,7 +59,7 @@ class Service:
         return sum(each.call(partial(len, each.client.live)) for each in self.servers)
 
     def begin(self, key: str, name: str) -> threading.Thread:
-        """Send a request that stays until it is aborted."""
+        """Send a request that runs until it is aborted."""
         wanted = self.running + 1
         body = {"prompt": "a", "max_tokens": 4}
         thread = threading.Thread(
@@ -72,7 +72,7 @@ class Service:
 
 @contextmanager
 def gateway(servers: list[LiveServer], file: str, **settings: Any) -> Iterator[str]:
-    """Run a router on a thread of its own."""
+    """Run a router on a separate thread."""
     ready, stopped = threading.Event(), threading.Event()
     urls: list[str] = []
 
@@ -107,9 +107,9 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service
         def serve(name: str, **keys: Any) -> LiveServer:
             return stack.enter_context(live(batch_store=str(folder / name), **settings, **keys))
 
-        alone = serve("alone", api_key_file=file)
+        direct = serve("direct", api_key_file=file)
         workers = [serve(name, api_keys=("worker",)) for name in ("one", "two")]
-        yield Service(alone.url, [alone]), Service(stack.enter_context(gateway(workers, file)), workers)
+        yield Service(direct.url, [direct]), Service(stack.enter_context(gateway(workers, file)), workers)
 
 
 def hostile_responses(service: Service) -> list[Any]:
@@ -134,7 +134,7 @@ def hostile_responses(service: Service) -> list[Any]:
 
 
 def hostile_aborts(service: Service) -> list[Any]:
-    """Two tenants use the same ids, ids that look like those of answers, and ids of each other."""
+    """Two tenants use the same ids, ids that look like response ids, and ids of each other."""
     seen: list[Any] = []
 
     def abort(key: str, *ids: str) -> None:
@@ -165,20 +165,20 @@ def hostile_aborts(service: Service) -> list[Any]:
     return seen
 
 
-def test_stored_responses_stay_with_their_tenant(services: tuple[Service, Service]) -> None:
-    alone, behind = map(hostile_responses, services)
-    assert alone == behind
-    assert alone == [200, 200, 404, 404, 404, 200, 404, 404, 200, 200, 200, 200, 404, 404, 404, 404, 200, 404]
+def test_stored_responses_are_private_to_their_tenant(services: tuple[Service, Service]) -> None:
+    direct, routed = map(hostile_responses, services)
+    assert direct == routed
+    assert direct == [200, 200, 404, 404, 404, 200, 404, 404, 200, 200, 200, 200, 404, 404, 404, 404, 200, 404]
 
 
-def test_a_tenant_aborts_only_its_own_requests(services: tuple[Service, Service]) -> None:
-    alone, behind = map(hostile_aborts, services)
-    assert alone == behind
-    assert alone[:3] == [("bob", ("a",), 200, [], ["a"]), 6, ("bob", ("none",), 200, [], ["none"])]
-    assert alone[-1] == 0 and 2 in alone
+def test_tenant_aborts_only_its_own_requests(services: tuple[Service, Service]) -> None:
+    direct, routed = map(hostile_aborts, services)
+    assert direct == routed
+    assert direct[:3] == [("bob", ("a",), 200, [], ["a"]), 6, ("bob", ("none",), 200, [], ["none"])]
+    assert direct[-1] == 0 and 2 in direct
 
 
-def test_prefixes_of_tenants_have_salts_of_their_own(services: tuple[Service, Service]) -> None:
+def test_tenants_have_separate_prefix_salts(services: tuple[Service, Service]) -> None:
     for service in services:
         for each in service.servers:
             each.client.specs.clear()
@@ -192,17 +192,17 @@ def kind_of(status: int) -> int:
 
 
 ABSENT = {"/load", "/openapi.json", "/kv_events", "/status"}
-"""What only one of the two serves; batches and files are the server's as well."""
+"""Routes served by only one of the two; batches and files are the server's as well."""
 
 
 @pytest.mark.parametrize("key", [None, "wrong", "worker", "alice", "root"])
-def test_every_route_gives_every_kind_of_key_the_same_right(services: tuple[Service, Service], key: str | None) -> None:
-    alone, behind = services
+def test_every_route_grants_equal_access_to_each_key(services: tuple[Service, Service], key: str | None) -> None:
+    direct, routed = services
     for template, entry in ROUTES.items():
         path = template.replace("{model:path}", "fake").replace("{response_id}", "resp_x")
         for method in ("GET", "POST", "DELETE", "PUT", "OPTIONS", "HEAD"):
             body = CHAT if method == "POST" else None
-            one, other = (kind_of(each.ask(key, method, path, body)[0]) for each in (alone, behind))
+            one, other = (kind_of(each.ask(key, method, path, body)[0]) for each in (direct, routed))
             if template in ABSENT or "files" in path or "batches" in path:
                 if key in (None, "wrong", "worker") and entry.right == "key":
                     assert one == other, (method, path)
@@ -212,7 +212,7 @@ def test_every_route_gives_every_kind_of_key_the_same_right(services: tuple[Serv
                 assert one == (401 if key in (None, "wrong", "worker") else 403)
 
 
-def test_an_encoded_path_reaches_nothing_else(services: tuple[Service, Service]) -> None:
+def test_encoded_path_reaches_no_other_route(services: tuple[Service, Service]) -> None:
     for path in (
         "/v1%2Fload_lora_adapter",
         "/v1/./load_lora_adapter",
@@ -223,15 +223,15 @@ def test_an_encoded_path_reaches_nothing_else(services: tuple[Service, Service])
             assert service.ask("alice", "POST", path, {"lora_name": "x", "lora_path": "x"})[0] in (403, 404), path
 
 
-def test_a_client_cannot_name_a_tenant(services: tuple[Service, Service]) -> None:
-    alone, behind = services
+def test_client_cannot_choose_its_tenant(services: tuple[Service, Service]) -> None:
+    direct, routed = services
     bob = Tenant.of(ApiKey(digest=b"", name="bob"))
     body = {"input": "mine", "max_output_tokens": 4}
-    assert behind.ask("bob", "POST", RESPONSES, body, X_Request_Id="forged")[0] == 200
+    assert routed.ask("bob", "POST", RESPONSES, body, X_Request_Id="forged")[0] == 200
     path = f"{RESPONSES}/resp_forged"
     for key in ("alice", "worker"):
         secret = ApiKey.of(key).digest
         header = {TENANT_HEADER: sign_tenant(secret, bob, "GET", path, "id-1"), "X_Request_Id": "id-1"}
-        assert behind.ask("alice", "GET", path, **header)[0] == 404
-        assert alone.ask("alice", "GET", path, **header)[0] == (404 if key == "alice" else 403)
-    assert behind.ask("bob", "GET", path)[0] == 200
+        assert routed.ask("alice", "GET", path, **header)[0] == 404
+        assert direct.ask("alice", "GET", path, **header)[0] == (404 if key == "alice" else 403)
+    assert routed.ask("bob", "GET", path)[0] == 200

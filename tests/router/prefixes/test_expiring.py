@@ -5,7 +5,7 @@ from __future__ import annotations
 from fd_core.router.policies import Expiring
 
 
-def test_an_entry_is_found_until_its_time_is_over() -> None:
+def test_entry_is_found_until_it_expires() -> None:
     entries: Expiring[str, int] = Expiring(duration=10.0, capacity=9)
     entries.put("a", 1, 0.0)
     assert entries.get("a", 9.9) == 1 and entries.has("a", 9.9)
@@ -14,7 +14,7 @@ def test_an_entry_is_found_until_its_time_is_over() -> None:
     assert entries.get("a", 18.9) == 2
 
 
-def test_a_sweep_drops_what_has_expired_and_nothing_else() -> None:
+def test_sweep_drops_expired_entries_only() -> None:
     entries: Expiring[str, int] = Expiring(duration=10.0, capacity=9)
     for time, key in enumerate("abc"):
         entries.put(key, time, float(time))
@@ -23,7 +23,7 @@ def test_a_sweep_drops_what_has_expired_and_nothing_else() -> None:
     assert len(entries) == 1 and entries.get("a", 12.0) == 3
 
 
-def test_the_one_written_longest_ago_makes_room() -> None:
+def test_oldest_entry_is_evicted_first() -> None:
     entries: Expiring[str, int] = Expiring(duration=10.0, capacity=2)
     for key in "abac":
         entries.put(key, 0, 0.0)

@@ -1,4 +1,4 @@
-"""Blocks of many workers in one table, against a set for each worker."""
+"""Blocks of many workers in one table, compared with one set per worker."""
 
 from __future__ import annotations
 
@@ -18,55 +18,55 @@ def leading(held: set[bytes]) -> int:
 
 
 @given(st.lists(st.tuples(st.integers(0, 39), st.integers(0, 6)), max_size=80), st.integers(0, 40))
-def test_paths_from_the_beginning_are_found_as_long_as_they_are(paths: list[tuple[int, int]], left: int) -> None:
-    places = Places()
-    holders, model = Holders(places), dict.fromkeys(WORKERS, 0)
+def test_prefixes_match_to_their_full_length(paths: list[tuple[int, int]], left: int) -> None:
+    slots = Places()
+    holders, model = Holders(slots), dict.fromkeys(WORKERS, 0)
     for number, length in paths:
         worker = WORKERS[number]
         holders.add(holders.bit(worker), KEYS[model[worker] : length])
         model[worker] = max(model[worker], length)
-    for worker in WORKERS[:left]:  # the places of those who leave are given on
+    for worker in WORKERS[:left]:  # the slots of leaving workers are reused
         holders.discard(holders.bit(worker), KEYS)
-        places.leave(worker)
+        slots.leave(worker)
         model[worker] = 0
     late = RouterWorker("http://late", "mixed", 99)
     holders.add(holders.bit(late), KEYS[:2])
-    everybody = places.among([*WORKERS, late])
-    assert holders.leading(KEYS)[everybody].tolist() == [*model.values(), 2]
-    assert holders.unbroken(iter(KEYS))[everybody].tolist() == [*model.values(), 2]
+    all_workers = slots.among([*WORKERS, late])
+    assert holders.leading(KEYS)[all_workers].tolist() == [*model.values(), 2]
+    assert holders.unbroken(iter(KEYS))[all_workers].tolist() == [*model.values(), 2]
     assert not holders.leading([]).any()
 
 
 @given(st.lists(st.tuples(st.integers(0, 39), st.sampled_from(KEYS), st.booleans()), max_size=120))
-def test_blocks_without_those_before_them_do_not_count(changes: list[tuple[int, bytes, bool]]) -> None:
-    places = Places()
-    holders, model = Holders(places), {worker: set[bytes]() for worker in WORKERS}
+def test_blocks_without_their_parents_do_not_count(changes: list[tuple[int, bytes, bool]]) -> None:
+    slots = Places()
+    holders, model = Holders(slots), {worker: set[bytes]() for worker in WORKERS}
     for number, key, held in changes:
         worker = WORKERS[number]
         (holders.add if held else holders.discard)(holders.bit(worker), [key])
         (model[worker].add if held else model[worker].discard)(key)
-    everybody = places.among(WORKERS)
-    assert holders.unbroken(KEYS)[everybody].tolist() == [leading(model[worker]) for worker in WORKERS]
+    all_workers = slots.among(WORKERS)
+    assert holders.unbroken(KEYS)[all_workers].tolist() == [leading(model[worker]) for worker in WORKERS]
     assert len(holders) == len({key for held in model.values() for key in held})
 
 
-def test_nobody_is_asked_for_more_keys_than_somebody_holds() -> None:
-    places, asked = Places(), []
-    places.among(WORKERS[:2])
-    holders = Holders(places)
+def test_lookup_stops_at_the_first_unheld_key() -> None:
+    slots, read_keys = Places(), []
+    slots.among(WORKERS[:2])
+    holders = Holders(slots)
     holders.add(holders.bit(WORKERS[0]), KEYS[:2])
 
     def keys():
         for key in KEYS:
-            asked.append(key)
+            read_keys.append(key)
             yield key
 
     assert holders.unbroken(keys()).tolist() == [2, 0]
-    assert asked == KEYS[:3]
+    assert read_keys == KEYS[:3]
 
 
 class Counted(dict[bytes, int]):
-    """A table that counts how often somebody looks."""
+    """A table that counts its lookups."""
 
     looks = 0
 
@@ -75,7 +75,7 @@ class Counted(dict[bytes, int]):
         return super().get(key, default)
 
 
-def test_a_thousand_workers_that_hold_the_same_are_looked_up_as_one() -> None:
+def test_workers_with_equal_blocks_cost_one_lookup() -> None:
     looks = []
     for count in (1, 1000):
         holders = Holders(Places())

@@ -1,4 +1,4 @@
-"""The index against a plain dictionary, and what it costs."""
+"""The index compared with a plain dictionary, and its cost."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def keys(tokens: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
     return block_keys(HASHER, np.array(tokens, np.int32), salt)
 
 
-def places() -> Places:
-    """Return places in the order of WORKERS."""
+def slots() -> Places:
+    """Return slots in the order of WORKERS."""
     made = Places()
     made.among(WORKERS)
     return made
@@ -33,7 +33,7 @@ def prefixes(tokens: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(tokens[: end + 2]) for end in range(0, len(tokens) - 1, 2)]
 
 
-def test_a_key_names_all_tokens_up_to_its_block_and_the_salt() -> None:
+def test_key_covers_all_tokens_up_to_its_block_and_the_salt() -> None:
     assert len(keys([1, 2, 3])) == 1 and keys([1]) == ()
     assert keys([1, 2, 3, 4])[:1] == keys([1, 2, 9])
     assert keys([1, 2, 3, 4])[1] != keys([5, 2, 3, 4])[1]
@@ -46,10 +46,10 @@ def test_a_key_names_all_tokens_up_to_its_block_and_the_salt() -> None:
     ),
     PROMPTS,
 )
-def test_it_answers_what_a_dictionary_of_prefixes_answers(
-    calls: list[tuple[str, RouterWorker, list[int], int]], asked: list[int]
+def test_index_matches_a_dictionary_of_prefixes(
+    calls: list[tuple[str, RouterWorker, list[int], int]], query: list[int]
 ) -> None:
-    index = PrefixIndex(duration=10.0, capacity=1000, places=places())
+    index = PrefixIndex(duration=10.0, capacity=1000, places=slots())
     model: dict[tuple[RouterWorker, tuple[int, ...]], float] = {}
     now = 0.0
     for call, worker, tokens, passed in calls:
@@ -67,16 +67,16 @@ def test_it_answers_what_a_dictionary_of_prefixes_answers(
                 assert index.blocks(one) == len(alive)
     for worker in WORKERS:
         expected = 0
-        for prefix in prefixes(asked):
+        for prefix in prefixes(query):
             if now - model.get((worker, prefix), -1000.0) >= 10.0:
                 break
             expected += 1
-        assert index.match(keys(asked), now)[WORKERS.index(worker)] == expected
+        assert index.match(keys(query), now)[WORKERS.index(worker)] == expected
 
 
 @given(st.lists(PROMPTS, max_size=20), st.integers(1, 6))
-def test_within_its_bound_it_holds_whole_paths_and_the_last_prompt(prompts: list[list[int]], capacity: int) -> None:
-    index = PrefixIndex(duration=10.0, capacity=capacity, places=places())
+def test_bounded_index_keeps_whole_paths_and_the_last_prompt(prompts: list[list[int]], capacity: int) -> None:
+    index = PrefixIndex(duration=10.0, capacity=capacity, places=slots())
     for tokens in prompts:
         index.record(WORKERS[0], keys(tokens), 0.0)
         assert index.blocks(WORKERS[0]) <= capacity
@@ -85,23 +85,23 @@ def test_within_its_bound_it_holds_whole_paths_and_the_last_prompt(prompts: list
     assert len(reachable) == index.blocks(WORKERS[0])
 
 
-def test_every_worker_gets_credit_for_its_own_longest_prefix() -> None:
-    index = PrefixIndex(duration=10.0, capacity=100, places=places())
+def test_each_worker_gets_its_own_longest_prefix() -> None:
+    index = PrefixIndex(duration=10.0, capacity=100, places=slots())
     index.record(WORKERS[0], keys([1, 2, 3, 4, 5, 6]), 0.0)
     index.record(WORKERS[1], keys([1, 2, 3, 4]), 0.0)
-    asked = keys([1, 2, 3, 4, 5, 6, 7, 8])
-    assert index.match(asked, 0.0).tolist() == [3, 2, 0]
+    query = keys([1, 2, 3, 4, 5, 6, 7, 8])
+    assert index.match(query, 0.0).tolist() == [3, 2, 0]
 
 
-def test_matching_does_not_keep_a_prefix_alive() -> None:
-    index = PrefixIndex(duration=10.0, capacity=100, places=places())
+def test_matching_does_not_extend_the_lifetime() -> None:
+    index = PrefixIndex(duration=10.0, capacity=100, places=slots())
     index.record(WORKERS[0], keys([1, 2]), 0.0)
     assert index.match(keys([1, 2]), 9.0)[0] == 1
     assert index.match(keys([1, 2]), 10.0)[0] == 0
 
 
 class CountedKey(bytes):
-    """A key that counts how often a table looked at it."""
+    """A key that counts its hash lookups."""
 
     looks: ClassVar[int] = 0
 
@@ -113,8 +113,8 @@ class CountedKey(bytes):
 
 
 def looks(prompts: int, blocks: int) -> int:
-    """Return the work to match and record one prompt of so many blocks in an index that holds so many prompts."""
-    index = PrefixIndex(duration=10.0, capacity=prompts * blocks, places=places())
+    """Return the work to match and record a prompt of `blocks` blocks in an index of `prompts` prompts."""
+    index = PrefixIndex(duration=10.0, capacity=prompts * blocks, places=slots())
     chains = [[CountedKey(b"%d/%d" % (prompt, block)) for block in range(blocks)] for prompt in range(prompts)]
     for chain in chains:
         index.record(WORKERS[0], chain, 0.0)
@@ -124,15 +124,15 @@ def looks(prompts: int, blocks: int) -> int:
     return CountedKey.looks
 
 
-def test_the_cost_grows_with_the_prompt_and_not_with_what_is_held() -> None:
+def test_cost_depends_on_the_prompt_and_not_on_the_index() -> None:
     once = looks(4, 16)
     assert once <= 16 * 4
     assert [looks(4 * times, 16) for times in (4, 16)] == [once, once]
     assert once < looks(4, 16 * 4) <= once * 4
 
 
-def test_matching_looks_at_few_blocks_of_a_long_prompt() -> None:
-    index = PrefixIndex(duration=10.0, capacity=10_000, places=places())
+def test_matching_probes_few_blocks_of_a_long_prompt() -> None:
+    index = PrefixIndex(duration=10.0, capacity=10_000, places=slots())
     chain = [CountedKey(b"%d" % block) for block in range(8192)]
     index.record(WORKERS[0], chain[:5000], 0.0)
     CountedKey.looks = 0
@@ -141,10 +141,10 @@ def test_matching_looks_at_few_blocks_of_a_long_prompt() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(WORKERS), PROMPTS), max_size=8), PROMPTS, st.data())
-def test_what_is_computed_counts_from_its_beginning_to_its_end(
-    given_out: list[tuple[RouterWorker, list[int]]], asked: list[int], data: st.DataObject
+def test_prompts_in_flight_count_until_they_end(
+    given_out: list[tuple[RouterWorker, list[int]]], query: list[int], data: st.DataObject
 ) -> None:
-    in_flight = PrefixesInFlight(places())
+    in_flight = PrefixesInFlight(slots())
     for worker, tokens in given_out:
         in_flight.begin(worker, keys(tokens))
     for ended in data.draw(st.lists(st.sampled_from(given_out), unique_by=id) if given_out else st.just([])):
@@ -152,15 +152,15 @@ def test_what_is_computed_counts_from_its_beginning_to_its_end(
         in_flight.end(ended[0], keys(ended[1]))
     for worker in WORKERS:
         shared = (
-            len(set(prefixes(asked)) & set(prefixes(tokens))) for computes, tokens in given_out if computes == worker
+            len(set(prefixes(query)) & set(prefixes(tokens))) for computes, tokens in given_out if computes == worker
         )
-        assert in_flight.match(keys(asked))[WORKERS.index(worker)] == max(shared, default=0)
+        assert in_flight.match(keys(query))[WORKERS.index(worker)] == max(shared, default=0)
     assert len(in_flight) == len({(worker, prefix) for worker, tokens in given_out for prefix in prefixes(tokens)})
 
 
 def looks_in_flight(prompts: int, shared: int, own: int) -> int:
-    """Return the work to begin, match and end one prompt beside so many that share its first blocks."""
-    in_flight = PrefixesInFlight(places())
+    """Return the work to begin, match and end one prompt among `prompts` that share its first blocks."""
+    in_flight = PrefixesInFlight(slots())
     system = [CountedKey(b"%d" % block) for block in range(shared)]
     chains = [(*system, *(CountedKey(b"%d/%d" % (each, block)) for block in range(own))) for each in range(prompts)]
     for chain in chains[1:]:
@@ -172,7 +172,7 @@ def looks_in_flight(prompts: int, shared: int, own: int) -> int:
     return CountedKey.looks
 
 
-def test_a_prompt_in_flight_costs_its_own_blocks_whatever_is_in_flight_and_however_much_they_share() -> None:
+def test_prompt_in_flight_costs_only_its_unshared_blocks() -> None:
     once = looks_in_flight(10, shared=30, own=4)
     assert once <= 8 * (4 + 1) + 8
     assert looks_in_flight(1000, shared=30, own=4) == once

@@ -1,4 +1,4 @@
-"""The runner counts what it computes, and trusts no plan for tokens that it does not have."""
+"""The runner counts what it computes, and does not trust plans for tokens that it lacks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def admission(slot: int, length: int) -> Admission:
 
 
 def batch(*drafts: int, length: int = 5) -> PersistentBatch:
-    """Slots with `length` tokens each, followed by that many guesses."""
+    """Return slots with `length` tokens each, followed by the given number of draft tokens."""
     result = PersistentBatch(LIMITS)
     for slot in range(len(drafts)):
         result.admit(admission(slot, length))
@@ -69,14 +69,14 @@ def plan(starts: list[int], num_tokens: list[int], num_drafts: list[int]) -> Ste
     )
 
 
-def test_a_step_above_the_budget_is_refused_where_its_tokens_are_counted() -> None:
+def test_step_above_budget_is_rejected_when_counting_tokens() -> None:
     full = plan([4, 4], [3, 3], [2, 2])
     assert resolve_rows(full, batch(2, 2), LIMITS).counts.sum() == 6
-    with pytest.raises(BudgetExceeded, match="computes 7 tokens; the budget is 6"):
+    with pytest.raises(BudgetExceeded, match="computes 7 tokens, over the budget 6"):
         resolve_rows(plan([4, 4], [4, 3], [3, 2]), batch(3, 2), LIMITS)
 
 
-def test_drafts_that_the_runner_does_not_have_are_not_computed() -> None:
+def test_missing_drafts_are_not_computed() -> None:
     rows = resolve_rows(plan([4, 4], [3, 3], [2, 2]), batch(1, 0), LIMITS)
     assert (rows.counts.tolist(), rows.drafts.tolist()) == ([2, 1], [1, 0])
     assert rows.positions.tolist() == [5, 6, 5]
@@ -84,24 +84,24 @@ def test_drafts_that_the_runner_does_not_have_are_not_computed() -> None:
     assert rows.logits_rows.tolist() == [0, 1, 2]
 
 
-def test_a_row_begins_behind_what_was_really_kept() -> None:
+def test_row_starts_after_accepted_tokens() -> None:
     rows = resolve_rows(plan([7], [1], [0]), batch(0), LIMITS)
     assert rows.starts.tolist() == [4]
 
 
-def test_tokens_beyond_the_known_ones_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="does not have"):
+def test_tokens_beyond_known_ones_are_rejected() -> None:
+    with pytest.raises(RuntimeError, match="beyond those"):
         resolve_rows(plan([3], [1], [0]), batch(0), LIMITS)
 
 
-def test_a_new_stay_has_no_drafts() -> None:
+def test_new_request_in_slot_has_no_drafts() -> None:
     slots = batch(3)
     slots.admit(admission(0, 2))
     assert slots.num_drafts.tolist() == [0, 0, 0]
     assert resolve_rows(plan([1], [3], [2]), slots, LIMITS).drafts.tolist() == [0]
 
 
-def test_token_zero_is_a_draft_like_every_other() -> None:
+def test_token_zero_is_a_valid_draft() -> None:
     rows = batch(0, length=5)
     rows.guess(ids(0), np.array([[0, 0, 7]], np.int32), ids(3))
     assert rows.num_drafts[0] == 3
@@ -121,7 +121,7 @@ class Counting(NumpyOps):
         raise AssertionError("a step waits for the device apart from `fetch_later`")
 
 
-def test_a_step_waits_for_the_device_once_with_penalties_and_logprobs() -> None:
+def test_step_with_penalties_and_logprobs_syncs_once() -> None:
     ops = Counting()
 
     class Model(NullModel):

@@ -1,4 +1,4 @@
-"""A value goes to the device whole, in one upload."""
+"""Nested values are uploaded to the device in a single transfer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _OnDevice:
 
 
 class _Far(NumpyOps):
-    """Arrays of the device are no numpy arrays."""
+    """Device arrays are not numpy arrays."""
 
     on_host = False
     uploads = 0
@@ -44,7 +44,7 @@ class _Whole:
     kept: Any
 
 
-def test_arrays_wherever_they_stand_go_in_one_upload_and_what_stays_stays() -> None:
+def test_nested_arrays_share_one_upload() -> None:
     ops, there = _Far(), _OnDevice(ids(7))
     value = _Whole(_Part(ids(1, 2), HostStep(ids(3), ids(4), ids())), ((4, ids(5)), (6, ids())), 8, there)
     found = uploaded(value, ops)
@@ -52,15 +52,15 @@ def test_arrays_wherever_they_stand_go_in_one_upload_and_what_stays_stays() -> N
     assert found.part is not None and value.part is not None
     assert found.part.ids.values.tolist() == [1, 2]
     assert found.part.host is value.part.host
-    assert [(place, array.values.tolist()) for place, array in found.pairs] == [(4, [5]), (6, [])]
+    assert [(index, array.values.tolist()) for index, array in found.pairs] == [(4, [5]), (6, [])]
     assert found.count == 8
     assert uploaded(found, ops) == found
 
 
-def test_what_is_left_out_is_left_out() -> None:
+def test_excluded_fields_are_not_uploaded() -> None:
     assert uploaded(_Whole(None, (), 0, None), _Far()) == _Whole(None, (), 0, None)
 
 
-def test_a_pack_on_the_host_gets_the_value_as_it_is() -> None:
+def test_host_pack_receives_value_unchanged() -> None:
     value = _Whole(None, ((1, ids(2)),), 0, None)
     assert uploaded(value, NumpyOps()) is value

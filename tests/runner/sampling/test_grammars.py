@@ -1,4 +1,4 @@
-"""Grammars of the slots: drafts are shaped before they are verified, and each row of logits gets its own mask."""
+"""Grammars per slot: drafts are checked before verification, and each logit row gets the right mask."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def grammars() -> SlotGrammars:
 
 
 @pytest.mark.law("4")
-def test_a_draft_that_the_grammar_forbids_is_not_verified(grammars: SlotGrammars) -> None:
+def test_draft_forbidden_by_grammar_is_not_verified(grammars: SlotGrammars) -> None:
     grammars.admit(admission(0, ABC))
     assert shaped(grammars, 0, *ids("abxc")) == ids("ab")
     assert shaped(grammars, 0, *ids("x")) == []
     assert shaped(grammars, 3, *ids("xyz")) == ids("xyz"), "a slot without a grammar keeps its drafts"
 
 
-def test_forced_tokens_replace_guesses_and_are_counted(grammars: SlotGrammars) -> None:
+def test_forced_tokens_replace_drafts_and_are_counted(grammars: SlotGrammars) -> None:
     grammars.admit(admission(1, WORD, "y"))
     assert shaped(grammars, 1, *ids("n")) == [*ids("es"), END_ID]
     delivered = np.array([[*ids("es"), END_ID, 5, 0]], np.int32)
@@ -67,7 +67,7 @@ def test_forced_tokens_replace_guesses_and_are_counted(grammars: SlotGrammars) -
 
 
 def step(grammars: SlotGrammars, texts: dict[int, list[int]]) -> tuple[Rows, dict[int, set[int]]]:
-    """One decode of every slot with its drafts; returns the allowed ids by row of logits."""
+    """Decode every slot with its drafts; return the allowed token ids by logit row."""
     batch = PersistentBatch(LIMITS)
     for slot, drafts in texts.items():
         batch.length[slot], batch.num_drafts[slot] = 5, len(drafts)
@@ -87,7 +87,7 @@ def step(grammars: SlotGrammars, texts: dict[int, list[int]]) -> tuple[Rows, dic
 
 
 @pytest.mark.law("4")
-def test_each_row_of_logits_gets_the_mask_of_its_own_slot_and_place(grammars: SlotGrammars) -> None:
+def test_each_logit_row_gets_mask_of_its_slot_and_position(grammars: SlotGrammars) -> None:
     a, b, c = ids("abc")
     grammars.admit(admission(1, ABC, "a"))
     grammars.admit(admission(3, WORD))
@@ -103,14 +103,14 @@ def test_each_row_of_logits_gets_the_mask_of_its_own_slot_and_place(grammars: Sl
 
 
 @pytest.mark.law("4")
-def test_a_grammar_behind_reasoning_masks_the_drafts_behind_it(grammars: SlotGrammars) -> None:
+def test_grammar_after_reasoning_masks_later_drafts(grammars: SlotGrammars) -> None:
     grammars.admit(admission(0, ABC, reasoning=Reasoning(end=(9,))))
     _, allowed = step(grammars, {0: [5, 9, *ids("a")]})
     assert allowed[0] == allowed[1] == set(range(VOCABULARY)) - {END_ID}
     assert allowed[2] == allowed[3] == set(ids("abc"))
 
 
-def test_a_new_request_in_the_slot_has_its_own_grammar_or_none(grammars: SlotGrammars) -> None:
+def test_new_request_in_slot_gets_its_own_grammar(grammars: SlotGrammars) -> None:
     grammars.admit(admission(0, WORD))
     grammars.admit(admission(0, None))
     assert not grammars.matchers and step(grammars, {0: []})[1] == {}
@@ -118,12 +118,12 @@ def test_a_new_request_in_the_slot_has_its_own_grammar_or_none(grammars: SlotGra
     assert step(grammars, {0: []})[1] == {0: set(ids("abc"))}
 
 
-def test_a_request_that_returns_goes_on_where_it_was(grammars: SlotGrammars) -> None:
+def test_resumed_request_continues_its_grammar(grammars: SlotGrammars) -> None:
     grammars.admit(admission(0, WORD, "ye"))
     assert step(grammars, {0: []})[1] == {0: set(ids("s"))}
 
 
-def test_a_token_that_the_grammar_forbids_fails_the_slot_alone(grammars: SlotGrammars) -> None:
+def test_forbidden_token_fails_only_its_slot(grammars: SlotGrammars) -> None:
     for slot in (0, 1):
         grammars.admit(admission(slot, WORD))
     tokens = np.array([ids("x"), ids("y")], np.int32)

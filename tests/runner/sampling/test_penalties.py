@@ -1,4 +1,4 @@
-"""Counts of tokens follow what is delivered, and penalties are those of a recount of the whole text."""
+"""Token counts follow delivered tokens, and penalties equal a recount of the whole text."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def parameters(rng: np.random.Generator) -> SamplingParams:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000))
-def test_penalties_are_those_of_a_recount(seed: int) -> None:
-    """Slots come and go, so rows of counts are taken, given back and allocated anew; drafts are kept or rejected."""
+def test_penalties_equal_a_recount(seed: int) -> None:
+    """Slots change requests, so rows of counts are allocated, freed and reused; drafts are accepted or rejected."""
     rng = np.random.default_rng(seed)
     penalties = Penalties(NumpyOps(), SLOTS, VOCABULARY)
     tokens = np.zeros((SLOTS, LONGEST), np.int32)
@@ -78,8 +78,8 @@ def test_penalties_are_those_of_a_recount(seed: int) -> None:
         texts = {slot: text for slot, text in texts.items() if len(text[1]) + len(text[2]) < LONGEST - 2 * WIDTH}
 
 
-def test_tokens_on_the_device_count_like_delivered_ones() -> None:
-    """Of a slot without penalties they do not count."""
+def test_device_tokens_count_like_delivered_ones() -> None:
+    """In slots without penalties they do not count."""
     known, other = (Penalties(NumpyOps(), 3, VOCABULARY) for _ in range(2))
     for penalties in (known, other):
         for slot, penalty in enumerate((0.5, 0.0, 0.7)):
@@ -99,7 +99,7 @@ def test_tokens_on_the_device_count_like_delivered_ones() -> None:
 
 
 @pytest.mark.parametrize("penalized", [0, 3])
-def test_only_penalized_requests_take_memory(penalized: int) -> None:
+def test_only_penalized_requests_allocate_counts(penalized: int) -> None:
     class Counting(NumpyOps):
         largest = 0
 

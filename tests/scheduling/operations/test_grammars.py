@@ -1,4 +1,4 @@
-"""A request waits for its grammar as it waits for stored KV, and nobody else waits."""
+"""A request waits for its grammar as it does for stored KV, without blocking others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def operation(s: ContinuousBatchingScheduler) -> int:
     return effect.operation
 
 
-def test_a_request_waits_for_its_grammar_and_the_next_one_does_not() -> None:
+def test_request_waits_for_its_grammar_without_blocking_others() -> None:
     s = scheduler()
     waiting = add(s, spec("waiting"))
     compiling = operation(s)
@@ -37,7 +37,7 @@ def test_a_request_waits_for_its_grammar_and_the_next_one_does_not() -> None:
     assert [admission.request_id for admission in planned(s).admissions] == ["waiting"]
 
 
-def test_a_request_waits_for_stored_kv_and_its_grammar_in_whatever_order_they_come() -> None:
+def test_request_waits_for_kv_and_grammar_in_any_order() -> None:
     for grammar_first in (True, False):
         s = scheduler(keep=KeepKV())
         add(s, spec("both"))
@@ -50,7 +50,7 @@ def test_a_request_waits_for_stored_kv_and_its_grammar_in_whatever_order_they_co
         assert planned(s).admissions
 
 
-def test_a_grammar_that_cannot_be_used_ends_its_request_alone() -> None:
+def test_invalid_grammar_ends_only_its_request() -> None:
     s = scheduler()
     add(s, spec("bad"))
     compiling = operation(s)
@@ -58,14 +58,14 @@ def test_a_grammar_that_cannot_be_used_ends_its_request_alone() -> None:
     good = operation(s)
     end = s.complete(GrammarReady(compiling, "unknown name: foo"))
     assert end is not None and (end.request_id, end.finish_reason) == ("bad", FinishReason.ERROR)
-    assert end.error == "its grammar cannot be used: unknown name: foo"
+    assert end.error == "its grammar is invalid: unknown name: foo"
     assert s.request_ids() == ["good"]
     s.complete(GrammarReady(good))
     assert [admission.request_id for admission in planned(s).admissions] == ["good"]
     assert s.stats().outputs.finished[FinishReason.ERROR] == 1
 
 
-def test_an_abort_hurries_the_answer_which_then_concerns_nobody() -> None:
+def test_abort_cancels_compilation_and_ignores_its_result() -> None:
     s = scheduler()
     add(s, spec("left"))
     compiling = operation(s)
@@ -77,7 +77,7 @@ def test_an_abort_hurries_the_answer_which_then_concerns_nobody() -> None:
     assert s.held().idle
 
 
-def test_a_preempted_request_waits_for_its_grammar_again() -> None:
+def test_preempted_request_waits_for_its_grammar_again() -> None:
     s = scheduler(num_kv_blocks=12)
     for name, first in (("old", 0), ("young", 50)):
         add(s, spec(name, "g", first=first))
@@ -96,7 +96,7 @@ def test_a_preempted_request_waits_for_its_grammar_again() -> None:
 
 
 @pytest.mark.law("2.1")
-def test_only_requests_with_a_grammar_are_expected_to_have_drafts() -> None:
+def test_only_grammar_requests_reserve_draft_tokens() -> None:
     s = scheduler(max_drafts=8, pipeline_depth=2, drafts=DraftControl(4, 8, 64, drafter=False))
     for name, grammar in (("free", None), ("bound", "g")):
         add(s, spec(name, grammar, length=8, first=0 if grammar else 50))

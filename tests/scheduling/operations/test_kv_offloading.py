@@ -1,4 +1,4 @@
-"""What is asked, saved and loaded outside the device, and what a preempted request waits for."""
+"""Lookups, saves and loads of offloaded KV, and what a preempted request waits for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scheduler(keep: KeepKV | None = None, **changes: int) -> ContinuousBatchingS
     made = ContinuousBatchingScheduler(
         SchedulerSetup(limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep or KeepKV())
     )
-    made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: shortages come soon
+    made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # override: early shortages
     return made
 
 
@@ -45,14 +45,14 @@ def spec(name: str, length: int = 18, max_tokens: int = 4, first: int = 0) -> Re
 
 
 def effect_of(s: ContinuousBatchingScheduler, kind: type[_E]) -> _E:
-    """The one effect that the scheduler wants, which is of this kind."""
+    """Return the scheduler's single effect, which has this type."""
     (effect,) = take_effects(s)
     assert isinstance(effect, kind)
     return effect
 
 
 def have_on_device(s: ContinuousBatchingScheduler, keys: tuple[bytes, ...]) -> None:
-    """Let free blocks hold a prefix."""
+    """Fill free blocks with a prefix."""
     pool = s.probe().pool
     blocks = pool.allocate(len(keys))
     assert blocks is not None
@@ -61,7 +61,7 @@ def have_on_device(s: ContinuousBatchingScheduler, keys: tuple[bytes, ...]) -> N
     pool.release(blocks, -1)
 
 
-def test_a_prefix_that_left_the_device_while_its_request_waited_is_asked_for_once() -> None:
+def test_prefix_evicted_while_waiting_is_looked_up_once() -> None:
     s = scheduler()
     add(s, spec("before"))
     first = effect_of(s, Lookup)
@@ -71,14 +71,14 @@ def test_a_prefix_that_left_the_device_while_its_request_waited_is_asked_for_onc
 
     have_on_device(s, first.keys)
     request = add(s, spec("a"))
-    assert take_effects(s) == [], "the device has it all"
+    assert take_effects(s) == [], "the whole prefix is on the device"
     s.probe().pool.forget_prefixes()
 
     assert next_plan(s) is None
     again = effect_of(s, Lookup)
     assert again.keys == first.keys
     assert request.state is State.WAITING
-    assert next_plan(s) is None, "it waits for the answer"
+    assert next_plan(s) is None, "the lookup is pending"
     assert take_effects(s) == []
 
     s.complete(Found(again.operation, 3, 3))
@@ -86,20 +86,20 @@ def test_a_prefix_that_left_the_device_while_its_request_waited_is_asked_for_onc
     assert effect_of(s, Load).keys == first.keys[:3]
 
 
-def test_a_prefix_that_is_stored_nowhere_is_asked_for_once() -> None:
+def test_prefix_absent_everywhere_is_looked_up_once() -> None:
     s = scheduler()
     add(s, spec("a"))
-    assert next_plan(s) is None, "it waits for the answer"
+    assert next_plan(s) is None, "the lookup is pending"
     s.complete(Found(effect_of(s, Lookup).operation, 0, 0))
     assert planned(s).num_tokens.tolist() == [18]
     assert take_effects(s) == []
 
 
-# A preempted request returns ----------------------------------------------------------------------------------
+# Resuming a preempted request ---------------------------------------------------------------------------------
 
 
 def preempted(s: ContinuousBatchingScheduler, stored: int = 0) -> tuple[Request, Save]:
-    """A request that was preempted for want of blocks, with the save of its KV; `stored` blocks of it were before."""
+    """Return a request preempted for lack of blocks, with the save of its KV; `stored` blocks were saved before."""
     for name, first, total in (("old", 40, 0), ("young", 0, stored)):
         add(s, spec(name, 10, 30, first))
         s.complete(Found(effect_of(s, Lookup).operation, total, total))
@@ -116,12 +116,12 @@ def preempted(s: ContinuousBatchingScheduler, stored: int = 0) -> tuple[Request,
 
 
 def end_of(s: ContinuousBatchingScheduler, request_id: str) -> None:
-    """Abort a running request and see it leave."""
+    """Abort a running request and wait until its slot is freed."""
     s.abort(request_id)
     answer(s, planned(s))
 
 
-def test_a_preempted_request_waits_for_its_save_and_asks_nothing_if_all_of_it_is_on_the_host() -> None:
+def test_preempted_request_waits_for_save_without_lookup() -> None:
     s = scheduler(num_kv_blocks=10)
     young, save = preempted(s)
     end_of(s, "old")
@@ -138,7 +138,7 @@ def test_a_preempted_request_waits_for_its_save_and_asks_nothing_if_all_of_it_is
     assert (young.state, take_effects(s)) == (State.RUNNING, [])
 
 
-def test_a_save_that_completed_before_the_release_is_not_waited_for_nor_asked_about() -> None:
+def test_save_completed_before_release_needs_no_wait_or_lookup() -> None:
     s = scheduler(num_kv_blocks=10)
     for name, first in (("old", 40), ("young", 0)):
         add(s, spec(name, 10, 30, first))
@@ -156,7 +156,7 @@ def test_a_save_that_completed_before_the_release_is_not_waited_for_nor_asked_ab
 
 
 @pytest.mark.parametrize(("blocks", "host", "loaded"), [(2, 2, 2), (2, 1, 1), (1, 5, 1)])
-def test_what_a_save_left_on_the_host_is_loaded_and_the_rest_computed(blocks: int, host: int, loaded: int) -> None:
+def test_partial_save_is_loaded_and_rest_recomputed(blocks: int, host: int, loaded: int) -> None:
     s = scheduler(num_kv_blocks=10)
     young, save = preempted(s)
     end_of(s, "old")
@@ -170,7 +170,7 @@ def test_what_a_save_left_on_the_host_is_loaded_and_the_rest_computed(blocks: in
     assert young.state is State.RUNNING
 
 
-def test_a_save_that_failed_is_computed_again_without_asking() -> None:
+def test_failed_save_is_recomputed_without_lookup() -> None:
     s = scheduler(num_kv_blocks=10)
     young, save = preempted(s)
     end_of(s, "old")
@@ -180,8 +180,8 @@ def test_a_save_that_failed_is_computed_again_without_asking() -> None:
     assert (young.state, take_effects(s)) == (State.RUNNING, [])
 
 
-def test_a_save_that_left_blocks_out_is_asked_about() -> None:
-    """What the store is believed to have is not saved again, so the completion does not tell where that is."""
+def test_save_that_skipped_blocks_needs_a_lookup() -> None:
+    """Blocks that the store is believed to hold are not saved again, so the completion does not locate them."""
     s = scheduler(KeepKV(preempted=True, finished=True, persist=True), num_kv_blocks=10)
     add(s, spec("before", 5, 1))
     s.complete(Found(effect_of(s, Lookup).operation, 0, 0))
@@ -198,7 +198,7 @@ def test_a_save_that_left_blocks_out_is_asked_about() -> None:
     assert young.state is State.WAITING
 
 
-def test_who_is_aborted_while_its_save_is_under_way_leaves_at_once_and_its_blocks_with_the_save() -> None:
+def test_abort_during_save_keeps_blocks_until_saved() -> None:
     s = scheduler(num_kv_blocks=10)
     _, save = preempted(s)
     end_of(s, "old")
@@ -206,6 +206,6 @@ def test_who_is_aborted_while_its_save_is_under_way_leaves_at_once_and_its_block
     assert delta is not None
     assert delta.finish_reason is FinishReason.ABORT
     assert (len(s.probe().waiting), s.probe().pool.num_fenced) == (0, len(save.keys))
-    assert s.has_work, "somebody still reads the blocks"
+    assert s.has_work, "the save still reads the blocks"
     s.complete(Saved(save.operation, len(save.keys), host=len(save.keys)))
     assert (s.has_work, s.probe().pool.num_fenced) == (False, 0)

@@ -1,4 +1,4 @@
-"""Prompts that other workers compute, and prompts that are computed for them: leases, their blocks and their ends."""
+"""Remote prefill on both sides: leases, their blocks and their ends."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def scheduler(**changes: int) -> ContinuousBatchingScheduler:
             limits=Limits(**(values | changes)), policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, paired=True
         )
     )
-    made.probe().control.forecast.share = 0.0  # nothing is kept in reserve but what a test says
+    made.probe().control.forecast.share = 0.0  # no reserve unless a test sets one
     return made
 
 
 def elsewhere(name: str, length: int, max_tokens: int = 8, salt: str = "", first: int = 0) -> RequestSpec:
-    """A request whose prompt another worker computes."""
+    """Return a request whose prompt another worker computes."""
     return RequestSpec(
         request_id=name,
         prompt=tuple(range(first, first + length)),
@@ -58,7 +58,7 @@ def here(name: str, length: int, max_tokens: int = 8, first: int = 0) -> Request
 
 
 def leased(name: str, length: int, first: int = 0, salt: str = "") -> RequestSpec:
-    """A request that computes its prompt for another worker, which has the `first` blocks of it."""
+    """Return a request that computes its prompt for another worker, which holds the `first` blocks of it."""
     return RequestSpec(
         request_id=name,
         prompt=tuple(range(length)),
@@ -79,7 +79,7 @@ def fetch_of(s: ContinuousBatchingScheduler) -> Fetch:
 
 
 def begin(s: ContinuousBatchingScheduler, spec: RequestSpec) -> tuple[Request, Fetch]:
-    """Add a request to an idle scheduler and have it wait for its KV."""
+    """Add a request to an idle scheduler and step until it waits for its KV."""
     request = add(s, spec)
     assert next_plan(s) is None
     return request, fetch_of(s)
@@ -92,13 +92,13 @@ def sends(s: ContinuousBatchingScheduler) -> list[Send]:
 
 
 def finish(s: ContinuousBatchingScheduler, request: Request, reason: FinishReason = FinishReason.LENGTH) -> None:
-    """End a running request before its time, through a back door."""
+    """End a running request early by overriding its limit."""
     assert request.slot is not None
     s.probe().residencies.finish(request.slot, request, reason)
 
 
 def compute(s: ContinuousBatchingScheduler, spec: RequestSpec) -> None:
-    """Run a request until its prompt is computed and end it, so that the device has its prefix."""
+    """Run a request until its prompt is computed and end it, so that the device caches its prefix."""
     request = add(s, spec)
     while not request.num_generated:
         answer(s, planned(s))
@@ -112,7 +112,7 @@ def is_idle(s: ContinuousBatchingScheduler) -> bool:
 
 
 def preempt(s: ContinuousBatchingScheduler, request: Request) -> None:
-    """Take a running request back for want of blocks, and let it wait again."""
+    """Preempt a running request for lack of blocks and step until it waits again."""
     slot = request.slot
     hostage = s.probe().pool.allocate(s.probe().pool.num_free)
     assert hostage is not None
@@ -125,10 +125,10 @@ def preempt(s: ContinuousBatchingScheduler, request: Request) -> None:
     assert request.state is State.WAITING
 
 
-# The decode side ----------------------------------------------------------------------------------------------
+# Decode worker ------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_is_fetched_but_for_its_last_token() -> None:
+def test_prompt_is_fetched_except_its_last_token() -> None:
     s = scheduler()
     spec = RequestSpec(
         request_id="a",
@@ -148,7 +148,7 @@ def test_a_prompt_is_fetched_but_for_its_last_token() -> None:
     s.check_integrity()
 
 
-def test_behind_transferred_kv_only_the_last_token_is_computed() -> None:
+def test_only_last_token_is_computed_after_transfer() -> None:
     s = scheduler()
     request, fetch = begin(s, elsewhere("a", 11))
     s.complete(Fetched(fetch.operation, "transferred", cached=8))
@@ -164,34 +164,34 @@ def test_behind_transferred_kv_only_the_last_token_is_computed() -> None:
     assert is_idle(s)
 
 
-def test_complete_blocks_that_were_transferred_are_a_known_prefix_and_the_partial_one_is_not() -> None:
+def test_only_full_transferred_blocks_enter_prefix_cache() -> None:
     s = scheduler()
     request, fetch = begin(s, elsewhere("a", 11))
-    assert not s.probe().pool.knows(request.chain[0]), "nothing came yet"
+    assert not s.probe().pool.knows(request.chain[0]), "nothing has arrived yet"
     s.complete(Fetched(fetch.operation, "transferred"))
     assert s.probe().pool.match(request.chain).tolist() == fetch.blocks[:2].tolist()
     assert s.probe().slots.num_registered[0] == 2
 
 
-@pytest.mark.parametrize(("said", "cached"), [(0, 8), (8, 8), (10, 10), (99, 12)])
-def test_cached_is_what_either_side_had(said: int, cached: int) -> None:
+@pytest.mark.parametrize(("reported", "cached"), [(0, 8), (8, 8), (10, 10), (99, 12)])
+def test_cached_tokens_count_hits_on_both_sides(reported: int, cached: int) -> None:
     s = scheduler()
     compute(s, here("before", 9))
     request, fetch = begin(s, elsewhere("a", 13))
     assert (fetch.job.held_blocks, len(fetch.blocks)) == (2, 1)
-    s.complete(Fetched(fetch.operation, "transferred", cached=said))
+    s.complete(Fetched(fetch.operation, "transferred", cached=reported))
     assert request.cached_tokens == cached
     assert counters(s).fetched_tokens == 4
 
 
 @pytest.mark.parametrize("outcome", FAILURES)
-def test_whatever_else_became_of_it_the_prompt_is_computed_here(outcome: PrefillOutcome) -> None:
+def test_unsuccessful_fetch_falls_back_to_local_prefill(outcome: PrefillOutcome) -> None:
     s = scheduler()
     compute(s, here("before", 5))
     request, fetch = begin(s, elsewhere("a", 11))
     s.complete(Fetched(fetch.operation, outcome, cached=8))
     plan = planned(s)
-    assert (plan.starts.tolist(), plan.num_tokens.tolist()) == ([4], [7]), "behind what the device had"
+    assert (plan.starts.tolist(), plan.num_tokens.tolist()) == ([4], [7]), "after the cached prefix"
     assert (request.prefill, request.cached_tokens) == (outcome, 4)
     assert counters(s).outcomes == {outcome: 1}
     assert not counters(s).fetched_tokens
@@ -203,7 +203,7 @@ def test_whatever_else_became_of_it_the_prompt_is_computed_here(outcome: Prefill
 
 @pytest.mark.parametrize("outcome", FAILURES)
 @pytest.mark.law("3.5")
-def test_blocks_of_a_failed_fetch_name_no_prefix(outcome: PrefillOutcome) -> None:
+def test_blocks_of_failed_fetch_do_not_enter_prefix_cache(outcome: PrefillOutcome) -> None:
     s = scheduler()
     request, fetch = begin(s, elsewhere("a", 11))
     s.complete(Fetched(fetch.operation, outcome))
@@ -215,7 +215,7 @@ def test_blocks_of_a_failed_fetch_name_no_prefix(outcome: PrefillOutcome) -> Non
 
 
 @pytest.mark.parametrize(("known", "length", "asks"), [(0, 4, False), (0, 5, True), (9, 12, False), (9, 13, True)])
-def test_less_than_a_block_is_computed_here_without_asking(known: int, length: int, asks: bool) -> None:
+def test_prompt_shorter_than_block_is_computed_locally(known: int, length: int, asks: bool) -> None:
     s = scheduler()
     if known:
         compute(s, here("before", known))
@@ -231,7 +231,7 @@ def test_less_than_a_block_is_computed_here_without_asking(known: int, length: i
         assert counters(s).outcomes == {"held": 1}
 
 
-def test_a_request_without_a_peer_is_computed_here() -> None:
+def test_request_without_peer_is_computed_locally() -> None:
     s = scheduler()
     request = add(s, here("a", 11))
     assert planned(s).num_tokens.tolist() == [11]
@@ -239,7 +239,7 @@ def test_a_request_without_a_peer_is_computed_here() -> None:
     assert not counters(s).outcomes
 
 
-def test_a_restarted_request_that_has_a_text_goes_on_here() -> None:
+def test_restarted_request_with_output_is_computed_locally() -> None:
     s = scheduler()
     spec = elsewhere("a", 11)
     again = RequestSpec(
@@ -252,7 +252,7 @@ def test_a_restarted_request_that_has_a_text_goes_on_here() -> None:
 
 @pytest.mark.parametrize("outcome", ["transferred", *FAILURES])
 @pytest.mark.law("3.2")
-def test_blocks_are_pinned_until_the_fetch_is_over_though_its_request_was_aborted(outcome: PrefillOutcome) -> None:
+def test_blocks_of_aborted_fetch_stay_pinned_until_it_ends(outcome: PrefillOutcome) -> None:
     s = scheduler()
     request, fetch = begin(s, elsewhere("a", 11))
     assert s.abort("a")
@@ -261,7 +261,7 @@ def test_blocks_are_pinned_until_the_fetch_is_over_though_its_request_was_aborte
     assert cancel == Cancel(fetch.operation)
     assert (request.state, num_loading(s)) == (State.FINISHED, 0)
     assert (s.probe().pool.num_fenced, s.probe().pool.num_owned) == (3, 0)
-    assert s.has_work, "somebody may still write the blocks"
+    assert s.has_work, "the fetch may still write the blocks"
     s.check_integrity()
     s.add(here("b", 9))
     answer(s, planned(s))
@@ -270,12 +270,12 @@ def test_blocks_are_pinned_until_the_fetch_is_over_though_its_request_was_aborte
     assert s.probe().pool.num_fenced == 0
     assert counters(s).outcomes == {"aborted": 1}
     assert not counters(s).fetched_tokens
-    assert num_running(s) == 1, "nobody came back"
+    assert num_running(s) == 1, "the request was not resumed"
     finish(s, s.probe().requests["b"])
     assert is_idle(s)
 
 
-def test_a_late_answer_does_not_reach_another_request_of_the_same_name() -> None:
+def test_late_fetch_result_is_ignored_by_request_of_same_id() -> None:
     s = scheduler()
     _, fetch = begin(s, elsewhere("a", 11))
     s.abort("a")
@@ -288,7 +288,7 @@ def test_a_late_answer_does_not_reach_another_request_of_the_same_name() -> None
     assert second.state is State.RUNNING
 
 
-def test_a_fetch_in_flight_holds_back_nobody_with_the_same_prompt() -> None:
+def test_fetch_in_flight_does_not_block_same_prompt() -> None:
     s = scheduler()
     fetching = add(s, elsewhere("a", 11))
     assert next_plan(s) is None
@@ -302,7 +302,7 @@ def test_a_fetch_in_flight_holds_back_nobody_with_the_same_prompt() -> None:
     s.check_integrity()
 
 
-def test_once_the_prompt_has_come_whoever_has_the_same_one_fetches_nothing() -> None:
+def test_fetched_prompt_is_shared_with_later_requests() -> None:
     s = scheduler(max_num_seqs=1)
     requests = [add(s, elsewhere(name, 11, max_tokens=1)) for name in "ab"]
     assert next_plan(s) is None
@@ -314,7 +314,7 @@ def test_once_the_prompt_has_come_whoever_has_the_same_one_fetches_nothing() -> 
     assert not take_effects(s)
 
 
-def test_of_two_fetches_of_one_prompt_each_ends_for_itself() -> None:
+def test_two_fetches_of_one_prompt_end_independently() -> None:
     s = scheduler()
     requests = [add(s, elsewhere(name, 11)) for name in "ab"]
     assert next_plan(s) is None
@@ -329,7 +329,7 @@ def test_of_two_fetches_of_one_prompt_each_ends_for_itself() -> None:
     assert s.probe().pool.match(requests[1].chain).tolist() == second.blocks[:2].tolist()
 
 
-def test_who_waits_for_a_prefill_here_fetches_if_that_is_given_up() -> None:
+def test_request_waiting_for_local_prefill_fetches_if_it_aborts() -> None:
     s = scheduler()
     s.add(here("a", 11))
     waiting = add(s, elsewhere("b", 11))
@@ -343,7 +343,7 @@ def test_who_waits_for_a_prefill_here_fetches_if_that_is_given_up() -> None:
     answer(s, revoking)
 
 
-def test_the_same_prompt_under_another_salt_is_another_prompt() -> None:
+def test_salts_separate_fetched_prompts() -> None:
     s = scheduler()
     s.add(elsewhere("a", 11, salt="x"))
     s.add(elsewhere("b", 11, salt="y"))
@@ -352,7 +352,7 @@ def test_the_same_prompt_under_another_salt_is_another_prompt() -> None:
     assert num_loading(s) == 2
 
 
-def test_who_waits_for_kv_counts_against_the_number_of_requests_at_a_time() -> None:
+def test_fetching_requests_count_towards_max_num_seqs() -> None:
     s = scheduler(max_num_seqs=2)
     for index in range(3):
         s.add(elsewhere(f"r{index}", 6, first=10 * index))
@@ -363,7 +363,7 @@ def test_who_waits_for_kv_counts_against_the_number_of_requests_at_a_time() -> N
 
 @pytest.mark.parametrize(("max_tokens", "leases"), [(1, 2), (5, 1)])
 @pytest.mark.law("6.1")
-def test_a_lease_is_taken_only_with_room_for_what_loading_requests_will_grow_to(max_tokens: int, leases: int) -> None:
+def test_lease_reserves_room_for_growth_of_loading_requests(max_tokens: int, leases: int) -> None:
     s = scheduler(num_kv_blocks=10)
     s.probe().control.forecast.share = 1.0
     s.probe().control.return_cost.share = 10.0
@@ -374,7 +374,7 @@ def test_a_lease_is_taken_only_with_room_for_what_loading_requests_will_grow_to(
     assert num_loading(s) == leases
 
 
-def test_who_is_aborted_between_arrival_and_plan_leaves_with_its_release() -> None:
+def test_abort_between_arrival_and_plan_ends_on_release() -> None:
     s = scheduler()
     request, fetch = begin(s, elsewhere("a", 11))
     s.complete(Fetched(fetch.operation, "transferred"))
@@ -386,7 +386,7 @@ def test_who_is_aborted_between_arrival_and_plan_leaves_with_its_release() -> No
     assert is_idle(s)
 
 
-def test_preempted_behind_a_fetch_it_comes_back_like_any_other() -> None:
+def test_preempted_after_fetch_resumes_normally() -> None:
     s = scheduler()
     request, fetch = begin(s, elsewhere("a", 11))
     s.complete(Fetched(fetch.operation, "transferred"))
@@ -402,7 +402,7 @@ def test_preempted_behind_a_fetch_it_comes_back_like_any_other() -> None:
     assert request.prefill == "transferred"
 
 
-def test_preempted_before_its_first_token_it_does_not_fetch_again_either() -> None:
+def test_preempted_before_first_token_does_not_refetch() -> None:
     s = scheduler(max_num_batched_tokens=4)
     s.add(here("old", 3, 30, first=50))
     answer(s, planned(s))
@@ -417,7 +417,7 @@ def test_preempted_before_its_first_token_it_does_not_fetch_again_either() -> No
     assert not take_effects(s)
 
 
-def test_an_answer_without_pairs_is_a_fault() -> None:
+def test_fetch_result_without_pairing_is_a_fault() -> None:
     s = ContinuousBatchingScheduler(
         SchedulerSetup(limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER)
     )
@@ -425,34 +425,34 @@ def test_an_answer_without_pairs_is_a_fault() -> None:
         s.complete(Sent(1))
 
 
-# The prefill side ---------------------------------------------------------------------------------------------
+# Prefill worker -----------------------------------------------------------------------------------------------
 
 
-def test_settled_blocks_leave_once_and_in_order_while_the_rest_is_computed() -> None:
+def test_settled_blocks_are_sent_once_in_order_during_prefill() -> None:
     s = scheduler(max_num_batched_tokens=4)
     request = add(s, leased("a", 11))
-    told = []
+    sending = []
     for _ in range(3):
         plan = planned(s)
         table = s.probe().slots.blocks(0)
         assert not take_effects(s), "what is in flight is not settled"
         answer(s, plan)
-        told += sends(s)
+        sending += sends(s)
     assert request.ended is FinishReason.LENGTH
-    assert [(send.first, send.blocks.tolist(), send.tokens) for send in told] == [
+    assert [(send.first, send.blocks.tolist(), send.tokens) for send in sending] == [
         (0, [table[0]], None),
         (1, [table[1]], None),
         (2, [table[2]], 11),
     ]
-    assert {send.lease for send in told} == {"lease of a"}
+    assert {send.lease for send in sending} == {"lease of a"}
     assert counters(s).sent_blocks == 3
     assert not take_effects(s), "the last send is the end; there is nothing to give up"
-    for send in told:
+    for send in sending:
         s.complete(Sent(send.operation))
     assert is_idle(s)
 
 
-def test_with_steps_in_flight_only_answered_ones_count() -> None:
+def test_blocks_of_steps_in_flight_are_not_sent() -> None:
     s = scheduler(max_num_batched_tokens=4)
     s.add(leased("a", 14))
     plans = [planned(s) for _ in range(3)]
@@ -463,7 +463,7 @@ def test_with_steps_in_flight_only_answered_ones_count() -> None:
     assert [(send.first, len(send.blocks)) for send in sends(s)] == [(1, 1)]
 
 
-def test_a_prompt_of_whole_blocks_ends_with_an_empty_send() -> None:
+def test_prompt_of_full_blocks_ends_with_empty_send() -> None:
     s = scheduler()
     s.add(leased("a", 8))
     answer(s, planned(s))
@@ -472,7 +472,7 @@ def test_a_prompt_of_whole_blocks_ends_with_an_empty_send() -> None:
     assert (last.first, len(last.blocks), last.tokens) == (2, 0, 8)
 
 
-def test_blocks_of_a_cached_prefix_are_sent_before_anything_is_computed() -> None:
+def test_cached_prefix_is_sent_before_computing() -> None:
     s = scheduler()
     compute(s, here("before", 9))
     s.add(leased("a", 11))
@@ -484,7 +484,7 @@ def test_blocks_of_a_cached_prefix_are_sent_before_anything_is_computed() -> Non
     assert (last.first, len(last.blocks), last.tokens, last.cached) == (2, 1, 11, 8)
 
 
-def test_a_prefix_cached_under_another_salt_is_not_used() -> None:
+def test_prefix_cached_under_another_salt_is_not_sent() -> None:
     s = scheduler()
     compute(s, here("before", 9))
     s.add(leased("a", 11, salt="other"))
@@ -493,27 +493,25 @@ def test_a_prefix_cached_under_another_salt_is_not_used() -> None:
 
 
 @pytest.mark.parametrize(("first", "expected"), [(1, [(1, 1), (2, 1)]), (2, [(2, 1)]), (3, [(3, 0)])])
-def test_blocks_that_the_other_worker_has_are_computed_but_not_sent(
-    first: int, expected: list[tuple[int, int]]
-) -> None:
+def test_blocks_held_by_decode_worker_are_computed_but_not_sent(first: int, expected: list[tuple[int, int]]) -> None:
     s = scheduler()
     s.add(leased("a", 11, first))
     plan = planned(s)
     assert plan.num_tokens.tolist() == [11]
     table = s.probe().slots.blocks(0)
     answer(s, plan)
-    told = sends(s)
-    assert [(send.first, len(send.blocks)) for send in told] == expected
-    assert [block for send in told for block in send.blocks.tolist()] == table[first:].tolist()
-    assert [send.tokens for send in told] == [*[None] * (len(told) - 1), 11]
+    sending = sends(s)
+    assert [(send.first, len(send.blocks)) for send in sending] == expected
+    assert [block for send in sending for block in send.blocks.tolist()] == table[first:].tolist()
+    assert [send.tokens for send in sending] == [*[None] * (len(sending) - 1), 11]
 
 
-def test_blocks_that_are_sent_are_pinned_until_they_were_read() -> None:
+def test_sent_blocks_are_pinned_until_read() -> None:
     s = scheduler()
     s.add(leased("a", 11))
     answer(s, planned(s))
     first, last = sends(s)
-    assert s.has_work, "somebody reads the blocks"
+    assert s.has_work, "the send still reads the blocks"
     assert s.probe().pool.num_fenced == 3
     s.check_integrity()
     s.complete(Sent(last.operation))
@@ -522,17 +520,17 @@ def test_blocks_that_are_sent_are_pinned_until_they_were_read() -> None:
     assert is_idle(s)
 
 
-def test_blocks_that_are_still_sent_are_a_known_prefix() -> None:
+def test_blocks_being_sent_stay_in_prefix_cache() -> None:
     s = scheduler()
     s.add(leased("a", 11))
     answer(s, planned(s))
-    told = sends(s)
+    sending = sends(s)
     s.add(leased("b", 11))
     plan = planned(s)
     assert plan.num_tokens.tolist() == [3], "nothing of it is computed twice"
-    assert s.probe().slots.blocks(0)[:2].tolist() == [block for send in told for block in send.blocks.tolist()][:2]
+    assert s.probe().slots.blocks(0)[:2].tolist() == [block for send in sending for block in send.blocks.tolist()][:2]
     s.check_integrity()
-    for send in told:
+    for send in sending:
         s.complete(Sent(send.operation))
     answer(s, plan)
     for send in sends(s):
@@ -540,69 +538,69 @@ def test_blocks_that_are_still_sent_are_a_known_prefix() -> None:
     assert is_idle(s)
 
 
-def test_a_block_that_two_leases_send_is_pinned_for_both() -> None:
+def test_block_sent_by_two_leases_is_pinned_for_both() -> None:
     s = scheduler()
     compute(s, here("before", 5))
     for name in "ab":
         s.add(leased(name, 5))
     answer(s, planned(s))
-    told = sends(s)
-    shared = [send for send in told if send.first == 0]
+    sending = sends(s)
+    shared = [send for send in sending if send.first == 0]
     assert len(shared) == 2
     assert shared[0].blocks.tolist() == shared[1].blocks.tolist()
     s.complete(Sent(shared[0].operation))
     assert not set(shared[0].blocks.tolist()) & set(s.probe().pool._cached)
-    for send in told:
+    for send in sending:
         if send is not shared[0]:
             s.complete(Sent(send.operation))
     assert is_idle(s)
 
 
-def taken_back_in_the_middle(s: ContinuousBatchingScheduler) -> tuple[Request, Request]:
-    """Return an old request and a leased one that was preempted behind its first two blocks, both sent."""
+def preempted_after_two_blocks(s: ContinuousBatchingScheduler) -> tuple[Request, Request]:
+    """Return an old request and a leased one that was preempted after its first two blocks, both sent."""
     old = add(s, here("old", 6, 30, first=50))
     while not old.num_generated:
         answer(s, planned(s))
     request = add(s, leased("a", 16))
     for _ in range(2):
         answer(s, planned(s))
-    told = sends(s)
-    assert [(send.first, len(send.blocks)) for send in told] == [(0, 1), (1, 1)]
-    for send in told:
+    sending = sends(s)
+    assert [(send.first, len(send.blocks)) for send in sending] == [(0, 1), (1, 1)]
+    for send in sending:
         s.complete(Sent(send.operation))
     preempt(s, request)
     return old, request
 
 
 @pytest.mark.parametrize("forgotten", [True, False])
-def test_preempted_in_the_middle_it_goes_on_behind_what_was_sent(forgotten: bool) -> None:
+def test_preempted_lease_resumes_after_sent_blocks(forgotten: bool) -> None:
     s = scheduler(max_num_batched_tokens=5)
-    _, request = taken_back_in_the_middle(s)
+    _, request = preempted_after_two_blocks(s)
     sent = request.sent
     if forgotten:
         s.probe().pool.forget_prefixes()
     take_effects(s)
-    told: list[Send] = []
+    sending: list[Send] = []
     for _ in range(8):
         plan = planned(s)
         samples = request.slot is not None and bool(plan.samples[plan.slots == request.slot].any())
         answer(s, plan)
-        told += sends(s)
+        sending += sends(s)
         if samples:
             break
     assert request.ended is FinishReason.LENGTH
-    places = [send.first + index for send in told for index in range(len(send.blocks))]
-    assert places == list(range(sent, 4))
-    assert [send.tokens for send in told if send.tokens is not None] == [16]
+    indexes = [send.first + index for send in sending for index in range(len(send.blocks))]
+    assert indexes == list(range(sent, 4))
+    assert [send.tokens for send in sending if send.tokens is not None] == [16]
     assert request.preemptions == 1
 
 
-def test_who_is_aborted_while_it_waits_gives_up_once() -> None:
+def test_lease_aborted_while_waiting_is_cancelled_once() -> None:
     s = scheduler()
     s.add(leased("a", 11))
     assert s.abort("a")
     assert not s.abort("a")
-    assert s.has_work, "its decode worker is not told yet"
+    assert s.has_work, "its decode worker has not been notified yet"
     (effect,) = take_effects(s)
     assert isinstance(effect, GiveUp)
     assert effect.lease == "lease of a"
@@ -611,7 +609,7 @@ def test_who_is_aborted_while_it_waits_gives_up_once() -> None:
     assert is_idle(s)
 
 
-def test_who_is_aborted_while_it_runs_gives_up_with_its_release() -> None:
+def test_lease_aborted_while_running_is_cancelled_on_release() -> None:
     s = scheduler(max_num_batched_tokens=4)
     s.add(leased("a", 11))
     answer(s, planned(s))
@@ -627,7 +625,7 @@ def test_who_is_aborted_while_it_runs_gives_up_with_its_release() -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
-def test_who_fails_gives_up_and_sends_nothing_more(reason: FinishReason) -> None:
+def test_failed_lease_is_cancelled_and_stops_sending(reason: FinishReason) -> None:
     s = scheduler(max_num_batched_tokens=8)
     request = add(s, leased("a", 11))
     answer(s, planned(s))
@@ -641,8 +639,8 @@ def test_who_fails_gives_up_and_sends_nothing_more(reason: FinishReason) -> None
     assert is_idle(s)
 
 
-def test_who_ends_while_it_drains_gives_up_once() -> None:
-    """Its blocks have no owner any more, so nobody may read them."""
+def test_lease_ending_while_draining_is_cancelled_once() -> None:
+    """Its blocks have no owner any more, so they must not be read."""
     s = scheduler()
     old = add(s, here("old", 3, 30, first=50))
     answer(s, planned(s))
@@ -666,11 +664,11 @@ def test_who_ends_while_it_drains_gives_up_once() -> None:
     s.probe().pool.answered(step.step)
     s.probe().pool.answered(plan.step)
     s.probe().residencies.release(slot)
-    assert not take_effects(s), "it is said once"
+    assert not take_effects(s), "it is sent once"
     s.probe().pool.release(hostage, -1)
 
 
-def test_other_requests_send_nothing() -> None:
+def test_requests_without_lease_send_nothing() -> None:
     s = scheduler()
     request = add(s, here("a", 11))
     answer(s, planned(s))
@@ -681,7 +679,7 @@ def test_other_requests_send_nothing() -> None:
     assert is_idle(s)
 
 
-def test_sent_blocks_are_a_copy_of_the_table() -> None:
+def test_sent_blocks_are_copied_from_block_table() -> None:
     s = scheduler()
     s.add(leased("a", 11))
     answer(s, planned(s))

@@ -1,4 +1,4 @@
-"""The budget is exact, drafts shrink first, and every row advances."""
+"""The token budget is exact, drafts shrink first, and no row starves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DRAFTS = st.lists(st.integers(0, 5), min_size=1, max_size=12)
 
 @given(st.integers(0, 40), DRAFTS)
 @pytest.mark.law("2")
-def test_what_is_granted_is_charged_and_never_more_than_the_budget(limit: int, wanted: list[int]) -> None:
+def test_grants_are_charged_and_stay_within_budget(limit: int, wanted: list[int]) -> None:
     budget = Budget(limit)
     rows, drafts = allot_decodes(budget, np.array(wanted, np.int32), np.zeros(len(wanted), np.int64))
     assert budget.limit - budget.left == len(rows) + drafts.sum() <= limit
@@ -23,7 +23,7 @@ def test_what_is_granted_is_charged_and_never_more_than_the_budget(limit: int, w
 
 @given(st.integers(0, 40), DRAFTS)
 @pytest.mark.law("2.2")
-def test_drafts_shrink_before_a_decode_is_left_out(limit: int, wanted: list[int]) -> None:
+def test_drafts_shrink_before_a_decode_is_skipped(limit: int, wanted: list[int]) -> None:
     rows, drafts = allot_decodes(Budget(limit), np.array(wanted, np.int32), np.zeros(len(wanted), np.int64))
     if len(rows) < len(wanted):
         assert not drafts.any()
@@ -31,7 +31,7 @@ def test_drafts_shrink_before_a_decode_is_left_out(limit: int, wanted: list[int]
 
 
 @given(st.integers(0, 40), DRAFTS)
-def test_budget_is_left_only_when_every_wish_is_met(limit: int, wanted: list[int]) -> None:
+def test_budget_remains_only_if_all_demand_is_met(limit: int, wanted: list[int]) -> None:
     budget = Budget(limit)
     _, drafts = allot_decodes(budget, np.array(wanted, np.int32), np.zeros(len(wanted), np.int64))
     if budget.left:
@@ -40,7 +40,7 @@ def test_budget_is_left_only_when_every_wish_is_met(limit: int, wanted: list[int
 
 @given(st.integers(1, 6), st.integers(1, 12))
 @pytest.mark.law("2.2")
-def test_rows_that_waited_longest_go_first(limit: int, count: int) -> None:
+def test_longest_waiting_rows_go_first(limit: int, count: int) -> None:
     last = np.full(count, -1, np.int64)
     served = np.zeros(count, np.int64)
     for step in range(3 * count):
@@ -48,4 +48,4 @@ def test_rows_that_waited_longest_go_first(limit: int, count: int) -> None:
         last[rows] = step
         served[rows] += 1
     assert last.min() >= 3 * count - -(-count // limit)
-    assert np.ptp(served) <= 1, "rows that always want to run are not served equally"
+    assert np.ptp(served) <= 1, "rows with constant demand are not served equally"

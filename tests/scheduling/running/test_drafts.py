@@ -1,4 +1,4 @@
-"""Drafts are counted by their place, and a request whose drafts fail gets fewer."""
+"""Draft acceptance is counted by position, and requests with rejected drafts get fewer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ verified = st.integers(0, MAX_DRAFTS).flatmap(lambda drafted: st.tuples(st.just(
 
 
 @given(st.lists(st.lists(verified, min_size=1, max_size=6), max_size=8))
-def test_each_position_counts_the_drafts_that_reached_it_and_those_kept(steps: list[list[tuple[int, int]]]) -> None:
+def test_acceptance_is_counted_by_draft_position(steps: list[list[tuple[int, int]]]) -> None:
     control = DraftControl(num_slots=6, max_drafts=MAX_DRAFTS, cheap_tokens=100)
     for step in steps:
         drafted, accepted = np.array(step, np.int32).T
@@ -24,7 +24,7 @@ def test_each_position_counts_the_drafts_that_reached_it_and_those_kept(steps: l
         assert control.stats().accepted_per_position[position] == sum(accepted > position for _, accepted in pairs)
 
 
-def test_drafts_that_are_never_kept_fade_and_come_back_for_the_next_request() -> None:
+def test_rejected_drafts_shrink_and_reset_for_next_request() -> None:
     control = DraftControl(num_slots=2, max_drafts=MAX_DRAFTS, cheap_tokens=100)
     both = np.arange(2)
     ready = np.full(2, MAX_DRAFTS, np.int32)

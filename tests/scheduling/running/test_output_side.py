@@ -1,4 +1,4 @@
-"""An answer applies only if epoch, step and gen match, and a row's trouble is its own."""
+"""An output applies only if epoch, step and gen match, and row errors stay isolated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ["ends", "fails", "aborted", "goes on"]
 
 
 def two_running() -> tuple[Stepper, StepPlan, StepOutput]:
-    """Two requests, and the answer to the step that samples the first token of both."""
+    """Return two requests and the output of the step that samples the first token of both."""
     stepper = Stepper(small_engine([]))
     stepper.submit(greedy("a", (1, 2, 3), 8), greedy("b", (4, 5, 6), 8))
     stepper.plan()
@@ -24,8 +24,8 @@ def two_running() -> tuple[Stepper, StepPlan, StepOutput]:
     return stepper, plan, output
 
 
-def one_taken_back() -> tuple[Stepper, StepPlan, StepOutput]:
-    """Request `a` aborted, and the answer to its take-back; `b` goes on."""
+def one_preempted() -> tuple[Stepper, StepPlan, StepOutput]:
+    """Return request `a` aborted and the output with its preemption acknowledgement; `b` continues."""
     stepper, plan, output = two_running()
     commit(stepper, plan, output)
     stepper.engine.abort(["a"])
@@ -44,21 +44,21 @@ def names(deltas: list[Delta]) -> set[str]:
 
 @pytest.mark.parametrize("change", [{"epoch": 2}, {"step": 5}, {"step": -1}])
 @pytest.mark.law("1.5")
-def test_an_answer_of_another_epoch_or_step_is_dropped_whole(change: dict[str, int]) -> None:
+def test_output_of_other_epoch_or_step_is_dropped(change: dict[str, int]) -> None:
     stepper, plan, output = two_running()
     assert commit(stepper, plan, dataclasses.replace(output, **change)) == []
     assert stepper.scheduler.stats().outputs.stale_outputs == 1
     assert names(commit(stepper, plan, output)) == {"a", "b"}
 
 
-def test_an_answer_applies_once() -> None:
+def test_output_applies_once() -> None:
     stepper, plan, output = two_running()
     commit(stepper, plan, output)
     assert commit(stepper, plan, output) == []
     assert stepper.scheduler.stats().outputs.stale_outputs == 1
 
 
-def test_answers_apply_in_the_order_of_their_steps() -> None:
+def test_outputs_apply_in_step_order() -> None:
     stepper, plan, output = two_running()
     stepper.plan()
     later = stepper.receive()
@@ -67,7 +67,7 @@ def test_answers_apply_in_the_order_of_their_steps() -> None:
 
 
 @pytest.mark.law("1.5")
-def test_a_row_of_another_gen_is_dropped_and_counted() -> None:
+def test_row_of_other_gen_is_dropped_and_counted() -> None:
     stepper, plan, output = two_running()
     gens = output.gens.copy()
     gens[plan.slots[0]] += 1
@@ -75,8 +75,8 @@ def test_a_row_of_another_gen_is_dropped_and_counted() -> None:
     assert stepper.scheduler.stats().outputs.stale_outputs == 1
 
 
-def test_a_row_of_a_stay_that_ended_is_not_the_next_ones() -> None:
-    """EOS comes while the next step is in flight: its row belongs to nobody, not to whoever has the slot by then."""
+def test_row_in_flight_does_not_reach_next_request_in_slot() -> None:
+    """EOS arrives while the next step is in flight: its row is dropped, not delivered to the slot's new request."""
     stepper = Stepper(small_engine([], max_num_seqs=1))
     stepper.submit(greedy("a", (1, 2, 3), 8, stop_token_ids=tuple(range(257))), greedy("b", (9, 9), 2))
     stepper.plan()
@@ -91,7 +91,7 @@ def test_a_row_of_a_stay_that_ended_is_not_the_next_ones() -> None:
     assert len(stepper.texts.tokens["b"]) == 2
 
 
-def test_an_error_ends_its_own_request_only() -> None:
+def test_row_error_ends_only_its_request() -> None:
     stepper, plan, output = two_running()
     failed = dataclasses.replace(output, errors=((int(plan.slots[0]), "numbers overflowed"),))
     deltas = {delta.request_id: delta for delta in commit(stepper, plan, failed)}
@@ -100,8 +100,8 @@ def test_an_error_ends_its_own_request_only() -> None:
     stepper.audit()
 
 
-def test_an_error_beside_a_revocation_hides_neither() -> None:
-    stepper, plan, output = one_taken_back()
+def test_error_and_preemption_in_one_step_both_apply() -> None:
+    stepper, plan, output = one_preempted()
     failed = dataclasses.replace(output, errors=((int(plan.slots[0]), "numbers overflowed"),))
     deltas = {delta.request_id: delta for delta in commit(stepper, plan, failed)}
     assert {name: delta.finish_reason for name, delta in deltas.items()} == {
@@ -113,8 +113,8 @@ def test_an_error_beside_a_revocation_hides_neither() -> None:
 
 
 @pytest.mark.law("1.3")
-def test_an_error_of_a_revoked_slot_does_not_hide_its_release() -> None:
-    stepper, plan, output = one_taken_back()
+def test_error_of_preempted_slot_does_not_hide_its_release() -> None:
+    stepper, plan, output = one_preempted()
     failed = dataclasses.replace(output, errors=((plan.revocations[0].slot, "numbers overflowed"),))
     deltas = {delta.request_id: delta.finish_reason for delta in commit(stepper, plan, failed)}
     assert deltas == {"a": FinishReason.ABORT, "b": None}
@@ -122,7 +122,7 @@ def test_an_error_of_a_revoked_slot_does_not_hide_its_release() -> None:
     assert not stepper.probe.slots.draining.any()
 
 
-def test_an_error_of_a_row_in_flight_ends_a_revoked_request_once_and_its_slot_follows() -> None:
+def test_row_error_in_flight_ends_preempted_request_once() -> None:
     stepper = Stepper(small_engine([], pipeline_depth=2))
     stepper.submit(greedy("a", (1, 2, 3), 8), greedy("b", (4, 5, 6), 8))
     stepper.plan()
@@ -133,14 +133,14 @@ def test_an_error_of_a_row_in_flight_ends_a_revoked_request_once_and_its_slot_fo
     failed = dataclasses.replace(output, errors=((0, "numbers overflowed"),))
     first = commit(stepper, plan, failed)
     assert {delta.request_id: delta.finish_reason for delta in first} == {"a": FinishReason.ERROR, "b": None}
-    assert stepper.probe.slots.draining.tolist()[0], "the slot follows on its release"
+    assert stepper.probe.slots.draining.tolist()[0], "the release frees the slot"
     assert names(commit(stepper, revoking, release)) == {"b"}
     assert not stepper.probe.slots.draining.any()
     stepper.audit()
 
 
-def test_an_answer_holds_one_delta_for_each_request() -> None:
-    """Last tokens, an error, an abort and a text that goes on, in one answer."""
+def test_output_yields_one_delta_per_request() -> None:
+    """Last tokens, an error, an abort and an unfinished text in one output."""
     stepper = Stepper(small_engine([]))
     stepper.submit(*(greedy(name, (index, 2, 3), 1 if name == "ends" else 8) for index, name in enumerate(NAMES)))
     stepper.plan()
@@ -158,26 +158,26 @@ def test_an_answer_holds_one_delta_for_each_request() -> None:
     ]
 
 
-def test_a_take_back_without_its_release_is_a_fault() -> None:
-    stepper, plan, output = one_taken_back()
+def test_preemption_without_release_is_a_fault() -> None:
+    stepper, plan, output = one_preempted()
     tokens = output.tokens.copy()
     tokens[plan.revocations[0].slot, 0] = EMPTY_TOKEN_ID
-    with pytest.raises(MalformedOutput, match=r"revokes slots \[0\].*releases \[\]"):
+    with pytest.raises(MalformedOutput, match=r"stops slots \[0\].*acknowledges \[\]"):
         commit(stepper, plan, dataclasses.replace(output, tokens=tokens))
 
 
 @pytest.mark.law("1.2")
-def test_a_release_that_nobody_asked_for_is_a_fault() -> None:
-    stepper, plan, output = one_taken_back()
+def test_unexpected_release_is_a_fault() -> None:
+    stepper, plan, output = one_preempted()
     tokens = output.tokens.copy()
     tokens[3, 0] = PREEMPTED_TOKEN_ID
-    with pytest.raises(MalformedOutput, match=r"releases \[0, 3\]"):
+    with pytest.raises(MalformedOutput, match=r"acknowledges \[0, 3\]"):
         commit(stepper, plan, dataclasses.replace(output, tokens=tokens))
 
 
 @pytest.mark.law("1.2")
-def test_a_release_of_another_gen_leaves_the_slot_draining() -> None:
-    stepper, plan, output = one_taken_back()
+def test_release_of_other_gen_leaves_slot_draining() -> None:
+    stepper, plan, output = one_preempted()
     gens = output.gens.copy()
     gens[plan.revocations[0].slot] -= 1
     assert names(commit(stepper, plan, dataclasses.replace(output, gens=gens))) == {"b"}
@@ -185,7 +185,7 @@ def test_a_release_of_another_gen_leaves_the_slot_draining() -> None:
     assert stepper.scheduler.stats().outputs.stale_outputs == 1
 
 
-def test_tokens_of_a_row_that_samples_nothing_are_a_fault() -> None:
+def test_tokens_from_non_sampling_row_are_a_fault() -> None:
     stepper = Stepper(small_engine([], max_num_batched_tokens=4))
     stepper.submit(greedy("a", range(12), 4))
     stepper.plan()

@@ -28,17 +28,15 @@ def spec(name: str, max_tokens: int) -> RequestSpec:
 
 @pytest.mark.law("4")
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 29])
-def test_no_plan_goes_beyond_the_last_token_of_a_request(
-    scheduler: ContinuousBatchingScheduler, max_tokens: int
-) -> None:
+def test_planning_stops_at_last_token_of_request(scheduler: ContinuousBatchingScheduler, max_tokens: int) -> None:
     add(scheduler, spec("one", max_tokens))
     plans = [planned(scheduler) for _ in range(max_tokens)]
     assert [int(plan.starts[0]) for plan in plans] == [0, *range(3, 2 + max_tokens)]
-    assert next_plan(scheduler) is None, "every token is planned, and none was delivered"
+    assert next_plan(scheduler) is None, "every token is planned, none delivered yet"
 
 
 @pytest.mark.law("4")
-def test_a_request_with_all_tokens_planned_leaves_the_plans_of_others(scheduler: ContinuousBatchingScheduler) -> None:
+def test_fully_planned_request_leaves_later_plans(scheduler: ContinuousBatchingScheduler) -> None:
     short, long = add(scheduler, spec("short", 3)), add(scheduler, spec("long", 9))
     plans = [planned(scheduler) for _ in range(9)]
     assert [short.slot in plan.slots for plan in plans] == [True] * 3 + [False] * 6
@@ -46,7 +44,7 @@ def test_a_request_with_all_tokens_planned_leaves_the_plans_of_others(scheduler:
     assert next_plan(scheduler) is None
 
 
-def test_an_arrival_joins_the_plan_of_a_batch_that_decodes(scheduler: ContinuousBatchingScheduler) -> None:
+def test_new_request_joins_plan_of_decoding_batch(scheduler: ContinuousBatchingScheduler) -> None:
     first = add(scheduler, spec("first", 9))
     for _ in range(3):
         planned(scheduler)

@@ -1,4 +1,4 @@
-"""Tokens of requests: a buffer grows in place, what was seen of it never changes, and what a slot delivers is in it."""
+"""Token buffers of requests: amortized growth, immutable views, and delivery through slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=150)
 
 
 @given(TOKENS, st.integers(0, 400), st.lists(TOKENS, max_size=8))
-def test_it_holds_what_was_appended_and_views_never_change(first: list[int], limit: int, more: list[list[int]]) -> None:
+def test_appended_tokens_are_kept_and_views_never_change(first: list[int], limit: int, more: list[list[int]]) -> None:
     buffer = TokenBuffer(first, max(limit, len(first)))
     expected = list(first)
     seen = []
@@ -26,7 +26,7 @@ def test_it_holds_what_was_appended_and_views_never_change(first: list[int], lim
     assert all(view.tolist() == before for view, before in seen)
 
 
-def test_a_view_is_a_part_and_read_only() -> None:
+def test_view_is_a_read_only_slice() -> None:
     buffer = TokenBuffer([1, 2, 3, 4], 10)
     assert buffer.view(1).tolist() == [2, 3, 4]
     assert buffer.view(upto=2).tolist() == [1, 2]
@@ -37,14 +37,14 @@ def test_a_view_is_a_part_and_read_only() -> None:
         buffer.view()[0] = 9
 
 
-def test_the_prompt_is_a_copy() -> None:
+def test_prompt_is_copied() -> None:
     prompt = np.array([1, 2, 3], np.int32)
     buffer = TokenBuffer(prompt, 10)
     prompt[:] = 0
     assert buffer.view().tolist() == [1, 2, 3]
 
 
-def test_views_share_the_buffer_and_a_token_costs_no_copy_of_the_others() -> None:
+def test_views_share_buffer_and_append_does_not_copy() -> None:
     buffer = TokenBuffer(range(100_000), 200_000)
     before = buffer.view()
     copies = 0
@@ -57,8 +57,8 @@ def test_views_share_the_buffer_and_a_token_costs_no_copy_of_the_others() -> Non
     assert before.tolist() == list(range(100_000))
 
 
-def test_a_short_answer_takes_no_room_for_a_long_one() -> None:
-    """A request may ask for as many tokens as the context has, and most come to a few."""
+def test_buffer_grows_with_output_not_with_max_tokens() -> None:
+    """A request may ask for the whole context as max_tokens, and most generate only a few tokens."""
     assert len(TokenBuffer([1] * 10, 32_000)._data) < 200
     assert len(TokenBuffer([1] * 10, 12)._data) == 12
     assert len(TokenBuffer([1] * 10, 5)._data) == 10
@@ -72,10 +72,10 @@ DELIVERIES = st.lists(
 
 @example([[[1, 2, 3, 4]] * SLOTS] * 40, [], [30])
 @given(DELIVERIES, st.lists(st.integers(0, 59), max_size=4), st.lists(st.integers(0, 59), max_size=4))
-def test_what_steps_deliver_to_slots_stands_in_the_buffers(
-    steps: list[list[list[int]]], looks: list[int], moves: list[int]
+def test_tokens_delivered_to_slots_reach_the_buffers(
+    steps: list[list[list[int]]], reads: list[int], moves: list[int]
 ) -> None:
-    """Slot 0 hands its request on to a new one now and then; somebody looks at slot 1 now and then."""
+    """Slot 0 changes its request now and then; slot 1 is read now and then."""
     delivered = DeliveredTokens(SLOTS)
     buffers = [TokenBuffer([slot], 1000) for slot in range(SLOTS)]
     expected = [[slot] for slot in range(SLOTS)]
@@ -92,7 +92,7 @@ def test_what_steps_deliver_to_slots_stands_in_the_buffers(
             buffers[slot].take_delivered()
         delivered.append(rows, block[rows], np.array([len(step[slot]) for slot in rows], np.int32))
         assert [buffer.count for buffer in buffers] == [len(tokens) for tokens in expected]
-        if number in looks:
+        if number in reads:
             assert buffers[1].view().tolist() == expected[1]
         if number in moves:
             buffers[0].detach()
@@ -103,7 +103,7 @@ def test_what_steps_deliver_to_slots_stands_in_the_buffers(
     assert all(buffer.view().tolist() == tokens for buffer, tokens in left)
 
 
-def test_what_is_appended_comes_behind_what_was_delivered() -> None:
+def test_append_follows_delivered_tokens() -> None:
     delivered, buffer = DeliveredTokens(1), TokenBuffer([1], 10)
     buffer.attach(delivered, 0)
     delivered.append(np.array([0]), np.array([[2]], np.int32), np.array([1], np.int32))

@@ -1,4 +1,4 @@
-"""What is kept in reserve at an admission, and what that costs and spares."""
+"""Reserve kept at admission, and its effect on throughput and preemptions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK = 4
 END = 51
 
 
-def test_the_forecast_learns_the_share_that_requests_use() -> None:
+def test_forecast_learns_used_share_of_max_tokens() -> None:
     forecast = UsageForecast()
     for _ in range(200):
         forecast.observe(10, 100)
@@ -36,7 +36,7 @@ def test_the_forecast_learns_the_share_that_requests_use() -> None:
     assert remaining.tolist() == [10, 25]
 
 
-def test_the_first_requests_teach_the_forecast_most() -> None:
+def test_first_requests_move_the_forecast_most() -> None:
     forecast = UsageForecast()
     shares = [forecast.share]
     for _ in range(30):
@@ -48,7 +48,7 @@ def test_the_first_requests_teach_the_forecast_most() -> None:
     assert lost[-1] == pytest.approx(0.05)
 
 
-def test_a_dear_return_is_looked_further_ahead_for_and_a_free_one_for_a_block() -> None:
+def test_horizon_grows_with_cost_of_resuming() -> None:
     dear, free = ReturnCost(1.0), ReturnCost(0.0)
     assert (dear.horizon(400, 32), dear.horizon(10, 32)) == (200, 32)
     assert free.horizon(400, 32) == 32
@@ -69,7 +69,7 @@ def _demand_step_by_step(length: np.ndarray, remaining: np.ndarray, block_size: 
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), max_size=40), st.integers(1, 16))
-def test_the_peak_is_that_of_a_simulation_step_by_step(requests: list[tuple[int, int]], block_size: int) -> None:
+def test_peak_equals_step_by_step_simulation(requests: list[tuple[int, int]], block_size: int) -> None:
     length = np.array([tokens for tokens, _ in requests], np.int32)
     remaining = np.array([left for _, left in requests], np.int64)
     peak = max(_demand_step_by_step(length, remaining, block_size), 0)
@@ -80,7 +80,7 @@ def test_the_peak_is_that_of_a_simulation_step_by_step(requests: list[tuple[int,
         assert predicted <= peak
 
 
-def test_a_few_moments_are_enough_for_many_requests() -> None:
+def test_few_sample_points_suffice_for_many_requests() -> None:
     draw = np.random.default_rng(1)
     for _ in range(20):
         length = draw.integers(10, 600, 200).astype(np.int32)
@@ -90,10 +90,10 @@ def test_a_few_moments_are_enough_for_many_requests() -> None:
 
 
 class Simulation:
-    """A scheduler whose steps are answered at once; each request ends after its own number of tokens."""
+    """Scheduler whose steps complete at once; each request ends after its own number of tokens."""
 
     def __init__(self, requests: Sequence[tuple[int, int]], max_tokens: int, blocks: int, *, keep: bool) -> None:
-        """`requests` are prompt and output tokens of each; `keep` KV of preempted ones, and find all of it again."""
+        """`requests` are (prompt, output) token counts; `keep` saves KV of preempted requests and loads all of it."""
         longest = max(prompt for prompt, _ in requests) + max_tokens
         limits = Limits(
             max_num_seqs=16,
@@ -121,13 +121,13 @@ class Simulation:
             self._keep(self.scheduler.add(spec))
 
     def run(self) -> int:
-        """Run until all have ended; returns the steps that computed something."""
+        """Run until all requests have ended; return the number of steps that computed something."""
         scheduler, idle, steps = self.scheduler, 0, 0
         while scheduler.has_work:
             plan, effects = scheduler.plan()
             self._keep(effects)
             idle = idle + 1 if plan is None else 0
-            assert idle < 5, "nobody gets on"
+            assert idle < 5, "no request makes progress"
             if plan is not None:
                 steps += bool(len(plan.slots))
                 self._answer(plan)
@@ -165,7 +165,7 @@ class Simulation:
     st.integers(20, 80),
     st.booleans(),
 )
-def test_every_stay_but_the_first_fills_a_block(requests: list[tuple[int, int]], blocks: int, keep: bool) -> None:
+def test_every_resumed_run_fills_a_block(requests: list[tuple[int, int]], blocks: int, keep: bool) -> None:
     simulation = Simulation(requests, 60, blocks, keep=keep)
     simulation.run()
     assert simulation.generated == sum(output for _, output in requests)
@@ -180,25 +180,27 @@ def _workload(seed: int) -> list[tuple[int, int]]:
 
 
 def _outcome(keep: bool, horizon: int | None) -> tuple[int, int]:
-    """Steps and preemptions over a few workloads; `horizon` instead of what the cost of returns says."""
+    """Return steps and preemptions over a few workloads; `horizon` overrides the one derived from the cost of
+    resuming.
+    """
     steps = preemptions = 0
     for seed in range(4):
         simulation = Simulation(_workload(seed), 64, 120, keep=keep)
         if horizon is not None:
-            simulation.scheduler.probe().control.return_cost.horizon = lambda *_: horizon  # type: ignore[method-assign]  # a back door
+            simulation.scheduler.probe().control.return_cost.horizon = lambda *_: horizon  # type: ignore[method-assign]  # override
         steps += simulation.run()
         preemptions += simulation.scheduler.probe().residencies.counters.preemptions
     return steps, preemptions
 
 
-def test_where_returns_are_dear_nearly_nobody_is_preempted() -> None:
+def test_preemptions_are_rare_when_resuming_is_expensive() -> None:
     steps, preemptions = _outcome(False, None)
     eager_steps, eager_preemptions = _outcome(False, 1)
     assert preemptions < eager_preemptions / 4
     assert steps < 1.15 * eager_steps
 
 
-def test_where_returns_are_free_more_run_at_a_time_than_the_worst_moment_allows() -> None:
+def test_free_resuming_allows_overcommitment() -> None:
     steps, preemptions = _outcome(True, None)
     careful_steps, _ = _outcome(True, 1000)
     assert steps < careful_steps

@@ -1,4 +1,4 @@
-"""What requests wait for, what wakes them, and that waiting costs nothing."""
+"""Wait reasons, what ends a wait, and that waiting costs no time per step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scheduler(
             drafts=drafts,
         )
     )
-    made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: shortages come soon
+    made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # override: early shortages
     return made
 
 
@@ -57,7 +57,7 @@ def spec(name: str, length: int = 20, max_tokens: int = 60, first: int = 0) -> R
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[Any]:
-    """Count the calls of a method; returns a list that grows by one with each."""
+    """Count the calls of a method; return a list that grows by one with each call."""
     calls: list[Any] = []
     original: Callable[..., Any] = getattr(owner, name)
 
@@ -70,15 +70,15 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[A
 
 
 def start_of(plan: StepPlan, request: Request) -> int:
-    """The first position that a plan computes of a request."""
+    """Return the first position that a plan computes for a request."""
     return int(plan.starts[plan.slots.tolist().index(request.slot)])
 
 
-# Waiting costs nothing ----------------------------------------------------------------------------------------
+# Cost of waiting ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.law("2.6")
-def test_of_ten_thousand_that_wait_behind_one_that_does_not_fit_nobody_is_looked_at(
+def test_large_queue_after_blocked_head_is_not_scanned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     s = scheduler(num_kv_blocks=60)
@@ -92,12 +92,12 @@ def test_of_ten_thousand_that_wait_behind_one_that_does_not_fit_nobody_is_looked
     for _ in range(40):
         answer(s, planned(s))
     assert (num_running(s), len(s.probe().waiting)) == (1, 10_000)
-    assert len(matches) <= 4, "one look at the first in line, and another once in a while"
+    assert len(matches) <= 4, "the head of the queue is checked once, and again now and then"
     assert len(hashes) <= 4
 
 
 @pytest.mark.law("2.6")
-def test_with_all_slots_taken_nobody_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_is_not_scanned_when_all_slots_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     s = scheduler(max_num_seqs=1)
     add(s, spec("running"))
     answer(s, planned(s))
@@ -109,22 +109,22 @@ def test_with_all_slots_taken_nobody_is_looked_at(monkeypatch: pytest.MonkeyPatc
     assert not matches
 
 
-def test_each_of_those_that_wait_for_one_prefix_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_waiting_for_one_prefix_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     s = scheduler(max_num_batched_tokens=32, max_num_seqs=2)
     add(s, spec("first", 31))
     prefill = planned(s)
     for index in range(1000):
         add(s, spec(str(index), 31))
-    looks = counted(monkeypatch, s.probe().prefixes, "awaited")
+    checks = counted(monkeypatch, s.probe().prefixes, "awaited")
     for _ in range(14):
         planned(s)
     assert (s.probe().waiting.num_parked, num_running(s)) == (1000, 1)
-    assert len(looks) == 1000
+    assert len(checks) == 1000
     answer(s, prefill)
     assert s.probe().waiting.num_parked == 0
 
 
-def test_who_does_not_fit_is_admitted_once_blocks_came_free_and_nobody_overtakes() -> None:
+def test_blocked_head_is_admitted_first_when_blocks_are_freed() -> None:
     s = scheduler(num_kv_blocks=60)
     add(s, spec("running", 120, 60, first=50_000))
     for _ in range(4):
@@ -139,17 +139,17 @@ def test_who_does_not_fit_is_admitted_once_blocks_came_free_and_nobody_overtakes
     assert large.state is State.RUNNING
 
 
-def test_who_does_not_fit_is_looked_at_again_once_in_a_while_though_no_block_came_free() -> None:
-    """What running requests are expected to need may shrink too."""
+def test_blocked_head_is_rechecked_without_freed_blocks() -> None:
+    """The expected demand of running requests may shrink as well."""
     s = scheduler(num_kv_blocks=60)
     add(s, spec("running", 60, 100))
     for _ in range(3):
         answer(s, planned(s))
     control = s.probe().control
-    control.growth = control.largest_growth = lambda *_: 1000  # type: ignore[method-assign]  # a back door
+    control.growth = control.largest_growth = lambda *_: 1000  # type: ignore[method-assign]  # override
     waiting = add(s, spec("a", 20, first=500))
     answer(s, planned(s))
-    control.growth = control.largest_growth = lambda *_: 0  # type: ignore[method-assign]  # a back door
+    control.growth = control.largest_growth = lambda *_: 0  # type: ignore[method-assign]  # override
     steps = 0
     while waiting.state is State.WAITING:
         answer(s, planned(s))
@@ -157,11 +157,11 @@ def test_who_does_not_fit_is_looked_at_again_once_in_a_while_though_no_block_cam
     assert 1 < steps <= 20
 
 
-# Waiting for a prefix -----------------------------------------------------------------------------------------
+# Prefix waits -------------------------------------------------------------------------------------------------
 
 
 def waiting_for_a_prefix(s: ContinuousBatchingScheduler) -> tuple[StepPlan, Request]:
-    """The step that computes all of prompt `a`, and a request with the same prompt that waits for that."""
+    """Return the step that computes all of prompt `a`, and a request with the same prompt that waits for it."""
     add(s, spec("a"))
     request = add(s, spec("b"))
     plan = planned(s)
@@ -170,7 +170,7 @@ def waiting_for_a_prefix(s: ContinuousBatchingScheduler) -> tuple[StepPlan, Requ
     return plan, request
 
 
-def test_it_ends_when_the_prefix_is_complete() -> None:
+def test_prefix_wait_ends_when_prefix_is_complete() -> None:
     s = scheduler()
     prefill, request = waiting_for_a_prefix(s)
     decode = planned(s)
@@ -181,7 +181,7 @@ def test_it_ends_when_the_prefix_is_complete() -> None:
     answer(s, decode)
 
 
-def test_it_ends_when_as_much_as_both_share_is_complete() -> None:
+def test_prefix_wait_ends_when_shared_part_is_complete() -> None:
     s = scheduler(max_num_batched_tokens=16)
     add(s, spec("a", 60))
     plan = planned(s)
@@ -191,13 +191,13 @@ def test_it_ends_when_as_much_as_both_share_is_complete() -> None:
     assert fourth.num_tokens.tolist() == [12]
     assert (request.state, s.probe().waiting.num_parked) == (State.WAITING, 1)
     answer(s, plan)
-    assert s.probe().waiting.num_parked == 0, "the first 16 tokens are all that it waits for"
+    assert s.probe().waiting.num_parked == 0, "it waits only for the first 16 tokens"
     assert start_of(planned(s), request) == 12
     for late in (shorter, third, fourth):
         answer(s, late)
 
 
-def test_it_ends_when_the_one_who_computes_is_aborted() -> None:
+def test_prefix_wait_ends_when_computing_request_is_aborted() -> None:
     s = scheduler()
     prefill, request = waiting_for_a_prefix(s)
     s.abort("a")
@@ -205,7 +205,7 @@ def test_it_ends_when_the_one_who_computes_is_aborted() -> None:
     answer(s, prefill)
 
 
-def test_it_ends_when_the_one_who_computes_is_preempted() -> None:
+def test_prefix_wait_ends_when_computing_request_is_preempted() -> None:
     s = scheduler()
     add(s, spec("old", 11, first=500))
     answer(s, planned(s))
@@ -222,7 +222,7 @@ def test_it_ends_when_the_one_who_computes_is_preempted() -> None:
         answer(s, plan)
 
 
-def test_it_ends_when_the_one_who_loads_is_aborted() -> None:
+def test_prefix_wait_ends_when_loading_request_is_aborted() -> None:
     s = scheduler(KeepKV())
     loading, request = add(s, spec("a")), add(s, spec("b"))
     for effect in take_effects(s):
@@ -238,7 +238,7 @@ def test_it_ends_when_the_one_who_loads_is_aborted() -> None:
 
 
 @pytest.mark.parametrize(("loaded", "start"), [(4, 16), (2, 8), (0, 0)])
-def test_a_load_that_comes_short_is_waited_for_until_the_rest_was_computed(loaded: int, start: int) -> None:
+def test_prefix_wait_covers_rest_after_short_load(loaded: int, start: int) -> None:
     s = scheduler(KeepKV())
     loading, request = add(s, spec("a")), add(s, spec("b"))
     for effect in take_effects(s):
@@ -257,8 +257,8 @@ def test_a_load_that_comes_short_is_waited_for_until_the_rest_was_computed(loade
     assert take_effects(s) == []
 
 
-def test_it_lasts_a_bounded_number_of_steps_and_is_not_begun_again() -> None:
-    """The step that computes the prefix is not answered; another request goes on meanwhile."""
+def test_prefix_wait_expires_and_does_not_restart() -> None:
+    """The step that computes the prefix does not complete while another request continues."""
     s = scheduler()
     add(s, spec("other", 8, first=600))
     answer(s, planned(s))
@@ -268,13 +268,13 @@ def test_it_lasts_a_bounded_number_of_steps_and_is_not_begun_again() -> None:
     while request.state is State.WAITING:
         plan = planned(s)
         steps += 1
-        assert steps < 100, "it waits for ever"
+        assert steps < 100, "it waits forever"
     assert 10 <= steps <= 25
     assert start_of(plan, request) == 0
     assert s.probe().prefixes.num_computing
 
 
-def test_of_two_who_compute_one_prefix_the_first_to_complete_it_ends_the_wait() -> None:
+def test_first_of_two_computing_requests_ends_prefix_wait() -> None:
     s = scheduler()
     add(s, spec("other", 8, first=600))
     answer(s, planned(s))
@@ -284,13 +284,13 @@ def test_of_two_who_compute_one_prefix_the_first_to_complete_it_ends_the_wait() 
     third = add(s, spec("c"))
     planned(s)
     assert (third.state, s.probe().waiting.num_parked) == (State.WAITING, 1)
-    # The answers between the prefill of `a` and this step are of no interest here.
+    # The outputs between the prefill of `a` and this step do not matter here.
     s.probe().residencies.settle(prefill.slots[-1:].astype(int), prefill.starts[-1:] + prefill.num_tokens[-1:])
     assert s.probe().waiting.num_parked == 0
     assert start_of(planned(s), third) == 16
 
 
-def test_if_one_of_two_who_compute_a_prefix_is_aborted_the_wait_goes_on() -> None:
+def test_prefix_wait_continues_if_one_of_two_is_aborted() -> None:
     s = scheduler()
     add(s, spec("other", 8, first=600))
     answer(s, planned(s))
@@ -356,7 +356,7 @@ def waits_for_its_save(s: ContinuousBatchingScheduler) -> None:
 
 
 @pytest.mark.parametrize("state", [is_ready, does_not_fit, waits_for_a_prefix, waits_for_a_lookup, waits_for_its_save])
-def test_who_is_aborted_while_it_waits_leaves_nothing_behind(
+def test_abort_while_waiting_leaves_no_state(
     state: Callable[[ContinuousBatchingScheduler], None],
 ) -> None:
     s = scheduler()
@@ -366,7 +366,7 @@ def test_who_is_aborted_while_it_waits_leaves_nothing_behind(
     assert s.abort("a")
     assert len(s.probe().waiting) == waiting - 1
     for effect in take_effects(s):
-        # What an operation is about is forgotten when it is over.
+        # The state of an operation is dropped when it ends.
         if isinstance(effect, Lookup):
             s.complete(Found(effect.operation, 0, 0))
         elif isinstance(effect, Save):

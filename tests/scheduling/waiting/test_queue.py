@@ -1,4 +1,4 @@
-"""The queue of waiting requests, against a model that looks at all of them."""
+"""The waiting queue compared with a model that scans all requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def request(arrival: int, flow: str = "", priority: int = 0) -> Request:
 
 @dataclass
 class Turns(SchedulingPolicy):
-    """A policy whose flows have the turns that a test says; preempted requests wait in a flow without a name."""
+    """Policy whose flows have scripted turns; preempted requests wait in a flow without a name."""
 
     name = "turns"
     of: dict[str | None, int] = field(default_factory=dict)
@@ -49,27 +49,27 @@ class Turns(SchedulingPolicy):
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Whatever happens in whatever order, the queue says what a look at every request says."""
+    """In any order of events the queue agrees with a scan of all requests."""
 
     def __init__(self) -> None:
         super().__init__()
         self.policy = Turns()
         self.queue = WaitingQueue(self.policy, PhaseClock(None))
         self.ready: dict[int, tuple[Request, str | None]] = {}
-        """With the flow that each request had when it became ready."""
+        """Ready requests, with the flow that each had when it became ready."""
         self.parked: dict[int, tuple[Request, WaitFor, int | None]] = {}
-        self.gone: list[Request] = []
+        self.removed: list[Request] = []
         self.step = 0
 
     def _make_ready(self, request: Request) -> None:
         self.ready[request.arrival] = request, self.policy.flow(request.queued())
 
     def _first(self) -> Request | None:
-        def place(entry: tuple[Request, str | None]) -> tuple[object, ...]:
+        def sort_key(entry: tuple[Request, str | None]) -> tuple[object, ...]:
             request, flow = entry
             return self.policy.turn(flow), () if flow is None else (flow,), request.rank
 
-        return min(self.ready.values(), key=place)[0] if self.ready else None
+        return min(self.ready.values(), key=sort_key)[0] if self.ready else None
 
     def _any(self, data: st.DataObject) -> Request:
         here = [*(request for request, _ in self.ready.values()), *(entry[0] for entry in self.parked.values())]
@@ -77,10 +77,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(flow=FLOWS, priority=st.integers(0, 2), turn=st.none() | st.integers(-3, 3))
     def arrive(self, flow: str, priority: int, turn: int | None) -> None:
-        """A new request; its arrival may change the turn of its flow either way."""
+        """A new request arrives and may change the turn of its flow either way."""
         if turn is not None:
             self.policy.of[flow] = turn
-        made = request(len(self.ready) + len(self.parked) + len(self.gone), flow, priority)
+        made = request(len(self.ready) + len(self.parked) + len(self.removed), flow, priority)
         self.queue.push(made)
         self._make_ready(made)
 
@@ -91,7 +91,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert first is not None
         self.queue.remove(first)
         del self.ready[first.arrival]
-        self.gone.append(first)
+        self.removed.append(first)
         self._turn(first, turn)
 
     @precondition(lambda self: self.ready or self.parked)
@@ -101,24 +101,24 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.remove(left)
         self.ready.pop(left.arrival, None)
         self.parked.pop(left.arrival, None)
-        self.gone.append(left)
+        self.removed.append(left)
 
-    @precondition(lambda self: self.gone)
+    @precondition(lambda self: self.removed)
     @rule(data=st.data())
     def return_preempted(self, data: st.DataObject) -> None:
-        back = data.draw(st.sampled_from(self.gone))
-        self.gone.remove(back)
+        back = data.draw(st.sampled_from(self.removed))
+        self.removed.remove(back)
         back.preemptions = 1
         self.queue.push(back)
         self._make_ready(back)
 
-    @precondition(lambda self: self.gone)
+    @precondition(lambda self: self.removed)
     @rule(data=st.data(), turn=st.integers(-3, 3))
     def end(self, data: st.DataObject, turn: int) -> None:
-        self._turn(data.draw(st.sampled_from(self.gone)), turn)
+        self._turn(data.draw(st.sampled_from(self.removed)), turn)
 
     def _turn(self, seen: Request, turn: int | None) -> None:
-        """The policy sees something of a request, and changes the turn of the flow in which it waited at first."""
+        """The policy observes a request and changes the turn of the flow in which it first waited."""
         if turn is not None:
             self.policy.of[seen.spec.tenant] = turn
         self.queue.turn_changed(seen)
@@ -150,7 +150,7 @@ class QueueMachine(RuleBasedStateMachine):
             self._make_ready(self.parked.pop(arrival)[0])
 
     @invariant()
-    def says_what_the_model_says(self) -> None:
+    def agrees_with_model(self) -> None:
         assert self.queue.first() is self._first()
         assert len(self.queue) == len(self.ready) + len(self.parked)
         assert self.queue.num_parked == len(self.parked)
@@ -160,7 +160,7 @@ TestQueue = QueueMachine.TestCase
 TestQueue.settings = TestQueue.settings.__class__(max_examples=60, stateful_step_count=50, deadline=None)
 
 
-def test_a_thousand_requests_leave_in_order_whoever_left_before() -> None:
+def test_thousand_requests_leave_in_order() -> None:
     queue = WaitingQueue(Fcfs(), PhaseClock(None))
     requests = [request(arrival) for arrival in range(1000)]
     for one in requests:
@@ -175,7 +175,7 @@ def test_a_thousand_requests_leave_in_order_whoever_left_before() -> None:
 
 
 @pytest.mark.parametrize("reason", [None, b"key", 7])
-def test_of_a_request_that_left_nothing_stays(reason: WaitFor | None) -> None:
+def test_removed_request_leaves_no_state(reason: WaitFor | None) -> None:
     queue = WaitingQueue(Fcfs(), PhaseClock(None))
     for arrival in range(100):
         queue.push(request(arrival))
@@ -191,8 +191,8 @@ def test_of_a_request_that_left_nothing_stays(reason: WaitFor | None) -> None:
     assert len(queue) == 100
 
 
-def test_requests_that_come_and_go_leave_no_trail() -> None:
-    """What is remembered of those that left does not grow with their number."""
+def test_state_does_not_grow_with_past_requests() -> None:
+    """The record of removed requests does not grow with their number."""
     policy = Turns()
     queue = WaitingQueue(policy, PhaseClock(None))
     queue.push(request(0, "a"))

@@ -32,11 +32,11 @@ def lines(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
     def found() -> list[dict[str, Any]]:
         return [each.fields for each in caplog.records if each.name == "fd_core.access"]  # type: ignore[attr-defined]
 
-    eventually(lambda: len(found()) >= count, 5)  # a line is written once the client has its answer
+    eventually(lambda: len(found()) >= count, 5)  # a line is written after the client has its answer
     return found()
 
 
-def test_a_line_tells_who_asked_for_what_and_what_it_took(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_line_has_key_route_status_and_tokens(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     for stream in (False, True):
         server.post(
             PATH + "?token=sk-hidden",
@@ -88,7 +88,7 @@ def test_every_request_has_a_line(
     assert "sk-wrong" not in caplog.text
 
 
-def test_a_client_that_leaves_is_seen_in_its_line(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_disconnect_is_logged_with_its_tokens(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     server.client.pause_after = 3
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="bob", max_retries=0) as client:
         stream = client.completions.create(model="fake", prompt="abcde", stream=True)
@@ -98,14 +98,12 @@ def test_a_client_that_leaves_is_seen_in_its_line(server: LiveServer, caplog: py
     assert (line["status"], line["tokens_in"], line["tokens_out"], line["key"]) == (499, 5, 3, "bob")
 
 
-def test_the_address_is_that_of_the_connection_whatever_a_client_says(
-    server: LiveServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_address_is_that_of_the_connection_not_of_headers(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     server.get("/health", x_forwarded_for="6.6.6.6", forwarded="for=6.6.6.6")
     assert lines(caplog, 1)[0]["client"] == "127.0.0.1"
 
 
-def test_requests_of_a_batch_have_lines_of_their_own(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_of_a_batch_have_their_own_lines(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     batch = ended(server, "alice", begin(server, "alice", upload(server, "alice")).json["id"])
     (line,) = [each for each in lines(caplog, 3) if each["client"] == "batch"]
     assert (line["path"], line["key"], line["tokens_out"]) == (PATH, "alice", 14)
@@ -123,5 +121,5 @@ def test_requests_of_a_batch_have_lines_of_their_own(server: LiveServer, caplog:
         ("/" + "x" * 300, "/" + "x" * 255 + "..."),
     ],
 )
-def test_a_path_is_one_word_that_looks_like_nothing_else(path: str, seen: str) -> None:
+def test_path_is_escaped_to_one_word(path: str, seen: str) -> None:
     assert one_word(path, 256) == seen

@@ -47,7 +47,7 @@ def written(folder: Path, name: str, text: str | bytes) -> Path:
     return path
 
 
-def complaint(path: Path) -> str:
+def rejection(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         read_key_file(path)
     assert caught.value.field == "--api-key-file" and caught.value.exit_code == 2
@@ -55,30 +55,30 @@ def complaint(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("name", "text"), [("k.toml", TOML), ("k.json", json.dumps(AS_JSON)), ("K.TOML", TOML)])
-def test_toml_and_json_say_the_same(tmp_path: Path, name: str, text: str) -> None:
+def test_toml_and_json_are_equivalent(tmp_path: Path, name: str, text: str) -> None:
     alice, bob = read_key_file(written(tmp_path, name, text))
     assert (alice.name, alice.admin, alice.digest) == ("alice", True, ApiKey.of("sk-alice").digest)
     assert (bob.name, bob.admin, bob.digest) == ("bob", False, ApiKey.of("sk-bob").digest)
     assert bob.limits == KeyLimits(requests_per_minute=60, tokens_per_minute=100_000, parallel_requests=8)
 
 
-def test_a_plain_file_has_one_key_a_line_without_names(tmp_path: Path) -> None:
+def test_plain_file_has_one_key_per_line_without_names(tmp_path: Path) -> None:
     assert read_key_file(written(tmp_path, "keys", "one\n\n  two \none")) == (ApiKey.of("one"), ApiKey.of("two"))
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [
-        ('nmae = "carl"', "line 7, nmae: a field has no such name (did you mean name?)"),
-        ('"sk-secret" = "carl"', "line 4: a field has no such name (there are"),
-        ("requests_per_minute = 0", "line 7, requests_per_minute: give a whole number"),
-        ("tokens_per_minute = 1.5", "line 7, tokens_per_minute: give a whole number"),
-        ("parallel_requests = true", "line 7, parallel_requests: give a whole number"),
-        ("admin = 1", "line 7, admin: give true or false"),
-        ('sha256 = "00"', "line 6, key: give either key or sha256"),
+        ('nmae = "carl"', "line 7, nmae: unknown field (did you mean name?)"),
+        ('"sk-secret" = "carl"', "line 4: unknown field (expected one of"),
+        ("requests_per_minute = 0", "line 7, requests_per_minute: expected an integer"),
+        ("tokens_per_minute = 1.5", "line 7, tokens_per_minute: expected an integer"),
+        ("parallel_requests = true", "line 7, parallel_requests: expected an integer"),
+        ("admin = 1", "line 7, admin: expected true or false"),
+        ('sha256 = "00"', "line 6, key: specify either key or sha256"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line_and_field(tmp_path: Path, line: str, said: str) -> None:
+def test_error_names_its_line_and_field(tmp_path: Path, line: str, expected: str) -> None:
     text = f"""[[keys]]
 name = "bob"
 sha256 = "{DIGEST}"
@@ -87,71 +87,71 @@ name = "al"
 key = "sk-al"
 {line}
 """
-    message = complaint(written(tmp_path, "k.toml", text))
-    assert said in message and "sk-" not in message, message
+    message = rejection(written(tmp_path, "k.toml", text))
+    assert expected in message and "sk-" not in message, message
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"name": "alice"}, "name: line 2, name has the same name"),
         ({"key": "sk-alice"}, "key: "),
-        ({"name": "two words"}, "name: give 1 to 64"),
-        ({"name": "x" * 65}, "name: give 1 to 64"),
-        ({"name": 3}, "name: give 1 to 64"),
-        ({"name": "a\nb"}, "name: give 1 to 64"),
-        ({"key": ""}, "key: a key has 1 to"),
-        ({"key": "sk carl"}, "key: a key has 1 to"),
-        ({"key": "schlüssel"}, "key: a key has 1 to"),
-        ({"key": "x" * 4097}, "key: a key has 1 to"),
-        ({"key": None}, "key: a key has 1 to"),
-        ({"sha256": "0" * 64}, "key: give either key or sha256"),
-        ({"requests_per_minute": "60"}, "requests_per_minute: give a whole number"),
-        ({"requests_per_minute": 10**13}, "requests_per_minute: give a whole number"),
-        ({"requests_per_minute": None}, "requests_per_minute: give a whole number"),
+        ({"name": "two words"}, "name: expected 1 to 64"),
+        ({"name": "x" * 65}, "name: expected 1 to 64"),
+        ({"name": 3}, "name: expected 1 to 64"),
+        ({"name": "a\nb"}, "name: expected 1 to 64"),
+        ({"key": ""}, "key: expected 1 to"),
+        ({"key": "sk carl"}, "key: expected 1 to"),
+        ({"key": "schlüssel"}, "key: expected 1 to"),
+        ({"key": "x" * 4097}, "key: expected 1 to"),
+        ({"key": None}, "key: expected 1 to"),
+        ({"sha256": "0" * 64}, "key: specify either key or sha256"),
+        ({"requests_per_minute": "60"}, "requests_per_minute: expected an integer"),
+        ({"requests_per_minute": 10**13}, "requests_per_minute: expected an integer"),
+        ({"requests_per_minute": None}, "requests_per_minute: expected an integer"),
     ],
 )
-def test_wrong_entries_in_json_are_named_by_their_line(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+def test_error_in_json_names_its_line(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
     entries = [*AS_JSON["keys"], {"name": "carl", "key": "sk-carl"} | changes]
     text = '{"keys": [\n' + ",\n".join(map(json.dumps, entries)) + "\n]}\n"
-    message = complaint(written(tmp_path, "k.json", text))
-    assert "line 4, " in message and said.replace("line 2, name", "line 2") in message, message
+    message = rejection(written(tmp_path, "k.json", text))
+    assert "line 4, " in message and expected.replace("line 2, name", "line 2") in message, message
     assert "sk-" not in message
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "expected"),
     [
         ("k.toml", "", "must hold a list `keys` with at least one key"),
         ("k.toml", "keys = []", "must hold a list `keys` with at least one key"),
         ("k.toml", 'keys = "sk-one"', "must hold a list"),
         ("k.toml", TOML + '[other]\nx = "y"', "and nothing else"),
-        ("k.toml", "keys = ['sk-one']", "entry 1: a key is a table"),
+        ("k.toml", "keys = ['sk-one']", "entry 1: expected a table"),
         ("k.toml", '[[keys]]\nname = "a\n', "is not valid TOML"),
         ("k.toml", '[[keys]]\nkey = "a"\nkey = "sk-one"\n', "(at line 3"),
         ("k.toml", b'[[keys]]\nname = "\xff"', "is not UTF-8 text"),
         ("k.json", "[]", "must hold a list"),
-        ("k.json", '{"keys": [{"name": "a", "name": "b"}]}', "name is given twice"),
-        ("k.json", '{"keys": [{"sk-one": 1, "sk-one": 1}]}', "a field is given twice"),
-        ("k.json", '{"keys": [NaN]}', "entry 1: a key is a table"),
+        ("k.json", '{"keys": [{"name": "a", "name": "b"}]}', "name is duplicated"),
+        ("k.json", '{"keys": [{"sk-one": 1, "sk-one": 1}]}', "a field is duplicated"),
+        ("k.json", '{"keys": [NaN]}', "entry 1: expected a table"),
         ("k.json", "[" * 100_000, "nested too deeply"),
-        ("keys", "", "holds no key"),
-        ("keys", TOML, "looks like TOML or JSON (call it .toml or .json"),
-        ("keys", "one\none two\n", "line 2, key: a key has 1 to"),
+        ("keys", "", "contains no key"),
+        ("keys", TOML, "looks like TOML or JSON (rename it to .toml or .json"),
+        ("keys", "one\none two\n", "line 2, key: expected 1 to"),
     ],
 )
-def test_a_file_that_is_wrong_as_a_whole(tmp_path: Path, name: str, text: str | bytes, said: str) -> None:
-    message = complaint(written(tmp_path, name, text))
-    assert said in message and "sk-" not in message, message
+def test_invalid_file_is_rejected(tmp_path: Path, name: str, text: str | bytes, expected: str) -> None:
+    message = rejection(written(tmp_path, name, text))
+    assert expected in message and "sk-" not in message, message
 
 
-def test_no_file_and_no_right_to_read_it(tmp_path: Path) -> None:
-    assert "cannot read" in complaint(tmp_path / "none.toml")
-    assert "is a directory" in complaint(tmp_path)
+def test_missing_or_unreadable_file_is_rejected(tmp_path: Path) -> None:
+    assert "cannot read" in rejection(tmp_path / "none.toml")
+    assert "is a directory" in rejection(tmp_path)
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o400, False), (0o640, True), (0o604, True)])
-def test_a_file_that_others_can_read_is_warned_of(
+def test_world_readable_file_causes_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
 ) -> None:
     path = written(tmp_path, "k.toml", TOML)

@@ -1,4 +1,4 @@
-"""Recognising keys."""
+"""Key lookup."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fd_core.http.errors import ApiError
 BASIC = b"Basic bm9ib2R5OmE="  # nobody:a
 
 
-def test_without_keys_everybody_may_ask() -> None:
+def test_without_keys_access_is_open() -> None:
     assert AccessControl().identify("GET", "/v1/models", None, None) is None
     with pytest.raises(ApiError):
         AccessControl(ListenConfig(api_keys=("k",))).identify("GET", "/v1/models", None, None)
 
 
 @pytest.mark.parametrize("sent", [(b"Bearer a", None), (b"bearer  a ", None), (None, b"a"), (b"Bearer x", b"a")])
-def test_a_key_is_found_in_either_header(sent: tuple[bytes | None, bytes | None]) -> None:
+def test_key_is_found_in_either_header(sent: tuple[bytes | None, bytes | None]) -> None:
     ring = KeyRing(("a", "b"))
     assert ring.find(*sent) == ApiKey.of("a")
 
@@ -30,13 +30,13 @@ def test_a_key_is_found_in_either_header(sent: tuple[bytes | None, bytes | None]
     "sent",
     [(None, None), (b"a", None), (b"Basic a", None), (b"Bearer", b""), (b"Bearer a b", b"\xff\x00"), (BASIC, None)],
 )
-def test_nothing_else_is_a_key(sent: tuple[bytes | None, bytes | None]) -> None:
+def test_malformed_headers_are_no_key(sent: tuple[bytes | None, bytes | None]) -> None:
     assert KeyRing(("a", "b")).find(*sent) is None
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
 @pytest.mark.parametrize("path", ["/", "/status.json", "/v1/models"])
-def test_a_password_opens_protected_pages_and_nothing_that_acts(method: str, path: str) -> None:
+def test_basic_auth_allows_protected_pages_only(method: str, path: str) -> None:
     access = AccessControl(ListenConfig(api_keys=("a",), protect_pages=True))
     if path != "/v1/models" and method != "POST":
         assert access.identify(method, path, BASIC, None) == ApiKey.of("a")
@@ -45,7 +45,7 @@ def test_a_password_opens_protected_pages_and_nothing_that_acts(method: str, pat
             access.identify(method, path, BASIC, None)
 
 
-def test_a_known_and_an_unknown_key_cost_the_same_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_and_unknown_keys_cost_equal_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[bool] = []
 
     def compare(left: bytes, right: bytes) -> bool:
@@ -56,16 +56,16 @@ def test_a_known_and_an_unknown_key_cost_the_same_comparisons(monkeypatch: pytes
     monkeypatch.setattr("hmac.compare_digest", compare)
     for sent in ((b"Bearer a", None), (b"Bearer x", b"y"), (None, b"c")):
         ring.find(*sent)
-    assert compared == [True] * 6, "one for each header, whatever was sent"
+    assert compared == [True] * 6, "one comparison per header, for any input"
 
 
-def test_nobody_outside_can_tell_where_a_key_is_looked_for() -> None:
+def test_hash_position_of_a_key_is_unpredictable() -> None:
     rings = [KeyRing(("a",)), KeyRing(("a",))]
-    places = {next(iter(ring._keys)) for ring in rings}
-    assert len(places) == 2 and hashlib.sha256(b"a").digest() not in places
+    slots = {next(iter(ring._keys)) for ring in rings}
+    assert len(slots) == 2 and hashlib.sha256(b"a").digest() not in slots
 
 
-def test_an_owner_is_the_name_of_a_key_that_may_be_replaced() -> None:
+def test_owner_of_a_named_key_survives_key_rotation() -> None:
     old, new = (ApiKey(digest=digit * 32, name="alice") for digit in (b"1", b"2"))
     other = ApiKey(digest=b"1" * 32, name="bob")
     unnamed = ApiKey(digest=b"1" * 32)

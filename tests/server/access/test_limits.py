@@ -1,4 +1,4 @@
-"""Limits of keys: what a minute may hold, who runs at a time, and what is given back."""
+"""Limits of keys: tokens and requests per minute, parallel requests, and refunds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def account(**limits: int) -> KeyAccount:
     return KeyAccount(KeyLimits(**limits))
 
 
-def entered(key: KeyAccount, now: float) -> RequestRecord:
+def enter(key: KeyAccount, now: float) -> RequestRecord:
     key.enter(now)
     return RequestRecord(account=key)
 
@@ -28,7 +28,7 @@ def refusal(call: object, *args: object) -> LimitReached:
     return caught.value
 
 
-def test_requests_are_refused_until_one_is_a_minute_old() -> None:
+def test_requests_are_rejected_until_one_is_a_minute_old() -> None:
     key = account(requests_per_minute=2)
     key.enter(0.0)
     key.enter(10.0)
@@ -40,9 +40,9 @@ def test_requests_are_refused_until_one_is_a_minute_old() -> None:
     refusal(key.enter, 60.25)
 
 
-def test_a_request_may_begin_where_another_one_ended() -> None:
+def test_request_may_start_when_another_ends() -> None:
     key = account(parallel_requests=1)
-    running = entered(key, 0.0)
+    running = enter(key, 0.0)
     assert refusal(key.enter, 1.0).limited == "parallel"
     running.close()
     running.close()
@@ -50,7 +50,7 @@ def test_a_request_may_begin_where_another_one_ended() -> None:
     assert key.running == 1
 
 
-def test_what_was_reserved_and_not_used_is_given_back() -> None:
+def test_unused_reservation_is_refunded() -> None:
     key = account(tokens_per_minute=100)
     first = key.reserve(0.0, 90)
     assert refusal(key.reserve, 1.0, 20).wait == pytest.approx(59.25)
@@ -60,7 +60,7 @@ def test_what_was_reserved_and_not_used_is_given_back() -> None:
     key.reserve(1.0, 70)
 
 
-def test_what_was_used_beyond_the_reservation_is_taken_whatever_the_limit_says() -> None:
+def test_usage_beyond_the_reservation_is_charged_over_the_limit() -> None:
     key = account(tokens_per_minute=100)
     key.reserve(0.0, 10).settle(30.0, 150)
     assert key.tokens.used == 150
@@ -68,11 +68,11 @@ def test_what_was_used_beyond_the_reservation_is_taken_whatever_the_limit_says()
     key.reserve(90.25, 100)
 
 
-def test_what_never_fits_has_no_time_to_wait_for() -> None:
+def test_request_that_never_fits_has_no_wait_time() -> None:
     assert refusal(account(tokens_per_minute=100).reserve, 0.0, 101).wait is None
 
 
-def test_a_key_without_a_limit_takes_what_it_wants() -> None:
+def test_key_without_limits_is_unlimited() -> None:
     key = account()
     for _ in range(100):
         key.enter(0.0)
@@ -80,7 +80,7 @@ def test_a_key_without_a_limit_takes_what_it_wants() -> None:
     assert key.tokens.used == key.requests.used == 0
 
 
-def test_other_limits_hold_from_the_next_request_on() -> None:
+def test_changed_limits_apply_to_the_next_request() -> None:
     key = account(requests_per_minute=1)
     key.enter(0.0)
     refusal(key.enter, 0.0)
@@ -93,7 +93,7 @@ MOMENTS = st.lists(st.tuples(st.floats(0, 30, allow_nan=False), st.integers(1, 5
 
 
 @given(MOMENTS)
-def test_memory_has_a_bound_and_the_sum_is_exact_but_for_a_slot(steps: list[tuple[float, int]]) -> None:
+def test_window_is_bounded_and_exact_to_one_slot(steps: list[tuple[float, int]]) -> None:
     window, now = SlidingWindow(), 0.0
     added: list[tuple[float, int]] = []
     for pause, amount in steps:
@@ -109,7 +109,7 @@ def test_memory_has_a_bound_and_the_sum_is_exact_but_for_a_slot(steps: list[tupl
 
 
 class Limits(RuleBasedStateMachine):
-    """Whatever clients do and whenever, of any minute no more than the limit was admitted, and nothing leaks."""
+    """For any client behaviour, no minute admits more than the limit, and nothing leaks."""
 
     REQUESTS, TOKENS, PARALLEL = 4, 100, 3
 
@@ -128,7 +128,7 @@ class Limits(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0, 5))
     def jump_back(self, seconds: float) -> None:
-        """A clock that goes back never makes room."""
+        """A clock that goes backwards never makes room."""
         used = self.key.tokens.used
         self.key.tokens.advance(self.now - seconds)
         assert self.key.tokens.used <= used
@@ -136,7 +136,7 @@ class Limits(RuleBasedStateMachine):
     @rule(tokens=st.integers(0, 120))
     def begin(self, tokens: int) -> None:
         try:
-            record = entered(self.key, self.now)
+            record = enter(self.key, self.now)
         except LimitReached as error:
             full = len(self.running) >= self.PARALLEL
             assert full if error.limited == "parallel" else self._recent(self.entered) >= self.REQUESTS
@@ -160,7 +160,7 @@ class Limits(RuleBasedStateMachine):
         record, reservation, began = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         assert reservation is not None
         used = data.draw(st.integers(0, reservation.tokens))
-        for _ in range(data.draw(st.integers(1, 2))):  # twice is as good as once
+        for _ in range(data.draw(st.integers(1, 2))):  # twice has the same effect as once
             reservation.settle(self.now, used)
             record.close()
         self.taken.append((began, used))
@@ -175,7 +175,7 @@ class Limits(RuleBasedStateMachine):
             assert sum(begin <= moment < begin + MINUTE for moment in self.entered) <= self.REQUESTS
 
     @invariant()
-    def nobody_is_counted_twice_or_forgotten(self) -> None:
+    def running_requests_are_counted_exactly_once(self) -> None:
         assert self.key.running == len(self.running) <= self.PARALLEL
         assert 0 <= self.key.tokens.used <= self.TOKENS
 
@@ -197,7 +197,7 @@ TestLimits.settings = settings(max_examples=60, stateful_step_count=40, deadline
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 100))
-def test_after_the_wait_that_was_named_a_request_fits(amounts: list[int], asked: int) -> None:
+def test_request_fits_after_the_reported_wait(amounts: list[int], wanted: int) -> None:
     key, now = account(tokens_per_minute=100), 0.0
     for amount in amounts:
         now += 1.7
@@ -206,8 +206,8 @@ def test_after_the_wait_that_was_named_a_request_fits(amounts: list[int], asked:
         except LimitReached:
             continue
     try:
-        key.reserve(now, asked)
+        key.reserve(now, wanted)
     except LimitReached as error:
         assert error.wait is not None
-        refusal(key.reserve, now + error.wait - 0.3, asked)
-        key.reserve(now + error.wait, asked)
+        refusal(key.reserve, now + error.wait - 0.3, wanted)
+        key.reserve(now + error.wait, wanted)

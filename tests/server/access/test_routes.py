@@ -1,4 +1,4 @@
-"""The table of routes: every route of the application and of the router's gate has an entry."""
+"""The route table: every route of the application and of the router's gate has an entry."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _routes(within: Any) -> Iterator[StarletteRoute]:
     for each in within.routes:
         if isinstance(each, StarletteRoute):
             yield each
-        else:  # routes that were included; anything else fails here
+        else:  # included routes; anything else fails here
             yield from _routes(each.original_router)
 
 
@@ -51,8 +51,8 @@ def test_every_page_of_the_router_has_an_entry() -> None:
     assert {ROUTES[path].right for path in PAGES} == {"page", "probe"}
 
 
-def test_a_route_without_an_entry_is_refused(app: FastAPI) -> None:
-    forgotten = APIRoute("/v1/forgotten", lambda: {"open": "door"})
+def test_route_without_an_entry_is_rejected(app: FastAPI) -> None:
+    forgotten = APIRoute("/v1/forgotten", lambda: {"open": "access"})
     app.router.routes.append(forgotten)
     sent: list[dict[str, object]] = []
 
@@ -83,7 +83,7 @@ def test_other_spellings_have_no_entry(path: str) -> None:
 
 
 @pytest.mark.parametrize(("key", "right"), [(None, True), (False, False), (True, True)])
-def test_adapters_take_an_admin_key_where_there_are_keys(key: bool | None, right: bool) -> None:
+def test_adapter_routes_require_an_admin_key_if_keys_exist(key: bool | None, right: bool) -> None:
     record = RequestRecord(key=None if key is None else ApiKey(digest=b"", name="a", admin=key))
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         if right:

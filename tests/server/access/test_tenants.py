@@ -1,4 +1,4 @@
-"""Tenants that a router passes on: what is signed, who is believed, and what a tenant reaches."""
+"""Tenants forwarded by a router: signature, trust, and access of a tenant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALICE = Tenant.of(ApiKey(digest=b"", name="alice", limits=KeyLimits(tokens_per_m
 REQUEST = ("POST", "/v1/completions", "id-1")
 
 
-def test_a_signed_tenant_is_read_as_it_was_written() -> None:
+def test_signed_tenant_round_trips() -> None:
     for tenant in (ALICE, Tenant(ALICE.owner, admin=True)):
         header = sign_tenant(SECRET, tenant, *REQUEST)
         assert read_tenant(SECRET, header.encode(), *REQUEST) == tenant
@@ -24,11 +24,11 @@ def test_a_signed_tenant_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     "request_of", [("GET", *REQUEST[1:]), ("POST", "/v1/responses", "id-1"), (*REQUEST[:2], "id-2")]
 )
-def test_a_tenant_is_signed_for_one_request(request_of: tuple[str, str, str]) -> None:
+def test_signature_is_valid_for_one_request(request_of: tuple[str, str, str]) -> None:
     assert read_tenant(SECRET, sign_tenant(SECRET, ALICE, *request_of).encode(), *REQUEST) is None
 
 
-def test_a_changed_header_is_refused() -> None:
+def test_modified_header_is_rejected() -> None:
     header = sign_tenant(SECRET, ALICE, *REQUEST)
     for wrong in (
         header.replace("user", "admin"),
@@ -46,21 +46,21 @@ def record(worker_key: ApiKey | None, tenant: Tenant | None) -> RequestRecord:
     return RequestRecord("id", worker_key, tenant)
 
 
-def test_a_tenant_owns_a_part_of_what_its_router_owns() -> None:
+def test_tenant_owns_part_of_its_routers_objects() -> None:
     worker, other = ApiKey(digest=b"w", name="router"), ApiKey(digest=b"o", name="other")
     admin = Tenant("f" * 32, admin=True)
     mine = record(worker, ALICE)
     assert mine.owner == f"{worker.owner}.{ALICE.owner}" != record(other, ALICE).owner
     assert mine.may_abort(mine.owner) and not mine.may_abort(worker.owner) and not mine.is_admin
     assert record(worker, admin).may_abort(mine.owner) and not record(worker, admin).may_abort(worker.owner)
-    assert not record(other, admin).may_abort(mine.owner), "of another router"
+    assert not record(other, admin).may_abort(mine.owner), "it is another router's tenant"
     root = ApiKey(digest=b"r", name="root", admin=True)
     assert record(root, admin).is_admin and not record(root, ALICE).is_admin
-    assert not record(worker, admin).is_admin, "the key that carries a tenant limits it"
+    assert not record(worker, admin).is_admin, "a tenant has at most the rights of its router's key"
     assert mine.tokens_per_minute == 7
 
 
-def test_only_the_holder_of_a_key_names_tenants_below_it() -> None:
+def test_only_the_holder_of_a_key_may_sign_its_tenants() -> None:
     with live(api_keys=("router", "other")) as server:
         path, body = "/v1/completions", {"prompt": "a"}
 
@@ -72,7 +72,7 @@ def test_only_the_holder_of_a_key_names_tenants_below_it() -> None:
         assert [status("router", "router"), status("other", "router"), status("wrong", "router")] == [200, 403, 401]
 
 
-def test_no_key_splits_its_quota_of_files_into_tenants() -> None:
+def test_tenants_may_not_use_the_files_api() -> None:
     with live(api_keys=("router",), batch_api=True) as server:
         for path in ("/v1/files", "/v1/batches"):
             header = sign_tenant(hashlib.sha256(b"router").digest(), ALICE, "GET", path, "id-1")

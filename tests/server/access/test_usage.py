@@ -1,4 +1,4 @@
-"""How a router reads what an answer took."""
+"""Usage of an answer as a router reads it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DONE = b"data: [DONE]\n\n"
         (b"[" * 5000, (0, 0)),
     ],
 )
-def test_a_whole_answer_tells_its_usage(body: bytes, took: tuple[int, int]) -> None:
+def test_usage_is_read_from_a_whole_answer(body: bytes, took: tuple[int, int]) -> None:
     meter = UsageMeter()
     assert meter.tokens(9) is None
     meter.whole(body)
     assert meter.tokens(9) == took
 
 
-def test_a_comment_tells_the_usage_of_a_stream_and_does_not_reach_the_client() -> None:
+def test_usage_comment_of_a_stream_is_read_and_removed() -> None:
     meter, first = UsageMeter(), b'data: {"text": "say : usage 1 2"}\n\n'
     assert meter.piece(first) == first
     assert meter.tokens(9) == (9, 1)
@@ -38,14 +38,14 @@ def test_a_comment_tells_the_usage_of_a_stream_and_does_not_reach_the_client() -
     assert meter.tokens(9) == (5, 7)
 
 
-def test_a_text_cannot_say_what_it_took() -> None:
+def test_text_cannot_forge_usage() -> None:
     meter = UsageMeter()
     forged = b'data: {"text": "\\n: usage 0 0\\n\\n"}\n\n'
     assert meter.piece(forged) == forged and meter.tokens(9) == (9, 1)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_the_server_writes_the_comment_only_for_who_asks(server: LiveServer, path: str) -> None:
+def test_server_writes_the_comment_only_on_request(server: LiveServer, path: str) -> None:
     turn = [{"role": "user", "content": "hi"}]
     body = {
         "/v1/completions": {"prompt": "abcde"},

@@ -1,4 +1,4 @@
-"""LoRA adapters at a server: models of their own in every API, loaded and unloaded while it runs, kept by restarts."""
+"""LoRA adapters at a server: separate models in every API, loaded and unloaded while it runs, kept by restarts."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def server(folder):
         yield running
 
 
-def test_an_adapter_is_a_model_of_its_own_with_a_parent(server):
+def test_adapter_is_listed_as_a_model_with_a_parent(server):
     cards = server.get("/v1/models").json["data"]
     assert [(card["id"], card["parent"]) for card in cards] == [("base", None), ("one", "base")]
     assert server.get("/v1/models/one").json["parent"] == "base"
-    assert str(server.get("/v1/models").json).count("adapters") == 0, "paths of the server are told"
+    assert str(server.get("/v1/models").json).count("adapters") == 0, "server paths are exposed"
 
 
 def test_requests_choose_by_model(server, expected):
@@ -90,14 +90,14 @@ def test_requests_choose_by_model(server, expected):
         assert tokens(server, name) == expected[name or "base"]
 
 
-def test_every_api_takes_the_name_and_answers_under_it(server):
-    asked = {
+def test_every_api_accepts_and_returns_the_adapter_name(server):
+    bodies = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
         "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
         "/v1/responses": {"input": "a", "max_output_tokens": 2},
         "/v1/embeddings": {"input": PROMPT},
     }
-    for path, body in asked.items():
+    for path, body in bodies.items():
         found = {name: server.post(path, body | {"model": name}) for name in ("base", "one")}
         assert [(each.status, each.json["model"]) for each in found.values()] == [(200, "base"), (200, "one")], path
         if path == "/v1/embeddings":
@@ -105,13 +105,13 @@ def test_every_api_takes_the_name_and_answers_under_it(server):
             assert vectors[0] != vectors[1]
 
 
-def test_an_unknown_name_is_not_found_and_told_what_there_is(server):
+def test_unknown_name_is_404_with_known_names(server):
     answer = server.post(PATH, {"prompt": PROMPT, "model": "three"})
     assert (answer.status, answer.error["code"]) == (404, "model_not_found")
     assert "base, one" in answer.error["message"]
 
 
-def test_adapters_come_and_go(server, expected):
+def test_adapters_are_loaded_and_unloaded(server, expected):
     assert server.post(LOAD, {"lora_name": "late", "lora_path": "two"}).status == 200
     assert tokens(server, "late") == expected["two"]
     assert server.post(LOAD, {"lora_name": "late", "lora_path": "one"}).error["param"] == "lora_name"
@@ -123,7 +123,7 @@ def test_adapters_come_and_go(server, expected):
     assert server.post(UNLOAD, {"lora_name": "late"}).status == 200
 
 
-def test_metrics_count_by_adapter_those_that_are_loaded(server):
+def test_metrics_count_by_loaded_adapter(server):
     def counted():
         return {name: value for name, value in samples(server).items() if name.startswith("fdcore_adapter_")}
 
@@ -158,13 +158,13 @@ def test_metrics_count_by_adapter_those_that_are_loaded(server):
         ("x", None, "lora_path"),
     ],
 )
-def test_what_cannot_be_loaded_is_a_400_that_names_the_field(server, name, path, param):
+def test_adapter_that_cannot_be_loaded_is_400_naming_the_field(server, name, path, param):
     answer = server.post(LOAD, {"lora_name": name, "lora_path": path})
     assert answer.status == 400
     assert param in (answer.error["param"] or answer.error["message"])
 
 
-def test_a_damaged_adapter_is_a_400_and_changes_nothing(server, folder, expected):
+def test_damaged_adapter_is_a_400_and_changes_nothing(server, folder, expected):
     broken = write_adapter(folder / "model", folder / "adapters" / "broken", seed=3)
     path = broken / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
@@ -174,14 +174,14 @@ def test_a_damaged_adapter_is_a_400_and_changes_nothing(server, folder, expected
     assert tokens(server, "one") == expected["one"]
 
 
-def test_nothing_is_loaded_unless_the_operator_allows_it(folder):
+def test_loading_requires_permission_of_the_operator(folder):
     with live(partial(client, folder, "one")) as server:
         for path, body in ((LOAD, {"lora_name": "x", "lora_path": "two"}), (UNLOAD, {"lora_name": "one"})):
             answer = server.post(path, body)
             assert answer.status == 403 and "--lora-folder" in answer.error["message"]
 
 
-def test_with_keys_it_takes_an_admin_key(folder, tmp_path):
+def test_loading_requires_an_admin_key_if_keys_exist(folder, tmp_path):
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps({"keys": [{"key": "a", "name": "a"}, {"key": "root", "name": "root", "admin": True}]}))
     keys.chmod(0o600)
@@ -192,17 +192,17 @@ def test_with_keys_it_takes_an_admin_key(folder, tmp_path):
         assert [server.post(UNLOAD, body, x_api_key=key).status for key in ("a", "root")] == [403, 200]
 
 
-def test_an_adapter_may_not_have_the_models_name():
+def test_adapter_may_not_have_the_name_of_the_model():
     async def assemble():
         fake = FakeClient(adapters=(AdapterInfo("one", "d", "/a", 1),))
         create_app(ServerConfig(served_model_names=("one",)), fake, byte_tokenizer(), None)
 
-    with pytest.raises(ConfigError, match="own name"):
+    with pytest.raises(ConfigError, match="the same name as the model"):
         asyncio.run(assemble())
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_killed_comes_back_with_its_adapters(folder, expected):
+def test_killed_engine_restarts_with_its_adapters(folder, expected):
     make = partial(client, folder, "one", lora_folder=str(folder / "adapters"), where="process")
     with live(make) as server:
         assert server.post(LOAD, {"lora_name": "late", "lora_path": "two"}).status == 200

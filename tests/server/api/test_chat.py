@@ -16,7 +16,7 @@ def prompt_of(server: LiveServer, index: int = -1) -> str:
     return bytes(server.client.specs[index].prompt).decode()
 
 
-def test_an_answer_has_openais_shape(server: LiveServer) -> None:
+def test_answer_has_openai_format(server: LiveServer) -> None:
     server.client.cached_tokens = 7
     answer = server.post(PATH, HELLO, X_Request_Id="abc-1")
     assert answer.status == 200
@@ -43,7 +43,7 @@ def test_an_answer_has_openais_shape(server: LiveServer) -> None:
     }
 
 
-def test_a_stream_says_the_same_as_the_whole_answer(server: LiveServer) -> None:
+def test_joined_stream_equals_the_whole_answer(server: LiveServer) -> None:
     body = {**HELLO, "stream": True, "stream_options": {"include_usage": True}}
     answer = server.post(PATH, body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -60,7 +60,7 @@ def test_a_stream_says_the_same_as_the_whole_answer(server: LiveServer) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("at_the_end", [True, False])
-def test_every_event_may_tell_the_usage_so_far(server: LiveServer, n: int, at_the_end: bool) -> None:
+def test_every_event_may_report_usage_so_far(server: LiveServer, n: int, at_the_end: bool) -> None:
     options = {"continuous_usage_stats": True, "include_usage": at_the_end}
     body = {**HELLO, "n": n, "stream": True, "stream_options": options}
     *events, done = server.post(PATH, body).events
@@ -74,12 +74,12 @@ def test_every_event_may_tell_the_usage_so_far(server: LiveServer, n: int, at_th
     assert {event["system_fingerprint"] for event in events} == {fingerprint}
 
 
-def test_usage_is_left_out_of_a_stream_that_did_not_ask(server: LiveServer) -> None:
+def test_stream_omits_usage_unless_requested(server: LiveServer) -> None:
     events = server.post(PATH, {**HELLO, "stream": True}).events
     assert all("usage" not in event for event in events[:-1])
 
 
-def test_default_length_is_the_room_that_the_context_leaves(server: LiveServer) -> None:
+def test_default_max_tokens_is_the_remaining_context(server: LiveServer) -> None:
     server.post(PATH, HELLO)
     spec = server.client.specs[-1]
     assert spec.params.max_tokens == 400 - len(spec.prompt)
@@ -115,7 +115,7 @@ def test_all_fields_reach_the_engine(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_have_seeds_of_their_own_and_usage_counts_the_prompt_once(server: LiveServer, stream: bool) -> None:
+def test_choices_have_own_seeds_and_prompt_is_counted_once(server: LiveServer, stream: bool) -> None:
     body = {**HELLO, "n": 3, "seed": 5, "stream": stream}
     if stream:
         body["stream_options"] = {"include_usage": True}
@@ -138,7 +138,7 @@ def test_choices_have_seeds_of_their_own_and_usage_counts_the_prompt_once(server
 
 @pytest.mark.parametrize("per_step", [1, 3, 50])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_text_and_usage_and_aborts_the_rest(server: LiveServer, per_step: int, stream: bool) -> None:
+def test_stop_string_ends_text_and_usage_and_aborts_rest(server: LiveServer, per_step: int, stream: bool) -> None:
     server.client.per_step = per_step
     body = {**HELLO, "stop": [", w", "zzz"], "stream": stream}
     if stream:
@@ -158,23 +158,23 @@ def test_a_stop_string_ends_text_and_usage_and_aborts_the_rest(server: LiveServe
     assert len(server.client.aborts) == (0 if per_step == 50 else 1)
 
 
-def test_the_stop_string_may_stay_in_the_text(server: LiveServer) -> None:
+def test_stop_string_may_be_included_in_the_text(server: LiveServer) -> None:
     answer = server.post(PATH, {**HELLO, "stop": "wor", "include_stop_str_in_output": True})
     assert answer.json["choices"][0]["message"]["content"] == "Hello, wor"
 
 
-def test_a_stop_token_is_named_and_not_shown(server: LiveServer) -> None:
+def test_stop_token_is_named_and_not_included(server: LiveServer) -> None:
     choice = server.post(PATH, {**HELLO, "stop_token_ids": [ord(",")]}).json["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello", "stop")
     assert choice["stop_reason"] == ord(",")
 
 
-def test_length_ends_with_length(server: LiveServer) -> None:
+def test_finish_reason_length(server: LiveServer) -> None:
     choice = server.post(PATH, {**HELLO, "max_tokens": 3}).json["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Hel", "length")
 
 
-def test_a_character_cut_off_by_the_length_becomes_a_replacement(server: LiveServer) -> None:
+def test_character_truncated_by_length_becomes_a_replacement(server: LiveServer) -> None:
     server.client.reply = lambda _: "aé".encode()
     choice = server.post(PATH, {**HELLO, "max_tokens": 2}).json["choices"][0]
     assert choice["message"]["content"] == "a�"
@@ -192,7 +192,7 @@ def test_no_event_splits_a_character_or_a_line(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_name_token_bytes_and_the_likely_ones(server: LiveServer, stream: bool) -> None:
+def test_logprobs_have_token_bytes_and_top_candidates(server: LiveServer, stream: bool) -> None:
     server.client.reply = lambda _: "é".encode()
     body = {**HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 2, "stream": stream}
     answer = server.post(PATH, body)
@@ -206,7 +206,7 @@ def test_logprobs_name_token_bytes_and_the_likely_ones(server: LiveServer, strea
     assert content[0]["top_logprobs"][0]["logprob"] == -9999.0
 
 
-def test_token_ids_are_returned_when_asked_for(server: LiveServer) -> None:
+def test_token_ids_are_returned_on_request(server: LiveServer) -> None:
     choice = server.post(PATH, {**HELLO, "return_token_ids": True, "max_tokens": 2}).json["choices"][0]
     assert choice["token_ids"] == list(b"He")
     assert bytes(choice["prompt_token_ids"]) == b"user: hi\nassistant: "
@@ -230,7 +230,7 @@ def test_parts_roles_and_template_arguments_reach_the_template(server: LiveServe
     assert prompt_of(server) == "user: hi\n"
 
 
-def test_harmless_fields_are_taken_and_unknown_ones_named(server: LiveServer) -> None:
+def test_harmless_fields_are_accepted_and_unknown_ones_named(server: LiveServer) -> None:
     body = {**HELLO, "parallel_tool_calls": True, "metadata": {"a": "b"}, "temprature": 1, "bad name": 2}
     body |= {"tools": [], "response_format": {"type": "text"}, "store": False, "tool_choice": "none"}
     answer = server.post(PATH, body)

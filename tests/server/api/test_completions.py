@@ -14,7 +14,7 @@ def texts(answer_json: dict) -> list[str]:
     return [choice["text"] for choice in answer_json["choices"]]
 
 
-def test_an_answer_has_openais_shape(server: LiveServer) -> None:
+def test_answer_has_openai_format(server: LiveServer) -> None:
     body = server.post(PATH, {"prompt": "abc"}, X_Request_Id="r").json
     assert (body["id"], body["object"], body["model"]) == ("cmpl-r", "text_completion", "fake")
     assert body["choices"] == [
@@ -34,7 +34,7 @@ def test_an_answer_has_openais_shape(server: LiveServer) -> None:
         ([0], ["\0"]),
     ],
 )
-def test_prompts_come_as_texts_or_ids(server: LiveServer, prompt: object, read: list[str]) -> None:
+def test_prompt_may_be_texts_or_ids(server: LiveServer, prompt: object, read: list[str]) -> None:
     answer = server.post(PATH, {"prompt": prompt, "max_tokens": 2})
     assert [bytes(spec.prompt).decode() for spec in server.client.specs] == read
     assert texts(answer.json) == ["He"] * len(read)
@@ -72,23 +72,23 @@ def test_logprobs_have_offsets_into_the_text(server: LiveServer) -> None:
     assert [o for event in streamed for o in event["choices"][0]["logprobs"]["text_offset"]] == [0, 1, 1, 2]
 
 
-def test_logprobs_end_where_a_stop_string_ends(server: LiveServer) -> None:
+def test_logprobs_end_at_the_stop_string(server: LiveServer) -> None:
     server.client.per_step = 20
     choice = server.post(PATH, {"prompt": "x", "logprobs": 0, "stop": "ll"}).json["choices"][0]
     assert choice["logprobs"]["tokens"] == ["H", "e", "l", "l"]
     assert choice["logprobs"]["top_logprobs"][0] == {"H": -0.5}
 
 
-def test_control_tokens_are_shown_when_asked_for(server: LiveServer) -> None:
+def test_control_tokens_are_included_on_request(server: LiveServer) -> None:
     body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True}
     assert texts(server.post(PATH, {**body, "skip_special_tokens": False}).json) == ["Hello, world!<|end|>"]
     assert texts(server.post(PATH, body).json) == ["Hello, world!"]
 
 
-def test_a_long_prompt_is_read_off_the_loop_with_the_same_ids(server: LiveServer) -> None:
+def test_long_prompt_is_tokenized_off_the_loop_to_equal_ids(server: LiveServer) -> None:
     answer = server.post("/tokenize", {"prompt": "ab" * 10_000})
     assert answer.json["count"] == 20_000
 
 
-def test_best_of_equal_to_n_asks_for_nothing(server: LiveServer) -> None:
+def test_best_of_equal_to_n_has_no_effect(server: LiveServer) -> None:
     assert len(server.post(PATH, {"prompt": "x", "n": 2, "best_of": 2}).json["choices"]) == 2

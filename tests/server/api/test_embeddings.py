@@ -23,7 +23,7 @@ from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.models.arrays import step_input
 from fd_core.testing.models.checkpoints import LONG_CASE, write_checkpoint
 from tests.server.fakes import LiveServer, live
-from tests.server.test_null_engine import null_client, rests
+from tests.server.test_null_engine import null_client, wait_until_idle
 
 PATH = "/v1/embeddings"
 SETTINGS: dict[str, Any] = {
@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def vector(folder: Path, ids: list[int], kind: str = "last") -> np.ndarray:
-    """What the model's states say, without an engine."""
+    """Compute the embedding from the model's hidden states, without an engine."""
     ops = NumpyOps()
     with open_checkpoint(folder) as checkpoint:
         model = load_model(checkpoint, ops)
@@ -69,7 +69,7 @@ def null() -> Iterator[LiveServer]:
         yield running
 
 
-def test_vectors_are_those_of_the_models_states(server: LiveServer, folder: Path) -> None:
+def test_embeddings_match_the_models_hidden_states(server: LiveServer, folder: Path) -> None:
     texts = ["a", "hello there", "x" * 300, *(f"text {index}" for index in range(9))]
     answer = server.post(PATH, {"input": texts}).json
     assert (answer["object"], answer["model"]) == ("list", "tiny")
@@ -79,10 +79,10 @@ def test_vectors_are_those_of_the_models_states(server: LiveServer, folder: Path
     assert answer["usage"] == dict.fromkeys(("prompt_tokens", "total_tokens"), sum(map(len, texts)))
 
 
-def test_the_client_of_openai_reads_them(server: LiveServer, folder: Path) -> None:
+def test_openai_client_parses_embeddings(server: LiveServer, folder: Path) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     right = vector(folder, [1, 2, 300])
-    # It asks for base64 by itself, and for numbers if told so.
+    # Base64 is the default of the client.
     for options in ({}, {"encoding_format": "float"}):
         (found,) = client.embeddings.create(model="tiny", input=[1, 2, 300], **options).data  # type: ignore[call-overload]
         np.testing.assert_allclose(found.embedding, right, atol=1e-5)
@@ -99,7 +99,7 @@ def test_base64_holds_float32(server: LiveServer) -> None:
     np.testing.assert_array_equal(found, np.array(numbers, np.float32))
 
 
-def test_a_score_is_the_cosine_of_two_vectors(server: LiveServer, folder: Path) -> None:
+def test_score_is_the_cosine_of_two_embeddings(server: LiveServer, folder: Path) -> None:
     one, others = "which", ["this", "that", "which"]
     right = [float(vector(folder, list(one.encode())) @ vector(folder, list(each.encode()))) for each in others]
     for body in ({"text_1": one, "text_2": others}, {"queries": [one] * 3, "documents": others}):
@@ -108,7 +108,7 @@ def test_a_score_is_the_cosine_of_two_vectors(server: LiveServer, folder: Path) 
     assert right[2] == pytest.approx(1.0)
 
 
-def test_rerank_answers_the_best_first(server: LiveServer) -> None:
+def test_rerank_returns_the_best_first(server: LiveServer) -> None:
     body = {"query": "which", "documents": ["this", {"text": "which"}, "that"]}
     results = server.post("/v1/rerank", body).json["results"]
     assert (results[0]["index"], results[0]["document"]) == (1, {"text": "which"})
@@ -129,15 +129,15 @@ def test_rerank_answers_the_best_first(server: LiveServer) -> None:
         (PATH, {"input": "a", "dimensions": 65}, "dimensions", "64 elements"),
         (PATH, {"input": "a", "dimensions": 0}, "dimensions", ">= 1"),
         (PATH, {"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
-        (PATH, {"input": "a", "stream": True}, "stream", "whole"),
+        (PATH, {"input": "a", "stream": True}, "stream", "streamed"),
         ("/v1/score", {"text_1": "a"}, "text_2", "either"),
-        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2", "one for each"),
-        ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "judge"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2", "equal numbers"),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "score pairs"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents", ">= 1"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "truncate": True}, "truncate", "whole"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "truncate": True}, "truncate", "truncated"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(
+def test_unreadable_input_is_rejected_by_name(
     server: LiveServer, path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
     answer = server.post(path, body)
@@ -145,15 +145,15 @@ def test_what_cannot_be_read_is_refused_by_name(
     assert words in answer.json["error"]["message"]
 
 
-def test_many_texts_share_the_engine_with_generations_and_leave_nothing(null: LiveServer) -> None:
+def test_many_embeddings_and_generations_share_the_engine(null: LiveServer) -> None:
     found = null.post(PATH, {"input": [f"text {index}" for index in range(300)]}).json
     assert {each["embedding"][0] for each in found["data"]} == {1.0}
     assert null.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status == 200
-    rests(null, 5)
+    wait_until_idle(null, 5)
 
 
-def test_a_checkpoint_says_how_its_vectors_are_made(tmp_path: Path) -> None:
-    """As sentence-transformers writes it: no output projection, no `model.` before names; a mean of any length."""
+def test_pooling_is_read_from_the_checkpoint(tmp_path: Path) -> None:
+    """As written by sentence-transformers: no output projection, names without `model.`; unnormalized mean."""
     folder = write_checkpoint("llama-llama3-rope", tmp_path)
     plain = vector(folder, [1, 2, 3], "mean")
     tensors = load_file(folder / "model.safetensors")
@@ -180,7 +180,7 @@ def test_a_checkpoint_says_how_its_vectors_are_made(tmp_path: Path) -> None:
         assert (refused.status, refused.json["error"]["code"]) == (400, "no_texts")
 
 
-def test_a_model_that_judges_pairs_answers_the_probability_of_yes(tmp_path: Path) -> None:
+def test_pair_classifier_returns_the_probability_of_yes(tmp_path: Path) -> None:
     folder = write_checkpoint(LONG_CASE, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"classifier_from_token": ["n", "y"]}))
@@ -199,9 +199,9 @@ def test_a_model_that_judges_pairs_answers_the_probability_of_yes(tmp_path: Path
                 "<think>\n\n</think>\n\n"
             )
             body = {"prompt": prompt, "max_tokens": 1, "logit_bias": {}, "logprobs": 1, "temperature": 0, "echo": True}
-            told = [
+            completions = [
                 running.post("/v1/completions", {**body, "prompt": [*prompt.encode(), token]}).json
                 for token in (b"n"[0], b"y"[0])
             ]
-            no, yes = (each["choices"][0]["logprobs"]["token_logprobs"][-2] for each in told)
+            no, yes = (each["choices"][0]["logprobs"]["token_logprobs"][-2] for each in completions)
             assert found["score"] == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-4)

@@ -1,4 +1,4 @@
-"""Every wrong request gets an answer in OpenAI's shape that names field and limit."""
+"""Every bad request gets an error in OpenAI's format that names field and limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "said"),
+    ("path", "body", "param", "expected"),
     [
         (TEXT, {}, "prompt", "required"),
         (TEXT, {"prompt": ""}, "prompt", "empty"),
@@ -38,8 +38,8 @@ HI = [{"role": "user", "content": "hi"}]
         (TEXT, {"prompt": ["a", "b"], "n": 65}, "n", "130"),
         (TEXT, {"prompt": "a" * 400}, "prompt", "400 tokens"),
         (TEXT, {"prompt": "a" * 100, "max_tokens": 301}, "max_tokens", "at most 300"),
-        (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens", "needs echo"),
-        (TEXT, {"prompt": "a", "max_tokens": 4, "min_tokens": 5}, "min_tokens", "at most 4"),
+        (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens", "requires echo"),
+        (TEXT, {"prompt": "a", "max_tokens": 4, "min_tokens": 5}, "min_tokens", "4 tokens"),
         (TEXT, {"prompt": "a", "n": 0}, "n", ">= 1"),
         (TEXT, {"prompt": "a", "n": 129}, "n", "<= 128"),
         (TEXT, {"prompt": "a", "n": 1.5}, "n", "int"),
@@ -57,11 +57,11 @@ HI = [{"role": "user", "content": "hi"}]
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "key"),
         (TEXT, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias[...]", "<= 100.0"),
         (TEXT, {"prompt": "a", "stop": ["a", ""]}, "stop[1]", "length >= 1"),
-        (TEXT, {"prompt": "a", "min_tokens": 1, "min_new_tokens": 2}, "min_new_tokens", "one of them"),
-        (TEXT, {"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "one of them"),
+        (TEXT, {"prompt": "a", "min_tokens": 1, "min_new_tokens": 2}, "min_new_tokens", "only one"),
+        (TEXT, {"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "only one"),
         (TEXT, {"prompt": "a", "allowed_token_ids": [257]}, "allowed_token_ids", "257 ids"),
         (TEXT, {"prompt": "a", "allowed_token_ids": [1], "bad_words_token_ids": [1]}, "allowed_token_ids", "banned"),
-        (TEXT, {"prompt": "a", "allowed_token_ids": [256], "min_tokens": 1}, "allowed_token_ids", "end the text"),
+        (TEXT, {"prompt": "a", "allowed_token_ids": [256], "min_tokens": 1}, "allowed_token_ids", "stop tokens"),
         (TEXT, {"prompt": "a", "bad_words_token_ids": [[1, 257]]}, "bad_words_token_ids", "257 ids"),
         (TEXT, {"prompt": "a", "bad_words_token_ids": [[]]}, "bad_words_token_ids[0]", "length >= 1"),
         (TEXT, {"prompt": "a", "bad_words": [""]}, "bad_words[0]", "length >= 1"),
@@ -73,7 +73,7 @@ HI = [{"role": "user", "content": "hi"}]
         (TEXT, {"prompt_token_ids": []}, "prompt_token_ids", "empty"),
         (TEXT, {"prompt_token_ids": [300]}, "prompt_token_ids", "257 ids"),
         (TEXT, {"prompt": "a", "tools": [{"type": "function"}]}, "tools", "/v1/chat/completions"),
-        (TEXT, {"prompt": "a", "lora_path": "x"}, "lora_path", "adapters"),
+        (TEXT, {"prompt": "a", "lora_path": "x"}, "lora_path", "adapter"),
         (TEXT, {"prompt": "a", "top_logprobs": 2}, "top_logprobs", "logprobs is"),
         (TEXT, {"prompt": "a", "stop": ["a"] * 17}, "stop", "at most 16"),
         (TEXT, {"prompt": "a", "stop": ["a" * 257]}, "stop[0]", "256"),
@@ -88,20 +88,20 @@ HI = [{"role": "user", "content": "hi"}]
         (CHAT, {"messages": []}, "messages", "at least one"),
         (CHAT, {"messages": [], "prompt_token_ids": [257]}, "prompt_token_ids", "257 ids"),
         (CHAT, {"messages": HI, "chat_template": "x"}, "chat_template", "--trust-request-chat-template"),
-        (CHAT, {"messages": HI, "documents": [{"text": "x"}]}, "documents", "no place"),
+        (CHAT, {"messages": HI, "documents": [{"text": "x"}]}, "documents", "does not support"),
         (CHAT, {"messages": HI * 2, "disable_chat_template": True}, "messages", "exactly one"),
         (
             CHAT,
             {"messages": HI, "continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message",
-            "give one",
+            "only one",
         ),
         (CHAT, {"messages": [{**HI[0], "prefix": True}]}, "messages[].prefix", "continue_final_message"),
         (CHAT, {"messages": [{**HI[0], "audio": {"id": "x"}}]}, "messages[].audio", "text"),
         (CHAT, {"messages": "hi"}, "messages", "array"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "required"),
-        (CHAT, {"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "served are"),
+        (CHAT, {"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "expected"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -115,19 +115,19 @@ HI = [{"role": "user", "content": "hi"}]
             "object",
         ),
         (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function", "required"),
-        (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice", "no tools"),
+        (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice", "tools is empty"),
         (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "response_format.type", "json_object"),
-        (CHAT, {"messages": HI, "guided_json": "{"}, "guided_json", "not JSON"),
+        (CHAT, {"messages": HI, "guided_json": "{"}, "guided_json", "invalid JSON"),
         (CHAT, {"messages": HI, "audio": {"voice": "x"}}, "audio", "text"),
         (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, "modalities", "text"),
         (CHAT, {"messages": HI, "functions": [{}]}, "functions", "use tools"),
         (CHAT, {"messages": HI, "store": True}, "store", "not stored"),
         (CHAT, {"messages": HI, "logprobs": 3}, "logprobs", "bool"),
-        (CHAT, {"messages": HI, "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        (CHAT, {"messages": HI, "top_logprobs": 3}, "top_logprobs", "requires logprobs"),
         (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
-        (CHAT, {"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "one of them"),
+        (CHAT, {"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "only one"),
         (CHAT, {"messages": HI, "max_completion_tokens": 400}, "max_completion_tokens", "at most 380"),
-        (CHAT, {"messages": [{"role": "user", "content": "a" * 400}]}, "messages", "context holds 400"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 400}]}, "messages", "context length is 400"),
         (CHAT, {"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
         ("/tokenize", {}, "prompt", "either"),
         ("/tokenize", {"prompt": "a", "messages": HI}, "prompt", "either"),
@@ -139,11 +139,11 @@ HI = [{"role": "user", "content": "hi"}]
         ("/v1/abort_requests", {"abort_all": 1}, "abort_all", "bool"),
     ],
 )
-def test_wrong_values_are_refused_by_name(server: LiveServer, path: str, body: Any, param: str, said: str) -> None:
+def test_invalid_value_is_rejected_by_name(server: LiveServer, path: str, body: Any, param: str, expected: str) -> None:
     answer = server.post(path, body)
     error = answer.error
     assert (answer.status, error["type"], error["param"]) == (400, "invalid_request_error", param)
-    assert said in error["message"]
+    assert expected in error["message"]
     assert not server.client.specs
 
 
@@ -153,19 +153,19 @@ def test_wrong_values_are_refused_by_name(server: LiveServer, path: str, body: A
     + [b'{"prompt": "a", "temperature": %s}' % number for number in (b"1e999", b"Infinity", b"-NaN")]
     + [b'{"prompt": "a", "metadata": ' + b"[" * 100_000],
 )
-def test_malformed_bodies_are_refused(server: LiveServer, body: bytes) -> None:
+def test_malformed_bodies_are_rejected(server: LiveServer, body: bytes) -> None:
     answer = server.post("/v1/completions", body)
     assert answer.status == 400
     assert answer.error["message"]
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data"])
-def test_other_content_types_are_refused(server: LiveServer, kind: str) -> None:
+def test_other_content_types_are_rejected(server: LiveServer, kind: str) -> None:
     answer = server.post("/v1/completions", b'{"prompt": "a"}', content_type=kind)
     assert (answer.status, answer.error["code"]) == (415, "unsupported_media_type")
 
 
-def test_charset_and_json_suffix_are_taken(server: LiveServer) -> None:
+def test_charset_and_json_suffix_are_accepted(server: LiveServer) -> None:
     for kind in ("application/json; charset=utf-8", "application/vnd.api+json"):
         assert server.post("/v1/completions", b'{"prompt": "a"}', content_type=kind).status == 200
 
@@ -175,17 +175,17 @@ def test_charset_and_json_suffix_are_taken(server: LiveServer) -> None:
     [
         (
             "/chat/completions",
-            "at '/chat/completions'; paths of OpenAI's API begin with /v1: add it to the",
+            "path '/chat/completions'; paths of OpenAI's API start with /v1: add it to the",
         ),
-        ("/v1/v1/completions", "/v1 stands there twice"),
-        ("//v1/chat/completions", "leave out the slash at the end of the client's base URL"),
-        ("/v1//chat/completions", "leave out the slash at the end of the client's base URL"),
-        ("/v1", "the base URL of clients; requests go to paths below it"),
-        ("/v1/audio/speech", "nothing is served at '/v1/audio/speech'"),
-        ("/" + "x" * 5000, "nothing is served at '/xxx"),
+        ("/v1/v1/completions", "/v1 is duplicated"),
+        ("//v1/chat/completions", "remove the trailing slash of the client's base URL"),
+        ("/v1//chat/completions", "remove the trailing slash of the client's base URL"),
+        ("/v1", "which is a base URL; use a path below it"),
+        ("/v1/audio/speech", "unknown path '/v1/audio/speech'"),
+        ("/" + "x" * 5000, "unknown path '/xxx"),
     ],
 )
-def test_a_path_that_nobody_serves_is_named_with_what_is_often_meant(server: LiveServer, path: str, words: str) -> None:
+def test_unknown_path_suggests_the_likely_one(server: LiveServer, path: str, words: str) -> None:
     answer = server.post(path, {})
     assert answer.status == 404 and words in answer.error["message"]
     assert len(answer.error["message"]) < 300
@@ -204,7 +204,7 @@ def test_unknown_paths_methods_and_models(server: LiveServer) -> None:
         assert (missing.status, missing.error["code"], missing.error["param"]) == (404, "model_not_found", "model")
 
 
-def test_a_body_beyond_the_limit_is_refused_before_it_is_read() -> None:
+def test_oversized_body_is_rejected_before_reading() -> None:
     with live(max_body_bytes=1000) as server:
         announced = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
         announced.putrequest("POST", "/v1/completions")
@@ -223,7 +223,7 @@ def test_a_body_beyond_the_limit_is_refused_before_it_is_read() -> None:
         assert server.post("/v1/completions", {"prompt": "a"}).status == 200
 
 
-def test_a_full_queue_is_refused_with_the_time_to_try_again() -> None:
+def test_full_queue_is_503_with_retry_after() -> None:
     with live(lambda: FakeClient(max_num_seqs=1), max_queued_requests=1) as server:
         answer = server.post("/v1/completions", {"prompt": "a", "n": 3})
         assert (answer.status, answer.error["code"]) == (503, "queue_full")
@@ -232,7 +232,7 @@ def test_a_full_queue_is_refused_with_the_time_to_try_again() -> None:
         assert server.post("/v1/completions", {"prompt": "a", "n": 2}).status == 200
 
 
-def test_a_dead_engine_is_503_everywhere_it_matters() -> None:
+def test_dead_engine_is_503_on_every_relevant_route() -> None:
     with live() as server:
         server.call(server.client.die)
         for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": HI}), (CHAT, {"messages": HI, "stream": True})):
@@ -244,7 +244,7 @@ def test_a_dead_engine_is_503_everywhere_it_matters() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_before_the_first_token_has_a_status(server: LiveServer, stream: bool) -> None:
+def test_failure_before_the_first_token_has_an_error_status(server: LiveServer, stream: bool) -> None:
     server.client.fail_after = 0
     answer = server.post(TEXT, {"prompt": "a", "stream": stream})
     assert (answer.status, answer.error["type"]) == (500, "server_error")
@@ -252,7 +252,7 @@ def test_a_failure_before_the_first_token_has_a_status(server: LiveServer, strea
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_failure_within_a_stream_is_an_error_event_and_not_done(server: LiveServer, n: int) -> None:
+def test_failure_within_a_stream_is_an_error_event_without_done(server: LiveServer, n: int) -> None:
     server.client.fail_after = 3
     answer = server.post(TEXT, {"prompt": "a", "stream": True, "n": n})
     assert answer.status == 200
@@ -261,7 +261,7 @@ def test_a_failure_within_a_stream_is_an_error_event_and_not_done(server: LiveSe
     assert server.call(lambda: server.client.active_requests) == 0
 
 
-def test_an_engine_that_dies_within_a_stream_is_an_error_event() -> None:
+def test_engine_death_within_a_stream_is_an_error_event() -> None:
     with live() as server:
         server.client.step_seconds = 0.02
         timer = threading.Timer(0.1, lambda: server.call(server.client.die))
@@ -272,7 +272,7 @@ def test_an_engine_that_dies_within_a_stream_is_an_error_event() -> None:
         assert b"[DONE]" not in answer.body
 
 
-def test_what_nobody_expected_says_nothing_to_the_client_and_no_prompt_to_the_log(
+def test_unexpected_error_leaks_nothing_to_client_or_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.ERROR):
@@ -287,7 +287,7 @@ def test_what_nobody_expected_says_nothing_to_the_client_and_no_prompt_to_the_lo
     assert "KeyError" in caplog.text and "test_errors.py" in caplog.text
 
 
-def test_an_unexpected_exception_is_a_500_in_the_same_shape(server: LiveServer) -> None:
+def test_unexpected_exception_is_a_500_in_openai_format(server: LiveServer) -> None:
     def broken(_: object) -> bytes:
         raise AssertionError("not reached")
 
@@ -301,7 +301,7 @@ def test_an_unexpected_exception_is_a_500_in_the_same_shape(server: LiveServer) 
     assert "x-request-id" in answer.headers
 
 
-def test_a_head_that_does_not_end_is_refused(server: LiveServer) -> None:
+def test_endless_header_is_rejected(server: LiveServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-long: ")
         answer = b""
@@ -315,7 +315,7 @@ def test_a_head_that_does_not_end_is_refused(server: LiveServer) -> None:
         assert server.get("/health", x_long="a" * 50_000).status == 200
 
 
-def test_many_requests_on_one_connection_are_counted_one_by_one(server: LiveServer) -> None:
+def test_header_limit_applies_per_request_of_a_connection(server: LiveServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     for _ in range(4):
         connection.request("GET", "/health", headers={"x-long": "a" * 40_000})
@@ -325,7 +325,7 @@ def test_many_requests_on_one_connection_are_counted_one_by_one(server: LiveServ
     connection.close()
 
 
-def test_a_submission_that_fails_half_way_leaves_nothing(server: LiveServer) -> None:
+def test_failed_submission_leaves_no_request_running(server: LiveServer) -> None:
     client = server.client
     original, count = client.submit, 0
 
@@ -333,7 +333,7 @@ def test_a_submission_that_fails_half_way_leaves_nothing(server: LiveServer) -> 
         nonlocal count
         count += 1
         if count == 3:
-            raise EngineDead("gone in between")
+            raise EngineDead("died in between")
         return original(spec)
 
     client.held = True
@@ -381,7 +381,7 @@ CHATS_ONLY = {
 
 @pytest.mark.parametrize("field", CHANGES_THE_ANSWER)
 @pytest.mark.parametrize("path, body", [(TEXT, {"prompt": "a"}), (CHAT, {"messages": HI})])
-def test_what_would_change_an_answer_is_never_ignored(
+def test_field_that_changes_the_answer_is_never_ignored(
     server: LiveServer, path: str, body: dict[str, Any], field: str
 ) -> None:
     answer = server.post(path, {**body, field: CHANGES_THE_ANSWER[field]})
@@ -391,7 +391,7 @@ def test_what_would_change_an_answer_is_never_ignored(
 
 @pytest.mark.parametrize("field", CHATS_ONLY)
 @pytest.mark.parametrize("path", OTHER_APIS)
-def test_what_only_chats_take_is_not_ignored_elsewhere(server: LiveServer, path: str, field: str) -> None:
+def test_chat_only_field_is_rejected_by_other_apis(server: LiveServer, path: str, field: str) -> None:
     answer = server.post(path, {**OTHER_APIS[path], field: 1 if field == "min_tokens" else CHATS_ONLY[field]})
     assert answer.status == 400
     assert f"{field} is not supported: " in answer.json["error"]["message"]
@@ -399,7 +399,7 @@ def test_what_only_chats_take_is_not_ignored_elsewhere(server: LiveServer, path:
 
 
 @pytest.mark.parametrize("path", OTHER_APIS)
-def test_values_that_ask_for_nothing_are_no_errors_elsewhere(server: LiveServer, path: str) -> None:
+def test_neutral_values_are_accepted_by_other_apis(server: LiveServer, path: str) -> None:
     nothing = {
         "n": 1,
         "stop": [],
@@ -417,7 +417,7 @@ def test_values_that_ask_for_nothing_are_no_errors_elsewhere(server: LiveServer,
 
 
 @pytest.mark.parametrize("path", OTHER_APIS)
-def test_salts_and_variables_of_the_template_are_read_everywhere(server: LiveServer, path: str) -> None:
+def test_salt_and_template_variables_apply_to_every_api(server: LiveServer, path: str) -> None:
     mine = {"cache_salt": "mine", "chat_template_kwargs": {"speaker": "Ada"}, "priority": 3}
     assert server.post(path, OTHER_APIS[path] | mine).status == 200
     spec = server.client.specs[-1]
@@ -426,7 +426,7 @@ def test_salts_and_variables_of_the_template_are_read_everywhere(server: LiveSer
 
 
 @pytest.mark.parametrize("field", ["tools", "tool_choice", "enable_thinking", "thinking_token_budget", "documents"])
-def test_what_belongs_to_conversations_is_not_ignored_for_texts(server: LiveServer, field: str) -> None:
+def test_chat_only_field_is_rejected_for_completions(server: LiveServer, field: str) -> None:
     value = {"tools": [{}], "tool_choice": "required", "enable_thinking": True, "documents": [{}]}.get(field, 7)
     answer = server.post(TEXT, {"prompt": "a", field: value})
     assert (answer.status, answer.error["param"]) == (400, field)
@@ -445,7 +445,7 @@ def test_what_belongs_to_conversations_is_not_ignored_for_texts(server: LiveServ
         (CHAT, {"messages": [*HI, {"role": "assistant", "content": [], "audio": None, "annotations": []}, *HI]}),
     ],
 )
-def test_values_that_ask_for_nothing_are_no_errors(server: LiveServer, path: str, fields: dict[str, Any]) -> None:
+def test_neutral_values_are_accepted(server: LiveServer, path: str, fields: dict[str, Any]) -> None:
     answer = server.post(path, {"prompt": "a", **fields} if path == TEXT else fields)
     assert answer.status == 200, answer.body
     assert "x-ignored-fields" not in answer.headers
@@ -454,7 +454,7 @@ def test_values_that_ask_for_nothing_are_no_errors(server: LiveServer, path: str
         assert (params.seed, params.max_tokens, params.logit_bias) == (3, 5, {65: 1.0})
 
 
-def test_fields_within_objects_are_named_when_they_are_ignored(server: LiveServer) -> None:
+def test_ignored_nested_fields_are_named(server: LiveServer) -> None:
     body = {
         "messages": [{**HI[0], "mood": "good"}, {"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}],
         "stream": True,
@@ -467,7 +467,7 @@ def test_fields_within_objects_are_named_when_they_are_ignored(server: LiveServe
     assert answer.headers["x-ignored-fields"] == names
 
 
-def test_an_operator_bounds_texts_and_log_probabilities() -> None:
+def test_operator_limits_choices_and_logprobs() -> None:
     with live(max_n=2, max_logprobs=3) as server:
         for body, param in (
             ({"prompt": "a", "n": 3}, "n"),
@@ -480,7 +480,7 @@ def test_an_operator_bounds_texts_and_log_probabilities() -> None:
         assert server.post("/v1/completions", {"prompt": "a", "n": 2, "logprobs": 3}).status == 200
 
 
-def test_log_probabilities_of_all_texts_are_bounded_together() -> None:
+def test_logprobs_of_all_choices_are_limited_together() -> None:
     with live(lambda: FakeClient(max_model_len=4000, max_num_seqs=128)) as server:
         answer = server.post("/v1/completions", {"prompt": "a", "n": 128, "logprobs": 20, "max_tokens": 400})
         assert (answer.status, answer.error["param"]) == (400, "logprobs")

@@ -1,4 +1,4 @@
-"""GET /kv_events: for the router and nobody else."""
+"""GET /kv_events: accessible to the router only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def live():
     running.join()
 
 
-def tell(live: LiveServer, *events: KVEvent) -> None:
+def publish(live: LiveServer, *events: KVEvent) -> None:
     live.call(lambda: live.client._dispatch(StepEvents([], kv=events)))
 
 
@@ -50,20 +50,20 @@ def ask(live: LiveServer, **query: object) -> KVPage:
     return msgspec.msgpack.decode(answer.body, type=KVPage)
 
 
-def test_it_is_told_from_the_beginning_and_then_on(live: LiveServer) -> None:
-    tell(live, Cleared(), A)
+def test_events_are_read_from_the_start_and_incrementally(live: LiveServer) -> None:
+    publish(live, Cleared(), A)
     page = ask(live)
     assert page.events == (Cleared(), A) and page.block_size == 2
-    tell(live, B)
+    publish(live, B)
     following = ask(live, after=page.next, instance=page.instance)
     assert (following.events, following.next, following.instance) == ((B,), page.next + 1, page.instance)
     both = (Cleared(), Stored(BEGINNING, (b"a", b"b"), ids([11, 12, 13, 14])))
-    assert ask(live, after=page.next, instance="another").events == both, "a number of another process"
+    assert ask(live, after=page.next, instance="another").events == both, "the number is another process's"
     assert ask(live, after=10**17, instance=page.instance).events == both
     assert live.request("GET", "/kv_events?after=-1", None, **OPEN).status == 400
 
 
-def test_several_engines_are_told_apart() -> None:
+def test_events_of_several_engines_are_distinguished() -> None:
     async def client() -> DataParallelClient:
         return DataParallelClient([FakeClient(kv_events=True, block_size=2) for _ in range(2)])
 
@@ -84,33 +84,33 @@ def test_several_engines_are_told_apart() -> None:
 
 
 @pytest.mark.timing
-def test_it_waits_for_news(live: LiveServer) -> None:
+def test_request_blocks_until_new_events(live: LiveServer) -> None:
     page = ask(live)
-    threading.Timer(0.2, lambda: tell(live, Removed((b"b",)))).start()
+    threading.Timer(0.2, lambda: publish(live, Removed((b"b",)))).start()
     started = time.monotonic()
     assert ask(live, after=page.next, instance=page.instance).events == (Removed((b"b",)),)
     assert 0.1 < time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("given", [None, "Bearer key", "Bearer ", f"Basic {SECRET}", f"Bearer {SECRET}x", SECRET])
-def test_nobody_else_is_told(live: LiveServer, given: str | None) -> None:
+def test_other_credentials_are_rejected(live: LiveServer, given: str | None) -> None:
     answer = live.request("GET", "/kv_events", None, **({} if given is None else {"Authorization": given}))
     assert (answer.status, answer.error["code"]) == (403, "invalid_secret")
     assert "secret" in answer.error["message"] and SECRET not in answer.error["message"]
 
 
-def test_the_secret_opens_nothing_else(live: LiveServer) -> None:
+def test_router_secret_grants_nothing_else(live: LiveServer) -> None:
     assert live.request("GET", "/v1/models", None, **OPEN).status == 401
     assert live.request("GET", "/kv_events/", None, **OPEN).status in (401, 404)
 
 
-def test_the_offer_is_in_the_health_check_and_not_in_the_description(live: LiveServer) -> None:
+def test_events_are_offered_in_health_and_not_in_openapi(live: LiveServer) -> None:
     assert live.request("GET", "/health").headers["x-kv-events"] == "1"
     assert "/kv_events" not in live.request("GET", "/openapi.json").json["paths"]
 
 
 @pytest.mark.parametrize("settings", [{"kv_events": False}, {"router_secret": ""}])
-def test_without_the_flag_or_a_secret_there_is_nothing(settings: dict[str, Any]) -> None:
+def test_without_the_flag_or_a_secret_the_route_is_404(settings: dict[str, Any]) -> None:
     live = server(**settings)
     try:
         answer: Answer = live.request("GET", "/kv_events", None, **OPEN)
@@ -122,11 +122,11 @@ def test_without_the_flag_or_a_secret_there_is_nothing(settings: dict[str, Any])
 
 
 @pytest.mark.timing
-def test_a_server_that_ends_lets_nobody_wait(caplog: pytest.LogCaptureFixture) -> None:
+def test_shutdown_ends_waiting_requests(caplog: pytest.LogCaptureFixture) -> None:
     live = server()
     answers: list[Answer] = []
     with caplog.at_level(logging.DEBUG):
-        tell(live, A)
+        publish(live, A)
         page = ask(live)
         query = urlencode({"after": page.next, "instance": page.instance})
         waiting = threading.Thread(

@@ -1,4 +1,4 @@
-"""A disk that fails or a process that dies at chosen calls which change files below one folder."""
+"""Fault injection for file changes below one folder: a disk that fails, or a process that dies, at a chosen call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Killed(BaseException):
 
 
 class FaultyDisk:
-    """Counts the calls that change files. From `first` on, `count` calls fail with `error`; none is the process's end.
+    """Counts the calls that change files. From `first` on, `count` calls fail with `error`; None kills the process.
 
-    A write that fails has written the first half of its bytes.
+    A failing write has written the first half of its bytes.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FaultyDisk:
         return not self._faulty
 
     def call(self, path: object) -> OSError | None:
-        """Count a call and return the error that it fails with. Raises `Killed`."""
+        """Count a call and return its injected error, if any. Raises `Killed`."""
         if self.killed:
             raise Killed
         if not str(path).startswith(self.folder):
@@ -50,13 +50,13 @@ class FaultyDisk:
         return OSError(self._error, os.strerror(self._error))
 
     def check(self, path: object) -> None:
-        """Fail as `call` has it."""
+        """Count a call and raise its injected error, if any."""
         if (error := self.call(path)) is not None:
             raise Killed if self.killed else error
 
     @contextmanager
     def installed(self) -> Iterator[FaultyDisk]:
-        """Put the disk under every call of this process that changes files."""
+        """Patch every call of this process that changes files."""
         real_open, real_fsync = Path.open, os.fsync
         real = {name: getattr(os, name) for name in ("replace", "unlink")}
 

@@ -1,4 +1,4 @@
-"""Forms with files, however they are cut."""
+"""Multipart forms with files, for any chunk boundaries."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def body_of(fields: dict[str, bytes], boundary: bytes = b"b") -> bytes:
 
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=5), st.binary(max_size=50), min_size=1, max_size=5))
-def test_fields_are_found_where_they_lie(fields: dict[str, bytes]) -> None:
+def test_fields_are_located_in_the_body(fields: dict[str, bytes]) -> None:
     boundary = b"0123456789abcdef0123456789"
     body = body_of(fields, boundary)
     assert {name: body[each.begin : each.end] for name, each in read_form(body, boundary).items()} == fields
 
 
 @pytest.mark.parametrize("cut", range(len(body_of({"a": b"xyz", "b": b""})) - 4))
-def test_a_form_that_is_cut_off_is_refused(cut: int) -> None:
+def test_truncated_form_is_rejected(cut: int) -> None:
     with pytest.raises(ApiError):
         read_form(body_of({"a": b"xyz", "b": b""})[:cut], b"b")
 
@@ -42,12 +42,12 @@ def test_a_form_that_is_cut_off_is_refused(cut: int) -> None:
         ("", None),
     ],
 )
-def test_the_content_type_names_the_boundary(kind: str, boundary: bytes | None) -> None:
+def test_content_type_names_the_boundary(kind: str, boundary: bytes | None) -> None:
     assert boundary_of(kind) == boundary
 
 
 @pytest.mark.parametrize("boundary", ["", '""', "a" * 71, "\xff", '"a "', '"a\x01"'])
-def test_a_boundary_that_no_form_may_have_is_refused(boundary: str) -> None:
+def test_invalid_boundary_is_rejected(boundary: str) -> None:
     with pytest.raises(ApiError, match="1 to 70") as caught:
         boundary_of(f"multipart/form-data; boundary={boundary}")
     assert caught.value.status == 400
@@ -65,13 +65,13 @@ def test_a_boundary_that_no_form_may_have_is_refused(boundary: str) -> None:
         (b"x=y", None),
     ],
 )
-def test_names_of_files_are_utf_8_and_nothing_else(disposition: bytes, filename: str | None) -> None:
+def test_file_names_are_utf_8(disposition: bytes, filename: str | None) -> None:
     body = b'--b\r\ncontent-disposition: form-data; name="file"; %b\r\n\r\nx\r\n--b--' % disposition
     assert read_form(body, b"b")["file"].filename == filename
 
 
 @pytest.mark.parametrize("offset", range(-6, 2))
-def test_a_boundary_is_found_where_slices_meet(offset: int) -> None:
+def test_boundary_across_slices_is_found(offset: int) -> None:
     content = b"x" * ((1 << 20) + offset)
     body = body_of({"a": content, "b": b"y"})
     assert [body[each.begin : each.end] for each in read_form(body, b"b").values()] == [content, b"y"]

@@ -1,4 +1,4 @@
-"""The index: pages of one owner, newest first, whose cost does not grow with what is stored."""
+"""The index: pages of one owner, newest first, at a cost independent of the stored total."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHANGE = st.tuples(st.sampled_from(["put", "put", "remove"]), st.sampled_from("a
 
 @given(changes=st.lists(CHANGE, max_size=40), limit=st.integers(1, 5))
 @settings(max_examples=60, derandomize=True)
-def test_pages_are_those_of_a_plain_list(changes: list[tuple[str, str, str]], limit: int) -> None:
+def test_pages_match_a_plain_list(changes: list[tuple[str, str, str]], limit: int) -> None:
     index: OwnedIndex[str] = OwnedIndex()
     plain: list[tuple[str, str, str]] = []
     for number, (what, owner, kind) in enumerate(changes):
@@ -35,11 +35,11 @@ def test_pages_are_those_of_a_plain_list(changes: list[tuple[str, str, str]], li
                     break
                 after = page[0][-1]
             assert seen == wanted
-    assert index.page("c", 1, plain[0][0] if plain else "0") is None, "an entry of another owner is no place"
+    assert index.page("c", 1, plain[0][0] if plain else "0") is None, "another owner's entry is not a cursor"
 
 
 @pytest.mark.timing
-def test_a_page_of_many_costs_as_much_as_one_of_few() -> None:
+def test_page_cost_is_independent_of_the_stored_total() -> None:
     def cost(stored: int) -> float:
         index: OwnedIndex[str] = OwnedIndex()
         for number in range(stored):

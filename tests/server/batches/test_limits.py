@@ -1,4 +1,4 @@
-"""Limits, turns and failing disks at a live server: what one key does leaves room and time for the others."""
+"""Quotas, fairness and failing disks at a live server: one key leaves room and time for the others."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def upload(server: LiveServer, key: str, content: bytes, name: str = "in.jsonl")
 
 
 def begin(server: LiveServer, key: str, content: bytes) -> str:
-    asked = {"input_file_id": upload(server, key, content).json["id"], "endpoint": END, "completion_window": "24h"}
-    answer = server.post("/v1/batches", asked, x_api_key=key)
+    body = {"input_file_id": upload(server, key, content).json["id"], "endpoint": END, "completion_window": "24h"}
+    answer = server.post("/v1/batches", body, x_api_key=key)
     assert answer.status == 200, answer.body
     return answer.json["id"]
 
@@ -48,7 +48,7 @@ def on_disk(folder: Path) -> int:
 
 
 def used(server: LiveServer) -> int:
-    """Return the bytes that the server counts; a test has one server, whose store is the only open one."""
+    """Return the bytes counted by the server; a test has one server, whose store is the only open one."""
     [found] = [each for each in gc.get_objects() if type(each) is store.BatchStore and not each._lock.closed]
     return server.call(lambda: found.bytes.used)
 
@@ -61,7 +61,7 @@ def at_once(work: Callable[[int], None], count: int) -> None:
         each.join(30)
 
 
-def test_parallel_uploads_share_what_is_left(tmp_path: Path) -> None:
+def test_parallel_uploads_share_the_remaining_space(tmp_path: Path) -> None:
     with live(batch_api=True, batch_store=str(tmp_path), batch_store_limit=LIMIT) as server:
         answers: list[Answer] = []
         at_once(lambda _: answers.append(upload(server, "", b"x" * 90_000)), 8)
@@ -71,7 +71,7 @@ def test_parallel_uploads_share_what_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "\udcff\ud800", "a" * 5000, "a\0b\n", "🦀" * 255, "C:\\x"])
-def test_names_of_clients_are_no_names_on_disk(tmp_path: Path, name: str) -> None:
+def test_client_file_names_are_not_used_on_disk(tmp_path: Path, name: str) -> None:
     with live(batch_api=True, batch_store=str(tmp_path / "store"), batch_store_limit=LIMIT) as server:
         body = form(("purpose", None, b"batch"), ("file", "NAME", b"x" * 1000))
         body = body.replace(
@@ -90,7 +90,7 @@ def test_names_of_clients_are_no_names_on_disk(tmp_path: Path, name: str) -> Non
         assert used(server) == on_disk(tmp_path / "store") == 0
 
 
-def test_a_full_key_leaves_room_for_others(tmp_path: Path) -> None:
+def test_full_key_leaves_room_for_others(tmp_path: Path) -> None:
     settings = {"batch_api": True, "batch_store": str(tmp_path), "batch_store_limit": LIMIT}
     with live(**settings, api_keys=("one", "two")) as server:
         for _ in range(2):
@@ -101,15 +101,15 @@ def test_a_full_key_leaves_room_for_others(tmp_path: Path) -> None:
             "store_full",
             "insufficient_quota",
         )
-        for part in ("limit of one key, 100,000", "bytes are kept", "delete some", "--batch-store-key-limit"):
+        for part in ("limit per key (100,000)", "bytes are in use", "delete files", "--batch-store-key-limit"):
             assert part in refused.error["message"]
         assert upload(server, "one", b"x" * 110_000).status == 413
         assert upload(server, "two", b"x" * 90_000).status == 200
     with live(**settings, api_keys=("one", "two"), batch_store_key_limit=150_000) as server:
-        assert upload(server, "one", b"x" * 5_000).status == 200, "what is kept was counted anew"
+        assert upload(server, "one", b"x" * 5_000).status == 200, "stored bytes were counted again"
 
 
-def test_counts_of_files_and_batches_are_quotas_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_and_batch_counts_are_quotas_per_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_MOST_FILES", 20)
     monkeypatch.setattr(store, "_MOST_BATCHES", 4)
     with live(batch_api=True, batch_store=str(tmp_path), api_keys=("one", "two")) as server:
@@ -117,8 +117,8 @@ def test_counts_of_files_and_batches_are_quotas_of_keys(tmp_path: Path, monkeypa
         mine = [begin(server, "one", lines(1)) for _ in range(2)]
         assert "files" in [upload(server, "one", b"x") for _ in range(5)][-1].error["message"]
         file_id = server.get("/v1/files", x_api_key="one").json["data"][0]["id"]
-        asked = {"input_file_id": file_id, "endpoint": END, "completion_window": "24h"}
-        refused = server.post("/v1/batches", asked, x_api_key="one")
+        body = {"input_file_id": file_id, "endpoint": END, "completion_window": "24h"}
+        refused = server.post("/v1/batches", body, x_api_key="one")
         assert (refused.status, refused.error["code"]) == (429, "store_full")
         assert begin(server, "two", lines(1))
         server.client.held = False
@@ -129,10 +129,10 @@ def test_counts_of_files_and_batches_are_quotas_of_keys(tmp_path: Path, monkeypa
             server.request("DELETE", f"/v1/files/{each}", x_api_key="one")
         newest = begin(server, "one", lines(1))
         kept = [each["id"] for each in server.get("/v1/batches", x_api_key="one").json["data"]]
-        assert kept == [newest, mine[1]], "its own oldest one is forgotten"
+        assert kept == [newest, mine[1]], "the key's oldest batch is evicted"
 
 
-def test_a_batch_without_room_for_its_answers_keeps_those_it_has(tmp_path: Path) -> None:
+def test_batch_without_room_keeps_its_finished_answers(tmp_path: Path) -> None:
     with live(batch_api=True, batch_store=str(tmp_path), batch_store_limit=16_000) as server:
         batch = until(server, "", begin(server, "", lines(60)), "failed", "completed")
         assert batch["status"] == "failed" and batch["errors"]["data"][0]["code"] == "store_full"
@@ -144,10 +144,10 @@ def test_a_batch_without_room_for_its_answers_keeps_those_it_has(tmp_path: Path)
 
 
 @pytest.mark.timing
-def test_a_limited_key_delays_no_batch_of_another_and_is_cancelled_at_once(tmp_path: Path) -> None:
+def test_rate_limited_batch_does_not_delay_others(tmp_path: Path) -> None:
     keys = {"name": "alice", "requests_per_minute": 9}, {"name": "bob"}
     with guarded(tmp_path, *keys, batch_api=True, batch_store=str(tmp_path / "store")) as server:
-        server.client.held = True  # four lines are on their way, and the limit has room for the uploads
+        server.client.held = True  # four lines are in flight, and the limit has room for the uploads
         limited, queued = begin(server, "alice", lines(50)), begin(server, "alice", lines(1))
         until(server, "alice", limited, "in_progress")
         server.client.held = False
@@ -156,7 +156,7 @@ def test_a_limited_key_delays_no_batch_of_another_and_is_cancelled_at_once(tmp_p
         while not (refusals := samples(server).get("fdcore_key_refusals_total[alice][requests]", 0)):
             assert time.monotonic() - begun < 10
         time.sleep(0.3)
-        assert samples(server)["fdcore_key_refusals_total[alice][requests]"] == refusals, "it waits, and asks nothing"
+        assert samples(server)["fdcore_key_refusals_total[alice][requests]"] == refusals, "it waits, and sends nothing"
         for each in (queued, limited):
             assert server.post(f"/v1/batches/{each}/cancel", {}, x_api_key="alice").status == 200
             assert until(server, "alice", each, "cancelled")
@@ -164,7 +164,7 @@ def test_a_limited_key_delays_no_batch_of_another_and_is_cancelled_at_once(tmp_p
 
 
 @pytest.mark.timing
-def test_a_full_disk_shows_in_health_and_batches_go_on_after_it(tmp_path: Path) -> None:
+def test_full_disk_shows_in_health_and_batches_resume(tmp_path: Path) -> None:
     with live(batch_api=True, batch_store=str(tmp_path)) as server:
         server.client.held = True
         batch_id = begin(server, "", lines(5))
@@ -184,7 +184,7 @@ def test_a_full_disk_shows_in_health_and_batches_go_on_after_it(tmp_path: Path) 
         assert used(server) >= on_disk(tmp_path)
 
 
-def test_lists_uploads_and_deletions_at_once_have_no_500(tmp_path: Path) -> None:
+def test_concurrent_lists_uploads_and_deletes_have_no_500(tmp_path: Path) -> None:
     with live(batch_api=True, batch_store=str(tmp_path)) as server:
         statuses: set[int] = set()
 
@@ -193,9 +193,9 @@ def test_lists_uploads_and_deletions_at_once_have_no_500(tmp_path: Path) -> None
                 kept = upload(server, "", b"x" * 2000)
                 listed = server.get("/v1/files?limit=5")
                 name = listed.json["data"][0]["id"]
-                gone = server.request("DELETE", f"/v1/files/{name}")
+                deleted = server.request("DELETE", f"/v1/files/{name}")
                 read = server.get(f"/v1/files/{kept.json['id']}/content")
-                assert gone.status in (200, 404) and read.status in (200, 404)
+                assert deleted.status in (200, 404) and read.status in (200, 404)
                 statuses.update((kept.status, listed.status))
 
         at_once(client, 4)
@@ -204,7 +204,7 @@ def test_lists_uploads_and_deletions_at_once_have_no_500(tmp_path: Path) -> None
 
 
 @pytest.mark.timing
-def test_a_file_deleted_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+def test_file_deleted_while_being_read_is_read_to_its_end(tmp_path: Path) -> None:
     content = b"0123456789" * 2_000_000
     with live(batch_api=True, batch_store=str(tmp_path)) as server:
         name = upload(server, "", content).json["id"]

@@ -1,4 +1,4 @@
-"""Lines of batch files: what is sent, and what is wrong with the others."""
+"""Lines of batch files: requests, and errors of malformed lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(*lines: Any, longest: int = 10_000, endpoint: str | None = None) -> lis
     return list(read_requests(io.BytesIO(data), longest, endpoint))
 
 
-def test_a_request_keeps_its_body_as_it_was_written() -> None:
+def test_request_body_is_kept_verbatim() -> None:
     raw = b'{"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {"prompt" : "a", "n": 1.0}}'
     (request,) = read(raw)
     assert (request.number, request.custom_id, request.url) == (1, "x", "/v1/completions")
@@ -31,7 +31,7 @@ def test_a_request_keeps_its_body_as_it_was_written() -> None:
     assert request.error is None
 
 
-def test_blank_lines_count_and_the_last_line_needs_no_break() -> None:
+def test_blank_lines_count_and_last_newline_is_optional() -> None:
     data = json.dumps(line()).encode() + b"\n\n  \n" + json.dumps(line(custom_id="b")).encode()
     found = list(read_requests(io.BytesIO(data), 10_000))
     assert [(each.number, each.custom_id) for each in found] == [(1, "a"), (4, "b")]
@@ -55,25 +55,25 @@ def test_blank_lines_count_and_the_last_line_needs_no_break() -> None:
         (line(body={"x": "y" * 20_000}), "line_too_long"),
     ],
 )
-def test_a_wrong_line_says_what_is_wrong_and_the_next_one_is_read(wrong: Any, code: str) -> None:
+def test_malformed_line_is_reported_and_the_next_one_read(wrong: Any, code: str) -> None:
     first, second = read(wrong, line(custom_id="b"))
     assert first.error.code == code
     assert first.error.message.startswith("line 1: ")
     assert (second.number, second.error) == (2, None)
 
 
-def test_an_id_is_used_once() -> None:
+def test_custom_id_is_used_once() -> None:
     one, two = read(line(), line())
     assert one.error is None
     assert "line 1" in two.error.message
 
 
-def test_a_batch_has_one_endpoint_if_it_says_so() -> None:
+def test_line_with_another_endpoint_is_rejected() -> None:
     (request,) = read(line(), endpoint="/v1/completions")
     assert request.error.code == "invalid_url"
 
 
-def test_an_answer_is_one_line_in_openais_shape() -> None:
+def test_answer_is_one_line_in_openai_format() -> None:
     (request,) = read(line())
     text = as_line(answered(request, 200, "r1", b'{"id":"x"}'))
     assert text.count(b"\n") == 1 and text.endswith(b"\n")
@@ -88,8 +88,8 @@ def test_an_answer_is_one_line_in_openais_shape() -> None:
     assert (back.ok, back.custom_id, back.response, back.error) == (False, None, None, wrong.error)
 
 
-def test_no_reader_splits_a_line_at_what_it_says() -> None:
-    said = "a\u2028b\u2029c\x85d\u0085\x0be\x0cf\x1cé"
-    line = as_line(answered(BatchLine(1, "a"), 200, "r", json.dumps(said, ensure_ascii=False).encode()))
+def test_no_reader_splits_a_line_within_its_text() -> None:
+    text = "a\u2028b\u2029c\x85d\u0085\x0be\x0cf\x1cé"
+    line = as_line(answered(BatchLine(1, "a"), 200, "r", json.dumps(text, ensure_ascii=False).encode()))
     assert len(line.decode().splitlines()) == 1
-    assert json.loads(line)["response"]["body"] == said
+    assert json.loads(line)["response"]["body"] == text

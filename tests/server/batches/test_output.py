@@ -1,4 +1,4 @@
-"""The file of answers: whole lines, complete or not there, and a run that goes on where another stopped."""
+"""The output file: whole lines, atomic completion, and resumption after an interrupted run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ONE = answered(BatchLine(1, "a"), 200, "r", b"{}")
 TWO = failed(BatchLine(2, "b"), LineError("x", "line 2: no"))
 
 
-def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
+def test_file_appears_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "out"
     with AnswerFile(path) as file:
         file.write(ONE)
@@ -29,7 +29,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "torn", [b"", b'{"id"', b'{"id":"batch_req_00000002","custom_id":"b","response":null,"error":null}']
 )
-def test_a_run_goes_on_behind_the_last_whole_line(tmp_path: Path, torn: bytes) -> None:
+def test_run_resumes_after_the_last_whole_line(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "out"
     with AnswerFile(path) as file:
         file.write(ONE)
@@ -46,7 +46,7 @@ def test_a_run_goes_on_behind_the_last_whole_line(tmp_path: Path, torn: bytes) -
     ]
 
 
-def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
+def test_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out.partial").write_text("a shopping list\n")
     with pytest.raises(ConfigError, match="not the output"):
         AnswerFile(tmp_path / "out")

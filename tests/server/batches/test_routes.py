@@ -72,7 +72,7 @@ def server(tmp_path: Path) -> Iterator[LiveServer]:
         yield running
 
 
-def test_the_official_client_runs_a_batch(server: LiveServer) -> None:
+def test_official_client_runs_a_batch(server: LiveServer) -> None:
     data = b"\n".join((line(0, temperature=9), line(1), line(2)))
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         kept = client.files.create(file=("in.jsonl", data), purpose="batch")
@@ -111,7 +111,7 @@ def test_the_official_client_runs_a_batch(server: LiveServer) -> None:
         (form(("purpose", None, b"batch"), ("file", "a", b"x" * 300_000)), FORM, 413, "file"),
     ],
 )
-def test_a_wrong_upload_is_refused_and_leaves_nothing(
+def test_invalid_upload_is_rejected_and_leaves_nothing(
     server: LiveServer, tmp_path: Path, body: bytes, kind: str, status: int, param: str | None
 ) -> None:
     answer = server.request("POST", "/v1/files", body, content_type=kind)
@@ -119,16 +119,16 @@ def test_a_wrong_upload_is_refused_and_leaves_nothing(
     assert {each.name for each in (tmp_path / "store").iterdir()} == {"lock"}
 
 
-def test_the_store_is_bounded(server: LiveServer) -> None:
+def test_store_is_bounded(server: LiveServer) -> None:
     for _ in range(2):
         upload(server, b"x" * 90_000)
     body = form(("purpose", None, b"batch"), ("file", "a", b"x" * 90_000))
     answer = server.request("POST", "/v1/files", body, content_type=FORM)
     assert (answer.status, answer.error["code"]) == (429, "store_full")
-    assert "exceed the limit of the store, 200,000" in answer.error["message"]
+    assert "exceed the limit of the store (200,000)" in answer.error["message"]
 
 
-def test_pages_of_other_origins_upload_nothing(server: LiveServer) -> None:
+def test_cross_origin_upload_is_rejected(server: LiveServer) -> None:
     body = form(("purpose", None, b"batch"), ("file", "a", b"x"))
     answer = server.request("POST", "/v1/files", body, content_type=FORM, origin="http://elsewhere")
     assert (answer.status, answer.error["code"]) == (403, "foreign_origin")
@@ -136,7 +136,7 @@ def test_pages_of_other_origins_upload_nothing(server: LiveServer) -> None:
     assert own.status == 200
 
 
-def test_wrong_lines_fail_the_batch_by_their_numbers(server: LiveServer) -> None:
+def test_malformed_lines_fail_the_batch_with_line_numbers(server: LiveServer) -> None:
     file_id = upload(server, b"\n".join((line(0), b"{", line(1, url="/v1/chat/completions"), line(0))))
     batch = until(server, begin(server, file_id), ended)
     assert batch["status"] == "failed"
@@ -158,18 +158,18 @@ def test_wrong_lines_fail_the_batch_by_their_numbers(server: LiveServer) -> None
         ({"endpoint": END}, "input_file_id"),
     ],
 )
-def test_a_wrong_batch_is_refused_by_name(server: LiveServer, body: dict[str, Any], param: str) -> None:
+def test_invalid_batch_is_rejected_by_name(server: LiveServer, body: dict[str, Any], param: str) -> None:
     answer = server.post("/v1/batches", body)
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("path", ["/v1/files/file-1", "/v1/files/..%2f..%2fetc", "/v1/batches/batch_1"])
-def test_what_is_not_there_is_404(server: LiveServer, path: str) -> None:
+def test_missing_objects_are_404(server: LiveServer, path: str) -> None:
     assert server.get(path).status == 404
     assert server.get("/v1/files?limit=0").status == server.get("/v1/batches?after=x").status == 400
 
 
-def test_a_batch_is_cancelled_with_the_answers_that_it_has(server: LiveServer) -> None:
+def test_cancelled_batch_keeps_its_finished_answers(server: LiveServer) -> None:
     server.client.step_seconds = 0.02
     batch_id = begin(server, file_id := upload(server, lines(200)))
     until(server, batch_id, lambda batch: batch["request_counts"]["completed"] > 2)
@@ -184,7 +184,7 @@ def test_a_batch_is_cancelled_with_the_answers_that_it_has(server: LiveServer) -
 
 
 @pytest.mark.timing
-def test_a_batch_leaves_slots_for_others(server: LiveServer) -> None:
+def test_batch_leaves_slots_for_others(server: LiveServer) -> None:
     server.client.held = True
     begin(server, upload(server, lines(50)))
     begun = time.monotonic()
@@ -196,7 +196,7 @@ def test_a_batch_leaves_slots_for_others(server: LiveServer) -> None:
     server.client.held = False
 
 
-def test_a_batch_goes_on_when_the_server_comes_back(tmp_path: Path) -> None:
+def test_batch_resumes_after_a_server_restart(tmp_path: Path) -> None:
     settings = {"batch_api": True, "batch_store": str(tmp_path)}
     with live(lambda: FakeClient(step_seconds=0.02), **settings) as first:
         batch_id = begin(first, upload(first, lines(60)))
@@ -209,22 +209,22 @@ def test_a_batch_goes_on_when_the_server_comes_back(tmp_path: Path) -> None:
         after = {each["custom_id"]: each for each in content(second, batch["output_file_id"])}
         assert (batch["status"], len(after)) == ("completed", 60)
         assert all(after[each["custom_id"]] == each for each in before)
-        asked = {spec.request_id.split(".")[1] for spec in second.client.specs}
-        assert len(asked) == 60 - len(before)
+        submitted = {spec.request_id.split(".")[1] for spec in second.client.specs}
+        assert len(submitted) == 60 - len(before)
 
 
-def test_a_folder_has_one_server(server: LiveServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_is_locked_by_one_server(server: LiveServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert server.get("/v1/files").status == 200
     with live(batch_api=True, batch_store=str(tmp_path / "store")) as other:
         answer = other.get("/v1/files")
         assert (answer.status, answer.error["code"]) == (503, "batch_store_in_use")
         assert other.post(END, {"prompt": "a"}).status == 200
-    (told,) = (record.getMessage() for record in caplog.records if "no files and batches here" in record.getMessage())
-    assert "everything else is served" in told and "give each its --batch-store" in told
-    assert told.endswith(f"({tmp_path / 'store'})")
+    (logged,) = (message for message in caplog.messages if "files and batches are disabled" in message)
+    assert "all other endpoints work" in logged and "set --batch-store for each" in logged
+    assert logged.endswith(f"({tmp_path / 'store'})")
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing_else(tmp_path: Path) -> None:
+def test_unwritable_folder_disables_only_batches(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with live(batch_api=True, batch_store=str(tmp_path / "file" / "store")) as server:
         answer = server.get("/v1/files")
@@ -233,7 +233,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing_else(tmp_path: Path) -> N
         assert server.post(END, {"prompt": "a"}).status == 200
 
 
-def test_a_disk_that_fails_is_told_and_nothing_is_left(
+def test_disk_error_is_reported_and_leaves_nothing(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -248,7 +248,7 @@ def test_a_disk_that_fails_is_told_and_nothing_is_left(
     assert {each.name for each in (tmp_path / "store").iterdir()} == {"lock"}
 
 
-def test_what_a_server_left_half_done_is_cleared_away(tmp_path: Path) -> None:
+def test_partial_files_are_removed_at_start(tmp_path: Path) -> None:
     half = tmp_path / f"file-{'0' * 24}.data"
     half.write_bytes(b"x")
     (tmp_path / "abc.upload").write_bytes(b"x")
@@ -259,19 +259,19 @@ def test_what_a_server_left_half_done_is_cleared_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.timing
-def test_keys_guard_files_and_batches_run_without(tmp_path: Path) -> None:
+def test_files_require_a_key_and_batches_run_with_it(tmp_path: Path) -> None:
     with live(batch_api=True, batch_store=str(tmp_path), api_keys=("k",)) as server:
         assert server.get("/v1/files").status == 401
         body = form(("purpose", None, b"batch"), ("file", "in", lines(2)))
         kept = server.request("POST", "/v1/files", body, content_type=FORM, x_api_key="k").json["id"]
-        asked = {"input_file_id": kept, "endpoint": END, "completion_window": "24h"}
-        batch_id = server.post("/v1/batches", asked, x_api_key="k").json["id"]
+        request = {"input_file_id": kept, "endpoint": END, "completion_window": "24h"}
+        batch_id = server.post("/v1/batches", request, x_api_key="k").json["id"]
         begun = time.monotonic()
         while (batch := server.get(f"/v1/batches/{batch_id}", x_api_key="k").json)["status"] != "completed":
             assert time.monotonic() - begun < 10
         assert batch["request_counts"]["completed"] == 2
 
 
-def test_without_the_flag_nothing_is_there() -> None:
+def test_without_the_flag_routes_are_404() -> None:
     with live(batch_api=False) as server:
         assert server.get("/v1/files").status == server.post("/v1/batches", {}).status == 404

@@ -1,4 +1,4 @@
-"""A run sends what has no answer yet, a bounded number at once, and tries again where there was no room."""
+"""A run sends unanswered requests, a bounded number in parallel, and retries when there was no room."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Server:
     def __init__(self, statuses: Iterable[int] = (), **headers: str) -> None:
         self.statuses = iter(statuses)
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
-        self.asked: list[str] = []
+        self.sent: list[str] = []
         self.at_once = self.most = 0
 
     async def ask(self, path: str, body: bytes, request_id: str) -> AsgiAnswer:
-        self.asked.append(request_id)
+        self.sent.append(request_id)
         self.at_once += 1
         self.most = max(self.most, self.at_once)
         await asyncio.sleep(0.001)
@@ -38,7 +38,7 @@ def run(server: Server, requests: list[BatchLine], at_once: int = 3, **options: 
     async def work() -> None:
         slots = asyncio.Semaphore(at_once)
         await running.run_requests(iter(requests), server.ask, taken.append, slots=slots, **options)
-        assert slots._value == at_once, "a slot is lost"
+        assert slots._value == at_once, "a slot leaked"
 
     virtual_time.run(work())
     return taken
@@ -48,43 +48,43 @@ def requests(count: int) -> list[BatchLine]:
     return [BatchLine(number, f"c{number}", "/v1/completions", b"{}") for number in range(1, count + 1)]
 
 
-def test_every_request_has_one_answer_and_few_are_on_their_way() -> None:
+def test_every_request_has_one_answer_with_bounded_parallelism() -> None:
     server = Server()
     taken = run(server, requests(20))
     assert sorted(answer.custom_id for answer in taken) == sorted(f"c{number}" for number in range(1, 21))
     assert server.most == 3
 
 
-def test_known_answers_are_not_asked_for_again() -> None:
+def test_known_answers_are_not_requested_again() -> None:
     server = Server()
     assert len(run(server, requests(5), known={"batch_req_00000002", "batch_req_00000004"})) == 3
-    assert len(server.asked) == 3
+    assert len(server.sent) == 3
 
 
-def test_a_line_that_is_wrong_is_answered_without_being_sent() -> None:
+def test_malformed_line_is_answered_without_being_sent() -> None:
     server = Server()
     (answer,) = run(server, [BatchLine(1, None, error=LineError("x", "line 1: no"))])
-    assert not answer.ok and not server.asked
+    assert not answer.ok and not server.sent
 
 
-def test_a_refusal_without_room_is_tried_again() -> None:
+def test_rejection_without_room_is_retried() -> None:
     server = Server([503, 429, 503, 200])
     (answer,) = run(server, requests(1))
-    assert answer.ok and len(server.asked) == 4 == len(set(server.asked))
+    assert answer.ok and len(server.sent) == 4 == len(set(server.sent))
     for_ever = Server([503] * 1000)
     (refused,) = run(for_ever, requests(1))
     assert refused.response is not None and refused.response.status_code == 503
 
 
-def test_a_limit_of_the_key_is_waited_for_as_long_as_it_takes() -> None:
+def test_rate_limit_of_the_key_is_waited_out() -> None:
     server = Server([429] * 100 + [200], retry_after="1")
     (answer,) = run(server, requests(1))
-    assert answer.ok and len(set(server.asked)) == 101
+    assert answer.ok and len(set(server.sent)) == 101
     never = Server([429] * 1000, x_should_retry="false")
-    assert not run(never, requests(1))[0].ok and len(never.asked) == 1
+    assert not run(never, requests(1))[0].ok and len(never.sent) == 1
 
 
-def test_a_refused_batch_sends_nothing_until_the_limit_allows() -> None:
+def test_rate_limited_batch_sends_nothing_until_allowed() -> None:
     class Limited(Server):
         """Admits a request every ten seconds."""
 
@@ -92,7 +92,7 @@ def test_a_refused_batch_sends_nothing_until_the_limit_allows() -> None:
 
         async def ask(self, path: str, body: bytes, request_id: str) -> AsgiAnswer:
             now = asyncio.get_running_loop().time()
-            self.asked.append(request_id)
+            self.sent.append(request_id)
             if now < self.free_at:
                 return AsgiAnswer(429, {"retry-after": str(math.ceil(self.free_at - now))}, b"{}")
             self.free_at = now + 10
@@ -101,10 +101,10 @@ def test_a_refused_batch_sends_nothing_until_the_limit_allows() -> None:
 
     server = Limited()
     assert all(answer.ok for answer in run(server, requests(30), at_once=8))
-    assert len(server.asked) <= 2 * 30, "one refusal for each request that is admitted"
+    assert len(server.sent) <= 2 * 30, "one rejection per admitted request"
 
 
-def test_a_limited_run_holds_no_slot_while_it_waits() -> None:
+def test_rate_limited_run_holds_no_slot_while_waiting() -> None:
     limited, free = Server([429] * 50, retry_after="60"), Server()
     times: list[float] = []
 
@@ -137,13 +137,13 @@ def test_runs_that_share_slots_take_turns() -> None:
         )
 
     virtual_time.run(work())
-    assert {"b", "c"}.isdisjoint(order[40:]), "the short runs end while the long one goes on"
+    assert {"b", "c"}.isdisjoint(order[40:]), "the short runs end before the long one"
 
 
 @given(refusals=st.lists(st.tuples(st.sampled_from([200, 429, 503]), st.integers(0, 60)), max_size=60))
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_every_request_has_one_answer_whatever_is_refused(refusals: list[tuple[int, int]]) -> None:
-    class Moody(Server):
+def test_every_request_has_one_answer_despite_rejections(refusals: list[tuple[int, int]]) -> None:
+    class Random429Server(Server):
         left = iter(refusals)
 
         async def ask(self, path: str, body: bytes, request_id: str) -> AsgiAnswer:
@@ -151,5 +151,5 @@ def test_every_request_has_one_answer_whatever_is_refused(refusals: list[tuple[i
             await asyncio.sleep(wait / 10)
             return AsgiAnswer(status, {"retry-after": str(wait)} if status == 429 else {}, b"{}")
 
-    taken = run(Moody(), requests(20))
+    taken = run(Random429Server(), requests(20))
     assert sorted(answer.custom_id or "" for answer in taken) == sorted(f"c{number}" for number in range(1, 21))

@@ -1,4 +1,4 @@
-"""A folder is read at the start: what is there is counted, what is half done is removed, what is strange is left."""
+"""Start-up scan of a folder: existing files are counted, partial ones removed, foreign ones left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def on_disk(folder: Path) -> int:
     return sum(each.stat().st_size for each in folder.iterdir() if each.name != "lock")
 
 
-def test_a_start_counts_what_is_on_disk_and_removes_what_is_half_done(tmp_path: Path) -> None:
+def test_start_counts_files_and_removes_partial_ones(tmp_path: Path) -> None:
     store = BatchStore(tmp_path, LIMIT)
     file = kept(store, "alice", b"x" * 1000)
     store.begin(batch(1, file.id), "alice")
@@ -64,7 +64,7 @@ def test_a_start_counts_what_is_on_disk_and_removes_what_is_half_done(tmp_path: 
     assert again.bytes.used == on_disk(tmp_path)
 
 
-def test_a_batch_that_was_being_finished_is_finished_once(tmp_path: Path) -> None:
+def test_batch_being_finished_is_finished_once(tmp_path: Path) -> None:
     store = BatchStore(tmp_path, LIMIT)
     store.begin(batch(1, in_progress_at=1), "alice")
     (tmp_path / f"{batch(1).id}_output.jsonl.partial").write_bytes(b"{}\n")
@@ -77,15 +77,15 @@ def test_a_batch_that_was_being_finished_is_finished_once(tmp_path: Path) -> Non
     assert list(again.files) == [first.output_file_id]
 
 
-def test_a_folder_of_another_server_is_refused_and_free_again_after_it(tmp_path: Path) -> None:
+def test_folder_in_use_is_rejected_until_released(tmp_path: Path) -> None:
     first = BatchStore(tmp_path, LIMIT)
-    with pytest.raises(ApiError, match="give each its --batch-store"):
+    with pytest.raises(ApiError, match="set --batch-store for each"):
         BatchStore(tmp_path, LIMIT)
     first.close()
     BatchStore(tmp_path, LIMIT).close()
 
 
-def test_an_upload_that_breaks_off_gives_everything_back(tmp_path: Path) -> None:
+def test_aborted_upload_is_fully_refunded(tmp_path: Path) -> None:
     store = BatchStore(tmp_path, LIMIT)
     with pytest.raises(RuntimeError), store.upload("alice") as upload:
         upload.reserve(500)
@@ -96,7 +96,7 @@ def test_an_upload_that_breaks_off_gives_everything_back(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("keys", "share"), [(0, 1000), (1, 1000), (2, 500), (3, 333), (4, 250), (20_000, 250)])
-def test_keys_have_equal_shares_and_never_less_than_a_quarter(keys: int, share: int) -> None:
+def test_keys_have_equal_shares_of_at_least_a_quarter(keys: int, share: int) -> None:
     account = Account("bytes", 1000, lambda: keys, "delete some")
     account.take("alice", share)
     with pytest.raises(ApiError) as refused:
@@ -109,7 +109,7 @@ def test_keys_have_equal_shares_and_never_less_than_a_quarter(keys: int, share: 
     assert account.used == account.used_by("alice") == 0
 
 
-def test_a_kill_while_a_batch_ends_loses_and_doubles_nothing(tmp_path: Path) -> None:
+def test_kill_at_the_end_of_a_batch_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     finished = False
     for call in range(50):
         folder = tmp_path / str(call)
@@ -126,7 +126,7 @@ def test_a_kill_while_a_batch_ends_loses_and_doubles_nothing(tmp_path: Path) -> 
         store.close()
         again = BatchStore(folder, LIMIT)
         left = again.batches[batch(1).id]
-        assert not len(again.files) or left.status == "finalizing" or left.ended, "its requests would be sent again"
+        assert not len(again.files) or left.status == "finalizing" or left.ended, "its requests would be repeated"
         ended = again.conclude(batch(1).id)
         assert {ended.output_file_id, ended.error_file_id} == {*again.files} and len(again.files) == 2
         assert again.bytes.used == on_disk(folder)

@@ -1,4 +1,4 @@
-"""Every call that changes a file may fail or be the last one: what clients were told stays true."""
+"""Any call that changes a file may fail or be the last one: everything acknowledged stays true."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_nothing_acknowledged_is_lost_in_hostile_worlds() -> None:
 
 
 @pytest.mark.parametrize("error", [None, errno.ENOSPC], ids=["kill", "full"])
-def test_every_call_of_a_world_may_be_the_one_that_fails(tmp_path: Path, error: int | None) -> None:
+def test_any_call_of_a_world_may_fail(tmp_path: Path, error: int | None) -> None:
     sound = World(tmp_path / "sound", SMALL)
     sound.run()
     assert sound.occurred["completed"] and sound.fault.calls > 20
     for call in range(sound.fault.calls):
-        print(f"the fault is at call {call}")
+        print(f"fault at call {call}")
         world = World(tmp_path / str(call), SMALL, call, 1, error)
         world.run()
         assert error is not None or world.occurred["kill"]

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next appointment, so that waits take no time; threads run in place."""
+"""An event loop whose clock jumps to the next timer, so that waits take no time; threads run inline."""
 
 from __future__ import annotations
 

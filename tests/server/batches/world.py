@@ -1,8 +1,8 @@
-"""Hostile worlds of files and batches: the real store and service, two keys, and a disk that fails, in virtual time.
+"""Hostile worlds of files and batches: the real store and service, two keys, and a failing disk, in virtual time.
 
-What clients were told is kept in a plain model. A server that was killed is followed by another one over the same
-folder, at last by one whose disk is sound; then everything that was acknowledged has to be there, once, and counted.
-`python -m tests.server.batches.world` runs many worlds, or one again.
+Acknowledgements to clients are kept in a plain model. A killed server is followed by another on the same
+folder, finally by one without faults; then everything acknowledged must exist, exactly once, and be counted.
+`python -m tests.server.batches.world` runs many worlds, or repeats one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ERRORS: Final = (errno.ENOSPC, errno.EIO)
 
 
 class World:
-    """One world. `fault` is the number of the call at which the disk fails; None leaves it sound."""
+    """One world. `fault` is the number of the call at which the disk fails; None means no fault."""
 
     def __init__(self, folder: Path, seed: int, fault: int | None = None, count: int = 1, error: int | None = None):
         self.folder = folder
@@ -43,16 +43,16 @@ class World:
         self.limit = self.random.choice((4_000, 12_000, 1_000_000))
         self.fault = FaultyDisk(folder, fault, count, error)
         self.files: dict[str, tuple[str, bytes]] = {}
-        """Owner and content of every file that an upload was answered with and nobody asked to delete."""
+        """Owner and content of every acknowledged upload that no client asked to delete."""
         self.batches: dict[str, tuple[str, int, str]] = {}
-        """Owner, requests and input of every batch that was answered."""
+        """Owner, requests and input of every acknowledged batch."""
         self.on_disk: dict[str, set[str]] = {}
-        """Finished lines that a killed server left, by batch."""
+        """Finished lines left by a killed server, by batch."""
         self.occurred: Counter[str] = Counter()
         self._numbers = 0
 
     def run(self) -> None:
-        """Run the world to its end. Raises `AssertionError` where it is not as it has to be."""
+        """Run the world to its end. Raises `AssertionError` on any violation."""
         with self.fault.installed():
             virtual_time.run(self._life(hostile=True))
         if self.fault.killed:
@@ -63,7 +63,7 @@ class World:
         virtual_time.run(self._life(hostile=False))
 
     async def _life(self, *, hostile: bool) -> None:
-        """Run one server; clients ask it only in the hostile life."""
+        """Run one server; clients are active only in the hostile life."""
         supervisor = Supervisor()
         opened: list[BatchStore] = []
 
@@ -111,7 +111,7 @@ class World:
         loop = asyncio.get_running_loop()
         until = loop.time() + 7200
         while store.waiting:
-            assert loop.time() < until, f"batches that never end: {[*map(store.next_batch, store.waiting)]}"
+            assert loop.time() < until, f"batches did not end: {[*map(store.next_batch, store.waiting)]}"
             await asyncio.sleep(1)
 
     # Clients ----------------------------------------------------------------------------------------------
@@ -196,12 +196,12 @@ class World:
                 with store.read(name, owner) as read:
                     store.delete(name, owner)
                     self._counted(store, open_files=len(kept[1]))
-                    assert read.content.read() == kept[1], "a file that is read is read to its end"
+                    assert read.content.read() == kept[1], "an open file must be readable to its end"
             else:
                 store.delete(name, owner)
         except ApiError as error:
             if error.code == "file_in_use" or not self.fault.killed:
-                self.files[name] = kept  # it was refused, so the file stays
+                self.files[name] = kept  # it was rejected, so the file stays
             raise
         self.occurred["delete"] += 1
 
@@ -216,7 +216,7 @@ class World:
                     assert read.content.read() == content
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request of a batch: late, refuse it, or have it wait."""
+        """Answer a request of a batch: late, with an error, or with a retry delay."""
         kind = self.random.random()
         limited = scope[OWNER] == "bob" and kind < 0.5
         await asyncio.sleep(self.random.choice((0, 0.1, 3)))
@@ -225,26 +225,26 @@ class World:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps({"text": "y" * 300}).encode()})
 
-    # Laws -------------------------------------------------------------------------------------------------
+    # Invariants -------------------------------------------------------------------------------------------
 
     def _counted(self, store: BatchStore, open_files: int = 0) -> None:
-        """Check that every byte on disk is counted, and that the limits hold but for errors of a description."""
+        """Check that every byte on disk is counted, and that limits hold except for errors of a description."""
         if self.fault.killed:
             return
         on_disk = sum(path.stat().st_size for path in self.folder.iterdir() if path.name != "lock")
-        assert on_disk + open_files <= store.bytes.used, "bytes on disk that are not counted"
+        assert on_disk + open_files <= store.bytes.used, "bytes on disk are not counted"
         slack = 1000 * (1 + len(self.batches) * 3)
         assert store.bytes.used <= self.limit + slack
         for owner in KEYS:
             assert store.bytes.used_by(owner) <= self.limit // 2 + slack
 
     def _check(self, service: BatchService, store: BatchStore, *, final: bool) -> None:
-        """Check a store whose work is done against what clients were told."""
+        """Check a settled store against everything acknowledged to clients."""
         self._counted(store)
         if self.fault.sound:
             on_disk = sum(path.stat().st_size for path in self.folder.iterdir() if path.name != "lock")
-            assert store.bytes.used == on_disk, "bytes count that are not on disk"
-        assert service._slots._value == _SLOTS, "a slot is lost"
+            assert store.bytes.used == on_disk, "bytes are counted that are not on disk"
+        assert service._slots._value == _SLOTS, "a slot leaked"
         for name, (owner, content) in self.files.items():
             assert store.file(name, owner).bytes == len(content)
             assert store.content(name).read_bytes() == content
@@ -253,7 +253,7 @@ class World:
             outputs = [each for each in (batch.output_file_id, batch.error_file_id) if each is not None]
             lines = [json.loads(line) for each in outputs for line in store.content(each).read_bytes().splitlines()]
             ids = [line["id"] for line in lines]
-            assert len(ids) == len(set(ids)), "a line stands there twice"
+            assert len(ids) == len(set(ids)), "a line is duplicated"
             assert self.on_disk.get(name, set()) <= set(ids), "a finished line is lost"
             counts = batch.request_counts
             assert len(ids) == counts.completed + counts.failed, batch
@@ -271,7 +271,7 @@ class World:
 
 
 def run_world(seed: int) -> Counter[str]:
-    """Run the world of a seed, sound, and again with faults at calls that the seed chooses; return what occurred."""
+    """Run the world of a seed without faults, then with faults at calls drawn from the seed; return event counts."""
     chosen = random.Random(f"fault {seed}")
     with tempfile.TemporaryDirectory() as sound:
         world = World(Path(sound), seed)
@@ -287,7 +287,7 @@ def run_world(seed: int) -> Counter[str]:
 
 
 def main() -> int:
-    """Return 0 if every world was as it has to be."""
+    """Return 0 if no world violated an invariant."""
     parser = argparse.ArgumentParser(prog="python -m tests.server.batches.world", description=__doc__)
     parser.add_argument("--worlds", type=int, default=5000, help="how many worlds to run (default: 5000)")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one (default: 0)")

@@ -35,7 +35,7 @@ def offered(path: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", LONGEST)
-def test_names_of_tools_are_as_long_as_the_api_allows(server: LiveServer, path: str) -> None:
+def test_tool_name_length_is_the_limit_of_the_api(server: LiveServer, path: str) -> None:
     for length, status in ((LONGEST[path], 200), (LONGEST[path] + 1, 400)):
         answer = server.post(path, BODIES[path] | {"tools": [offered(path, "a" * length)]})
         assert answer.status == status, answer.body
@@ -51,12 +51,12 @@ def test_top_p_of_zero_keeps_the_most_likely_token(server: LiveServer, path: str
 @pytest.mark.parametrize(
     "value", ["1e-300", "5e-324", "0", "-0.0", "1e308", "1e309", "-1e309", "9" * 5000, "NaN", "10.1"]
 )
-def test_a_penalty_beyond_its_range_is_a_400(server: LiveServer, value: str) -> None:
+def test_penalty_out_of_range_is_a_400(server: LiveServer, value: str) -> None:
     body = '{"prompt": "a", "max_tokens": 2, "repetition_penalty": %s}' % value  # noqa: UP031
     assert server.post("/v1/completions", body.encode()).status == 400
 
 
-def test_refusals_of_the_assistant_are_read(server: LiveServer) -> None:
+def test_assistant_refusals_are_rendered(server: LiveServer) -> None:
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]}
     assert server.post(CHAT, BODIES[CHAT] | {"messages": [*HI, refused, *HI]}).status == 200
     assert b"I cannot." in bytes(server.client.specs[-1].prompt)

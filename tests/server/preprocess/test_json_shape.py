@@ -1,4 +1,4 @@
-"""What a JSON text holds is counted outside its strings, wherever slices of the text are cut."""
+"""The shape of a JSON text is counted outside its strings, for any slice boundaries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def counted(value: Any) -> reading.JsonShape:
 
 
 @given(VALUES, st.integers(1, 9), st.booleans())
-def test_only_what_stands_outside_strings_counts(value: Any, cut: int, ascii_only: bool) -> None:
+def test_only_tokens_outside_strings_are_counted(value: Any, cut: int, ascii_only: bool) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "_SLICE", cut)
@@ -43,7 +43,7 @@ def test_only_what_stands_outside_strings_counts(value: Any, cut: int, ascii_onl
 
 
 @given(st.binary(max_size=40), st.integers(1, 9))
-def test_what_is_no_json_is_counted_without_an_error(body: bytes, cut: int) -> None:
+def test_invalid_json_is_counted_without_an_error(body: bytes, cut: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "_SLICE", cut)
         assert min(reading.shape_of(body)) >= 0

@@ -1,4 +1,4 @@
-"""Fields that nobody reads are found wherever they are, and nothing else is."""
+"""Unknown fields are found at any depth, and no others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def found(body: Any) -> set[str]:
         ({"branches": None}, set()),
     ],
 )
-def test_paths_name_what_is_not_read(body: Any, paths: set[str]) -> None:
+def test_paths_name_unknown_fields(body: Any, paths: set[str]) -> None:
     assert found(body) == paths
 
 
@@ -62,7 +62,7 @@ def test_paths_name_what_is_not_read(body: Any, paths: set[str]) -> None:
         ),
     )
 )
-def test_any_body_can_be_looked_at(value: Any) -> None:
+def test_any_body_can_be_checked(value: Any) -> None:
     paths = found({"branches": value, "x": value})
     assert "x" in paths
     assert all(path.split(".")[-1] not in ("branches", "b") or "." in path for path in paths)

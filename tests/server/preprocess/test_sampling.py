@@ -15,7 +15,7 @@ CHAT = ChatRequest(messages=[Message(role="user", content="a")])
 
 
 @given(seeds)
-def test_the_first_choice_has_the_seed_itself_and_others_differ(seed: int) -> None:
+def test_first_choice_has_the_seed_and_others_differ(seed: int) -> None:
     derived = [choice_seed(seed, index) for index in range(128)]
     assert derived[0] == seed % 2**64
     assert len(set(derived)) == 128
@@ -23,7 +23,7 @@ def test_the_first_choice_has_the_seed_itself_and_others_differ(seed: int) -> No
 
 
 def test_seeds_are_pinned() -> None:
-    """A client that kept a seed gets the same choices from every version."""
+    """A client that stored a seed gets the same choices from every version."""
     assert [choice_seed(1, index) for index in range(3)] == [1, 10451216379200822465, 13757245211066428519]
 
 
@@ -41,14 +41,14 @@ def test_prompt_and_output_never_exceed_the_context(length: int) -> None:
         assert cost.outputs == [min(default, 501 - length)]
 
 
-def test_tiny_temperatures_are_greedy_and_minus_one_keeps_every_token() -> None:
+def test_tiny_temperature_is_greedy_and_top_k_minus_one_is_off() -> None:
     request = CompletionRequest(prompt="a", temperature=1e-300, top_k=-1)
     params = sampling_params(request, engine_info(), [16], None)[0]
     assert params.temperature == 0.0 and params.greedy
     assert params.top_k == 0
 
 
-def test_each_prompt_gets_the_room_that_it_leaves() -> None:
+def test_each_prompt_gets_its_remaining_context() -> None:
     info = engine_info(max_model_len=20)
     cost = text_cost(TEXT, [1, 10], most_texts=2, context=20, limit=None)
     assert cost.outputs == [16, 10]

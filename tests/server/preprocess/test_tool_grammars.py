@@ -1,4 +1,4 @@
-"""Calls that have to be made, arguments that have to keep a schema, and reasoning before them."""
+"""Required calls, arguments bound to a schema, and reasoning before them."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def hermes() -> Iterator[LiveServer]:
         yield server
 
 
-def asked(server: LiveServer, **changes: Any) -> SamplingParams:
+def params_of(server: LiveServer, **changes: Any) -> SamplingParams:
     answer = server.post(PATH, {"max_tokens": 2} | ASK | changes)
     assert answer.status == 200, answer.body
     return server.client.specs[-1].params
 
 
 def complete(grammar: str, text: str) -> bool:
-    """Whether the grammar takes all of a text, which may end there."""
+    """Return True if the grammar accepts the whole text, and it may end there."""
     matcher = bytes_compiler().matcher(grammar)
     tokens = [*ids(text), END_ID]
     return matcher.validate_tokens(tokens) == len(tokens)
 
 
-def test_a_free_choice_has_no_grammar(hermes: LiveServer) -> None:
-    assert asked(hermes).grammar is None
-    assert asked(hermes, tool_choice="none").grammar is None
+def test_free_choice_has_no_grammar(hermes: LiveServer) -> None:
+    assert params_of(hermes).grammar is None
+    assert params_of(hermes, tool_choice="none").grammar is None
 
 
-def test_required_allows_calls_of_the_tools_and_nothing_else(hermes: LiveServer) -> None:
-    grammar = asked(hermes, tool_choice="required").grammar
+def test_required_allows_only_calls_of_the_tools(hermes: LiveServer) -> None:
+    grammar = params_of(hermes, tool_choice="required").grammar
     rome = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     assert complete(grammar, rome)
@@ -62,20 +62,20 @@ def test_required_allows_calls_of_the_tools_and_nothing_else(hermes: LiveServer)
     assert not complete(grammar, "")
     assert not complete(grammar, rome.replace("Rome", "Bern"))
     assert not complete(grammar, rome.replace("weather", "other"))
-    one = asked(hermes, tool_choice="required", parallel_tool_calls=False).grammar
+    one = params_of(hermes, tool_choice="required", parallel_tool_calls=False).grammar
     assert complete(one, now) and not complete(one, f"{now}\n{rome}")
 
 
-def test_a_named_tool_is_called_once(hermes: LiveServer) -> None:
-    grammar = asked(hermes, tool_choice=NAMED).grammar
+def test_named_tool_is_called_once(hermes: LiveServer) -> None:
+    grammar = params_of(hermes, tool_choice=NAMED).grammar
     rome = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     assert complete(grammar, rome)
     assert not complete(grammar, f"{rome}\n{rome}")
     assert not complete(grammar, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
 
 
-def test_strict_holds_a_call_that_the_model_chooses_to_make(hermes: LiveServer) -> None:
-    grammar = asked(hermes, tools=[tool("weather", CITY, strict=True), tool("now")]).grammar
+def test_strict_tool_constrains_optional_calls(hermes: LiveServer) -> None:
+    grammar = params_of(hermes, tools=[tool("weather", CITY, strict=True), tool("now")]).grammar
     assert complete(grammar, "Just text.")
     assert complete(grammar, 'So: <tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>')
     assert not complete(grammar, '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>')
@@ -96,11 +96,11 @@ def test_strict_holds_a_call_that_the_model_chooses_to_make(hermes: LiveServer) 
         ({"response_format": {"type": "json_object"}}, '{"a": 1}', "[1]"),
     ],
 )
-def test_an_answer_that_may_call_is_calls_or_has_the_form_that_is_asked_for(
+def test_answer_is_calls_or_the_requested_format(
     hermes: LiveServer, form: dict[str, Any], whole: str, other: str, strict: bool
 ) -> None:
     tools = [tool("weather", CITY, strict=strict), tool("now")]
-    grammar = asked(hermes, tools=tools, **form).grammar
+    grammar = params_of(hermes, tools=tools, **form).grammar
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
     assert complete(grammar, whole)
     assert complete(grammar, call % "Oslo")
@@ -108,30 +108,30 @@ def test_an_answer_that_may_call_is_calls_or_has_the_form_that_is_asked_for(
     assert complete(grammar, call % "Bern") is not strict
     for wrong in (other, "", "So: " + call % "Oslo", whole + call % "Oslo"):
         assert not complete(grammar, wrong)
-    one = asked(hermes, tools=tools, parallel_tool_calls=False, **form).grammar
+    one = params_of(hermes, tools=tools, parallel_tool_calls=False, **form).grammar
     assert not complete(one, "\n".join([call % "Oslo"] * 2))
     refused = hermes.post(PATH, ASK | form | {"tool_choice": "required"})
-    assert refused.status == 400 and "leave no place" in refused.error["message"]
-    alone = asked(hermes, tool_choice="none", **form).grammar
+    assert refused.status == 400 and "cannot be combined with required tool calls" in refused.error["message"]
+    alone = params_of(hermes, tool_choice="none", **form).grammar
     assert complete(alone, whole) and not complete(alone, call % "Oslo")
 
 
-def test_the_form_stands_behind_what_begins_an_answer() -> None:
+def test_constraint_applies_after_the_answer_prefix() -> None:
     with live(lambda: FakeClient(max_model_len=4000), parsers=Parsers(HarmonyTools, HarmonyReasoning)) as server:
-        grammar = asked(server, structured_outputs={"choice": ["yes", "no"]}).grammar
+        grammar = params_of(server, structured_outputs={"choice": ["yes", "no"]}).grammar
     begin = HarmonyTools.answer_begin
     assert begin and complete(grammar, f"{begin}yes")
     assert not complete(grammar, "yes") and not complete(grammar, f"{begin}maybe")
 
 
-class UnheldTools(HermesTools):
+class UnconstrainedTools(HermesTools):
     @classmethod
     def form(cls, name: str) -> Any:
         return None
 
 
-def test_a_format_that_no_grammar_holds_refuses_to_be_forced() -> None:
-    with live(lambda: FakeClient(max_model_len=4000), parsers=Parsers(UnheldTools)) as server:
+def test_parser_without_grammar_rejects_required_calls() -> None:
+    with live(lambda: FakeClient(max_model_len=4000), parsers=Parsers(UnconstrainedTools)) as server:
         for changes, field in (
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tool_choice": NAMED}, "tool_choice"),
@@ -143,7 +143,7 @@ def test_a_format_that_no_grammar_holds_refuses_to_be_forced() -> None:
         assert server.post(PATH, ASK).status == 200
 
 
-def test_schemas_of_tools_have_bounds(hermes: LiveServer) -> None:
+def test_tool_schemas_are_bounded(hermes: LiveServer) -> None:
     deep: dict[str, Any] = {}
     for _ in range(200):
         deep = {"type": "object", "properties": {"a": deep}}
@@ -152,12 +152,12 @@ def test_schemas_of_tools_have_bounds(hermes: LiveServer) -> None:
         answer = hermes.post(PATH, ASK | {"tools": [tool("weather", schema)], "tool_choice": "required"})
         assert (answer.status, answer.error["param"]) in (
             (400, "tools[0].function.parameters"),
-            (400, "messages"),  # so long that the context does not hold it
+            (400, "messages"),  # so long that it exceeds the context
         )
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_schema_that_makes_no_sense_is_named_by_its_place(hermes: LiveServer, choice: Any) -> None:
+def test_invalid_schema_is_rejected_by_its_path(hermes: LiveServer, choice: Any) -> None:
     wrong = {"type": "object", "properties": {"city": {"type": "town"}}}
     error = hermes.post(PATH, ASK | {"tools": [tool("weather", wrong, strict=True)], "tool_choice": choice}).error
     assert error["param"].startswith("tools[0].function.parameters") and "town" not in error["param"]
@@ -171,41 +171,41 @@ def thinking() -> Iterator[LiveServer]:
         yield server
 
 
-def test_a_grammar_begins_behind_reasoning(thinking: LiveServer) -> None:
-    params = asked(thinking, tool_choice=NAMED)
+def test_grammar_starts_after_reasoning(thinking: LiveServer) -> None:
+    params = params_of(thinking, tool_choice=NAMED)
     assert params.reasoning.end == tuple(b"</think>")
     assert params.reasoning.max_tokens is None
     assert complete(params.grammar, '\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>')
 
 
-def test_a_format_of_the_answer_begins_behind_reasoning_too(thinking: LiveServer) -> None:
-    params = asked(thinking, tools=None, response_format={"type": "json_object"})
+def test_response_format_starts_after_reasoning(thinking: LiveServer) -> None:
+    params = params_of(thinking, tools=None, response_format={"type": "json_object"})
     assert params.reasoning.end == tuple(b"</think>") and params.grammar is not None
 
 
-def test_tools_that_must_be_called_leave_no_place_for_a_format(hermes: LiveServer) -> None:
+def test_required_tools_exclude_a_response_format(hermes: LiveServer) -> None:
     body = ASK | {"tool_choice": "required", "response_format": {"type": "json_object"}}
     assert hermes.post(PATH, body).error["param"] == "response_format"
 
 
-def test_reasoning_has_a_budget_by_either_name(thinking: LiveServer) -> None:
-    assert asked(thinking, reasoning_max_tokens=7).reasoning.max_tokens == 7
-    assert asked(thinking, thinking_token_budget=0).reasoning.max_tokens == 0
-    assert asked(thinking).reasoning is None
+def test_reasoning_budget_has_two_names(thinking: LiveServer) -> None:
+    assert params_of(thinking, reasoning_max_tokens=7).reasoning.max_tokens == 7
+    assert params_of(thinking, thinking_token_budget=0).reasoning.max_tokens == 0
+    assert params_of(thinking).reasoning is None
     error = thinking.post(PATH, ASK | {"reasoning_max_tokens": 1, "thinking_token_budget": 2}).error
     assert error["param"] == "thinking_token_budget"
 
 
 @pytest.mark.parametrize("form", [{"tool_choice": "required"}, {"tools": [tool("weather", CITY, strict=True)]}])
-def test_a_budget_is_refused_where_reasoning_belongs_to_the_grammar(form: dict[str, Any]) -> None:
+def test_budget_is_rejected_if_reasoning_is_in_the_grammar(form: dict[str, Any]) -> None:
     with live(lambda: FakeClient(max_model_len=4000), parsers=Parsers(HarmonyTools, HarmonyReasoning)) as server:
         error = server.post(PATH, ASK | form | {"reasoning_max_tokens": 7}).error
-        assert asked(server, reasoning_max_tokens=7).reasoning.max_tokens == 7
+        assert params_of(server, reasoning_max_tokens=7).reasoning.max_tokens == 7
     assert (error["param"], error["code"]) == ("reasoning_max_tokens", "unsupported_parameter")
-    assert "belongs to their grammar" in error["message"]
+    assert "reasoning is part of their grammar" in error["message"]
 
 
-def test_a_model_without_reasoning_refuses_a_budget(hermes: LiveServer) -> None:
+def test_model_without_reasoning_rejects_a_budget(hermes: LiveServer) -> None:
     error = hermes.post(PATH, ASK | {"reasoning_max_tokens": 7}).error
     assert (error["param"], error["code"]) == ("reasoning_max_tokens", "unsupported_parameter")
 
@@ -219,7 +219,5 @@ def test_a_model_without_reasoning_refuses_a_budget(hermes: LiveServer) -> None:
         ("hi", False, False),
     ],
 )
-def test_reasoning_is_expected_where_the_prompt_or_the_template_leads_to_it(
-    tail: str, switched: bool, begins: bool
-) -> None:
+def test_reasoning_begins_by_prompt_tail_or_template(tail: str, switched: bool, begins: bool) -> None:
     assert QwenReasoning.begins_reasoning(tail, switched) is begins

@@ -20,7 +20,7 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
-        "description": "Tells it",
+        "description": "Returns it",
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
@@ -53,21 +53,21 @@ def message(server: LiveServer, **changes: Any) -> dict[str, Any]:
     return answer.json["choices"][0]
 
 
-def test_calls_and_reasoning_have_openais_shape(server: LiveServer) -> None:
+def test_calls_and_reasoning_have_openai_format(server: LiveServer) -> None:
     choice = message(server)
     assert choice["finish_reason"] == "tool_calls"
-    said = choice["message"]
-    assert (said["content"], said["reasoning_content"], said["reasoning"]) == ("I look.", "Hm é\u2028.", "Hm é\u2028.")
-    ids = [call.pop("id") for call in said["tool_calls"]]
+    got = choice["message"]
+    assert (got["content"], got["reasoning_content"], got["reasoning"]) == ("I look.", "Hm é\u2028.", "Hm é\u2028.")
+    ids = [call.pop("id") for call in got["tool_calls"]]
     assert len(set(ids)) == 2 and all(each.startswith("call_") for each in ids)
-    assert said["tool_calls"] == [
+    assert got["tool_calls"] == [
         {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Röm"}'}},
         {"type": "function", "function": {"name": "now", "arguments": "{}"}},
     ]
 
 
 @pytest.mark.parametrize("per_step", [1, 2, 7, 1000])
-def test_a_stream_joined_is_the_whole_answer(server: LiveServer, per_step: int) -> None:
+def test_joined_stream_equals_the_whole_answer(server: LiveServer, per_step: int) -> None:
     server.client.per_step = per_step
     whole = message(server)
     events = server.post(PATH, ASK | {"stream": True}).events
@@ -92,11 +92,11 @@ def test_a_stream_joined_is_the_whole_answer(server: LiveServer, per_step: int) 
     assert [call["function"] for call in calls] == [call["function"] for call in whole["message"]["tool_calls"]]
 
 
-def test_no_event_of_a_stream_holds_a_line_break_of_unicode(server: LiveServer) -> None:
+def test_no_event_contains_a_unicode_line_break(server: LiveServer) -> None:
     assert "\u2028" not in server.post(PATH, ASK | {"stream": True}).body.decode()
 
 
-def test_a_call_that_max_tokens_cuts_off_ends_cleanly(server: LiveServer) -> None:
+def test_call_truncated_by_max_tokens_ends_cleanly(server: LiveServer) -> None:
     cut = REPLY.encode().index(b'"R') + 2
     choice = message(server, max_tokens=cut)
     assert choice["finish_reason"] == "length"
@@ -104,7 +104,7 @@ def test_a_call_that_max_tokens_cuts_off_ends_cleanly(server: LiveServer) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_half_a_marker_at_max_tokens_is_no_content(server: LiveServer, stream: bool) -> None:
+def test_partial_marker_at_max_tokens_is_not_content(server: LiveServer, stream: bool) -> None:
     for half in (
         "<tool_c",
         "<tool_call>",
@@ -119,16 +119,16 @@ def test_half_a_marker_at_max_tokens_is_no_content(server: LiveServer, stream: b
         assert not re.search(rb'"content": ?"[^"]', answer.body), half
 
 
-def test_half_a_marker_that_ends_the_answer_is_text(server: LiveServer) -> None:
+def test_partial_marker_at_the_end_of_an_answer_is_text(server: LiveServer) -> None:
     server.client.reply = lambda _: b"It is <"
     assert message(server)["message"]["content"] == "It is <"
 
 
-def test_parallel_calls_can_be_kept_to_one(server: LiveServer) -> None:
+def test_parallel_calls_can_be_limited_to_one(server: LiveServer) -> None:
     assert len(message(server, parallel_tool_calls=False)["message"]["tool_calls"]) == 1
 
 
-def test_without_tools_calls_are_text_and_reasoning_is_read(server: LiveServer) -> None:
+def test_without_tools_calls_are_text_and_reasoning_is_parsed(server: LiveServer) -> None:
     for changes in ({"tools": None}, {"tools": []}, {"tool_choice": "none"}):
         choice = message(server, **changes)
         assert choice["finish_reason"] == "stop"
@@ -136,12 +136,12 @@ def test_without_tools_calls_are_text_and_reasoning_is_read(server: LiveServer) 
         assert choice["message"]["reasoning_content"] == "Hm é\u2028."
 
 
-def test_reasoning_can_be_left_out(server: LiveServer) -> None:
-    said = message(server, include_reasoning=False)["message"]
-    assert "reasoning_content" not in said and "reasoning" not in said
+def test_reasoning_can_be_omitted(server: LiveServer) -> None:
+    got = message(server, include_reasoning=False)["message"]
+    assert "reasoning_content" not in got and "reasoning" not in got
 
 
-def test_tools_and_what_they_answered_reach_the_prompt(server: LiveServer) -> None:
+def test_tools_and_their_results_reach_the_prompt(server: LiveServer) -> None:
     called = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     turns = [
         {"role": "user", "content": "hi"},
@@ -151,7 +151,7 @@ def test_tools_and_what_they_answered_reach_the_prompt(server: LiveServer) -> No
     message(server, messages=turns)
     prompt = bytes(server.client.specs[-1].prompt).decode()
     assert prompt.startswith("system: # Tools")
-    assert '{"name": "weather", "description": "Tells it", "parameters"' in prompt
+    assert '{"name": "weather", "description": "Returns it", "parameters"' in prompt
     assert 'assistant: <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>' in prompt
     assert "user: <tool_response>\nsunny\n</tool_response>" in prompt
 
@@ -183,31 +183,31 @@ def test_tokenize_counts_the_same_tokens(server: LiveServer) -> None:
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
     ],
 )
-def test_what_is_wrong_with_tools_is_named(server: LiveServer, changes: dict[str, Any], field: str) -> None:
+def test_invalid_tools_are_named(server: LiveServer, changes: dict[str, Any], field: str) -> None:
     answer = server.post(PATH, ASK | changes)
     assert (answer.status, answer.error["param"]) == (400, field), answer.body
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "3", "null", "nonsense"])
-def test_arguments_of_a_call_in_the_conversation_never_break_the_server(server: LiveServer, arguments: str) -> None:
+def test_call_arguments_in_history_never_break_the_server(server: LiveServer, arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "x", "arguments": arguments}}
     turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "é\u2028"}]
     assert server.post(PATH, ASK | {"messages": turns}).status == 200
 
 
-def test_thousands_of_tools_end_with_a_clear_answer(server: LiveServer) -> None:
+def test_thousands_of_tools_are_a_clear_error(server: LiveServer) -> None:
     tools = [{"type": "function", "function": {"name": f"tool_{index}"}} for index in range(1000)]
     answer = server.post(PATH, ASK | {"tools": tools})
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
 
 
-def test_a_model_without_a_parser_refuses_tools_and_nothing_else() -> None:
+def test_model_without_a_parser_rejects_only_tools() -> None:
     with live() as plain:
         assert plain.post(PATH, ASK).error["param"] == "tools"
         assert plain.post(PATH, ASK | {"tool_choice": "none"}).status == 200
 
 
-def test_the_official_client_reads_calls(server: LiveServer) -> None:
+def test_official_client_parses_calls(server: LiveServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         answer = client.chat.completions.create(model="fake", **ASK)
         [call, _] = answer.choices[0].message.tool_calls

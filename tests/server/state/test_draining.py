@@ -1,4 +1,4 @@
-"""A server that is told to stop: it says so first, takes requests for a while, then refuses, then ends."""
+"""Shutdown of a server: it announces, serves during the delay, then rejects requests, then exits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ BODY = {"prompt": "b", "max_tokens": 4}
 
 
 def left(server: LiveServer) -> None:
-    """Tell the server to stop and wait until it says so."""
+    """Stop the server and wait until it announces the shutdown."""
     server.stop()
     while server.get("/ready").status != 503:
         time.sleep(0.005)
 
 
 @pytest.mark.timing
-def test_who_leaves_says_so_and_serves_for_the_delay() -> None:
+def test_shutdown_is_announced_and_requests_served_for_the_delay() -> None:
     with live(drain_delay=0.5, drain_seconds=10.0) as server:
         before = server.post(PATH, BODY)
         assert DRAINING_HEADER.lower() not in before.headers and "connection" not in before.headers
@@ -42,7 +42,7 @@ def test_who_leaves_says_so_and_serves_for_the_delay() -> None:
         server.join()
 
 
-def test_a_stream_that_had_begun_is_the_last_answer_of_its_connection() -> None:
+def test_running_stream_is_the_last_answer_of_its_connection() -> None:
     with live(drain_seconds=10.0) as server:
         server.client.held = True
         running = Background(server, "r", stream=True)
@@ -58,7 +58,7 @@ def test_a_stream_that_had_begun_is_the_last_answer_of_its_connection() -> None:
         server.join()
 
 
-def test_a_request_whose_body_is_on_its_way_is_waited_for() -> None:
+def test_request_with_an_incomplete_body_is_awaited() -> None:
     body = json.dumps(BODY).encode()
     with live(drain_seconds=10.0) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
@@ -66,7 +66,7 @@ def test_a_request_whose_body_is_on_its_way_is_waited_for() -> None:
         connection.putheader("content-type", "application/json")
         connection.putheader("content-length", str(len(body)))
         connection.endheaders(body[:5])
-        time.sleep(0.1)  # the head is read
+        time.sleep(0.1)  # the headers have been read
         left(server)
         while server.post(PATH, BODY).status != 503:
             time.sleep(0.005)
@@ -76,7 +76,7 @@ def test_a_request_whose_body_is_on_its_way_is_waited_for() -> None:
         server.join()
 
 
-def test_a_second_signal_ends_delay_and_wait() -> None:
+def test_second_signal_ends_delay_and_wait() -> None:
     async def scenario() -> None:
         drain, hurry = Drain(), asyncio.Event()
         asyncio.get_running_loop().call_later(0.05, hurry.set)

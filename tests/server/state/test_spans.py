@@ -1,4 +1,4 @@
-"""Spans of requests, through server, router and pair. What asks for the SDK is skipped where the extra is missing."""
+"""Spans of requests, through server, router and pair. Tests of the SDK are skipped if the extra is missing."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.server.fakes import FakeClient, live
 SDK = pytest.mark.skipif(importlib.util.find_spec("opentelemetry.sdk") is None, reason="fd-core[otel] is not installed")
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
-SECRET = "a prompt that nobody may see"
+SECRET = "a prompt that must stay private"
 
 
 class Memory:
-    """Spans that are kept in memory."""
+    """Exporter that keeps spans in memory."""
 
     def __init__(self) -> None:
         from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -42,7 +42,7 @@ class Memory:
         self.spans = RequestSpans(self._exporter, "tests")
 
     def ended(self, count: int) -> dict[str, Any]:
-        """Return the spans that have ended by name, once there are `count`."""
+        """Return ended spans by name, once there are `count`."""
         deadline = time.monotonic() + 10
         while len(self._all()) < count and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -70,17 +70,17 @@ def header(span: Any) -> str:
 
 @SDK
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_is_a_span_below_the_clients(memory: Memory, stream: bool) -> None:
+def test_chat_span_is_a_child_of_the_clients_span(memory: Memory, stream: bool) -> None:
     with live(spans=memory.spans) as server:
         body = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 5, "stream": stream}
         assert server.post("/v1/chat/completions", body, traceparent=PARENT, tracestate="a=b").status == 200
         span = memory.ended(1)["chat fake"]
     assert f"{span.context.trace_id:032x}" == TRACE and f"{span.parent.span_id:016x}" == "00f067aa0ba902b7"
-    said = dict(span.attributes)
-    assert said.pop("gen_ai.latency.time_in_queue", 0) >= 0
-    assert 0 < said.pop("gen_ai.latency.time_to_first_token") < 10
-    assert said.pop("gen_ai.request.id") and said.pop("gen_ai.usage.input_tokens") > len(SECRET)
-    assert said == {
+    attributes = dict(span.attributes)
+    assert attributes.pop("gen_ai.latency.time_in_queue", 0) >= 0
+    assert 0 < attributes.pop("gen_ai.latency.time_to_first_token") < 10
+    assert attributes.pop("gen_ai.request.id") and attributes.pop("gen_ai.usage.input_tokens") > len(SECRET)
+    assert attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "fake",
         "gen_ai.request.max_tokens": 5,
@@ -95,17 +95,17 @@ def test_a_chat_is_a_span_below_the_clients(memory: Memory, stream: bool) -> Non
 
 
 @SDK
-def test_a_span_says_what_its_request_waited_for(memory: Memory) -> None:
+def test_span_has_durations_by_phase(memory: Memory) -> None:
     with live(spans=memory.spans) as server:
         server.client.phases = (0.5, 0.25, *[0.0] * (len(PHASE_NAMES) - 2))
         assert server.post("/v1/completions", {"prompt": SECRET, "max_tokens": 5}).status == 200
         span = memory.ended(1)["text_completion fake"]
-    told = {name: value for name, value in span.attributes.items() if name.startswith("fdcore.phase.")}
-    assert told == {"fdcore.phase.computing": 0.5, "fdcore.phase.slot": 0.25}
+    durations = {name: value for name, value in span.attributes.items() if name.startswith("fdcore.phase.")}
+    assert durations == {"fdcore.phase.computing": 0.5, "fdcore.phase.slot": 0.25}
 
 
 @SDK
-def test_what_fails_says_so_and_ends_its_span(memory: Memory) -> None:
+def test_failure_is_recorded_in_its_span(memory: Memory) -> None:
     with live(spans=memory.spans) as server:
         server.client.fail_after = 2
         server.post("/v1/completions", {"prompt": SECRET, "max_tokens": 5})
@@ -115,18 +115,18 @@ def test_what_fails_says_so_and_ends_its_span(memory: Memory) -> None:
 
 @SDK
 @in_loop
-async def test_each_attempt_of_a_router_is_a_span_that_its_worker_is_told(memory: Memory) -> None:
+async def test_each_router_attempt_is_a_span_passed_to_its_worker(memory: Memory) -> None:
     async with FakeWorker("a") as a, FakeWorker("b") as b, routed(a, b, spans=memory.spans) as live:
         first = min((a, b), key=lambda worker: worker.url)
         first.script.append("500")
         body = {"model": "m", "messages": [{"role": "user", "content": SECRET}], "stream": True}
         assert (await live.post(body=body, traceparent=PARENT))[0] == 200
-        told = [worker.seen[-1][1]["traceparent"] for worker in sorted((a, b), key=lambda worker: worker is not first)]
+        sent = [worker.seen[-1][1]["traceparent"] for worker in sorted((a, b), key=lambda worker: worker is not first)]
     memory.ended(3)
     root, *attempts = sorted(memory._all(), key=lambda span: span.start_time)
     assert (root.name, [each.name for each in attempts]) == ("POST /v1/chat/completions", ["chat m", "chat m"])
     assert f"{root.context.trace_id:032x}" == TRACE and root.attributes["http.response.status_code"] == 200
-    assert told == [header(each) for each in attempts]
+    assert sent == [header(each) for each in attempts]
     assert {each.parent.span_id for each in attempts} == {root.context.span_id}
     assert [each.attributes.get("error.type") for each in attempts] == ["worker_failed", None]
     assert [each.attributes["fdcore.attempt"] for each in attempts] == [1, 2]
@@ -149,7 +149,7 @@ async def null_worker(role: str, secret: str) -> EngineClient:
 
 @SDK
 @in_loop
-async def test_a_trace_goes_through_router_decode_and_prefill_worker(memory: Memory, tmp_path: Path) -> None:
+async def test_trace_spans_router_decode_and_prefill_worker(memory: Memory, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a secret of this test alone")
     secret.chmod(0o600)
@@ -185,7 +185,7 @@ async def test_a_trace_goes_through_router_decode_and_prefill_worker(memory: Mem
 
 @SDK
 @pytest.mark.timing
-def test_a_dead_collector_is_told_once_and_holds_nobody_up(
+def test_dead_collector_is_logged_once_and_blocks_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.3")
@@ -196,18 +196,19 @@ def test_a_dead_collector_is_told_once_and_holds_nobody_up(
         began = time.monotonic()
         for _ in range(5000):
             spans.begin("chat", "server", {}, {}).end()
-        assert time.monotonic() - began < 5, "making a span waits for the collector"
+        assert time.monotonic() - began < 5, "creating a span blocks on the collector"
         spans.provider.force_flush()
         spans.begin("chat", "server", {}, {}).end()
         spans.provider.force_flush()
         began = time.monotonic()
         spans.close()
         assert time.monotonic() - began < 5
-    said = [record for record in caplog.records if record.name.startswith(("fd_core", "opentelemetry"))]
-    assert [record.name for record in said] == ["fd_core.http.spans"] and "gets no spans" in said[0].message
+    logged = [record for record in caplog.records if record.name.startswith(("fd_core", "opentelemetry"))]
+    assert [record.name for record in logged] == ["fd_core.http.spans"]
+    assert "spans cannot be exported" in logged[0].message
 
 
-def test_headers_of_a_trace_pass_a_router_that_makes_no_spans() -> None:
+def test_trace_headers_pass_a_router_without_spans() -> None:
     @in_loop
     async def scenario() -> None:
         async with FakeWorker() as worker, routed(worker) as live:
@@ -231,7 +232,7 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
 @pytest.mark.parametrize(
     "command", [["serve", "null", "--backend", "null"], ["route", "--worker", "http://127.0.0.1:9"]]
 )
-def test_without_the_extra_the_command_line_is_refused(command: list[str]) -> None:
+def test_endpoint_without_the_extra_is_rejected(command: list[str]) -> None:
     code = (
         "import sys; sys.modules['opentelemetry.exporter.otlp.proto.http.trace_exporter'] = None;"
         "from fd_core.cli.main import main; sys.exit(main())"
@@ -245,13 +246,13 @@ def test_without_the_extra_the_command_line_is_refused(command: list[str]) -> No
     assert "Traceback" not in answer.stderr
 
 
-def test_an_address_of_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gRPC is not served") as caught:
+def test_unsupported_address_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="gRPC is not supported") as caught:
         open_spans("localhost:4317", "tests")
     assert caught.value.exit_code == 2
 
 
-def test_the_engines_of_servers_that_trace_nothing_get_no_trace() -> None:
+def test_engine_of_an_untraced_server_gets_no_trace() -> None:
     with live(FakeClient) as server:
         server.post("/v1/completions", {"prompt": "a"}, traceparent=PARENT)
         assert server.client.specs[-1].traceparent == ""

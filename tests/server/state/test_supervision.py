@@ -1,4 +1,4 @@
-"""Background tasks: a failure is logged, counted, visible and retried, and one task does not hide another."""
+"""Background tasks: a failure is logged, counted, visible and retried; one task does not mask another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fd_core.http.supervision import Supervisor, failure_reason
 from tests.server.batches import virtual_time
 
 
-def test_a_failed_task_is_logged_counted_shown_and_started_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_task_is_logged_counted_shown_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
     starts: list[float] = []
 
     async def work() -> None:
@@ -35,10 +35,10 @@ def test_a_failed_task_is_logged_counted_shown_and_started_again(caplog: pytest.
         virtual_time.run(check())
     pauses = [after - before for before, after in itertools.pairwise(starts)]
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]
-    assert len(caplog.messages) == 10 and "no space left on device; it starts again in 0.5 s" in caplog.messages[0]
+    assert len(caplog.messages) == 10 and "no space left on device; it restarts in 0.5 s" in caplog.messages[0]
 
 
-def test_unexpected_errors_are_logged_with_places_and_without_their_text(caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_error_is_logged_by_location_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         raise ValueError(" ".join(("a", "prompt")))
 
@@ -53,7 +53,7 @@ def test_unexpected_errors_are_logged_with_places_and_without_their_text(caplog:
     assert "test_supervision.py" in caplog.text and "a prompt" not in caplog.text
 
 
-def test_parts_of_a_task_fail_on_their_own() -> None:
+def test_parts_of_a_task_fail_independently() -> None:
     async def fail() -> None:
         raise ConfigError("b is wrong")
 
@@ -68,7 +68,7 @@ def test_parts_of_a_task_fail_on_their_own() -> None:
     virtual_time.run(check())
 
 
-def test_a_cancelled_task_is_no_failure() -> None:
+def test_cancelled_task_is_not_a_failure() -> None:
     async def check() -> None:
         supervisor = Supervisor()
         task = supervisor.start("sleep", lambda: asyncio.sleep(1000))

@@ -1,4 +1,4 @@
-"""A client that goes away frees what it held, once and soon."""
+"""A client disconnect frees its resources, once and soon."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PATH = "/v1/completions"
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 1.0) -> float:
-    """Wait until `condition` holds; return how long it took."""
+    """Wait until `condition` holds; return the elapsed time."""
     start = time.monotonic()
     while not condition():
-        assert time.monotonic() - start < seconds, "it did not happen in time"
+        assert time.monotonic() - start < seconds, "timed out"
         time.sleep(0.005)
     return time.monotonic() - start
 
 
 async def leave(port: int, body: dict, read: int) -> None:
-    """Send a request, read at least so many bytes of the answer, and go away."""
+    """Send a request, read at least this many bytes of the answer, and disconnect."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -42,7 +42,7 @@ async def leave(port: int, body: dict, read: int) -> None:
 @pytest.mark.parametrize(
     ("stream", "read", "n"), [(True, 300, 1), (True, 300, 3), (True, 0, 1), (False, 0, 1), (False, 0, 3)]
 )
-def test_leaving_aborts_every_choice_once(server: LiveServer, stream: bool, read: int, n: int) -> None:
+def test_disconnect_aborts_every_choice_once(server: LiveServer, stream: bool, read: int, n: int) -> None:
     client: FakeClient = server.client
     client.reply = lambda _: b"x" * 390
     client.step_seconds = 0.01
@@ -57,8 +57,8 @@ def test_leaving_aborts_every_choice_once(server: LiveServer, stream: bool, read
     assert len(client.aborts) == n
 
 
-def test_leaving_while_nothing_can_be_written_aborts(server: LiveServer) -> None:
-    """A client that does not read fills the buffers; the writer waits, and must still learn that it left."""
+def test_disconnect_is_noticed_while_the_writer_is_blocked(server: LiveServer) -> None:
+    """A client that does not read fills the buffers; the blocked writer must still notice the disconnect."""
     client: FakeClient = server.client
     client.reply = lambda _: b"x" * 390
     body = {"prompt": "a", "max_tokens": 390, "stream": True, "n": 100, "logprobs": 20}
@@ -80,8 +80,8 @@ def test_leaving_while_nothing_can_be_written_aborts(server: LiveServer) -> None
 
 
 @pytest.mark.timing
-def test_many_streams_with_random_departures_leave_nothing_behind() -> None:
-    """64 streams; about half leave in the middle. Every gauge is back where it was."""
+def test_many_streams_with_random_disconnects_leak_nothing() -> None:
+    """64 streams; about half disconnect midway. Every gauge returns to its value before."""
     chance = random.Random(7)
     with live(lambda: FakeClient("y" * 200, step_seconds=0.002, max_num_seqs=64), drain_seconds=30.0) as server:
         client: FakeClient = server.client
@@ -103,14 +103,14 @@ def test_many_streams_with_random_departures_leave_nothing_behind() -> None:
         assert counts["fdcore_generations_total[disconnect]"] == len(client.aborts) > 0
         assert sum(v for k, v in counts.items() if k.startswith("fdcore_generations_total")) == len(client.specs)
         assert len(client.aborts) == len(set(client.aborts))
-        # the drain waits for requests that the server thinks are active: there are none
+        # the drain waits for active requests: there must be none
         start = time.monotonic()
         server.stop()
         server.join()
         assert time.monotonic() - start < 5
 
 
-def test_the_block_is_cancelled_and_the_task_goes_on() -> None:
+def test_block_is_cancelled_and_the_task_continues() -> None:
     async def scenario() -> list[str]:
         seen = []
         left = asyncio.Event()
@@ -127,13 +127,13 @@ def test_the_block_is_cancelled_and_the_task_goes_on() -> None:
                 seen.append("cleaned")
         seen.append(f"gone={client.gone}")
         await asyncio.sleep(0)
-        seen.append("went on")
+        seen.append("continued")
         return seen
 
-    assert asyncio.run(scenario()) == ["cleaned", "gone=True", "went on"]
+    assert asyncio.run(scenario()) == ["cleaned", "gone=True", "continued"]
 
 
-def test_a_cancellation_from_outside_is_not_swallowed() -> None:
+def test_external_cancellation_is_not_swallowed() -> None:
     async def scenario() -> None:
         async def receive() -> dict[str, str]:
             await asyncio.sleep(10)
@@ -152,14 +152,14 @@ def test_a_cancellation_from_outside_is_not_swallowed() -> None:
     asyncio.run(scenario())
 
 
-def test_an_error_within_the_block_passes() -> None:
+def test_error_within_the_block_is_raised() -> None:
     async def scenario() -> None:
         async def receive() -> dict[str, str]:
             await asyncio.sleep(10)
             return {"type": "http.disconnect"}
 
         async with UntilDisconnect(receive):
-            raise ValueError("as it was")
+            raise ValueError("unchanged")
 
-    with pytest.raises(ValueError, match="as it was"):
+    with pytest.raises(ValueError, match="unchanged"):
         asyncio.run(scenario())

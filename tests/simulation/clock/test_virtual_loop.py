@@ -1,4 +1,4 @@
-"""Jobs take time of their own loop, and what they tell is heard when it is that time for whoever hears it."""
+"""Virtual loops: jobs take virtual time, and completions are delivered when the job that produced them ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fd_core.simulation.clock.virtual_loop import VirtualCompletions, VirtualLoo
 
 
 class Bench:
-    """A process with two loops, and a log of what happened when."""
+    """Process with two loops and a log of (event, time)."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()
@@ -40,15 +40,15 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_the_next_job_of_a_loop_begins_when_the_one_before_is_over(bench) -> None:
+def test_jobs_of_a_loop_run_in_sequence(bench) -> None:
     for name in "abc":
         bench.one.post(bench.job(name, 2.0))
-    bench.other.post(bench.job("beside", 1.0))
+    bench.other.post(bench.job("bystander", 1.0))
     bench.timeline.run()
-    assert sorted(bench.log) == [("a", 0.0), ("b", 2.0), ("beside", 0.0), ("c", 4.0)]
+    assert sorted(bench.log) == [("a", 0.0), ("b", 2.0), ("bystander", 0.0), ("c", 4.0)]
 
 
-def test_a_job_posted_by_a_job_begins_at_the_time_of_that_job(bench) -> None:
+def test_job_posted_by_a_job_starts_at_its_end(bench) -> None:
     later = bench.job("later", 0.0)
     bench.one.post(bench.job("first", 5.0, lambda: bench.other.post(later)))
     bench.timeline.at(3.0, lambda: bench.other.post(bench.job("sooner", 0.0)))
@@ -56,7 +56,7 @@ def test_a_job_posted_by_a_job_begins_at_the_time_of_that_job(bench) -> None:
     assert bench.log == [("first", 0.0), ("sooner", 3.0), ("later", 5.0)]
 
 
-def test_a_completion_reaches_the_engine_when_the_job_that_put_it_is_over(bench) -> None:
+def test_completion_is_delivered_when_its_job_ends(bench) -> None:
     queue = CompletionQueue(lambda: bench.log.append(("woken", bench.timeline.now)))
     mine = VirtualCompletions(bench.threads, queue)
     bench.one.post(bench.job("copy", 4.0, lambda: mine.put(Sent(1))))
@@ -66,7 +66,7 @@ def test_a_completion_reaches_the_engine_when_the_job_that_put_it_is_over(bench)
     assert bench.log == [("copy", 0.0), ("woken", 4.0)] and mine.take() == [Sent(1)]
 
 
-def test_an_operation_that_the_engine_ends_is_completed_when_the_copy_under_way_is_over(bench) -> None:
+def test_cancelled_operation_completes_after_current_copy(bench) -> None:
     queue = CompletionQueue(lambda: bench.log.append(("woken", bench.timeline.now)))
     completions = VirtualCompletions(bench.threads, queue)
     bench.one.post(lambda: bench.threads.copy(3.0))
@@ -77,12 +77,12 @@ def test_an_operation_that_the_engine_ends_is_completed_when_the_copy_under_way_
     assert bench.log == [("woken", 3.0), ("woken", 4.0)]
 
 
-def test_nobody_may_sleep_until_a_completion_comes(bench) -> None:
+def test_blocking_wait_for_completion_is_an_error(bench) -> None:
     with pytest.raises(RuntimeError, match="virtual clock"):
         VirtualCompletions(bench.threads, CompletionQueue()).wait(1.0)
 
 
-def test_a_turn_comes_when_it_wanted_to_and_behind_jobs(bench) -> None:
+def test_turn_runs_at_requested_time_after_jobs(bench) -> None:
     pauses = iter([1.0, 0.5, math.inf, math.inf])
 
     def turn() -> float:
@@ -96,7 +96,7 @@ def test_a_turn_comes_when_it_wanted_to_and_behind_jobs(bench) -> None:
     assert bench.log == [("turn", 0.0), ("turn", 1.0), ("turn", 1.5), ("a", 3.0), ("turn", 5.0)]
 
 
-def test_a_loop_that_stops_does_what_was_posted_and_ends_once(bench) -> None:
+def test_stopping_loop_drains_jobs_and_ends_once(bench) -> None:
     loop = bench.loop(lambda: math.inf, lambda: bench.log.append(("end", bench.threads.clock())))
     loop.post(bench.job("a", 1.0))
     loop.post(bench.job("b", 1.0))
@@ -106,7 +106,7 @@ def test_a_loop_that_stops_does_what_was_posted_and_ends_once(bench) -> None:
     assert bench.log == [("a", 0.0), ("b", 1.0), ("end", 2.0)] and loop.join(0.0)
 
 
-def test_whoever_joins_has_done_at_once_what_there_is_time_for(bench) -> None:
+def test_join_runs_jobs_that_fit_its_timeout(bench) -> None:
     for name in "abc":
         bench.one.post(bench.job(name, 2.0))
     bench.one.stop()
@@ -116,7 +116,7 @@ def test_whoever_joins_has_done_at_once_what_there_is_time_for(bench) -> None:
     assert len(bench.log) == 3
 
 
-def test_of_a_killed_process_nothing_is_heard(bench) -> None:
+def test_killed_process_delivers_nothing(bench) -> None:
     queue = CompletionQueue()
     bench.one.post(bench.job("copy", 4.0, lambda: VirtualCompletions(bench.threads, queue).put(Sent(1))))
     bench.one.post(bench.job("next", 1.0))
@@ -126,7 +126,7 @@ def test_of_a_killed_process_nothing_is_heard(bench) -> None:
     assert not bench.one.post(bench.job("more", 1.0)) and bench.one.join(1.0)
 
 
-def test_an_error_of_a_job_ends_the_run(bench) -> None:
+def test_job_error_ends_the_run(bench) -> None:
     bench.one.post(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         bench.timeline.run()

@@ -1,4 +1,4 @@
-"""Every second of every request has a reason, whatever happens to it."""
+"""Every second of every request has a wait reason, under any faults."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fd_core.simulation.clock.waits import FRONT, RESTART, STEP, WAITS, WaitAcco
 from fd_core.simulation.results.summary import Run
 from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
-from tests.simulation.helpers import conversations, group, require_all_time_told, world
+from tests.simulation.helpers import conversations, group, require_complete_waits, world
 from tests.simulation.storage.test_outside import pair, stored
 
 
 def mean(run: Run, reason: str, part: int | None = None) -> float:
-    """Seconds that a request waited for one reason, mean over all: before its first token, behind it, or both."""
+    """Return the mean seconds that requests waited for a reason: before the first token, after it, or both."""
     waits = np.frombuffer(run.waits, np.float32).reshape(-1, 2, len(WAITS))[:, :, WAITS.index(reason)]
     return float((waits.sum(1) if part is None else waits[:, part]).mean())
 
@@ -29,11 +29,11 @@ def long(turn: UserTurn, draw: random.Random) -> UserTurn:
     return msgspec.structs.replace(turn, answer=Piece(turn.answer.seed, draw.randint(50, 300)))
 
 
-def test_a_request_alone_waits_for_nothing_but_what_lies_between_it_and_its_steps() -> None:
+def test_single_request_waits_only_for_fixed_overheads() -> None:
     run = world(group(limit={"pipeline_depth": 1}), routers=0, latency=0.001).run(
         [Conversation("c", 1.0, (UserTurn((Piece(1, 100),), Piece(2, 3)),))]
     )
-    require_all_time_told(run)
+    require_complete_waits(run)
     waits = np.frombuffer(run.waits, np.float32).reshape(2, -1)
     assert {WAITS[index]: pytest.approx(waits[0, index]) for index in np.flatnonzero(waits[0] > 1e-6)} == {
         "network": 0.002,
@@ -43,72 +43,72 @@ def test_a_request_alone_waits_for_nothing_but_what_lies_between_it_and_its_step
     assert {WAITS[index] for index in np.flatnonzero(waits[1] > 1e-6)} == {"computing"}
 
 
-def test_one_slot_for_all_is_what_all_wait_for() -> None:
+def test_slot_shortage_is_the_wait_reason() -> None:
     run = world(group(limit={"max_num_seqs": 1}), routers=0).run(conversations(20, rate=200.0))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert mean(run, "slot", 0) > 10 * (mean(run, "blocks") + mean(run, "budget") + mean(run, "step"))
     assert mean(run, "slot", 1) == 0
 
 
-def test_few_blocks_are_what_is_waited_for_before_the_first_token_and_between_tokens() -> None:
+def test_block_shortage_is_the_wait_reason() -> None:
     tight = group(config={"save_preempted_kv": False}, limit={"num_kv_blocks": 40, "max_num_seqs": 64})
     run = world(tight, routers=0).run(conversations(30, rate=200.0, adjust=long))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert run.counters["preemptions"] > 0
     assert mean(run, "blocks", 0) > 10 * mean(run, "slot")
     assert mean(run, "preempted", 1) > 0
 
 
-def test_a_small_budget_and_the_step_in_progress_are_waited_for() -> None:
+def test_small_budget_and_current_step_are_wait_reasons() -> None:
     run = world(group(limit={"max_num_batched_tokens": 16}), routers=0).run(conversations(20, rate=200.0))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert mean(run, "budget", 0) > mean(run, "slot") and mean(run, "step", 0) > 0
 
 
-def test_an_engine_that_dies_is_waited_for() -> None:
+def test_engine_restart_is_a_wait_reason() -> None:
     one = world(group(restart_seconds=0.5), routers=0)
     for at in (0.4, 1.2):
         one.timeline.at(at, lambda: one.workers[0].client.die("a fault"))
     run = one.run(conversations(20, rate=100.0))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert 0 < mean(run, "restart") < 1.0 and mean(run, "computing", 1) > 0
 
 
-def test_attempts_that_came_to_nothing_are_told_as_such() -> None:
+def test_failed_attempts_are_a_wait_reason() -> None:
     one = world(group(count=3), router=RouterConfig(policy="round_robin"))
     one.timeline.at(0.5, one.workers[0].kill)
     one.timeline.at(3.0, one.workers[0].start)
     run = one.run(conversations(60))
-    require_all_time_told(run)
+    require_complete_waits(run)
     again = {index for index, outcome in enumerate(run.outcomes) if outcome.attempts > 1}
     waits = np.frombuffer(run.waits, np.float32).reshape(-1, 2, len(WAITS))
     assert set(np.flatnonzero(waits[:, 0, WAITS.index("retry")]).tolist()) == again != set()
 
 
-def test_clients_that_leave_waited_for_something_too() -> None:
+def test_disconnected_clients_have_wait_reasons() -> None:
     def hasty(turn: UserTurn, draw: random.Random) -> UserTurn:
         return msgspec.structs.replace(turn, patience=draw.uniform(0.0001, 0.5))
 
     run = world(group(count=2, limit={"max_num_seqs": 1})).run(conversations(60, rate=60.0, adjust=hasty))
-    require_all_time_told(run)
+    require_complete_waits(run)
     left = [outcome.end == "left" for outcome in run.outcomes]
     waits = np.frombuffer(run.waits, np.float32).reshape(-1, 2, len(WAITS))
     assert waits[left, 0, WAITS.index("slot")].sum() > 0
 
 
-def test_what_comes_from_a_store_or_a_prefill_worker_is_waited_for() -> None:
+def test_store_and_prefill_worker_are_wait_reasons() -> None:
     shared = world(stored(), router=RouterConfig(policy="round_robin"), store=SharedStore)
     run = shared.run(conversations(8, turns=3))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert mean(run, "store", 0) > 0 and mean(run, "transfer") == 0
     run = world(*pair()).run(conversations(8, turns=2))
-    require_all_time_told(run)
+    require_complete_waits(run)
     assert mean(run, "transfer", 0) > mean(run, "computing", 0) > 0
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.floats(0, 10)), max_size=30))
-def test_whatever_happens_the_seconds_of_an_account_are_those_that_passed(events: list[tuple[int, float]]) -> None:
+def test_waits_add_up_to_elapsed_time(events: list[tuple[int, float]]) -> None:
     now, phases, first = [5.0], [[0.0] * 3], []
     account = WaitAccount(lambda: now[0])
     read = 0.0

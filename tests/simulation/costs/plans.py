@@ -1,4 +1,4 @@
-"""Plans whose rows are written down, for tests of what they cost."""
+"""Hand-written plans for cost tests."""
 
 from __future__ import annotations
 

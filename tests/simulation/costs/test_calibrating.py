@@ -1,4 +1,4 @@
-"""A calibration of engines without a model."""
+"""Calibration of engines without a model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def engine_of(config: EngineConfig) -> Iterator[Engine]:
         engine.close()
 
 
-def test_an_engine_is_measured_and_serves_afterwards() -> None:
-    told: list[tuple[str, int, int]] = []
+def test_calibrated_engine_serves_afterwards() -> None:
+    calls: list[tuple[str, int, int]] = []
     with engine_of(SMALL) as engine:
         how = Calibration("tiny", "a machine", 0.1, ANY, "2026-01-01")
-        profile = calibrate(engine, str.split, how, lambda *args: told.append(args))
+        profile = calibrate(engine, str.split, how, lambda *args: calls.append(args))
         assert not engine.has_work
         engine.check_integrity()
     assert profile.label == "tiny (measured)"
@@ -46,12 +46,12 @@ def test_an_engine_is_measured_and_serves_afterwards() -> None:
     assert profile.limits.max_drafts == 0  # grammars force tokens, but nothing drafts
     assert {error.kind for error in profile.error} == {"decode", "prefill", "mixed"}
     assert Costs(profile).step(decodes(2, 30)) > 0
-    assert {name for name, _, _ in told} == {"turns of the loop", "steps, unmeasured", "steps"}
-    assert all(0 <= done < total for _, done, total in told)
+    assert {name for name, _, _ in calls} == {"turns of the loop", "steps, unmeasured", "steps"}
+    assert all(0 <= done < total for _, done, total in calls)
     assert parse_profile(msgspec.json.encode(profile), "here") == profile
 
 
-def test_drafts_are_measured_where_something_drafts() -> None:
+def test_draft_cost_is_measured_only_with_a_drafter() -> None:
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
     config = EngineConfig(
         model="x", backend="null", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, speculative=speculative
@@ -72,7 +72,7 @@ def test_drafts_are_measured_where_something_drafts() -> None:
     assert max(verified) == 4
 
 
-def test_a_noisy_machine_is_said_to_be_one() -> None:
+def test_noisy_machine_is_reported() -> None:
     with engine_of(SMALL) as engine, pytest.raises(MachineTooNoisy, match="end what else runs"):
         calibrate(engine, str.split, Calibration("tiny", "a machine", 0.1, 1e-6), lambda *_: None)
 
@@ -81,7 +81,7 @@ def test_a_noisy_machine_is_said_to_be_one() -> None:
     "setting",
     [{"role": "decode"}, {"kv_store": "disk:/nowhere"}, {"pipeline_parallel_size": 2}, {"lora_modules": ("a=b",)}],
 )
-def test_what_is_not_measured_is_refused(setting: dict[str, object]) -> None:
+def test_unmeasurable_settings_are_rejected(setting: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="is not measured") as raised:
         require_alone(EngineConfig(model="x", **setting))  # type: ignore[arg-type]
     (name,) = setting

@@ -1,4 +1,4 @@
-"""Terms from measured steps."""
+"""Fitting cost terms to measured steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TRUE = StepTerms(
 
 
 def measured(noise: float, *, disturbed: float = 0.0) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
-    """Return the steps of a calibration as `TRUE` has them: those that are fitted, and those held out."""
+    """Return the steps of a calibration according to `TRUE`: fitted ones and held-out ones."""
     draw = np.random.default_rng(3)
     fitted, held = [], []
     for case in cases_of(LIMITS, draw):
@@ -53,7 +53,7 @@ def measured(noise: float, *, disturbed: float = 0.0) -> tuple[list[MeasuredStep
     return fitted, held
 
 
-def test_terms_are_found_again_from_noisy_steps() -> None:
+def test_terms_are_recovered_from_noisy_steps() -> None:
     fitted, held = measured(0.03)
     terms = fit_steps(fitted)
     assert terms.constant == pytest.approx(TRUE.constant, rel=0.2)
@@ -66,13 +66,13 @@ def test_terms_are_found_again_from_noisy_steps() -> None:
     assert all(error.mean < 0.05 and error.p99 < 0.15 for error in errors)
 
 
-def test_steps_that_something_disturbed_hardly_matter() -> None:
+def test_outlier_steps_hardly_affect_the_fit() -> None:
     fitted, held = measured(0.01, disturbed=0.1)
     assert all(error.mean < 0.08 for error in errors_of(fit_steps(fitted), held))
 
 
-def test_steps_that_fit_exactly_keep_their_weight() -> None:
-    """Terms that pass through most of a few steps are off by nothing there, which is no reason to drop the others."""
+def test_exact_fits_keep_their_weight() -> None:
+    """Terms that fit most of a few steps have zero residuals there, which must not discard the other steps."""
     draw = np.random.default_rng(5)
     features = [(1, 1, 1, 33, 33, 0), (2, 2, 2, 66, 66, 0), (16, 1, 1, 16, 136, 0), (8, 1, 1, 8, 36, 0)]
     for _ in range(500):
@@ -81,32 +81,32 @@ def test_steps_that_fit_exactly_keep_their_weight() -> None:
         assert min(predict(terms, step.features)[0] for step in steps) > 0
 
 
-def test_what_is_predicted_is_what_a_simulation_is_told() -> None:
+def test_predictions_equal_simulated_costs() -> None:
     rows = (Row(30), Row(4, tokens=3, drafts=2), Row(10, tokens=700, samples=False))
     costs = Costs(msgspec.structs.replace(profile_named("h100:llama-8b"), step=TRUE))
     for plan in (plan_of(*rows), plan_of(rows[0]), plan_of(rows[2])):
         assert predict(TRUE, step_features(plan))[0] == pytest.approx(costs.step(plan))
 
 
-def test_terms_are_never_negative() -> None:
-    # The longer the context the faster the step: nothing but noise, of which no term may be made.
+def test_fitted_terms_are_non_negative() -> None:
+    # Steps get faster with context here: pure noise, which must not become a term.
     steps = [MeasuredStep("decode", (n, n, n, n * 100, n * 100.0, 0), 1.0 / n) for n in (1, 2, 4, 8)]
     terms = fit_steps(steps)
     assert min(terms.constant, *terms.by_tokens.seconds, terms.per_row, terms.per_context_token) >= 0
 
 
-def test_no_steps_are_refused() -> None:
+def test_fitting_without_steps_is_rejected() -> None:
     with pytest.raises(ValueError, match="no steps"):
         fit_steps([])
 
 
-def test_least_squares_without_a_negative_part_are_the_usual_ones() -> None:
+def test_unconstrained_solution_equals_least_squares() -> None:
     draw = np.random.default_rng(5)
     a, x = draw.random((40, 6)), draw.random(6)
     assert np.allclose(nonnegative_least_squares(a, a @ x), x)
 
 
-def test_least_squares_with_a_negative_part_hold_its_place_at_zero() -> None:
+def test_negative_components_are_clamped_to_zero() -> None:
     draw = np.random.default_rng(6)
     a = draw.random((40, 5))
     b = a @ np.array([1.0, -2.0, 0.5, 3.0, -0.1])
@@ -125,7 +125,7 @@ def test_least_squares_with_a_negative_part_hold_its_place_at_zero() -> None:
         {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "max_model_len": 131072, "num_kv_blocks": 30000},
     ],
 )
-def test_every_case_is_a_step_that_the_engine_could_plan(limits: dict[str, int]) -> None:
+def test_every_calibration_case_is_plannable(limits: dict[str, int]) -> None:
 
     bound = msgspec.structs.replace(LIMITS, **limits)
     cases = cases_of(bound, np.random.default_rng(1))

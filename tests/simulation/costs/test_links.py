@@ -1,4 +1,4 @@
-"""How fast KV blocks travel here."""
+"""Measured transfer speed of KV blocks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fd_core.simulation.costs.calibrating import disk_links, transfer_link
 BLOCK = 1 << 18
 
 
-def test_a_block_takes_longer_to_another_worker_than_none() -> None:
+def test_sending_a_block_takes_longer_than_sending_none() -> None:
     link = transfer_link(BLOCK)
     assert 0.0 < link.seconds(BLOCK) < 1.0
     assert link.source.startswith("measured")
 
 
-def test_a_store_is_measured_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_measurement_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FD_CACHE", str(tmp_path))
     for link in disk_links(BLOCK):
         assert 0.0 < link.seconds(BLOCK) < 5.0

@@ -17,7 +17,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "there is no profile"),
         ("h100", "h100:llama-70b:tp=8"),
@@ -36,19 +36,19 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("no/such.json", "cannot read"),
     ],
 )
-def test_a_name_that_is_none_is_told_what_there_is(text: str, said: str) -> None:
+def test_unknown_profile_name_lists_alternatives(text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as raised:
         profile_named(text)
-    assert said in str(raised.value)
+    assert expected in str(raised.value)
     assert raised.value.field == "PROFILE"
 
 
-def test_a_path_is_read(tmp_path: Path) -> None:
+def test_profile_path_is_read(tmp_path: Path) -> None:
     write_profile(profile_named("h100:llama-8b"), tmp_path / "mine.json")
     assert profile_named(str(tmp_path / "mine.json")).name == "h100:llama-8b"
 
 
-def test_what_was_calibrated_here_is_found_by_its_name() -> None:
+def test_local_calibration_is_found_by_name() -> None:
     write_profile(profile_named("h100:llama-8b"), calibrated_folder() / "own.json")
     assert profile_named("own").name == "h100:llama-8b"
     with pytest.raises(ConfigError, match="measured: own"):
@@ -56,7 +56,7 @@ def test_what_was_calibrated_here_is_found_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", packaged_profiles())
-def test_packaged_profiles_are_measured_and_say_how_well(name: str) -> None:
+def test_packaged_profiles_are_measured_with_accuracy(name: str) -> None:
     profile = profile_named(name)
     assert profile.label == f"{name} (measured)"
     assert {error.kind for error in profile.error} >= {"decode", "prefill", "mixed"}

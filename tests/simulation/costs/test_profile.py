@@ -1,4 +1,4 @@
-"""The file of a profile."""
+"""Profile files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_written_is_read_again(path: Path) -> None:
+def test_profile_round_trips_through_file(path: Path) -> None:
     assert read_profile(path) == profile_named("h100:llama-70b:tp=8")
     assert [each.name for each in path.parent.iterdir()] == ["profile.json"]
 
 
-def test_a_file_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(ConfigError, match="cannot write"):
         write_profile(profile_named("h100:llama-8b"), tmp_path / "taken")
@@ -45,7 +45,7 @@ def changed(path: Path, keys: list[str], value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "value", "said"),
+    ("keys", "value", "expected"),
     [
         (["step", "constant"], -1.0, "$.step.constant"),
         (["step", "constant"], "fast", "$.step.constant"),
@@ -62,29 +62,29 @@ def changed(path: Path, keys: list[str], value: Any) -> None:
         (["fdcore_profile"], 99, "version 99"),
     ],
 )
-def test_a_wrong_value_is_refused_by_its_name(path: Path, keys: list[str], value: Any, said: str) -> None:
+def test_invalid_value_is_rejected_by_name(path: Path, keys: list[str], value: Any, expected: str) -> None:
     changed(path, keys, value)
     with pytest.raises(ConfigError) as raised:
         read_profile(path)
-    assert said in str(raised.value)
+    assert expected in str(raised.value)
     assert str(path) in str(raised.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"fdcore_profile": 1}', b"[" * 100_000])
-def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_unrelated_file_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "strange.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is not a profile"):
         read_profile(path)
 
 
-def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+def test_oversized_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "huge.json"
     path.write_bytes(b" " * ((1 << 20) + 1))
     with pytest.raises(ConfigError, match="larger than"):
         read_profile(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.json"):
         read_profile(tmp_path / "none.json")

@@ -1,4 +1,4 @@
-"""What times follow from a profile's terms."""
+"""Step times computed from the terms of a profile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def made_of(terms: StepTerms) -> CostProfile:
     return msgspec.structs.replace(H100, step=terms)
 
 
-def test_a_step_is_the_sum_of_its_terms() -> None:
+def test_step_cost_is_sum_of_terms() -> None:
     plan = plan_of(Row(30), Row(4, tokens=3, drafts=2), Row(10, tokens=11, samples=False))
     # 15 tokens, two rows that sample, three rows; contexts 31, 7 and 21; pairs 31, 5 + 6 + 7 and 11 + ... + 21.
     expected = 100 + 3 + 14 + 1.5 + 0.059 + 0.01 * (31 + 18 + 176) + 0.5
@@ -46,18 +46,18 @@ def test_features_do_not_overflow() -> None:
     assert step_features(plan)[4] == 64 * (2.0**34 + 2**27 + 2**13)
 
 
-def test_a_curve_goes_on_with_its_last_slope() -> None:
+def test_curve_extrapolates_with_last_slope() -> None:
     costs = Costs(made_of(msgspec.structs.replace(TERMS, constant=0.0, per_row=0.0)))
     assert costs.step(plan_of(Row(0, tokens=30, samples=False))) == pytest.approx(9 + 0.03 + 0.01 * 465)
 
 
-def test_a_curve_is_flat_before_its_first_point() -> None:
+def test_curve_is_flat_before_first_point() -> None:
     only = msgspec.structs.replace(TERMS, by_tokens=CostCurve(counts=(8.0,), seconds=(3.0,)))
     rest = 100 + 7 + 0.5 + 0.006 + 0.06
     assert Costs(made_of(only)).step(decodes(1, 5)) == pytest.approx(rest + 3)
 
 
-def test_a_plan_of_revocations_costs_nothing() -> None:
+def test_preemption_only_plan_costs_nothing() -> None:
     assert Costs(H100).step(plan_of()) == 0.0
 
 
@@ -71,7 +71,7 @@ ROWS = st.lists(
 @pytest.mark.parametrize("name", ["h100:llama-8b", "h100:qwen3-30b-a3b", "zen4-2c:smollm2", "smollm2-cpu"])
 @settings(max_examples=25, deadline=None)
 @given(rows=ROWS, more=st.integers(1, 500), at=st.integers(0, 39))
-def test_more_never_costs_less(name: str, rows: list[Row], more: int, at: int) -> None:
+def test_cost_is_monotonic(name: str, rows: list[Row], more: int, at: int) -> None:
     costs = Costs(profile_named(name))
     base = costs.step(plan_of(*rows))
     index = at % len(rows)
@@ -81,14 +81,14 @@ def test_more_never_costs_less(name: str, rows: list[Row], more: int, at: int) -
     assert costs.step(plan_of(*rows, Row(more))) >= base
 
 
-def test_times_beside_steps_follow_their_terms() -> None:
+def test_non_step_costs_follow_their_terms() -> None:
     costs, terms = Costs(H100), H100.request
     assert costs.turn(decodes(10, 5)) == pytest.approx(terms.turn + 10 * terms.turn_per_row)
     assert costs.request(1000) == pytest.approx(terms.receive + 1000 * terms.receive_per_token)
     assert costs.delivery() == terms.delivery
 
 
-def test_blocks_travel_at_the_bandwidth_of_their_link() -> None:
+def test_transfer_time_follows_link_bandwidth() -> None:
     link = KVLink(latency=0.5, bandwidth=100.0 * H100.bytes_per_block, source="a test")
     linked = msgspec.structs.replace(H100, host_copy=link, store_read=link, store_write=link, transfer=link)
     costs = Costs(linked)
@@ -99,8 +99,8 @@ def test_blocks_travel_at_the_bandwidth_of_their_link() -> None:
 
 @pytest.mark.parametrize("chunk", [0, 512])
 @pytest.mark.timing
-def test_asking_takes_little_time(chunk: int) -> None:
-    # A simulated step asks once; 5 us were measured for 64 rows, the limit leaves room for slow and shared machines.
+def test_cost_lookup_is_fast(chunk: int) -> None:
+    # One lookup per simulated step: 5 us measured for 64 rows; the limit leaves room for slow and shared machines.
     costs, plan = Costs(H100), plan_of(*[Row(1000)] * 63, Row(0, tokens=max(chunk, 1)))
 
     def timed() -> Iterator[float]:
@@ -113,7 +113,7 @@ def test_asking_takes_little_time(chunk: int) -> None:
     assert min(timed()) < 25e-6 * slowdown()
 
 
-def test_arrays_of_a_plan_are_left_alone() -> None:
+def test_cost_lookup_does_not_modify_plan() -> None:
     plan = decodes(3, 7)
     frozen = replace(plan, starts=plan.starts.copy())
     Costs(H100).step(plan)

@@ -1,5 +1,5 @@
-"""Hostile worlds: small deployments of production code, made from a seed, in which much goes wrong.
+"""Hostile worlds: small deployments of production code under many random faults, generated from a seed.
 
-Tokens are computed by the production runner with the null model, whose KV is a running hash that is read through block
-tables: a stale, lost or foreign block is a wrong token.
+Tokens are computed by the production runner with the null model, whose KV is a running hash read through block tables:
+a stale, lost or foreign block yields a wrong token.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.simulation.hostile`: run hostile worlds, or one of them again."""
+"""`python -m tests.simulation.hostile`: run hostile worlds, or replay one of them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from tests.simulation.hostile.session import command_of, run_session, run_world,
 
 
 def main() -> int:
-    """Return 0 if no law was broken and everything occurred that has to, 1 otherwise."""
+    """Return 0 if all invariants held and every expected event occurred, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.hostile", description=__doc__)
     parser.add_argument("--worlds", type=int, default=20_000, help="how many worlds to run (default: 20000)")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one (default: 0)")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
-    parser.add_argument("--stop-after", type=int, default=1000, help="failures after which no world is begun")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
+    parser.add_argument("--stop-after", type=int, default=1000, help="start no more worlds after this many failures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--seed", type=int, help="run this world alone, and say what is wrong in it")
-    parser.add_argument("--trace", action="store_true", help="with --seed: say what happens")
-    parser.add_argument(
-        "--shrink", action="store_true", help="with --seed: find what it can do without, and still fails"
-    )
-    parser.add_argument("--without-clients", default="", metavar="NAMES", help="with --seed: leave out, by commas")
-    parser.add_argument("--without-faults", default="", metavar="PLACES", help="with --seed: leave out, by commas")
+    parser.add_argument("--seed", type=int, help="run only this world and report its failure")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print all events")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: minimize the failing world")
+    parser.add_argument("--without-clients", default="", metavar="NAMES", help="with --seed: omit, comma-separated")
+    parser.add_argument("--without-faults", default="", metavar="INDEXES", help="with --seed: omit, comma-separated")
     options = parser.parse_args()
     if options.seed is not None:
         clients = {name for name in options.without_clients.split(",") if name}
-        faults = {int(place) for place in options.without_faults.split(",") if place}
+        faults = {int(index) for index in options.without_faults.split(",") if index}
         plan = without(draw_plan(options.seed), clients, faults)
         return _shrink(plan) if options.shrink else _again(plan, trace=options.trace)
     seeds = range(options.first, options.first + options.worlds)
@@ -66,11 +64,11 @@ def _again(plan: HostilePlan, *, trace: bool) -> int:
 
 def _shrink(plan: HostilePlan) -> int:
     if run_world(plan)[1] is None:
-        print("nothing is wrong in this world")
+        print("this world does not fail")
         return 0
     clients, faults = shrunk(plan)
     left = len(plan.faults) + len(plan.accidents) - len(faults)
-    print(f"{len(plan.conversations) - len(clients)} clients and {left} faults are enough:")
+    print(f"{len(plan.conversations) - len(clients)} clients and {left}faults suffice:")
     print(f"  {command_of(plan.seed, clients=clients, faults=faults)}")
     return 1
 

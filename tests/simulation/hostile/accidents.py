@@ -1,4 +1,4 @@
-"""What else goes wrong in hostile worlds: faults that production meets, and that no schedule of the simulator has."""
+"""Additional faults of hostile worlds that production meets and that simulator schedules lack."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from tests.simulation.hostile.computing import AuditedComputer, PlanWatch
 if TYPE_CHECKING:
     from tests.simulation.hostile.world import HostileWorld
 
-__all__ = ["Accident", "AccidentKind", "Poison", "PoisonedComputer", "befall"]
+__all__ = ["Accident", "AccidentKind", "Poison", "PoisonedComputer", "schedule_accident"]
 
-AccidentKind = Literal["words_late", "requests_aborted", "rows_fail", "worker_deregistered", "role_changed"]
+AccidentKind = Literal["messages_late", "requests_aborted", "rows_fail", "worker_deregistered", "role_changed"]
 Poison = Literal["kills", "fails"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accident:
-    """One of them, and the worker that it befalls."""
+    """One fault and the worker that it affects."""
 
     at: float
     kind: AccidentKind
     target: str
     seconds: float = 0.0
-    """How long it lasts."""
+    """Duration."""
     amount: float = -1.0
-    """Of aborted requests and late words: seconds until the engine dies; it lives on if negative."""
+    """For aborted requests and late messages: seconds until the engine dies; negative if it survives."""
 
 
-def befall(world: HostileWorld, accident: Accident) -> None:
-    """Have an accident happen at its time."""
+def schedule_accident(world: HostileWorld, accident: Accident) -> None:
+    """Schedule an accident."""
     worker = next(each for each in world.workers if each.name == accident.target)
     begin = {
-        "words_late": _words_late,
+        "messages_late": _messages_late,
         "requests_aborted": _requests_aborted,
         "rows_fail": _rows_fail,
         "worker_deregistered": _worker_deregistered,
@@ -48,7 +48,7 @@ def befall(world: HostileWorld, accident: Accident) -> None:
     }[accident.kind]
 
     def happen() -> None:
-        world.say(f"accident: {accident}")
+        world.log_event(f"accident: {accident}")
         world.counts[f"accident_{accident.kind}"] += 1
         if (end := begin(world, worker, accident)) is not None:
             world.timeline.after(accident.seconds, end)
@@ -56,38 +56,38 @@ def befall(world: HostileWorld, accident: Accident) -> None:
     world.timeline.at(accident.at, happen)
 
 
-def _words_late(world: HostileWorld, worker: SimulatedWorker, accident: Accident) -> Callable[[], None]:
-    """What the engine says comes late to its client, even behind the engine's death and the next one's begin."""
+def _messages_late(world: HostileWorld, worker: SimulatedWorker, accident: Accident) -> Callable[[], None]:
+    """Delay messages of the engine to its client, even past the engine's death and the start of its successor."""
     epochs = world.epochs[worker.name]
     epochs.hold()
-    _dies_behind(world, worker, accident)
-    return epochs.let_go
+    _die_later(world, worker, accident)
+    return epochs.resume
 
 
-def _dies_behind(world: HostileWorld, worker: SimulatedWorker, accident: Accident) -> None:
+def _die_later(world: HostileWorld, worker: SimulatedWorker, accident: Accident) -> None:
     client = worker.client
     if client is not None and accident.amount >= 0:
-        world.timeline.after(accident.amount, partial(client.die, f"a fault behind {accident.kind}"))
+        world.timeline.after(accident.amount, partial(client.die, f"a fault after {accident.kind}"))
 
 
 def _requests_aborted(world: HostileWorld, worker: SimulatedWorker, accident: Accident) -> None:
-    """An operator aborts what runs on a worker, whose engine may not live to answer."""
+    """Abort, as an operator, what runs on a worker whose engine may die before it acknowledges."""
     client = worker.client
     if client is None or not (client.alive or client.restarts):
         return
     client.abort([*world.epochs[worker.name].open_requests])
-    _dies_behind(world, worker, accident)
+    _die_later(world, worker, accident)
 
 
 def _rows_fail(world: HostileWorld, worker: SimulatedWorker, _: Accident) -> Callable[[], None]:
-    """Every row that samples on a worker fails."""
+    """Fail every row that samples on a worker."""
     name = worker.name
     world.sick.add(name)
     return partial(world.sick.discard, name)
 
 
 def _worker_deregistered(world: HostileWorld, worker: SimulatedWorker, _: Accident) -> Callable[[], None]:
-    """An operator takes a worker out of every router, and gives it back."""
+    """Deregister a worker, as an operator, from every router, and register it again later."""
     for gateway in world.gateways:
         gateway.router.deregister(worker.url, world.timeline.now)
 
@@ -99,13 +99,13 @@ def _worker_deregistered(world: HostileWorld, worker: SimulatedWorker, _: Accide
 
 
 def _role_changed(world: HostileWorld, worker: SimulatedWorker, _: Accident) -> Callable[[], None]:
-    """A worker says in health checks that it has another role than it was registered with."""
-    world.disguise.says[worker.url] = "decode" if worker.role != "decode" else "prefill"
-    return partial(world.disguise.says.pop, worker.url, None)
+    """Report another role in health checks than the one registered."""
+    world.disguise.reported_role[worker.url] = "decode" if worker.role != "decode" else "prefill"
+    return partial(world.disguise.reported_role.pop, worker.url, None)
 
 
 class PoisonedComputer(PlanComputer):
-    """Computes what another computer does, but for requests that kill the engine and for rows that fail."""
+    """Wraps another computer, with requests that kill the engine and rows that fail."""
 
     def __init__(
         self,
@@ -114,15 +114,15 @@ class PoisonedComputer(PlanComputer):
         sick: Callable[[], bool],
         kill: Callable[[], None],
     ) -> None:
-        """`poison` says what a request does, `sick` whether every row fails; `kill` ends the engine at once."""
+        """`poison` returns the effect of a request, `sick` whether all rows fail; `kill` ends the engine at once."""
         self._computer = computer
         self._poison = poison
         self._sick = sick
         self._kill = kill
         self._requests: dict[int, str] = {}
-        """The request in each slot, as plans that were submitted say."""
+        """Request in each slot, according to submitted plans."""
         self._bad: dict[int, set[int]] = {}
-        """Slots of each step in flight whose rows fail."""
+        """Slots with failing rows, by step in flight."""
 
     @property
     def cache(self) -> KVCache:
@@ -130,7 +130,7 @@ class PoisonedComputer(PlanComputer):
 
     @property
     def watch(self) -> PlanWatch | None:
-        """Who looks at plans as well."""
+        """Additional observer of plans."""
         return self._computer.watch
 
     @watch.setter
@@ -149,5 +149,5 @@ class PoisonedComputer(PlanComputer):
         output = self._computer.execute(plan)
         bad, sick = self._bad.pop(plan.step), self._sick()
         slots = plan.slots[plan.samples].tolist()
-        errors = tuple((slot, "it is poison") for slot in slots if sick or slot in bad)
+        errors = tuple((slot, "poison request") for slot in slots if sick or slot in bad)
         return dataclasses.replace(output, errors=(*output.errors, *errors)) if errors else output

@@ -1,4 +1,4 @@
-"""What computes in hostile worlds, what its answers are compared with, and who looks at every step."""
+"""Computation in hostile worlds, the oracle that outputs are compared with, and the audit of every step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["ADAPTERS", "AuditedComputer", "BrokenLaw", "Foreseeing", "Oracle", "
 _MASK = 2**64 - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
 MAX_STEPS = 5000
-"""Steps of one engine beyond which it is taken to run in circles."""
+"""Steps of one engine beyond which it counts as looping forever."""
 
 
 class BrokenLaw(AssertionError):
-    """A law of the protocol does not hold."""
+    """An invariant of the protocol does not hold."""
 
     def __init__(self, section: str, what: str) -> None:
         super().__init__(f"protocol {section}: {what}")
@@ -37,9 +37,9 @@ class BrokenLaw(AssertionError):
 
 
 ADAPTERS = ("wit", "wisdom")
-"""What every engine serves beside the model, by name and by digest."""
+"""Adapters that every engine serves, by name and by digest."""
 _ADAPTED = 100
-"""Added to the first token of a text for each place of adapters, so that all behind it depends on the adapter."""
+"""Added to the first token for each adapter slot, so that the whole text depends on the adapter."""
 
 
 def adapted(text: IntArray, adapter: str) -> IntArray:
@@ -69,7 +69,7 @@ def _model(vocab_size: int) -> _AdaptableNull:
 
 @cache
 def _ops():
-    """Return the pack; a new one for each runner only configures itself anew, and nothing else is kept in it."""
+    """Return the shared pack; a new one per runner would only repeat its configuration and hold no other state."""
     return type(NullBackend(EngineConfig(model="null")).make_ops())
 
 
@@ -80,17 +80,17 @@ def null_runner(limits: Limits, drafter: PerSlotDrafter | None = None) -> Runner
 
 
 class Oracle:
-    """Says what the model answers to a request: alone, at once, without preemption, drafts or shared KV."""
+    """Computes reference outputs: each request alone, without preemption, drafts or shared KV."""
 
     def __init__(self, vocab_size: int, max_model_len: int) -> None:
         self.texts: dict[str, list[int]] = {}
-        """Prompt and answer of each request that was asked."""
+        """Prompt and output of each request submitted."""
         self.max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._model = _model(vocab_size)
 
     def answer(self, spec: RequestSpec) -> tuple[list[int], str]:
-        """Return the tokens of the answer, and how it ends."""
+        """Return the tokens of the output and its finish reason."""
         params = spec.params
         plain = params.greedy and not params.penalized and not params.bad_words_token_ids and not params.logit_bias
         next_token = self._greedy(spec) if plain and not params.min_tokens else self._lone(spec)
@@ -107,7 +107,7 @@ class Oracle:
         return tokens, end
 
     def _greedy(self, spec: RequestSpec):
-        """Return what gives the most likely token after the other, from the hash of the text alone."""
+        """Return a function yielding the most likely next token, from the hash of the text alone."""
         state = 0
         for token in adapted(np.array(spec.prompt), spec.adapter).tolist():
             state = (state * _MULTIPLIER + token + 1) & _MASK
@@ -121,7 +121,7 @@ class Oracle:
         return following
 
     def _lone(self, spec: RequestSpec):
-        """Return what gives the next token of a runner that has nothing else to do."""
+        """Return a function yielding the next token of an otherwise idle runner."""
         length, size = len(spec.prompt), self.max_model_len
         runner = null_runner(
             Limits(
@@ -160,7 +160,7 @@ class Oracle:
 
 
 class Foreseeing(PerSlotDrafter):
-    """Guesses what the oracle knows, wrong in a share of the places."""
+    """Drafts from the oracle, wrong at a given share of positions."""
 
     name = "foreseeing"
 
@@ -181,11 +181,11 @@ class Foreseeing(PerSlotDrafter):
         for text in self._oracle.texts.values():
             if len(text) > count and text[:count] == known:
                 right = text[count : count + limit]
-                # Which are wrong depends on the place alone, so that equal seeds give equal worlds.
+                # Errors depend on the position alone, so that equal seeds give equal worlds.
                 return np.array(
                     [
-                        (token + 1) % 16 if (count + place) * 0.6180339887 % 1.0 < self._wrong else token
-                        for place, token in enumerate(right)
+                        (token + 1) % 16 if (count + position) * 0.6180339887 % 1.0 < self._wrong else token
+                        for position, token in enumerate(right)
                     ],
                     np.int32,
                 )
@@ -193,42 +193,42 @@ class Foreseeing(PerSlotDrafter):
 
 
 class PlanWatch(Protocol):
-    """Who wants to see plans before they are computed."""
+    """Observer that inspects plans before they are computed."""
 
     def announces(self, plan: StepPlan) -> None:
-        """A plan is about to be submitted."""
+        """Inspect a plan about to be submitted."""
 
 
 class AuditedComputer:
-    """A computer whose every plan and output is looked at."""
+    """Computer that audits every plan and output."""
 
     def __init__(self, runner: Runner, limits: Limits, counts: Counter[str], revoked_requests: set[str]) -> None:
-        """`revoked_requests` is told who lost a slot before its end."""
+        """`revoked_requests` receives requests that lost a slot before their end."""
         self.watch: PlanWatch | None = None
-        """Who looks at plans as well."""
+        """Additional observer of plans."""
         self.failing = 0.0
-        """Share of rows that cannot be computed."""
+        """Share of rows that fail."""
         self._failed: set[int] = set()
-        """Slots whose request cannot be computed."""
+        """Slots whose request fails."""
         self._runner = runner
         self._revoked_requests = revoked_requests
         self._limits = limits
         self._counts = counts
         self._revoked: set[tuple[int, int]] = set()
         self._holder: dict[int, tuple[int, str]] = {}
-        """The gen and the request in each slot that is not known to be free."""
+        """Gen and request in each slot not known to be free."""
         self._steps = 0
         self._tables: dict[int, list[int]] = {}
-        """Blocks of each slot, as plans that were submitted say."""
+        """Blocks of each slot, according to submitted plans."""
         self._touched: deque[dict[int, int]] = deque()
-        """Blocks that each plan in flight touches, and the slot for which."""
+        """Blocks touched by each plan in flight, and the slot that uses them."""
 
     @property
     def cache(self) -> KVCache:
         return self._runner.cache
 
     def announce(self, plan: StepPlan) -> None:
-        """See that no block is given away to be written while a plan in flight touches it for another request."""
+        """Check that no block is granted for writing while a plan in flight touches it for another request."""
         if self.watch is not None:
             self.watch.announces(plan)
         computed = {}
@@ -242,30 +242,30 @@ class AuditedComputer:
             for block in table[max(grant.offset, computed.get(grant.slot, 0)) :]:
                 for touched in self._touched:
                     if touched.get(block, grant.slot) != grant.slot or (block in touched and grant.slot in computed):
-                        raise BrokenLaw("3.2", f"block {block} is given to slot {grant.slot} while a step touches it")
+                        raise BrokenLaw("3.2", f"block {block} is granted to slot {grant.slot} while a step touches it")
         self._touched.append({block: slot for slot in plan.slots.tolist() for block in self._tables.get(slot, ())})
 
     def execute(self, plan: StepPlan) -> StepOutput:
         self._steps += 1
         self._touched.popleft()
         if self._steps > MAX_STEPS:
-            raise BrokenLaw("2.4", f"an engine has made {MAX_STEPS} steps and is not done")
+            raise BrokenLaw("2.4", f"an engine is not done after {MAX_STEPS} steps")
         if plan.total_tokens > self._limits.max_num_batched_tokens:
-            raise BrokenLaw("2", f"{plan.total_tokens} tokens in a step, of {self._limits.max_num_batched_tokens}")
+            raise BrokenLaw("2", f"{plan.total_tokens} tokens in a step, limit {self._limits.max_num_batched_tokens}")
         for admission in plan.admissions:
             self._admitted(admission)
         for revocation in plan.revocations:
             key = revocation.slot, revocation.gen
             if key in self._revoked:
-                raise BrokenLaw("1.2", f"slot {revocation.slot} of gen {revocation.gen} is taken back twice")
+                raise BrokenLaw("1.2", f"slot {revocation.slot} of gen {revocation.gen} is preempted twice")
             self._revoked.add(key)
             self._revoked_requests.add(self._holder[revocation.slot][1])
             if revocation.slot in plan.slots:
-                raise BrokenLaw("1.3", f"slot {revocation.slot} is taken back and computed in one step")
+                raise BrokenLaw("1.3", f"slot {revocation.slot} is preempted and computed in one step")
         output = self._runner.execute(plan)
         released = np.flatnonzero((output.tokens == PREEMPTED_TOKEN_ID).any(axis=1)).tolist()
         if released != sorted(revocation.slot for revocation in plan.revocations):
-            raise BrokenLaw("1.2", f"-9 answers slots {released}, not those that were taken back")
+            raise BrokenLaw("1.2", f"-9 releases slots {released}, not those preempted")
         output = self._with_failures(plan, output)
         counts = self._counts
         counts["take_backs"] += len(released)
@@ -278,10 +278,10 @@ class AuditedComputer:
         return output
 
     def _with_failures(self, plan: StepPlan, output: StepOutput) -> StepOutput:
-        """Let some rows fail, in this step and in all others until somebody else is admitted to their slots."""
+        """Fail some rows, in this step and in later ones until their slots are assigned to other requests."""
         self._failed -= {admission.slot for admission in plan.admissions}
         if self.failing:
-            # By the place alone, so that equal seeds give equal worlds.
+            # Depends on the position alone, so that equal seeds give equal worlds.
             self._failed |= {slot for slot in plan.slots.tolist() if (self._steps + slot) * 0.618034 % 1 < self.failing}
         rows = [row for row, slot in enumerate(plan.slots.tolist()) if slot in self._failed]
         if not rows:
@@ -289,8 +289,8 @@ class AuditedComputer:
         self._counts["rows_failed"] += 1
         size, tables = self._limits.block_size, self._runner.batch.tables
         for row in rows:
-            places = plan.starts[row] + np.arange(plan.num_tokens[row])
-            self.cache.layer(0)[tables[plan.slots[row], places // size], places % size] = 0
+            positions = plan.starts[row] + np.arange(plan.num_tokens[row])
+            self.cache.layer(0)[tables[plan.slots[row], positions // size], positions % size] = 0
         errors = tuple((int(plan.slots[row]), "a row that fails") for row in rows)
         return replace(output, errors=(*output.errors, *errors))
 
@@ -298,7 +298,7 @@ class AuditedComputer:
         slot = admission.slot
         gen, _ = self._holder.get(slot, (0, ""))
         if admission.gen <= gen:
-            raise BrokenLaw("1", f"slot {slot} is admitted with gen {admission.gen} behind gen {gen}")
+            raise BrokenLaw("1", f"slot {slot} is admitted with gen {admission.gen} after gen {gen}")
         self._holder[slot] = admission.gen, admission.request_id
         if len(admission.token_ids) > admission.prompt_len:
             self._counts["returned_with_tokens"] += 1

@@ -1,4 +1,4 @@
-"""Sees what becomes of requests whose engine dies, by a plain model of what each epoch was asked and has told."""
+"""Checks the fate of requests whose engine dies against a plain model of what each epoch received and published."""
 
 from __future__ import annotations
 
@@ -17,130 +17,133 @@ __all__ = ["WatchedEpochs"]
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A request that has a reader."""
+class _Request:
+    """State of an open request."""
 
     delivered: list[int]
     known: bool = False
-    """Whether this epoch was given it."""
+    """True if it was submitted to this epoch."""
     admitted: bool = False
     advanced: bool = False
-    """Whether this epoch gave it a token."""
+    """True if this epoch produced a token for it."""
     aborted: bool = False
     deaths: int = 0
-    in_vain: int = 0
-    """Epochs since its last token that gave it a slot and died."""
+    fruitless_deaths: int = 0
+    """Epochs since its last token that admitted it and died."""
     end: FinishReason | None = None
 
     @property
     def suspected(self) -> bool:
-        return self.in_vain > 0 and not self.advanced
+        return self.fruitless_deaths > 0 and not self.advanced
 
 
 class WatchedEpochs:
-    """The client of one engine: what it asks each epoch for, and what its readers are told."""
+    """Observes the client of one engine: requests submitted to each epoch and deltas delivered to readers."""
 
     def __init__(self, name: str, client: SimulatedEngineClient) -> None:
         self.name = name
         self.given_up = 0
-        """Requests that ended because engines kept dying with them."""
+        """Number of requests failed because engines kept dying with them."""
         self._client = client
-        self._asked: dict[str, _Asked] = {}
+        self._requests: dict[str, _Request] = {}
         self._held: deque[StepEvents] | None = None
-        """Messages that are on their way for longer than usual."""
-        self._submit, self._say = client.submit, client._send
-        self._hear, self._die, self._abort = client._dispatch, client.die, client.abort
-        client.submit = self._asks  # type: ignore[method-assign]
-        client._send = self._sends  # type: ignore[method-assign]
-        client._dispatch = self._tells  # type: ignore[method-assign]
-        client.die = self._dies  # type: ignore[method-assign]
-        client.abort = self._aborts  # type: ignore[method-assign]
+        """Delayed messages."""
+        self._submit, self._send_message = client.submit, client._send
+        self._deliver, self._die, self._abort = client._dispatch, client.die, client.abort
+        client.submit = self._on_submit  # type: ignore[method-assign]
+        client._send = self._on_send  # type: ignore[method-assign]
+        client._dispatch = self._on_events  # type: ignore[method-assign]
+        client.die = self._on_death  # type: ignore[method-assign]
+        client.abort = self._on_abort  # type: ignore[method-assign]
 
     @property
     def open_requests(self) -> list[str]:
-        """Requests that have a reader."""
+        """Ids of open requests."""
         return [name for name, _ in self._open()]
 
     def hold(self) -> None:
-        """Let what engines say be late from now on."""
+        """Delay the engine's messages from now on."""
         self._held = deque() if self._held is None else self._held
 
-    def let_go(self) -> None:
-        """Let what is late arrive, in its order."""
+    def resume(self) -> None:
+        """Deliver delayed messages in order."""
         held, self._held = self._held or (), None
         for events in held:
-            self._tells(events)
+            self._on_events(events)
 
-    def _asks(self, spec: RequestSpec, on_news: Callable[[Delta | None], None] | None = None) -> DeltaStream:
-        before = self._asked.get(spec.request_id)
-        self._asked[spec.request_id] = _Asked([])
+    def _on_submit(self, spec: RequestSpec, on_news: Callable[[Delta | None], None] | None = None) -> DeltaStream:
+        before = self._requests.get(spec.request_id)
+        self._requests[spec.request_id] = _Request([])
         try:
             return self._submit(spec, on_news)
         except Exception:
-            del self._asked[spec.request_id]
+            del self._requests[spec.request_id]
             if before is not None:
-                self._asked[spec.request_id] = before
+                self._requests[spec.request_id] = before
             raise
 
-    def _sends(self, message: ClientMessage) -> None:
+    def _on_send(self, message: ClientMessage) -> None:
         if isinstance(message, Submit):
-            self._looked_at(message.spec)
-        self._say(message)
+            self._check_resubmission(message.spec)
+        self._send_message(message)
 
-    def _looked_at(self, spec: RequestSpec) -> None:
-        asked = self._asked[spec.request_id]
-        asked.known = True
-        if list(spec.delivered) != asked.delivered:
-            raise BrokenLaw("1.1", f"{self.name} resumes {spec.request_id} behind other tokens than were delivered")
-        if asked.suspected:
+    def _check_resubmission(self, spec: RequestSpec) -> None:
+        request = self._requests[spec.request_id]
+        request.known = True
+        if list(spec.delivered) != request.delivered:
+            raise BrokenLaw("1.1", f"{self.name} resumes {spec.request_id} after other tokens than were delivered")
+        if request.suspected:
             others = [name for name, other in self._open() if other.known and other.suspected]
             if others != [spec.request_id]:
-                raise BrokenLaw("1.8", f"{self.name} gives one epoch {others}, of which any may have killed the last")
+                raise BrokenLaw("1.8", f"{self.name} sends suspects {others} to one epoch")
 
-    def _tells(self, events: StepEvents) -> None:
+    def _on_events(self, events: StepEvents) -> None:
         if self._held is not None:
             self._held.append(events)
             return
         if self._client.alive and events.epoch == self._client.info.epoch:
             for name in events.admitted:
-                if name in self._asked:
-                    self._asked[name].admitted = True
+                if name in self._requests:
+                    self._requests[name].admitted = True
             for delta in events.deltas:
-                if (asked := self._asked.get(delta.request_id)) is None or asked.end is not None:
+                if (request := self._requests.get(delta.request_id)) is None or request.end is not None:
                     continue
-                asked.delivered += delta.token_ids
-                asked.advanced |= bool(delta.token_ids)
-                asked.end = delta.finish_reason
-        self._hear(events)
+                request.delivered += delta.token_ids
+                request.advanced |= bool(delta.token_ids)
+                request.end = delta.finish_reason
+        self._deliver(events)
 
-    def _aborts(self, request_ids: list[str]) -> list[str]:
-        for name, asked in self._open():
-            asked.aborted |= name in request_ids
+    def _on_abort(self, request_ids: list[str]) -> list[str]:
+        for name, request in self._open():
+            request.aborted |= name in request_ids
         return self._abort(request_ids)
 
-    def _dies(self, reason: str) -> None:
+    def _on_death(self, reason: str) -> None:
         if not self._client.alive:
             return
         before = self._open()
         self._die(reason)
         there = self._client._streams
-        for name, asked in before:
-            if not asked.known:
+        for name, request in before:
+            if not request.known:
                 continue
-            asked.deaths += 1
-            if asked.advanced:
-                asked.in_vain = 0
-            elif asked.admitted:
-                asked.in_vain += 1
-            hopeless = asked.in_vain >= MAX_DEATHS_IN_VAIN or asked.deaths >= MAX_DEATHS
-            asked.known = asked.admitted = asked.advanced = False
+            request.deaths += 1
+            if request.advanced:
+                request.fruitless_deaths = 0
+            elif request.admitted:
+                request.fruitless_deaths += 1
+            hopeless = request.fruitless_deaths >= MAX_DEATHS_IN_VAIN or request.deaths >= MAX_DEATHS
+            request.known = request.admitted = request.advanced = False
             self.given_up += hopeless
-            if asked.aborted and name in there:
-                raise BrokenLaw("1.7", f"{name} was aborted and goes on behind the death of {self.name}")
-            if (hopeless or asked.aborted) is (name in there) and self._client.restarts:
-                what = "is asked again" if name in there else "is given up"
-                raise BrokenLaw("1.8", f"{name} {what} by {self.name}, {asked.deaths} deaths, {asked.in_vain} in vain")
+            if request.aborted and name in there:
+                raise BrokenLaw("1.7", f"{name} was aborted and is resumed after the death of {self.name}")
+            if (hopeless or request.aborted) is (name in there) and self._client.restarts:
+                what = "is resubmitted" if name in there else "is failed"
+                raise BrokenLaw(
+                    "1.8",
+                    f"{name} {what} by {self.name} after {request.deaths} deaths, {request.fruitless_deaths} fruitless",
+                )
 
-    def _open(self) -> list[tuple[str, _Asked]]:
-        """Return the requests that have a reader."""
-        return [(name, asked) for name, asked in self._asked.items() if name in self._client._streams]
+    def _open(self) -> list[tuple[str, _Request]]:
+        """Return open requests by id."""
+        return [(name, request) for name, request in self._requests.items() if name in self._client._streams]

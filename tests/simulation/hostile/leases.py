@@ -1,6 +1,6 @@
-"""Watches all that the two sides of pairs say, and what their engines do for it; the laws are those of section 6.
+"""Checks all messages between the two sides of pairs and the engine work for them against section 6 of the protocol.
 
-What is written here follows from the protocol and from what messages mean, never from how the two sides are built.
+The checks follow from the protocol and the meaning of its messages, never from the implementation of the two sides.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from tests.simulation.hostile.computing import BrokenLaw, adapted
 __all__ = ["EngineWatch", "LeaseWatch", "WatchedCache", "WatchedPort"]
 
 _MOMENT = 0.05
-"""Seconds within which whoever has to do something at a time does it."""
+"""Seconds of tolerance for actions that are due at a given time."""
 _CALLS = 25
-"""Looks of an engine at its completions, more than there are in the steps that are in flight."""
+"""Polls of completions by an engine: more than there are in the steps in flight."""
 
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """What was said about a lease, by whom, and when by the clock of whoever said or heard it."""
+    """Messages about a lease, with sender and with the sender's or receiver's local time."""
 
     opening: Open
     decode: EngineWatch
@@ -69,32 +69,32 @@ class _Lease:
     wanted: range
     prefill: EngineWatch | None = None
     fits: bool = True
-    """Whether the prefill side heard an opening as it was said."""
+    """True if the prefill side received the opening unaltered."""
     prefill_began: float = 0.0
-    decode_heard: float = 0.0
-    prefill_heard: float = 0.0
+    decode_received: float = 0.0
+    prefill_received: float = 0.0
     decode_over: bool = False
     prefill_over: bool = False
     decode_broke_off: bool = False
     prefill_broke_off: bool = False
     refused: bool = False
     ended: float = 0.0
-    """When the decode side ended it."""
+    """Time at which the decode side ended it."""
     prefill_ended: float = 0.0
-    """When it ended for the prefill side."""
-    said: dict[int, bytes] = field(default_factory=dict)
-    """Digests of pieces, by index, as they left the prefill side."""
+    """Time at which it ended for the prefill side."""
+    sent_digests: dict[int, bytes] = field(default_factory=dict)
+    """Digests of pieces, by index, as sent by the prefill side."""
     credited: int = 0
-    came: dict[int, bytes] = field(default_factory=dict)
-    """Digests of wanted pieces, by index, as they came to the decode side first."""
+    received: dict[int, bytes] = field(default_factory=dict)
+    """Digests of wanted pieces, by index, as first received by the decode side."""
     landed: int = 0
-    """Blocks that were written."""
+    """Number of blocks written."""
     commit: Commit | None = None
     committed: float = math.inf
-    """When the decode side heard so."""
+    """Time at which the decode side received the commit."""
     flooded: bool = False
     lies: set[str] = field(default_factory=set)
-    """What was said to the decode side that no honest prefill worker says, and that ends the lease."""
+    """Forged messages to the decode side that end the lease."""
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ class _Lease:
 
 
 class LeaseWatch:
-    """All leases of a world. `strict` says that clocks are right and no process stands still."""
+    """All leases of a world. `strict`: clocks are correct and no process is suspended."""
 
     def __init__(
         self,
@@ -112,22 +112,22 @@ class LeaseWatch:
         tokens_of: Callable[[str, str], int],
         engine_of: Callable[[str], Engine],
     ) -> None:
-        """`gentle`: nothing happens that has a lease end but its time, its client or an engine without room."""
+        """`gentle`: leases end only by their timeout, their client, or an engine without free blocks."""
         self.strict = strict
         self.gentle = gentle
         self.leases: dict[str, _Lease] = {}
         self.engines: dict[str, EngineWatch] = {}
-        """The engine that runs at each place."""
+        """Running engine of each worker."""
         self.tokens_of = tokens_of
-        """How many tokens of a request a worker has delivered."""
+        """Number of tokens of a request that a worker has delivered."""
         self.engine_of = engine_of
-        """The engine that runs at a place."""
+        """Running engine of a worker."""
 
-    # What is said -------------------------------------------------------------------------------------------
+    # Messages -----------------------------------------------------------------------------------------------
 
-    def said(self, place: str, message: FromDecode | FromPrefill) -> None:
-        """Look at a message as it leaves the worker at `place`."""
-        engine = self.engines[place]
+    def on_sent(self, worker: str, message: FromDecode | FromPrefill) -> None:
+        """Check a message that a worker sends."""
+        engine = self.engines[worker]
         if isinstance(message, Open) and message.lease not in self.leases:
             self._opened(engine, message)
         lease = self.leases.get(message.lease)
@@ -137,28 +137,28 @@ class LeaseWatch:
             lease.refused = True
             return
         if engine is lease.decode:
-            self._decode_said(lease, message)
+            self._decode_sent(lease, message)
         else:
-            self._prefill_said(lease, engine, message)
+            self._prefill_sent(lease, engine, message)
 
-    def heard(self, place: str, message: FromDecode | FromPrefill, lie: str = "") -> None:
-        """Look at a message that the worker at `place` is about to take in."""
-        lease, engine = self.leases.get(message.lease), self.engines[place]
+    def on_received(self, worker: str, message: FromDecode | FromPrefill, lie: str = "") -> None:
+        """Check a message that a worker is about to receive."""
+        lease, engine = self.leases.get(message.lease), self.engines[worker]
         if lease is None:
             return
         if engine is lease.decode:
-            self._decode_heard(lease, message, lie)
+            self._on_decode_received(lease, message, lie)
         elif lease.prefill in (None, engine):
-            self._prefill_heard(lease, engine, message, lie)
+            self._on_prefill_received(lease, engine, message, lie)
 
     def settle(self) -> None:
-        """See that what ended on one side was told to the other, when all is over."""
+        """Check at the end that each side was notified of what the other one ended."""
         for lease in self.leases.values():
             prefill = lease.prefill
             if prefill is None or not (prefill.alive and lease.decode.alive):
                 continue
             if lease.name in prefill.given_up and not (lease.prefill_over or lease.refused):
-                raise BrokenLaw("6.1", f"{prefill.place} gave up lease {lease.name} and did not say so")
+                raise BrokenLaw("6.1", f"{prefill.worker} cancelled lease {lease.name} without notice")
         for engine in self.engines.values():
             engine.settle(lease for lease in self.leases.values() if lease.prefill is engine)
 
@@ -168,95 +168,99 @@ class LeaseWatch:
         operation = engine.fetch_of.get(opening.request_id)
         fetch = None if operation is None else engine.open.get(operation)
         if operation is None or not isinstance(fetch, Fetch):
-            return  # it was cancelled at once
+            return  # cancelled at once
         job, now = opening.job, engine.timeline.now
         size = engine.limits.block_size
         wanted = range(job.held_blocks, -(-job.num_tokens // size))
         if len(wanted) != len(fetch.blocks):
             raise BrokenLaw("6.1", f"lease {opening.lease} has {len(fetch.blocks)} blocks for {len(wanted)} pieces")
         self.leases[opening.lease] = lease = _Lease(opening, engine, operation, now, wanted)
-        lease.decode_heard = now
+        lease.decode_received = now
         engine.lease_of[operation] = lease
 
-    def _lives(self, side: str, lease: _Lease, over: bool, now: float, began: float, heard: float) -> None:
-        """See that whoever goes on with a lease may."""
+    def _lives(self, side: str, lease: _Lease, over: bool, now: float, began: float, last_received: float) -> None:
+        """Check that a side may still use a lease."""
         if over:
-            raise BrokenLaw("6.1", f"the {side} side goes on with lease {lease.name}, which is over for it")
+            raise BrokenLaw("6.1", f"the {side} side uses lease {lease.name} after it ended")
         longest = lease.decode.longest + _MOMENT
-        if self.strict and (now - began > longest or now - heard > lease.opening.silence + _MOMENT):
+        if self.strict and (now - began > longest or now - last_received > lease.opening.silence + _MOMENT):
             raise BrokenLaw(
-                "6.1", f"lease {lease.name} has not expired on the {side} side: {now - heard:g} s of silence"
+                "6.1", f"lease {lease.name} has not expired on the {side} side: {now - last_received:g} s of silence"
             )
 
-    def _decode_said(self, lease: _Lease, message: FromDecode | FromPrefill) -> None:
+    def _decode_sent(self, lease: _Lease, message: FromDecode | FromPrefill) -> None:
         now = lease.decode.timeline.now
         if isinstance(message, AbortLease):
             if not lease.decode_over:
                 lease.ended = now
             lease.decode_over = lease.decode_broke_off = True
             return
-        self._lives("decode", lease, lease.decode_over, now, lease.began, lease.decode_heard)
+        self._lives("decode", lease, lease.decode_over, now, lease.began, lease.decode_received)
         if lease.flooded and isinstance(message, Credit | Confirm):
-            raise BrokenLaw("6", f"lease {lease.name} goes on although more pieces came than its window holds")
+            raise BrokenLaw("6", f"lease {lease.name} continues although more pieces arrived than its window holds")
         if isinstance(message, Credit) and message.taken > lease.landed:
-            raise BrokenLaw("6", f"lease {lease.name} gives credit for {message.taken} of {lease.landed} pieces")
+            raise BrokenLaw("6", f"lease {lease.name} gives credit for {message.taken} pieces, {lease.landed} written")
         if isinstance(message, Confirm):
             lease.ended, lease.decode_over = now, True
             commit, job = lease.commit, lease.opening.job
             if lease.landed < len(lease.wanted) or commit is None or commit.tokens != job.num_tokens:
                 raise BrokenLaw("6.2", f"lease {lease.name} is confirmed with {lease.landed} pieces and {commit}")
-            if commit.digest != _digest_of(lease.came):
-                raise BrokenLaw("6.2", f"lease {lease.name} is confirmed with pieces that were not committed")
+            if commit.digest != _digest_of(lease.received):
+                raise BrokenLaw("6.2", f"lease {lease.name} is confirmed with other pieces than committed")
 
-    def _prefill_said(self, lease: _Lease, engine: EngineWatch, message: FromDecode | FromPrefill) -> None:
+    def _prefill_sent(self, lease: _Lease, engine: EngineWatch, message: FromDecode | FromPrefill) -> None:
         now = engine.timeline.now
         if isinstance(message, AbortLease):
             lease.prefill_broke_off |= not lease.prefill_over
             self._prefill_ends(lease)
             return
-        self._lives("prefill", lease, lease.prefill_over, now, lease.prefill_began, lease.prefill_heard)
+        self._lives("prefill", lease, lease.prefill_over, now, lease.prefill_began, lease.prefill_received)
         if not lease.fits:
-            raise BrokenLaw("6", f"{engine.place} takes lease {lease.name} although the two sides do not fit together")
+            raise BrokenLaw("6", f"{engine.worker} accepts lease {lease.name} although the two sides are incompatible")
         if isinstance(message, KVPiece):
-            if message.index not in lease.wanted or message.index in lease.said:
+            if message.index not in lease.wanted or message.index in lease.sent_digests:
                 raise BrokenLaw("6.2", f"piece {message.index} of lease {lease.name} is sent twice or not wanted")
-            lease.said[message.index] = message.digest
-            if len(lease.said) - lease.credited > lease.opening.window:
+            lease.sent_digests[message.index] = message.digest
+            if len(lease.sent_digests) - lease.credited > lease.opening.window:
                 raise BrokenLaw(
-                    "6", f"lease {lease.name} has more than {lease.opening.window} pieces on their way without credit"
+                    "6", f"lease {lease.name} has more than {lease.opening.window} pieces in flight without credit"
                 )
         elif isinstance(message, Commit):
-            whole = len(lease.said) == len(lease.wanted) and message.tokens == lease.opening.job.num_tokens
-            if not whole or message.digest != _digest_of(lease.said):
-                raise BrokenLaw("6.2", f"lease {lease.name} is committed with {len(lease.said)} pieces: {message}")
+            whole = len(lease.sent_digests) == len(lease.wanted) and message.tokens == lease.opening.job.num_tokens
+            if not whole or message.digest != _digest_of(lease.sent_digests):
+                raise BrokenLaw(
+                    "6.2", f"lease {lease.name} is committed with {len(lease.sent_digests)} pieces: {message}"
+                )
         elif isinstance(message, Alive):
             engine.require_work(lease)
 
-    def _decode_heard(self, lease: _Lease, message: FromDecode | FromPrefill, lie: str) -> None:
+    def _on_decode_received(self, lease: _Lease, message: FromDecode | FromPrefill, lie: str) -> None:
         if lease.decode_over:
             return
-        lease.decode_heard = lease.decode.timeline.now
-        if isinstance(message, KVPiece) and message.index in lease.wanted and message.index not in lease.came:
-            lease.came[message.index] = message.digest
+        lease.decode_received = lease.decode.timeline.now
+        if isinstance(message, KVPiece) and message.index in lease.wanted and message.index not in lease.received:
+            lease.received[message.index] = message.digest
             if lie:
                 lease.lies.add(lie)
-            lease.flooded |= len(lease.came) - lease.landed > lease.opening.window
+            lease.flooded |= len(lease.received) - lease.landed > lease.opening.window
         elif isinstance(message, Commit) and lease.commit is None:
-            lease.commit, lease.committed = message, lease.decode_heard
+            lease.commit, lease.committed = message, lease.decode_received
             if lie:
                 lease.lies.add(lie)
         elif isinstance(message, Refuse | AbortLease):
             lease.decode_over = True
 
-    def _prefill_heard(self, lease: _Lease, engine: EngineWatch, message: FromDecode | FromPrefill, lie: str) -> None:
+    def _on_prefill_received(
+        self, lease: _Lease, engine: EngineWatch, message: FromDecode | FromPrefill, lie: str
+    ) -> None:
         if lease.prefill is None:
             if not isinstance(message, Open):
                 return
             lease.prefill, lease.prefill_began = engine, engine.timeline.now
             lease.fits = message == lease.opening
-        lease.prefill_heard = engine.timeline.now
+        lease.prefill_received = engine.timeline.now
         if isinstance(message, Credit):
-            lease.credited = max(lease.credited, min(message.taken, len(lease.said)))
+            lease.credited = max(lease.credited, min(message.taken, len(lease.sent_digests)))
         elif isinstance(message, Confirm | AbortLease):
             self._prefill_ends(lease)
 
@@ -267,20 +271,20 @@ class LeaseWatch:
 
 
 class EngineWatch:
-    """One epoch of an engine: the operations that it has open, and the leases that they are for."""
+    """One epoch of an engine: its open operations and their leases."""
 
-    def __init__(self, watch: LeaseWatch, place: str, config: EngineConfig, limits: Limits, longest: float) -> None:
+    def __init__(self, watch: LeaseWatch, worker: str, config: EngineConfig, limits: Limits, longest: float) -> None:
         self.watch = watch
-        self.place = place
+        self.worker = worker
         self.limits = limits
         self.longest = longest
         self.alive = True
         self.calls = 0
         self.timeline = Timeline()
         self.open: dict[int, Effect] = {}
-        """Operations that were performed and not completed."""
+        """Operations performed and not yet completed."""
         self.fetch_of: dict[str, int] = {}
-        """The last fetch of each request."""
+        """Last fetch of each request."""
         self.lease_of: dict[int, _Lease] = {}
         self.given_up: set[str] = set()
         self._role = config.role
@@ -288,23 +292,23 @@ class EngineWatch:
         self._arrived: set[str] = set()
         self._sent: dict[str, set[int]] = {}
         self._complete: set[str] = set()
-        """Leases whose prompt is computed."""
+        """Leases whose prompt is being computed."""
         self._fetched: list[object] = []
-        """Stays of requests in this engine whose prompt was fetched."""
+        """Slot occupancies (request, gen) whose prompt was fetched."""
         self._left: dict[str, int] = {}
-        """Looks at completions when a client left, by its request."""
+        """Number of polls when a client disconnected, by request."""
         self._fetch_into: dict[int, int] = {}
-        """The last fetch into each block."""
-        self._asked = 0.0
-        before = watch.engines.get(place)
+        """Last fetch into each block."""
+        self._last_poll = 0.0
+        before = watch.engines.get(worker)
         if before is not None:
             before.alive = False
-        watch.engines[place] = self
+        watch.engines[worker] = self
 
-    # What the engine does -----------------------------------------------------------------------------------
+    # Engine work --------------------------------------------------------------------------------------------
 
     def performs(self, effect: Effect) -> None:
-        """Look at an effect that is about to be performed."""
+        """Check an effect about to be performed."""
         match effect:
             case Fetch():
                 self._fetches(effect)
@@ -321,9 +325,9 @@ class EngineWatch:
             self.open[effect.operation] = effect
 
     def asks(self) -> None:
-        """Look at what is held, before completions are taken."""
+        """Check held blocks before completions are polled."""
         self.calls += 1
-        self._asked = self.timeline.now
+        self._last_poll = self.timeline.now
         if not self.open:
             return
         free = self._pool.free_blocks()
@@ -333,10 +337,10 @@ class EngineWatch:
             if isinstance(effect, Fetch) and effect.operation not in self._cancelled:
                 since = self._left.get(effect.request_id)
                 if since is not None and self.calls > since + _CALLS:
-                    raise BrokenLaw("6.1", f"{effect.request_id} has left, and its prompt is still fetched")
+                    raise BrokenLaw("6.1", f"{effect.request_id} was aborted, and its prompt is still being fetched")
 
-    def told(self, completions: Iterable[Completion]) -> None:
-        """Look at completions that the engine takes."""
+    def on_completions(self, completions: Iterable[Completion]) -> None:
+        """Check completions that the engine receives."""
         for completion in completions:
             if isinstance(completion, PrefillJobArrived):
                 self._arrived.add(completion.job.lease)
@@ -345,69 +349,69 @@ class EngineWatch:
                 self._has_fetched(effect, completion)
 
     def announces(self, plan: StepPlan) -> None:
-        """Look at a plan before it is computed: nothing is for a lease that is over, what is known was sent."""
+        """Check a plan before it is computed: no work for ended leases, known blocks already sent."""
         if self._role != "prefill":
             return
         for slot in plan.slots.tolist():
             request = self._slots.requests[slot]
             lease = None if request is None else self.watch.leases.get(_lease_name(request.spec.request_id))
-            if lease is not None and lease.prefill_over and self._asked > lease.prefill_ended:
-                raise BrokenLaw("6.1", f"{self.place} computes on for lease {lease.name}, which is over")
+            if lease is not None and lease.prefill_over and self._last_poll > lease.prefill_ended:
+                raise BrokenLaw("6.1", f"{self.worker} still computes for lease {lease.name}, which has ended")
         for admission in plan.admissions:
             lease = self.watch.leases.get(_lease_name(admission.request_id))
             if lease is None or lease.prefill is not self:
                 continue
             known = range(lease.wanted.start, min(admission.computed // self.limits.block_size, lease.wanted.stop))
             if not self._sent.get(lease.name, set()).issuperset(known):
-                raise BrokenLaw("6", f"lease {lease.name} waits for blocks that were there from the start")
+                raise BrokenLaw("6", f"lease {lease.name} waits for blocks that were available from the start")
 
     def left(self, request_id: str) -> None:
-        """The client of a request has left."""
+        """Record that the client of a request disconnected."""
         self._left.setdefault(request_id, self.calls)
 
     def wrote(self, blocks: IntArray) -> None:
-        """Blocks were written from outside the device."""
+        """Check blocks written from outside the device."""
         for block in blocks.tolist():
             lease = self.lease_of.get(self._fetch_into.get(block, 0))
             if lease is not None:
                 lease.landed += 1
-                if lease.landed > len(lease.came):
+                if lease.landed > len(lease.received):
                     raise BrokenLaw("6.2", f"pieces of lease {lease.name} are written twice: {lease.landed}")
 
     def read(self, cache: NullCache, blocks: IntArray) -> None:
-        """Look at what is sent of a prompt: its KV."""
+        """Check the KV that is sent for a prompt."""
         for effect in self.open.values():
             lease = self.watch.leases.get(effect.lease) if isinstance(effect, Send) else None
             if lease is None or not isinstance(effect, Send):
                 continue
-            for place, block in enumerate(effect.blocks.tolist()):
-                if block in blocks and effect.first + place in lease.wanted:
-                    self._require_kv(lease, cache, block, effect.first + place)
+            for index, block in enumerate(effect.blocks.tolist(), effect.first):
+                if block in blocks and index in lease.wanted:
+                    self._require_kv(lease, cache, block, index)
 
     def require_work(self, lease: _Lease) -> None:
-        """See that the engine works on a lease of which the other side is told that it goes on."""
+        """Check that the engine works on a lease for which it sends heartbeats."""
         if lease.name in self._complete:
             return
-        if self.timeline.now - self._asked > lease.opening.silence + 1e-6:
-            raise BrokenLaw("6.1", f"{self.place} says that it works on lease {lease.name}, and its engine rests")
+        if self.timeline.now - self._last_poll > lease.opening.silence + 1e-6:
+            raise BrokenLaw("6.1", f"{self.worker} sends heartbeats for lease {lease.name}, but its engine is idle")
         waits = lease.name in self._arrived - self.given_up and not self._engine.num_in_flight
         if waits and prefill_request_id(lease.name) not in self._requests:
-            raise BrokenLaw("6.1", f"{self.place} says that it works on lease {lease.name}, and nobody does")
+            raise BrokenLaw("6.1", f"{self.worker} sends heartbeats for lease {lease.name} without any work")
 
     def settle(self, leases: Iterable[_Lease]) -> None:
-        """See that every end of a lease by its prefill side was told."""
+        """Check that the decode side was notified of every lease that the prefill side ended."""
         if (stats := self._engine.stats().leases) is None or stats.sender is None:
             return
         ended = stats.sender.ended
-        told = sum(lease.prefill_broke_off or not lease.decode.alive for lease in leases)
-        if ended.get("expired", 0) + ended.get("gave_up", 0) > told:
-            raise BrokenLaw("6.1", f"{self.place} ended leases by itself, {ended}, and told {told} times")
+        reported = sum(lease.prefill_broke_off or not lease.decode.alive for lease in leases)
+        if ended.get("expired", 0) + ended.get("gave_up", 0) > reported:
+            raise BrokenLaw("6.1", f"{self.worker} ended {ended} leases by itself and reported {reported}")
 
     # Inside -------------------------------------------------------------------------------------------------
 
     @property
     def _engine(self) -> Engine:
-        return self.watch.engine_of(self.place)
+        return self.watch.engine_of(self.worker)
 
     @property
     def _pool(self) -> BlockPool:
@@ -423,8 +427,8 @@ class EngineWatch:
 
     def _fetches(self, effect: Fetch) -> None:
         request = effect.request_id
-        if self.watch.tokens_of(self.place, request):
-            raise BrokenLaw("6.3", f"{request} has tokens, and its prompt is fetched")
+        if self.watch.tokens_of(self.worker, request):
+            raise BrokenLaw("6.3", f"{request} has tokens, but its prompt is fetched")
         if (who := self._requests.get(request)) is not None:
             if any(who is other for other in self._fetched):
                 raise BrokenLaw("6.3", f"the prompt of {request} is fetched twice")
@@ -435,42 +439,42 @@ class EngineWatch:
         self._fetch_into.update(dict.fromkeys(effect.blocks.tolist(), effect.operation))
 
     def _require_room(self) -> None:
-        """See that whoever is in a slot has room for one token more, now that blocks were leased."""
+        """Check that every running request has room for one more token after the lease took its blocks."""
         slots, pool = self._slots, self._pool
         rows = np.flatnonzero(slots.running | slots.loading)
         lengths = np.minimum(np.maximum(slots.num_planned[rows], slots.num_tokens[rows] + 1), slots.limit[rows])
         wanted = int(np.maximum(-(-lengths // slots.block_size) - slots.num_blocks[rows], 0).sum())
-        # Drafts take room that may be given back at once.
+        # Blocks of drafts can be freed at once.
         if len(rows) > 1 and not self.limits.max_drafts and wanted > pool.num_free:
-            raise BrokenLaw("6.1", f"{self.place} leases blocks with {pool.num_free} left of {wanted} that are needed")
+            raise BrokenLaw("6.1", f"{self.worker} leases blocks, leaving {pool.num_free} free of {wanted} needed")
 
     def _has_fetched(self, effect: Fetch, answer: Fetched) -> None:
         outcome, lease = answer.outcome, self.lease_of.get(effect.operation)
         if outcome == "aborted" and effect.operation not in self._cancelled:
-            raise BrokenLaw("6.3", f"the fetch for {effect.request_id} was aborted by nobody: {answer.reason}")
+            raise BrokenLaw("6.3", f"the fetch for {effect.request_id} was aborted without cause: {answer.reason}")
         if lease is None:
             return
         if outcome == "transferred" and not lease.decode_over:
-            raise BrokenLaw("6.2", f"lease {lease.name} is transferred, and the prefill side was not told")
+            raise BrokenLaw("6.2", f"lease {lease.name} is transferred, but the prefill side was not notified")
         if outcome == "damaged" and not (lease.lies or lease.flooded):
-            raise BrokenLaw("6.2", f"lease {lease.name} is damaged, and nobody lied: {answer.reason}")
+            raise BrokenLaw("6.2", f"lease {lease.name} is damaged without a forged message: {answer.reason}")
         if outcome in ("expired", "damaged") and self.watch.strict and not lease.decode_broke_off:
-            raise BrokenLaw("6.1", f"lease {lease.name} was {outcome}, and the prefill side was not told")
+            raise BrokenLaw("6.1", f"lease {lease.name} was {outcome}, but the prefill side was not notified")
         if outcome == "expired":
             self._expired(lease, answer)
         if outcome == "lost" and self.watch.gentle and self.timeline.now - lease.began < self.longest - _MOMENT:
-            raise BrokenLaw("6", f"lease {lease.name} is lost although no piece was: {answer.reason}")
+            raise BrokenLaw("6", f"lease {lease.name} is lost although no piece was lost: {answer.reason}")
 
     def _expired(self, lease: _Lease, answer: Fetched) -> None:
         if any(lie.startswith("damaged") for lie in lease.lies):
-            raise BrokenLaw("6.2", f"lease {lease.name} went on behind a damaged piece until it expired")
+            raise BrokenLaw("6.2", f"lease {lease.name} continued after a damaged piece until it expired")
         if not self.watch.strict:
             return
-        silent = lease.ended - lease.decode_heard > lease.opening.silence - _MOMENT
+        silent = lease.ended - lease.decode_received > lease.opening.silence - _MOMENT
         long = lease.ended - lease.began > self.longest - _MOMENT
         stuck = lease.ended - lease.committed > lease.opening.silence - _MOMENT and lease.landed < len(lease.wanted)
         if not (silent or long or stuck):
-            raise BrokenLaw("6", f"lease {lease.name} expired although it was spoken of: {answer.reason}")
+            raise BrokenLaw("6", f"lease {lease.name} expired despite messages: {answer.reason}")
         if self.watch.gentle and not long:
             raise BrokenLaw("6", f"lease {lease.name} expired although no piece was lost: {answer.reason}")
 
@@ -479,12 +483,12 @@ class EngineWatch:
         if lease is None:
             return
         sent = self._sent.setdefault(effect.lease, set())
-        places = {effect.first + place for place in range(len(effect.blocks))}
-        if not sent.isdisjoint(places):
-            raise BrokenLaw("6.2", f"blocks {sent & places} of lease {lease.name} are sent twice")
+        indexes = {effect.first + index for index in range(len(effect.blocks))}
+        if not sent.isdisjoint(indexes):
+            raise BrokenLaw("6.2", f"blocks {sent & indexes} of lease {lease.name} are sent twice")
         if effect.first < lease.wanted.start:
-            raise BrokenLaw("6.1", f"block {effect.first} of lease {lease.name} is sent, which was not asked for")
-        sent |= places
+            raise BrokenLaw("6.1", f"block {effect.first} of lease {lease.name} is sent, but was not requested")
+        sent |= indexes
         if effect.tokens is not None:
             self._complete.add(effect.lease)
 
@@ -497,7 +501,7 @@ class EngineWatch:
 
 
 class WatchedPort(EffectPort[object]):
-    """The port of an engine, and who watches what goes through it."""
+    """Effect port of an engine, with a watch on everything that passes through it."""
 
     def __init__(self, port: EnginePort, watch: EngineWatch) -> None:
         super().__init__(CompletionQueue())
@@ -512,7 +516,7 @@ class WatchedPort(EffectPort[object]):
     def completions(self) -> list[Completion]:
         self._watch.asks()
         taken = self._port.completions()
-        self._watch.told(taken)
+        self._watch.on_completions(taken)
         return taken
 
     def wait(self, seconds: float) -> None:
@@ -526,7 +530,7 @@ class WatchedPort(EffectPort[object]):
 
 
 class WatchedCache(KVCache):
-    """A cache, and who watches what is copied from it and to it."""
+    """KV cache with a watch on copies from and to it."""
 
     def __init__(self, cache: NullCache, watch: EngineWatch) -> None:
         self.shape = cache.shape
@@ -541,7 +545,7 @@ class WatchedCache(KVCache):
         try:
             self._watch.read(self._cache, blocks)
         except BrokenLaw as error:
-            # Whoever copies takes an exception for a fault of the device.
+            # The copying code treats an exception as a device fault.
             self._watch.timeline.at(self._watch.timeline.now, partial(_raise, error))
         return self._cache.export_blocks(blocks)
 
@@ -559,6 +563,6 @@ def _raise(broken: BrokenLaw) -> None:
 
 
 def _digest_of(digests: dict[int, bytes]) -> bytes:
-    """Return what a commit says: BLAKE2b of 16 bytes over index, in four bytes, and digest of each, by index."""
+    """Return the digest of a commit: BLAKE2b of 16 bytes over index (four bytes) and digest of each piece, by index."""
     parts = (index.to_bytes(4, "little") + digests[index] for index in sorted(digests))
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()

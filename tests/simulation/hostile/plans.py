@@ -1,4 +1,4 @@
-"""What a hostile world is, drawn from its seed: workers, routers, clients and faults, all of them few and small."""
+"""Plan of a hostile world, drawn from its seed: workers, routers, clients and faults, all few and small."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.simulation.hostile.routed import routed
 __all__ = ["HABITS", "HostilePlan", "PairPlan", "QuickCosts", "draw_plan", "without"]
 
 VOCAB = 25
-"""Prompts have tokens from 16 on, so nine of them; answers have all."""
+"""Vocabulary size: prompts use tokens from 16 on, nine of them; outputs use all."""
 BLOCK_BYTES = 1 << 10
 SECONDS = 1.0
-"""Within which clients come and faults happen."""
+"""Seconds within which clients arrive and faults occur."""
 _ROUTER_POLICIES = (
     "random",
     "round_robin",
@@ -36,10 +36,10 @@ _ROUTER_POLICIES = (
 
 
 class QuickCosts(Costs):
-    """A step takes 10 ms and some for its tokens; everything else a few."""
+    """A step takes 10 ms plus time per token; everything else is short."""
 
     def __init__(self, token: float, copy: float) -> None:
-        """`token`: seconds for each token of a step, `copy` for each block that is copied."""
+        """`token`: seconds per token of a step; `copy`: seconds per copied block."""
         self._token = token
         self._copies = copy
 
@@ -75,71 +75,71 @@ HABITS = (
     *("", "first_words_lost", "late", "echo", "foreign_pieces", "damaged_pieces", "swapped_pieces", "false_commits"),
     *("early_commits", "too_much_credit", "old_credit", "misfits"),
 )
-"""How a network treats what pairs say, and how peers lie; a world has one habit."""
+"""Behaviour of the network between pairs, including forged messages; one per world."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairPlan:
-    """What prefill and decode workers have between them."""
+    """Transfer settings between prefill and decode workers."""
 
     window: int
     longest: float
-    """Seconds after which a lease is over in any case."""
+    """Seconds after which a lease ends in any case."""
     habit: str
     every: int
-    """How many chances for a lie there are for each that is told."""
+    """One forged message per this many opportunities."""
     strangers: bool
-    """Whether somebody without the secret sends requests with tickets of his own making."""
+    """True if a client without the secret sends requests with forged tickets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostilePlan:
-    """Everything that a hostile world is made from."""
+    """All parameters of a hostile world."""
 
     seed: int
     limits: Limits
     configs: tuple[tuple[EngineConfig, int], ...]
-    """Settings of the engines of each role, and how many workers there are of it."""
+    """Engine settings of each role, and its number of workers."""
     routers: int
     router: RouterConfig
     stored: bool
-    """Whether workers share a store."""
+    """True if workers share a store."""
     tiers: bool
-    """Whether workers keep KV outside the device."""
+    """True if workers offload KV."""
     token_seconds: float
     copy_seconds: float
     wrong_drafts: float
     failing_rows: float
-    """Share of rows that cannot be computed."""
+    """Share of rows that fail."""
     latency: float
     pairs: PairPlan
     conversations: tuple[Conversation, ...]
     salts: dict[str, str]
     """Salt of each conversation."""
     params: dict[str, SamplingParams]
-    """How each conversation samples; `max_tokens` comes from its turns."""
+    """Sampling parameters of each conversation; `max_tokens` is set by its turns."""
     faults: tuple[SimulatedFault, ...]
     accidents: tuple[Accident, ...] = ()
     poison: dict[str, Poison] = field(default_factory=dict)
-    """What each request of a conversation does to the engine that computes it."""
+    """Effect of each conversation's requests on the engine that computes them."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """Name of the adapter that a conversation asks for; the model itself where there is none."""
+    """Adapter of each conversation; None selects the base model."""
     max_queued_requests: int = 1024
     anonymous: bool = False
-    """Whether no process names itself."""
+    """True if processes report no instance name."""
     misnamed: dict[str, Role] = field(default_factory=dict)
-    """Roles with which some workers are registered that have another one."""
+    """Wrong roles with which some workers are registered."""
     registers: bool = False
-    """Whether a process tells the routers when it has started."""
+    """True if a process notifies the routers when it has started."""
     rude: bool = False
-    """Whether callers of routers do what they must not."""
+    """True if callers of routers misuse the API."""
 
     @property
     def harmless(self) -> bool:
-        """Whether nothing but faults may make a request fail."""
+        """Return True if only faults may fail a request."""
         refused = self.max_queued_requests < 100 or self.router.max_requests_per_worker
         refused = refused or self.router.health_success_threshold > 1
-        # A lease that expires counts against its prefill worker.
+        # An expired lease counts as a failure of its prefill worker.
         refused = refused or (self.paired and (self.pairs.longest < 1.0 or self.token_seconds > 0.01))
         return not (
             self.failing_rows
@@ -153,27 +153,27 @@ class HostilePlan:
 
     @property
     def paired(self) -> bool:
-        """Whether there are pairs of prefill and decode workers."""
+        """Return True if there are prefill/decode pairs."""
         return any(config.role == "prefill" for config, _ in self.configs)
 
     @property
     def each_config(self) -> tuple[EngineConfig, ...]:
-        """Settings of the engine of each worker."""
+        """Engine settings of each worker."""
         return tuple(config for config, count in self.configs for _ in range(count))
 
     @property
-    def places(self) -> tuple[str, ...]:
+    def worker_names(self) -> tuple[str, ...]:
         """Names of the workers."""
         roles = [config.role for config, count in self.configs for _ in range(count)]
         return tuple(f"{role}{number}" for number, role in enumerate(roles))
 
 
 def draw_plan(seed: int) -> HostilePlan:
-    """Return the world of a seed."""
+    """Return the plan of the world with this seed."""
     draw = random.Random(f"hostile/{seed}")
     paired = draw.random() < 0.3
     tight = draw.random() < 0.6
-    """Whether requests have to grow into blocks that others hold."""
+    """True if requests must grow into blocks held by others."""
     limits, k = _limits(draw, tight=tight)
     stored = draw.random() < 0.4
     token_seconds = draw.choice((2e-4, 2e-4, 5e-3, 5e-3, 0.03))
@@ -235,7 +235,7 @@ def draw_plan(seed: int) -> HostilePlan:
         draw,
         draw.choice((0, 0, 1) if paired and plan.pairs.habit else (0, 1, 1, 2, 3)),
         seconds=SECONDS,
-        workers=plan.places,
+        workers=plan.worker_names,
         routers=tuple(f"router{number}" for number in range(routers)),
         store=stored,
         pairs=paired,
@@ -245,13 +245,13 @@ def draw_plan(seed: int) -> HostilePlan:
 
 
 def without(plan: HostilePlan, conversations: set[str], faults: set[int]) -> HostilePlan:
-    """Return a plan without some conversations, and without the faults and then accidents at some places."""
+    """Return a plan without some conversations, and without the faults and then accidents at some indexes."""
     count = len(plan.faults)
     return replace(
         plan,
         conversations=tuple(each for each in plan.conversations if each.name not in conversations),
-        faults=tuple(fault for place, fault in enumerate(plan.faults) if place not in faults),
-        accidents=tuple(each for place, each in enumerate(plan.accidents, count) if place not in faults),
+        faults=tuple(fault for index, fault in enumerate(plan.faults) if index not in faults),
+        accidents=tuple(each for index, each in enumerate(plan.accidents, count) if index not in faults),
     )
 
 
@@ -287,12 +287,12 @@ def _limits(draw: random.Random, *, tight: bool) -> tuple[Limits, int]:
 
 
 def _conversations(draw: random.Random, limits: Limits, *, tight: bool) -> tuple[Conversation, ...]:
-    """Return clients that come one by one or all at once; many of their prompts begin alike."""
+    """Return clients that arrive one by one or all at once; many of their prompts share a prefix."""
     made, room = [], limits.max_model_len
     shared = [Piece(draw.getrandbits(32), draw.randint(1, room // 3)) for _ in range(2)]
     burst = tight or draw.random() < 0.4
     hurry = draw.choice((5.0, 5.0, 30.0))
-    """Clients that leave early leave requests whose KV is on its way."""
+    """Clients that disconnect early, while the KV of their requests is in transit."""
     count = draw.randint(4, 8) if tight else draw.randint(3, 7)
     times = sorted(draw.random() * (0.02 if burst else 0.7 * SECONDS) for _ in range(count))
     for number, at in enumerate(times):

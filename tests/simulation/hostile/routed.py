@@ -1,4 +1,4 @@
-"""Hostile worlds about many workers: what goes wrong is of a few kinds, and often, so that rare faults meet."""
+"""Hostile worlds with many workers: few kinds of faults, at a high rate, so that rare combinations occur."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ _FAULTS: Final[dict[str, tuple[tuple[FaultKind, float, float], ...]]] = {
     "drains": (("worker_drains", 0.1, 0.5),),
     "restarts": (("router_restarted", 0.0, 0.0), ("places_parted", 0.1, 0.4)),
 }
-"""Faults of the simulator by what they are about, each with the bounds of its seconds."""
+"""Simulator faults by topic, each with bounds of its duration in seconds."""
 _ACCIDENTS: Final[dict[str, AccidentKind]] = {
-    "late": "words_late",
+    "late": "messages_late",
     "aborts": "requests_aborted",
     "sick": "rows_fail",
     "deregistering": "worker_deregistered",
     "roles": "role_changed",
 }
-_TROUBLES: Final = (
+_TOPICS: Final = (
     *_FAULTS,
     *_ACCIDENTS,
     *("deaths", "partings", "slowness", "sick", "poison", "poison", "bad", "busy", "leaving", "strange", "rude"),
 )
 
 _MEETINGS: Final = (("sick", "leaving"), ("sick", "leaving"), ("sick", "busy"), ("late",), ("late",))
-"""What shows most in a crowd, with nothing beside it: workers whose trial is left, and engines that die in mid-word."""
+"""Faults that matter most with many workers, without others: abandoned trials and engines that die mid-stream."""
 
 
 def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
-    """Return a world with the engines of `plan` in which the routers have most of the trouble."""
+    """Return a world with the engines of `plan` in which most faults affect the routers."""
     crowded = draw.random() < 0.3
-    troubles = set(draw.choice(_MEETINGS) if crowded else draw.sample(_TROUBLES, draw.randint(1, 4)))
+    topics = set(draw.choice(_MEETINGS) if crowded else draw.sample(_TOPICS, draw.randint(1, 4)))
     paired = len(plan.configs) > 1
     counts: dict[str, int] = {"mixed": 2 if crowded else draw.choice((2, 3, 3, 4))}
     if paired:
         counts = {"prefill": 2, "decode": 2, "mixed": draw.choice((0, 0, 1))}
-    tells = draw.random() < (0.8 if "deaths" in troubles else 0.4)
-    config = msgspec.structs.replace(plan.configs[0][0], enable_prefix_caching=True, kv_events=tells)
+    publishes = draw.random() < (0.8 if "deaths" in topics else 0.4)
+    config = msgspec.structs.replace(plan.configs[0][0], enable_prefix_caching=True, kv_events=publishes)
     limits = msgspec.structs.replace(
         plan.limits,
-        max_num_seqs=1 if "busy" in troubles else plan.limits.max_num_seqs,
+        max_num_seqs=1 if "busy" in topics else plan.limits.max_num_seqs,
         max_num_batched_tokens=64,
         num_kv_blocks=4 * plan.limits.blocks_per_seq,
     )
     count = draw.randint(16, 24) if crowded else draw.randint(8, 14)
-    conversations = _conversations(draw, limits.max_model_len, count, hurried="leaving" in troubles)
+    conversations = _conversations(draw, limits.max_model_len, count, hurried="leaving" in topics)
     salts = draw.choice((("",), ("", "ab", "ac"), ("ab", "ac")))
     adapters = draw.choice((("",), ("", *ADAPTERS)))
     plan = replace(
@@ -83,11 +83,11 @@ def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
         salts={each.name: draw.choice(salts) for each in conversations},
         adapters={each.name: draw.choice(adapters) for each in conversations},
         params={each.name: SamplingParams(temperature=0.0) for each in conversations},
-        max_queued_requests=draw.choice((0, 0, 1)) if "busy" in troubles else 1024,
-        registers="slowness" in troubles or draw.random() < 0.3,
-        rude="rude" in troubles,
+        max_queued_requests=draw.choice((0, 0, 1)) if "busy" in topics else 1024,
+        registers="slowness" in topics or draw.random() < 0.3,
+        rude="rude" in topics,
     )
-    strange = draw.choice(("anonymous", "misnamed")) if "strange" in troubles else ""
+    strange = draw.choice(("anonymous", "misnamed")) if "strange" in topics else ""
     names = [each.name for each in conversations]
     poisoned = draw.sample(names, 2)
     return replace(
@@ -95,11 +95,11 @@ def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
         anonymous=strange == "anonymous",
         misnamed=_misnamed(draw, plan) if strange == "misnamed" else {},
         poison={
-            **({poisoned[0]: "kills"} if "poison" in troubles else {}),
-            **({poisoned[1]: "fails"} if "bad" in troubles else {}),
+            **({poisoned[0]: "kills"} if "poison" in topics else {}),
+            **({poisoned[1]: "fails"} if "bad" in topics else {}),
         },
-        faults=_faults(draw, plan, troubles),
-        accidents=_accidents(draw, plan, troubles),
+        faults=_faults(draw, plan, topics),
+        accidents=_accidents(draw, plan, topics),
     )
 
 
@@ -130,7 +130,7 @@ def _router(draw: random.Random, block_size: int) -> RouterConfig:
 
 
 def _conversations(draw: random.Random, room: int, count: int, *, hurried: bool) -> tuple[Conversation, ...]:
-    """Return many clients with short requests, whose prompts begin alike for one, two or three pieces."""
+    """Return many clients with short requests, whose prompts share a prefix of one, two or three blocks."""
     shared = [Piece(draw.getrandbits(32), draw.randint(2, room // 6)) for _ in range(3)]
     times = sorted(draw.random() * 0.9 * _SECONDS for _ in range(count))
     made = []
@@ -147,20 +147,20 @@ def _conversations(draw: random.Random, room: int, count: int, *, hurried: bool)
 
 
 def _misnamed(draw: random.Random, plan: HostilePlan) -> dict[str, Role]:
-    """Return two workers that are registered as the sides of a pair that they are not."""
+    """Return two workers that are registered as the wrong sides of a pair."""
     others: dict[str, Role] = {"prefill": "decode", "decode": "prefill"}
-    one, other = draw.sample(plan.places, 2)
+    one, other = draw.sample(plan.worker_names, 2)
     if one.startswith("mixed") and other.startswith("mixed"):
         return {one: "prefill", other: "decode"}
     return {name: others.get(name.rstrip("0123456789"), "decode") for name in (one,)}
 
 
-def _faults(draw: random.Random, plan: HostilePlan, troubles: set[str]) -> tuple[SimulatedFault, ...]:
+def _faults(draw: random.Random, plan: HostilePlan, topics: set[str]) -> tuple[SimulatedFault, ...]:
     made = []
-    for trouble in sorted(troubles & _FAULTS.keys()):
+    for topic in sorted(topics & _FAULTS.keys()):
         for _ in range(draw.randint(3, 6)):
-            kind, least, most = draw.choice(_FAULTS[trouble])
-            worker, router = draw.choice(plan.places), f"router{draw.randrange(plan.routers)}"
+            kind, least, most = draw.choice(_FAULTS[topic])
+            worker, router = draw.choice(plan.worker_names), f"router{draw.randrange(plan.routers)}"
             target = (router, worker) if kind in ("places_parted", "network_slow") else (worker,)
             made.append(
                 SimulatedFault(
@@ -174,12 +174,12 @@ def _faults(draw: random.Random, plan: HostilePlan, troubles: set[str]) -> tuple
     return tuple(sorted(made, key=lambda fault: fault.at))
 
 
-def _accidents(draw: random.Random, plan: HostilePlan, troubles: set[str]) -> tuple[Accident, ...]:
+def _accidents(draw: random.Random, plan: HostilePlan, topics: set[str]) -> tuple[Accident, ...]:
     made = []
-    for trouble in sorted(troubles & _ACCIDENTS.keys()):
+    for topic in sorted(topics & _ACCIDENTS.keys()):
         for _ in range(draw.randint(2, 5)):
-            at, worker = draw.random() * _SECONDS, draw.choice(plan.places)
-            kind, late = _ACCIDENTS[trouble], trouble == "late"
+            at, worker = draw.random() * _SECONDS, draw.choice(plan.worker_names)
+            kind, late = _ACCIDENTS[topic], topic == "late"
             seconds = draw.uniform(0.4, 0.8) if late else draw.uniform(0.1, 0.6)
             amount = draw.choice((-1.0, 0.03, 0.1) if late else (-1.0, 0.0, 0.0, 0.005))
             made.append(Accident(at=at, kind=kind, target=worker, seconds=seconds, amount=amount))

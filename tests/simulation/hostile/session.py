@@ -1,4 +1,4 @@
-"""Many hostile worlds on all cores: what occurred in them, which failed, and how to see one of those again."""
+"""Runs many hostile worlds on all cores; reports what occurred, which worlds failed, and how to replay them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.simulation.hostile.world import run_plan
 __all__ = ["EXPECTED", "Failure", "Session", "command_of", "run_session", "run_world", "shrunk"]
 
 CPU_SECONDS = 20.0
-"""After which a world is taken to run in circles."""
+"""Seconds of CPU time after which a world counts as looping forever."""
 
 EXPECTED = (
     *("preemptions", "returned_with_tokens", "prefill_chunks", "several_in_a_step", "admitted_with_kv", "prefix_hits"),
@@ -31,16 +31,16 @@ EXPECTED = (
     *("fault_engine_dies", "fault_engine_hangs", "fault_process_killed", "fault_process_stands_still"),
     *("fault_worker_drains", "fault_device_slow", "fault_clock_wrong", "fault_places_parted", "fault_network_slow"),
     *("fault_router_restarted", "fault_transfers_lost", "fault_transfers_repeated", "fault_store_down"),
-    *("accident_words_late", "accident_requests_aborted", "accident_rows_fail", "accident_worker_deregistered"),
+    *("accident_messages_late", "accident_requests_aborted", "accident_rows_fail", "accident_worker_deregistered"),
     *("accident_role_changed", "poisoned", "ended_abort"),
     *("fault_store_slow", "fault_store_full", "fault_store_loses", "fault_store_damages", "fault_clients_leave"),
 )
-"""What has to occur in a session of a thousand worlds: worlds in which it never does show nothing about it."""
+"""Events that must occur in a session of a thousand worlds: otherwise the worlds do not test them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A world in which a law was broken."""
+    """World in which an invariant was broken."""
 
     seed: int
     what: str
@@ -48,33 +48,33 @@ class Failure:
 
 @dataclass(slots=True)
 class Session:
-    """What came of many worlds."""
+    """Results of many worlds."""
 
     worlds: int = 0
     steps: int = 0
     seconds: float = 0.0
     occurred: Counter[str] = field(default_factory=Counter)
-    """In how many worlds something occurred."""
+    """Number of worlds in which each event occurred."""
     failures: list[Failure] = field(default_factory=list)
 
     @property
     def missing(self) -> list[str]:
-        """What was to occur and did not."""
+        """Expected events that did not occur."""
         return [what for what in EXPECTED if not self.occurred[what]]
 
     def __str__(self) -> str:
         rate = 60 * self.worlds / max(self.seconds, 1e-9)
-        lines = [f"{self.worlds} worlds with {self.steps} steps in {self.seconds:.0f} s: {rate:.0f} worlds a minute"]
+        lines = [f"{self.worlds} worlds with {self.steps} steps in {self.seconds:.0f} s: {rate:.0f} worlds per minute"]
         width = max(map(len, self.occurred), default=0)
         lines += [f"  {what:<{width}}  {count:>7}" for what, count in sorted(self.occurred.items())]
         for failure in sorted(self.failures, key=lambda each: each.seed)[:20]:
-            lines += [f"seed {failure.seed}: {failure.what}", f"  see it again: {command_of(failure.seed)}"]
+            lines += [f"seed {failure.seed}: {failure.what}", f"  replay: {command_of(failure.seed)}"]
         lines.append(f"{len(self.failures)} worlds failed")
         return "\n".join(lines)
 
 
 def command_of(seed: int, *, clients: Iterable[str] = (), faults: Iterable[int] = ()) -> str:
-    """Return the command that runs one world again, without some of its clients and faults."""
+    """Return the command that replays one world, without some of its clients and faults."""
     words = [f"python -m tests.simulation.hostile --seed {seed} --trace"]
     words += [f"--without-clients {','.join(sorted(clients))}"] if clients else []
     words += [f"--without-faults {','.join(map(str, sorted(faults)))}"] if faults else []
@@ -82,16 +82,16 @@ def command_of(seed: int, *, clients: Iterable[str] = (), faults: Iterable[int] 
 
 
 def run_world(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tuple[Counter[str], Failure | None]:
-    """Run one world within bounds of processor time; return what occurred, and how it failed."""
+    """Run one world with a limit on CPU time; return what occurred, and its failure."""
 
     def give_up(_number: int, _frame: FrameType | None) -> None:
-        raise TimeoutError(f"protocol 1.8: the world has not ended after {CPU_SECONDS:g} s of processor time")
+        raise TimeoutError(f"protocol 1.8: the world did not end within {CPU_SECONDS:g} s of CPU time")
 
     before = signal.signal(signal.SIGVTALRM, give_up)
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
     try:
         return run_plan(plan, log)[0], None
-    except Exception as error:  # noqa: BLE001 - whatever comes out of a world is what is wrong in it
+    except Exception as error:  # noqa: BLE001 - any exception is a failure of the world
         return Counter(), Failure(plan.seed, f"{type(error).__name__}: {error}")
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -101,7 +101,7 @@ def run_world(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tu
 def run_session(
     seeds: range, processes: int = 1, progress: Callable[[Session], None] = lambda _: None, stop_after: int = 1000
 ) -> Session:
-    """Run the worlds of `seeds`; no more are begun once `stop_after` have failed."""
+    """Run the worlds of `seeds`; start no more once `stop_after` have failed."""
     session, began = Session(), time.monotonic()
     for counts, failure in _outcomes(seeds, processes):
         session.worlds += 1
@@ -117,7 +117,7 @@ def run_session(
 
 
 def shrunk(plan: HostilePlan) -> tuple[set[str], set[int]]:
-    """Return the clients and faults that a failing world can do without."""
+    """Return the clients and faults that a failing world does not need."""
     clients: set[str] = set()
     faults: set[int] = set()
     for fault in range(len(plan.faults) + len(plan.accidents)):
@@ -130,7 +130,7 @@ def shrunk(plan: HostilePlan) -> tuple[set[str], set[int]]:
 
 
 def show_progress(total: int) -> Callable[[Session], None]:
-    """Return what draws a line of progress on standard error."""
+    """Return a function that draws a progress bar on standard error."""
 
     def show(session: Session) -> None:
         if session.worlds % 20 and session.worlds != total:
@@ -159,7 +159,7 @@ def _begin() -> None:
 
 def _begin_process() -> None:
     _begin()
-    gc.set_threshold(50_000, 50, 100)  # worlds make little that refers to itself: this takes a twentieth less time
+    gc.set_threshold(50_000, 50, 100)  # worlds create few reference cycles; this saves 5% of the time
 
 
 def _one(seed: int) -> tuple[Counter[str], Failure | None]:

@@ -1,4 +1,4 @@
-"""What lies between pairs of a hostile world: a network with a habit, and peers that lie."""
+"""Network between pairs of a hostile world, with one kind of misbehaviour, and peers that forge messages."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from tests.simulation.hostile.plans import PairPlan
 __all__ = ["HARMLESS_HABITS", "HostileTransfers", "Stranger", "forged_ticket"]
 
 HARMLESS_HABITS = frozenset({"", "first_words_lost", "late", "echo", "foreign_pieces", "old_credit"})
-"""Habits with which every lease that is not over may still be transferred."""
+"""Habits under which every open lease can still be transferred."""
 _ECHOES = (0.0, 0.05, 0.4, 1.5)
 _TOGETHER = 0.06
-"""Seconds for which pieces are kept back, to arrive all at once."""
+"""Seconds for which pieces are held back, to arrive together."""
 
 _Sent = tuple[Message, str, float]
-"""A message in place of another one, what lie it is, if it ends the lease, and how much later it leaves."""
+"""Replacement message, kind of forgery if it ends the lease, and extra delay in seconds."""
 
 
 class HostileTransfers(TransferNetwork):
-    """A network between pairs that is watched, and that treats what is said as the plan of the world has it."""
+    """Observed network between pairs, which treats messages according to the plan of the world."""
 
-    def __init__(self, network: Network, plan: PairPlan, watch: LeaseWatch, seed: int, say: Callable[[str], None]):
+    def __init__(self, network: Network, plan: PairPlan, watch: LeaseWatch, seed: int, log: Callable[[str], None]):
         super().__init__(network)
         self.window, self.longest = plan.window, plan.longest
         self._habit = plan.habit
         self._every = plan.every
         self._watch = watch
         self._draw = random.Random(f"lies/{seed}")
-        self._say = say
+        self._log = log
         self._lies: list[tuple[Message, str]] = []
         self._seen: set[tuple[str, object]] = set()
         self._just_lost: set[tuple[str, str]] = set()
-        """Who said something about which lease that was lost last."""
+        """Sender and lease of the last lost message."""
         self._chances = 0
 
-    def heard(self, place: str, message: Message) -> None:
+    def heard(self, worker: str, message: Message) -> None:
         lie = next((lie for forged, lie in self._lies if forged is message), "")
-        self._say(f"{place} hears {_short(message)}{' LIE ' + lie if lie else ''}")
-        self._watch.heard(place, message[0], lie)
+        self._log(f"{worker} receives {_short(message)}{' LIE ' + lie if lie else ''}")
+        self._watch.on_received(worker, message[0], lie)
 
     def _leave(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
-        self._say(f"{origin} says {_short(message)}")
-        self._watch.said(origin, message[0])
+        self._log(f"{origin} sends {_short(message)}")
+        self._watch.on_sent(origin, message[0])
         self.said += 1
         for each, lie, later in self._treated(origin, message):
             if lie:
@@ -68,7 +68,7 @@ class HostileTransfers(TransferNetwork):
                 return as_it_is
             case "first_words_lost":
                 word, speaker = (origin, message[0]), (origin, message[0].lease)
-                # Whoever hears nothing for a silence may take the other for dead: no two words in a row are lost.
+                # After a silence a side may consider its peer dead, so no two messages in a row are lost.
                 if isinstance(message[0], KVPiece) or word in self._seen or speaker in self._just_lost:
                     self._just_lost.discard(speaker)
                     return as_it_is
@@ -82,7 +82,7 @@ class HostileTransfers(TransferNetwork):
         return [*self._lie(message)] or as_it_is
 
     def _lie(self, sent: Message) -> Iterator[_Sent]:
-        """Yield what is said instead of a message; nothing leaves it as it is."""
+        """Yield replacements of a message; nothing if it is sent unchanged."""
         message, frames = sent
         match self._habit, message:
             case "foreign_pieces", KVPiece(index=index) if self._chance():
@@ -132,7 +132,7 @@ class HostileTransfers(TransferNetwork):
 
 
 def forged_ticket(spec: RequestSpec, number: int) -> RequestSpec:
-    """Return what somebody sends who has seen the ticket of a request, and has an address of his own."""
+    """Return the ticket of an attacker who has seen that of a request and has a different address."""
     name, (peer, mac) = spec.request_id, spec.prefill_at.split(";")
     name, ticket = (
         (f"{name[:-1]}~", f"{peer};{mac}"),
@@ -144,17 +144,17 @@ def forged_ticket(spec: RequestSpec, number: int) -> RequestSpec:
 
 
 class Stranger:
-    """Waits for the answer to a request with a forged ticket; there must be none."""
+    """Reader of a request with a forged ticket, which must not be answered."""
 
     def answered(self, delta: Delta) -> None:
-        raise BrokenLaw("6", f"{delta.request_id} has a forged ticket and is answered")
+        raise BrokenLaw("6", f"{delta.request_id} is answered despite its forged ticket")
 
     def refused(self, status: int, reason: str) -> None:
         if status not in (400, 403, 503):
-            raise BrokenLaw("6", f"a forged ticket is refused with {status}: {reason}")
+            raise BrokenLaw("6", f"a forged ticket is rejected with {status}: {reason}")
 
     def lost(self, reason: str) -> None:
-        """Nothing is left of it."""
+        """Ignore the loss of the request."""
 
 
 def _short(message: Message) -> str:

@@ -1,4 +1,4 @@
-"""Bounds of plans: nothing that is simulated may be better than what they say is the best."""
+"""Bounds of plans: no simulation may beat the bound."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job(workload: str, units: int = 1) -> PlanJob:
     "workload",
     ["constant:rate=0.5,requests=6,output=8", "poisson:rate=9,requests=30,prompt=exponential:900,output=8,turns=2"],
 )
-def test_nothing_simulated_is_faster_than_requests_alone(workload: str) -> None:
+def test_simulation_is_not_faster_than_requests_run_alone(workload: str) -> None:
     run = do_job(job(workload), installed_plugins())
     demand = demand_of(read_workload(workload, 3))
     assert run.summary.slo is not None
@@ -41,7 +41,7 @@ def test_nothing_simulated_is_faster_than_requests_alone(workload: str) -> None:
             assert least > check.value / 1.3
 
 
-def test_fewer_workers_than_the_bound_break_the_slo() -> None:
+def test_fewer_workers_than_bound_break_the_slo() -> None:
     workload = "constant:rate=80,requests=120,prompt=2000,output=2"
     demand = demand_of(read_workload(workload, 3))
     mixed, prefill, decode = fewest_workers(profile_named(PROFILE), demand, SLO, 64, 2048)
@@ -50,14 +50,14 @@ def test_fewer_workers_than_the_bound_break_the_slo() -> None:
     assert slo_margin(do_job(job(workload, mixed - 1), installed_plugins())) < 0
 
 
-def test_tokens_that_a_cache_may_hold_count_once() -> None:
+def test_cacheable_tokens_count_once() -> None:
     demand = demand_of(read_workload("poisson:requests=50,prefixes=1x1000,prompt=10,output=7,turns=2", 0))
     assert demand.new_tokens.sum() == 1000 + 50 * 10
     assert demand.first_turn.sum() == 25
     assert set(demand.output_tokens) == {7.0}
 
 
-def test_requests_that_no_worker_takes_are_later_than_any_limit() -> None:
+def test_unservable_requests_exceed_any_limit() -> None:
     demand = demand_of(read_workload("poisson:requests=100,turns=2,prompt=400,output=100", 0))
     assert sorted(set(demand.prompt_tokens)) == [400, 900]
     profile = profile_named(PROFILE)
@@ -72,7 +72,7 @@ def test_requests_that_no_worker_takes_are_later_than_any_limit() -> None:
         assert (least_possible(each, profile, demand, 2048, 1.0, longest) < math.inf) is possible
 
 
-def test_answers_of_one_token_have_no_time_for_each_further_one() -> None:
+def test_single_token_outputs_have_no_tpot() -> None:
     [each] = parse_slo("tpot_p99=0.0001").objectives
     for output, least in ((1, 0.0), (2, 0.001)):
         demand = demand_of(read_workload(f"poisson:requests=9,output={output}", 0))
@@ -80,6 +80,6 @@ def test_answers_of_one_token_have_no_time_for_each_further_one() -> None:
         assert (least_possible(each, profile_named(PROFILE), demand, 2048, 1.0) == 0) is (output == 1)
 
 
-def test_requests_without_a_limit_of_time_bound_nothing() -> None:
+def test_requests_without_time_limit_do_not_bound() -> None:
     demand = demand_of(read_workload("poisson:rate=1000,requests=500", 0))
     assert fewest_workers(profile_named(PROFILE), demand, parse_slo("ttft_mean=1"), 64, 2048) == (1, 1, 1)

@@ -1,4 +1,4 @@
-"""What limits a run: each rule with a made-up run that it alone is about."""
+"""Bottleneck of a run: each rule with a synthetic run that only it matches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fd_core.simulation.results.summary import ObjectiveCheck, WorkerSample
 from tests.simulation.results.made_up import outcome, run_of, waits_of
 
 PROFILE = profile_named("h100:llama-8b")
-"""A step of it reads weights for about 6 ms."""
+"""Reads of its weights take about 6 ms per step."""
 
 
 def shape(prefill: int = 0, rows: int = 64) -> DeploymentShape:
@@ -48,8 +48,8 @@ def made(
     spread: int = 1,
     **counters: float,
 ) -> ReportedRun:
-    """Return a run of equal requests, of which the last `lost` have no answer, and of equal samples."""
-    # To as many workers in turn as `spread` says.
+    """Return a run of equal requests, of which the last `lost` fail, and of equal samples."""
+    # Round-robin over `spread` workers.
     done = [
         outcome(
             f"r{at}",
@@ -122,27 +122,27 @@ MANY = tuple(f"mixed{at}" for at in range(40))
         (made("ttft=5,tpot=0.005,attainment=0.9", tpot=0.1), {}, "prefill between decodes"),
     ],
 )
-def test_each_rule_names_what_its_run_is_short_of(run: ReportedRun, changes: dict[str, int], what: str) -> None:
+def test_each_rule_names_the_bottleneck_of_its_run(run: ReportedRun, changes: dict[str, int], what: str) -> None:
     found = limit(run, **changes)
     assert found.what == what
     assert found.words.startswith(f"What limits is {what}: as asked, ")
     assert slo_margin(run) < 0
 
 
-def test_a_limit_says_why_requests_were_refused() -> None:
+def test_rejection_bottleneck_reports_the_reason() -> None:
     found = limit(made(TTFT, end="refused", reason="the prompt has 9000 tokens", lost=5))
     assert "5 requests were refused, most since the prompt has N tokens" in found.words
 
 
-def test_a_few_lost_requests_are_not_what_limits_a_percentile() -> None:
+def test_few_lost_requests_do_not_limit_a_percentile() -> None:
     assert limit(made(TTFT, prompt=2000, busy=9.0, end="refused", reason="x", lost=1)).what == "compute of prefill"
 
 
-def test_clients_that_leave_leave_since_something_else_is_short() -> None:
+def test_disconnects_are_attributed_to_another_bottleneck() -> None:
     assert limit(made(TTFT, end="left", lost=20, before={"slot": 9.0})).what == "slots"
 
 
-def test_slots_are_counted_where_there_are_more_workers_than_rows_of_a_page() -> None:
+def test_slots_are_counted_when_rows_aggregate_workers() -> None:
     assert "up to 8 of 64 slots" in limit(made(TTFT, workers=MANY)).words
 
 
@@ -157,13 +157,11 @@ def test_slots_are_counted_where_there_are_more_workers_than_rows_of_a_page() ->
         ("attainment", 1.0, 0.98, -0.02),
     ],
 )
-def test_a_margin_is_the_share_that_is_left_of_what_is_allowed(
-    name: str, limit: float, value: float, margin: float
-) -> None:
+def test_margin_is_unused_share_of_the_limit(name: str, limit: float, value: float, margin: float) -> None:
     assert check_margin(ObjectiveCheck(name, limit, value, margin >= 0)) == pytest.approx(margin)
 
 
-def test_the_margin_of_a_run_is_its_least_one_and_never_has_none() -> None:
+def test_run_margin_is_the_smallest_one() -> None:
     assert slo_margin(made("ttft_p99=0.2,tpot_p99=0.0125,e2e_mean=9")) == pytest.approx(0.2, abs=1e-6)
     assert slo_margin(made(TTFT, end="refused", reason="x", lost=20)) < -1e6
     assert slo_margin(made("ttft_p99=1,attainment=0.9", count=0)) == 0

@@ -1,4 +1,4 @@
-"""The search for the cheapest plan, against made-up plans whose best is known by trying all of them."""
+"""Search for the cheapest plan, against synthetic plans whose optimum is found by brute force."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ SEEDS = (0, 1, 2)
 
 
 def searched(shapes: list[PlanShape], margin: Margin, *, shortened: bool = True) -> tuple[PlanSearch, list[PlanTrial]]:
-    """Search to the end; return every plan that was asked for as well."""
+    """Run the search; return its result and every plan that it tried."""
     search = PlanSearch(shapes, SEEDS, shortened=shortened)
-    asked: list[PlanTrial] = []
+    tried: list[PlanTrial] = []
     trials = search.trials()
     try:
         batch = next(trials)
         while True:
-            asked += batch
-            assert len(asked) < 10_000
+            tried += batch
+            assert len(tried) < 10_000
             batch = trials.send([margin(trial) for trial in batch])
     except StopIteration:
-        return search, asked
+        return search, tried
 
 
 def made_up(draw: random.Random) -> tuple[list[PlanShape], list[float]]:
-    """Return shapes, and how many units each needs, of which some cannot be had."""
+    """Return shapes, and the number of units each needs, some of them unavailable."""
     needs = [draw.uniform(0.3, 40) for _ in range(draw.randint(1, 12))]
     shapes = [
         PlanShape(draw.choice([1.0, 2.0, 2.5, 4.0, 8.0]), draw.randint(1, math.ceil(need)), draw.randint(4, 60))
@@ -43,29 +43,29 @@ def made_up(draw: random.Random) -> tuple[list[PlanShape], list[float]]:
 
 
 def is_checked(search: PlanSearch, shape: int) -> bool:
-    """Return True if the fewest units held the whole workload with every seed."""
+    """Return True if the fewest units satisfied the SLO for the whole workload with every seed."""
     trials = [PlanTrial(shape, search.units[shape], seed, True) for seed in search.seeds]
     return all(search.margins.get(trial, -1) >= 0 for trial in trials)
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_the_cheapest_plan_is_the_one_that_trying_all_finds(seed: int) -> None:
+def test_search_finds_the_cheapest_plan(seed: int) -> None:
     draw = random.Random(seed)
     shapes, needs = made_up(draw)
-    easier = [draw.uniform(0.6, 1) for _ in shapes]  # the first requests find shorter queues
+    easier = [draw.uniform(0.6, 1) for _ in shapes]  # the first requests meet shorter queues
 
     def margin(trial: PlanTrial) -> float:
         need = needs[trial.shape] * trial.load * (1 if trial.whole else easier[trial.shape])
         return 1 - need / trial.units
 
-    search, asked = searched(shapes, margin, shortened=seed % 2 == 0)
+    search, tried = searched(shapes, margin, shortened=seed % 2 == 0)
     costs = [
         shape.cost * math.ceil(need) for shape, need in zip(shapes, needs, strict=True) if math.ceil(need) <= shape.most
     ]
     ranking = search.ranking()
     assert bool(ranking) is bool(costs)
-    assert all(shapes[trial.shape].least - 1 <= trial.units <= shapes[trial.shape].most for trial in asked)
-    assert len(set(asked)) == len(asked)
+    assert all(shapes[trial.shape].least - 1 <= trial.units <= shapes[trial.shape].most for trial in tried)
+    assert len(set(tried)) == len(tried)
     if not costs:
         return
     best = ranking[0]
@@ -80,7 +80,7 @@ def test_the_cheapest_plan_is_the_one_that_trying_all_finds(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_noise_moves_the_answer_by_no_more_than_the_noise(seed: int) -> None:
+def test_noise_shifts_result_by_at_most_the_noise(seed: int) -> None:
     draw = random.Random(seed)
     shapes, needs = made_up(draw)
 
@@ -101,29 +101,29 @@ def test_noise_moves_the_answer_by_no_more_than_the_noise(seed: int) -> None:
         assert search.units[shape] == 1 or search.breaks_below(shape) is not None
 
 
-def test_equal_costs_are_decided_by_the_margin() -> None:
+def test_equal_costs_are_decided_by_margin() -> None:
     shapes = [PlanShape(4.0, 1, 8) for _ in range(3)]
     search, _ = searched(shapes, lambda trial: (0.1, 0.4, 0.2)[trial.shape] - (trial.load - 1))
     assert search.ranking() == [1, 2, 0]
 
 
-def test_what_is_dearer_at_its_bound_is_never_simulated() -> None:
+def test_shapes_above_best_cost_are_not_simulated() -> None:
     shapes = [PlanShape(1.0, 1, 100), *(PlanShape(10.0, 5, 100) for _ in range(20))]
-    _, asked = searched(shapes, lambda trial: 1 - 3 * trial.load / trial.units)
-    assert {trial.shape for trial in asked if trial.shape > 4} == set()
+    _, tried = searched(shapes, lambda trial: 1 - 3 * trial.load / trial.units)
+    assert {trial.shape for trial in tried if trial.shape > 4} == set()
 
 
-def test_a_large_fleet_takes_few_simulations() -> None:
-    search, asked = searched([PlanShape(1.0, 1, 10_000)], lambda trial: 1 - 4321.5 * trial.load / trial.units)
+def test_large_fleet_needs_few_simulations() -> None:
+    search, tried = searched([PlanShape(1.0, 1, 10_000)], lambda trial: 1 - 4321.5 * trial.load / trial.units)
     assert search.units == {0: 4322}
-    assert len(asked) < 50
+    assert len(tried) < 50
 
 
 SPACES = st.lists(st.tuples(st.sampled_from((1.0, 2.0, 2.5, 4.0)), st.integers(1, 9)), min_size=1, max_size=5)
 
 
 def cheapest(shapes: list[PlanShape], margin: Margin) -> float | None:
-    """Return the least cost of a plan that holds the whole workload with every seed, by trying every plan."""
+    """Return the lowest cost of a plan that satisfies the SLO with every seed, by brute force."""
     return min(
         (
             about.cost * units
@@ -137,7 +137,7 @@ def cheapest(shapes: list[PlanShape], margin: Margin) -> float | None:
 
 @settings(deadline=None, max_examples=150)
 @given(SPACES, st.randoms(use_true_random=False), st.booleans())
-def test_first_requests_that_are_harder_than_the_others_hide_no_cheaper_plan(
+def test_harder_first_requests_do_not_hide_a_cheaper_plan(
     space: list[tuple[float, int]], draw: random.Random, shortened: bool
 ) -> None:
     shapes = [PlanShape(cost, 1, most) for cost, most in space]
@@ -149,15 +149,15 @@ def test_first_requests_that_are_harder_than_the_others_hide_no_cheaper_plan(
         need = needs[trial.shape][trial.seed] * trial.load
         return 1 - need * (1 if trial.whole else first[trial.shape]) / trial.units
 
-    search, asked = searched(shapes, margin, shortened=shortened)
+    search, tried = searched(shapes, margin, shortened=shortened)
     least = cheapest(shapes, margin)
-    assert len(set(asked)) == len(asked)
+    assert len(set(tried)) == len(tried)
     assert [search.cost(shape) for shape in search.ranking()[:1]] == ([] if least is None else [least])
 
 
 @settings(deadline=None, max_examples=300)
 @given(SPACES, st.integers(0, 2**32), st.floats(0.05, 0.95), st.booleans())
-def test_where_more_units_may_break_it_the_answer_holds_and_one_unit_less_does_not(
+def test_result_is_minimal_for_non_monotonic_margins(
     space: list[tuple[float, int]], world: int, chance: float, shortened: bool
 ) -> None:
     shapes = [PlanShape(cost, 1, most) for cost, most in space]
@@ -165,9 +165,9 @@ def test_where_more_units_may_break_it_the_answer_holds_and_one_unit_less_does_n
     def margin(trial: PlanTrial) -> float:
         return chance - random.Random(f"{world}/{trial}").random()
 
-    search, asked = searched(shapes, margin, shortened=shortened)
+    search, tried = searched(shapes, margin, shortened=shortened)
     assert search.finished
-    assert len(set(asked)) == len(asked)
+    assert len(set(tried)) == len(tried)
     for shape in search.ranking()[:1]:
         units = search.units[shape]
         assert all(margin(PlanTrial(shape, units, seed, True)) >= 0 for seed in SEEDS)
@@ -176,7 +176,7 @@ def test_where_more_units_may_break_it_the_answer_holds_and_one_unit_less_does_n
         assert search.cost(shape) >= (cheapest(shapes, margin) or math.inf)
 
 
-def test_loads_stay_below_what_there_can_be() -> None:
+def test_loads_stay_within_limits() -> None:
     search = PlanSearch([PlanShape(1.0, 1, 3)], SEEDS, shortened=False, most_load=1.6)
     trials, loads = search.trials(), set()
     with pytest.raises(StopIteration):

@@ -1,4 +1,4 @@
-"""Runs that nothing simulated: a queue before each worker, drawn from a seed."""
+"""Synthetic runs without simulation: a queue per worker, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_of(*outcomes: RequestOutcome, samples: tuple[WorkerSample, ...] = (), se
 
 
 def waits_of(*requests: tuple[dict[str, float], dict[str, float]]) -> bytes:
-    """Return `Run.waits` of requests that spent so many seconds before and behind the first token, by reason."""
+    """Return `Run.waits` of requests with the given seconds before and after the first token, by reason."""
     parts = [[part.get(reason, 0.0) for reason in WAITS] for both in requests for part in both]
     return np.array(parts, np.float32).tobytes()
 
@@ -61,9 +61,10 @@ def queued(
     noise: int = 0,
     label: str = "made up",
 ) -> Run:
-    """Return a run of requests that queue for workers in their turn, prefill, then decode more slowly in company.
+    """Return a run of requests that queue for workers in turn, prefill, then decode more slowly in larger batches.
 
-    The seed decides arrivals and lengths; `slower` stretches every step; `noise` is the seed of this run's luck.
+    The seed determines arrivals and lengths; `slower` stretches every step; `noise` seeds the random variation of this
+    run.
     """
     draw = np.random.default_rng(seed)
     luck = np.random.default_rng([seed, noise]).lognormal(0.0, 0.05, requests).tolist()

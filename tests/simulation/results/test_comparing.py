@@ -1,4 +1,4 @@
-"""A difference that is there is found, one that is not is called noise, and one seed is no confidence."""
+"""Comparisons: real differences are found, noise is not reported, and one seed gives no confidence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def runs(seeds: int, *, slower: float = 1.0, noise: int = 0) -> list[RunSummary]
     return [summarize(queued(150, seed=seed, slower=slower, noise=noise), SLO) for seed in range(seeds)]
 
 
-def test_a_slower_setting_loses_by_more_than_noise() -> None:
+def test_slower_setting_loses_significantly() -> None:
     found = compare({"plain": runs(5), "slower": runs(5, slower=1.1, noise=1)}, FIGURES["e2e_mean"])
     assert (found.best, found.wins) == ("plain", True)
     verdicts = {each.figure: each.verdict for each in found.differences}
@@ -26,14 +26,14 @@ def test_a_slower_setting_loses_by_more_than_noise() -> None:
     assert found.words.startswith("plain wins by End to end mean (e2e_mean): -") and "5 seeds" in found.words
 
 
-def test_other_luck_alone_is_no_difference() -> None:
+def test_noise_alone_is_no_difference() -> None:
     found = compare({"plain": runs(5), "lucky": runs(5, noise=1)}, FIGURES["e2e_mean"])
     assert not found.wins and found.words.startswith("No winner by")
     assert {each.figure: each.verdict for each in found.differences}["e2e_mean"] == "noise"
     assert all(each.more.low is not None and each.more.low <= 0 <= (each.more.high or 0) for each in found.lead)
 
 
-def test_one_seed_has_a_difference_and_no_confidence() -> None:
+def test_single_seed_has_no_confidence() -> None:
     found = compare({"plain": runs(1), "slower": runs(1, slower=1.5)}, FIGURES["e2e_mean"])
     assert (found.best, found.wins) == ("plain", False)
     assert "with one seed: nothing says whether that is more than noise" in found.words
@@ -41,8 +41,8 @@ def test_one_seed_has_a_difference_and_no_confidence() -> None:
     assert all(each.more.low is None for each in found.differences)
 
 
-def test_seeds_are_paired_so_that_what_seeds_differ_by_is_no_noise() -> None:
-    """Lengths differ far more between seeds than the settings do."""
+def test_seeds_are_paired() -> None:
+    """Lengths differ far more between seeds than between settings."""
 
     def made(extra: float) -> list[RunSummary]:
         ends = {seed: 1.0 + 10.0 * seed + extra * (1 + seed / 100) for seed in range(4)}
@@ -55,7 +55,7 @@ def test_seeds_are_paired_so_that_what_seeds_differ_by_is_no_noise() -> None:
     assert all(each.low is not None and each.high is not None and each.high - each.low > 10 for each in apart)
 
 
-def test_the_interval_is_students() -> None:
+def test_interval_is_students_t() -> None:
     found = interval([1.0, 2.0, 4.0])
     wide = 4.302652729911275 * np.std([1, 2, 4], ddof=1) / 3**0.5  # from a table of t, two degrees of freedom
     assert found.mean == pytest.approx(7 / 3)
@@ -64,15 +64,15 @@ def test_the_interval_is_students() -> None:
     assert ninety.high == pytest.approx(2 + 2.13184678 * (2.5 / 5) ** 0.5)
 
 
-def test_the_interval_holds_the_true_mean_as_often_as_it_says() -> None:
+def test_interval_has_its_nominal_coverage() -> None:
     draw = np.random.default_rng(7)
     found = [interval(draw.normal(3.0, 2.0, 4).tolist()) for _ in range(1000)]
     held = sum((each.low or 0) <= 3.0 <= (each.high or 0) for each in found)
     assert 925 <= held <= 975
 
 
-def test_whoever_is_picked_as_best_of_many_must_lead_by_more() -> None:
-    """Eight settings that differ by luck alone: with pairs on their own, one of 28 would often seem to win."""
+def test_best_of_many_is_corrected_for_multiple_comparisons() -> None:
+    """Eight settings that differ by noise alone: of 28 uncorrected pairs, one would often seem significant."""
     draw, wins = np.random.default_rng(11), 0
     for _ in range(20):
         by_luck = {
@@ -86,19 +86,19 @@ def test_whoever_is_picked_as_best_of_many_must_lead_by_more() -> None:
     assert wins <= 1
 
 
-def test_equal_settings_are_called_equal() -> None:
+def test_equal_settings_are_reported_as_equal() -> None:
     found = compare({"one": runs(3), "same": runs(3)})
     assert found.by == "goodput" and not found.wins
     assert found.words == "one and same are equal by Goodput (goodput) in each of 3 seeds."
 
 
-def test_with_one_seed_equal_settings_are_called_equal_too() -> None:
+def test_equal_settings_with_one_seed_are_reported_as_equal() -> None:
     assert (
         compare({"one": runs(1), "same": runs(1)}).words == "one and same are equal by Goodput (goodput) with one seed."
     )
 
 
-def test_who_is_best_and_by_how_much_is_asked_of_the_seeds_that_all_have() -> None:
+def test_comparison_uses_common_seeds_only() -> None:
     def made(**ends: float) -> list[RunSummary]:
         return [summarize(run_of(outcome(ended=end), seed=int(seed[1:]))) for seed, end in ends.items()]
 
@@ -108,14 +108,14 @@ def test_who_is_best_and_by_how_much_is_asked_of_the_seeds_that_all_have() -> No
 
 
 @pytest.mark.parametrize(("degrees", "wide"), [(1, 12.7062047), (2, 4.30265273), (9, 2.26215716), (29, 2.04522964)])
-def test_the_width_of_an_interval_is_that_of_the_tables_of_t(degrees: int, wide: float) -> None:
+def test_interval_width_matches_t_tables(degrees: int, wide: float) -> None:
     values = [float(index % 2) for index in range(degrees + 1)]
     found = interval(values)
     assert found.high is not None
     assert (found.high - found.mean) / (np.std(values, ddof=1) / len(values) ** 0.5) == pytest.approx(wide)
 
 
-def test_who_drops_requests_does_not_win_by_the_latencies_of_those_that_are_left() -> None:
+def test_dropping_requests_does_not_win_by_latency() -> None:
     quick = [run_of(outcome("a", ended=1.0), outcome("b", end="refused", first=None), seed=seed) for seed in range(3)]
     slow = [run_of(outcome("a", ended=2.0 + seed / 99), outcome("b", ended=9.0), seed=seed) for seed in range(3)]
     found = compare({"drops": list(map(summarize, quick)), "serves": list(map(summarize, slow))})
@@ -126,13 +126,13 @@ def test_who_drops_requests_does_not_win_by_the_latencies_of_those_that_are_left
     assert (wins.best, wins.wins) == ("serves", True)
 
 
-def test_settings_without_a_common_seed_or_figure_are_not_compared() -> None:
+def test_settings_without_common_seed_or_metric_not_compared() -> None:
     found = compare({"one": runs(2), "none": [summarize(run_of())]}, FIGURES["e2e_mean"])
     assert (found.best, found.wins, found.lead) == (None, False, ())
     assert "nothing is compared" in found.words
 
 
-def test_a_figure_that_there_is_not_is_answered_with_those_that_there_are() -> None:
+def test_unknown_metric_lists_alternatives() -> None:
     assert figure_named("tpot_p99").title == "TPOT p99"
     with pytest.raises(ConfigError, match="--by: 'speed' is no figure: there are goodput, attainment") as caught:
         figure_named("speed")

@@ -1,4 +1,4 @@
-"""The page of a report: it stands alone, holds what the report says, stays small, and draws itself in a browser."""
+"""HTML report: self-contained, complete, small, and rendered by a browser."""
 
 from __future__ import annotations
 
@@ -56,28 +56,28 @@ def unpacked(page: str) -> Any:
     return json.loads(found[1])
 
 
-def test_the_page_stands_alone(report: Report) -> None:
+def test_page_is_self_contained(report: Report) -> None:
     page = page_of(report)
     assert not re.search(r"https?://|<link|<img|\bsrc=|@import|url\(|\bfetch\(", page)
     assert "default-src 'none'" in page and "/* style */" not in page and "{facts}" not in page
     assert 'name="viewport"' in page and '[data-theme="dark"]' in page
 
 
-def test_every_place_that_a_script_fills_is_in_the_page(report: Report) -> None:
+def test_every_script_target_exists_in_page(report: Report) -> None:
     page = page_of(report)
-    asked = set(re.findall(r'byId\("(\w+)"\)', page))
-    assert {"summary", "forest", "loadPlots", "map", "curvePlots", "strips"} <= asked
-    assert asked <= set(re.findall(r'id="(\w+)"', page))
+    targets = set(re.findall(r'byId\("(\w+)"\)', page))
+    assert {"summary", "forest", "loadPlots", "map", "curvePlots", "strips"} <= targets
+    assert targets <= set(re.findall(r'id="(\w+)"', page))
 
 
-def test_what_scrolls_can_be_reached_and_named_by_keyboard(report: Report) -> None:
+def test_scrollable_regions_are_keyboard_accessible(report: Report) -> None:
     page = page_of(report)
     for element in re.findall(r'<div[^>]*class="wide"[^>]*>', page):
         assert 'tabindex="0"' in element and "aria-label=" in element
     assert re.search(r'role: "img", tabindex: "0"', page)
 
 
-def test_the_page_holds_what_the_report_says(report: Report) -> None:
+def test_page_contains_the_report(report: Report) -> None:
     facts = unpacked(page_of(report))
     assert facts["calculated"] == ["made up, calculated, never measured"]
     assert (facts["seeds"], facts["settings"]) == ([0, 1], ["scheduling_policy=fcfs", "scheduling_policy=srpt"])
@@ -95,26 +95,26 @@ def test_the_page_holds_what_the_report_says(report: Report) -> None:
     assert {"goodput", "price", "ttft_p99"} <= set(names)
 
 
-def test_a_page_says_nothing_of_calculated_costs_where_they_were_measured() -> None:
+def test_measured_costs_show_no_calculation_warning() -> None:
     measured = msgspec.structs.replace(queued(40), profile="measured here")
     facts = facts_of(Report(title="Measured", runs=(reported(measured),)))
     assert (facts["calculated"], facts["profiles"]) == ([], ["measured here"])
 
 
-def test_text_of_a_report_cannot_leave_its_place(report: Report) -> None:
+def test_report_text_is_escaped(report: Report) -> None:
     evil = "</script><script>alert(1)</script>{facts}"
     run = msgspec.structs.replace(report.runs[0], setting=evil)
     page = page_of(msgspec.structs.replace(report, runs=(run,), title=evil, command=evil, settings={evil: evil}))
     assert page.count("<script") == 2 and unpacked(page)["title"] == evil
 
 
-def test_the_same_runs_give_the_same_page() -> None:
+def test_equal_runs_give_equal_pages() -> None:
     quick, slow = (msgspec.structs.replace(queued(50), wall_seconds=seconds) for seconds in (0.1, 99.0))
     pages = [page_of(Report(title="Same", runs=(reported(each),))) for each in (quick, slow)]
     assert pages[0] == pages[1]
 
 
-def test_many_requests_and_many_workers_make_no_large_page() -> None:
+def test_many_requests_and_workers_keep_page_small() -> None:
     run: Run = queued(2000, 200.0, workers=2)
     outcomes = [msgspec.structs.replace(each, worker=i % 500) for i, each in enumerate(run.outcomes)] * 10
     samples = [msgspec.structs.replace(each, worker=i % 500) for i, each in enumerate(run.samples)] * 10
@@ -144,25 +144,25 @@ def sweep(report: Report, count: int) -> Report:
     return msgspec.structs.replace(report, runs=tuple(runs))
 
 
-def test_a_thousand_cases_make_a_page_of_less_than_two_megabytes(report: Report) -> None:
+def test_thousand_cases_stay_below_two_megabytes(report: Report) -> None:
     page = page_of(sweep(report, 1000))
     assert len(page.encode()) < 2_000_000
     cases = unpacked(page)["cases"]
     assert cases[0]["bins"] and cases[0]["curves"] and not cases[-1]["bins"] and cases[-1]["figures"]
 
 
-def test_more_cases_than_a_page_shows_are_refused(report: Report) -> None:
+def test_too_many_cases_are_rejected(report: Report) -> None:
     with pytest.raises(ConfigError, match="1,001 cases are more than the 1,000 that a page shows"):
         page_of(sweep(report, 1001))
 
 
-def test_a_page_that_cannot_be_written_is_an_error_for_people(report: Report, tmp_path: Path) -> None:
+def test_unwritable_page_is_a_user_error(report: Report, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot write .*no such file or directory"):
         write_page(tmp_path / "nowhere" / "page.html", report)
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="draws the page in chromium, and there is none")
-def test_the_page_draws_itself_in_a_browser(report: Report, tmp_path: Path) -> None:
+def test_page_renders_in_browser(report: Report, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     write_page(path, report)
     dark = "byId('theme').click(); byId('tail').click(); byId('every').click()"

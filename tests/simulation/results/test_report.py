@@ -1,4 +1,4 @@
-"""Reports of several runs: in which order, what the load bends, the same bytes again, and tables that say it."""
+"""Reports of several runs: order, saturation point, reproducible bytes, and tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def printed(report: Report, width: int = 160) -> str:
     return console.file.getvalue()
 
 
-def test_cases_are_in_the_order_of_settings_and_of_numbers_not_of_texts() -> None:
+def test_cases_are_ordered_by_setting_then_numerically() -> None:
     cases = cases_of(report_of(made(16.0, 2.0)[::-1]))
     assert [(case.setting, case.values["rate"]) for case in cases] == [
         ("slower", 2.0),
@@ -69,7 +69,7 @@ def test_cases_are_in_the_order_of_settings_and_of_numbers_not_of_texts() -> Non
     assert [values["rate"] for values, _ in comparisons_of(report_of([]), cases)] == [2.0, 16.0]
 
 
-def test_a_seed_that_is_there_twice_and_an_axis_that_is_missing_are_refused() -> None:
+def test_duplicate_seed_and_missing_axis_are_rejected() -> None:
     runs = made(2.0, seeds=1)
     with pytest.raises(ConfigError, match=r"plain, rate 2: a seed is there twice: \[0, 0\]"):
         cases_of(report_of(runs + runs[:1]))
@@ -77,7 +77,7 @@ def test_a_seed_that_is_there_twice_and_an_axis_that_is_missing_are_refused() ->
         cases_of(report_of([*runs, msgspec.structs.replace(runs[0], values={})]))
 
 
-def test_the_knee_is_the_last_rate_that_holds_the_slo() -> None:
+def test_knee_is_the_last_rate_within_slo() -> None:
     plain, slower = load_curves_of(cases_of(report_of(made(4.0, 8.0, 16.0, 32.0))))
     assert plain.knee is not None and slower.knee is not None and slower.knee < plain.knee
     held = [point.rate for point in plain.points if point.held]
@@ -87,22 +87,22 @@ def test_the_knee_is_the_last_rate_that_holds_the_slo() -> None:
     assert (curve.knee, curve.words) == (None, "none: 4/s does not hold the SLO")
 
 
-def test_without_an_slo_the_knee_is_where_the_curve_bends() -> None:
+def test_knee_without_slo_is_the_bend_of_the_curve() -> None:
     cases = cases_of(report_of(made(2.0, 8.0, 16.0, 32.0, 64.0, settings=("plain",), slo=None), None))
     (curve,) = load_curves_of(cases)
     late = {point.rate: point.ttft_p99.mean for point in curve.points if point.ttft_p99}
-    assert curve.knee == 16.0  # two workers take about 18 prompts a second
+    assert curve.knee == 16.0  # two workers serve about 18 prompts per second
     assert late[32.0] > 2 * late[curve.knee] > late[2.0]
     (few,) = load_curves_of(cases[:2])
     assert few.knee is None and few.words.startswith("beyond 8/s")
 
 
-def test_the_same_runs_give_the_same_bytes_whatever_they_took() -> None:
+def test_equal_runs_give_equal_bytes_regardless_of_duration() -> None:
     quick, slow = (msgspec.structs.replace(queued(50), wall_seconds=seconds) for seconds in (0.1, 9.0))
     assert report_json(report_of([reported(quick)])) == report_json(report_of([reported(slow)]))
 
 
-def test_the_json_says_its_version_and_holds_every_figure() -> None:
+def test_json_has_version_and_all_metrics() -> None:
     document = json.loads(report_json(report_of(made(4.0))))
     assert list(document)[:4] == ["fdcore_simulation", "title", "command", "calculated"]
     assert (document["fdcore_simulation"], document["calculated"]) == (1, True)
@@ -113,17 +113,17 @@ def test_the_json_says_its_version_and_holds_every_figure() -> None:
     assert document["comparisons"][0]["comparison"]["by"] == "goodput"
 
 
-def test_the_document_of_the_json_names_every_field() -> None:
+def test_json_document_describes_every_field() -> None:
     text = (Path(__file__).parents[3] / "docs" / "study" / "simulation-results.md").read_text()
     document = json.loads(report_json(report_of(made(4.0, 16.0, seeds=1))))
     named = set(re.findall(r"`([a-z_]+)(?:\[\])?`", text))
     inner = document["comparisons"][0]["comparison"], document["load_curves"][0], document["cases"][0]
-    known_elsewhere = {"settings"}  # of a comparison: as in the cases
+    known_elsewhere = {"settings"}  # in a comparison: same as in the cases
     for part in (document, *inner):
         assert set(part) - known_elsewhere <= named
 
 
-def test_means_over_time_add_up_to_those_of_the_summary() -> None:
+def test_means_over_time_match_the_summary() -> None:
     run = queued(200, workers=3)
     bins, summary = over_time(run), reported(run).summary
     assert bins is not None
@@ -135,7 +135,7 @@ def test_means_over_time_add_up_to_those_of_the_summary() -> None:
     assert bins.rows == run.workers and np.sum(bins.row_running, 0) == pytest.approx(bins.running)
 
 
-def test_many_workers_share_rows() -> None:
+def test_many_workers_are_grouped_into_rows() -> None:
     run: Run = queued(120, 50.0, workers=100)
     bins = over_time(run)
     assert bins is not None and len(bins.rows) == len(bins.row_kv_use) == 32
@@ -143,7 +143,7 @@ def test_many_workers_share_rows() -> None:
     assert over_time(msgspec.structs.replace(run, samples=())) is None
 
 
-def test_tables_show_one_case_in_full_and_say_what_was_never_measured() -> None:
+def test_single_case_table_warns_of_calculated_costs() -> None:
     text = printed(report_of(made(4.0, seeds=1, settings=("plain",))))
     assert text.startswith("CALCULATED, NEVER MEASURED: the times of steps rest on made up")
     for words in ("150 of 150", "TTFT", "a slot", "holds ttft_p99", "Jain", "Good requests per second"):
@@ -152,7 +152,7 @@ def test_tables_show_one_case_in_full_and_say_what_was_never_measured() -> None:
     assert "CALCULATED" not in printed(report_of([reported(measured)]))
 
 
-def test_tables_show_seeds_rates_and_who_wins() -> None:
+def test_tables_show_seeds_rates_and_winner() -> None:
     seeds = printed(report_of(made(4.0, settings=("plain",))))
     assert "plain, rate 4: 2 seeds" in seeds and "holds ttft_p99: held with 2 of 2 seeds" in seeds
     assert "Not completed" not in seeds
@@ -164,7 +164,7 @@ def test_tables_show_seeds_rates_and_who_wins() -> None:
     assert "│ slower, rate 16 " in narrow and "TPOT p99" not in narrow.split("Knee")[0]
 
 
-def test_a_run_of_which_nothing_came_is_printed() -> None:
+def test_run_without_completions_is_printed() -> None:
     run = queued(3)
     nothing = msgspec.structs.replace(
         run, outcomes=tuple(msgspec.structs.replace(each, end="refused", reason="full") for each in run.outcomes)

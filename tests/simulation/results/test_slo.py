@@ -1,4 +1,4 @@
-"""What people write behind --slo: limits over all requests and of each, and an answer to what is neither."""
+"""The --slo option: limits on percentiles and on each request, and errors for other input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fd_core.errors import ConfigError
 from fd_core.simulation.results.slo import parse_slo
 
 
-def test_limits_of_percentiles_are_also_those_of_good_requests() -> None:
+def test_percentile_limits_also_define_goodput() -> None:
     slo = parse_slo("ttft_p99=0.5, tpot_p99=0.05,e2e_p95=10,gap_mean=1")
     assert [(each.measure, each.percentile, each.limit) for each in slo.objectives] == [
         ("ttft", 99.0, 0.5),
@@ -20,18 +20,18 @@ def test_limits_of_percentiles_are_also_those_of_good_requests() -> None:
     assert slo.attainment is None
 
 
-def test_limits_of_each_request_ask_for_nine_of_ten_unless_told_otherwise() -> None:
+def test_per_request_limits_default_to_90_percent_attainment() -> None:
     assert parse_slo("ttft=0.5,tpot=0.05").attainment == 0.9
     assert parse_slo("ttft=0.5,attainment=0.99").attainment == 0.99
 
 
-def test_a_limit_of_each_request_counts_before_percentiles_and_of_these_the_loosest() -> None:
+def test_per_request_limit_precedes_loosest_percentile() -> None:
     assert parse_slo("ttft_p50=0.2,ttft_p99.9=2").request_limits() == {"ttft": 2.0}
     assert parse_slo("ttft_p50=0.2,ttft=1,ttft_p99=2").request_limits() == {"ttft": 1.0}
 
 
 @pytest.mark.parametrize("text", ["ttft_p99=0.5,tpot_p99=0.05", "ttft=0.5,attainment=0.9", "gap_p99.9=0.1,e2e_mean=3"])
-def test_it_reads_what_it_writes(text: str) -> None:
+def test_slo_text_round_trips(text: str) -> None:
     assert str(parse_slo(text)) == text
     assert parse_slo(str(parse_slo(text))) == parse_slo(text)
 
@@ -62,7 +62,7 @@ def test_it_reads_what_it_writes(text: str) -> None:
         ("ttft_p99=1,", "'' is not a name"),
     ],
 )
-def test_what_cannot_be_read_is_answered_with_what_there_is(text: str, words: str) -> None:
+def test_invalid_slo_lists_valid_names(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_slo(text)
     assert words in caught.value.message

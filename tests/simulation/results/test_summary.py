@@ -1,4 +1,4 @@
-"""Figures of a run are what their definitions say, computed here once more in the plainest way."""
+"""Metrics of a run match their definitions, recomputed here in the simplest way."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TIMES = st.floats(0, 1e6, allow_nan=False)
 
 @settings(max_examples=50)
 @given(st.lists(TIMES, min_size=1, max_size=200), st.lists(st.floats(0.1, 99.9), min_size=1, max_size=5))
-def test_percentiles_are_those_of_numpy(values: list[float], shares: list[float]) -> None:
+def test_percentiles_match_numpy(values: list[float], shares: list[float]) -> None:
     found = percentiles(np.array(values), shares)
     np.testing.assert_allclose(found, np.percentile(values, shares), rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=50)
 @given(st.lists(TIMES | st.just(math.inf), min_size=1, max_size=50), st.floats(0.1, 99.9))
-def test_a_percentile_that_touches_what_never_came_is_infinite(values: list[float], share: float) -> None:
+def test_percentile_reaching_lost_requests_is_infinite(values: list[float], share: float) -> None:
     placed, rank = sorted(values), (len(values) - 1) * share / 100
     found = percentiles(np.array(values), [share])[0]
     assert math.isinf(found) == math.isinf(placed[math.ceil(rank)])
@@ -39,7 +39,7 @@ def test_a_percentile_that_touches_what_never_came_is_infinite(values: list[floa
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(TIMES, TIMES, TIMES, st.integers(1, 1000)), min_size=1, max_size=60))
-def test_latencies_are_what_a_client_would_measure(rows: list[tuple[float, float, float, int]]) -> None:
+def test_latencies_are_measured_at_the_client(rows: list[tuple[float, float, float, int]]) -> None:
     run = run_of(*(outcome(str(i), at, at + a, at + a + b, n, gap=b) for i, (at, a, b, n) in enumerate(rows)))
     found = summarize(run).latencies
     slow = {
@@ -62,7 +62,7 @@ def test_latencies_are_what_a_client_would_measure(rows: list[tuple[float, float
         assert figures.p99 == pytest.approx(float(np.percentile(values, 99)))
 
 
-def test_only_completed_requests_have_latencies_and_tokens_that_count() -> None:
+def test_only_completed_requests_count() -> None:
     run = run_of(
         outcome("a", 0.0, 1.0, 2.0, 11, prompt=100, cached=50),
         outcome("b", 0.0, 1.0, 4.0, 5, end="left"),
@@ -78,7 +78,7 @@ def test_only_completed_requests_have_latencies_and_tokens_that_count() -> None:
     assert summary.cost.worker_seconds_per_million == 4.0 / 21 * 1e6
 
 
-def test_reasons_that_are_all_different_are_not_all_kept() -> None:
+def test_distinct_reasons_are_capped() -> None:
     often = [outcome(f"often {i}", first=None, end="refused", reason="full") for i in range(3)]
     once = [outcome(f"once {i}", first=None, end="failed", reason="ab"[i % 2] * (i + 1)) for i in range(100)]
     reasons = summarize(run_of(*once, *often)).reasons
@@ -86,21 +86,21 @@ def test_reasons_that_are_all_different_are_not_all_kept() -> None:
     assert (len(reasons), reasons["other reasons"]) == (21, 100 - 19)
 
 
-def test_reasons_that_differ_in_a_number_are_one() -> None:
+def test_reasons_differing_in_a_number_are_merged() -> None:
     long = [
         outcome(f"{n}", first=None, end="refused", reason=f"{n:,} tokens are more than 8192.") for n in (9000, 9500)
     ]
     assert summarize(run_of(*long)).reasons == {"N tokens are more than N.": 2}
 
 
-def test_a_run_without_requests_has_figures_too() -> None:
+def test_run_without_requests_has_metrics() -> None:
     summary = summarize(run_of(), parse_slo("ttft_p99=1,tpot=1"), price_per_worker_hour=2.0)
     assert (summary.requests, summary.requests_per_s, summary.hit_rate, summary.kv_use) == (0, 0.0, None, None)
     assert summary.slo is not None and summary.slo.held and summary.slo.attainment is None
     assert summary.latencies == {} and summary.cost.price_per_million is None
 
 
-def test_goodput_counts_completed_requests_within_every_limit() -> None:
+def test_goodput_counts_requests_within_all_limits() -> None:
     run = run_of(
         outcome("good", 0.0, 0.5, 1.5, 11),
         outcome("one token has no time per token", 0.0, 0.5, 0.5, 1),
@@ -115,7 +115,7 @@ def test_goodput_counts_completed_requests_within_every_limit() -> None:
     assert stricter is not None and not stricter.held
 
 
-def test_whoever_refuses_requests_keeps_no_percentile() -> None:
+def test_rejected_requests_break_percentile_limits() -> None:
     quick = [outcome(str(i), 0.0, 0.1, 0.2) for i in range(98)]
     lost = [outcome(f"lost {i}", 0.0, None, 0.0, 0, end="refused", worker=-1) for i in range(2)]
     slo = parse_slo("ttft_p99=0.5,ttft_p90=0.5,tpot_mean=1")
@@ -130,7 +130,7 @@ def test_whoever_refuses_requests_keeps_no_percentile() -> None:
     assert whole is not None and whole.held
 
 
-def test_what_workers_held_is_a_mean_over_time() -> None:
+def test_worker_occupancy_is_a_mean_over_time() -> None:
     samples = (
         WorkerSample(2.0, 1, 4, 1, 40, 0),
         WorkerSample(0.0, 0, 0, 2, 50, 0),
@@ -146,14 +146,14 @@ def test_what_workers_held_is_a_mean_over_time() -> None:
     assert (first.requests, first.output_tokens, second.requests) == (1, 11, 0)
 
 
-def test_jains_index_is_one_where_all_get_the_same_and_one_nth_where_one_gets_all() -> None:
+def test_jains_index_ranges_from_one_nth_to_one() -> None:
     assert jain(np.array([3.0, 3.0, 3.0])) == pytest.approx(1.0)
     assert jain(np.array([0.0, 7.0, 0.0, 0.0])) == pytest.approx(0.25)
     assert jain(np.array([1.0, 2.0])) == pytest.approx(9 / 10)
     assert jain(np.array([5.0])) is None and jain(np.zeros(3)) is None
 
 
-def test_fairness_of_speed_does_not_ask_how_much_a_tenant_wanted() -> None:
+def test_speed_fairness_ignores_tenant_demand() -> None:
     much = [outcome(f"m{i}", 0.0, 0.1, 1.0, 20, tenant="much") for i in range(30)]
     little = [outcome(f"l{i}", 0.0, 0.1, 1.0, 20, tenant="little") for i in range(3)]
     summary = summarize(run_of(*much, *little), parse_slo("e2e=1"))
@@ -168,7 +168,7 @@ def test_fairness_of_speed_does_not_ask_how_much_a_tenant_wanted() -> None:
     assert unfair is not None and unfair < 0.7
 
 
-def test_cost_is_that_of_all_workers_for_the_whole_run() -> None:
+def test_cost_covers_all_workers_for_the_whole_run() -> None:
     run = run_of(outcome(ended=10.0, output=1000), workers=("a", "b"), blocks=(1, 1))
     cost = summarize(run, price_per_worker_hour=3.6, devices_per_worker=4).cost
     assert (cost.worker_seconds, cost.worker_seconds_per_million) == (20.0, 20_000.0)
@@ -176,7 +176,7 @@ def test_cost_is_that_of_all_workers_for_the_whole_run() -> None:
     assert cost.price_per_million == pytest.approx(20.0)
 
 
-def test_a_worker_without_a_process_costs_nothing_and_one_that_loads_an_engine_does() -> None:
+def test_loading_worker_costs_and_stopped_worker_does_not() -> None:
     absences = (Absence(0, 2.0, 4.0, False), Absence(1, 6.0, 7.0, True), Absence(1, 9.0, 99.0, False))
     samples = (WorkerSample(0.0, 0, 0, 2, 50, 0), WorkerSample(2.0, 0, 0, 0, 0, 0), WorkerSample(4.0, 0, 0, 2, 50, 0))
     run = run_of(
@@ -191,13 +191,13 @@ def test_a_worker_without_a_process_costs_nothing_and_one_that_loads_an_engine_d
     assert (cost.worker_seconds, cost.away_seconds, cost.restarting_seconds) == (20 - 3, 3.0, 1.0)
     assert cost.price_per_million == pytest.approx(17 / 100 * 1e6 * 3.6 / 3600)
     assert [(each.away, each.restarting) for each in summary.workers] == [(2.0, 0.0), (1.0, 1.0)]
-    assert summary.workers[0].kv_use == 0.5, "of the eight seconds in which it served"
+    assert summary.workers[0].kv_use == 0.5, "of the eight seconds for which it ran"
     bins = over_time(run)
     assert bins is not None
     assert np.mean(bins.row_absent, 1) == pytest.approx([0.2, 0.2])
 
 
-def test_where_time_goes_adds_up_to_the_latencies_and_shows_the_slowest_and_the_lost() -> None:
+def test_time_breakdown_adds_up_to_latencies() -> None:
     outcomes = [outcome(str(i), 0.0, 1.0, 2.0) for i in range(199)]
     outcomes += [outcome("late", 0.0, 5.0, 6.0), outcome("lost", 0.0, None, 7.0, 0, end="left")]
     quick = ({"computing": 0.75, "slot": 0.25}, {"computing": 1.0})
@@ -209,14 +209,14 @@ def test_where_time_goes_adds_up_to_the_latencies_and_shows_the_slowest_and_the_
     assert sum(each.between for each in summary.waits) == pytest.approx(between)
     assert [(each.reason, each.lost) for each in summary.waits][:2] == [("slot", 7.0), ("computing", 0.0)]
     assert found["blocks"].before == pytest.approx(4 / 200)
-    assert found["blocks"].before_slowest == pytest.approx(4 / 200), "the second of them took as long as all others"
+    assert found["blocks"].before_slowest == pytest.approx(4 / 200), "the second one took as long as all others"
     assert found["preempted"].between_slowest == pytest.approx(1 / 200)
     assert summary.waiting_seconds == pytest.approx({"slot": 199 / 4 + 7, "blocks": 4.0, "preempted": 1.0})
-    nobody = summarize(run_of(outcomes[-1], waits=waits_of(lost)))
-    assert [(each.reason, each.before, each.lost) for each in nobody.waits] == [("slot", 0.0, 7.0)]
+    only_lost = summarize(run_of(outcomes[-1], waits=waits_of(lost)))
+    assert [(each.reason, each.before, each.lost) for each in only_lost.waits] == [("slot", 0.0, 7.0)]
 
 
-def test_figures_do_not_depend_on_the_order_of_outcomes() -> None:
+def test_metrics_do_not_depend_on_outcome_order() -> None:
     run = queued(300)
     backwards = np.frombuffer(run.waits, np.float32).reshape(300, -1)[::-1].tobytes()
     turned = msgspec.structs.replace(run, outcomes=run.outcomes[::-1], samples=run.samples[::-1], waits=backwards)
@@ -227,7 +227,7 @@ def test_figures_do_not_depend_on_the_order_of_outcomes() -> None:
     assert there == back
 
 
-def test_latencies_of_a_run_are_sorted_and_those_of_its_figures() -> None:
+def test_latencies_are_sorted() -> None:
     run = queued(200)
     found, figures = latencies_of(run), summarize(run).latencies
     for name, values in found.items():
@@ -236,9 +236,9 @@ def test_latencies_of_a_run_are_sorted_and_those_of_its_figures() -> None:
 
 
 @pytest.mark.timing
-def test_many_outcomes_take_a_moment() -> None:
+def test_many_outcomes_are_summarized_quickly() -> None:
     run = queued(2000)
     many = msgspec.structs.replace(run, outcomes=run.outcomes * 25, waits=run.waits * 25)
     began = time.perf_counter()
     assert summarize(many, parse_slo("ttft_p99=0.5")).requests == 50_000
-    assert time.perf_counter() - began < 2.0 * slowdown()  # 0.15 s where nothing else runs
+    assert time.perf_counter() - began < 2.0 * slowdown()  # 0.15 s on an idle machine

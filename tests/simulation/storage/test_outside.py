@@ -1,4 +1,4 @@
-"""Worlds that keep KV outside devices and send it between workers: production's tiers and leases, under faults too."""
+"""Worlds with KV offload and transfers, using production tiers and leases, under faults as well."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def ends(run: Run) -> Counter[str]:
 
 
 def twice(run: Callable[[], tuple[World, Run]]) -> tuple[World, Run]:
-    """Run a world twice, compare every byte of what came of it, return the first."""
+    """Run a world twice, compare the results bytewise, and return the first."""
     (one, first), (_, second) = run(), run()
-    encoded = [msgspec.json.encode(msgspec.structs.replace(came, wall_seconds=0.0)) for came in (first, second)]
+    encoded = [msgspec.json.encode(msgspec.structs.replace(result, wall_seconds=0.0)) for result in (first, second)]
     assert encoded[0] == encoded[1]
     return one, first
 
 
 def settle(one: World) -> None:
-    """Nothing of any request is left once everybody had time."""
+    """Let everything finish and check that no state of any request is left."""
     one.timeline.run(one.timeline.now + 30.0)
     for worker in one.workers:
         if worker.client is not None:
@@ -64,32 +64,32 @@ def pair(prefills: int = 1, **config: object) -> tuple[SimulatedPool, SimulatedP
     return group(count=prefills, config={"role": "prefill"} | config), group(config={"role": "decode"} | config)
 
 
-def test_the_kv_of_preempted_requests_is_saved_and_loaded_back() -> None:
+def test_kv_of_preempted_requests_is_saved_and_loaded() -> None:
     def run() -> tuple[World, Run]:
         one = world(tight(), routers=0)
         return one, one.run(conversations(12, rate=200.0, adjust=long))
 
-    one, came = twice(run)
-    assert ends(came) == {"stop": 12}
-    assert came.counters["preemptions"] > 0 and came.counters["kv_restored_tokens"] > 0
+    one, result = twice(run)
+    assert ends(result) == {"stop": 12}
+    assert result.counters["preemptions"] > 0 and result.counters["kv_restored_tokens"] > 0
     settle(one)
 
 
-def test_one_worker_finds_what_another_one_stored() -> None:
+def test_worker_loads_kv_stored_by_another() -> None:
     def run(store: Callable[[Timeline], SharedStore] | None = SharedStore) -> tuple[World, Run]:
         one = world(stored(), router=RouterConfig(policy="round_robin"), store=store)
         return one, one.run(conversations(8, turns=3))
 
-    one, came = twice(run)
-    assert ends(came) == {"stop": 24}
-    assert came.counters["kv_restored_tokens"] > 0
+    one, result = twice(run)
+    assert ends(result) == {"stop": 24}
+    assert result.counters["kv_restored_tokens"] > 0
     cached = [sum(outcome.cached_tokens for outcome in run(store)[1].outcomes) for store in (SharedStore, None)]
     assert cached[0] > cached[1]
     settle(one)
 
 
 @pytest.mark.parametrize("fault", ["dead", "full", "slow", "lost", "damaged"])
-def test_requests_end_with_their_texts_whatever_the_store_does(fault: str) -> None:
+def test_texts_are_correct_under_store_faults(fault: str) -> None:
     def fail(store: SharedStore) -> None:
         match fault:
             case "dead":
@@ -117,7 +117,7 @@ def test_requests_end_with_their_texts_whatever_the_store_does(fault: str) -> No
 
 
 def outcomes(one: World) -> Counter[str]:
-    """What became of the prompts that decode workers asked for."""
+    """Return the prefill outcomes of decode workers."""
     counted = Counter[str]()
     for worker in one.workers:
         leases = worker.client.engine.stats().leases
@@ -126,19 +126,19 @@ def outcomes(one: World) -> Counter[str]:
     return counted
 
 
-def test_a_pair_serves_prompts_with_the_kv_of_the_prefill_worker() -> None:
+def test_pair_serves_prompts_with_transferred_kv() -> None:
     def run() -> tuple[World, Run]:
         one = world(*pair())
         return one, one.run(conversations(8, turns=2))
 
-    one, came = twice(run)
-    assert ends(came) == {"stop": 16}
+    one, result = twice(run)
+    assert ends(result) == {"stop": 16}
     assert set(outcomes(one)) <= {"transferred", "held"} and outcomes(one)["transferred"] > 12
     settle(one)
 
 
 @pytest.mark.parametrize("fault", ["parted", "lossy", "twice", "late"])
-def test_requests_of_a_pair_end_with_their_texts_whatever_the_network_does(fault: str) -> None:
+def test_texts_of_a_pair_are_correct_under_network_faults(fault: str) -> None:
     def fail(one: World) -> None:
         match fault:
             case "parted":
@@ -160,7 +160,7 @@ def test_requests_of_a_pair_end_with_their_texts_whatever_the_network_does(fault
     settle(one)
 
 
-def test_requests_go_on_without_the_prefill_worker_that_died_in_the_middle_of_their_leases() -> None:
+def test_requests_survive_death_of_prefill_worker_mid_lease() -> None:
     one = world(*pair(prefills=2))
     one.timeline.at(0.305, lambda: one.workers[0].client.die("a fault"))
     assert ends(one.run(conversations(8, turns=2))) == {"stop": 16}
@@ -170,9 +170,7 @@ def test_requests_go_on_without_the_prefill_worker_that_died_in_the_middle_of_th
 
 @pytest.mark.parametrize("fault", ["lost", "foreign"])
 @pytest.mark.parametrize("way", ["the host tier", "a pair"])
-def test_a_copy_that_goes_wrong_is_found_out_before_a_step_computes_with_it(
-    way: str, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corrupt_copy_is_detected_before_it_is_used(way: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(cache: TimedKVCache, blocks: IntArray, data: np.ndarray) -> None:
         if fault == "foreign":
             cache._cache.import_blocks(blocks, cache._cache.export_blocks((blocks + 1) % cache.num_blocks))

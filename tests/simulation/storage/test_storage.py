@@ -1,4 +1,4 @@
-"""Production's tiers under the virtual clock: what copies and calls of the store cost, and what becomes of faults."""
+"""Production tiers under the virtual clock: cost of copies and store calls, and effect of faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.simulation.fixed_costs import FixedCosts
 SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4)
 KEYS = tuple(bytes([index]) * 16 for index in range(8))
 BLOCK_BYTES = 1 << 20
-"""What a block of the simulated model takes."""
+"""Bytes of a block of the simulated model."""
 COPY, ASK, WRITE = 2**-10, 2**-6, 2**-6
 EACH = 2**-9
 
@@ -28,14 +28,14 @@ def ids(*blocks: int) -> np.ndarray:
 
 
 class Tiers:
-    """One worker's KV outside the device, and what its engine would be told."""
+    """KV offload of one worker, and the completions its engine would receive."""
 
     def __init__(self, timeline: Timeline, store: SharedStore | None = None, *, host_blocks: int = 4, blank=False):
         self.timeline = timeline
         self.threads = VirtualThreads(timeline)
-        self.queue = CompletionQueue(self.look)
+        self.queue = CompletionQueue(self.poll)
         self.cache = BlankKVCache(32, 4) if blank else NullCache(SHAPE, 32)
-        self.told: list[tuple[float, object]] = []
+        self.completed: list[tuple[float, object]] = []
         self.port = simulated_storage(
             self.threads,
             self.queue,
@@ -46,20 +46,20 @@ class Tiers:
             store=store,
         )
 
-    def look(self) -> None:
-        """Take completions as an engine does that was woken."""
+    def poll(self) -> None:
+        """Poll completions like a woken engine."""
         self.timeline.at(self.timeline.now, self.take)
 
     def take(self) -> None:
-        self.told += [(self.timeline.now, told) for told in self.port.completions()]
+        self.completed += [(self.timeline.now, completion) for completion in self.port.completions()]
 
     def after(self, seconds: float, *effects: Effect) -> list[tuple[float, object]]:
-        """Perform effects, let the clock run, and return what was told and when, but for the pace of loading."""
-        self.told.clear()
+        """Perform effects, run the clock, and return completions with their times, without the load rate."""
+        self.completed.clear()
         self.port.perform(effects)
         self.timeline.run(self.timeline.now + seconds)
         self.take()
-        return [(at, told) for at, told in self.told if not isinstance(told, LoadPaceMeasured)]
+        return [(at, completion) for at, completion in self.completed if not isinstance(completion, LoadPaceMeasured)]
 
 
 @pytest.fixture
@@ -67,16 +67,16 @@ def timeline() -> Timeline:
     return Timeline()
 
 
-def test_a_save_and_a_load_take_a_copy_for_each_block(timeline) -> None:
+def test_save_and_load_cost_one_copy_per_block(timeline) -> None:
     tiers = Tiers(timeline)
     tiers.cache.hashes[:3] = [[7], [8], [9]]
     assert tiers.after(1.0, Save(1, KEYS[:3], ids(0, 1, 2), False)) == [(3 * COPY, Saved(1, 3, 3))]
-    [(at, told)] = tiers.after(1.0, Load(2, KEYS[:3], ids(5, 6, 7)))
-    assert at == 1.0 + 3 * COPY and told == Loaded(2, 3, 3, 3 * COPY)
+    [(at, completion)] = tiers.after(1.0, Load(2, KEYS[:3], ids(5, 6, 7)))
+    assert at == 1.0 + 3 * COPY and completion == Loaded(2, 3, 3, 3 * COPY)
     assert (tiers.cache.hashes[5:8] == tiers.cache.hashes[:3]).all()
 
 
-def test_a_load_writes_its_blocks_no_sooner_than_its_copies_are_over(timeline) -> None:
+def test_load_writes_blocks_after_its_copies_end(timeline) -> None:
     tiers = Tiers(timeline)
     tiers.cache.hashes[0] = 7
     tiers.after(1.0, Save(1, KEYS[:1], ids(0), False))
@@ -87,41 +87,43 @@ def test_a_load_writes_its_blocks_no_sooner_than_its_copies_are_over(timeline) -
     assert (tiers.cache.hashes[5] == 7).all()
 
 
-def test_a_block_that_changes_while_it_is_saved_ends_the_run(timeline) -> None:
+def test_block_modified_during_save_ends_the_run(timeline) -> None:
     tiers = Tiers(timeline)
     timeline.at(COPY / 2, lambda: tiers.cache.hashes[0].fill(3))
     with pytest.raises(RuntimeError, match="was written while it was copied"):
         tiers.after(1.0, Save(1, KEYS[:1], ids(0), False))
 
 
-def test_another_worker_finds_what_the_first_one_stored_once_the_write_is_over(timeline) -> None:
+def test_stored_block_is_visible_after_write_completes(timeline) -> None:
     store = SharedStore(timeline)
     one, other = Tiers(timeline, store), Tiers(timeline, store)
     one.cache.hashes[:2] = [[7], [8]]
     written = 2 * COPY + WRITE + 2 * EACH
     assert one.after(written - EACH, Save(1, KEYS[:2], ids(0, 1), True)) == [(2 * COPY, Saved(1, 2, 2))]
-    assert [told for _, told in other.after(EACH, Lookup(1, KEYS[:3]))] == []
-    assert [told for _, told in other.after(1.0)] == [Found(1, 0, 0)]
+    assert [completion for _, completion in other.after(EACH, Lookup(1, KEYS[:3]))] == []
+    assert [completion for _, completion in other.after(1.0)] == [Found(1, 0, 0)]
     began = timeline.now
     assert other.after(1.0, Lookup(2, KEYS[:3])) == [(began + ASK, Found(2, 0, 2))]
     began = timeline.now
-    [(at, told)] = other.after(1.0, Load(3, KEYS[:2], ids(4, 5)))
-    assert at - began == ASK + 2 * EACH + 2 * COPY and (told.blocks, told.from_host) == (2, 0)
+    [(at, completion)] = other.after(1.0, Load(3, KEYS[:2], ids(4, 5)))
+    assert at - began == ASK + 2 * EACH + 2 * COPY and (completion.blocks, completion.from_host) == (2, 0)
     assert (other.cache.hashes[4:6] == one.cache.hashes[:2]).all()
 
 
-def test_workers_share_what_the_store_can_do(timeline) -> None:
+def test_workers_share_store_bandwidth(timeline) -> None:
     store = SharedStore(timeline, value_seconds=0.125)
     one, two, three = (Tiers(timeline, store) for _ in range(3))
     one.after(4.0, Save(1, KEYS[:2], ids(0, 1), True))
     for tiers in (two, three):
         tiers.port.perform([Load(2, KEYS[:2], ids(4, 5))])
     timeline.run()
-    ends = [next(at for at, told in tiers.told if isinstance(told, Loaded)) - 4.0 for tiers in (two, three)]
+    ends = [
+        next(at for at, completion in tiers.completed if isinstance(completion, Loaded)) - 4.0 for tiers in (two, three)
+    ]
     assert ends == [0.25 + 2 * COPY, 0.5 + 2 * COPY]
 
 
-def test_a_dead_store_costs_one_question_its_time_and_the_next_nothing(timeline) -> None:
+def test_dead_store_delays_only_one_lookup(timeline) -> None:
     store = SharedStore(timeline)
     tiers = Tiers(timeline, store)
     store.trouble = Trouble.TIMEOUT
@@ -136,14 +138,14 @@ def test_a_dead_store_costs_one_question_its_time_and_the_next_nothing(timeline)
 
 
 @pytest.mark.parametrize("fault", ["lost", "damaged", "full", "slow"])
-def test_what_a_store_does_wrong_makes_loads_short_and_never_wrong(timeline, fault) -> None:
+def test_store_faults_shorten_loads_but_never_corrupt(timeline, fault) -> None:
     store = SharedStore(timeline)
     one, other = Tiers(timeline, store), Tiers(timeline, store)
     one.cache.hashes[:4] = [[5], [6], [7], [8]]
     if fault == "full":
         store.write_trouble = Trouble.FULL
-    told = one.after(2.0, Save(1, KEYS[:4], ids(0, 1, 2, 3), True))
-    assert any(isinstance(news, NotStored) for _, news in told) == (fault == "full")
+    completion = one.after(2.0, Save(1, KEYS[:4], ids(0, 1, 2, 3), True))
+    assert any(isinstance(news, NotStored) for _, news in completion) == (fault == "full")
     if fault == "lost":
         store.lose(3)
     elif fault == "damaged":
@@ -155,14 +157,14 @@ def test_what_a_store_does_wrong_makes_loads_short_and_never_wrong(timeline, fau
     assert not other.cache.hashes.any()
 
 
-def test_blank_blocks_take_the_same_time(timeline) -> None:
+def test_blank_blocks_cost_the_same(timeline) -> None:
     tiers = Tiers(timeline, blank=True)
     assert tiers.after(1.0, Save(1, KEYS[:3], ids(0, 1, 2), False)) == [(3 * COPY, Saved(1, 3, 3))]
-    [(at, told)] = tiers.after(1.0, Load(2, KEYS[:3], ids(5, 6, 7)))
-    assert at == 1.0 + 3 * COPY and told.blocks == 3
+    [(at, completion)] = tiers.after(1.0, Load(2, KEYS[:3], ids(5, 6, 7)))
+    assert at == 1.0 + 3 * COPY and completion.blocks == 3
 
 
-def test_an_engine_that_ends_writes_what_was_saved(timeline) -> None:
+def test_closing_engine_writes_pending_saves(timeline) -> None:
     store = SharedStore(timeline)
     tiers = Tiers(timeline, store)
     tiers.port.perform([Save(1, KEYS[:4], ids(0, 1, 2, 3), True)])
@@ -171,13 +173,16 @@ def test_an_engine_that_ends_writes_what_was_saved(timeline) -> None:
     assert len(store.values.keys()) == 4 and tiers.port.stats().open_operations == 0
 
 
-def test_the_same_effects_take_the_same_times_and_seal_the_same_bytes(timeline) -> None:
+def test_equal_effects_give_equal_times_and_bytes(timeline) -> None:
     def once() -> tuple[object, object]:
         clock = Timeline()
         store = SharedStore(clock)
         one, other = Tiers(clock, store), Tiers(clock, store)
-        told = [one.after(1.0, Save(1, KEYS, ids(*range(8)), True)), other.after(1.0, Load(1, KEYS, ids(*range(8))))]
+        completion = [
+            one.after(1.0, Save(1, KEYS, ids(*range(8)), True)),
+            other.after(1.0, Load(1, KEYS, ids(*range(8)))),
+        ]
         keys = store.values.keys()
-        return repr(told), store.values.get(keys, 2**30, 1.0)
+        return repr(completion), store.values.get(keys, 2**30, 1.0)
 
     assert once() == once()

@@ -1,4 +1,4 @@
-"""Workloads that are drawn: the same for the same seed, in order, at the rate and with the lengths asked for."""
+"""Synthetic workloads: reproducible per seed, ordered, with the configured rate and lengths."""
 
 import hashlib
 import itertools
@@ -33,7 +33,7 @@ def starts(text, seed=1):
 
 
 @pytest.mark.parametrize("kind", ARRIVALS)
-def test_the_same_seed_gives_the_same_bytes_and_another_does_not(kind):
+def test_workload_bytes_depend_on_the_seed_only(kind):
     text = f"{kind}:{FULL}"
     once = encoded(read(text))
     assert once == encoded(read(text))
@@ -42,7 +42,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(kind):
     assert encoded(workload) == encoded(workload) == once
 
 
-def test_the_bytes_are_those_of_every_machine():
+def test_workload_bytes_are_platform_independent():
     digest = hashlib.sha256(encoded(read(f"gamma:cv=2,{FULL}"))).hexdigest()
     assert digest[:16] == "23f10091a7a56204"
 
@@ -55,7 +55,7 @@ def test_the_bytes_are_those_of_every_machine():
     st.integers(1, 5),
     st.integers(0, 2**63 - 1),
 )
-def test_conversations_come_in_order_and_have_as_many_requests_as_asked_for(kind, rate, requests, turns, seed):
+def test_conversations_are_ordered_with_requested_count(kind, rate, requests, turns, seed):
     found = list(read(f"{kind}:rate={rate},requests={requests},turns={turns}", seed))
     assert [one.at for one in found] == sorted(one.at for one in found)
     assert sum(len(one.turns) for one in found) == requests
@@ -67,19 +67,19 @@ def test_conversations_come_in_order_and_have_as_many_requests_as_asked_for(kind
 @pytest.mark.parametrize(
     ("text", "cv"), [("poisson:", 1), ("gamma:cv=3,", 3), ("gamma:cv=0.3,", 0.3), ("constant:", 0)]
 )
-def test_gaps_have_the_mean_and_the_spread_asked_for(text, cv):
+def test_gaps_have_configured_mean_and_spread(text, cv):
     gaps = np.diff(starts(f"{text}rate=8,requests=20000"))
     assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.1, abs=1e-4)
 
 
-def test_bursts_come_and_go_at_the_rate_asked_for():
+def test_bursts_have_configured_rate():
     times = starts("bursts:rate=5,on=10,off=30,quiet=0.1,requests=20000")
     assert times[-1] == pytest.approx(4000, rel=0.05)
     assert np.mean(times % 40 < 10) == pytest.approx(0.9, abs=0.01)
 
 
-def test_a_day_is_quiet_at_its_ends_and_busy_in_its_middle():
+def test_daily_load_peaks_at_midday():
     times = starts("diurnal:rate=10,period=100,depth=0.8,duration=2000")
     assert len(times) == pytest.approx(20000, rel=0.05)
     hours = np.histogram(times % 100, bins=10, range=(0, 100))[0] / 2000
@@ -97,7 +97,7 @@ def test_a_day_is_quiet_at_its_ends_and_busy_in_its_middle():
         ("zipf:1:10:20", 12.6, 10, 20),
     ],
 )
-def test_lengths_have_their_distribution_and_their_limit(form, mean, low, high):
+def test_lengths_follow_distribution_and_limit(form, mean, low, high):
     workload = read(f"poisson:requests=20000,output={form},longest=1000")
     lengths = np.array([one.turns[0].answer.tokens for one in workload])
     assert lengths.min() >= low
@@ -105,7 +105,7 @@ def test_lengths_have_their_distribution_and_their_limit(form, mean, low, high):
     assert lengths.mean() == pytest.approx(mean, rel=0.05)
 
 
-def test_lengths_of_a_file_are_drawn_together_or_apart(tmp_path):
+def test_file_lengths_are_drawn_jointly_or_independently(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("# prompt, output\n100,10\n200 20\n")
     pairs = {(one.turns[0].adds[0].tokens, one.turns[0].answer.tokens) for one in read(f"poisson:lengths={path}")}
@@ -116,7 +116,7 @@ def test_lengths_of_a_file_are_drawn_together_or_apart(tmp_path):
     assert found == {*itertools.product((7, 9), repeat=2)}
 
 
-def test_prefixes_are_shared_and_the_first_is_the_most_popular():
+def test_shared_prefixes_follow_popularity():
     found = list(read("poisson:requests=8000,prefixes=4x256,prompt=8,turns=2", seed=2))
     firsts = [one.turns[0].adds[0] for one in found]
     assert all(len(one.turns[0].adds) == 2 and len(one.turns[1].adds) == 1 for one in found)
@@ -126,7 +126,7 @@ def test_prefixes_are_shared_and_the_first_is_the_most_popular():
     assert len({tokens_of(piece, 32000).tobytes() for piece in set(firsts)}) == 4
 
 
-def test_clients_differ_as_asked_for():
+def test_client_mix_is_as_configured():
     text = "poisson:requests=8000,tenants=gold:3/bulk:1,priorities=0:9/5:1,leave=0.25,patience=7,max_tokens=64"
     found = list(read(text))
     turns = [turn for one in found for turn in one.turns]
@@ -137,7 +137,7 @@ def test_clients_differ_as_asked_for():
     assert {(turn.max_tokens, turn.answer.tokens) for turn in turns} == {(64, 128)}
 
 
-def test_one_key_does_not_move_the_draws_of_another():
+def test_keys_draw_from_independent_streams():
     plain = read(f"poisson:{FULL}")
     others = read(f"poisson:{FULL.replace('lognormal:512:0.8', 'uniform:1:9')},adds=5")
     same = [(one.at, one.tenant, [turn.answer for turn in one.turns]) for one in plain]
@@ -145,7 +145,7 @@ def test_one_key_does_not_move_the_draws_of_another():
 
 
 @pytest.mark.parametrize("kind", ARRIVALS)
-def test_a_scaled_workload_has_the_same_conversations_in_less_time(kind):
+def test_scaled_workload_has_same_conversations_in_less_time(kind):
     workload = read(f"{kind}:{FULL}")
     before, after = list(workload), list(workload.scaled(2))
     assert [one.turns for one in before] == [one.turns for one in after]
@@ -154,7 +154,7 @@ def test_a_scaled_workload_has_the_same_conversations_in_less_time(kind):
         assert [one.at / 2 for one in before] == pytest.approx([one.at for one in after], abs=1e-6)
 
 
-def test_users_of_a_closed_loop_begin_at_once_and_pause_between_conversations():
+def test_closed_loop_users_start_at_once_and_pause_between():
     workload = read("closed:users=3,requests=10,turns=2,think=exponential:5,prefixes=2x64")
     found = list(workload)
     assert [(one.at, len(one.turns)) for one in found] == [(0, 3), (0, 3), (0, 4)]
@@ -167,17 +167,17 @@ def test_users_of_a_closed_loop_begin_at_once_and_pause_between_conversations():
     assert encoded(workload) == encoded(workload)
 
 
-def test_what_a_user_asks_for_does_not_depend_on_how_many_there_are():
+def test_user_requests_do_not_depend_on_number_of_users():
     few, many = (list(read(f"closed:users={users},requests={10 * users},output=exponential:90")) for users in (2, 5))
     assert [tuple(one.turns) for one in few] == [tuple(one.turns) for one in many[:2]]
     assert tuple(few[0].turns) != tuple(few[1].turns)
 
 
-def test_slow_arrivals_end_with_their_requests_and_not_before():
+def test_slow_arrivals_produce_all_requests():
     assert len(list(read("constant:rate=1e-6,requests=300"))) == 300
 
 
-def test_conversations_are_made_when_they_are_asked_for():
+def test_conversations_are_generated_lazily():
     workload = read("poisson:requests=100000000,turns=2")
     assert [one.name for one in itertools.islice(workload, 3)] == ["0", "1", "2"]
     first = next(iter(read("closed:users=2,requests=100000000")))
@@ -186,7 +186,7 @@ def test_conversations_are_made_when_they_are_asked_for():
 
 
 @pytest.mark.parametrize(("text", "cv"), [("poisson:", 1), ("gamma:cv=2,", 2), ("gamma:cv=0.5,", 0.5)])
-def test_gaps_have_the_form_of_their_distribution_and_know_nothing_of_one_another(text, cv):
+def test_gaps_are_independent_and_follow_distribution(text, cv):
     gaps = np.diff(starts(f"{text}rate=8,requests=40000")) * 8
     around = (gaps - gaps.mean()) / gaps.std()
     assert np.mean(around**3) == pytest.approx(2 * cv, rel=0.15)
@@ -196,13 +196,13 @@ def test_gaps_have_the_form_of_their_distribution_and_know_nothing_of_one_anothe
 
 
 @pytest.mark.parametrize(("kind", "spread"), [("poisson:", 1), ("gamma:cv=3,", 9), ("constant:", 0)])
-def test_arrivals_in_equal_times_vary_as_they_should(kind, spread):
+def test_arrival_counts_have_expected_variance(kind, spread):
     times = starts(f"{kind}rate=10,duration=4000")
     counts = np.histogram(times, bins=200, range=(0, 4000))[0]
     assert counts.var() / counts.mean() == pytest.approx(spread, rel=0.35, abs=0.01)
 
 
-def test_arrivals_are_even_within_a_burst_and_between_bursts():
+def test_arrivals_are_uniform_within_and_between_bursts():
     times = starts("bursts:rate=5,on=10,off=30,quiet=0.5,requests=20000") % 40
     on, off = times[times < 10], times[times >= 10]
     assert (on.mean(), on.std()) == pytest.approx((5, 10 / 12**0.5), rel=0.03)
@@ -217,7 +217,7 @@ def test_arrivals_are_even_within_a_burst_and_between_bursts():
         ("lognormal:400:0.5", 400 * np.exp(0.125), 400 * np.exp(0.125) * (np.exp(0.25) - 1) ** 0.5),
     ],
 )
-def test_lengths_and_pauses_spread_as_asked_for(form, mean, spread):
+def test_lengths_and_pauses_have_configured_spread(form, mean, spread):
     made = read(f"poisson:requests=40000,turns=2,prompt={form},output={form},think={form},leave=1,patience={form}")
     turns = [one.turns for one in made]
     rows = np.array([(a.adds[0].tokens, a.answer.tokens, b.think, a.patience) for a, b in turns])
@@ -226,13 +226,13 @@ def test_lengths_and_pauses_spread_as_asked_for(form, mean, spread):
     assert np.corrcoef(rows.T) == pytest.approx(np.eye(4), abs=0.03)
 
 
-def test_popular_lengths_come_by_their_rank():
+def test_popular_lengths_follow_their_rank():
     lengths = [one.turns[0].answer.tokens for one in read("poisson:requests=30000,output=zipf:1.5:5:8")]
     weights = np.arange(1.0, 5) ** -1.5
     assert np.bincount(lengths)[5:] / len(lengths) == pytest.approx(weights / weights.sum(), abs=0.01)
 
 
-def test_tenants_priorities_and_leaving_know_nothing_of_one_another():
+def test_tenants_priorities_and_disconnects_are_independent():
     found = list(read("poisson:requests=20000,tenants=a:1/b:3,priorities=0:1/5:1,leave=0.5"))
     rows = np.array([(one.tenant == "a", one.priority, one.turns[0].patience is None) for one in found])
     assert np.corrcoef(rows.T) == pytest.approx(np.eye(3), abs=0.03)

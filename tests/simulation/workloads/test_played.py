@@ -1,4 +1,4 @@
-"""Workloads in a world: what a client was made to want is what its requests do."""
+"""Workloads in a world: requests follow the specification of their client."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from fd_core.simulation.workloads.workload import read_workload
 from tests.simulation.helpers import world
 
 
-def test_requests_have_the_tenant_the_priority_and_the_pauses_of_their_conversation() -> None:
+def test_requests_inherit_conversation_attributes() -> None:
     text = "poisson:rate=4,requests=60,turns=3,think=uniform:0.5:2,prompt=20,output=4,tenants=a/b,priorities=0/7"
     wanted = list(read_workload(text, 2))
     outcomes = {each.request_id: each for each in world(routers=0).run(read_workload(text, 2)).outcomes}
     assert len(outcomes) == 60
     for one in wanted:
-        asked = [outcomes[f"{one.name}/{at}"] for at in range(len(one.turns))]
-        assert {(each.tenant, each.priority) for each in asked} == {(one.tenant, one.priority)}
-        assert asked[0].arrived == pytest.approx(one.at, abs=1e-6)
-        pauses = [later.arrived - each.ended for each, later in itertools.pairwise(asked)]
+        played = [outcomes[f"{one.name}/{at}"] for at in range(len(one.turns))]
+        assert {(each.tenant, each.priority) for each in played} == {(one.tenant, one.priority)}
+        assert played[0].arrived == pytest.approx(one.at, abs=1e-6)
+        pauses = [later.arrived - each.ended for each, later in itertools.pairwise(played)]
         assert pauses == pytest.approx([turn.think for turn in one.turns[1:]], abs=1e-6)
     assert len({each.tenant for each in outcomes.values()} | {each.priority for each in outcomes.values()}) == 4
 
 
-def test_who_has_no_patience_leaves_when_it_ends_and_says_nothing_more() -> None:
+def test_impatient_client_disconnects_and_sends_no_more() -> None:
     text = "poisson:rate=4,requests=80,turns=2,prompt=20,output=60,leave=0.5,patience=uniform:0.1:2"
     wanted = {f"{one.name}/{at}": turn for one in read_workload(text, 2) for at, turn in enumerate(one.turns)}
     outcomes = {each.request_id: each for each in world(routers=0).run(read_workload(text, 2)).outcomes}

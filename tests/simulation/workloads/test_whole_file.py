@@ -1,4 +1,4 @@
-"""A file is written as a whole, or what was there stays."""
+"""Files are replaced atomically."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fd_core.errors import ConfigError
 from fd_core.simulation.workloads.files import write_whole
 
 
-def test_a_file_is_replaced(tmp_path: Path) -> None:
+def test_file_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for content in (b"one", b"two"):
         write_whole(path, content, "--json")
@@ -18,7 +18,7 @@ def test_a_file_is_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     write_whole(path, b"one", "--json")
 

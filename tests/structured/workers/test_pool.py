@@ -1,4 +1,4 @@
-"""Processes that compile grammars: limits, slots for each client, deaths, and their end."""
+"""Processes that compile grammars: limits, slots per client, crashes, and shutdown."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fd_core.text.fair_thread import CLIENT
 
 TABLE = VocabularyTable([bytes([each]) for each in range(256)] + [b""], [256], [256])
 LONG = TextForm("grammar", "start: T\nT: " + " & ".join(f"/(.*a{i}.*b.*)*/" for i in range(200)))
-"""Takes far more processor time than a task may."""
+"""Grammar that takes far more CPU time than a task may."""
 DEEP = TextForm(
     "grammar", "\n".join(["start: r0", *(f'r{i}: r{i + 1} r{i + 1} | "a"' for i in range(3000)), 'r3000: "z"'])
 )
-"""Overflows the stack of the library."""
+"""Grammar that overflows the library's stack."""
 
 
 def ordinary(name: str = "name") -> SchemaForm:
@@ -58,7 +58,7 @@ def run(pool: CompilePool, form: Form, client: str = "a") -> Coroutine[Any, Any,
     return one()
 
 
-def test_a_grammar_is_made_once_for_all_that_wait() -> None:
+def test_concurrent_requests_compile_a_grammar_once() -> None:
     async def work(pool: CompilePool) -> None:
         outcomes = await asyncio.gather(*(run(pool, ordinary(), str(index)) for index in range(20)))
         assert {each.grammar for each in outcomes} == {ordinary().grammar("field")}
@@ -69,26 +69,26 @@ def test_a_grammar_is_made_once_for_all_that_wait() -> None:
 
 
 @pytest.mark.timing
-def test_a_task_that_takes_too_long_is_killed_while_others_are_served() -> None:
+def test_slow_task_is_killed_while_others_are_served() -> None:
     async def work(pool: CompilePool) -> None:
         await run(pool, ordinary("first"), "b")
-        weapon = asyncio.create_task(run(pool, LONG))
+        slow = asyncio.create_task(run(pool, LONG))
         served = 0
-        while not weapon.done():
+        while not slow.done():
             assert (await run(pool, ordinary(f"n{served}"), "b")).grammar
             served += 1
-        outcome = await weapon
+        outcome = await slow
         assert served > 3
         assert (outcome.field, outcome.code) == ("field", "invalid_grammar")
-        assert "processor time" in outcome.message
+        assert "CPU time" in outcome.message
         began = time.monotonic()
-        assert await run(pool, LONG) == outcome  # known without another try
+        assert await run(pool, LONG) == outcome  # cached, without another attempt
         assert time.monotonic() - began < 0.5
 
     used(work, seconds=120.0)
 
 
-def test_a_deadline_kills_the_process_and_is_no_verdict() -> None:
+def test_deadline_kills_the_process_and_caches_no_failure() -> None:
     async def work(pool: CompilePool) -> None:
         await run(pool, ordinary())
         [process] = [each._process for each in pool._processes]
@@ -101,7 +101,7 @@ def test_a_deadline_kills_the_process_and_is_no_verdict() -> None:
     used(work)
 
 
-def test_a_grammar_that_crashes_its_process_is_refused() -> None:
+def test_grammar_that_crashes_its_process_is_rejected() -> None:
     async def work(pool: CompilePool) -> None:
         outcome = await run(pool, DEEP)
         assert "nests too deeply" in outcome.message
@@ -111,7 +111,7 @@ def test_a_grammar_that_crashes_its_process_is_refused() -> None:
 
 
 @pytest.mark.parametrize("answer", ["2**31 - 1", "2**32 - 1"])
-def test_an_answer_that_is_too_long_ends_its_process_at_once(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_result_ends_its_process_immediately(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "import socket, time\n"
         "server = socket.socket(fileno=0)\n"
@@ -131,7 +131,7 @@ def test_an_answer_that_is_too_long_ends_its_process_at_once(answer: str, monkey
     used(work, seconds=60.0)
 
 
-def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
+def test_process_killed_while_idle_is_replaced() -> None:
     async def work(pool: CompilePool) -> None:
         await run(pool, ordinary())
         [process] = pool._processes
@@ -142,7 +142,7 @@ def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
     used(work)
 
 
-def test_work_that_nobody_waits_for_ends() -> None:
+def test_cancelled_work_kills_its_process() -> None:
     async def work(pool: CompilePool) -> None:
         await run(pool, ordinary())
         [process] = [each._process for each in pool._processes]
@@ -159,7 +159,7 @@ def test_work_that_nobody_waits_for_ends() -> None:
     used(work)
 
 
-def test_slots_go_to_clients_in_turns_and_none_has_all() -> None:
+def test_slots_rotate_between_clients_and_none_takes_all() -> None:
     async def main() -> list[str]:
         slots, order = _TaskSlots(4, 3), []
 
@@ -171,7 +171,7 @@ def test_slots_go_to_clients_in_turns_and_none_has_all() -> None:
 
         greedy = [asyncio.create_task(one("a", 30.0)) for _ in range(10)]
         await asyncio.sleep(0.01)
-        assert order == ["a"] * 3  # whose slots rest now
+        assert order == ["a"] * 3  # whose slots are resting now
         await asyncio.gather(*(one(client) for client in "bcbc"))
         for task in greedy:
             task.cancel()
@@ -182,7 +182,7 @@ def test_slots_go_to_clients_in_turns_and_none_has_all() -> None:
     assert sorted(asyncio.run(main())[3:]) == ["b", "b", "c", "c"]
 
 
-def test_a_wait_for_a_slot_that_is_cancelled_takes_none() -> None:
+def test_cancelled_wait_for_a_slot_takes_none() -> None:
     async def main() -> None:
         slots = _TaskSlots(1, 1)
         await slots.take("a")

@@ -164,10 +164,10 @@ class SkipsTheNormOfKeys:
 
 @wrong(
     "reference",
-    "fusions:test_fusions_equal_the_composition[norms behind]",
+    "fusions:test_fusions_equal_the_composition[norms after]",
     "models:test_a_model_computes_what_the_oracle_computes[gemma3-*",
     spreads_to=(
-        "fusions:test_fusions_equal_the_composition[adapters, norms behind]",
+        "fusions:test_fusions_equal_the_composition[adapters, norms after]",
         "models:test_adapters_in_one_batch_compute_what_merged_weights_compute[gemma3-*",
     ),
 )

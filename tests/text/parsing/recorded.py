@@ -1,4 +1,4 @@
-"""Texts as models write them, one or more for each format, and what they mean."""
+"""Texts as models write them, one or more for each format, and their meaning."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ def parsed(reading: OutputParser, pieces: list[str]) -> list[Event]:
     return joined([*events, *reading.flush()])
 
 
-class Said(NamedTuple):
-    """What the events of an answer come to."""
+class Answer(NamedTuple):
+    """Content, reasoning and calls of an answer, joined over its events."""
 
     content: str
     reasoning: str
     calls: list[tuple[str, str]]
-    """Name and arguments; those of a call that was cut off end with `…`."""
+    """Name and arguments; those of a truncated call end with `…`."""
 
 
-def said(events: list[Event]) -> Said:
+def answer_of(events: list[Event]) -> Answer:
     names = {event.index: event.name for event in events if isinstance(event, CallBegun)}
     ended = {event.index for event in events if isinstance(event, CallEnded)}
     texts = dict.fromkeys(names, "")
     for event in events:
         if isinstance(event, ArgumentsDelta):
             texts[event.index] += event.text
-    return Said(
+    return Answer(
         "".join(event.text for event in events if isinstance(event, Content)),
         "".join(event.text for event in events if isinstance(event, Thought)),
         [(names[index], texts[index] + ("" if index in ended else "…")) for index in sorted(names)],
@@ -78,7 +78,7 @@ class Recorded(NamedTuple):
     reasoning: str | None
     tools: str | None
     text: str
-    means: Said
+    means: Answer
     prompt: str = ""
 
 
@@ -89,94 +89,98 @@ LOOK = ("weather", ROME)
 NOW = ("now", "{}")
 
 RECORDED = {
-    "plain": Recorded(None, "hermes", "Just a text, 3 < 4 <tool", Said("Just a text, 3 < 4", "", [])),
+    "plain": Recorded(None, "hermes", "Just a text, 3 < 4 <tool", Answer("Just a text, 3 < 4", "", [])),
     "hermes": Recorded(
         None,
         "hermes",
         f'Let me look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{{"name": "now"}}</tool_call>\n',
-        Said("Let me look.", "", [LOOK, NOW]),
+        Answer("Let me look.", "", [LOOK, NOW]),
     ),
     "hermes, a list": Recorded(
         None,
         "hermes",
         f'<tool_call>[{CALL}, {{"name": "now", "arguments": {{}}}}]</tool_call>Done',
-        Said("Done", "", [LOOK, NOW]),
+        Answer("Done", "", [LOOK, NOW]),
     ),
     "hermes, arguments first and as a string": Recorded(
         None,
         "hermes",
         '<tool_call>{"id": [1, "x"], "arguments": "{\\"city\\": \\"Rome\\"}", "name": "weather"}</tool_call>',
-        Said("", "", [("weather", '{"city": "Rome"}')]),
+        Answer("", "", [("weather", '{"city": "Rome"}')]),
     ),
     "hermes, no call": Recorded(
         None,
         "hermes",
         "A <tool_call>not JSON</tool_call> or so",
-        Said("A not JSON or so", "", []),
+        Answer("A not JSON or so", "", []),
     ),
     "hermes, a brace is missing": Recorded(
         None,
         "hermes",
         '<tool_call>{"name": "weather", "arguments": {"city": "Rome"\n</tool_call>ok',
-        Said("ok", "", [("weather", '{"city": "Rome"\n')]),
+        Answer("ok", "", [("weather", '{"city": "Rome"\n')]),
     ),
     "hermes, cut": Recorded(
         None,
         "hermes",
         '<tool_call>{"name": "weather", "arguments": {"city": "Ro',
-        Said("", "", [("weather", '{"city": "Ro…')]),
+        Answer("", "", [("weather", '{"city": "Ro…')]),
     ),
-    "hermes, cut in the name": Recorded(None, "hermes", 'Yes <tool_call>{"name": "wea', Said("Yes", "", [])),
+    "hermes, cut in the name": Recorded(None, "hermes", 'Yes <tool_call>{"name": "wea', Answer("Yes", "", [])),
     "qwen3": Recorded(
         "qwen3",
         "hermes",
         f"<think>\nWhat is <b>?\n</think>\n\nI look.\n<tool_call>\n{CALL}\n</tool_call>",
-        Said("I look.", "What is <b>?", [LOOK]),
+        Answer("I look.", "What is <b>?", [LOOK]),
     ),
     "qwen3, begun by the prompt": Recorded(
-        "qwen3", "hermes", "So\n\nit is\n</think>\n\nYes.\n", Said("Yes.\n", "So\n\nit is", []), "assistant\n<think>\n"
+        "qwen3",
+        "hermes",
+        "So\n\nit is\n</think>\n\nYes.\n",
+        Answer("Yes.\n", "So\n\nit is", []),
+        "assistant\n<think>\n",
     ),
     "qwen3, closed by the prompt": Recorded(
-        "qwen3", None, " Yes.", Said(" Yes.", "", []), "assistant\n<think>\n\n</think>\n\n"
+        "qwen3", None, " Yes.", Answer(" Yes.", "", []), "assistant\n<think>\n\n</think>\n\n"
     ),
-    "qwen3, cut": Recorded("qwen3", None, "<think>\nHm </thin", Said("", "Hm", [])),
-    "deepseek_r1": Recorded("deepseek_r1", None, "Hm.\n</think>\n\nYes", Said("Yes", "Hm.", [])),
-    "mistral reasoning": Recorded("mistral", "mistral", "[THINK]Hm.[/THINK]Yes", Said("Yes", "Hm.", [])),
+    "qwen3, cut": Recorded("qwen3", None, "<think>\nHm </thin", Answer("", "Hm", [])),
+    "deepseek_r1": Recorded("deepseek_r1", None, "Hm.\n</think>\n\nYes", Answer("Yes", "Hm.", [])),
+    "mistral reasoning": Recorded("mistral", "mistral", "[THINK]Hm.[/THINK]Yes", Answer("Yes", "Hm.", [])),
     "ernie45": Recorded(
         "ernie45",
         "ernie45",
         f"Hm.\n</think>\n\n\n<response>\nI look.\n</response>\n\n<tool_call>\n{CALL}\n</tool_call>\n",
-        Said("I look.", "Hm.", [LOOK]),
+        Answer("I look.", "Hm.", [LOOK]),
     ),
     "ernie45 tools alone": Recorded(
         None,
         "ernie45",
         f"<response>\nYes\n</response>\n<tool_call>{CALL}</tool_call>",
-        Said("Yes", "", [LOOK]),
+        Answer("Yes", "", [LOOK]),
     ),
     "llama3_json": Recorded(
         None,
         "llama3_json",
         f'{{"name": "weather", "parameters": {ROME}}}; {{"name": "now", "parameters": {{}}}}',
-        Said("", "", [LOOK, NOW]),
+        Answer("", "", [LOOK, NOW]),
     ),
-    "llama3_json behind its tag": Recorded(
+    "llama3_json after its tag": Recorded(
         None,
         "llama3_json",
         f'Hm.<|python_tag|>{{"type": "function", "name": "weather", "parameters": {ROME}}}',
-        Said("Hm.", "", [LOOK]),
+        Answer("Hm.", "", [LOOK]),
     ),
     "llama3_json, an object that is no call": Recorded(
         None,
         "llama3_json",
         'It is {"name": "Ada", "born": 1815} and {"a": {"b": 1}}, {x}.',
-        Said('It is {"name": "Ada", "born": 1815} and {"a": {"b": 1}}, {x}.', "", []),
+        Answer('It is {"name": "Ada", "born": 1815} and {"a": {"b": 1}}, {x}.', "", []),
     ),
     "pythonic": Recorded(
         None,
         "pythonic",
         "[weather(city='R\\u00f6m \\'\"', days=[1, -2.5, None, (True,)], where={'a': {1000: 16}}), now()]",
-        Said(
+        Answer(
             "",
             "",
             [
@@ -185,50 +189,52 @@ RECORDED = {
             ],
         ),
     ),
-    "pythonic, no call": Recorded(None, "pythonic", "[1] says now(), [now]\n", Said("[1] says now(), [now]\n", "", [])),
+    "pythonic, no call": Recorded(
+        None, "pythonic", "[1] means now(), [now]\n", Answer("[1] means now(), [now]\n", "", [])
+    ),
     "pythonic, cut": Recorded(
         None,
         "pythonic",
         "<|python_start|>[now(), weather(city='Ro",
-        Said("", "", [NOW, ("weather", '{"city": "Ro…')]),
+        Answer("", "", [NOW, ("weather", '{"city": "Ro…')]),
     ),
     "pythonic, broken": Recorded(
-        None, "pythonic", "[weather(city=Rome, days=1)] ok", Said(" ok", "", [("weather", '{"city": Rome, days=1')])
+        None, "pythonic", "[weather(city=Rome, days=1)] ok", Answer(" ok", "", [("weather", '{"city": Rome, days=1')])
     ),
     "mistral": Recorded(
         None,
         "mistral",
         f'Hm.[TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}, {{"name": "now", "arguments": {{}}}}]',
-        Said("Hm.", "", [LOOK, NOW]),
+        Answer("Hm.", "", [LOOK, NOW]),
     ),
     "mistral, names": Recorded(
         None,
         "mistral",
         f"[TOOL_CALLS]weather[ARGS]{ROME}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{{}}[TOOL_CALLS]now{{}}",
-        Said("", "", [LOOK, NOW, NOW]),
+        Answer("", "", [LOOK, NOW, NOW]),
     ),
-    "mistral, no call": Recorded(None, "mistral", "[TOOL_CALLS] nothing to call", Said(" nothing to call", "", [])),
+    "mistral, no call": Recorded(None, "mistral", "[TOOL_CALLS] nothing to call", Answer(" nothing to call", "", [])),
     "deepseek v3": Recorded(
         None,
         "deepseek",
         "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
         f"```json\n{ROME}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n"
         "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        Said("Hm.", "", [LOOK, NOW]),
+        Answer("Hm.", "", [LOOK, NOW]),
     ),
     "deepseek v3, a brace is missing": Recorded(
         None,
         "deepseek",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
         '```json\n{"city": "Rome"\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        Said("", "", [("weather", '{"city": "Rome"\n')]),
+        Answer("", "", [("weather", '{"city": "Rome"\n')]),
     ),
     "deepseek v3.1": Recorded(
         None,
         "deepseek",
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ROME}<｜tool▁call▁end｜>"
         "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        Said("", "", [LOOK, NOW]),
+        Answer("", "", [LOOK, NOW]),
     ),
     "glm45": Recorded(
         "qwen3",
@@ -237,7 +243,7 @@ RECORDED = {
         "</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>where</arg_key>\n<arg_value>here</arg_value>\n"
         "</tool_call>\n<tool_call>now\n</tool_call>",
-        Said(
+        Answer(
             "I look.",
             "Hm.",
             [("weather", '{"city": "42 \\"</tool_call>\\n", "days": 3, "where": "here"}'), NOW],
@@ -247,13 +253,13 @@ RECORDED = {
         None,
         "glm45",
         "<tool_call>weather<arg_key>days</arg_key><arg_value>3</arg_value><arg_key>city</arg_key><arg_value>Ro",
-        Said("", "", [("weather", '{"days": 3, "city": "Ro…')]),
+        Answer("", "", [("weather", '{"days": 3, "city": "Ro…')]),
     ),
     "glm45, a marker in a string": Recorded(
         None,
         "glm45",
         '<tool_call>weather\n<arg_key>where</arg_key>\n<arg_value>["\\"</arg_value>", 1]</arg_value>\n</tool_call>',
-        Said("", "", [("weather", '{"where": ["\\"</arg_value>", 1]}')]),
+        Answer("", "", [("weather", '{"where": ["\\"</arg_value>", 1]}')]),
     ),
     "qwen3_coder": Recorded(
         "qwen3",
@@ -261,7 +267,7 @@ RECORDED = {
         "Hm.\n</think>\n\nI look.\n<tool_call>\n<function=weather>\n<parameter=city>\n  4 <b>\n\n</parameter>\n"
         '<parameter=days>\n3\n</parameter>\n<parameter=where>\n{"</parameter>": [null]}\n</parameter>\n</function>\n'
         "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
-        Said(
+        Answer(
             "I look.",
             "Hm.",
             [("weather", '{"city": "  4 <b>\\n", "days": 3, "where": {"</parameter>": [null]}}'), NOW],
@@ -273,19 +279,19 @@ RECORDED = {
         "qwen3_coder",
         "<function=weather><parameter=city>Rome</parameter><parameter=where>here</parameter></function> <function=now>"
         "</function>\n</tool_call> ok",
-        Said(" ok", "", [("weather", '{"city": "Rome", "where": "here"}'), NOW]),
+        Answer(" ok", "", [("weather", '{"city": "Rome", "where": "here"}'), NOW]),
     ),
     "qwen3_coder, cut": Recorded(
         None,
         "qwen3_coder",
         "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nRo",
-        Said("", "", [("weather", '{"days": 3, "city": "Ro…')]),
+        Answer("", "", [("weather", '{"days": 3, "city": "Ro…')]),
     ),
     "qwen3_coder, no call": Recorded(
         None,
         "qwen3_coder",
         "A <tool_call>not one</tool_call>, <function=a b>",
-        Said("A not one, a b>", "", []),
+        Answer("A not one, a b>", "", []),
     ),
     "gpt_oss": Recorded(
         "gpt_oss",
@@ -293,16 +299,16 @@ RECORDED = {
         "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
         f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ROME}<|call|>"
         "<|start|>assistant to=functions.now<|channel|>commentary<|message|>{}<|call|>",
-        Said("I look.", "Hm, <b>.", [LOOK, NOW]),
+        Answer("I look.", "Hm, <b>.", [LOOK, NOW]),
     ),
     "gpt_oss without tools": Recorded(
         "gpt_oss",
         None,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
-        Said("Yes.", "Hm.", []),
+        Answer("Yes.", "Hm.", []),
     ),
     **{
-        f"hermes, {name}": Recorded(None, "hermes", text, Said("", "", [("now", "{}")] * count))
+        f"hermes, {name}": Recorded(None, "hermes", text, Answer("", "", [("now", "{}")] * count))
         for name, count, text in (
             ("half a closer", 1, '<tool_call>{"name": "now", "arguments": {}}</tool'),
             (
@@ -311,7 +317,7 @@ RECORDED = {
                 '<tool_call>{"name": "now", "arguments": {}}</tool_call></tool_call>\n</tool_call>',
             ),
             ("a brace too many", 1, '<tool_call>{"name": "now", "arguments": {}}}\n</tool_call>\n'),
-            ("a brace too many behind the closer", 1, '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n}'),
+            ("an extra brace after the closer", 1, '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n}'),
             ("the outer brace is missing", 1, '<tool_call>{"name": "now", "arguments": {}</tool_call>'),
             ("no closer", 2, '<tool_call>{"name": "now"}\n<tool_call>{"name": "now"}'),
             ("two openers", 1, '<tool_call>\n<tool_call>{"name": "now"}</tool_call>'),
@@ -333,32 +339,35 @@ RECORDED = {
         None,
         "llama3_json",
         'I look.\n```json\n[{"name": "now", "parameters": {}}, {"name": "now", "parameters": {}}]\n```\nok',
-        Said("I look.ok", "", [NOW, NOW]),
+        Answer("I look.ok", "", [NOW, NOW]),
     ),
     "llama3_json, an unknown tool": Recorded(
-        None, "llama3_json", '<|python_tag|>{"name": "rain", "parameters": {}}', Said("", "", [("rain", "{}")])
+        None, "llama3_json", '<|python_tag|>{"name": "rain", "parameters": {}}', Answer("", "", [("rain", "{}")])
     ),
     "llama3_json, other code": Recorded(
-        None, "llama3_json", "So:\n```c\nx = [1, {2}];\n```\n", Said("So:\n```c\nx = [1, {2}];\n```\n", "", [])
+        None, "llama3_json", "So:\n```c\nx = [1, {2}];\n```\n", Answer("So:\n```c\nx = [1, {2}];\n```\n", "", [])
     ),
     "pythonic, two lists in a block of code": Recorded(
-        None, "pythonic", "```python\n[now(), ]\n[now()]\n```", Said("", "", [NOW, NOW])
+        None, "pythonic", "```python\n[now(), ]\n[now()]\n```", Answer("", "", [NOW, NOW])
     ),
-    "pythonic behind text": Recorded(
-        None, "pythonic", "Hm. <|python_start|>[rain(a=1]<|python_end|> ok", Said("Hm. ok", "", [("rain", '{"a": 1}')])
+    "pythonic after text": Recorded(
+        None,
+        "pythonic",
+        "Hm. <|python_start|>[rain(a=1]<|python_end|> ok",
+        Answer("Hm. ok", "", [("rain", '{"a": 1}')]),
     ),
     "mistral, one object": Recorded(
-        None, "mistral", '[TOOL_CALLS] {"name": "now"}}[TOOL_CALLS][{"name": "now"}', Said("", "", [NOW, NOW])
+        None, "mistral", '[TOOL_CALLS] {"name": "now"}}[TOOL_CALLS][{"name": "now"}', Answer("", "", [NOW, NOW])
     ),
     "qwen3, thinking twice": Recorded(
-        "qwen3", "hermes", "<think>\n\n</think>\n\n<think>Hm.</think></think>Yes </think>.", Said("Yes .", "Hm.", [])
+        "qwen3", "hermes", "<think>\n\n</think>\n\n<think>Hm.</think></think>Yes </think>.", Answer("Yes .", "Hm.", [])
     ),
     "gpt_oss, doubled markers": Recorded(
         "gpt_oss",
         "gpt_oss",
         "<|channel|>analysis<|message|><|message|>Hm.<|end|><|end|><|start|><|start|>assistant<|channel|>final<|message|>"
         "Yes<|constrain|>.<|return|><|return|> and",
-        Said("Yes. and", "Hm.", []),
+        Answer("Yes. and", "Hm.", []),
     ),
-    "gpt_oss without headers": Recorded("gpt_oss", None, "Yes, to=me.", Said("Yes, to=me.", "", [])),
+    "gpt_oss without headers": Recorded("gpt_oss", None, "Yes, to=me.", Answer("Yes, to=me.", "", [])),
 }

@@ -1,4 +1,4 @@
-"""Outputs that others recorded: the fixtures of the package canitoolcall."""
+"""Outputs recorded by others: the fixtures of the package canitoolcall."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from recorded import REASONING_PARSERS, TOOL_PARSERS, parsed, said
+from recorded import REASONING_PARSERS, TOOL_PARSERS, answer_of, parsed
 
 from fd_core.text.parsing.answer import AnswerParser
 from fd_core.text.parsing.events import Event
@@ -27,7 +27,7 @@ DIFFERENT = {
     "qwen3-hermes/vllm-invalid-json-missing-brace": "the arguments are whole, only the brace around them is not",
     "llama/l4-truncated-missing-close-bracket": "the first call is whole and was streamed; only the second is cut",
     "gpt-oss/llamacpp-builtin-python-recipient": "what goes to a tool that is not there is kept, as reasoning",
-    "gpt-oss/harmony-marker-in-reasoning": "markers as text cannot be told from control tokens in text",
+    "gpt-oss/harmony-marker-in-reasoning": "in text, markers look like control tokens",
 }
 
 
@@ -63,7 +63,7 @@ def read(case: dict[str, Any], pieces: list[str]) -> list[Event]:
 
 def complete_calls(events: list[Event]) -> list[dict[str, Any]]:
     calls = []
-    for name, arguments in said(events).calls:
+    for name, arguments in answer_of(events).calls:
         try:
             calls.append({"name": name, "arguments": json.loads(arguments)})
         except ValueError:
@@ -72,7 +72,7 @@ def complete_calls(events: list[Event]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
-def test_a_recorded_output_means_what_its_recorder_says(case: dict[str, Any], request: pytest.FixtureRequest) -> None:
+def test_recorded_output_parses_as_its_recorder_states(case: dict[str, Any], request: pytest.FixtureRequest) -> None:
     if case["id"] in DIFFERENT:
         request.applymarker(pytest.mark.xfail(reason=DIFFERENT[case["id"]], strict=True))
     text = case["raw_output"]
@@ -81,6 +81,6 @@ def test_a_recorded_output_means_what_its_recorder_says(case: dict[str, Any], re
     expected = case.get("expected") or {"tool_calls": []}
     assert complete_calls(events) == expected["tool_calls"]
     if "content" in expected:
-        meant = said(events)
+        meant = answer_of(events)
         assert meant.content.strip() == (expected["content"] or "").strip()
         assert meant.reasoning.strip() == (expected["reasoning_content"] or "").strip()

@@ -1,4 +1,4 @@
-"""Which parsers a model gets."""
+"""Parsers chosen for a model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from fd_core.text.parsing.answer import ParserNames, parsers_for
         ("{{ tools }}: something else", ParserNames(None, None)),
     ],
 )
-def test_a_template_that_knows_tools_tells_its_parsers(template: str, expected: ParserNames) -> None:
+def test_parsers_follow_the_chat_template(template: str, expected: ParserNames) -> None:
     assert parsers_for(template, knows_tools=True) == expected
 
 
-def test_a_template_without_tools_is_helped_out_in_the_hermes_form() -> None:
+def test_template_without_tools_gets_hermes_parser() -> None:
     assert parsers_for("{{ messages }}", knows_tools=False) == ParserNames("hermes", None)
 
 
-def test_ernie_has_parsers_of_its_own() -> None:
+def test_ernie_has_its_own_parsers() -> None:
     assert parsers_for("<tool_call></think>", True, "Ernie4_5ForCausalLM") == ParserNames("ernie45", "ernie45")
     assert parsers_for("<tool_call>", True, "ernie4_5") == ParserNames("ernie45", None)
 

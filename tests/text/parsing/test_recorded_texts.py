@@ -1,11 +1,11 @@
-"""What the built-in parsers make of recorded texts, and the law: no cut changes it."""
+"""The built-in parsers read recorded texts, and chunk boundaries never change the events."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import REASONING_PARSERS, RECORDED, TOOL_PARSERS, Recorded, parsed, parser, said
+from recorded import REASONING_PARSERS, RECORDED, TOOL_PARSERS, Recorded, answer_of, parsed, parser
 
 from fd_core.text.parsing.events import Event
 
@@ -21,12 +21,12 @@ MARKERS = sorted({marker for each in PARSERS for marker in each.markers})
 
 
 @EACH
-def test_a_recorded_text_means_what_it_says(recorded: Recorded) -> None:
-    assert said(read(recorded, recorded.text)) == recorded.means
+def test_recorded_text_parses_to_its_meaning(recorded: Recorded) -> None:
+    assert answer_of(read(recorded, recorded.text)) == recorded.means
 
 
 @EACH
-def test_no_place_of_a_cut_changes_the_events(recorded: Recorded) -> None:
+def test_single_cut_does_not_change_events(recorded: Recorded) -> None:
     whole = read(recorded, recorded.text)
     for cut in range(len(recorded.text) + 1):
         assert read(recorded, recorded.text[:cut], recorded.text[cut:]) == whole, cut
@@ -35,32 +35,32 @@ def test_no_place_of_a_cut_changes_the_events(recorded: Recorded) -> None:
 
 @EACH
 @given(data=st.data())
-def test_random_cuts_change_nothing(recorded: Recorded, data: st.DataObject) -> None:
-    places = sorted(data.draw(st.lists(st.integers(0, len(recorded.text)), max_size=12)))
-    pieces = [recorded.text[a:b] for a, b in zip([0, *places], [*places, len(recorded.text)], strict=True)]
+def test_random_cuts_do_not_change_events(recorded: Recorded, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(recorded.text)), max_size=12)))
+    pieces = [recorded.text[a:b] for a, b in zip([0, *cuts], [*cuts, len(recorded.text)], strict=True)]
     assert read(recorded, *pieces) == read(recorded, recorded.text)
 
 
-def alike(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
+def common_prefix_length(one: str, other: str) -> int:
+    """Return the length of the common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 UNFINISHED = (*MARKERS, "\\n</parameter>", ")]", "```<｜tool▁call▁end｜>")
-"""What may stand at the end of half a call: it is text until its last character tells otherwise."""
+"""Possible suffixes of a truncated call: text until the last character decides."""
 
 
 @EACH
-def test_a_text_may_end_anywhere(recorded: Recorded) -> None:
-    """What a shorter text says is the beginning of what the whole one says; only an open marker reads otherwise."""
+def test_truncated_text_parses_to_a_prefix(recorded: Recorded) -> None:
+    """A truncated text parses to a prefix of the whole answer; only an unfinished marker may differ."""
     whole = recorded.means
     for end in range(len(recorded.text)):
-        part = said(read(recorded, recorded.text[:end]))
+        part = answer_of(read(recorded, recorded.text[:end]))
         assert len(part.calls) <= len(whole.calls)
         for (name, arguments), (whole_name, whole_arguments) in zip(part.calls, whole.calls, strict=False):
             assert name == whole_name
             arguments = arguments.removesuffix("…")
-            same = alike(arguments, whole_arguments)
+            same = common_prefix_length(arguments, whole_arguments)
             assert arguments[same:] == "" or any(each.startswith(arguments[same:]) for each in UNFINISHED)
 
 

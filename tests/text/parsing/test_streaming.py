@@ -1,4 +1,4 @@
-"""Parsers wait no longer than they must, and cost what the text is long."""
+"""Parsers emit as early as possible, in time linear in the text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fd_core.text.parsing.reader import Steps, TextReader
 from fd_core.text.parsing.thinking import QwenReasoning
 
 
-def test_content_goes_out_as_it_comes() -> None:
+def test_content_is_streamed_immediately() -> None:
     reading = HermesTools(TOOLS)
     assert [list(reading.push(each)) for each in ("Hel", "lo <", "b> ", "x")] == [
         [Content("Hel")],
@@ -23,7 +23,7 @@ def test_content_goes_out_as_it_comes() -> None:
     ]
 
 
-def test_a_call_begins_with_its_name_and_arguments_follow_as_they_come() -> None:
+def test_call_name_then_arguments_are_streamed() -> None:
     reading = HermesTools(TOOLS)
     assert list(reading.push('<tool_call>{"name": "weat')) == []
     assert list(reading.push('her", "argum')) == [CallBegun(0, "weather")]
@@ -31,7 +31,7 @@ def test_a_call_begins_with_its_name_and_arguments_follow_as_they_come() -> None
     assert list(reading.push('ty": "Rome"}')) == [ArgumentsDelta(0, 'ty": "Rome"}'), CallEnded(0)]
 
 
-def test_reasoning_goes_out_as_it_comes_and_content_behind_it_is_not_touched() -> None:
+def test_reasoning_is_streamed_and_later_content_unchanged() -> None:
     reading = QwenReasoning("<think>\n")
     assert list(reading.push("Hm <")) == [Thought("Hm")]
     assert list(reading.push("/think")) == []
@@ -40,7 +40,7 @@ def test_reasoning_goes_out_as_it_comes_and_content_behind_it_is_not_touched() -
 
 
 class Dashes(TextReader):
-    """Content between marks, of which one is the beginning of another and stands within a third."""
+    """Content between markers, one of which is a prefix of another and occurs inside a third."""
 
     def run(self) -> Steps[None]:
         while marker := (yield from self.content_until("--", "--->", "=--=")):
@@ -50,7 +50,7 @@ class Dashes(TextReader):
 @pytest.mark.parametrize(
     ("text", "marks"), [("a--b--->c---d--", ["--", "--->", "--", "--"]), ("a=--=b=--c=--=", ["=--=", "--", "=--="])]
 )
-def test_the_first_and_longest_marker_is_found_whatever_the_cuts(text: str, marks: list[str]) -> None:
+def test_first_and_longest_marker_wins_for_any_chunking(text: str, marks: list[str]) -> None:
     def read(*pieces: str) -> list[Event]:
         reading = Dashes()
         return joined([*(event for piece in pieces for event in reading.push(piece)), *reading.flush()])
@@ -60,7 +60,7 @@ def test_the_first_and_longest_marker_is_found_whatever_the_cuts(text: str, mark
         assert read(text[:cut], text[cut:]) == read(*text) == read(text)
 
 
-def test_a_marker_of_one_character_is_found_at_once() -> None:
+def test_one_character_marker_is_found_immediately() -> None:
     class Bars(TextReader):
         def run(self) -> Steps[None]:
             while (yield from self.content_until("|")):
@@ -71,8 +71,8 @@ def test_a_marker_of_one_character_is_found_at_once() -> None:
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 @pytest.mark.timing
-def test_a_long_answer_costs_what_it_is_long(name: str) -> None:
-    """A hundred times the text must not take anything like ten thousand times as long."""
+def test_parse_time_is_linear(name: str) -> None:
+    """A text a hundred times as long must not take anything like ten thousand times as long."""
     opening = next(each.text for each in RECORDED.values() if each.tools == name and each.means.calls)
     for tail in ("x" * 60_000, " " * 20_000, "{" * 20_000, '\\"' * 20_000):
         reading = parser(None, name)

@@ -57,7 +57,7 @@ class ScaffoldRecipe:
     summary: str
     about: str = ""
     """Continuation of the README's first sentence."""
-    prove: str = "pytest   # does it keep its contract?"
+    prove: str = "pytest   # verifies the contract"
     use: str = "fdcore serve smollm2 $flag $name"
     guide: str
 
@@ -72,13 +72,13 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             files={
                 "backend.py": (
                     "backends/backend_$framework.py",
-                    "the device: whether it is here, its memory, its limits",
+                    "the device: availability, memory, limits",
                 ),
-                "ops.py": ("backends/ops_$framework.py", "the operations: those of $title, and the device's own"),
+                "ops.py": ("backends/ops_$framework.py", "the operations: those of $title, and those of the device"),
             },
-            summary="$name, driven by $title",
-            about=": models on $name, computed by $title.\nAs written it runs on the processor and says *emulated*",
-            prove="fdcore conformance $name   # does the backend behave as every other? --quick takes a minute",
+            summary="$name, computed by $title",
+            about=": models on $name, computed by $title.\nAs generated it runs on the CPU and reports *emulated*",
+            prove="fdcore conformance $name   # compares the backend with the reference; --quick takes a minute",
             guide="write-a-backend.md",
         ),
         PluginKind.SCHEDULER: ScaffoldRecipe(
@@ -87,8 +87,8 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             module="scheduler",
             suffix="Scheduler",
             files={"scheduler.py": ("scheduler.py", "the scheduler: what each step computes")},
-            summary="requests enter and leave together",
-            prove="fdcore conformance --scheduler $name   # does it keep the law? --quick takes a minute",
+            summary="static batching: requests enter and leave together",
+            prove="fdcore conformance --scheduler $name   # verifies the invariants; --quick takes a minute",
             guide="write-a-scheduler.md",
         ),
         PluginKind.POSTPROCESS: ScaffoldRecipe(
@@ -97,8 +97,8 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             module="postprocess",
             suffix="Postprocess",
             files={"postprocess.py": ("postprocess.py", "the postprocessor: the token matrix of a step")},
-            summary="looks up what a row delivers",
-            prove="fdcore conformance --postprocess $name   # does it keep the law?",
+            summary="looks up the tokens of each row in a table",
+            prove="fdcore conformance --postprocess $name   # verifies the invariants",
             guide="write-a-postprocessor.md",
         ),
         PluginKind.STORE: ScaffoldRecipe(
@@ -117,7 +117,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             module="connector",
             suffix="Connector",
             files={"connector.py": ("connector.py", "the connector: how KV travels between two workers")},
-            summary="files in a folder that both workers see",
+            summary="files in a folder that both workers share",
             use="fdcore serve smollm2 --role decode --kv-connector $name",
             guide="write-a-connector.md",
         ),
@@ -126,8 +126,8 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             what="router policy",
             module="policy",
             suffix="Policy",
-            files={"policy.py": ("router_policy.py", "the policy: which worker gets a request")},
-            summary="the most of the prompt held, among workers with few requests",
+            files={"policy.py": ("router_policy.py", "the policy: the worker of a request")},
+            summary="longest cached prefix among workers with few requests",
             use="fdcore route --policy $name --worker http://127.0.0.1:8001",
             guide="write-a-router-policy.md",
         ),
@@ -138,7 +138,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             suffix="Tools",
             files={"parser.py": ("tool_parser.py", "the parser: which parts of an answer are calls")},
             summary="calls on lines that begin with CALL",
-            prove="fdcore conformance --tool-parser $name   # does it keep the law?",
+            prove="fdcore conformance --tool-parser $name   # verifies the invariants",
             guide="write-a-parser.md",
         ),
         PluginKind.REASONING_PARSER: ScaffoldRecipe(
@@ -148,7 +148,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             suffix="Reasoning",
             files={"parser.py": ("reasoning_parser.py", "the parser: which part of an answer is reasoning")},
             summary="from THINK: to ANSWER:",
-            prove="fdcore conformance --reasoning-parser $name   # does it keep the law?",
+            prove="fdcore conformance --reasoning-parser $name   # verifies the invariants",
             guide="write-a-parser.md",
         ),
     }
@@ -161,14 +161,14 @@ def write_project(
     """Write a plugin's project, by default to a folder of that `name`; return the folder and the next commands."""
     recipe = RECIPES[kind]
     if framework is not None and kind is not PluginKind.BACKEND:
-        raise ConfigError(f"a {recipe.kind.word} begins with no framework", field="--framework", hint="leave it out")
+        raise ConfigError(f"a {recipe.kind.word} has no framework", field="--framework", hint="remove it")
     _check_name(name, recipe)
     words = _words(name, kind, framework or Framework.NUMPY)
     if folder is None:
         folder = Path(name)
         if folder.exists() or folder.is_symlink():
-            hint = "take another name, or name the folder with --into: nothing there is overwritten"
-            raise ConfigError(f"{folder} is there already", field="NAME", hint=hint)
+            hint = "choose another name, or another folder with --into; existing files are never overwritten"
+            raise ConfigError(f"{folder} already exists", field="NAME", hint=hint)
     own = {f"$package/{file}": template for file, (template, _) in recipe.files.items()}
     templates = resources.files(__package__).joinpath("templates")
     files = {}
@@ -177,7 +177,7 @@ def write_project(
         files[folder / _filled(file, words)] = _filled(source, words)
     there = [str(path) for path in files if path.exists() or path.is_symlink()]
     if there:
-        raise ConfigError(f"{there[0]} is there already, and nothing is overwritten", field="--into")
+        raise ConfigError(f"{there[0]} already exists, and is not overwritten", field="--into")
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,19 +192,19 @@ def write_project(
 def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         hint = f"lower case letters and digits, in words joined by _, up to {_LONGEST_NAME}, such as mychip"
-        raise ConfigError(f"{name!r} cannot be the name of a {recipe.kind.word}", field="NAME", hint=hint)
+        raise ConfigError(f"{name!r} is not a valid name of a {recipe.kind.word}", field="NAME", hint=hint)
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name == "auto":
-        raise ConfigError(f"{name!r} is a reserved word", field="NAME", hint="take another, such as mychip")
+        raise ConfigError(f"{name!r} is a reserved word", field="NAME", hint="choose another, such as mychip")
     if name in plugins.Plugins.discover([]).offered(recipe.kind):
-        raise ConfigError(f"{name} is a {recipe.kind.word} of fd_core itself", field="NAME", hint="take another name")
+        raise ConfigError(f"{name} is a built-in {recipe.kind.word}", field="NAME", hint="choose another name")
     if name in plugins.KNOWN_PLUGINS:
-        raise ConfigError(f"{name} is the project's own plugin {plugins.KNOWN_PLUGINS[name]}", field="NAME")
+        raise ConfigError(f"{name} is the plugin {plugins.KNOWN_PLUGINS[name]} of fd_core", field="NAME")
     package = f"fd_{name}"
     for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         giver = point.dist.name if point.dist else "an installed plugin"
-        raise ConfigError(f"the name {name} is taken by {giver}", field="NAME", hint="take another name")
+        raise ConfigError(f"the name {name} is already used by {giver}", field="NAME", hint="choose another name")
     if importlib.util.find_spec(package) is not None:
-        raise ConfigError(f"the package {package} exists already", field="NAME", hint="take another name")
+        raise ConfigError(f"the package {package} already exists", field="NAME", hint="choose another name")
 
 
 def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:

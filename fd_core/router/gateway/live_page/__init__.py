@@ -1,1 +1,1 @@
-"""The page at `/` of the router: workers, roles and totals as they are now."""
+"""The page at `/` of the router: current workers, roles and totals."""

@@ -1,4 +1,4 @@
-// The router's workers as they are now, from /status.json once a second. What matters stands first; the rest opens on demand.
+// The router's workers as they are now, from /status.json once a second. The main figures are first; the rest opens on demand.
 
 const CURVES = [
   { title: "Requests a second", format: compact, top: 1, lines: [{ key: "selected", label: "begun", colour: "decode" }, { key: "failed", label: "failed", colour: "limit" }] },
@@ -13,9 +13,9 @@ const cards = new Map();
 
 /** What the card of a worker tells on demand. */
 const MORE = [
-  ["Circuit", w => w.circuit, w => w.circuit !== "closed"], ["Prompt tokens on it", w => whole(w.load.prefill_tokens)],
+  ["Circuit", w => w.circuit, w => w.circuit !== "closed"], ["Prompt tokens to compute", w => whole(w.load.prefill_tokens)],
   ["Served", w => whole(w.tally.served)], ["Failed", w => whole(w.tally.failed), w => w.tally.failed > 0],
-  ["Declined", w => whole(w.tally.declined)], ["Not needed", w => whole(w.tally.unused)], ["Clients that left", w => whole(w.tally.left)],
+  ["Declined", w => whole(w.tally.declined)], ["Not needed", w => whole(w.tally.unused)], ["Client disconnects", w => whole(w.tally.left)],
   ["Cache hits, blocks", w => `${whole(w.tally.hit_blocks)} of ${whole(w.tally.prompt_blocks)}`],
   ["Blocks held", w => whole(w.held_blocks ?? w.index_blocks)], ["KV port", w => w.kv_port === null ? "–" : String(w.kv_port)],
 ];
@@ -98,7 +98,7 @@ function showNow(sample) {
     ["requests/s", known(sample.selected) ? compact(sample.selected) : "–"],
     ["on workers", whole(s.total.requests)], ["waiting for a first byte", whole(s.total.waiting)],
     ["prefix cache hits", share(s.tally.hit_blocks, s.tally.prompt_blocks)],
-    ["retries", whole(s.retries)], ["answers that broke off", whole(s.streams_broken), s.streams_broken > 0],
+    ["retries", whole(s.retries)], ["incomplete answers", whole(s.streams_broken), s.streams_broken > 0],
   ]);
   for (const w of s.workers) showWorker(w, sample);
   for (const [url, card] of cards) if (!workerOf(s, url)) { card.place.remove(); cards.delete(url); }
@@ -106,12 +106,12 @@ function showNow(sample) {
   table.tHead.replaceChildren(row(ROLES.map(([name]) => [name]), "th"));
   table.tBodies[0].replaceChildren(...roles(s).map(each => row(ROLES.map(([, text, bad]) => [text(each), bad && bad(each)]))));
   const transfers = Object.entries(s.transfers).map(([how, count]) => [`KV of pairs: ${how.replace("_", " ")}`, count]);
-  const refused = Object.entries(s.refused).map(([why, count]) => [`Refused: ${why}`, count]);
+  const refused = Object.entries(s.refused).map(([why, count]) => [`Rejected: ${why}`, count]);
   byId("totals").querySelector("tbody").replaceChildren(...[
     ["Counted on workers (a pair counts twice until its first byte)", s.total.requests],
-    ["of them on workers that are gone", sum(s.departed, ([, load]) => load.requests)],
+    ["of them on lost workers", sum(s.departed, ([, load]) => load.requests)],
     ["Attempts on a mixed worker", s.modes.mixed], ["Attempts on a pair", s.modes.pd], ...transfers,
-    ["Clients that left", s.disconnects], ["Faults in the accounting", s.faults, s.faults > 0], ...refused,
+    ["Client disconnects", s.disconnects], ["Faults in the accounting", s.faults, s.faults > 0], ...refused,
   ].map(([name, value, bad]) => row([[name], [whole(value), bad]])));
 }
 
@@ -123,7 +123,7 @@ async function refresh() {
     derive(sample);
     showNow(sample);
   } catch {
-    byId("state").textContent = "The router does not answer.";
+    byId("state").textContent = "The router does not respond.";
     byId("state").className = "bad";
   }
   drawCurves(CURVES);

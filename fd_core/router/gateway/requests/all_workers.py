@@ -46,7 +46,7 @@ async def keeper(
 
 
 def _answering(state: GatewayState) -> list[RouterWorker]:
-    """Return the workers that answer clients; a prefill worker's part of a request ends with the request itself."""
+    """Return the workers that serve clients; prefill workers are not included."""
     members = [each for each in state.router.registry if each.state in (WorkerState.HEALTHY, WorkerState.DRAINING)]
     return [each.worker for each in members if each.worker.role != "prefill"]
 
@@ -58,7 +58,7 @@ def _named(path: str, body: bytes) -> str | None:
         return None
     try:
         return _following.decode(body).previous_response_id
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # the worker refuses it properly
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # the worker rejects it with the proper error
         return None
 
 
@@ -78,7 +78,7 @@ _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 async def abort(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
-    """Return the ids that the workers aborted and those unknown to all; a refusal if every worker refused."""
+    """Return the ids that the workers aborted and those unknown to all; an error response if every worker failed."""
     told = await _ask_all(state, path, body, headers, record, _TIMEOUT)
     answers = []
     for each in told:
@@ -95,7 +95,7 @@ async def abort(
 async def change_adapters(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
-    """Change adapters on every worker; return the first refusal, else an answer. `ApiError` (503) if one is silent."""
+    """Change adapters on every worker; return the first error response, if any. `ApiError` (503) if unreachable."""
     told = await _ask_all(state, path, body, headers, record, aiohttp.ClientTimeout(total=300))
     refused = [each for each in told if each.status != 200]
     return _refusal(refused) if refused or not told else told[0]
@@ -126,8 +126,8 @@ async def _ask_all(
 
 
 def _refusal(told: list[web.Response]) -> web.Response:
-    """Return the refusal of a worker that answered. Raises `ApiError` (503) if none did."""
+    """Return the error response of a worker. Raises `ApiError` (503) if none responded."""
     for each in told:
         if 400 <= each.status < 500:
             return each
-    raise unavailable("no worker could be asked", "none_healthy", retry_after=1)
+    raise unavailable("no worker responded", "none_healthy", retry_after=1)

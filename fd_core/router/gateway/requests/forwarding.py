@@ -1,4 +1,4 @@
-"""One request: attempts on one worker after the other until one answers, then the answer, in terms of aiohttp."""
+"""Forwarding of one request with aiohttp: attempts on one worker after the other, then the answer."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.types import PrefillOutcome
 
 _NO_MODEL: Final = (b'"model_not_found"', b'"not_found_error"')
-"""Error codes of workers for a model that they do not serve: in OpenAI's and in Anthropic's format."""
+"""Error codes of workers for an unknown model, in OpenAI's and in Anthropic's format."""
 _ELSEWHERE_BYTES: Final = 64 * 1024
-"""Bytes of a refusal that are kept, in case no other worker answers better."""
+"""Bytes of an error response that are kept for the client in case all retries fail."""
 _ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 _ENDS: Final[Mapping[str | None, str]] = {"failed": "worker_failed", "declined": "worker_declined"}
-"""Why the span of an attempt ends with an error, by verdict."""
+"""Error of the span of an attempt, by verdict."""
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:
@@ -51,7 +51,7 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 
 def error_response(error: ApiError, path: str) -> web.Response:
-    """Return an error as clients of the API at `path` expect it."""
+    """Return an error in the format of the API at `path`."""
     body = error.body_at(path)
     return web.Response(body=body, status=error.status, headers=error.headers, content_type="application/json")
 
@@ -73,13 +73,13 @@ def refusal(answer: NoWorker) -> ApiError:
 
 
 def lost() -> ApiError:
-    """Return the error for a client whose answer broke off: the client may repeat the request, the gateway must not."""
-    message = "the worker was lost while it answered; the answer is not complete, repeat the request"
+    """Return the error for a client whose answer is incomplete; the client may retry, the gateway must not."""
+    message = "the worker was lost during the answer, which is incomplete; retry the request"
     return ApiError(502, message, kind="server_error", code="worker_lost")
 
 
 async def read_body(request: web.BaseRequest, share: BodyShare) -> bytes:
-    """Return the body. Raises `ApiError`: 415 if it is compressed, 400 if it breaks off, and beyond its share."""
+    """Return the body. Raises `ApiError`: 415 if it is compressed, 400 if incomplete, 413 or 503 beyond its share."""
     refuse_encoding(request.headers.getall("Content-Encoding", []))
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -90,7 +90,7 @@ async def read_body(request: web.BaseRequest, share: BodyShare) -> bytes:
             share.received(len(part))
             parts.append(part)
     except web.RequestPayloadError as error:
-        raise ApiError(400, "the body broke off or is not framed as announced", code="invalid_body") from error
+        raise ApiError(400, "the body is incomplete or wrongly framed", code="invalid_body") from error
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -102,11 +102,11 @@ _HOP_BY_HOP: Final = frozenset(
 )
 """Headers that belong to one connection (RFC 9110, section 7.6.1)."""
 _ROUTERS_OWN: Final = frozenset(each.lower() for each in (TICKET_HEADER, OUTCOME_HEADER, USAGE_HEADER, TENANT_HEADER))
-"""Headers that only a router may send: a client could send a worker to an address of its choice, or act for another."""
+"""Headers that only a router may send: a client could redirect a worker, or impersonate another client."""
 _REQUEST_ONLY: Final = _HOP_BY_HOP | _ROUTERS_OWN | {"host", "origin", "content-length", "expect", "x-request-id"}
 _ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
 AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-"""Headers that the HTTP client library would add by itself."""
+"""Headers that the HTTP client library would add."""
 
 
 def to_worker(
@@ -236,7 +236,7 @@ class Exchange:
             raise
         finally:
             took = None if self.meter is None else self.meter.tokens(self.asked.length)
-            if took is not None:  # if an answer was not read to its end, nothing is given back
+            if took is not None:  # an answer that was not read completely is charged in full
                 self.record.count(*took)
                 self.record.settle()
         result = self.attempts.result
@@ -284,7 +284,7 @@ class Exchange:
                     first = await answer.begin()
             except (*relaying.TROUBLE, relaying.WorkerLost) as error:
                 if relaying.is_own_lack(error):
-                    raise unavailable("the router has no connections left", "no_connections", retry_after=1) from error
+                    raise unavailable("the router has no free connection", "no_connections", retry_after=1) from error
                 severe = isinstance(error, aiohttp.ClientConnectorError)
                 self.attempts.lost(time.monotonic(), severe=severe)
                 self.state.metrics.counts.attempts_lost += 1
@@ -305,7 +305,7 @@ class Exchange:
                 response.close()
 
     async def _send(self, selection: Selection, headers: CIMultiDict[str]) -> aiohttp.ClientResponse:
-        """Return the head of the worker's answer. A pooled connection that the worker had closed is no attempt."""
+        """Return the head of the worker's answer. A stale pooled connection does not count as an attempt."""
         while True:
             asked = SimpleNamespace(reused=False)
             try:
@@ -332,7 +332,7 @@ class Exchange:
         return headers
 
     async def _refused(self, response: aiohttp.ClientResponse) -> web.Response | None:
-        """Return a refusal that every worker would give; `_TryElsewhere` for one that another worker may not give."""
+        """Return an error response that every worker would give; `_TryElsewhere` if another worker may succeed."""
         if not is_refusal(response.status):
             return None
         body = await relaying.read_up_to(response.content, _ELSEWHERE_BYTES)
@@ -353,7 +353,7 @@ class Exchange:
         first: bytes,
         headers: CIMultiDict[str],
     ) -> web.StreamResponse:
-        """Pass the answer on; one that breaks off ends with an error event, or with a connection that breaks off."""
+        """Relay the answer; if it is cut off, end it with an error event or by closing the connection."""
         request = self.request
         out = web.StreamResponse(status=response.status, headers=headers)
         if not answer.is_stream:

@@ -39,7 +39,7 @@ class SilenceTimer:
 
     @property
     def expired(self) -> bool:
-        """True if the `TimeoutError` of the answer means that its worker was given up."""
+        """True if the `TimeoutError` of the answer was raised because its worker timed out."""
         return self._limit.expired()
 
     def expire(self, silence: float) -> bool:
@@ -63,7 +63,7 @@ class WorkerTimeouts:
         return _within(self._first_bytes, worker.url, started=True)
 
     def stream(self, worker: RouterWorker) -> AbstractAsyncContextManager[SilenceTimer]:
-        """Pass on the rest of an answer of `worker` within the block; the timer is to be started for each wait."""
+        """Relay the rest of an answer of `worker` within the block; start the timer for each wait."""
         return _within(self._streams, worker.url)
 
     def expire_first_bytes(self, worker: RouterWorker) -> int:
@@ -97,7 +97,7 @@ TROUBLE: Final = (aiohttp.ClientError, TimeoutError, OSError)
 _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Errors of the system for lack of descriptors, memory or ports."""
 _HELD_BYTES: Final = 1 << 20
-"""A JSON answer up to this size is sent once it is whole, so that until then another worker can give it."""
+"""A JSON answer up to this size is buffered, so that the request can be retried if the worker is lost."""
 _DONE: Final = b"[DONE]"
 _MAX_HELD_BYTES: Final = 1 << 20
 """Larger events are passed on in pieces."""
@@ -109,7 +109,7 @@ def is_own_lack(error: BaseException) -> bool:
 
 
 class WorkerLost(Exception):
-    """The answer of a worker broke off."""
+    """The answer of a worker is incomplete because the worker was lost."""
 
 
 class EventCutter:
@@ -213,7 +213,7 @@ class UpstreamAnswer:
         return first
 
     async def rest(self, silence: SilenceTimer) -> AsyncIterator[bytes]:
-        """Yield the rest; `WorkerLost` if it breaks off. `TimeoutError` of `silence` may be raised by the consumer."""
+        """Yield the rest; `WorkerLost` if incomplete. `TimeoutError` of `silence` may be raised by the consumer."""
         cutter = self._cutter
         while not self._ended:
             silence.start()
@@ -222,7 +222,7 @@ class UpstreamAnswer:
                 silence.stop()
             except TROUBLE as error:
                 if cutter is not None and self._ends_with_done and cutter.done:
-                    self._ended = True  # nothing but the end of the connection is missing
+                    self._ended = True  # only the end of the connection is missing
                     return
                 raise WorkerLost from error
             if not chunk:
@@ -256,7 +256,7 @@ _RESETS: Final = frozenset({errno.ECONNRESET, errno.EPIPE})
 
 
 class WorkerConnector(aiohttp.TCPConnector):
-    """Leaves out pooled connections that the worker has closed before the event loop noticed it."""
+    """Skips pooled connections that the worker has closed and the event loop has not noticed yet."""
 
     async def _get(self, key: Any, traces: Any) -> Any:
         while (connection := await super()._get(key, traces)) is not None:

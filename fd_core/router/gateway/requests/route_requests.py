@@ -30,10 +30,10 @@ from fd_core.types import IntArray
 _MAX_CHARS: Final = 1_000_000
 """Longer texts are compared by their bytes."""
 _MAX_TOKENS: Final = 131_072
-"""Of a prompt, prefixes of this length are compared."""
+"""Length of the prefix of a prompt that is compared."""
 _MAX_IDS: Final = 2_000_000
 BYTES_PER_TOKEN: Final = 4
-"""Length of a token where no tokenizer counts them."""
+"""Assumed length of a token without a tokenizer."""
 
 
 class _Body(msgspec.Struct):
@@ -109,7 +109,7 @@ class RouteRequestReader:
 
     async def read(self, body: bytes, session: str | None = None) -> RouteRequest:
         """Return the routing request for a body; `session` is from a header and takes precedence over the body's."""
-        if not await decodable(body, _MAX_IDS):  # which a worker refuses
+        if not await decodable(body, _MAX_IDS):  # the worker rejects it
             return _by_bytes(body, session, "")
         if self._prompts is None:
             return self._read(body, session)
@@ -133,7 +133,7 @@ class RouteRequestReader:
         try:
             ids, length = self._ids(asked)
             tokens = np.fromiter(ids[:_MAX_TOKENS], np.int32)
-        except (FdError, OverflowError, TypeError):  # only a worker can refuse it properly
+        except (FdError, OverflowError, TypeError):  # the worker rejects it with the proper error
             read = _by_bytes(_bytes_of(asked) or body, session, salt, _name(asked.model))
         else:
             read = RouteRequest(tokens, session, salt, length, _name(asked.model))
@@ -144,7 +144,7 @@ class RouteRequestReader:
         if self._prompts is None:
             given = split_prompts(asked.text)
             if isinstance(given[0], str):
-                raise TypeError("texts have no ids without a tokenizer")
+                raise TypeError("texts cannot be tokenized without a tokenizer")
             return given[0], sum(map(len, given))
         if isinstance(asked.messages, list) and asked.prompt_token_ids is None:
             kwargs = asked.chat_template_kwargs if isinstance(asked.chat_template_kwargs, dict) else None
@@ -218,7 +218,7 @@ class CostReader:
 
     def __post_init__(self) -> None:
         text = find_text(BYTES, offline=True) if self.text is None else self.text
-        # Workers validate token ids: their models may have more than the tokenizer names.
+        # Workers validate token ids: their models may have more ids than the tokenizer.
         self.prompt_reader = PromptReader(text.tokenizer, text.template, vocab_size=1 << 31)
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class CostReader:
         self.prompt_reader.close()
 
     async def cost(self, path: str, content_type: str, body: bytes, limit: int | None) -> Cost:
-        """Return what a request uses of its key's `limit`; `ApiError` or `BadRequest` if no worker serves it."""
+        """Return the tokens that a request charges to its key's `limit`; `ApiError`, `BadRequest` if it is invalid."""
         body_format = _FORMATS.get(path)
         if body_format is None:
             return Cost(0, 0)
@@ -258,7 +258,7 @@ class CostReader:
         return messages.as_chat(self, decoded)
 
     def _countable(self, request: Any) -> Any:
-        """Return a request without fields that only a worker may judge: templates of clients, and the model's own."""
+        """Return a request without fields that only a worker can validate: templates of the client and the model."""
         if isinstance(request, CompletionRequest):
             return request if self.text is not None else msgspec.structs.replace(request, truncate_prompt_tokens=None)
         if request.chat_template:

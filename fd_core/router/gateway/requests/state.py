@@ -38,7 +38,7 @@ _FIRST_BYTE: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5
 class GatewayCounts(msgspec.Struct):
     """Outcomes of requests that only the gateway observes; every count only grows."""
 
-    disconnects: Annotated[int, counter("disconnects", "Clients that left before their answer ended.")] = 0
+    disconnects: Annotated[int, counter("disconnects", "Clients that disconnected before their answer ended.")] = 0
     attempts_lost: Annotated[
         int, counter("attempts_lost", "Attempts whose worker was lost before the first byte of its answer.")
     ] = 0
@@ -47,7 +47,7 @@ class GatewayCounts(msgspec.Struct):
     ] = 0
     transfers: Annotated[
         dict[str, int],
-        counter("transfers", "Attempts on a pair, by what became of the KV of the prompt.", label="outcome"),
+        counter("transfers", "Attempts on a pair, by the outcome of the KV transfer.", label="outcome"),
     ] = msgspec.field(default_factory=Counter)
 
 
@@ -61,7 +61,7 @@ class GatewayMetrics:
         refusals: Counter[tuple[str, str]] | None = None,
         stats: tuple[object, ...] = (ConnectionStats(), BodyStats(), TaskStats()),
     ) -> None:
-        """`refusals` are those of `AccessControl`, `stats` those of what listens."""
+        """`refusals`: counters of `AccessControl`; `stats`: statistics of the listeners."""
         self._router = router
         self.refusals = Counter() if refusals is None else refusals
         self._stats = stats
@@ -86,7 +86,7 @@ class GatewayMetrics:
         return await asyncio.to_thread(lambda: generate_latest(Collected(_of_workers(snapshot), others)))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric as it is at this moment."""
+        """Yield every metric with its current value."""
         snapshot = self._router.snapshot()
         yield from _of_workers(snapshot)
         yield from self._others(snapshot)
@@ -98,9 +98,9 @@ class GatewayMetrics:
         yield self.choosing.family()
         yield self.first_byte.family()
         ended = {(role, name): getattr(counts, name) for role, counts in snapshot.roles.items() for name in OUTCOMES}
-        text = "Attempts given to workers that ended, by role and outcome."
+        text = "Ended attempts on workers, by role and outcome."
         yield count_family("fdcore_router_outcomes", text, ("role", "outcome"), ended)
-        text = "HTTP responses begun, by path and status."
+        text = "HTTP responses started, by path and status."
         yield count_family("fdcore_router_answers", text, ("path", "status"), self.answers)
         yield refusal_family("fdcore_router_", self.refusals)
 
@@ -117,31 +117,31 @@ class PairingLog:
         self._alone = False
 
     def saw(self, mode: Mode) -> None:
-        """An attempt was made in this mode."""
+        """Record the mode of an attempt."""
         if mode == "mixed" or (mode == "alone") is self._alone:
             return
         self._alone = mode == "alone"
         if self._alone:
-            log.warning("no prefill worker can be chosen: decode workers compute prompts themselves until one can")
+            log.warning("no prefill worker is available: decode workers compute prompts themselves until one is")
         else:
-            log.info("a prefill worker can be chosen again: prompts are computed by pairs")
+            log.info("a prefill worker is available again: pairs compute prompts")
 
 
 @dataclass(slots=True)
 class GatewayState:
-    """Everything that an answer may depend on."""
+    """State that all handlers of the gateway share."""
 
     config: GatewayConfig
     router: Router
     session: aiohttp.ClientSession
-    """For requests to workers."""
+    """Client for requests to workers."""
     reader: RouteRequestReader
     """Reads the prompts of requests; replaced when the workers' tokenizer becomes known."""
     ticket_key: bytes | None
     """Key of the tickets for pairs. Without one every prompt is computed by the decode worker."""
     metrics: GatewayMetrics
     bodies: BodyBudget
-    """Memory for bodies, until a worker has answered and no other one needs them."""
+    """Memory for bodies, held until a worker has responded and no retry needs them."""
     access: AccessControl = field(default_factory=AccessControl)
     """The router's API keys and their usage."""
     costs: CostReader = field(default_factory=lambda: CostReader(None))
@@ -152,7 +152,7 @@ class GatewayState:
     drain: Drain = field(default_factory=Drain)
     spans: RequestSpans | None = None
     worker_secret: bytes = field(init=False)
-    """Signs the tenants of requests: the digest of the workers' key, as they keep it."""
+    """Signs the tenants of requests: the digest of the workers' key, as they store it."""
 
     def __post_init__(self) -> None:
         key = next(iter(self.config.worker_api_keys), "")

@@ -42,7 +42,7 @@ _EVENTS_TIMEOUT: Final = aiohttp.ClientTimeout(total=WAIT_SECONDS + 20.0, sock_r
 _TOGETHER_SECONDS: Final = 0.02
 """Events within this time are fetched together."""
 _PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds to wait before each attempt in a row; the last value holds for all further attempts."""
+"""Backoff in seconds before each attempt; the last value applies to all further attempts."""
 
 _pages: Final = msgspec.msgpack.Decoder(KVPage)
 
@@ -128,7 +128,7 @@ class HealthChecks:
                 worker.url + self._router.config.health_check_endpoint, timeout=self._timeout, allow_redirects=False
             ) as answer:
                 reached, ok = True, answer.status == 200
-                why = f": it answers {answer.status}"
+                why = f": HTTP status {answer.status}"
                 instance = answer.headers.get("X-Instance", "")[:128] or None
                 leaving = DRAINING_HEADER in answer.headers
                 offers = ok and OFFER_HEADER in answer.headers
@@ -139,7 +139,7 @@ class HealthChecks:
             why = f": {str(error) or type(error).__name__}"
             if is_own_lack(error):
                 if not self._lacks:
-                    log.warning("no connection for health checks can be made (%s): the workers stay as they are", error)
+                    log.warning("cannot open connections for health checks (%s): worker states are unchanged", error)
                 self._lacks = True
                 return
         self._lacks = False
@@ -174,7 +174,7 @@ class HealthChecks:
         if self._unreached.missed(worker.url, begun, now):
             patience = self._state.config.unreachable_seconds
             if cut := self._state.timeouts.expire_streams(worker, patience):
-                told = "health checks have not reached worker %s for %g s: %d answers were ended"
+                told = "worker %s unreachable by health checks for %g s: ended %d running answers"
                 log.warning(told, worker.url, patience, cut)
 
     def _complain(self, worker: RouterWorker, unfit: str) -> None:
@@ -204,7 +204,7 @@ _models: Final = msgspec.json.Decoder(_ModelList)
 
 
 async def union(state: GatewayState, headers: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return each model of the healthy workers once. Raises `ApiError` if no worker can be queried, or one refused."""
+    """Return each model of the healthy workers once. Raises `ApiError` if none responds, or one rejects the key."""
     workers = [w.worker for w in state.router.snapshot().workers if w.state is WorkerState.HEALTHY]
     if not workers:
         raise unavailable("no worker is healthy", "none_healthy", retry_after=1)
@@ -246,12 +246,12 @@ async def _of(state: GatewayState, worker: RouterWorker, headers: Mapping[str, s
             f"{worker.url}/v1/models", headers=headers, timeout=aiohttp.ClientTimeout(total=5), allow_redirects=False
         ) as answer:
             if answer.status in (401, 403):
-                return ApiError(answer.status, "the workers take another API key", code="invalid_api_key")
+                return ApiError(answer.status, "the workers do not accept this API key", code="invalid_api_key")
             if answer.status == 200:
                 return _models.decode(await read_up_to(answer.content, 1 << 20)).data
     except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
         pass
-    return unavailable("no worker names the models that it serves", "none_healthy", retry_after=1)
+    return unavailable("no worker reported its models", "none_healthy", retry_after=1)
 
 
 class _Broken(ValueError):
@@ -267,7 +267,7 @@ class _Follower:
         self._failures = 0
 
     async def run(self, fingerprint: str) -> None:
-        """Follow until the incarnation is gone. `fingerprint` is that of the gateway's prompt reader."""
+        """Follow until the incarnation is lost. `fingerprint` is that of the gateway's prompt reader."""
         worker = self._worker
         while worker in self._router.workers():
             await asyncio.sleep(_PAUSES[min(self._failures, len(_PAUSES) - 1)])
@@ -275,8 +275,8 @@ class _Follower:
             try:
                 await self._listen(fingerprint)
             except TROUBLE as error:
-                if self._failures > 1:  # one missing answer is no error: the worker may have just started
-                    self._report(worker, f"it does not answer ({type(error).__name__})")
+                if self._failures > 1:  # a single failure is not reported: the worker may have just started
+                    self._report(worker, f"no response ({type(error).__name__})")
             except ValueError as error:
                 self._report(worker, str(error))
             finally:
@@ -286,13 +286,13 @@ class _Follower:
         """Fetch the worker's blocks, then its events while they count. Raises `ValueError` or one of `TROUBLE`."""
         page = await self._ask(None)
         if page.reading != fingerprint:
-            raise _Broken("its tokenizer or its chat template is not that of --tokenizer")
+            raise _Broken("its tokenizer or chat template differs from that of --tokenizer")
         reported, instance = self._router.reported_kv, page.instance
         if not reported.begin(self._worker, page.block_size, instance, page.engines):
             return
         while True:
             if page.instance != instance:
-                raise _Broken("another process has its address")
+                raise _Broken("another process now has its address")
             for event in page.events:
                 if not reported.apply(self._worker, event):
                     return
@@ -311,20 +311,20 @@ class _Follower:
             url, params=asked, headers=headers, timeout=_EVENTS_TIMEOUT, allow_redirects=False
         ) as answer:
             if answer.status == 403:
-                raise _Broken("it does not take the secret of --router-secret-file")
+                raise _Broken("it rejects the secret of --router-secret-file")
             if answer.status != 200:
-                raise _Broken(f"it answered {answer.status}")
+                raise _Broken(f"HTTP status {answer.status}")
             data = await read_up_to(answer.content, _MAX_EVENT_BYTES + 1)
         if len(data) > _MAX_EVENT_BYTES:
-            raise _Broken(f"it sent more than {_MAX_EVENT_BYTES >> 20} MiB at once")
+            raise _Broken(f"a response exceeds {_MAX_EVENT_BYTES >> 20} MiB")
         try:
             return _pages.decode(data)
         except msgspec.MsgspecError:
-            raise _Broken("it sent events that cannot be read") from None  # the error may quote it
+            raise _Broken("its events cannot be decoded") from None  # the error may quote it
 
 
 class KVFollowers:
-    """Follows every incarnation that offers KV events, as long as the incarnation is there."""
+    """Follows the KV events of every incarnation that offers them, until the incarnation is lost."""
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
@@ -348,7 +348,7 @@ class KVFollowers:
         if trouble == self._logged.get(worker.url, ""):
             return
         if trouble:
-            told = "KV events of worker %s cannot be used, so the router goes by what the worker served: %s"
+            told = "KV events of worker %s cannot be used; falling back to the prefixes that it served: %s"
             log.warning(told, worker.url, trouble)
         else:
             log.info("KV events of worker %s can be used", worker.url)

@@ -1,4 +1,4 @@
-"""The HTTP library of the gateway on connections that are watched."""
+"""The gateway's HTTP server on connections with timeouts and limits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GatewayHttp:
     async def close(self, seconds: float) -> None:
         """Stop listening, with a grace period for answers in transit."""
         self._listener.close()
-        await asyncio.sleep(0)  # what has arrived begins before connections without a request are closed
+        await asyncio.sleep(0)  # start requests that have arrived before idle connections are closed
         self._server.pre_shutdown()
         await self._server.shutdown(seconds)
         await self._listener.wait_closed()
@@ -116,7 +116,7 @@ class _Request(web.BaseRequest):
     readable = True
 
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
-        """Leave out the header with name and version of the library, which is of use to attackers only."""
+        """Omit the Server header, which is useful only to attackers."""
         response.headers.popall("Server", None)
 
 
@@ -126,7 +126,7 @@ def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: 
     loop = asyncio.get_running_loop()
     try:
         return _Request(message, payload, protocol, writer, task, loop)
-    except ValueError:  # the host of a whole URL is no name; raised here, it would leave the client without an answer
+    except ValueError:  # invalid host in an absolute URL; raised here, the client would get no response
         request = _Request(message._replace(url=URL("/")), payload, protocol, writer, task, loop)
         request.readable = False
         return request

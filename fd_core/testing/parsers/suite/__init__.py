@@ -1,1 +1,1 @@
-"""The cases that every parser has to pass, a file for each section: `--pyargs fd_core.testing.parsers.suite`."""
+"""Cases for every parser, one file per section: `--pyargs fd_core.testing.parsers.suite`."""

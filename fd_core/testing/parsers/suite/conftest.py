@@ -13,7 +13,7 @@ from fd_core.testing.parsers.target import ParserTarget, find_parser
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the section that is about the other kind of parsers."""
+    """Skip the section for the other kind of parser."""
     other = "test_calls.py" if config.getoption("--fd-reasoning-parser") else "test_reasoning.py"
     return True if collection_path.name == other else None
 

@@ -1,4 +1,4 @@
-"""Calls: names and arguments of every kind, and what a grammar makes the model write."""
+"""Calls: names and arguments of every kind, and calls forced by a grammar."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fd_core.testing.parsers.target import ParserTarget, SampleAnswer, Words, me
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
 
 NAMES = ["w", "now_and_then", "get.weather-2_x", "x" * 64]
-"""Legal names: one is a letter, and one begins as another tool's name does."""
+"""Valid names: one is a single letter, and one is a prefix of another."""
 
 
 def form_of(target: ParserTarget, name: str) -> CallForm:
-    """Return how a call is written; skip the test if the format has no such form."""
+    """Return the form of a call; skip the test if the format has none."""
     form = target.form(name)
-    return lacks("its `form` is None: no grammar can hold a model to calls") if form is None else form
+    return lacks("its `form` is None: a grammar cannot force calls") if form is None else form
 
 
 def arguments_of(target: ParserTarget, form: CallForm) -> list[dict[str, Any]]:
-    """Arguments with whatever a format may hold: markers and quotes in strings, depth, numbers, emptiness."""
+    """Arguments with edge cases: markers and quotes in strings, nesting, numbers, empty values."""
     ends = form.arguments.ends if isinstance(form.arguments, TaggedArguments) else ()
     possible: list[dict[str, Any]] = [
         {},
@@ -61,7 +61,7 @@ def test_what_a_grammar_makes_the_model_write_is_read(target: ParserTarget, asci
 def test_calls_follow_one_another(target: ParserTarget) -> None:
     form = form_of(target, "weather")
     if form.between is None:
-        lacks("an answer of this format has one call at most")
+        lacks("a response in this format has at most one call")
     calls = [("weather", {"city": str(number)}) for number in range(12)]
     answer = SampleAnswer(target.written(form, calls), ("weather",), "", "", tuple(calls))
     answer.require_of(meaning_of(target.read(*answer.text, tools=answer.tools)))

@@ -1,4 +1,4 @@
-"""Characters: none is lost, none is said twice, and nothing passes from one answer to another."""
+"""Characters: none is lost or repeated, and no state leaks between responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_all(target: ParserTarget, text: str) -> None:
     for pieces in ([text], list(text)):
         meaning = meaning_of(target.read(*pieces))
         said = meaning.content + meaning.reasoning
-        require(said == text and not meaning.calls, "8.3", f"of {text!r} there is {said!r}, with {meaning.calls}")
+        require(said == text and not meaning.calls, "8.3", f"text {said!r} and calls {meaning.calls} from {text!r}")
 
 
 @pytest.mark.law("8.3")
@@ -49,7 +49,7 @@ def test_an_answer_means_what_it_says(target: ParserTarget, words: str) -> None:
 
 @pytest.mark.law("8.3")
 def test_two_answers_at_a_time_do_not_meet(target: ParserTarget) -> None:
-    """Two streams take turns, character by character."""
+    """Interleave two streams, character by character."""
     for one, other in zip(target.answers(), target.answers(Words("You look.", "Oh.", "rain", "Oslo")), strict=True):
         found: tuple[list[Event], list[Event]] = ([], [])
         turns = [target.listen(*each.text, tools=each.tools) for each in (one, other)]

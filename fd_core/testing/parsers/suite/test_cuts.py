@@ -1,4 +1,4 @@
-"""Cuts: whatever the pieces in which an answer comes, it says the same."""
+"""Cuts: the result does not depend on the pieces of a response."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fd_core.testing.parsers.target import SHOWN, ParserTarget, Words
 WORDS = {
     "plain": SHOWN,
     "unicode": Words("Ich säe 🙂\u2028é…", "Hm\u0301 ≠ 👩‍👩‍👧.", "weather", "Röm \u200f東京 🙂"),
-    "names that nobody offered": Words(tool="rain"),
+    "names without a tool": Words(tool="rain"),
     "names with injection": Words(tool='a"}</b>[{\\n'),
     "markup": Words("1 < 2 [x] {y} `z`", "a <b> {", city="[R] {o} <m>"),
 }
 PIECES = ('{"name": "now"', ', "arguments": ', "```", "now", "weather(", *"{}[]()<>|\"'\\,:;= \n1-aé🙂\u2028")
-"""Beside markers, what the texts are made of that nobody expects."""
+"""Fragments of random texts, in addition to markers."""
 
 
 def require_same(target: ParserTarget, text: str, pieces: list[str], tools: tuple[str, ...]) -> None:
     found, whole = target.read(*pieces, tools=tools), target.read(text, tools=tools)
-    require(found == whole, "8.1", f"the pieces {pieces!r} say {found}; as a whole they say {whole}")
+    require(found == whole, "8.1", f"the pieces {pieces!r} yield {found}; the whole text yields {whole}")
 
 
 @pytest.mark.law("8.1")
@@ -36,7 +36,7 @@ def test_no_place_of_a_cut_changes_what_is_said(target: ParserTarget, words: str
 
 @pytest.mark.law("8.1")
 def test_many_cuts_change_nothing(target: ParserTarget) -> None:
-    """Pieces of every length, and empty ones among them."""
+    """Cut into pieces of every length, including empty ones."""
     rng = np.random.default_rng(1)
     for answer in target.answers(WORDS["unicode"]):
         for _ in range(200):
@@ -47,7 +47,7 @@ def test_many_cuts_change_nothing(target: ParserTarget) -> None:
 
 @pytest.mark.law("8.1", "8.4")
 def test_texts_that_nobody_expects_break_nothing(target: ParserTarget) -> None:
-    """Markers and pieces of answers in no order."""
+    """Parse markers and pieces of responses in random order."""
     rng = np.random.default_rng(2)
     answers = [answer.text for answer in target.answers()]
     for _ in range(600):

@@ -1,4 +1,4 @@
-"""Markup: it is never content, wherever the text ends and whatever the model wrote twice or left out."""
+"""Markup: it is never content, also if the text is truncated or markers are repeated or missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fd_core.testing.parsers.target import ParserTarget, meaning_of
 
 @pytest.mark.law("8.5")
 def test_no_markup_is_content_wherever_the_text_ends(target: ParserTarget) -> None:
-    """The first character of a marker may be text."""
+    """Truncate the text at every position; a single first character of a marker may be text."""
     for answer in target.answers():
         whole = meaning_of(target.read(answer.text, tools=answer.tools)).content
         for end in range(len(answer.text)):
@@ -21,7 +21,7 @@ def test_no_markup_is_content_wherever_the_text_ends(target: ParserTarget) -> No
 
 @pytest.mark.law("8.5")
 def test_markers_doubled_or_left_out_are_no_content(target: ParserTarget) -> None:
-    """Calls that were complete before stay."""
+    """Repeat or drop markers; calls that were complete before must remain."""
     for answer in target.answers():
         places = [(at, m) for m in target.markers for at in range(len(answer.text)) if answer.text.startswith(m, at)]
         for at, marker in places:
@@ -30,7 +30,7 @@ def test_markers_doubled_or_left_out_are_no_content(target: ParserTarget) -> Non
             for text in (f"{before}{marker}{marker}{after}", f"{before}{marker}\n{marker}{after}", before + after):
                 events = target.read(text, tools=answer.tools)
                 pieces = target.read(*text, tools=answer.tools)
-                require(pieces == events, "8.1", f"pieces of {text!r} say something else")
+                require(pieces == events, "8.1", f"pieces of {text!r} yield another result")
                 found = meaning_of(events)
                 there = [each for each in target.markers if each in found.content]
                 require(not there, "8.5", f"content of {text!r} is {found.content!r}")

@@ -1,4 +1,4 @@
-"""Reasoning: where it ends, as grammars that wait for its end are told."""
+"""Reasoning: its end, which activates grammars."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fd_core.testing.parsers.target import SHOWN, ParserTarget, meaning_of
 def test_the_end_of_reasoning_is_the_one_that_is_named(target: ParserTarget) -> None:
     end = target.cls.end
     if not end:
-        lacks("its `end` is empty: no single marker ends reasoning, so that it has no budget")
+        lacks("its `end` is empty: no single marker ends reasoning, so there is no reasoning budget")
     for answer in target.answers():
         before, marker, after = answer.text.partition(end)
         require(marker, "8.3", f"{end!r} does not end the reasoning of {answer.text!r}")
-        require(SHOWN.content in after, "8.3", f"the answer does not stand behind {end!r} in {answer.text!r}")
+        require(SHOWN.content in after, "8.3", f"the response does not follow {end!r} in {answer.text!r}")
         meaning = meaning_of(target.read(before))
         require(meaning.content == "", "8.3", f"content before {end!r}: {meaning.content!r}")
         require(meaning.reasoning.strip() == SHOWN.reasoning, "8.3", f"reasoning is {meaning.reasoning!r}")
@@ -25,11 +25,11 @@ def test_the_end_of_reasoning_is_the_one_that_is_named(target: ParserTarget) -> 
 
 @pytest.mark.law("8.3")
 def test_reasoning_that_the_prompt_closed_does_not_begin_again(target: ParserTarget) -> None:
-    """A template that switches reasoning off writes its beginning and its end into the prompt."""
+    """Parse after a template that disables reasoning by writing its start and end into the prompt."""
     for answer in target.answers():
         tail, end, text = answer.text.partition(target.cls.end or answer.text)
         if not target.cls.end or target.cls.begins_reasoning(tail + end, switched=True):
-            lacks("such a prompt does not switch its reasoning off")
+            lacks("such a prompt does not disable its reasoning")
         parser = target.cls(tail + end)
         meaning = meaning_of([*parser.push(text), *parser.flush()])
-        require(meaning.reasoning == "", "8.3", f"reasoning behind a prompt that closed it: {meaning.reasoning!r}")
+        require(meaning.reasoning == "", "8.3", f"reasoning after a prompt that closed it: {meaning.reasoning!r}")

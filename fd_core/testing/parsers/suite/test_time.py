@@ -1,4 +1,4 @@
-"""Time: it grows as the text does, whatever the text is made of."""
+"""Time: linear in the length of any text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNITS = ("{", '["', '{"a":[', '{"id":"\\"', '{"name":"', "\\", '"', "<", "`", "7
 
 
 def seconds(target: ParserTarget, tools: tuple[str, ...], text: str, piece: int) -> float:
-    """Return the processor time that an answer takes, read in pieces of a size."""
+    """Return the CPU time to parse a response in pieces of a size."""
     parser = target.new(tools)
     began = time.thread_time()
     for start in range(0, len(text), piece):
@@ -27,7 +27,7 @@ def seconds(target: ParserTarget, tools: tuple[str, ...], text: str, piece: int)
 
 @pytest.mark.law("8.6")
 def test_time_is_linear_in_the_text(target: ParserTarget) -> None:
-    """Eight times the text takes no more than 24 times as long: measured up to three times before it counts."""
+    """Require that eight times the text takes at most 24 times as long, in one of three measurements."""
     for answer in target.answers():
         begin = answer.text[: max(answer.text.find(word) for word in (SHOWN.city, SHOWN.content))]
         for unit in (*UNITS, *target.markers, *(marker[:-1] for marker in target.markers), answer.text):

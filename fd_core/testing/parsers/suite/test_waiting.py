@@ -1,4 +1,4 @@
-"""Waiting: text is held back only where it may be the beginning of a marker, or white space before one."""
+"""Waiting: text is held back only if it may be the beginning of a marker, or white space before one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fd_core.text.parsing.events import CallBegun
 
 
 def require_prompt(target: ParserTarget, text: str) -> None:
-    """Push text that is no format, character by character; nothing waits that can be no marker any more."""
+    """Push text without markup, character by character; text is released once it cannot be a marker."""
     said = ""
     for end, events in enumerate(target.listen(*text), 1):
         said += text_of(events)
         held = text[len(said) : end].lstrip()
         may_begin = any(marker.startswith(held) for marker in target.markers)
-        require(not held or may_begin, "8.2", f"{held!r} is held back, though it begins no marker, in {text[:end]!r}")
+        require(not held or may_begin, "8.2", f"{held!r} is held back in {text[:end]!r}, but cannot begin a marker")
 
 
 @pytest.mark.law("8.2")
@@ -34,7 +34,7 @@ def test_what_became_no_marker_goes_out_at_once(target: ParserTarget) -> None:
 
 @pytest.mark.law("8.2")
 def test_no_part_of_an_answer_waits_for_its_end(target: ParserTarget) -> None:
-    """300 characters of content, of reasoning, or of an argument, one by one."""
+    """Push 300 characters of content, of reasoning, or of an argument, one by one."""
     for kind, answer, begin in target.long_answers(300):
         said = 0
         for end, events in enumerate(target.listen(*answer.text, tools=answer.tools), 1 - begin):
@@ -51,4 +51,4 @@ def test_a_call_begins_before_its_arguments_are_there(target: ParserTarget) -> N
                 before = answer.text[: answer.text.index(arguments["city"])]
                 events = next(target.listen(before, tools=answer.tools))
                 names = [event.name for event in events if isinstance(event, CallBegun)]
-                require(names[index:] == [name], "8.2", f"{name} has not begun where its first argument is")
+                require(names[index:] == [name], "8.2", f"{name} has not begun at its first argument")

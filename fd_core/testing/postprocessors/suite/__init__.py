@@ -1,1 +1,1 @@
-"""The cases of every postprocessor, a file for each section: `--pyargs fd_core.testing.postprocessors.suite`."""
+"""Cases for every postprocessor, one file per section: `--pyargs fd_core.testing.postprocessors.suite`."""

@@ -1,4 +1,4 @@
-"""Device: the matrix is made where the tokens are, and the host waits for nothing."""
+"""Device: the matrix is built on the device of the tokens, without synchronization."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, place_of, random_rows
 
 STEPS = [(3, 2), (6, 0), (0, 6), (0, 0), (1, 5)]
-"""Rows and revoked slots of six."""
+"""Numbers of rows and revoked slots, out of six slots."""
 
 
 _READS: Final = tuple(
@@ -29,11 +29,11 @@ _READS: Final = tuple(
     cpu equal equal_all get is_nonzero item masked_select nonzero numpy to tolist unique unique_consecutive where
     """.split()
 )
-"""Methods of arrays and functions on them, whatever the framework, whose answer or whose size the host needs."""
+"""Array methods and functions of all frameworks whose result or size requires synchronization with the host."""
 
 
 def _indexing(array: Array, key: Any, value: Any = None) -> bool:
-    """True if cells are picked by a mask, whose size has to be counted, or by one number that is on the device."""
+    """True if cells are selected by a mask, whose size must be counted, or by a scalar on the device."""
     keys = [each for each in (key if isinstance(key, tuple) else (key,)) if isinstance(each, type(array))]
     filling = value is not None and not isinstance(value, type(array))
     return any(not each.shape or ("bool" in str(each.dtype) and not filling) for each in keys)
@@ -45,15 +45,15 @@ _ONLY_IF: Final[Mapping[str, Callable[..., bool]]] = {
     "to": lambda *given, **named: "cpu" in [each for each in (*given, *named.values()) if isinstance(each, str)],
     "where": lambda *given, **named: len(given) + len(named) == 1,
 }
-"""Methods that wait with some arguments alone."""
+"""Methods that synchronize only for some arguments."""
 
 
 @contextmanager
 def no_waiting(ops: Ops, array: Array) -> Iterator[None]:
-    """Break rule 1 where the pack or an array of the class of `array` is asked for values on the host.
+    """Fail with rule 1 if the pack, or an array of the class of `array`, copies values to the host.
 
-    The classes of some frameworks, such as numpy's, cannot be changed: there it is the pack alone that is watched, and
-    the host has the values anyway. On CUDA torch itself looks for waits of every kind.
+    The classes of some frameworks, such as numpy, cannot be patched: only the pack is watched then, and the values are
+    on the host anyway. On CUDA, torch detects all kinds of synchronization.
     """
     framework = sys.modules[type(array).__module__.partition(".")[0]]
     with ExitStack() as stack:
@@ -63,7 +63,7 @@ def no_waiting(ops: Ops, array: Array) -> Iterator[None]:
                     refusing = _refusing(f"{owner.__name__}.{name}", getattr(owner, name), _ONLY_IF.get(name))
                     stack.enter_context(patch.object(owner, name, refusing))
         except TypeError:
-            pass  # the class cannot be changed
+            pass  # the class cannot be patched
         if getattr(array, "is_cuda", False) and (torch := sys.modules.get("torch")) is not None:
             before = torch.cuda.get_sync_debug_mode()
             stack.callback(torch.cuda.set_sync_debug_mode, before)
@@ -74,7 +74,7 @@ def no_waiting(ops: Ops, array: Array) -> Iterator[None]:
 def _refusing(name: str, right: Callable[..., Any], only_if: Callable[..., bool] | None) -> Callable[..., Any]:
     def refuse(*arguments: Any, **named: Any) -> Any:
         if only_if is None or only_if(*arguments, **named):
-            broken("1", f"the host waits for the device, in {name}")
+            broken("1", f"the host synchronizes with the device in {name}")
         return right(*arguments, **named)
 
     return refuse
@@ -88,15 +88,15 @@ def test_the_matrix_is_an_array_of_the_device(target: PostprocessTarget, rows: i
     given = matrices.upload(random_rows(np.random.default_rng(k), 6, k, rows, revoked))
     matrix = matrices.compute(given)
     require(place_of(matrix) == place_of(given[0]), "1", f"it is {place_of(matrix)}; tokens are {place_of(given[0])}")
-    require(matrix.dtype == given[0].dtype, "1", f"the matrix holds {matrix.dtype}, not int32")
-    require(list(matrix.shape) == [6, 1 + k], "1", f"the matrix is {list(matrix.shape)}, not {[6, 1 + k]}")
+    require(matrix.dtype == given[0].dtype, "1", f"expected a matrix of int32, got {matrix.dtype}")
+    require(list(matrix.shape) == [6, 1 + k], "1", f"expected a matrix {[6, 1 + k]}, got {list(matrix.shape)}")
 
 
 @pytest.mark.law("1")
 @pytest.mark.parametrize("k", [0, 1, 8])
 @pytest.mark.parametrize(("rows", "revoked"), STEPS)
 def test_the_host_waits_for_nothing(target: PostprocessTarget, rows: int, revoked: int, k: int) -> None:
-    """The first step of a shape may compile, so it is the second one that must not wait."""
+    """Check the second step of a shape, because the first one may compile."""
     matrices, rng = Matrices(target, 6, k), np.random.default_rng(k)
     matrices.check(random_rows(rng, 6, k, rows, revoked))
     step = random_rows(rng, 6, k, rows, revoked)
@@ -118,4 +118,4 @@ def test_nothing_of_a_step_is_kept(target: PostprocessTarget) -> None:
     del matrix, given
     gc.collect()
     kept = sum(each() is not None for each in left)
-    require(not kept, "1", f"{kept} arrays of a step are alive once nobody else has them")
+    require(not kept, "1", f"{kept} arrays of a step are still referenced by the postprocessor")

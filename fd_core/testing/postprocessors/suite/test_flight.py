@@ -1,4 +1,4 @@
-"""Flight: steps that are computed before an earlier one is read, and nothing that passes from one to another."""
+"""Flight: steps computed before an earlier one is read, without shared state."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def in_order(slots: int, k: int) -> SampledRows:
 @pytest.mark.law("1")
 @pytest.mark.parametrize("k", KS)
 def test_later_steps_leave_earlier_matrices_alone(target: PostprocessTarget, k: int) -> None:
-    """The same number of rows again and again, then another one at every step; all are read at the end, as by a trace
-    that is written later."""
+    """Run steps of equal sizes, then of varying sizes; read all of them at the end."""
     matrices, rng = Matrices(target, 8, k), np.random.default_rng(k)
     counts = [(5, 2)] * 200 + [(rows, (8 - rows) // 2) for rows in range(9)]
     steps = [random_rows(rng, 8, k, rows, revoked) for rows, revoked in counts]
@@ -36,7 +35,7 @@ def test_later_steps_leave_earlier_matrices_alone(target: PostprocessTarget, k: 
 @pytest.mark.law("1", "1.2")
 @pytest.mark.parametrize("k", KS)
 def test_a_matrix_tells_of_its_own_step_alone(target: PostprocessTarget, k: int) -> None:
-    """Slots fall idle, are revoked and are used again, in an order in which no two steps are alike."""
+    """Vary idle, revoked and reused slots, so that no two steps are equal."""
     matrices, steps = Matrices(target, 3, k), combinations(3, k)
     for index in np.random.default_rng(k).permutation(len(steps))[:120].tolist():
         matrices.check(steps[index], in_order(3, k), steps[index])
@@ -44,7 +43,7 @@ def test_a_matrix_tells_of_its_own_step_alone(target: PostprocessTarget, k: int)
 
 @pytest.mark.law("1")
 def test_two_runners_do_not_meet(target: PostprocessTarget) -> None:
-    """One after the other computes for other numbers of slots and drafts, as a draft model's would beside it."""
+    """Interleave postprocessors of different sizes, as with a draft model."""
     rng = np.random.default_rng(1)
     both = [(Matrices(target, slots, k), slots, k) for slots, k in ((4, 3), (9, 3), (4, 0), (4, 3))]
     for _ in range(8):
@@ -62,13 +61,13 @@ def test_the_inputs_are_left_as_they_are(target: PostprocessTarget, k: int) -> N
         matrices.compute(given)
         for name, array, before in zip(("sampled", "accepted", "slots", "revoked"), given, rows, strict=True):
             same = np.array_equal(target.ops.to_host(array), before)
-            require(same, "8", f"{name} is {target.ops.to_host(array).tolist()} after the step, not {before.tolist()}")
+            require(same, "8", f"{name} changed from {before.tolist()} to {target.ops.to_host(array).tolist()}")
 
 
 @pytest.mark.law("1")
 @pytest.mark.parametrize("k", KS)
 def test_the_matrix_shares_no_memory_with_what_was_sampled(target: PostprocessTarget, k: int) -> None:
-    """A pack that replays graphs samples every step into the same memory."""
+    """Reuse the input memory, as a pack that replays graphs does."""
     rows, everyone = in_order(6, k), target.ops.from_host(np.arange(6, dtype=np.int32))
     matrices = Matrices(target, 6, k)
     given = matrices.upload(rows)
@@ -83,5 +82,5 @@ def test_it_is_made_on_one_thread_and_computes_on_another(target: PostprocessTar
     matrices.check(rows)
     with ThreadPoolExecutor(1) as runner:
         begun = runner.submit(matrices.begin, rows)
-    require(begun.exception() is None, "1", f"on the runner's thread it fails: {begun.exception()!r}")
+    require(begun.exception() is None, "1", f"it fails on the runner's thread: {begun.exception()!r}")
     matrices.compare(begun.result(), rows)

@@ -1,4 +1,4 @@
-"""Matrix: what a step tells of each slot, protocol 1."""
+"""Matrix: the row of each slot, protocol 1."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ EOS = 2
 
 
 def combinations(slots: int, k: int) -> list[SampledRows]:
-    """Return a step for every combination of slots that are idle or revoked, or whose rows accept no draft, some or
-    all of them, or are finished by one of several ends of text that they accept."""
+    """Return steps for every combination of slots that are idle, revoked, accept no, some or all drafts, or are
+    finished by an accepted end of text."""
     kinds = ["idle", "revoked", *((count, count) for count in sorted({0, k // 2, k})), (k, "finished")]
     steps = []
     for number, chosen in enumerate(product(kinds, repeat=slots)):
@@ -43,7 +43,7 @@ def test_every_combination_of_rows(target: PostprocessTarget, k: int) -> None:
 @pytest.mark.parametrize("k", [0, 1, 5])
 @pytest.mark.parametrize("slots", [1, 2, 33, 65])
 def test_every_slot(target: PostprocessTarget, slots: int, k: int) -> None:
-    """Each has the only row, is alone without one, and is the only one to be revoked."""
+    """Give each slot in turn the only row, the only idle state, and the only revocation."""
     matrices, rng = Matrices(target, slots, k), np.random.default_rng(k)
     for slot in range(slots):
         one, others = np.array([slot], np.int32), np.delete(np.arange(slots, dtype=np.int32), slot)
@@ -56,7 +56,7 @@ def test_every_slot(target: PostprocessTarget, slots: int, k: int) -> None:
 @pytest.mark.parametrize("k", [0, 3, 8, 16])
 @pytest.mark.parametrize("slots", [40, 257, 1023, 4099])
 def test_many_slots_in_no_order(target: PostprocessTarget, slots: int, k: int) -> None:
-    """Beyond a warp, a byte, a launch of 1,024, and 2^16 cells."""
+    """Exceed a warp, a byte, a launch of 1,024, and 2^16 cells."""
     matrices, rng = Matrices(target, slots, k), np.random.default_rng(slots + k)
     half, third = slots // 2, slots // 3
     for rows, revoked in ((half, third), (slots, 0), (0, slots), (1, 0), (slots - 1, 1), (1, slots - 1)):
@@ -73,7 +73,7 @@ def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: PostprocessTarge
 @pytest.mark.law("1.1", "1.9")
 @pytest.mark.parametrize("k", [0, 1, 4])
 def test_a_token_is_delivered_whatever_its_number(target: PostprocessTarget, k: int) -> None:
-    """Token 0, ends of text, and numbers beyond 2^15, 2^16 and 2^24, which no narrower type holds."""
+    """Deliver token 0, ends of text, and ids beyond 2^15, 2^16 and 2^24, which narrower types cannot represent."""
     numbers = [0, 1, EOS, 2**15, 2**16, 2**17 + 1, 2**24 + 1, 2**31 - 1]
     matrices, all_slots = Matrices(target, len(numbers), k), np.arange(len(numbers), dtype=np.int32)
     for turn in range(len(numbers)):

@@ -1,1 +1,1 @@
-"""The cases that every scheduler has to pass, a file for each section: `--pyargs fd_core.testing.schedulers.suite`."""
+"""Cases for every scheduler, one file per section: `--pyargs fd_core.testing.schedulers.suite`."""

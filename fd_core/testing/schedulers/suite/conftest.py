@@ -22,7 +22,7 @@ def target(request: pytest.FixtureRequest) -> SchedulerTarget:
 
 @pytest.fixture(autouse=True)
 def what_is_lacked_is_left_out(request: pytest.FixtureRequest, target: SchedulerTarget) -> None:
-    """Leave out the file of a section that the scheduler says it has no part for."""
+    """Skip the file of a section that the scheduler declares as unsupported."""
     target.require(request.path.stem.removeprefix("test_"))
 
 

@@ -1,4 +1,4 @@
-"""Blocks: who owns, shares and frees them, protocol 3. The auditor holds most of it in every test of the kit."""
+"""Blocks: ownership, sharing and release, protocol 3. The auditor checks most of it in every test of the kit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fd_core.testing.stepping.texts import greedy
 @pytest.mark.law("3.1", "3.2")
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_block_that_a_step_in_flight_touches_is_granted_to_nobody(target: SchedulerTarget, depth: int) -> None:
-    """Requests end and are aborted with steps in flight while others wait for their blocks."""
+    """Finish and abort requests with steps in flight while others wait for their blocks."""
     specs = [greedy(f"r{index}", prompt_of(9, index), 5 + index % 7) for index in range(24)]
     driver = drive(target, *specs, depth=depth, caching=False, max_num_seqs=6)
     for number in range(12):
@@ -28,7 +28,7 @@ def test_a_block_that_a_step_in_flight_touches_is_granted_to_nobody(target: Sche
 
 @pytest.mark.law("3.3")
 def test_matching_a_prefix_does_not_evict_it(target: SchedulerTarget) -> None:
-    """A pool of known prefixes, all of it free: the request that matches one needs most of the others' blocks."""
+    """Fill the pool with free cached prefixes; a request that matches one needs most of the other blocks."""
     target.require("prefix_caching")
     old, other = prompt_of(28, 1), prompt_of(29, 2)
     driver = drive(target, max_num_seqs=1)
@@ -38,7 +38,7 @@ def test_matching_a_prefix_does_not_evict_it(target: SchedulerTarget) -> None:
     driver.submit(greedy("again", [*old, *prompt_of(30, 3)], 4))
     driver.run()
     shared = driver.computed_before("again")[:1]
-    require(shared == [28], "3.3", f"28 tokens are known, {sum(shared)} shared")
+    require(shared == [28], "3.3", f"28 tokens are cached, {sum(shared)} shared")
 
 
 @pytest.mark.law("3.4")
@@ -47,7 +47,7 @@ def test_one_victim_is_enough_while_its_blocks_are_fenced(target: SchedulerTarge
     driver = drive(target, *long_ones(4), depth=depth, caching=False)
     stay = until_somebody_drains(driver, depth)
     name, plan = stay.request.name, driver.plans[-1]
-    require(len(plan.revocations) == 1, "3.4", f"one block was short, {len(plan.revocations)} requests were preempted")
+    require(len(plan.revocations) == 1, "3.4", f"one block was missing, {len(plan.revocations)} preempted")
     if not stay.in_flight:
         lacks("the blocks of a victim are never fenced")
     while drains(driver) == name and stay.revoked and driver.stay_of(name) is stay:
@@ -55,13 +55,13 @@ def test_one_victim_is_enough_while_its_blocks_are_fenced(target: SchedulerTarge
         if following is None:
             driver.answer()
         elif driver.stay_of(name) is stay:
-            require(not following.revocations, "3.4", f"another victim although the blocks of {name} come free")
+            require(not following.revocations, "3.4", f"another victim, although the blocks of {name} will be freed")
     driver.run(depth)
 
 
 @pytest.mark.law("3.4")
 def test_a_victim_is_not_answered_by_admitting_another(target: SchedulerTarget) -> None:
-    """The blocks that a preemption frees are not given to a request that waits: it would be the next victim."""
+    """Blocks freed by a preemption must not go to a waiting request, which would be the next victim."""
     specs = [*long_ones(3), *(greedy(f"short{index}", prompt_of(1, index), 1) for index in range(12))]
     driver = drive(target, *specs, max_num_seqs=6)
     driver.run()
@@ -73,7 +73,7 @@ def test_a_victim_is_not_answered_by_admitting_another(target: SchedulerTarget) 
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("wrong", [0.3, 1.0])
 def test_rejected_drafts_are_in_no_known_prefix(target: SchedulerTarget, k: int, wrong: float) -> None:
-    """A text is asked for again with what it said. Its last block is full, but its last token has no KV."""
+    """Repeat a request with its generated text. Its last block is full, but its last token has no KV."""
     target.require("prefix_caching")
     first = greedy("first", prompt_of(7), 29)
     driver = drive(target, first, k=k, wrong=wrong, depth=2)
@@ -91,13 +91,13 @@ def test_requests_of_other_salts_share_nothing(target: SchedulerTarget) -> None:
         driver.submit(greedy(f"r{number}", prompt, 2, cache_salt=salt))
         driver.run()
         shared = driver.computed_before(f"r{number}")
-        require(not any(shared[:1]), "5.3", f"salt {salt!r} shares what another salt computed")
+        require(not any(shared[:1]), "5.3", f"salt {salt!r} shares KV computed under another salt")
 
 
 @pytest.mark.law("3.1", "3.2", "3.5")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_requests_with_a_common_prefix_share_what_is_settled(target: SchedulerTarget, depth: int) -> None:
-    """They come together and one by one, and some leave while others use what they computed."""
+    """Add requests together and one by one, and abort some while others use their KV."""
     prefix = prompt_of(16)
     driver = drive(target, depth=depth, num_kv_blocks=24, max_num_batched_tokens=9)
     for number in range(10):

@@ -22,26 +22,26 @@ KS = [0, 1, 3, 5]
 
 
 def decoding(count: int, max_tokens: int = 30) -> list[RequestSpec]:
-    """Return requests with prompts of a token."""
+    """Return requests with prompts of one token."""
     return [greedy(f"r{index}", prompt_of(1, index), max_tokens) for index in range(count)]
 
 
 def until_all_decode(driver: Driver, count: int) -> None:
-    """Step until `count` requests decode, each having delivered something, with nothing in flight."""
+    """Step until `count` requests decode and have delivered tokens, with nothing in flight."""
     reached = driver.run_until(lambda: not driver.in_flight and len(driver.texts.tokens) == count)
-    require(reached, "2.1", f"{count} requests that fit do not come to decode side by side")
+    require(reached, "2.1", f"{count} requests that fit do not decode concurrently")
 
 
 @pytest.mark.law("2", "2.1")
 @pytest.mark.parametrize("k", KS)
 def test_a_budget_equal_to_the_demand_plans_the_whole_demand(target: SchedulerTarget, k: int) -> None:
-    """All drafts are right, so every request wants k of them in every step."""
+    """All drafts are correct, so every request has k of them in every step."""
     budget = 4 * (1 + k)
     driver = drive(target, *decoding(4), k=k, num_kv_blocks=64, max_num_batched_tokens=budget)
     until_all_decode(driver, 4)
     plan = driver.plan()
     total = 0 if plan is None else plan.total_tokens
-    what = f"four decodes with {k} drafts each take the budget of {budget}; the plan computes {total}"
+    what = f"four decodes with {k} drafts each fill the budget of {budget}; the plan computes {total}"
     require(total == budget, "2.1", what)
     driver.run()
 
@@ -63,7 +63,7 @@ def test_a_long_prompt_fills_every_step(target: SchedulerTarget, budget: int, k:
     driver = drive(target, greedy("r0", prompt_of(50), 2), k=k, max_num_batched_tokens=budget)
     for _ in range(50 // budget):
         plan = driver.must_plan()
-        require(plan.total_tokens == budget, "2.1", f"a chunk has {plan.total_tokens} tokens; the budget is {budget}")
+        require(plan.total_tokens == budget, "2.1", f"a chunk has {plan.total_tokens} tokens, over the budget {budget}")
         driver.answer()
     driver.run()
 
@@ -76,7 +76,7 @@ def test_a_known_prefix_is_not_charged(target: SchedulerTarget) -> None:
     driver.run()
     driver.submit(greedy("second", [*prompt[:12], 7, 8, 9], 2))
     plan = driver.must_plan()
-    require(plan.total_tokens == 3, "2.1", f"3 of 15 tokens are not known; {plan.total_tokens} are charged")
+    require(plan.total_tokens == 3, "2.1", f"3 of 15 tokens are not cached; {plan.total_tokens} are charged")
     driver.run()
 
 
@@ -95,7 +95,7 @@ def test_the_smallest_legal_budget_brings_everybody_to_the_end(target: Scheduler
 def test_whatever_keeps_the_law_is_accepted_and_served(
     target: SchedulerTarget, slots: int, block_size: int, k: int
 ) -> None:
-    """The settings refuse a budget below 1 + k before a scheduler is made; nothing else may be refused."""
+    """The settings reject a budget below 1 + k before a scheduler is created; it must accept all others."""
     specs = [greedy("long", prompt_of(63), 1), greedy("short", prompt_of(1, 1), 63), greedy("next", prompt_of(9, 2), 9)]
     limits: dict[str, Any] = {"max_num_seqs": slots, "block_size": block_size, "num_kv_blocks": 64 // block_size}
     driver = drive(target, *specs, k=k, wrong=0.3, max_num_batched_tokens=1 + k, **limits)
@@ -121,7 +121,7 @@ def test_drafts_shrink_before_a_decode_is_left_out(target: SchedulerTarget, k: i
 @pytest.mark.law("2.2", "5.2")
 @pytest.mark.parametrize("budget", [1, 2, 4])
 def test_decodes_are_left_out_in_rotation(target: SchedulerTarget, budget: int) -> None:
-    """Six requests whose KV was loaded decode at once, more than the budget serves."""
+    """Six requests with loaded KV decode at once, more than the budget allows."""
     target.require("storage")
     prompts = [prompt_of(9, index) for index in range(6)]
     room: dict[str, Any] = {
@@ -131,7 +131,7 @@ def test_decodes_are_left_out_in_rotation(target: SchedulerTarget, budget: int) 
         "max_num_batched_tokens": budget,
     }
     driver = drive(target, keep=KeepKV(True, True, True), **room)
-    for index, prompt in enumerate([*prompts, prompt_of(94, 100)]):  # the last one leaves nothing of the others
+    for index, prompt in enumerate([*prompts, prompt_of(94, 100)]):  # the last one evicts the others
         driver.submit(greedy(f"before{index}", prompt, 1))
         driver.run()
     driver.submit(*(greedy(f"r{index}", prompt, 6) for index, prompt in enumerate(prompts)))
@@ -143,7 +143,7 @@ def test_decodes_are_left_out_in_rotation(target: SchedulerTarget, budget: int) 
         while driver.tiers.pending:
             driver.complete(0, OperationEnd.WELL)
     if len(driver.auditor.live) < 6:
-        lacks("the scheduler never runs more requests than the budget serves")
+        lacks("the scheduler never runs more requests than the budget allows")
     counts = np.zeros(6, int)
     for _ in range(12 // budget):
         plan = driver.must_plan()
@@ -162,7 +162,7 @@ def test_what_an_aborted_request_was_to_take_goes_to_others(target: SchedulerTar
     driver = drive(target, *specs, k=k, num_kv_blocks=64, max_num_batched_tokens=budget)
     driver.run_until(lambda: not driver.in_flight and len(driver.texts.tokens) == 3)
     stay = driver.stay_of("long")
-    require(stay is not None and stay.remaining > budget, "2.1", "the long prompt is not under way beside the others")
+    require(stay is not None and stay.remaining > budget, "2.1", "the long prompt is not prefilled with the others")
     driver.abort("r0")
     plan = driver.must_plan()
     total = plan.total_tokens
@@ -173,7 +173,7 @@ def test_what_an_aborted_request_was_to_take_goes_to_others(target: SchedulerTar
 @pytest.mark.law("2.3", "2.4")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_a_preempted_request_was_to_take_goes_to_others(target: SchedulerTarget, depth: int) -> None:
-    """The auditor holds it for every plan with a revocation: whoever could compute more does, up to the budget."""
+    """The auditor checks for every plan with a revocation that other requests use the refunded budget."""
     specs = [greedy(f"r{index}", prompt_of(8 + index, index), 44) for index in range(5)]
     driver = drive(target, *specs, k=3, depth=depth, max_num_batched_tokens=5)
     driver.run(depth)
@@ -181,7 +181,7 @@ def test_what_a_preempted_request_was_to_take_goes_to_others(target: SchedulerTa
 
 @pytest.mark.law("2.4")
 def test_blocks_grow_whatever_the_budget_is(target: SchedulerTarget) -> None:
-    """Four decodes take the whole budget when all of them need a block at once."""
+    """Four decodes fill the budget and all need a block at once."""
     driver = drive(target, *decoding(4), num_kv_blocks=64, max_num_batched_tokens=4)
     until_all_decode(driver, 4)
     for _ in range(10):
@@ -193,7 +193,7 @@ def test_blocks_grow_whatever_the_budget_is(target: SchedulerTarget) -> None:
 
 @pytest.mark.law("2.2", "2.4")
 def test_everybody_gets_a_first_token_while_others_keep_coming(target: SchedulerTarget) -> None:
-    """A prompt that takes most of the pool is not overtaken for ever by short ones."""
+    """A prompt that needs most of the pool must not be starved by short ones."""
     driver = drive(target, *decoding(3, 6))
     driver.step()
     driver.submit(greedy("large", prompt_of(48, 500), 4))
@@ -202,7 +202,7 @@ def test_everybody_gets_a_first_token_while_others_keep_coming(target: Scheduler
             break
         driver.submit(greedy(f"more{number}", prompt_of(3, number), 6))
         driver.step()
-    what = "the large prompt got no token in 400 steps, in each of which a short one came"
+    what = "the large prompt got no token in 400 steps, with a new short prompt in each"
     require("large" in driver.texts.tokens, "2.2", what)
     driver.run()
 
@@ -214,7 +214,7 @@ def test_who_enters_next_is_what_the_policy_says(target: SchedulerTarget) -> Non
     driver.run()
     order = list(driver.first_plan)
     right = [spec.request_id for spec in sorted(specs, key=lambda spec: spec.priority)]
-    require(order == right, "8", f"the policy orders {right}, and they enter as {order}")
+    require(order == right, "8", f"expected the policy's order {right}, got {order}")
 
 
 @pytest.mark.law("2.2")
@@ -226,7 +226,7 @@ def test_three_hundred_requests_pass_through_a_pool_that_holds_five(target: Sche
 
 
 def _planning_seconds(driver: Driver, plans: int) -> float:
-    """Return the median thread time of plans, the answers between them not counted."""
+    """Return the median thread time of plans, without commits."""
     taken = []
     for _ in range(plans):
         begun = time.thread_time()
@@ -250,7 +250,7 @@ def _planning_seconds(driver: Driver, plans: int) -> float:
 def test_planning_does_not_grow_with_what_waits(
     target: SchedulerTarget, waits_for: str, count: int, length: int
 ) -> None:
-    """Eight requests decode beside a queue."""
+    """Eight requests decode with a waiting queue."""
     slots = 8 if waits_for == "slots" else 16
     shape: dict[str, Any] = {"max_num_seqs": slots, "num_kv_blocks": 30, "block_size": 32, "max_model_len": 960}
     found = []
@@ -261,13 +261,13 @@ def test_planning_does_not_grow_with_what_waits(
         _planning_seconds(driver, 10)
         found.append(_planning_seconds(driver, 40))
     alone, beside = found
-    times = f"a plan takes {beside * 1e6:.0f} us beside {count} prompts of {length} tokens, {alone * 1e6:.0f} us alone"
+    times = f"a plan takes {beside * 1e6:.0f} us with {count} prompts of {length} tokens, {alone * 1e6:.0f} without"
     require(beside < 3 * alone + 0.0003, "2.6", times)
 
 
 @pytest.mark.law("2.6")
 def test_who_waits_for_a_prefix_goes_on_when_its_prefill_is_aborted(target: SchedulerTarget) -> None:
-    """The second prompt is the first one's: whoever waits for its KV must not wait for nobody."""
+    """The second prompt waits for the KV of the first one, which is aborted."""
     prompt = prompt_of(13)
     specs = [greedy("first", prompt, 4), greedy("second", prompt, 4)]
     driver = drive(target, *specs, depth=2, max_num_batched_tokens=9)
@@ -278,5 +278,5 @@ def test_who_waits_for_a_prefix_goes_on_when_its_prefill_is_aborted(target: Sche
     while driver.plan() is not None or driver.in_flight:
         if driver.in_flight:
             driver.answer()
-    require("second" in driver.texts.ends, "2.6", "the prefill of its prefix was aborted, and the second waits on")
+    require("second" in driver.texts.ends, "2.6", "the prefill of its prefix was aborted, but the second still waits")
     driver.run(2)

@@ -1,4 +1,4 @@
-"""Golden: whatever the order of calls, everybody gets the right text, protocol 1 to 4."""
+"""Golden: every request gets its expected text for any order of calls, protocols 1 to 4."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_batches_chunks_preemption_and_drafts_change_no_text(
 def test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it(
     target: SchedulerTarget, k: int, logprobs: int | None
 ) -> None:
-    """At the limit, at a stop token, and at a stop token that is also the last token of the limit."""
+    """End at the limit, at a stop token, and at a stop token at the limit."""
     specs, stopped = [], []
     for index, length in enumerate((1, 2, 3, 4, 5, 6, 7)):
         plain = greedy(f"limit{index}", prompt_of(5, index), length, logprobs=logprobs)
@@ -50,7 +50,7 @@ def test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it(
     driver.run(2)
     for name, end in driver.texts.ends.items():
         right = FinishReason.STOP if name in stopped else FinishReason.LENGTH
-        require(end is right, "1.1", f"{name} ended with {end} instead of {right}")
+        require(end is right, "1.1", f"{name}: expected end {right}, got {end}")
 
 
 @pytest.mark.law("4")
@@ -59,7 +59,7 @@ def test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it(
 def test_what_is_asked_of_a_prompt_is_computed_though_its_kv_is_known(
     target: SchedulerTarget, budget: int, depth: int
 ) -> None:
-    """Log-probabilities and means of prompts that others had before, in chunks, in turns and with preemption."""
+    """Score and pool cached prompts in chunks, interleaved and with preemption."""
     prompts = [[*prompt_of(20), *prompt_of(length, 1)] for length in (0, 1, 6, 12)]
     known = [greedy(f"known{index}", prompt, 30) for index, prompt in enumerate(prompts)]
     driver = drive(target, *known[:2], depth=depth, max_num_batched_tokens=budget)
@@ -78,11 +78,11 @@ _ENDS = [OperationEnd.WELL, OperationEnd.WELL, OperationEnd.IN_PART, OperationEn
 
 
 class HostileOrders(RuleBasedStateMachine):
-    """Rules are biased to pressure: requests come in bunches, and are aborted in the middle of their work."""
+    """Random calls biased towards pressure: requests arrive in bursts, and are aborted while running."""
 
     target: SchedulerTarget
     paired = False
-    """True if other workers compute most prompts, and have some computed here."""
+    """True if other workers compute most prompts, and delegate some to this one."""
 
     @initialize(
         depth=st.integers(1, 3),
@@ -133,7 +133,7 @@ class HostileOrders(RuleBasedStateMachine):
 
     @rule(times=st.integers(3, 16))
     def fill_the_pipeline_and_answer(self, times: int) -> None:
-        """Some steps as an engine makes them."""
+        """Execute some steps like an engine."""
         for _ in range(times):
             self.driver.step(self.depth)
 
@@ -184,7 +184,7 @@ def run_hostile_orders(target: SchedulerTarget, examples: int, *, paired: bool =
         type("HostileOrdersOf", (HostileOrders,), {"target": target, "paired": paired}),
         settings=settings(
             max_examples=examples,
-            # The rule is named in any case, and a search for fewer calls takes minutes.
+            # The failure names its rule, and shrinking takes minutes.
             phases=[Phase.explicit, Phase.generate],
             stateful_step_count=30,
             derandomize=True,

@@ -20,15 +20,15 @@ FAILURES = [OperationEnd.IN_PART, OperationEnd.BADLY]
 
 
 def until_fetched(driver: Driver) -> Fetch:
-    """Step until a prompt is asked of another worker; its answer is outstanding."""
+    """Step until a prompt is fetched from another worker, without completing the fetch."""
     driver.run_until(lambda: driver.begun(Fetch))
     if not driver.begun(Fetch):
-        broken("6.1", "another worker is to compute a prompt, and no blocks are leased to it")
+        broken("6.1", "another worker should compute a prompt, but no blocks are leased to it")
     return driver.begun(Fetch)[0]
 
 
 def end(driver: Driver, how: OperationEnd) -> None:
-    """Answer the oldest fetch."""
+    """Complete the oldest fetch."""
     driver.complete(next(index for index, each in enumerate(driver.tiers.pending) if isinstance(each, Fetch)), how)
 
 
@@ -36,18 +36,18 @@ def end(driver: Driver, how: OperationEnd) -> None:
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("length", [6, 9, 38])
 def test_a_text_begins_behind_the_kv_that_was_transferred(target: SchedulerTarget, length: int, k: int) -> None:
-    """Others run meanwhile: who waits for its KV computes nothing."""
+    """Other requests run meanwhile; the one that waits for its KV computes nothing."""
     prompt, other = prompt_of(length, 1), greedy("other", prompt_of(3, 2), 12)
     specs = [*elsewhere(greedy("far", prompt, 12)), other]
     driver = drive(target, *specs, k=k, wrong=0.3, paired=True, num_kv_blocks=32)
     until_fetched(driver)
     driver.run_until(lambda: "other" in driver.texts.ends)
-    require("far" not in driver.texts.tokens, "6.2", "its KV has not come, and it was told tokens")
-    require("other" in driver.texts.ends, "6.2", "who needs nothing of another worker waits for one")
+    require("far" not in driver.texts.tokens, "6.2", "it got tokens before its KV arrived")
+    require("other" in driver.texts.ends, "6.2", "a request without a remote prefill waits for another worker")
     end(driver, OperationEnd.WELL)
     driver.run()
     computed = driver.computed_before("far")
-    require(computed == [length - 1], "6.2", f"the KV of {length - 1} tokens came, and it began with {computed}")
+    require(computed == [length - 1], "6.2", f"the KV of {length - 1} tokens arrived, but it began with {computed}")
 
 
 @pytest.mark.law("6.3", "4")
@@ -63,14 +63,14 @@ def test_a_prompt_whose_transfer_failed_is_computed_here(target: SchedulerTarget
 @pytest.mark.law("6.3", "4")
 @pytest.mark.parametrize("delivered", [False, True])
 def test_a_text_that_has_begun_goes_on_where_it_is(target: SchedulerTarget, *, delivered: bool) -> None:
-    """Preempted, or delivered in part by an earlier epoch: the auditor sees a second fetch, and one behind a text."""
+    """Preempt or restart a request; the auditor detects a second fetch, or a fetch after the first token."""
     specs = long_ones(3)
     if delivered:
         specs = [msgspec.structs.replace(each, delivered=tuple(whole_text(each)[:9])) for each in specs]
     driver = drive(target, *elsewhere(*specs), depth=2, paired=True)
     driver.run(2)
     if not (delivered or driver.auditor.preemptions):
-        lacks("the scheduler preempts nobody here")
+        lacks("the scheduler preempts no request here")
 
 
 @pytest.mark.law("6.1", "1.7", "3.2")
@@ -81,11 +81,11 @@ def test_an_abort_ends_the_lease_and_its_blocks_stay_until_it_is_over(
     driver = drive(target, *elsewhere(greedy("far", prompt_of(38), 12)), paired=True)
     fetch = until_fetched(driver)
     driver.abort("far", "far")
-    require(driver.texts.ends == {"far": FinishReason.ABORT}, "1.7", "it waited for another worker, and did not end")
+    require(driver.texts.ends == {"far": FinishReason.ABORT}, "1.7", "it waited for another worker and did not end")
     driver.submit(*(greedy(f"more{index}", prompt_of(9, index), 8) for index in range(4)))
     for _ in range(6):
         driver.step_alone()
-    require(fetch.operation in driver.tiers.cancelled, "6.1", "it was aborted, and its lease goes on")
+    require(fetch.operation in driver.tiers.cancelled, "6.1", "it was aborted, but its lease is still active")
     end(driver, how)
     driver.run()
 
@@ -101,13 +101,13 @@ def test_an_abort_between_the_end_of_a_lease_and_the_next_plan_is_prompt(
     end(driver, how)
     driver.abort("far")
     driver.step_alone()
-    require(driver.texts.ends == {"far": FinishReason.ABORT}, "1.7", "its KV came, it was aborted and did not end")
+    require(driver.texts.ends == {"far": FinishReason.ABORT}, "1.7", "its KV arrived, it was aborted and did not end")
     driver.run()
 
 
 @pytest.mark.law("6.1")
 def test_a_lease_leaves_room_for_what_runs(target: SchedulerTarget) -> None:
-    """One text runs and needs nearly the whole pool; a prompt that fits at first is not fetched into its room."""
+    """A running request will need nearly the whole pool; no prompt may be fetched into those blocks."""
     driver = drive(target, greedy("runs", prompt_of(12), 40), paired=True)
     driver.run_until(lambda: driver.texts.tokens)
     driver.submit(*elsewhere(greedy("far", prompt_of(38, 1), 24)))
@@ -126,7 +126,7 @@ def test_a_lease_leaves_room_for_what_runs(target: SchedulerTarget) -> None:
 def test_every_block_of_a_job_is_sent_once_when_it_is_settled(
     target: SchedulerTarget, length: int, budget: int, held: int
 ) -> None:
-    """Nobody reads them for long: they are written by nobody, though others need blocks."""
+    """Unread blocks must not be overwritten, although other requests need blocks."""
     held = min(held, length // 4)
     job = job_for("job", prompt_of(length), held)
     driver = drive(target, job, depth=2, paired=True, max_num_batched_tokens=budget)
@@ -135,7 +135,7 @@ def test_every_block_of_a_job_is_sent_once_when_it_is_settled(
         driver.step_alone(2)
     driver.run(2)
     over = driver.auditor.requests["job"].is_over
-    require(over, "6.2", f"the prompt is computed, but was sent in part: {driver.begun(Send)}")
+    require(over, "6.2", f"the prompt is computed, but only partially sent: {driver.begun(Send)}")
 
 
 @pytest.mark.law("6.2", "4")
@@ -143,7 +143,7 @@ def test_every_block_of_a_job_is_sent_once_when_it_is_settled(
 def test_a_job_that_was_preempted_is_sent_on_behind_what_left(
     target: SchedulerTarget, others: int, budget: int
 ) -> None:
-    """Texts that grow take the blocks of a prompt of which a part was sent."""
+    """Growing requests take the blocks of a partially sent prompt."""
     texts = [greedy(f"r{index}", prompt_of(3, index), 30) for index in range(others)]
     driver = drive(target, *texts, paired=True, depth=2, max_num_seqs=others + 1, max_num_batched_tokens=budget)
     driver.run_until(lambda: len(driver.texts.tokens.get("r0", ())) >= 4, 2)
@@ -155,9 +155,9 @@ def test_a_job_that_was_preempted_is_sent_on_behind_what_left(
         sent.extend(job.sent for each in plan.revocations if driver.auditor.stays[each.slot].request is job)
 
     driver.run(2, watch=watch)
-    require(job.is_over, "6.2", "the job ended, and its lease was not told")
+    require(job.is_over, "6.2", "the job ended without a message on its lease")
     if not any(sent):
-        lacks("the scheduler preempts no job here of which a part was sent")
+        lacks("the scheduler preempts no partially sent job here")
 
 
 @pytest.mark.law("6.1", "1.7")
@@ -169,10 +169,10 @@ def test_a_job_that_is_aborted_is_given_up_once(target: SchedulerTarget, where: 
     driver.submit(job_for("job", prompt_of(37, 9)))
     job = driver.auditor.requests["job"]
     reached = driver.run_until(lambda: job.where == where and (where == "waits" or job.sent))
-    require(reached, "6.2", "a job is under way for long, and nothing of it is sent")
+    require(reached, "6.2", "a job runs for long without sending blocks")
     driver.abort("job", "job")
     driver.run()
-    require(job.is_over, "6.1", "the job was aborted, and its lease goes on")
+    require(job.is_over, "6.1", "the job was aborted, but its lease is still active")
 
 
 @pytest.mark.law("6.1", "1.3")
@@ -183,7 +183,7 @@ def test_a_job_whose_step_failed_is_given_up(target: SchedulerTarget) -> None:
         driver.answer(*([] if len(driver.plans) < 3 else [0]))
     driver.run()
     require(driver.texts.ends == {"job": FinishReason.ERROR}, "1.3", f"it failed, and ended with {driver.texts.ends}")
-    require(driver.auditor.requests["job"].is_over, "6.1", "the job failed, and its lease goes on")
+    require(driver.auditor.requests["job"].is_over, "6.1", "the job failed, but its lease is still active")
 
 
 @pytest.mark.law("6.1", "6.2", "6.3", "3.2", "4")

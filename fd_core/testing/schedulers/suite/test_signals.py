@@ -1,4 +1,4 @@
-"""Signals: preempted-slot signalling, protocol 1, in fixed incidents."""
+"""Signals: preempted-slot signalling, protocol 1, in fixed scenarios."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DEPTHS = [1, 2, 3]
 
 
 def long_ones(count: int, max_tokens: int = 44) -> list[RequestSpec]:
-    """Return requests of which one alone nearly fills the pool of a small engine."""
+    """Return requests, each of which nearly fills the pool of a small engine."""
     return [greedy(f"r{index}", PROMPTS[index][:8], max_tokens) for index in range(count)]
 
 
 def drains(driver: Driver) -> str | None:
-    """Return who was preempted and is not released."""
+    """Return the preempted request that is not released."""
     names = [stay.request.name for stay in driver.auditor.stays.values() if stay.revoked and stay.request.end is None]
     return names[0] if names else None
 
 
 def until_somebody_drains(driver: Driver, depth: int) -> Stay:
-    """Step until a request is preempted, with the plan that says so in flight; leaves the test out if none ever is."""
+    """Step until a request is preempted, with that plan in flight; skip the test if none ever is."""
     driver.run_until(lambda: drains(driver), depth)
     stay = driver.stay_of(drains(driver) or lacks("the scheduler preempts nobody here"))
     assert stay is not None
@@ -46,7 +46,7 @@ def until_one_drains_in_flight(driver: Driver, depth: int) -> Stay:
     """The same with rows of the request in flight."""
     stay = until_somebody_drains(driver, depth)
     if not stay.in_flight:
-        lacks("nothing is in flight for the victims of this scheduler")
+        lacks("victims of this scheduler have no rows in flight")
     return stay
 
 
@@ -68,7 +68,7 @@ def test_what_is_in_flight_when_a_slot_is_taken_back_is_delivered(target: Schedu
     before = len(driver.texts.tokens[name])
     driver.answer_all()
     told = len(driver.texts.tokens[name]) - before
-    require(told > 0, "1.1", f"{name} was told nothing of what was in flight")
+    require(told > 0, "1.1", f"{name} did not get the tokens in flight")
     driver.run(depth)
 
 
@@ -84,7 +84,7 @@ def test_a_batch_that_is_aborted_as_a_whole_is_a_step(target: SchedulerTarget, d
         driver.abort(name, name)
     plan = driver.plan()
     if plan is None or len(plan.revocations) != len(running):
-        broken("1.3", f"{running} were aborted, and the next plan does not take all of them back")
+        broken("1.3", f"{running} were aborted, but the next plan does not revoke all of them")
     driver.answer_all()
     for name in running:
         require(driver.texts.ends.get(name) is FinishReason.ABORT, "1.7", f"{name} was aborted and has no end")
@@ -148,10 +148,10 @@ def test_a_row_of_another_gen_is_dropped(target: SchedulerTarget) -> None:
     deltas, _ = driver.scheduler.commit(answer.plan, replace(answer.output, gens=gens))
     name = driver.auditor.stays[slot].request.name
     told = [delta for delta in deltas if delta.request_id == name]
-    require(not told, "1.5", f"{name} was told {told}, which the runner computed for another gen")
-    require(len(deltas) == len(answer.plan.slots) - 1, "1.5", "a row of the right gen was dropped beside another one")
+    require(not told, "1.5", f"{name} got {told}, which the runner computed for another gen")
+    require(len(deltas) == len(answer.plan.slots) - 1, "1.5", "a row of the right gen was dropped")
     counted = driver.scheduler.stats().outputs.stale_outputs
-    require(counted == 1, "1.5", f"one row was stale, {counted} were counted")
+    require(counted == 1, "1.5", f"expected 1 counted stale row, got {counted}")
 
 
 @pytest.mark.law("1.5")
@@ -173,10 +173,10 @@ def test_a_text_that_ends_while_it_drains_is_not_requeued(target: SchedulerTarge
     last = [msgspec.structs.replace(spec, params=params) if spec.request_id == name else spec for spec in specs]
     driver = drive(target, *last, depth=depth)
     again = until_somebody_drains(driver, depth).request.name
-    require(again == name, "1.1", "the same requests are planned another way")
+    require(again == name, "1.1", "the same requests are planned differently")
     while driver.in_flight and name not in driver.texts.ends:
         driver.answer()
-    require(driver.texts.ends.get(name) is FinishReason.STOP, "1.6", f"{name} ended while it drained, and waits again")
+    require(driver.texts.ends.get(name) is FinishReason.STOP, "1.6", f"{name} ended while it drained, but waits again")
     driver.run(depth)
 
 
@@ -196,7 +196,7 @@ def test_an_abort_while_waiting_leaves_at_once_and_is_never_prefilled(target: Sc
 def test_an_abort_while_running_takes_the_slot_back_and_delivers_what_was_in_flight(
     target: SchedulerTarget, depth: int
 ) -> None:
-    """The running requests take the whole budget."""
+    """The running requests fill the budget."""
     specs = [greedy(f"r{index}", PROMPTS[index][:1], 12) for index in range(3)]
     driver = drive(target, *specs, depth=depth, max_num_batched_tokens=3, num_kv_blocks=48)
     driver.run_until(lambda: len(driver.auditor.live) == 3 and len(driver.texts.tokens) == 3, depth)
@@ -204,7 +204,7 @@ def test_an_abort_while_running_takes_the_slot_back_and_delivers_what_was_in_fli
         driver.answer()
     driver.abort("r1", "r1")
     plan = driver.plan()
-    require(plan is not None and plan.revocations, "1.7", "r1 was aborted, and the next plan keeps it")
+    require(plan is not None and plan.revocations, "1.7", "r1 was aborted, but is not revoked")
     driver.answer_all()
     require(driver.texts.ends.get("r1") is FinishReason.ABORT, "1.7", "r1 was aborted and has no end")
     driver.run(depth)
@@ -216,7 +216,7 @@ def test_an_abort_between_two_chunks_of_a_prompt_takes_the_slot_back(target: Sch
     driver.plan()
     driver.abort("r0")
     plan = driver.plan()
-    require(plan is not None and len(plan.revocations) == 1, "1.7", "r0 was aborted, and the next plan keeps it")
+    require(plan is not None and len(plan.revocations) == 1, "1.7", "r0 was aborted, but is not revoked")
     driver.run()
     require(driver.texts.ends == {"r0": FinishReason.ABORT}, "1.7", "r0 was aborted and has no end")
 
@@ -245,7 +245,7 @@ def test_an_abort_after_the_end_and_of_nobody_is_ignored(target: SchedulerTarget
 @pytest.mark.law("1.8")
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_while_anything_is_open_there_is_work(target: SchedulerTarget, depth: int) -> None:
-    """An engine sleeps where there is no work, and its watchdog with it: then nobody sees what is not answered."""
+    """An engine sleeps without work, and its watchdog with it, so pending handshakes must count as work."""
     specs = [*long_ones(4), *(greedy(f"short{index}", PROMPTS[10 + index][:3], 5) for index in range(6))]
     keep = None if "storage" in target.lacks else KeepKV(True, True, True)
     driver = drive(target, depth=depth, keep=keep)
@@ -255,7 +255,7 @@ def test_while_anything_is_open_there_is_work(target: SchedulerTarget, depth: in
         return ", ".join([*names, *(type(each).__name__ for each in driver.tiers.pending)])
 
     def check(after: str) -> None:
-        what = f"after {after} there is no work, but this is open: {is_open()}"
+        what = f"after {after} there is no work, but still open: {is_open()}"
         require(driver.scheduler.has_work or not is_open(), "1.8", what)
 
     for number in range(1000):
@@ -288,7 +288,7 @@ def test_token_0_is_a_token(target: SchedulerTarget, k: int) -> None:
     specs = [spec, msgspec.structs.replace(spec, request_id="stops", params=stopping), greedy("zeros", [0] * 9, 12)]
     driver = drive(target, *specs, k=k, depth=2)
     driver.run(2)
-    require(driver.texts.ends["stops"] is FinishReason.STOP, "1.9", "token 0 ends a text that it is to stop")
+    require(driver.texts.ends["stops"] is FinishReason.STOP, "1.9", "token 0 as a stop token does not end the text")
 
 
 @pytest.mark.law("1.4", "4")
@@ -303,7 +303,7 @@ def test_what_an_earlier_epoch_delivered_is_continued(target: SchedulerTarget, d
 
 @pytest.mark.law("1.2", "1.7")
 def test_what_no_revocation_asked_for_is_refused(target: SchedulerTarget) -> None:
-    """A runner that releases a slot which was never revoked breaks the protocol; the scheduler does not believe it."""
+    """A runner that releases a slot which was never revoked breaks the protocol; the scheduler must ignore it."""
     driver = drive(target, *long_ones(2, 8))
     driver.plan()
     answer = driver.in_flight[0]

@@ -1,4 +1,4 @@
-"""Storage: KV outside the device, protocol 5, in tiers whose operations end when and as the test decides."""
+"""Storage: KV outside the device, protocol 5, in tiers whose operations the test completes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDS = list(OperationEnd)
 
 
 def run_ending(driver: Driver, how: OperationEnd, depth: int) -> None:
-    """Run to the end; every operation ends so, some steps after it began."""
+    """Run to the end; every operation gets this outcome some steps after its start."""
     for _ in range(2000):
         driver.fill(depth)
         busy = bool(driver.in_flight or driver.tiers.pending)
@@ -47,12 +47,12 @@ def test_what_was_saved_is_loaded(target: SchedulerTarget) -> None:
     driver.run()
     if not driver.auditor.preemptions:
         lacks("the scheduler preempts nobody here")
-    require(driver.begun(Load), "5.2", f"{driver.auditor.preemptions} requests were preempted, and nothing was loaded")
+    require(driver.begun(Load), "5.2", f"{driver.auditor.preemptions} requests were preempted, but nothing was loaded")
 
 
 @pytest.mark.law("5.1", "1.7")
 def test_a_store_that_is_silent_keeps_nobody_else_waiting(target: SchedulerTarget) -> None:
-    """A lookup and a save are never answered while others run to their ends; then everything goes on."""
+    """A lookup and a save stay open until other requests have finished; then everything continues."""
     prompt = prompt_of(13)
     driver = drive(target, greedy("first", prompt, 4), keep=KeepKV(True, True, True))
     driver.run()
@@ -63,9 +63,9 @@ def test_a_store_that_is_silent_keeps_nobody_else_waiting(target: SchedulerTarge
             driver.answer()
     driver.submit(greedy("aborted", prompt_of(9, 99), 4))
     driver.abort("aborted")
-    require(driver.texts.ends["aborted"] is FinishReason.ABORT, "1.7", "it waits for storage, and its abort is prompt")
+    require(driver.texts.ends["aborted"] is FinishReason.ABORT, "1.7", "its abort waits for storage")
     run_ending(driver, OperationEnd.BADLY, 1)
-    require(all(end for end in driver.texts.ends.values()), "5.5", f"operations {silent} were silent for long")
+    require(all(end for end in driver.texts.ends.values()), "5.5", f"operations {silent} were open for long")
 
 
 @pytest.mark.law("1.7", "3.2")
@@ -98,7 +98,7 @@ def test_an_abort_while_loading_keeps_the_blocks_until_the_load_is_over(
 
 
 def run_returning(driver: Driver, how: OperationEnd) -> None:
-    """Run a prompt whose KV is stored and no longer on the device, every load ending so; forget what began before."""
+    """Run a prompt with stored KV that is no longer on the device; every load gets this outcome."""
     prompt = prompt_of(29)
     for name, again in (("first", prompt), ("other", prompt_of(63, 1)), ("again", prompt)):
         driver.tiers.begun.clear()
@@ -120,7 +120,7 @@ def test_what_was_damaged_in_the_store_is_computed_and_stored_again(target: Sche
     if not (loads := driver.begun(Load)):
         lacks("the scheduler loads nothing here")
     lost = {*loads[0].keys[how.share(len(loads[0].keys)) :]} - {key for each in driver.begun(Save) for key in each.keys}
-    require(not lost, "5.4", f"{len(lost)} blocks were damaged in the store, and are not stored anew")
+    require(not lost, "5.4", f"{len(lost)} blocks were damaged in the store, but are not stored again")
 
 
 @pytest.mark.law("5.6")

@@ -1,1 +1,1 @@
-"""Scale: nothing toy. Sizes that production has and that lie beyond what a kernel was tried with."""
+"""Scale: production sizes, beyond the tiles and splits of kernels."""

@@ -1,4 +1,4 @@
-"""Memory: flat over thousands of steps, and a free amount that is true."""
+"""Memory: constant over thousands of steps, and accurate `free_memory`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def resident() -> int:
-    """Return bytes of this process that are in memory; 0 where the system does not say."""
+    """Return the resident memory of this process in bytes; 0 if the system does not publish it."""
     gc.collect()
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -46,13 +46,13 @@ def resident() -> int:
 
 
 def live_objects() -> int:
-    """Return how many pieces of memory Python's objects take: one more for each object that somebody keeps."""
+    """Return the number of memory blocks of Python objects, which grows with each leaked object."""
     gc.collect()
     return sys.getallocatedblocks()
 
 
 def counts_host_memory(backend: Backend) -> bool:
-    """True if a backend's free memory, or the share that it offers, is the host's: they rise and fall together."""
+    """True if a backend's free memory is, or follows, that of the host."""
     seen = []
     for _ in range(3):
         seen.append((backend.free_memory(), available_memory()))
@@ -64,8 +64,8 @@ def counts_host_memory(backend: Backend) -> bool:
 
 
 def filled_cache(ops: Ops, size: int) -> KVCache:
-    """Allocate a cache of about `size` bytes and write all of it."""
-    # One layer: a C library keeps what it got for arrays below 32 MiB, and does not return it to the system.
+    """Allocate a cache of about `size` bytes and write to all of it."""
+    # One layer, because the C library does not return arrays below 32 MiB to the system.
     shape = KVShape(num_layers=1, num_kv_heads=8, head_dim=128, block_size=64)
     blocks = max(size // shape.bytes_per_block(ITEM_BYTES[ops.dtype]), 1)
     cache = ops.allocate_kv(shape, blocks)
@@ -77,7 +77,7 @@ def filled_cache(ops: Ops, size: int) -> KVCache:
 
 
 def cycle(hand: ByHand) -> int:
-    """Admit, prefill in chunks, decode in batches that shrink and grow, revoke; return how many steps it took."""
+    """Admit, prefill in chunks, decode in varying batches, and revoke; return the number of steps."""
     for slot in range(SLOTS):
         hand.admit(slot, [(slot * 7 + place) % 90 for place in range(20)], **PARAMS[slot % len(PARAMS)])
     hand.step(*((slot, 13, False) for slot in range(SLOTS)))
@@ -102,14 +102,14 @@ def test_memory_is_flat_over_thousands_of_steps(target: Target) -> None:
         kept, grown = live_objects() - objects, resident() - process
         shrunk = free - target.backend.free_memory()
         hand.close()
-    assert kept < later // 3, f"{kept} objects were kept in {later} steps"
+    assert kept < later // 3, f"{kept} objects leaked in {later} steps"
     assert grown < 6 * MEBI, f"the process grew by {grown / MEBI:.1f} MiB in {later} steps"
     if shrunk >= 6 * MEBI:
         assert counts_host_memory(target.backend), f"the device lost {shrunk / MEBI:.1f} MiB in {later} steps"
 
 
 def test_free_memory_can_be_allocated(target: Target, require: Callable[..., None]) -> None:
-    """Nine tenths of it on a device; a part that harms nobody where it is memory of the host."""
+    """Allocate nine tenths of it on a device, or a harmless share of host memory."""
     require("primitives", "kv_transfer")
     host = counts_host_memory(target.backend)
     gc.collect()
@@ -122,19 +122,19 @@ def test_free_memory_can_be_allocated(target: Target, require: Callable[..., Non
 
 
 def test_free_memory_falls_with_a_cache_and_returns(target: Target, require: Callable[..., None]) -> None:
-    """A device says so to the byte. A host's memory is everybody's: there it has to follow what the system says."""
+    """Exact on a device. Host memory is shared, so there it must follow the system's number."""
     require("primitives", "kv_transfer")
     host = counts_host_memory(target.backend)
-    held = filled_cache(target.ops, 256 * MEBI)  # what a library keeps for itself it keeps from the first time on
+    held = filled_cache(target.ops, 256 * MEBI)  # libraries allocate their caches on first use
     del held
     gc.collect()
     before, process = target.backend.free_memory(), resident()
     for _ in range(3):
         cache = filled_cache(target.ops, 256 * MEBI)
         fallen = before - target.backend.free_memory()
-        assert host or fallen > 192 * MEBI, f"free memory fell by {fallen / MEBI:.0f} MiB with a cache of 256"
+        assert host or fallen > 192 * MEBI, f"free memory decreased by {fallen / MEBI:.0f} MiB for a cache of 256"
         del cache
         gc.collect()
     lost = before - target.backend.free_memory()
-    assert host or lost < 64 * MEBI, f"{lost / MEBI:.0f} MiB of three caches did not return"
-    assert resident() - process < 128 * MEBI, "the process keeps caches that were given back"
+    assert host or lost < 64 * MEBI, f"{lost / MEBI:.0f} MiB of three caches were not freed"
+    assert resident() - process < 128 * MEBI, "the process retains freed caches"

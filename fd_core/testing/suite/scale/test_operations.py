@@ -23,7 +23,7 @@ WINDOW = Geometry(heads=6, kv_heads=2, d=32, block_size=16, window=1030)
 
 
 def spread(count: int, longest: int) -> Rows:
-    """Return decodes at the edges of blocks and splits, in no order, and the longest one last."""
+    """Return decodes at the boundaries of blocks and splits in random order, the longest one last."""
     edges = [1, 2, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 511, 512, 513, 640, 1025]
     contexts = [edges[7 * index % len(edges)] for index in range(count - 1)]
     return [*((1, context) for context in contexts), (1, longest)]
@@ -35,7 +35,7 @@ ATTENTION: dict[str, tuple[Geometry, Rows, tuple[str, ...]]] = {
     "131 decodes": (ONE_HEAD, spread(131, 513), ()),
     "one decode of 4,095": (SMOLLM2, [(1, 4095)], ()),
     "decodes of 2,048 and around": (SMOLLM2, [(1, 2047), (1, 2049), (1, 1), (1, 2048), (1, 2500)], ()),
-    "one long beside 40 short": (PLAIN, [(1, 3000), *((1, 1 + 3 * index) for index in range(40))], ()),
+    "one long with 40 short": (PLAIN, [(1, 3000), *((1, 1 + 3 * index) for index in range(40))], ()),
     "a step of 601": (SMOLLM2, [(601, 601)], ()),
     "601 behind 1,999": (ONE_HEAD, [(601, 2600)], ()),
     "701 in 45 rows": (
@@ -54,7 +54,7 @@ def exported(layer: LayerOn) -> Floats:
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_layers_of_production_sizes(ops: Ops, require: Callable[..., None], name: str) -> None:
-    """Output of a layer, and the cache after it: written where it has to be, and nowhere else."""
+    """Compare the output of a layer, and check that the cache is written only where expected."""
     geometry, rows, abilities = ATTENTION[name]
     require(*abilities)
     ours, oracle = (LayerOn(each, geometry, rows) for each in (ops, NumpyOps()))
@@ -65,13 +65,13 @@ def test_layers_of_production_sizes(ops: Ops, require: Callable[..., None], name
     written.reshape(-1)[step_input(rows, geometry.block_size, ours.blocks).kv_slots] = True
     free = written.copy()
     for (_, context), table in zip(rows, ours.blocks, strict=True):
-        # What follows a context in its last block means nothing; a pack may clear it.
+        # Entries after the context in its last block are undefined; a pack may clear them.
         free[table[(context - 1) // geometry.block_size], (context - 1) % geometry.block_size + 1 :] = True
     after, right = exported(ours), exported(oracle)
-    # Axes of the cache: block, layer, key or value, place, head, element.
-    np.testing.assert_array_equal(after[:, 0], before[:, 0], "another layer was written to")
+    # Axes of the cache: block, layer, key or value, offset, head, element.
+    np.testing.assert_array_equal(after[:, 0], before[:, 0], "another layer was written")
     ours_by_place, held, theirs = (each[:, 1].swapaxes(1, 2) for each in (after, before, right))
-    np.testing.assert_array_equal(ours_by_place[~free], held[~free], "a place of another token was written to")
+    np.testing.assert_array_equal(ours_by_place[~free], held[~free], "an entry of another token was written")
     assert_near(
         ops,
         ops.from_host(ours_by_place[written].reshape(written.sum(), -1)),
@@ -80,7 +80,7 @@ def test_layers_of_production_sizes(ops: Ops, require: Callable[..., None], name
 
 
 def test_tables_that_begin_with_the_same_blocks(ops: Ops) -> None:
-    """41 requests that share their first 20 blocks, decoded together."""
+    """Decode 41 requests that share their first 20 blocks."""
     geometry, rows = PLAIN, [(1, 161 + index) for index in range(41)]
     ours, oracle = (LayerOn(each, geometry, rows, shared_blocks=20) for each in (ops, NumpyOps()))
     for found, expected in zip(ours.run(ops), oracle.run(Ops), strict=True):
@@ -104,7 +104,7 @@ def test_linears_of_odd_sizes(ops: Ops, rows: int, inner: int, outer: int) -> No
 
 
 def test_many_tokens_choose_among_many_experts(ops: Ops, require: Callable[..., None]) -> None:
-    """601 tokens over 33 experts; by itself, since a norm before it rounds, which may turn a close choice."""
+    """Route 601 tokens to 33 experts, without the preceding norm, whose rounding may flip a close choice."""
     require("moe")
     geometry, rows = Geometry(experts=33, hidden=48, inner=24), [(601, 601)]
     ours, oracle = LayerOn(ops, geometry, rows), LayerOn(NumpyOps(), geometry, rows)
@@ -129,7 +129,7 @@ def test_tables_and_heads_of_a_large_vocabulary(ops: Ops, vocabulary: int) -> No
 
 
 def test_places_of_the_cache_beyond_2_16(ops: Ops) -> None:
-    """A cache of 70,016 places: the last ones, those around 2^16 and the first are written and read."""
+    """Write and read the last, the first and the entries around 2^16 of a cache of 70,016."""
     block_size, blocks = 16, 4376
     shape = KVShape(num_layers=2, num_kv_heads=1, head_dim=8, block_size=block_size)
     cache = ops.allocate_kv(shape, blocks)

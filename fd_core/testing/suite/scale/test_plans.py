@@ -1,4 +1,4 @@
-"""Random legal plans beside the oracle, hundreds of them; a failure names its seed, which is the test's parameter."""
+"""Hundreds of random legal plans compared with the oracle; the seed is the test's parameter."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ PREFIX = [(11 * place) % 241 for place in range(80)]
 
 _MODES: Final = ("anything", "decodes", "trickle", "wide", "one row", "nothing")
 _SHARES: Final = (0.45, 0.25, 0.1, 0.1, 0.05, 0.05)
-"""Shares of plans with rows of every kind, decodes alone, prompts token by token, few large chunks, one row or none."""
+"""Weights of plans with all kinds of rows, only decodes, prompts token by token, few large chunks, one row or none."""
 
 
 @dataclass(slots=True)
 class _Text:
-    """A request and what it was given so far, over all its stays."""
+    """A request and its tokens so far, over all slot occupancies."""
 
     spec: RequestSpec
     delivered: list[int] = field(default_factory=list)
@@ -58,31 +58,31 @@ class _Text:
 
 @dataclass(slots=True)
 class _Stay:
-    """A residency; counts of tokens include what is in flight at its most."""
+    """A slot occupancy; token counts include the maximum of steps in flight."""
 
     text: _Text
     slot: int
     gen: int
     admitted: int
     computed: int
-    """Tokens of the admission whose KV is computed once the plans so far are."""
+    """Tokens of the admission that are computed after all plans so far."""
     blocks: list[int] = field(default_factory=list)
     granted: int = 0
     flying: deque[int] = field(default_factory=deque)
-    """For each row in flight that samples, the most tokens that it may deliver."""
+    """Maximum number of delivered tokens of each sampling row in flight."""
     rows: int = 0
 
     @property
     def most(self) -> int:
-        """Tokens that the runner knows at most when the next plan is computed."""
+        """Maximum number of tokens in the runner at the next plan."""
         return len(self.text.tokens) + sum(self.flying)
 
 
 class RandomPlans:
-    """Admits, computes and revokes at random; checks each answer's shape, and the texts in the end.
+    """Admits, computes and revokes at random; checks the format of each output, and finally the texts.
 
-    Slots are used in no order and at once again, rows come in no order, blocks are granted as late as may be or
-    early, shared where prompts begin alike, and taken from both ends of the pool; block 0 and the last one included.
+    Slots are reused at once and in random order, rows are shuffled, blocks are granted early or as late as possible,
+    shared between common prefixes, and taken from both ends of the pool, including block 0 and the last one.
     """
 
     def __init__(self, engine: Engine, judge: Judge, seed: int) -> None:
@@ -103,7 +103,7 @@ class RandomPlans:
         """Counts of events, so that a test can assert that they occurred."""
 
     def run(self, plans: int) -> None:
-        """Compute so many plans and judge what was delivered."""
+        """Compute `count` plans and judge the texts."""
         try:
             for _ in range(plans):
                 self._submit()
@@ -159,7 +159,7 @@ class RandomPlans:
         self._device.submit(plan)
 
     def _revoke(self) -> list[_Stay]:
-        """Take slots back: often none, sometimes one, seldom all."""
+        """Revoke slots: often none, sometimes one, rarely all."""
         share = self._rng.choice([0.0, 0.03, 1.0], p=[0.6, 0.385, 0.015])
         chosen = [stay for stay in self._stays.values() if self._rng.random() < share]
         for stay in chosen:
@@ -184,7 +184,7 @@ class RandomPlans:
             known = np.array(text.tokens, np.int32)
             stay = _Stay(text, slot, self._gen, len(known), len(shared) * limits.block_size, list(shared), len(shared))
             self._owners.update(shared)
-            # All of its blocks are reserved, and granted as it grows.
+            # All of its blocks are reserved, and granted on growth.
             fresh = self._take(-(-text.longest // limits.block_size) - len(shared))
             stay.blocks += fresh
             self._stays[slot] = stay
@@ -197,7 +197,7 @@ class RandomPlans:
     def _take(self, count: int) -> list[int]:
         free = [block for block in range(self._limits.num_kv_blocks) if not self._owners[block]]
         self._rng.shuffle(free)
-        # The ends of the pool come first, so that they are in use whenever anything is.
+        # Blocks are taken from the ends of the pool first, so that those are always in use.
         free.sort(key=lambda block: block not in (0, self._limits.num_kv_blocks - 1))
         chosen = free[:count]
         self._rng.shuffle(chosen)
@@ -205,7 +205,7 @@ class RandomPlans:
         return chosen
 
     def _shared_blocks(self, text: _Text) -> list[int]:
-        """Return the blocks of another stay that hold, or will hold once it is planned, the same first tokens."""
+        """Return the blocks of another request that hold, or will hold, the same leading tokens."""
         size, known = self._limits.block_size, text.tokens
         for stay in self._stays.values():
             theirs, count = stay.text.tokens, 0
@@ -219,7 +219,7 @@ class RandomPlans:
         return []
 
     def _grow(self, stay: _Stay, tokens: int) -> list[BlockGrant]:
-        """Grant blocks for so many tokens, and sometimes more than that."""
+        """Grant blocks for `tokens` tokens, sometimes more."""
         needed = -(-tokens // self._limits.block_size)
         if needed <= stay.granted:
             return []
@@ -227,7 +227,7 @@ class RandomPlans:
         return [BlockGrant(stay.slot, offset, np.array(stay.blocks[offset : stay.granted], np.int32))]
 
     def _rows(self, mode: str) -> list[tuple[_Stay, int, int]]:
-        """Choose (stay, tokens, drafts among them) within the budget."""
+        """Choose (stay, tokens including drafts, drafts) within the budget."""
         stays, rows = list(self._stays.values()), []
         self._rng.shuffle(stays)
         left = self._limits.max_num_batched_tokens
@@ -266,7 +266,7 @@ class RandomPlans:
         right[plan.slots[plan.samples]] = Outcome.TOKENS
         right[[back.slot for back in plan.revocations]] = Outcome.RELEASED
         wrong = np.flatnonzero(outcomes.kinds != right).tolist()
-        assert not wrong, f"step {plan.step}: slots {wrong} answer {outcomes.kinds[wrong]} instead of {right[wrong]}"
+        assert not wrong, f"step {plan.step}, slots {wrong}: expected {right[wrong]}, got {outcomes.kinds[wrong]}"
         for stay, samples, drafts in zip(stays, plan.samples.tolist(), plan.num_drafts.tolist(), strict=True):
             stay.rows -= 1
             if samples:
@@ -284,7 +284,7 @@ class RandomPlans:
             self._leave(stay)
 
     def _leave(self, stay: _Stay) -> None:
-        """Give slot and blocks back; the request comes again if it has not ended, at another length."""
+        """Free slot and blocks; a request that has not ended is queued again."""
         assert not stay.rows
         self._owners.subtract(stay.blocks)
         self._owners = +self._owners
@@ -298,7 +298,7 @@ class RandomPlans:
         wanted, name = stay.text.spec.params.logprobs, stay.text.spec.request_id
         if wanted is None or stay.text.delivered != self._judge.texts[name][: begin + count]:
             return
-        assert output.logprobs is not None, f"{name} asked for log-probabilities"
+        assert output.logprobs is not None, f"{name} requested log-probabilities"
         rows = np.flatnonzero(output.logprobs.slots == stay.slot)
         columns = output.logprobs.columns[rows].tolist()
         assert columns[:count] == list(range(count)), f"{name}: scores of columns {columns} for {count} tokens"
@@ -311,7 +311,8 @@ class RandomPlans:
 
 
 def requests(exact: bool) -> list[RequestSpec]:
-    """Prompts of every length, a third of them beginning alike; where `exact`, most are drawn, filtered, penalized."""
+    """Return prompts of every length, a third with a common prefix; with `exact`, most are sampled, filtered,
+    penalized."""
     rng = np.random.default_rng(5)
     found = []
     for index in range(60):

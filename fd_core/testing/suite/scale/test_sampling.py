@@ -1,4 +1,4 @@
-"""Sampling over vocabularies beyond 2^16 and 2^17, in batches beyond any tile: exactly what the oracle chooses."""
+"""Sampling over vocabularies beyond 2^16 and 2^17, in batches beyond any tile: the same tokens as the oracle."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ORACLE = NumpyOps()
 
 
 def random_logits(rows: int, vocabulary: int, seed: int) -> Floats:
-    """Return logits of several temperatures, those of every third row rounded so that ties are everywhere."""
+    """Return logits of several temperatures; every third row is rounded to produce ties."""
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal((rows, vocabulary), np.float32) * rng.choice([0.2, 1.0, 4.0], (rows, 1))
-    logits[::3] = np.round(logits[::3] * 2) / 2  # -0.0 and 0.0 among them
+    logits[::3] = np.round(logits[::3] * 2) / 2  # including -0.0 and 0.0
     found: Floats = logits.astype(np.float32)
     return found
 
 
 def drawn(rows: int, seed: int, **columns: Any) -> SampleInput:
-    """Return parameters of rows that draw, each with a seed and a position of its own, the largest among them."""
+    """Return parameters of sampling rows with distinct seeds and positions, including the largest."""
     rng = np.random.default_rng(seed)
     seeds, positions = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 2**31, rows)
     seeds[0], positions[0] = 2**64 - 1, 2**31 - 1
@@ -42,7 +42,7 @@ def check_choice(ops: Ops, logits: Floats, parameters: SampleInput) -> IntArray:
     tokens, peaks = (ops.to_host(each) for each in ops.sample(ops.from_host(logits.copy()), on_device(ops, parameters)))
     right, right_peaks = ORACLE.sample(logits, parameters)
     rows = np.flatnonzero(tokens != right).tolist()
-    assert not rows, f"rows {rows} choose {tokens[rows].tolist()} instead of {right[rows].tolist()}"
+    assert not rows, f"rows {rows}: expected {right[rows].tolist()}, got {tokens[rows].tolist()}"
     np.testing.assert_array_equal(peaks, right_peaks)
     found: IntArray = tokens
     return found
@@ -62,14 +62,14 @@ def test_every_filter_at_once_over_a_large_vocabulary(ops: Ops, vocabulary: int)
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_draws_reach_every_part_of_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
-    """Without a filter, and logits that hardly differ: the sums go over everything."""
+    """Sample without a filter from nearly equal logits, so that sums cover the whole vocabulary."""
     tokens = check_choice(ops, random_logits(ROWS, vocabulary, 3) * np.float32(0.01), drawn(ROWS, 4))
     assert len(set((tokens // 2**13).tolist())) > 5
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 16_384, 16_385, 65_537, 140_001, 140_002, 140_003, 2**31 - 1])
 def test_top_k_cuts_a_large_vocabulary_exactly(ops: Ops, top_k: int) -> None:
-    """Logits that fall from the last id to the first, so that what is kept is the upper end."""
+    """Use logits that decrease from the last id to the first, so that the upper end is kept."""
     vocabulary, rows = VOCABULARIES[-1], 9
     logits = np.tile(np.linspace(-0.001, 0.001, vocabulary, dtype=np.float32), (rows, 1))
     tokens = check_choice(ops, logits, drawn(rows, top_k % 97, top_k=top_k))
@@ -78,7 +78,7 @@ def test_top_k_cuts_a_large_vocabulary_exactly(ops: Ops, top_k: int) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 40_000, 100_000])
 def test_ties_over_a_large_vocabulary_go_to_the_lower_ids(ops: Ops, top_k: int) -> None:
-    """All logits are the same, but for a sign of zero: what is kept is the lower end."""
+    """Use equal logits, except for the sign of zero, so that the lower end is kept."""
     vocabulary, rows = VOCABULARIES[-1], 13
     logits = np.zeros((rows, vocabulary), np.float32)
     logits[:, 1::2] = -0.0
@@ -89,7 +89,7 @@ def test_ties_over_a_large_vocabulary_go_to_the_lower_ids(ops: Ops, top_k: int) 
 
 @pytest.mark.parametrize("rows", [1, 40, 41, 67, 131])
 def test_greedy_finds_the_largest_logit_wherever_it_is(ops: Ops, rows: int) -> None:
-    """First and last id, both sides of 2^15, 2^16 and 2^17, the edges of tiles; twice where a tie is to be broken."""
+    """Peaks at first and last id, around 2^15, 2^16 and 2^17 and at tile boundaries; two peaks for ties."""
     vocabulary = VOCABULARIES[-1]
     edges = [0, 1, 31, 127, 128, 1023, 1024, 2**15 - 1, 2**15, 2**16 - 1, 2**16, 2**17 - 1, 2**17, vocabulary - 1]
     logits = np.zeros((rows, vocabulary), np.float32)
@@ -99,7 +99,7 @@ def test_greedy_finds_the_largest_logit_wherever_it_is(ops: Ops, rows: int) -> N
     logits[tied, np.maximum(best[tied], vocabulary - 1 - best[tied])] = 0.5
     right = np.where(tied, np.minimum(best, np.maximum(best, vocabulary - 1 - best)), best)
     assert check_choice(ops, logits, sample_input(rows, temperature=0.0)).tolist() == right.tolist()
-    if rows > 41:  # the oracle takes long to sort
+    if rows > 41:  # the oracle sorts slowly
         return
     mixed = sample_input(rows, temperature=(np.arange(rows) % 2).astype(np.float32), top_k=1)
     assert check_choice(ops, logits, mixed).tolist() == right.tolist()
@@ -107,7 +107,7 @@ def test_greedy_finds_the_largest_logit_wherever_it_is(ops: Ops, rows: int) -> N
 
 @pytest.mark.parametrize("rows", [40, 67, 131])
 def test_a_row_of_a_large_batch_is_chosen_as_if_alone(ops: Ops, rows: int) -> None:
-    """Greedy rows, drawn rows and filtered rows side by side, in a batch that is no multiple of any tile."""
+    """Mix greedy, sampled and filtered rows in a batch that is not a multiple of any tile."""
     vocabulary = 5003
     rng = np.random.default_rng(rows)
     columns = {
@@ -135,7 +135,7 @@ def test_one_strange_logit_of_a_large_vocabulary_shows_in_its_peak(ops: Ops, pla
             ops.to_host, ops.sample(ops.from_host(logits.copy()), on_device(ops, drawn(5, 1, temperature=heat)))
         )
         assert np.isfinite(peaks).tolist() == [True, False, False, False, True]
-        assert tokens[4] == place, "the only token that is allowed"
+        assert tokens[4] == place, "the only allowed token"
         assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
 
 
@@ -154,12 +154,13 @@ def test_log_probabilities_over_a_large_vocabulary(ops: Ops, vocabulary: int, to
     np.testing.assert_allclose(top, right_top, atol=2e-4)
     ranks = ops.to_host(ops.ranks(given, ops.from_host(tokens)))
     assert ranks.tolist() == ORACLE.ranks(logits, tokens).tolist()
-    np.testing.assert_array_equal(ops.to_host(given), logits, "the logits were changed")
+    np.testing.assert_array_equal(ops.to_host(given), logits, "the logits were modified")
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_penalties_over_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
-    """Rows in no order, counts of residencies in another, drafts with the last id, some rows without a penalty."""
+    """Penalize rows in random order, with counts in another order, drafts with the last id, and some rows without a
+    penalty."""
     rng = np.random.default_rng(12)
     logits = random_logits(ROWS, vocabulary, 13)
     counts = np.zeros((50, vocabulary), np.int32)
@@ -186,7 +187,7 @@ def test_penalties_over_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_masks_over_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
-    """Words that allow all and none, single tokens at every edge, as a grammar makes them."""
+    """Mask with words that allow all and none, and single tokens at every boundary, as grammars do."""
     rng = np.random.default_rng(15)
     logits = random_logits(ROWS, vocabulary, 16)
     rows = rng.permutation(ROWS)[:37].astype(np.int32)
@@ -200,11 +201,11 @@ def test_masks_over_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
 
 
 def test_thousands_of_biases_land_where_they_belong(ops: Ops) -> None:
-    """Places in no order, the corners among them, some given more than once."""
+    """Add at cells in random order, including corners and repeated cells."""
     vocabulary, rng = VOCABULARIES[-1], np.random.default_rng(14)
     rows, ids = rng.integers(0, ROWS, 6000).astype(np.int32), rng.integers(0, vocabulary, 6000).astype(np.int32)
     rows[:4], ids[:4] = (0, 0, ROWS - 1, ROWS - 1), (0, vocabulary - 1, 0, vocabulary - 1)
-    rows[100:200], ids[100:200] = rows[0:1], ids[1:2]  # summed: a hundred times the same place
+    rows[100:200], ids[100:200] = rows[0:1], ids[1:2]  # the sum of a hundred additions to one cell
     values = rng.choice([-2.0, -0.5, 0.25, 1.0], 6000).astype(np.float32)
     found = ops.add_at(
         ops.from_host(np.zeros((ROWS, vocabulary), np.float32)), *map(ops.from_host, (rows, ids, values))
@@ -215,7 +216,7 @@ def test_thousands_of_biases_land_where_they_belong(ops: Ops) -> None:
 
 
 def test_counts_of_many_slots_are_written_and_kept(ops: Ops) -> None:
-    """The rows of a large batch, grown as the runner grows them: the last row and the last id keep their counts."""
+    """Count in a large batch, grown as in the runner; the last row and the last id must keep their counts."""
     vocabulary, rng = VOCABULARIES[0], np.random.default_rng(15)
     held = np.zeros((8, vocabulary), np.int32)
     counts = ops.from_host(held.copy())
@@ -239,7 +240,7 @@ def test_counts_of_many_slots_are_written_and_kept(ops: Ops) -> None:
 @pytest.mark.parametrize("slots", [64, 257, 1023])
 @pytest.mark.parametrize("k", [0, 1, 7, 16])
 def test_the_matrix_of_many_slots(target: Target, slots: int, k: int) -> None:
-    """Slots in no order, the first and the last among them; rows beside releases, all rows, none; large tokens."""
+    """Use slots in random order, including the first and the last; rows with releases, all rows, none; large tokens."""
     rng = np.random.default_rng(slots + k)
     matrices = Matrices(PostprocessTarget(target.name, target.postprocess, target.ops), slots, k)
     for rows, back in ((slots // 2, slots // 3), (slots, 0), (0, slots), (1, 0), (0, 0), (slots - 1, 1)):

@@ -1,4 +1,4 @@
-"""Steps of production sizes through the runner and the engine, beside the oracle."""
+"""Steps of production sizes through the runner and the engine, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WIDE: dict[str, Any] = {
 
 
 class Batch:
-    """A batch of one request in each slot that is stepped by hand; every prompt token may be a step of its own."""
+    """A batch with one request per slot, stepped manually; every prompt token may be a separate step."""
 
     def __init__(self, hand: ByHand, judge: Judge) -> None:
         self.hand, self.judge = hand, judge
@@ -60,7 +60,7 @@ class Batch:
         self.step([(slot, len(self.specs[slot].prompt) - self.computed[slot], True) for slot in slots])
 
     def chunks(self, unfinished: Sequence[int], finished: Sequence[int] = ()) -> None:
-        """Compute one prompt token of some slots, none of which samples, and one token of others, which do."""
+        """Compute one prompt token of some slots without sampling, and one sampling token of others."""
         self.step([*((slot, 1, False) for slot in unfinished), *((slot, 1, True) for slot in finished)])
         for slot in unfinished:
             assert self.computed[slot] < len(self.specs[slot].prompt)
@@ -114,16 +114,16 @@ def test_the_last_slot_and_the_first_alone_after_a_large_batch(batch: Batch) -> 
 
 
 def test_unfinished_chunks_between_decodes_leave_nothing_behind(batch: Batch) -> None:
-    """Steps of single tokens of which few are sampled, in batches that shrink and grow."""
+    """Run single-token steps with few sampling rows, in batches that shrink and grow."""
     late = [slot for slot in range(SLOTS) if len(batch.specs[slot].prompt) >= 20][:12]
     early = [slot for slot in range(SLOTS) if slot not in late]
     batch.prefill(early)
-    batch.decode(early)  # every row of logits of a large batch is wanted
+    batch.decode(early)  # all rows of a large batch have logits
     batch.chunks(late, [early[-1]])
     batch.chunks(late[:7], [early[0]])
     batch.chunks(late[:3], [early[7]])
     batch.chunks(late[1:2], [early[20]])
-    batch.chunks(late)  # nothing samples
+    batch.chunks(late)  # no row samples
     batch.decode([early[3]])
     batch.chunks(late[5:6], early[:39])
     batch.chunks(late[:1], early[40:42])
@@ -133,7 +133,7 @@ def test_unfinished_chunks_between_decodes_leave_nothing_behind(batch: Batch) ->
 
 
 def test_a_wide_step_beside_decodes(batch: Batch) -> None:
-    """One step of more than 600 tokens: prompts, unfinished chunks and decodes, in no order of slots."""
+    """Run one step of more than 600 tokens: prompts, partial chunks and decodes, in random order of slots."""
     first = shuffled(9, 5)
     batch.prefill(first)
     rest = [slot for slot in shuffled(SLOTS, 6) if slot not in first]
@@ -148,7 +148,7 @@ def test_a_wide_step_beside_decodes(batch: Batch) -> None:
 
 
 def test_contexts_beyond_any_split_up_to_the_last_position(target: Target) -> None:
-    """Prompts of 2,000 tokens and more in chunks of 601, decodes behind them, one up to the model's last position."""
+    """Run prompts of 2,000 tokens and more in chunks of 601, then decodes, one up to the model's last position."""
     rng = np.random.default_rng(8)
     lengths = {"a": (2048, 4), "b": (2047, 6), "c": (3101, 5), "d": (4096 - 9, 9)}
     specs = [greedy(name, rng.integers(0, 250, count).tolist(), most) for name, (count, most) in lengths.items()]
@@ -160,7 +160,7 @@ def test_contexts_beyond_any_split_up_to_the_last_position(target: Target) -> No
 
 
 def test_a_vocabulary_beyond_2_17_with_everything_at_once(target: Target, require: Callable[..., None]) -> None:
-    """41 requests with log-probabilities, filters, penalties and biases over 140,003 tokens, most beyond 2^16."""
+    """Run 41 requests with log-probabilities, filters, penalties and biases over 140,003 tokens, most beyond 2^16."""
     require("checkpoints")
     specs = wide_specs(target.exact)
     judge = Judge.of(target, "wide", WIDE_CASE, specs, **WIDE)
@@ -178,7 +178,7 @@ def test_a_vocabulary_beyond_2_17_with_everything_at_once(target: Target, requir
 
 
 def wide_specs(exact: bool) -> list[RequestSpec]:
-    """Requests over the large vocabulary; greedy ones only unless `exact`."""
+    """Return requests over the large vocabulary; only greedy ones unless `exact`."""
     rng = np.random.default_rng(9)
     specs = []
     for index in range(41):

@@ -22,7 +22,7 @@ _FIND_RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 
 
 class HarmonyTools(JsonCallReader):
-    """`analysis` is reasoning, `final` and `commentary` are content, what goes to a function is a call."""
+    """`analysis` is reasoning, `final` and `commentary` are content, a message to a function is a call."""
 
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
     sample = (

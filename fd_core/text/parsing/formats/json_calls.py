@@ -1,6 +1,6 @@
 """Tool calls written as JSON objects, `{"name": ..., "arguments": {...}}`: Hermes, Llama, Mistral, DeepSeek.
 
-The arguments go out as the model wrote them, character by character; only the object around them is read.
+The arguments are emitted as the model wrote them, character by character; only the object around them is parsed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WRAPPER: Final = "function"
 """Key of a name, or of the object that is the call."""
 _KEYS: Final = ("name", _WRAPPER, *_ARGUMENTS, "type", "id")
 _BETWEEN: Final = (",", ";", "[", "]", "}", "```json", "```python", "```")
-"""Stands around calls that follow one another."""
+"""Separates or encloses consecutive calls."""
 _SCALAR: Final = re.compile(r"[A-Za-z0-9+.-]+")
 _INSIDE: Final = re.compile(r'[^"{}\[\]<`]+')
 """Characters that neither begin nor end a JSON value. `<` and a backtick never occur in JSON outside of strings: they
@@ -32,7 +32,7 @@ _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 class _Value(NamedTuple):
     text: str
     whole: bool
-    """False if it broke off."""
+    """False if it is incomplete."""
 
 
 class JsonCallReader(ToolReader):
@@ -54,11 +54,11 @@ class JsonCallReader(ToolReader):
             yield from self.rest_of_call()
 
     def json_call(self, *, known: bool = False) -> Steps[bool]:
-        """Read one object; return whether it is a call. If not, what was read is kept for `say_read`.
+        """Read one object; return True if it is a call. If not, the text that was read is kept for `say_read`.
 
         The call begins when its name is known; with `known`, for formats without a marker, when it is the name of a
-        tool and arguments are there; then its first key has to be one of a call. It ends with its arguments. If they
-        break off it stays open, see `rest_of_call`.
+        tool and arguments are there; then its first key must be one of a call. It ends with its arguments. If they are
+        incomplete it stays open, see `rest_of_call`.
         """
         name: str | None = None
         early: str | None = None
@@ -113,7 +113,7 @@ class JsonCallReader(ToolReader):
         yield from self.rest_of_call()
 
     def rest_of_call(self) -> Steps[None]:
-        """Read the text after a broken-off call as its arguments, up to the next marker or the end of a block."""
+        """Read the text after an incomplete call as its arguments, up to the next marker or the end of a block."""
         if not self.call_open:
             return
         if end := (yield from self.until(_FENCE, *self.markers, say=self.say_arguments, space=True)):
@@ -126,7 +126,7 @@ class JsonCallReader(ToolReader):
         return True
 
     def json_value(self) -> Steps[bool]:
-        """Say one JSON value as the arguments of the open call; return whether it is whole."""
+        """Emit one JSON value as the arguments of the open call; return True if it is complete."""
         return (yield from self._value(self.say_arguments, unquote=True)).whole
 
     def _key(self) -> Steps[str | None]:
@@ -188,7 +188,7 @@ class JsonCallReader(ToolReader):
                 return _Value("".join(read), True)
 
     def _read_string(self, tell: Callable[[str], None]) -> Steps[str]:
-        """Read a string with its quotes; return its last character, empty if it broke off."""
+        """Read a string with its quotes; return its last character, empty if it is incomplete."""
         tell((yield from self.take()))
         while True:
             yield from self._run(_IN_STRING, tell)
@@ -200,13 +200,13 @@ class JsonCallReader(ToolReader):
                 return character
 
     def _run(self, pattern: re.Pattern[str], tell: Callable[[str], None]) -> Steps[None]:
-        """Say what `pattern` matches, as much as there is."""
+        """Emit the longest match of `pattern`."""
         while (yield from self.peek()) and (text := self.here(pattern)):
             tell(text)
 
 
 def _string(text: str) -> str | None:
-    """Return the value of a JSON string, None if it is none. Halves of characters stay as they are written."""
+    """Return the value of a JSON string, None if it is invalid. Lone surrogates stay escaped."""
     try:
         value = str(json.loads(text, strict=False))
     except ValueError:

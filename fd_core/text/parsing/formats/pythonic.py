@@ -69,7 +69,7 @@ class PythonicTools(ToolReader):
             self.say_read(cut=explicit or self._half_a_call)
 
     def _call(self, explicit: bool) -> Steps[bool]:
-        """Read one call; false, with the place where it should be still kept, if there is none."""
+        """Read one call; False, with the position still marked, if there is none."""
         yield from self.space()
         name = yield from self.match(_NAME)
         self._half_a_call = any(tool.startswith(name) for tool in self.tools)
@@ -95,21 +95,21 @@ class PythonicTools(ToolReader):
                 break
             yield from self.space()
             yield from self.literal(",")
-        # It broke off: what follows is taken for its arguments.
+        # It is incomplete: the following text is treated as its arguments.
         if end := (yield from self.until(")]", *self.markers, say=self.say_arguments)):
             self.end_call()
             self.skip(-len(end) if end in self.markers else 0)
         return False
 
     def _value(self, depth: int) -> Steps[bool]:
-        """Translate one value; return whether it is whole."""
+        """Translate one value; return True if it is complete."""
         first = yield from self.peek()
         if first and first in "'\"":
             return (yield from self._string())
         if first in _BRACKETS:
             return depth < _MAX_DEPTH and (yield from self._collection(depth))
         word = yield from self.match(_WORD)
-        if self.at_end:  # what is there of a number is sure, a word may become anything
+        if self.at_end:  # the digits so far are certain, but a word may still continue
             self.say_arguments(word if word[:1] in "-0123456789" else "")
             return False
         number = _WORDS.get(word) or _number(word)

@@ -25,10 +25,10 @@ class TaggedCallReader(ToolReader):
 
     @abc.abstractmethod
     def key(self) -> Steps[str | None]:
-        """Return the key after `before_key`, up to its value; None if the argument has broken off."""
+        """Return the key after `before_key`, up to its value; None if the argument is incomplete."""
 
     def arguments_of(self, tool: str) -> Steps[None]:
-        """Say the arguments of a call that has begun."""
+        """Emit the arguments of a call that has begun."""
         said, before = "{", self.tagged.before_key
         while (marker := (yield from self.until(before, *self.ends, say=self.drop))) == before:
             key = yield from self.key()
@@ -55,10 +55,10 @@ class TaggedCallReader(ToolReader):
         value, closed = yield from self.text_until(*ends)
         quotes = _Quotes() if value.lstrip()[:1] in ("[", "{", '"') else None
         while closed and quotes is not None and quotes.open_after(value[quotes.seen :]):
-            more, again = yield from self.text_until(*ends)  # the marker stood in a string
+            more, again = yield from self.text_until(*ends)  # the marker was part of a string
             value += closed + more
             closed = again
-        if closed:  # half a value of another type may be anything
+        if closed:  # an incomplete value of another type is ambiguous
             self.say_arguments(json_of(value, kinds))
         return bool(closed)
 
@@ -131,7 +131,7 @@ _VALUE_END: Final = "</parameter>"
 
 
 class QwenCoderTools(TaggedCallReader):
-    """Qwen3-Coder: parameters between tags with names. Models sometimes leave out the markers around a call."""
+    """Qwen3-Coder: parameters between tags with names. Models sometimes omit the markers around a call."""
 
     markers = (_BEGIN, _END, _CALL, _CALL_END, _KEY, _VALUE_END)
     tagged = TaggedArguments(_KEY, ">\n", f"\n{_VALUE_END}\n", (f"\n{_VALUE_END}", _VALUE_END))

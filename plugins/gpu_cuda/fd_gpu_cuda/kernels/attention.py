@@ -1,26 +1,26 @@
 """Paged attention in Triton: one kernel for rows of few tokens, and one for prompts and chunks of prompts.
 
-Which kernel computes a row depends on the row alone: by its number of tokens it is a decode or a part of a prompt, and
-the bits of its attention are the same alone, between decodes and beside prompts.
+The kernel of a row depends only on its number of tokens, as a decode or a part of a prompt, so the bits of its
+attention do not depend on other rows.
 
-Exponents are of base 2. Where two products are added, which of them is rounded is written out (`fma`): a compiler that
-chose would not choose alike in two kernels, and a row would have other bits where it is computed in pieces.
+Exponents are of base 2. For sums of two products, `fma` states which one is rounded: the compiler's choice could differ
+between kernels, and change the bits of a row that is computed in pieces.
 
 Decodes are known as flash-decoding (Dao, Haziza, Massa and Sizov, 2023): the context of a row is divided among
-programs. Keys are cut into chunks at fixed positions. Each chunk is summed up from scratch in float32, and sums of
-chunks are folded in their order, always: by the one program of a row that is not divided, or by that which comes last
-of several. So the bits of a row do not depend on the batch, nor on the number of programs or the device.
+programs. Keys are cut into chunks at fixed positions. Each chunk is summed from zero in float32, and sums of chunks are
+always folded in order: by the single program of an undivided row, or by the last of several to finish. So the bits of a
+row do not depend on the batch, nor on the number of programs or the device.
 
-The last program is found by a counter (`logits` says why it sees what the others stored), which is then 0 for the next
-launch. That one begins when this one has ended: launches that share a workspace are of one stream.
+The last program is determined by a counter (`logits` explains why it sees the stores of the others), which it resets
+for the next launch. Launches that share a workspace are on one stream, so they do not overlap.
 
 Of prompts, one program computes one tile of queries of one row for one KV head; the query heads that share the KV head
-lie in the tile side by side. It walks over the keys in tiles and keeps a running softmax in float32 (Milakov and
-Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", NeurIPS 2022). Tiles of
-keys that all queries see wholly need no mask. A row is always walked in the same order, whatever else is in the batch.
+are adjacent in the tile. It iterates over tiles of keys with a running softmax in float32 (Milakov and Gimelshein,
+"Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", NeurIPS 2022). Tiles of keys that are
+visible to all queries need no mask. The order of a row's tiles never depends on the batch.
 
-What decides bits depends on the model alone: which keys are summed up together. What fits a device, how many loads are
-under way and how many programs share a row, decides none.
+The bits are determined by the grouping of keys in sums, which depends only on the model. Device-specific tuning, such
+as loads in flight and programs per row, does not affect them.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from fd_gpu_cuda.kernels.logits import is_last
 from fd_gpu_cuda.kv_cache import CudaLayer
 
 CHUNK: Final = 256
-"""Keys that are summed up from scratch, by their positions."""
+"""Keys per chunk that is summed from zero, by position."""
 LARGE_CHUNK: Final = 1024
 LARGE_FROM: Final = 8192
-"""Chunks are large from this position on: a row so long has enough of them, and there are fewer sums to fold."""
+"""Position from which chunks are larger, because long rows have enough of them, to fold fewer sums."""
 MOST_DRAFTED: Final = 8
 """Tokens of a row up to which it counts as a decode: its chunks are divided among programs."""
 
 _LINES: Final = 16
-"""Least lines that tensor cores multiply."""
+"""Minimum number of lines of a tensor core product."""
 _DECODE_LINES: Final = 32
 _PREFILL_LINES: Final = 128
 _TILE_BYTES: Final = 16 * 1024
-"""Of one tile of keys, or of values, of a decode."""
+"""Bytes of one tile of keys, or of values, of a decode."""
 _MOST_KEYS: Final = 128
 _STAGES: Final = 4
 _HOPPER_BYTES: Final = 200 * 1024
 _RESERVED_BYTES: Final = 18 * 1024
-"""Shared memory that weights, reductions and scales take beside the tiles."""
+"""Shared memory for weights, reductions and scales in addition to the tiles."""
 
 
 class Tile(NamedTuple):
@@ -64,11 +64,11 @@ class Tile(NamedTuple):
     queries: int
     """Tokens of one row."""
     lines: int
-    """Tokens times the query heads that share a KV head, rounded up to what is multiplied at once."""
+    """Tokens times the query heads that share a KV head, rounded up to the product size."""
     keys: int
     num_warps: int
     num_stages: int
-    """Tiles of keys and values whose loads are under way at once, and the one that is computed."""
+    """Pipeline stages: tiles of keys and values in flight, plus the one that is computed."""
 
 
 class HeadSizes(NamedTuple):
@@ -78,7 +78,7 @@ class HeadSizes(NamedTuple):
     """Query heads that share a KV head."""
     width: int
     kv_bytes: int
-    """Of an element of a key."""
+    """Bytes of an element of a key."""
     q_bytes: int
     windowed: bool = False
 
@@ -89,12 +89,12 @@ class HeadSizes(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """True if a tile has elements beyond the head: its loads hold a mask in registers."""
+        """True if a tile has elements beyond the head, whose loads hold a mask in registers."""
         return self.padded != self.width
 
     @property
     def exact(self) -> bool:
-        """True if products are of float32, for which there are no tensor cores."""
+        """True if products are in float32, which has no tensor cores."""
         return self.q_bytes == 4
 
     @property
@@ -105,14 +105,14 @@ class HeadSizes(NamedTuple):
 
 @cache
 def decode_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
-    """Cut a row of few tokens; `shared_memory` is what a program can have.
+    """Return the tiling of a row of few tokens; `shared_memory` is the limit of a program in bytes.
 
-    Heads that are masked take fewer keys or lines, or more warps: what fits into registers was found by compiling.
+    Masked heads use fewer keys or lines, or more warps; the limits of registers were found by compiling.
     """
     most = _LINES if sizes.masked and sizes.exact else _DECODE_LINES
     queries = max(1, min(MOST_DRAFTED, most // sizes.shared))
     lines = max(_LINES, triton.next_power_of_2(queries * sizes.shared))
-    # Numbers of 8 bits become numbers of the queries' type before they are multiplied.
+    # 8-bit values are converted to the queries' type before products.
     keys = min(max(_TILE_BYTES // (sizes.padded * max(sizes.kv_bytes, sizes.q_bytes)), _LINES), _MOST_KEYS)
     warps = 8 if sizes.exact else 4
     if sizes.exact:
@@ -124,10 +124,10 @@ def decode_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
 
 @cache
 def prefill_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
-    """Cut a row of many tokens.
+    """Return the tiling of a row of many tokens.
 
-    These are the largest tiles that stay in registers: narrow heads without a window, whose keys need no widening, take
-    more lines than others, and heads that are masked and widened fewer keys.
+    These are the largest tiles that fit in registers: narrow heads without a window and without widening have more
+    lines, masked and widened heads fewer keys.
     """
     lines, keys = _PREFILL_LINES // 2, 32 if sizes.padded > 128 or (sizes.masked and sizes.widened) else 64
     if sizes.exact:
@@ -139,10 +139,10 @@ def prefill_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
 
 
 def _stages(sizes: HeadSizes, lines: int, keys: int, shared_memory: int) -> int:
-    """Return 4 if as many fit, else 1: fewer than 4 take no less, because blocks are looked up two stages ahead.
+    """Return 4 stages if they fit, else 1: fewer than 4 need no less, because blocks are looked up two stages ahead.
 
-    What is multiplied while the next tiles come needs a place of its own on Hopper, and so do the queries. Masked loads
-    of float32 are not ahead of anything: what waits for its mask would not stay in registers.
+    On Hopper, operands of products and queries need separate buffers while the next tiles load. Masked float32 loads
+    are not pipelined, because pending masks would not fit in registers.
     """
     if sizes.exact and sizes.masked:
         return 1
@@ -152,22 +152,22 @@ def _stages(sizes: HeadSizes, lines: int, keys: int, shared_memory: int) -> int:
 
 
 def chunk_of(key: int) -> int:
-    """Return which chunk a position lies in."""
+    """Return the chunk of a position."""
     if key < LARGE_FROM:
         return key // CHUNK
     return LARGE_FROM // CHUNK + (key - LARGE_FROM) // LARGE_CHUNK
 
 
 def most_chunks(max_context: int, window: int | None, queries: int) -> int:
-    """Return how many chunks some tokens of one row see at most."""
+    """Return the maximum number of chunks that some tokens of one row attend to."""
     chunks = chunk_of(max_context - 1) + 1
     return chunks if window is None else min(chunks, (window + queries - 2) // CHUNK + 2)
 
 
 def splits_of(units: int, chunks: int, multiprocessors: int) -> int:
-    """Return among how many programs the chunks of a row are divided, where there are `units` of rows and heads.
+    """Return the number of programs per row, for `units` pairs of rows and heads.
 
-    Two programs for each multiprocessor keep enough loads under way.
+    Two programs per multiprocessor keep enough loads in flight.
     """
     return max(1, min(chunks, 2 * multiprocessors // units))
 
@@ -182,7 +182,7 @@ def load_tile(
     key, kv_head,
     block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and values [n, d] of one KV head at positions [n], which must all be known, and their scales [n]."""
+    """Load keys and values [n, d] of one KV head at valid positions [n], and their scales [n]."""
     block = tl.load(table_at + key // block_size).to(tl.int64)
     place = (block * block_size + key % block_size) * kv_heads + kv_head
     column = tl.arange(0, d)
@@ -204,7 +204,7 @@ def attend_tile(
     largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
     masked: tl.constexpr, quantized: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile into a running softmax: largest and total [m], sums [m, d].
+    """Accumulate one tile into a running softmax: largest and total [m], sums [m, d].
 
     q: [m, d]; keys and values: [n, d]; seen: [m, n], read if `masked`. Scores are products of q and keys times
     `factor`, an exponent of base 2. Or, with `cap`, tanh(product * factor) times `cap`, which has the base in it.
@@ -220,14 +220,14 @@ def attend_tile(
     if masked:
         exponents = tl.where(seen, exponents, -float("inf"))
     higher = tl.maximum(largest, tl.max(exponents, 1))
-    # A line that has seen no key yet has -inf as its largest score: subtract 0 instead.
+    # The largest score of a line without keys is -inf: subtract 0 instead.
     shift = tl.where(higher == -float("inf"), 0.0, higher) if masked else higher
     weights = tl.exp2(exponents - shift[:, None])
     shrink = tl.exp2(largest - shift)
     total = tl.fma(total, shrink, tl.sum(weights, 1))
     if quantized:
         if q.dtype == tl.float16:
-            # A weight times a scale may be less than float16 can hold.
+            # A weight times a scale may underflow float16.
             values = (values.to(tl.float32) * value_scale[:, None]).to(tl.float16)
         else:
             weights *= value_scale[None, :]
@@ -238,7 +238,7 @@ def attend_tile(
 
 @triton.jit
 def fold(largest, total, sums, more_largest, more_total, more_sums):
-    """Join two softmaxes over different keys: largest and total [m], sums [m, d]. One without keys changes nothing."""
+    """Merge two softmaxes over disjoint keys: largest and total [m], sums [m, d]; one without keys is neutral."""
     higher = tl.maximum(largest, more_largest)
     shift = tl.where(higher == -float("inf"), 0.0, higher)
     own = tl.exp2(largest - shift)
@@ -249,9 +249,10 @@ def fold(largest, total, sums, more_largest, more_total, more_sums):
 
 
 _WORKSPACE_BYTES = 64 * 2**20
-"""Rows are not divided where the sums of their chunks do not fit: at 128 Ki tokens, 128 query heads of 32 rows do."""
+"""Workspace for sums of chunks; rows are not divided if theirs do not fit: at 128 Ki tokens, 128 query heads of 32 rows
+do."""
 _FOLDED_ELEMENTS = 2048
-"""Elements of sums that are loaded at once while they are folded: more would not stay in registers."""
+"""Elements of sums loaded at once for folding, limited by registers."""
 _MOST_FOLDED = 16
 
 _CHUNK = tl.constexpr(CHUNK)
@@ -312,7 +313,7 @@ def _decode(
     count = tl.load(query_start_at + row + 1) - start
     begin = tl.program_id(0) % tiles * tile
     context = tl.load(context_at + row)
-    # Keys that the tokens of this tile see between them: [first, last).
+    # Union of the keys that tokens of this tile attend to: [first, last).
     last = tl.minimum(context, context - count + begin + tile)
     first = tl.maximum(0, context - count + begin - window + 1) if window is not None else 0
     first_chunk = _chunk_of(first)
@@ -331,7 +332,7 @@ def _decode(
         q_mask = live[:, None] & inside[None, :]
         q = tl.load(q_at + q_line[:, None] + column[None, :], mask=q_mask, other=0.0)
 
-        # Of all chunks that were folded, and of the one that is being summed up.
+        # Of all folded chunks, and of the current one.
         all_largest = tl.full((m,), -float("inf"), tl.float32)
         all_total = tl.zeros((m,), tl.float32)
         all_sums = tl.zeros((m, d), tl.float32)
@@ -341,13 +342,13 @@ def _decode(
         table_at = tables_at + row.to(tl.int64) * table_stride
         unit = (tl.program_id(0) * kv_heads + kv_head).to(tl.int64)
         lines_at = unit * chunk_stride * line_stride + line
-        # Behind the sums of all units: the largest exponents and the totals.
+        # After the sums of all units: the largest exponents and the totals.
         ends_at = sums_at + tl.num_programs(0).to(tl.int64) * kv_heads * chunk_stride * line_stride * d
         from_key = tl.maximum(_chunk_start(first_chunk + split * share), first // n * n)
         to_key = tl.minimum(_chunk_start(first_chunk + (split + 1) * share), last)
         for base in range(from_key, to_key, n):
             key = base + tl.arange(0, n)
-            # Tables mean nothing beyond the keys that are seen: what lies there is read as the nearest of those.
+            # Table entries beyond the visible keys are undefined: indices are clamped.
             known = tl.minimum(tl.maximum(key, first), last - 1)
             keys, values, key_scale, value_scale = load_tile(
                 keys_at, values_at, key_scales_at, value_scales_at, table_at, known, kv_head,
@@ -362,7 +363,7 @@ def _decode(
             )  # fmt: skip
             end = base + n
             if (end >= to_key) | (end % tl.where(end <= _LARGE_FROM, _CHUNK, _LARGE_CHUNK) == 0):
-                if divided:  # noqa: SIM102 - a constant, known when it is compiled
+                if divided:  # noqa: SIM102 - a compile-time constant
                     if programs > 1:
                         entry = lines_at + (_chunk_of(base) - first_chunk) * line_stride
                         tl.store(sums_at + entry[:, None] * d + column[None, :], sums, mask=live[:, None])
@@ -376,7 +377,7 @@ def _decode(
             result = all_sums / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
             tl.store(output_at + q_line[:, None] + column[None, :], result.to(output_at.dtype.element_ty), mask=q_mask)
         if divided:  # noqa: SIM102 - as above
-            if programs > 1:  # noqa: SIM102 - counting is for rows that are divided
+            if programs > 1:  # noqa: SIM102 - only divided rows count
                 if is_last(counters_at, unit, programs):
                     for token in range(tl.minimum(tile, count - begin)):
                         token_line = (start + begin + token) * kv_heads + kv_head
@@ -392,7 +393,7 @@ def _fold_chunks(
     sums_at, ends_at, output_at, entry, chunks, line_stride, output_line,
     shared: tl.constexpr, width: tl.constexpr, d: tl.constexpr, few: tl.constexpr, folded: tl.constexpr,
 ):  # fmt: skip
-    """Fold what the chunks of one token left, in their order, several loads at once, and write the result."""
+    """Fold the chunks of one token in order, with several loads at once, and write the result."""
     line = tl.arange(0, few)
     column = tl.arange(0, d)
     live = line < shared
@@ -416,7 +417,7 @@ def _fold_chunks(
 
 @triton.jit
 def _row_of(program, query_start_at, rows, tile: tl.constexpr):
-    """Return the last row that begins at this tile or before it."""
+    """Return the last row that begins at or before this tile."""
     low = 0
     high = rows
     while high - low > 1:
@@ -436,7 +437,7 @@ def _walk(
     block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, masked: tl.constexpr, n: tl.constexpr,
     d: tl.constexpr,
 ):  # fmt: skip
-    """Take the tiles of keys in [from_key, to_key); keys outside [first, last) are not read."""
+    """Accumulate the tiles of keys in [from_key, to_key); keys outside [first, last) are not read."""
     for base in range(from_key, to_key, n):
         key = base + tl.arange(0, n)
         known = tl.minimum(tl.maximum(key, first), last - 1) if masked else key
@@ -483,10 +484,10 @@ def _prefill(
         q_mask = live[:, None] & inside[None, :]
         q = tl.load(q_at + q_line[:, None] + column[None, :], mask=q_mask, other=0.0)
 
-        nearest = context - count + begin  # the place of the first query
+        nearest = context - count + begin  # position of the first query
         last = tl.minimum(context, nearest + tile)
         first = tl.maximum(0, nearest - window + 1) if window is not None else 0
-        whole = (nearest + 1) // n * n  # up to here all queries see all keys, but for the window
+        whole = (nearest + 1) // n * n  # up to here all queries see all keys, except for the window
         largest = tl.full((m,), -float("inf"), tl.float32)
         total = tl.zeros((m,), tl.float32)
         sums = tl.zeros((m, d), tl.float32)
@@ -517,17 +518,17 @@ def _prefill(
 
 
 class PagedAttention:
-    """Attention on one device; one launch for decodes with or without drafts, and two where prompts are beside them."""
+    """Attention on one device; one launch for decodes with or without drafts, and two with prompts."""
 
     def __init__(self, device: torch.device, multiprocessors: int, shared_memory: int) -> None:
-        """Take memory for sums of chunks; `shared_memory` is the most that one program can have, in bytes."""
+        """Allocate memory for sums of chunks; `shared_memory` is the limit of one program in bytes."""
         self._multiprocessors, self._shared_memory = multiprocessors, shared_memory
         self._sums = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
         self._counters = torch.zeros(multiprocessors, dtype=torch.int32, device=device)
         """0 between launches."""
 
     def __call__(self, q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
-        """Attend with q [T, nh, d] over each row's blocks; returns [T, nh * d]. Waits for nothing."""
+        """Attend with q [T, nh, d] over each row's blocks; returns [T, nh * d]. Does not synchronize."""
         q = q.contiguous()
         output = torch.empty_like(q)
         shared, item = heads.num_heads // heads.num_kv_heads, layer.keys.element_size()
@@ -549,14 +550,14 @@ class PagedAttention:
         if prompts:
             tile = prefill_tile(sizes, self._shared_memory)
             # A row of n tokens begins at tile query_start // tile + row, so tiles of two rows never meet, and the grid
-            # is known without a look at the lengths. Tiles that no row needs return at once.
+            # does not depend on the lengths. Unused tiles return at once.
             grid = len(q) // tile.queries + count, heads.num_kv_heads
             given = *arrays, *rows, count, MOST_DRAFTED + 1
             _prefill[grid](*given, *_scaling(heads), **_constants(layer, heads, tile))
         return output.flatten(1)
 
     def splits(self, units: int, chunks: int, chunk_elements: int) -> int:
-        """Return among how many programs each of `units` is divided; 1 where its sums would not fit."""
+        """Return the number of programs per unit; 1 if its sums would not fit."""
         if units > len(self._counters) or units * chunks * chunk_elements > len(self._sums):
             return 1
         return splits_of(units, chunks, self._multiprocessors)

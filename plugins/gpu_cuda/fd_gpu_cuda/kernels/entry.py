@@ -1,4 +1,4 @@
-"""Compilation of functions that are launched, for every supported release of Triton."""
+"""Compilation of kernels for every supported release of Triton."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import triton
 
 _OPTIONS = {"enable_fp_fusion": True}
-"""Products and sums of numbers may become one instruction, which rounds once.
+"""Products and sums may be fused into one instruction, which rounds once.
 
-Releases of Triton differ in what they do where nothing is said, and so would results in their last bits. Where two
-kernels must give the same bits, they name the instruction themselves.
+The default differs between releases of Triton, which would change the last bits of results. Kernels that must have the
+same bits use explicit instructions.
 """
 
 
 def kernel(function: Any = None, **options: Any) -> Any:
-    """Be `triton.jit` for a function that is launched with `_OPTIONS`, unless a launch says otherwise."""
+    """Decorate a kernel like `triton.jit`, with `_OPTIONS` as defaults of its launches."""
     if function is None:
         return partial(kernel, **options)
     made = triton.jit(function, **options)

@@ -1,12 +1,12 @@
-"""A mixture of experts in Triton: one product for gate and up of all experts that are hit, and one for down.
+"""A mixture of experts in Triton: one product for gate and up of all experts in use, and one for down.
 
-Pairs of a token and one of its experts are sorted by expert on the device. A program computes a tile of outputs of
-some pairs of one expert; which expert, it finds from how many pairs each has. So shapes do not depend on what was
-chosen, and weights of experts that nobody chose are not read. The number of tiles is the largest there can be: programs
-beyond the tiles that are needed return at once. The idea is that of grouped products: Gale et al., "MegaBlocks" (2022).
+Pairs of a token and one of its experts are sorted by expert on the device. A program computes a tile of outputs of some
+pairs of one expert, which it derives from the number of pairs per expert. So shapes do not depend on the routing, and
+weights of unused experts are not read. The grid has the maximum number of tiles: surplus programs return at once.
+Grouped products: Gale et al., "MegaBlocks" (2022).
 
-A pair has the same bits whatever else is in the step, see `products`; a token's pairs are added up in its own order of
-experts. So nothing of a token depends on another token.
+The bits of a pair do not depend on the step, see `products`; a token's pairs are summed in its order of experts. So a
+token never depends on another token.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _NO_KEY = tl.constexpr(-(0x7FFFFFFF << 32))
 def choose(logits: Array, experts: Experts) -> tuple[Array, Array]:
     """Return the experts of each token int32[T, top_k] and their weights float32[T, top_k] of logits [T, experts].
 
-    As `fd_core.ops.torch.ops.route`: by the softmax of the logits, corrected for the choice only; the lower id first on
-    a tie. Experts of a token that is not finite are real ones, with weights that are not finite.
+    As `fd_core.ops.torch.ops.route`: by the softmax of the logits, with a correction for the choice only; the lower id
+    first on a tie. A token that is not finite gets valid experts with weights that are not finite.
     """
     tokens, count = logits.shape
     chosen = torch.empty((tokens, experts.top_k), dtype=torch.int32, device=logits.device)
@@ -54,9 +54,9 @@ def choose(logits: Array, experts: Experts) -> tuple[Array, Array]:
 
 
 def order_by_expert(chosen: Array, experts: int) -> tuple[Array, Array]:
-    """Return the places of the choices [T, top_k], counted from 0, by expert and then in order: int32[T * top_k].
+    """Return the indices of the choices [T, top_k], sorted by expert and then in order: int32[T * top_k].
 
-    With it goes how many each expert has: int32[experts].
+    Also returns the number of choices per expert: int32[experts].
     """
     pairs = chosen.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
@@ -80,7 +80,7 @@ def _choose(
     ranked = scores
     if bias_at is not None:
         ranked += tl.load(bias_at + expert, mask=real, other=0.0)
-    # Whole numbers in the order of the scores, NaN above all; behind each what prefers the lower expert.
+    # Integer keys in the order of the scores, NaN above all; the low bits prefer the lower expert.
     code = tl.where(ranked == 0.0, 0.0, ranked).to(tl.int32, bitcast=True)
     code = tl.where(code < 0, code ^ 0x7FFFFFFF, code)
     code = tl.where(ranked != ranked, 0x7FFFFFFF, code)
@@ -136,30 +136,31 @@ class GroupedTile(NamedTuple):
 
 
 def grouped_tile(pairs: int, experts: int, operand: Operands, device: ProductDevice) -> GroupedTile:
-    """Choose a tile: with as many pairs as an expert has on average.
+    """Choose a tile by the average number of pairs per expert.
 
-    Instructions and the order of sums depend on the weight and its device alone, as in `products`.
+    Instructions and the order of sums depend only on the weight and its device, as in `products`.
     """
     exact = operand.values.element_size() == 4 or operand.x.element_size() == 4  # multiplied without tensor cores
     average = triton.next_power_of_2(triton.cdiv(pairs, experts))
     columns = min(max(average, 16), 64 if exact else MOST_TOKENS)
-    wide = operand.bits == 16 and columns == MOST_TOKENS  # these need no registers to be widened
+    wide = operand.bits == 16 and columns == MOST_TOKENS  # these need no registers for widening
     outputs = 32 if exact else 128 if wide else 64
     count = stages(operand, outputs, columns, device, 4 if columns <= 32 else 3)
     return GroupedTile(outputs, columns, 8 if columns == MOST_TOKENS else 4, count)
 
 
 def most_tiles(pairs: int, experts: int, tile: int) -> int:
-    """Return how many tiles of pairs there can be, however they are distributed over the experts.
+    """Return the maximum number of tiles of pairs, for any distribution over the experts.
 
-    As many experts as can be have one pair, with a tile for it; the other pairs need a tile for each `tile` of them.
+    The worst case: as many experts as possible have one pair and one tile; the other pairs need one tile per `tile`
+    pairs.
     """
     hit = min(pairs, experts)
     return (pairs - hit) // tile + hit
 
 
 def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKernel:
-    """Return the mixture of experts on a device, whose router is multiplied by `product`."""
+    """Return the mixture of experts of a device; `product` computes the router."""
     compiled: set[Any] = set()
 
     def mixture(x: Array, experts: Experts, activation: Activation, shared: Array | None) -> Array:
@@ -182,7 +183,7 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
     def multiply(
         x: Array, weight: StackedExperts, pairs: tuple[Array, Array, int], y: Array, activation: Activation | None
     ) -> None:
-        """Multiply rows by the weight of their pair's expert; `pairs` are what `order_by_expert` returns, and top_k.
+        """Multiply rows by the weight of their pair's expert; `pairs` is the result of `order_by_expert`, and top_k.
 
         With an activation: rows of tokens [T, in] to activated rows [P, out / 2] by expert. Without: rows [P, in] by
         expert to rows [P, out] of the pairs in the order of tokens.
@@ -192,7 +193,7 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
         key = (x.dtype, weight.experts, weight.out, operand.inputs, operand.values.dtype, form, activation)
         tiles = [grouped_tile(len(order), weight.experts, operand, device)]
         if key not in compiled:
-            # Tiles for other numbers of pairs compile at the first product, or they would while requests are served.
+            # Tiles for other numbers of pairs are compiled at the first product, not while requests are served.
             compiled.add(key)
             every = (grouped_tile(each * weight.experts, weight.experts, operand, device) for each in EVERY_TILE)
             tiles = [*dict.fromkeys(every), *tiles]
@@ -220,7 +221,7 @@ def _multiply_pairs(
     every = tl.arange(0, size)
     counts = tl.load(counts_at + every, mask=every < experts, other=0)
     tiles = (counts + m - 1) // m
-    # Experts whose tiles all come before this one; all of them where this one is not needed.
+    # Number of experts whose tiles precede this one; all of them for a surplus tile.
     before = tl.cumsum(tiles, 0) <= tile
     expert = tl.sum(before.to(tl.int32), 0)
     if expert < size:
@@ -228,13 +229,13 @@ def _multiply_pairs(
         count = tl.load(counts_at + expert)
         column = (tile - (earlier & 0xFFFFFFFF).to(tl.int32)) * m + tl.arange(0, m)
         present = column < count
-        # Pairs and outputs beyond the last repeat it, and are not written.
+        # Pairs and outputs beyond the last are clamped to it, and not written.
         place = (earlier >> 32).to(tl.int32) + tl.minimum(column, count - 1)
         pair = tl.load(order_at + place)
         output = tl.program_id(0) * n + tl.arange(0, n)
         line = tl.minimum(output, out - 1)
         if activation is not None:
-            # Gate and up of one number stand beside each other in the tile.
+            # Gate and up of one element are adjacent in the tile.
             line = line % 2 * (out // 2) + line // 2
             x_row, y_row = (pair // top_k).to(tl.int64), place.to(tl.int64)
         else:

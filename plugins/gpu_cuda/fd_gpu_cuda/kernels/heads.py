@@ -1,9 +1,9 @@
-"""Steps between the product of queries, keys and values and attention, in one launch: head norms, rope, KV write.
+"""Fused head norms, rope and KV write, between the q/k/v projection and attention.
 
-One program takes some heads of one kind, queries, keys or values, of one token. It holds them in registers as two
-tiles, the first and the second elements of the pairs that rope turns, so no element has to move between threads.
-Everything is computed in float32 and rounded where the operations one by one would round it: behind a norm, and behind
-the rotation. `write_kv` is its last part by itself: keys and values as they are, or in 8 bits with a scale.
+One program computes some heads of one kind, queries, keys or values, of one token. It holds them in registers as two
+tiles, the first and the second elements of the rotated pairs, so no element moves between threads. All is computed in
+float32 and rounded at the same points as in the separate operations: after a norm, and after the rotation. `write_kv`
+is the last part alone: keys and values in the pack's dtype, or in 8 bits with a scale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fd_gpu_cuda.kv_cache import CudaLayer
 
 
 def write_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
-    """Write k and v [T, nkv, d], whose tokens and heads may lie apart, to slots int32[T]; one launch."""
+    """Write k and v [T, nkv, d], with any token and head strides, to slots int32[T]; one launch."""
     tokens, num_kv_heads, width = k.shape
     if not tokens:
         return
@@ -53,7 +53,7 @@ def store_kv(
     x, cache_at, scales_at, slot, head, live, inside,
     kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
-    """Keep what one token has for some KV heads, keys or values, as `Ops.write_kv` says.
+    """Store one token's keys or values of some KV heads, as specified by `Ops.write_kv`.
 
     x: float32 [m, d], 0 where it is not inside. cache_at and scales_at: a layer's keys or its values, and their scales,
     as `CudaLayer` has them. slot: int64. head: int32 [m], which of `kv_heads`.
@@ -70,30 +70,30 @@ def store_kv(
 
 @triton.jit
 def kv_scale(largest, strange):
-    """Return the scales of heads float32[m] by their largest magnitudes; strange is NaN where an element is not finite.
+    """Return the scales of heads float32[m] by their largest magnitudes; `strange` is NaN if an element is not finite.
 
-    A maximum ignores what is no number; the scale must not.
+    A maximum ignores NaN; the scale must not.
     """
     return tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)) + strange
 
 
 @triton.jit
 def kv_steps(x, scale):
-    """Return elements float32[m, n] in whole steps of the scales of their heads [m]."""
+    """Quantize elements float32[m, n] to integer steps of the scales of their heads [m]."""
     steps = tl.div_rn(x, tl.broadcast_to(tl.where(scale == 0.0, 1.0, scale)[:, None], x.shape))
-    # To the nearest, to the even one if it is halfway: 1.5 * 2^23 leaves no bits of a fraction.
+    # Round to nearest even: adding 1.5 * 2^23 leaves no fraction bits.
     return tl.minimum(tl.maximum((steps + 12582912.0) - 12582912.0, -127.0), 127.0)
 
 
 _ELEMENTS = 1024
-"""Of a program: eight of each tile for each thread of its two warps, which one load of 16 bytes brings in 16 bits."""
+"""Elements of a program: eight of each tile per thread of its two warps, one 16-byte load in 16 bits."""
 _WARPS = 2
 
 
 def rotate_and_store(qkv: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
     """Normalize and rotate queries and keys of qkv [T, (nh + 2 nkv) d], and write keys and values to their slots.
 
-    Returns q [T, nh, d]; waits for nothing.
+    Returns q [T, nh, d]; does not synchronize.
     """
     rope, (q_weight, q_eps), (k_weight, k_eps) = heads.rope, weight_and_eps(heads.q_norm), weight_and_eps(heads.k_norm)
     q = torch.empty((len(qkv), heads.num_heads, heads.head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -113,9 +113,9 @@ def rotate_and_store(qkv: Array, layer: CudaLayer, heads: Heads, step: StepInput
 
 @triton.jit
 def _columns(half: tl.constexpr, interleaved: tl.constexpr, tile: tl.constexpr):
-    """Return which columns of a head are the first and the second of pairs, int32[tile] each.
+    """Return the columns of the first and the second elements of pairs in a head, int32[tile] each.
 
-    Rope turns the first `half` pairs. The others are of columns that it leaves alone, and of some beyond the head.
+    Rope rotates the first `half` pairs. The others are unrotated columns, and columns beyond the head.
     """
     pair = tl.arange(0, tile)
     if interleaved:
@@ -139,7 +139,7 @@ def _load_pairs(heads_at, known, first, second, width: tl.constexpr):
 
 @triton.jit
 def _store_pairs(heads_at, known, first, second, a, b, width: tl.constexpr):
-    """Write what `_load_pairs` returned to other heads, rounded to their type."""
+    """Write the result of `_load_pairs` to other heads, rounded to their type."""
     element = heads_at.dtype.element_ty
     a_mask = known[:, None] & (first < width)[None, :]
     b_mask = known[:, None] & (second < width)[None, :]
@@ -149,7 +149,7 @@ def _store_pairs(heads_at, known, first, second, a, b, width: tl.constexpr):
 
 @triton.jit
 def _keep_pairs(cache_at, scales_at, place, known, first, second, a, b, width: tl.constexpr):
-    """Write keys or values to their places [lines] in the cache, in 8 bits where there are scales."""
+    """Write keys or values to their slots [lines] in the cache, in 8 bits if there are scales."""
     if scales_at is not None:
         largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
         scale = kv_scale(largest, tl.sum(a * 0.0, 1) + tl.sum(b * 0.0, 1))

@@ -1,13 +1,12 @@
-"""Kernels over rows of logits, but for sampling: penalties, masks, log-probabilities, ranks and the token matrix.
+"""Kernels over rows of logits, except sampling: penalties, masks, log-probabilities, ranks and the token matrix.
 
 `fd_core.ops.contract.Ops` defines them. Each is one launch, and none sorts a vocabulary.
 
-Several programs work on a row. Each leaves what it found in a workspace, and the last one to arrive puts it together,
-so that it takes no launch of its own. This is right in the memory model of PTX: the barrier orders the writes of all
-threads of a program before its atomic addition, and the addition, which releases and acquires at the scope of the
-device, passes that on to whoever adds later (causality order is transitive: PTX ISA, "Memory Consistency Model"). The
-last one reads beyond the caches of its multiprocessor, and sets the counter back to 0 for the next launch on the
-stream.
+Several programs work on a row. Each writes its result to a workspace, and the last one to arrive combines them, which
+saves a launch. This is correct in the memory model of PTX: the barrier orders the writes of all threads of a program
+before its atomic addition, and the addition, with release and acquire semantics at device scope, makes them visible to
+later additions (causality order is transitive: PTX ISA, "Memory Consistency Model"). The last one bypasses the caches
+of its multiprocessor, and resets the counter to 0 for the next launch on the stream.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fd_gpu_cuda.kernels.entry import kernel
 
 @triton.jit
 def is_last(counters_at, row, programs):
-    """Say whether all other programs of a row have come here before. What they wrote may be read then."""
+    """Return True in the last program of a row, which may then read the writes of all others."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_at + row, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
@@ -34,13 +33,13 @@ def is_last(counters_at, row, programs):
 def weight_of(logit, peak, temperature):
     """Return rint(2^32 * exp((logit - peak) / temperature)) in float64, of float64 arguments."""
     weight = tl.exp((logit - peak) / temperature) * 4294967296.0
-    # Numbers from 2^52 on are whole, so adding 2^52 rounds to a whole number, to the even one if it is halfway.
+    # Numbers from 2^52 on are integers, so adding 2^52 rounds to nearest even.
     return (weight + 4503599627370496.0) - 4503599627370496.0
 
 
 @triton.jit
 def key_of(logit):
-    """Return int64 keys in the order of float32 logits; -0.0 and 0.0 have the same one."""
+    """Return int64 keys in the order of float32 logits, equal for -0.0 and 0.0."""
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
@@ -59,16 +58,16 @@ def penalize(
     vocabulary, drafts,
     tile: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Apply the penalties of each row to the tokens it has seen. Grid: penalized rows, tiles.
+    """Apply the penalties of each row to its tokens. Grid: penalized rows, tiles.
 
-    Launched without fused products and sums: the law rounds each.
+    Launched without fused multiply-add: the contract rounds each operation.
     """
     index = tl.program_id(0)
     token = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = token < vocabulary
     counts_row = tl.load(counts_rows_at + index).to(tl.int64)
     counts = tl.load(counts_at + counts_row * counts_stride + token, mask=inside, other=0)
-    # The drafts of rows do not fall, so those of this one are between the numbers of those below and up to it.
+    # `draft_rows` is sorted, so this row's drafts are between the counts of smaller rows and of rows up to it.
     first = 0
     last = 0
     for begin in range(0, drafts, chunk):
@@ -105,10 +104,10 @@ def mask(logits_at, stride, rows_at, bits_at, words, vocabulary, tile: tl.conste
 
 @kernel(do_not_specialize=["count"])
 def add(x_at, stride, rows_at, ids_at, values_at, count, tile: tl.constexpr, chunk: tl.constexpr):
-    """Add values to single cells in the order in which they are given. Grid: tiles of the values.
+    """Add values to single cells in the given order. Grid: tiles of the values.
 
-    Of the values for one cell the first has all of them added to the cell, one behind the other; so sums of float32 are
-    the same each time, and those of one loop over the values. No other program writes that cell.
+    The program of a cell's first value adds all values of that cell sequentially, so float32 sums are deterministic and
+    equal to those of a loop over the values. No other program writes that cell.
     """
     own = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = own < count
@@ -141,7 +140,7 @@ _LOWEST = tl.constexpr(-(2**63))
 
 @triton.jit
 def _id_of(key):
-    """Return the id in a key, and any of the vocabulary where there is none."""
+    """Return the id in a key, or an arbitrary valid id for an empty key."""
     return tl.where(key == _LOWEST, 0, (4294967295 - (key & 4294967295))).to(tl.int32)
 
 
@@ -154,7 +153,7 @@ def score(
 ):  # fmt: skip
     """Score each row's token and its `wanted` most likely ones, at most `most`. Grid: rows, tiles.
 
-    `part_keys_at` has room for `most` keys of each tile, of which `listed` hold those of the vocabulary.
+    `part_keys_at` has `most` keys per tile, of which `listed` are of the vocabulary.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tiles = tl.num_programs(1)
@@ -196,7 +195,7 @@ def count_before(
     vocabulary, tiles,
     tile: tl.constexpr, most_spans: tl.constexpr,
 ):  # fmt: skip
-    """Count the tokens that come before each row's, itself included. Grid: rows, spans of `tiles` tiles."""
+    """Count the tokens up to and including each row's token in the order. Grid: rows, spans of `tiles` tiles."""
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_at += row * stride
     own = tl.load(tokens_at + row)
@@ -216,7 +215,7 @@ def count_before(
 
 @kernel(do_not_specialize=["rows", "stride"])
 def accept(sampled_at, stride, drafts_at, drafts_stride, num_drafts_at, accepted_at, rows, k, tile: tl.constexpr):
-    """Count the drafts of each row that equal what was sampled in their place, up to the first that does not."""
+    """Count the leading drafts of each row that equal the sampled tokens."""
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = row < rows
     count = tl.load(num_drafts_at + row, mask=inside, other=0)
@@ -237,7 +236,7 @@ def write_matrix(
 ):  # fmt: skip
     """Write the token matrix [num_slots, width]. Grid: tiles of slots.
 
-    Each slot looks for its row and for its revocation among all, so each cell is written once, by one program.
+    Each slot searches all rows and revocations, so each cell is written once, by one program.
     """
     slot = tl.program_id(0) * tile + tl.arange(0, tile)
     row = tl.full((tile,), -1, tl.int32)

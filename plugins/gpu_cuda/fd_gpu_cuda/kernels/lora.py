@@ -1,10 +1,10 @@
 """LoRA terms of a linear, in two Triton launches: down to each adapter's rank, and back up into the product.
 
-The grouped products of Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023), with nothing about the groups on the
-host: one program takes a block of tokens and walks over the adapters that it finds among them. So a launch is the same
-whatever adapters there are, may be captured, and reads only matrices of adapters that tokens have. Those lie where
-`LoraTable` says, each of its own rank. Matrices are the rows of the products and tokens their columns; every token's
-numbers are a column of their own, summed in an order that depends on the linear alone.
+The grouped products of Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023), without group metadata on the host:
+one program processes a block of tokens and iterates over their adapters. So a launch does not depend on the adapters,
+may be captured, and reads only matrices of adapters in use, at the addresses in `LoraTable`, each with its own rank.
+Matrices are the rows of the products and tokens their columns; each token is a separate column, summed in an order that
+depends only on the linear.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fd_gpu_cuda.kernels.entry import kernel
 _RANK_TILE = 16
 _OUTPUT_TILE = 64
 _CUT = 1024
-"""Inputs that are summed from nothing; a multiple of every step."""
+"""Inputs per cut, which is summed from zero; a multiple of every step."""
 _FEW_TOKENS = 64
 _LONGEST_RANK_STEP = 32
 _LINE = 128
-"""Bytes of a row that are read at a time: a line of the caches."""
+"""Bytes of a row per read: one cache line."""
 
 
 class _Tile(NamedTuple):
@@ -43,9 +43,9 @@ _MANY = _Tile(64, 2, split=False)
 
 
 def lora_addition() -> Callable[[Array, Array, LoraTable, Array], None]:
-    """Return what adds adapters to y [T, out] for x [T, in] and places int32[T], rows of y and x lying anywhere.
+    """Return a function that adds adapters to y [T, out] for x [T, in] and slots int32[T], with any row strides.
 
-    It waits for nothing. Its first call for a linear, which may be of no token, compiles for all numbers of tokens.
+    It does not synchronize. Its first call for a linear, possibly without tokens, compiles for all numbers of tokens.
     """
     compiled: set[Any] = set()
 
@@ -81,7 +81,7 @@ def _launch(y: Array, x: Array, table: LoraTable, places: Array, tokens: int, ti
 
 @triton.jit
 def _next(places, above):
-    """Return the smallest place above another, or what no place is."""
+    """Return the smallest slot above another, or a sentinel."""
     return tl.min(tl.where(places > above, places, 0x7FFFFFFF), 0)
 
 
@@ -92,7 +92,7 @@ def _shrink(
     parts: tl.constexpr, width: tl.constexpr, split: tl.constexpr, even: tl.constexpr, cut: tl.constexpr,
     n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
-    """Write float32 sums [cuts, T, parts * width] of tokens that have adapters, as many of `width` as the ranks are."""
+    """Write float32 sums [cuts, T, parts * width] of tokens with adapters, up to the rank of each."""
     part = tl.program_id(0) % parts
     piece = tl.program_id(0) // parts
     tiles: tl.constexpr = width // n
@@ -149,7 +149,7 @@ def _expand(
     tokens, first, second, third, cuts,
     parts: tl.constexpr, width: tl.constexpr, n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
-    """Add the cuts' sums, round them as activations are, multiply them back up, and add that to y."""
+    """Add the sums of cuts, round them to the activation dtype, multiply them by up, and add the result to y."""
     tile = tl.program_id(0)
     part = 0
     begin = 0

@@ -1,8 +1,8 @@
 """RMS norms in Triton, with the sum before them in the same launch, and gated activations.
 
-One program computes one row of a norm, which it holds in registers: it is read once and written once. Sums are taken in
-float32, and each result is rounded where the operations one by one would round it. `width` is a constant of the kernel,
-so that rows begin at addresses that 16-byte loads may take where the width allows.
+One program computes one row of a norm in registers, with one read and one write. Sums are in float32, and results are
+rounded at the same points as in the separate operations. `width` is a constant of the kernel, so that rows are aligned
+for 16-byte loads if the width allows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TILE = 1024
 
 
 def gate(gate_up: Array, activation: Activation) -> Array:
-    """[T, 2 I] -> [T, I]: activation(gate) * up, where gate is the first half; waits for nothing."""
+    """[T, 2 I] -> [T, I]: activation(gate) * up, where gate is the first half; does not synchronize."""
     tokens, inner = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((tokens, inner), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
@@ -41,7 +41,7 @@ def _gate(gate_up_at, out_at, inner: tl.constexpr, activation: tl.constexpr, til
 
 @triton.jit
 def activated(x, activation: tl.constexpr, element: tl.constexpr):
-    """Return activation(x) of float32, rounded to a type as the operation by itself rounds it before a product."""
+    """Return activation(x) of float32, rounded as the separate operation does before a product."""
     if activation == "silu":
         x = x / (1.0 + tl.exp(-x))
     elif activation == "gelu_tanh":
@@ -53,7 +53,7 @@ def activated(x, activation: tl.constexpr, element: tl.constexpr):
 
 
 def weight_and_eps(norm: Norm | None) -> tuple[Array | None, float]:
-    """Return what kernels take of a norm; without one its weight is None."""
+    """Return the kernel arguments of a norm; the weight is None without one."""
     return (None, 0.0) if norm is None else (norm.weight, norm.eps)
 
 
@@ -64,10 +64,10 @@ _MOST_WARPS = 16
 def add_norm(
     x: Array, norm: Norm | None, y: Array | None = None, post_norm: Norm | None = None, rows: Array | None = None
 ) -> Array:
-    """Return the norm of x [T, H], or of x + y or x + post_norm(y), whose sum is written into x; waits for nothing.
+    """Return the norm of x [T, H], or of x + y or x + post_norm(y), whose sum is written into x; does not synchronize.
 
-    `rows` int32[R] asks for those rows alone, [R, H]; then x stays as it is. Without `norm` the sum itself is returned.
-    Raises `ValueError` where the rows of x do not lie one behind the other.
+    `rows` int32[R] selects rows, [R, H]; x is then unchanged. Without `norm` the sum is returned. Raises `ValueError`
+    if x is not contiguous.
     """
     if not x.is_contiguous():
         raise ValueError("the rows of the residual must lie one behind the other")

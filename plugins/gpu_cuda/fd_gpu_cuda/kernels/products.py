@@ -1,13 +1,13 @@
-"""Products with weights in Triton: weights as they lie in memory, widened in registers span by span.
+"""Products with weights in Triton: stored weights are widened in registers span by span.
 
-Weights are the rows of the products and tokens their columns, so that the same instructions multiply whatever the
-number of tokens. Packed weights are widened to what they stand for, rounded to the type of what they are multiplied by:
-no more than if they had been expanded when they were loaded. Or what they are multiplied by is rounded to 8 bits as
-well, row by row, where the tensor cores multiply those. Weights that are not packed take the same walk as they are.
+Weights are the rows of the products and tokens their columns, so that the instructions do not depend on the number of
+tokens. Packed weights are dequantized and rounded to the type of the activations, as precise as dequantizing at load.
+Or activations are quantized to 8 bits row by row, if the tensor cores support it. Unpacked weights use the same loop
+without widening.
 
-One program computes a tile of outputs of some tokens. Inputs are cut at fixed places; what a cut adds is summed from
-nothing, and the cuts' sums are added in their order, by one program or, where few tokens leave the device idle, by the
-last of several that compute a cut each. So a row has the same bits alone and in every batch.
+One program computes a tile of outputs of some tokens. Inputs are cut at fixed positions; each cut is summed from zero,
+and the sums of cuts are added in order, by one program or, if few tokens would leave the device idle, by the last of
+several with a cut each. So a row has the same bits alone and in any batch.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fd_gpu_cuda.packed import PackedPart
 
 _ROW_TILE = 1024
 _PLAIN_SPAN_BYTES = 128
-"""A line of the caches."""
+"""Bytes of a cache line."""
 
 
 class Operands(NamedTuple):
-    """A weight, and what it multiplies, as a kernel is given them."""
+    """Kernel arguments of a weight and its activations."""
 
     x: Array
     """[T, in]"""
     x_scales: Array | None
-    """float32[T], where x was rounded to 8 bits."""
+    """float32[T], if x was quantized to 8 bits."""
     values: Array
     """[out, n]"""
     scales: Array | None
@@ -53,20 +53,20 @@ class Operands(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """Operands, except the bias, with the strides of rows."""
+        """Operands, except the bias, with row strides."""
         return self.x, self.x.stride(0), self.x_scales, self.values, self.values.stride(0), self.scales, self.minima
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Numbers that `span_products` takes."""
+        """Scalar arguments of `span_products`."""
         return self.inputs, self.groups, self.group
 
 
 def operands(x: Array, weight: PackedPart | Array) -> Operands:
-    """Return x [T, in] and a weight as kernels read them.
+    """Return the kernel arguments for x [T, in] and a weight.
 
-    Rounds x to 8 bits, with a launch, where the weight wants that. A weight [out, in] that is not packed has any dtype:
-    x is widened to it.
+    Quantizes x to 8 bits, with a launch, if the weight requires it. An unpacked weight [out, in] may have any dtype: x
+    is widened to it.
     """
     if not isinstance(weight, PackedPart):
         inputs, span = weight.shape[1], _PLAIN_SPAN_BYTES // weight.element_size()
@@ -83,7 +83,7 @@ def operands(x: Array, weight: PackedPart | Array) -> Operands:
 
 
 def _form(bits: int, span: int, inputs: int) -> dict[str, Any]:
-    """Return the constants for weights that are not packed; `span` values of a row are multiplied at a time."""
+    """Return the constants for unpacked weights; `span` values of a row are multiplied at a time."""
     even = inputs % (2 * span if bits == 4 else span) == 0
     none = {"fp8": False, "eight": False, "middle": 0, "grouped": False, "has_minima": False}
     return {**none, "bits": bits, "even": even, "k": span}
@@ -108,21 +108,21 @@ def _quantize(x_at, x_stride, values_at, scales_at, inputs, whole: tl.constexpr,
         place = begin + tl.arange(0, tile)
         x = tl.load(x_at + place, mask=place < inputs, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x))
-        strange += x * 0.0  # NaN for what is not finite
+        strange += x * 0.0  # NaN for values that are not finite
     most = tl.max(largest, 0)
     limit = 127.0 if whole else 448.0
-    # What is smaller becomes 0: its inverse would be infinite.
+    # Smaller values become 0: their inverse would be infinite.
     inverse = tl.where(most > 1e-30, limit / most, 0.0)
     tl.store(scales_at + row, most / limit + tl.sum(strange, 0))
-    # To the nearest, to the even one if it is halfway: adding 1.5 * 2^23 leaves no bits of a fraction, 2^-9 times that
-    # leaves 9. What is stored needs no further rounding, which devices and the interpreter do differently.
+    # Round to nearest even: adding 1.5 * 2^23 leaves no fraction bits, 2^-9 times that leaves 9. Stores need no further
+    # rounding, which differs between devices and the interpreter.
     for begin in range(0, inputs, tile):
         place = begin + tl.arange(0, tile)
         x = tl.load(x_at + place, mask=place < inputs, other=0.0).to(tl.float32) * inverse
         if whole:
             x = (x + 12582912.0) - 12582912.0
         else:
-            # Three bits of mantissa are left of 23; below 2^-6, the smallest exponent, multiples of 2^-9.
+            # Three bits of mantissa of 23 remain; below 2^-6, the smallest exponent, multiples of 2^-9.
             code = x.to(tl.int32, bitcast=True)
             rounded = ((code + 0x7FFFF + ((code >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
             x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, rounded)
@@ -138,7 +138,7 @@ def span_products(
     """Add the products of inputs `begin` to `end` to sums [n, m], span by span and in one order.
 
     `x_rows` [m], `values_rows` [n], `scales_rows` [n] and `minima_rows` [n] point to where rows begin; `begin` is a
-    multiple of a step. Scales of rows, and those of x, are left to the caller where `eight` is set.
+    multiple of a step. With `eight`, the caller applies scales of rows and of x.
     """
     lane = tl.arange(0, k)
     x_at = x_rows[None, :] + lane[:, None]
@@ -163,7 +163,7 @@ def span_products(
                     scale = tl.load(scales_rows + first // group).to(tl.float32)
                     sums += tl.dot(values, x).to(tl.float32) * scale[:, None]
                 elif fp8:
-                    # Tensor cores keep few bits of long sums of these products: none is longer than a span.
+                    # Tensor cores accumulate these products with few bits, so no sum is longer than a span.
                     sums = tl.dot(values, x, sums, max_num_imprecise_acc=k)
                 else:
                     sums = tl.dot(values, x, sums, out_dtype=tl.int32)
@@ -189,14 +189,14 @@ def span_products(
 
 
 WeightProduct = Callable[[Array, PackedPart | Array, Array], None]
-"""Multiplies x [T, in] by a weight [out, in] into y [T, out], whose rows may lie apart; waits for nothing."""
+"""Multiplies x [T, in] by a weight [out, in] into y [T, out], with any row strides; does not synchronize."""
 
 MOST_TOKENS = 128
 _FEW_TOKENS = 32
 EVERY_TILE = (1, 32, 64, MOST_TOKENS)
-"""Numbers of tokens for each of which there is another tile."""
+"""Numbers of tokens with different tiles."""
 _SHORTEST_CUT = 512
-"""Inputs; a multiple of every step."""
+"""Inputs per cut; a multiple of every step."""
 _PROGRAMS_A_MULTIPROCESSOR = 2
 _LEFT = 2048
 """Bytes of shared memory that the stages leave to the rest of a program."""
@@ -207,7 +207,7 @@ class ProductDevice(NamedTuple):
 
     multiprocessors: int
     shared_memory: int
-    """Bytes that one block may have."""
+    """Shared memory of a block in bytes."""
 
 
 class Tile(NamedTuple):
@@ -216,7 +216,7 @@ class Tile(NamedTuple):
     outputs: int
     tokens: int
     cut: int
-    """Inputs that are summed from nothing."""
+    """Inputs per cut, which is summed from zero."""
     splits: int
     """Programs that share the cuts of a tile of outputs; 1 computes all of them."""
     num_warps: int
@@ -224,17 +224,17 @@ class Tile(NamedTuple):
 
 
 def stages(operand: Operands, outputs: int, tokens: int, device: ProductDevice, most: int) -> int:
-    """Return how many steps of a tile may be on their way at a time, which is bounded by the device's shared memory."""
-    step = operand.form["k"] * (2 if operand.bits == 4 else 1)  # values of a row that are read at a time
+    """Return the number of pipeline stages of a tile, limited by the device's shared memory."""
+    step = operand.form["k"] * (2 if operand.bits == 4 else 1)  # values of a row per read
     step_bytes = outputs * step * operand.bits // 8 + tokens * step * operand.x.element_size()
     return max(1, min(most, (device.shared_memory - _LEFT) // step_bytes))
 
 
 def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> Tile:
-    """Choose a tile: as many tokens as there are, and of few tokens programs enough to keep all of memory busy.
+    """Choose a tile for the number of tokens, with enough programs to saturate memory for few tokens.
 
-    What is summed in which order depends on the weight and the device alone, never on the tokens. Tensor cores multiply
-    16 outputs at a time, Hopper's 64, so that no tile has fewer.
+    The order of sums depends only on the weight and the device, never on the tokens. Tensor cores multiply 16 outputs
+    at a time, Hopper's 64, so that no tile has fewer.
     """
     exact = operand.bits == 32 or operand.x.dtype == torch.float32  # multiplied without tensor cores
     outputs = 16 if operand.bits == 32 else 32 if exact else 64
@@ -246,7 +246,7 @@ def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> 
         cut = triton.cdiv(triton.cdiv(operand.inputs, cuts), _SHORTEST_CUT) * _SHORTEST_CUT
         splits = triton.cdiv(operand.inputs, cut) if tokens <= _FEW_TOKENS else 1
     few = columns <= _FEW_TOKENS
-    # Weights of 16 bits reach the tensor cores as they are, so a thread has registers for twice the sums.
+    # 16-bit weights need no widening, so a thread has registers for twice the sums.
     many = columns == MOST_TOKENS and operand.bits != 16
     return Tile(
         outputs, columns, cut, splits, 8 if many else 4, stages(operand, outputs, columns, device, 5 if few else 3)
@@ -256,14 +256,14 @@ def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> 
 def weight_product(device: ProductDevice) -> WeightProduct:
     """Return the product on a device.
 
-    It keeps a counter for each tile of outputs, which is 0 between launches; so its launches follow each other on one
+    It has a counter per tile of outputs, which is 0 between launches, so launches must be sequential on one
     stream.
     """
     kept: dict[torch.device, Array] = {}
     compiled: set[Any] = set()
 
     def counters(count: int, place: torch.device) -> Array:
-        # Made at the first product, which is before every capture; no split product has more tiles than this.
+        # Allocated at the first product, before any capture; no split product has more tiles than this.
         if place not in kept:
             kept[place] = torch.zeros(_PROGRAMS_A_MULTIPROCESSOR * device.multiprocessors, dtype=torch.int32).to(place)
         return kept[place][:count]
@@ -272,7 +272,7 @@ def weight_product(device: ProductDevice) -> WeightProduct:
         operand = operands(x, weight)
         key = x.dtype, y.dtype, y.shape[1], operand.values.dtype, operand.inputs, tuple(operand.form.items())
         if key not in compiled:
-            # Tiles for other numbers of tokens compile at the first product, or they would while requests are served.
+            # Tiles for other numbers of tokens are compiled at the first product, not while requests are served.
             compiled.add(key)
             first = operand._replace(x=operand.x[:1])
             for tile in dict.fromkeys(tile_of(tokens, y.shape[1], operand, device) for tokens in EVERY_TILE):
@@ -306,7 +306,7 @@ def _multiply(
 ):  # fmt: skip
     output = tl.program_id(0) * n + tl.arange(0, n)
     token = tl.program_id(1) * m + tl.arange(0, m)
-    # Outputs and tokens beyond the last repeat it, and are not written.
+    # Outputs and tokens beyond the last are clamped to it, and not written.
     line = tl.minimum(output, out - 1).to(tl.int64)
     row = tl.minimum(token, tokens - 1).to(tl.int64)
     mask = (token[:, None] < tokens) & (output[None, :] < out)
@@ -332,10 +332,9 @@ def _multiply(
     total = sums.to(tl.float32)
     if partial_at is not None:
         total = tl.trans(total)
-        # The cuts' sums meet in memory. Whoever comes last reads all of them: its count is read after every other
-        # program's sums were written, because a barrier is between the writes of a program's threads and its counting,
-        # counting releases what was written and acquires what the others released, and another barrier is between
-        # that and the reads (memory consistency model of PTX, causality order).
+        # The last program to arrive reads the sums of all cuts from memory. They are visible, because a barrier orders
+        # the writes of a program's threads before its atomic count, which has release and acquire semantics, and
+        # another barrier orders that before the reads (memory consistency model of PTX, causality order).
         splits = tl.num_programs(2)
         at = partial_at + row[:, None] * out + line[None, :]
         jump = tokens.to(tl.int64) * out

@@ -1,4 +1,4 @@
-"""Sampling, penalties, masks and log-probabilities by Triton kernels; see `Ops` for what each of them does."""
+"""Sampling, penalties, masks and log-probabilities with Triton kernels, as specified by `Ops`."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from fd_gpu_cuda.kernels.logits import accept, add, count_before, mask, penalize
 from fd_gpu_cuda.kernels.sampling import BINS, BOUNDS, draw, fill_bins, find_cuts, find_peaks
 
 _TILE = 1024
-"""Tokens that a program reads at a time."""
+"""Tokens per read of a program."""
 _MOST_SPANS = 256
 """Programs that work on a row."""
 _WAVES = 32
-"""Programs of a launch for each multiprocessor: some eight are on one at a time, and the last ones should be short."""
+"""Programs of a launch per multiprocessor: about eight are resident, and the tail should be short."""
 _COPIES = 4
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
 _ROOM = 8192
-"""Tokens that are listed of a row that is cut; 4 bytes each."""
+"""Listed tokens of a filtered row; 4 bytes each."""
 _MOST_LISTED = 32
-"""Most likely tokens that can be asked for of a row."""
+"""Maximum number of top tokens of a row."""
 _MOST_TILES = 128
-"""Tiles whose most likely tokens are listed; as many keys of 8 bytes as take the room above."""
+"""Tiles with listed top tokens, so that their 8-byte keys fit the memory above."""
 _UNCONFIGURED_ROWS = 64
 _MOST_ROWS = 512
-"""Rows that the workspace is for at most; 26 MiB then."""
+"""Maximum rows of the workspace, 26 MiB."""
 _ROW_ALIGN = 4
-"""So parts of rows of 4 bytes begin at multiples of 16 bytes, as the whole does: others would be other kernels."""
+"""Alignment of row parts of 4-byte elements to 16 bytes, like the whole; others would compile other kernels."""
 
 
 class TritonSampling(SamplingKernels):
-    """Kernels for one device. Nothing waits or is allocated but results, so all of it may be captured.
+    """Kernels for one device. They only allocate results and do not synchronize, so they may be captured.
 
     Calls share one workspace, so they must be queued on one stream at a time, or on streams that wait for each other.
     """
@@ -66,11 +66,11 @@ class TritonSampling(SamplingKernels):
         self._listed = zeros(_ROOM)
 
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
-        """Choose tokens with one launch if all rows are greedy, two if some are drawn, four if some are filtered."""
+        """Sample tokens with one launch if all rows are greedy, two if some are random, four if some are filtered."""
         logits, count = _rows_of(logits), len(logits)
         chosen = torch.empty(count, dtype=torch.int32, device=logits.device)
         peaks = torch.empty(count, dtype=torch.float32, device=logits.device)
-        if 0 < count <= self._rows:  # views take the host longer than all else here
+        if 0 < count <= self._rows:  # creating views dominates the host time here
             self._sample(logits, rows, chosen, peaks)
         else:
             for part in self._parts(count):
@@ -170,11 +170,11 @@ class TritonSampling(SamplingKernels):
         return matrix
 
     def _parts(self, count: int) -> Iterator[slice]:
-        """Cut rows into parts that the workspace is large enough for."""
+        """Split rows into parts that fit the workspace."""
         return (slice(begin, begin + self._rows) for begin in range(0, count, self._rows))
 
     def _spans(self, rows: int, vocabulary: int) -> tuple[int, int]:
-        """Return how many tiles of a row a program takes, and how many programs that makes: enough for the device."""
+        """Return the tiles per program and the programs per row that fill the device."""
         tiles = triton.cdiv(vocabulary, _TILE)
         spans = min(tiles, _MOST_SPANS, triton.cdiv(_WAVES * self._multiprocessors, rows))
         of_each = triton.cdiv(tiles, spans)

@@ -1,26 +1,25 @@
-"""Sampling as `fd_core.ops.contract.Ops.sample` defines it: one launch finds the largest logits, and one draws.
+"""Sampling as specified by `fd_core.ops.contract.Ops.sample`: one launch finds the largest logits, and one draws.
 
-Greedy rows need the first alone. A row is shared by several programs, each of which has a span of it. Weights are
-integers in float64, so sums of them are exact in any order: how many spans there are changes no choice.
+Greedy rows only need the first. A row is shared by several programs, each with a span of it. Weights are integers in
+float64, so sums are exact in any order, and the number of spans does not affect results.
 
-The exponential is that of CUDA's library on a device, and numpy's in the interpreter. Each errs by about a unit in the
-last place, so of the weights of a row, 2^-52 times their sum is how many may differ, by 1. A row then chooses another
-token only if the random share falls between two sums that differ by 1, of which there is one for each token: about once
-in 10^10 draws from a vocabulary of 2^17. The kit compares tokens exactly.
+The exponential is that of CUDA's library on a device, and numpy's in the interpreter. Each has an error of about one
+unit in the last place, so about 2^-52 times their sum of a row's weights may differ, by 1. A row then samples another
+token only if the random share falls between two sums that differ by 1, one per token: about once in 10^10 draws from a
+vocabulary of 2^17. The kit compares tokens exactly.
 
-Two launches in between find where top_k and top_p cut rows, without sorting a vocabulary. Tokens in the order of
-logits, the lower id first on a tie, are kept up to some place. So a cut is a logit, and how many of the tokens that
-have it are kept:
+Two launches in between find the cuts of top_k and top_p without sorting a vocabulary. A prefix of the tokens, ordered
+by logit and, on a tie, by id, is kept. So a cut is a logit, and the number of kept tokens with that logit:
 
-- `fill_bins` counts and weighs the tokens of each row by how far they are below the largest, in bins of a constant
-  ratio of weights. Its last program finds the few bins that the two cuts can lie in. top_p depends on what top_k keeps,
-  which is known here only between two bounds: each bound gives a bin.
+- `fill_bins` counts and weighs the tokens of each row by distance from the largest, in bins of a constant ratio of
+  weights. Its last program finds the few bins that can contain the two cuts. top_p depends on the result of top_k, for
+  which only two bounds are known here: each bound yields a bin.
 - `find_cuts` lists the tokens in those bins. Its last program searches the bits of their logits, four at a time: the
-  largest key from which on the tokens are as many, or weigh as much, as wanted. Where the list is too short for them it
-  reads the whole row instead, by one program and several times, which is slow; no device has timed it yet.
+  largest key from which on the count, or the weight, of tokens suffices. If the list is too short, it reads the whole
+  row instead, with one program and several times, which is slow and not yet measured.
 
-Bins grow with the distance from the peak, which never falls as logits fall, so a token of an earlier bin always comes
-earlier. Tokens of the last bin weigh nothing; whether they are kept makes no difference.
+Bins are monotonic in the distance from the peak, so tokens of an earlier bin always precede. Tokens of the last bin
+have weight 0, so it does not matter if they are kept.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ from fd_gpu_cuda.kernels.logits import is_last, key_of, logit_of, weight_of
 
 BINS = tl.constexpr(256)
 BOUNDS = tl.constexpr(8)
-"""Numbers that `fill_bins` leaves for each row: first bin, last bin, tokens and weight before the first bin, whether
-top_k cuts, and the weight of all tokens."""
+"""Results of `fill_bins` per row: first bin, last bin, tokens and weight before the first bin, a flag if top_k cuts,
+and the weight of all tokens."""
 
 
 @triton.jit
 def _cuts(temperature, top_k, top_p, vocabulary):
-    """Say whether a row is to be cut."""
+    """Return True if a row has a filter."""
     return (temperature > 0) & (((top_k > 0) & (top_k < vocabulary)) | (top_p < 1.0))
 
 
 @triton.jit
 def _bins_of_one(peak, low, temperature):
-    """Return how many bins a factor e of weight has: 11 put what has a weight into the first 252.
+    """Return the number of bins per factor e of weight: with 11, all nonzero weights are in the first 252.
 
-    They are more where all logits lie close together, so that those from the largest to the smallest take all bins.
+    It is larger if logits are close together, so that they spread over all bins.
     """
     spread = (peak - low) / temperature
     return tl.minimum(tl.maximum(254.5 / tl.maximum(spread, 1e-30), 11.0), 1e30)
@@ -66,10 +65,10 @@ def fill_bins(
     vocabulary, tiles,
     tile: tl.constexpr, copies: tl.constexpr,
 ):  # fmt: skip
-    """Fill the bins of rows that are cut, and find those that matter. Grid: rows, spans of `tiles` tiles.
+    """Fill the bins of filtered rows, and find the relevant ones. Grid: rows, spans of `tiles` tiles.
 
-    There are several copies of the bins, int32 and float64 [rows, copies, 256], because programs that add to one
-    address wait for each other. They hold zeros before and after.
+    The bins have several copies, int32 and float64 [rows, copies, 256], to reduce contention of atomic additions. They
+    are zero before and after.
     """
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_at + row).to(tl.float64)
@@ -94,11 +93,11 @@ def fill_bins(
             cells = row * copies * BINS + tl.arange(0, copies)[:, None] * BINS + bins[None, :]
             counts = tl.sum(tl.load(counts_at + cells, cache_modifier=".cg"), 0)
             masses = tl.sum(tl.load(masses_at + cells, cache_modifier=".cg"), 0)
-            tl.debug_barrier()  # all threads have read what some overwrite
+            tl.debug_barrier()  # all threads have read before some overwrite
             tl.store(counts_at + cells, 0)
             tl.store(masses_at + cells, 0.0)
             by_count = tl.where(top_k > 0, tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0), BINS)
-            # What top_k keeps weighs at least `fewest` and at most `most`, and top_p keeps that part of it.
+            # The weight after top_k is between `fewest` and `most`, and top_p keeps a share of it.
             total = tl.sum(masses, 0)
             fewest = tl.sum(tl.where(bins < by_count, masses, 0.0), 0)
             most = tl.sum(tl.where(bins <= by_count, masses, 0.0), 0)
@@ -120,7 +119,7 @@ def fill_bins(
 
 @triton.jit
 def _candidates(logits_at, listed_at, listed, begin, count, low, high, chunk: tl.constexpr):
-    """Return the logits and the keys of a chunk of tokens, and which of them have keys in [low, high]."""
+    """Return the logits and keys of a chunk of tokens, and a mask of keys in [low, high]."""
     place = begin + tl.arange(0, chunk)
     inside = place < count
     token = place
@@ -137,7 +136,7 @@ def _reach(
     listed, count, low, high, peak, temperature, before, wanted,
     weighs: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest key from which on the tokens, with those before all of these, make at least `wanted`."""
+    """Return the largest key from which on the tokens, with all earlier ones, reach at least `wanted`."""
     ways = tl.arange(0, 16)
     lowest, highest = low, high
     while highest > lowest:
@@ -164,9 +163,9 @@ def find_cuts(
     vocabulary, tiles,
     room: tl.constexpr, tile: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Find the logit at which each row is cut, and how many tokens that have it are kept. Grid: rows, spans.
+    """Find the logit of each row's cut, and the number of kept tokens with it. Grid: rows, spans.
 
-    Rows that are not cut keep what is above -inf.
+    Rows without a filter keep all logits above -inf.
     """
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_at + row).to(tl.float64)
@@ -176,7 +175,7 @@ def find_cuts(
     first = BINS
     if _cuts(temperature, top_k, top_p, vocabulary):
         first = tl.load(bounds_at).to(tl.int32)
-    if first == BINS:  # nothing cuts, or top_k beyond all that have a weight
+    if first == BINS:  # no cut, or top_k beyond all nonzero weights
         if span == 0:
             tl.store(cuts_at + row, -float("inf"))
             tl.store(ties_at + row, 0)
@@ -198,7 +197,7 @@ def find_cuts(
                 tl.store(listed_at + at, token, mask=member & (at < room))
         if is_last(counters_at, row, tl.num_programs(1)):
             length = tl.load(lengths_at + row, cache_modifier=".cg")
-            tl.debug_barrier()  # all threads have read what one overwrites
+            tl.debug_barrier()  # all threads have read before one overwrites
             tl.store(lengths_at + row, 0)
             listed = length <= room
             count = tl.where(listed, length, vocabulary)
@@ -218,7 +217,7 @@ def _search(
     first, last,
     chunk: tl.constexpr,
 ):  # fmt: skip
-    """Return the key of the cut and how many tokens of that key are kept."""
+    """Return the key of the cut and the number of kept tokens with that key."""
     tokens_before = tl.load(bounds_at + 2)
     mass_before = tl.load(bounds_at + 3)
     limited = tl.load(bounds_at + 4) > 0
@@ -242,7 +241,7 @@ def _search(
         ties = (wanted - tokens_before - above).to(tl.int32)
         kept += mass_before + ties.to(tl.float64) * weight_of(logit_of(cut).to(tl.float64), peak, temperature)
     if top_p < 1.0:
-        # Sums are integers, so they are below top_p times what is kept where they are below the next integer.
+        # Sums are integers, so comparing with top_p times the kept weight equals comparing with the next integer.
         wanted = tl.maximum(tl.ceil(top_p * kept), 1.0)
         reached = _reach(
             logits_at, listed_at, listed, count, cut, high, peak, temperature, mass_before, wanted, True, chunk
@@ -258,7 +257,7 @@ def _search(
 
 @triton.jit
 def _above(logits_at, listed_at, listed, count, cut, high, peak, temperature, chunk: tl.constexpr):
-    """Return how many tokens have keys beyond a cut, up to `high`, and their weight."""
+    """Return the number and the weight of tokens with keys beyond a cut, up to `high`."""
     tokens = tl.zeros((chunk,), tl.float64)
     masses = tl.zeros((chunk,), tl.float64)
     for begin in range(0, count, chunk):
@@ -274,7 +273,7 @@ def find_peaks(
     vocabulary, tiles,
     tile: tl.constexpr, most_spans: tl.constexpr,
 ):  # fmt: skip
-    """Find the largest logit of each row, the lowest id that has it, and the smallest logit that is not -inf.
+    """Find the largest logit of each row, its lowest id, and the smallest logit above -inf.
 
     Grid: rows, spans of `tiles` tiles.
     """
@@ -326,7 +325,7 @@ def _share(seed, position):
 
 @triton.jit
 def _kept(logits_at, token, vocabulary, peak, temperature, cut, least):
-    """Return the weights of tokens above the cut, and 1 for each token that is at it."""
+    """Return the weights of tokens above the cut, and 1 per token at it."""
     logit = tl.load(logits_at + token, mask=token < vocabulary, other=-float("inf"))
     weight = weight_of(logit.to(tl.float64), peak, temperature)
     weight = tl.where((logit > cut) & (weight >= least), weight, 0.0)
@@ -342,7 +341,7 @@ def draw(
 ):  # fmt: skip
     """Draw a token for each row that is not greedy. Grid: rows, spans of `tiles` tiles.
 
-    Where `filtered`, tokens above `cuts_at[row]` are drawn from, and of those at it the first `ties_at[row]`.
+    With `filtered`, candidates are the tokens above `cuts_at[row]`, and the first `ties_at[row]` at it.
     """
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_at + row).to(tl.float64)
@@ -380,7 +379,7 @@ def draw(
                 left = tl.maximum(allowed - (tl.cumsum(span_ties, 0) - span_ties), 0)
                 parts += tl.minimum(span_ties, left).to(tl.float64) * tie_weight
             share = _share(tl.load(seeds_at + row), tl.load(positions_at + row)) * tl.sum(parts, 0)
-            # Running sums never fall, so what stays at or below the share is what comes before the choice.
+            # Running sums are monotonic, so the tokens with sums at or below the share precede the choice.
             passed = tl.sum(((tl.cumsum(parts, 0) <= share) & (part < spans)).to(tl.int32), 0)
             passed = tl.minimum(passed, spans - 1)
             before = tl.sum(tl.where(part < passed, parts, 0.0), 0)

@@ -11,15 +11,15 @@ from fd_core.models.loading.gguf_format import PACKED_TYPES, unpack_blocks
 from fd_core.ops.weights import WEIGHT_FORMATS
 
 
-def test_every_type_is_a_format_of_the_contract() -> None:
+def test_every_type_is_a_contract_format() -> None:
     assert set(PACKED_TYPES) <= WEIGHT_FORMATS
 
 
 @pytest.mark.parametrize("kind", PACKED_TYPES)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), rows=st.integers(1, 5), blocks=st.integers(1, 4))
-def test_any_block_has_the_librarys_values_bit_for_bit(kind: str, seed: int, rows: int, blocks: int) -> None:
-    """Random bytes: every whole number, scale and minimum can occur, not only those that a quantizer writes."""
+def test_random_blocks_match_the_library_bitwise(kind: str, seed: int, rows: int, blocks: int) -> None:
+    """Random bytes cover every integer, scale and minimum, not only those that a quantizer writes."""
     elements, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     stored = np.random.default_rng(seed).integers(0, 256, (rows, blocks * nbytes), dtype=np.uint8)
     with np.errstate(invalid="ignore", over="ignore"):

@@ -31,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", extra=extra)
 
 
-def test_config_is_in_hugging_face_terms(tiny: Path) -> None:
+def test_config_uses_hugging_face_keys(tiny: Path) -> None:
     config = open_checkpoint(tiny).config
     expected = {
         "architectures": ["LlamaForCausalLM"],
@@ -53,7 +53,7 @@ def test_config_is_in_hugging_face_terms(tiny: Path) -> None:
     assert {key: config[key] for key in expected} == expected
 
 
-def test_names_shapes_and_values_are_hugging_faces(tiny: Path) -> None:
+def test_tensors_have_hugging_face_names_shapes_and_values(tiny: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     stored = llama_tensors()
     assert "model.layers.0.self_attn.q_proj.weight" in checkpoint.names()
@@ -64,7 +64,7 @@ def test_names_shapes_and_values_are_hugging_faces(tiny: Path) -> None:
     assert gate.dtype == "F32" and not gate.data.flags.owndata, "an unquantized tensor is mapped, not copied"
 
 
-def test_rows_of_q_and_k_are_put_back_into_halves(tiny: Path) -> None:
+def test_q_and_k_rows_are_reordered_into_halves(tiny: Path) -> None:
     """The converter writes row pairs (i, i + half) of each head next to each other."""
     checkpoint = open_checkpoint(tiny)
     q = llama_tensors()["blk.0.attn_q.weight"]
@@ -81,7 +81,7 @@ def _random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.nd
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", *PACKED_TYPES, "Q2_K", "Q3_K", "IQ4_NL"])
-def test_stored_types_are_read_as_the_library_reads_them(tmp_path: Path, kind: str) -> None:
+def test_stored_types_match_the_library(tmp_path: Path, kind: str) -> None:
     quantization = GGMLQuantizationType[kind]
     packed = _random_blocks(quantization, 64, 256)
     if kind == "F16":
@@ -95,7 +95,7 @@ def test_stored_types_are_read_as_the_library_reads_them(tmp_path: Path, kind: s
     np.testing.assert_array_equal(found.to_float32(), gguf.quants.dequantize(packed, quantization))
 
 
-def test_a_type_that_is_not_supported_is_named(tmp_path: Path) -> None:
+def test_unsupported_type_is_named(tmp_path: Path) -> None:
     packed = _random_blocks(GGMLQuantizationType.Q8_K, 64, 256)
     tensors = {
         "token_embd.weight": np.zeros((48, 32), np.float32),
@@ -106,8 +106,8 @@ def test_a_type_that_is_not_supported_is_named(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
-def test_a_weight_stays_as_it_was_quantized_for_those_who_compute_that(tmp_path: Path) -> None:
-    """Rows of q are put back in order, too; who does not compute the format gets what the library expands."""
+def test_weight_stays_quantized_for_packs_supporting_it(tmp_path: Path) -> None:
+    """Rows of q are reordered as well; packs without the format get the library's dequantized values."""
     stored = gguf.quants.quantize(llama_tensors()["blk.0.attn_q.weight"], GGMLQuantizationType.Q4_0)
     tensors = {**llama_tensors(), "blk.0.attn_q.weight": (stored, GGMLQuantizationType.Q4_0)}
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -120,7 +120,7 @@ def test_a_weight_stays_as_it_was_quantized_for_those_who_compute_that(tmp_path:
     np.testing.assert_array_equal(expanded.to_float32(), values.reshape(32, 32))
 
 
-def test_each_expert_is_its_part_of_the_stack(tmp_path: Path) -> None:
+def test_each_expert_is_a_slice_of_the_stack(tmp_path: Path) -> None:
     weights = np.random.default_rng(2).standard_normal((3, 64, 32)).astype(np.float32)
     stored = gguf.quants.quantize(weights, GGMLQuantizationType.Q8_0)
     tensors = {**llama_tensors(), "blk.0.ffn_gate_exps.weight": (stored, GGMLQuantizationType.Q8_0)}
@@ -132,7 +132,7 @@ def test_each_expert_is_its_part_of_the_stack(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [*PACKED_TYPES, "Q3_K"])
 @pytest.mark.parametrize("damage", [float("nan"), float("inf")])
-def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path, kind: str, damage: float) -> None:
+def test_non_finite_scales_are_rejected_by_name(tmp_path: Path, kind: str, damage: float) -> None:
     quantization = GGMLQuantizationType[kind]
     packed = _random_blocks(quantization, 64, 256)
     packed[7] = 0
@@ -145,20 +145,20 @@ def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path, kind: st
         checkpoint.read("model.layers.0.mlp.gate_proj.weight")
 
 
-def test_two_tensors_for_one_name_are_refused(tmp_path: Path) -> None:
+def test_duplicate_tensor_name_is_rejected(tmp_path: Path) -> None:
     tensors = {**llama_tensors(), "blk.00.attn_norm.weight": np.zeros(32, "f4")}
     with pytest.raises(ModelError, match="two tensors"):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors=tensors))
 
 
-def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_tensor_is_rejected_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tensors={**llama_tensors(), "blk.0.attn_sinks.weight": np.zeros(4, "f4")})
     with pytest.raises(ModelError, match=r"attn_sinks"):
         open_checkpoint(path)
 
 
 @pytest.mark.parametrize(
-    ("arch", "change", "extra", "says"),
+    ("arch", "change", "extra", "message"),
     [
         ("mamba", {}, {}, "architecture 'mamba' is not supported"),
         ("llama", {"block_count": "two"}, {}, r"llama\.block_count must be a positive integer; found 'two'"),
@@ -171,11 +171,11 @@ def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
         ("llama", {}, {"general.type": "mmproj"}, "mmproj"),
     ],
 )
-def test_metadata_that_cannot_be_used_is_named(
-    tmp_path: Path, arch: str, change: dict[str, object], extra: dict[str, object], says: str
+def test_unusable_metadata_is_named(
+    tmp_path: Path, arch: str, change: dict[str, object], extra: dict[str, object], message: str
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", arch=arch, values={**LLAMA, **change}, extra=extra)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         open_checkpoint(path)
 
 
@@ -200,7 +200,7 @@ def test_llama3_scaling_is_recovered_from_its_factors(tmp_path: Path) -> None:
         open_checkpoint(write_gguf(tmp_path / "m.gguf", values=values, tensors=tensors))
 
 
-def test_ends_of_turn_are_found_among_the_control_tokens(tmp_path: Path) -> None:
+def test_end_of_turn_tokens_are_found_among_control_tokens(tmp_path: Path) -> None:
     extra = {
         "tokenizer.ggml.tokens": ["a", "<eos>", "<end_of_turn>", "<|im_end|>"],
         "tokenizer.ggml.token_type": [1, 3, 3, 1],
@@ -221,7 +221,7 @@ def test_digest_follows_weights_and_metadata(tmp_path: Path) -> None:
 
 
 def _open_and_read(path: Path) -> None:
-    """Open and read everything; anything but success and `ModelError` escapes."""
+    """Open and read everything; only `ModelError` is caught."""
     try:
         with open_checkpoint(path) as checkpoint:
             for name in checkpoint.names():
@@ -231,7 +231,7 @@ def _open_and_read(path: Path) -> None:
         assert path.name in str(error), "the file is named"
 
 
-def test_truncation_at_any_byte_is_an_error_that_names_the_file(tiny: Path, tmp_path: Path) -> None:
+def test_truncation_at_any_byte_names_the_file(tiny: Path, tmp_path: Path) -> None:
     content = tiny.read_bytes()
     header = content.index(llama_tensors()["token_embd.weight"].tobytes()[:16])
     cut = tmp_path / "cut.gguf"
@@ -243,7 +243,7 @@ def test_truncation_at_any_byte_is_an_error_that_names_the_file(tiny: Path, tmp_
 
 @settings(max_examples=300, deadline=None)
 @given(flips=st.lists(st.tuples(st.integers(0, 2600), st.integers(0, 7)), min_size=1, max_size=4))
-def test_flipped_bits_in_the_header_never_escape_as_another_error(tiny: Path, flips: list[tuple[int, int]]) -> None:
+def test_flipped_header_bits_raise_only_model_error(tiny: Path, flips: list[tuple[int, int]]) -> None:
     content = bytearray(tiny.read_bytes())
     for position, bit in flips:
         content[position] ^= 1 << bit
@@ -284,7 +284,7 @@ def _pair(key: str, kind: int, rest: bytes) -> bytes:
         + bytes(64),
     ],
 )
-def test_hostile_counts_and_sizes_are_refused_at_once(tmp_path: Path, body: bytes) -> None:
+def test_hostile_counts_and_sizes_are_rejected_immediately(tmp_path: Path, body: bytes) -> None:
     path = tmp_path / "hostile.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<I", 3) + body)
     tracemalloc.start()
@@ -297,7 +297,7 @@ def test_hostile_counts_and_sizes_are_refused_at_once(tmp_path: Path, body: byte
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (b"", "0"),
         (b"GGML" + bytes(64), "begin"),
@@ -305,10 +305,10 @@ def test_hostile_counts_and_sizes_are_refused_at_once(tmp_path: Path, body: byte
         (b"GGUF\0\0\0\x03" + bytes(64), "big-endian"),
     ],
 )
-def test_other_files_are_not_taken_for_gguf(tmp_path: Path, content: bytes, says: str) -> None:
+def test_other_files_are_not_read_as_gguf(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "other.gguf"
     path.write_bytes(content)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         open_checkpoint(path)
 
 

@@ -62,7 +62,7 @@ def test_tensors_are_mapped_views_of_the_file(folder: Path) -> None:
     assert checkpoint.total_bytes == 6 * 4 * 4 + 4 * 2
 
 
-def test_a_view_outlives_its_checkpoint(folder: Path) -> None:
+def test_view_outlives_its_checkpoint(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     view = checkpoint.read("model.norm.weight").data
     checkpoint.close()
@@ -76,7 +76,7 @@ def test_bfloat16_becomes_float32_exactly() -> None:
     np.testing.assert_array_equal(RawTensor("BF16", bits).to_float32(), values)
 
 
-def test_bfloat16_is_read_as_its_bits(folder: Path) -> None:
+def test_bfloat16_is_read_as_raw_bits(folder: Path) -> None:
     header = {"w": _entry(0, 4, [2], "BF16")}
     (folder / "model.safetensors").write_bytes(_raw(header, struct.pack("<2H", 0x3F80, 0xC000)))
     found = open_checkpoint(folder).read("w")
@@ -84,7 +84,7 @@ def test_bfloat16_is_read_as_its_bits(folder: Path) -> None:
     assert found.to_float32().tolist() == [1.0, -2.0]
 
 
-def test_an_unaligned_buffer_is_read_all_the_same(folder: Path) -> None:
+def test_unaligned_buffer_is_read(folder: Path) -> None:
     header = json.dumps({"w": _entry(0, 4, [1])}).encode()
     header += b" " * (1 - len(header) % 4 if len(header) % 4 <= 1 else 5 - len(header) % 4)
     assert (8 + len(header)) % 4 == 1
@@ -93,13 +93,13 @@ def test_an_unaligned_buffer_is_read_all_the_same(folder: Path) -> None:
     assert data.tolist() == [2.5] and data.flags.aligned
 
 
-def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_types_are_rejected_by_name(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(_folder(tmp_path / "m", tensors={"w": np.zeros(3, np.int8)}))
     with pytest.raises(ModelError, match=r"tensor 'w' is stored as I8.*BF16"):
         checkpoint.read("w")
 
 
-def test_an_absent_tensor_is_named(folder: Path) -> None:
+def test_missing_tensor_is_named(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"no tensor 'lm_head\.weight'"):
         open_checkpoint(folder).read("lm_head.weight")
 
@@ -122,27 +122,27 @@ def test_shards_are_read_through_their_index(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "says"),
+    ("weight_map", "message"),
     [
         ({}, "no weight_map"),
         ([], "no weight_map"),
-        ({"w": "model-3.safetensors"}, r"model-3\.safetensors, which is not there"),
+        ({"w": "model-3.safetensors"}, r"model-3\.safetensors is missing"),
         ({"w": "model-1.safetensors"}, "tensor 'w' is not in"),
-        ({"w": "../model-1.safetensors"}, "beside the index"),
-        ({"w": "/etc/passwd"}, "beside the index"),
-        ({"w": "..\\model.safetensors"}, "beside the index"),
-        ({"w": "model\0.safetensors"}, "beside the index"),
-        ({"w": "weights.bin"}, "beside the index"),
-        ({"w": 7}, "beside the index"),
-        ({"w": ".."}, "beside the index"),
+        ({"w": "../model-1.safetensors"}, "in the folder of the index"),
+        ({"w": "/etc/passwd"}, "in the folder of the index"),
+        ({"w": "..\\model.safetensors"}, "in the folder of the index"),
+        ({"w": "model\0.safetensors"}, "in the folder of the index"),
+        ({"w": "weights.bin"}, "in the folder of the index"),
+        ({"w": 7}, "in the folder of the index"),
+        ({"w": ".."}, "in the folder of the index"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused(folder: Path, weight_map: object, says: str) -> None:
-    with pytest.raises(ModelError, match=says):
+def test_inconsistent_index_is_rejected(folder: Path, weight_map: object, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         open_checkpoint(_shard(folder, weight_map))
 
 
-def test_the_only_file_is_taken_whatever_its_name(folder: Path) -> None:
+def test_single_file_may_have_any_name(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     assert "model.norm.weight" in open_checkpoint(folder).names()
     save_file({"w": np.zeros(1, "f4")}, folder / "other.safetensors")
@@ -151,7 +151,7 @@ def test_the_only_file_is_taken_whatever_its_name(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt"])
-def test_pickles_are_refused_with_what_to_do(tmp_path: Path, suffix: str) -> None:
+def test_pickles_are_rejected_with_advice(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"pytorch_model{suffix}"
     path.write_bytes(b"\x80\x04")
     for target in (path, tmp_path):
@@ -160,7 +160,7 @@ def test_pickles_are_refused_with_what_to_do(tmp_path: Path, suffix: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "message"),
     [
         (b"", "not a JSON object"),
         (b"[]", "not a JSON object"),
@@ -170,9 +170,9 @@ def test_pickles_are_refused_with_what_to_do(tmp_path: Path, suffix: str) -> Non
         (b'{"quantization_config": {"quant_method": "bitsandbytes"}}', "'bitsandbytes' are not supported"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_an_error(folder: Path, config: bytes, says: str) -> None:
+def test_unusable_config_is_an_error(folder: Path, config: bytes, message: str) -> None:
     (folder / "config.json").write_bytes(config)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         open_checkpoint(folder)
 
 
@@ -203,7 +203,7 @@ def test_a_config_that_cannot_be_used_is_an_error(folder: Path, config: bytes, s
         _raw({"w": {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 6]}}, bytes(6)),
     ],
 )
-def test_a_damaged_or_hostile_file_is_refused_at_once(folder: Path, content: bytes) -> None:
+def test_damaged_or_hostile_file_is_rejected_immediately(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     tracemalloc.start()
     try:
@@ -225,7 +225,7 @@ def test_truncation_at_any_byte_is_an_error(folder: Path) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(flips=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 7)), min_size=1, max_size=3))
-def test_flipped_bits_in_the_header_never_escape_as_another_error(
+def test_flipped_header_bits_raise_only_model_error(
     tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]]
 ) -> None:
     folder = _folder(tmp_path_factory.getbasetemp() / "flipped")
@@ -254,14 +254,14 @@ def test_digest_follows_weights_and_config(tmp_path: Path) -> None:
     assert open_checkpoint(_folder(tmp_path / "d", {**CONFIG, "rope_theta": 5.0})).digest != first
 
 
-def test_digest_of_a_large_file_covers_the_start_of_every_tensor(tmp_path: Path) -> None:
+def test_digest_of_large_file_covers_start_of_every_tensor(tmp_path: Path) -> None:
     tensors = {"big": np.zeros(10 << 20, np.float32), "small": np.zeros(8, np.float32)}
     first = open_checkpoint(_folder(tmp_path / "a", tensors=tensors)).digest
     tensors["small"][2] = 1
     assert open_checkpoint(_folder(tmp_path / "b", tensors=tensors)).digest != first
 
 
-def test_generation_config_names_tokens_that_end_a_generation(folder: Path) -> None:
+def test_generation_config_defines_eos_tokens(folder: Path) -> None:
     assert open_checkpoint(folder).eos_token_ids == ()
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8], "temperature": 0.6, "do_sample": true}')
     assert open_checkpoint(folder).eos_token_ids == (7, 8)
@@ -270,7 +270,7 @@ def test_generation_config_names_tokens_that_end_a_generation(folder: Path) -> N
         _ = open_checkpoint(folder).eos_token_ids
 
 
-def test_chat_template_is_taken_from_where_it_is(folder: Path) -> None:
+def test_chat_template_is_found_in_any_location(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         _ = open_checkpoint(folder).tokenizer
     (folder / "tokenizer.json").write_text("{}")
@@ -282,7 +282,7 @@ def test_chat_template_is_taken_from_where_it_is(folder: Path) -> None:
     assert open_checkpoint(folder).tokenizer.chat_template == "J"
 
 
-def test_what_is_no_model_is_explained(tmp_path: Path) -> None:
+def test_non_model_path_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         open_checkpoint(tmp_path / "absent")
     with pytest.raises(ModelError, match="no weights"):

@@ -1,4 +1,4 @@
-"""Quantized folders as their tools write them, read and compared with what each tool's formula says they stand for."""
+"""Quantized folders as their tools write them, compared with the formula of each tool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUPS = IN // GROUP
 NAME = "model.layers.0.mlp.up_proj"
 Tensors = dict[str, np.ndarray]
 Written = tuple[dict[str, Any], Tensors, np.ndarray]
-"""`quantization_config`, the tensors of one module, and the weight [OUT, IN] that they stand for, in float64."""
+"""`quantization_config`, the tensors of one module, and its dequantized weight [OUT, IN] in float64."""
 
 RNG = np.random.default_rng(5)
 
@@ -38,8 +38,8 @@ def pack(values: np.ndarray, bits: int, axis: int) -> np.ndarray:
     values, count = np.moveaxis(values, axis, -1), 32 // bits
     padded = np.pad(values, [*[(0, 0)] * (values.ndim - 1), (0, -values.shape[-1] % count)])
     words = np.zeros((*padded.shape[:-1], padded.shape[-1] // count), np.uint64)
-    for place in range(count):
-        words |= padded[..., place::count].astype(np.uint64) << np.uint64(bits * place)
+    for offset in range(count):
+        words |= padded[..., offset::count].astype(np.uint64) << np.uint64(bits * offset)
     return np.ascontiguousarray(np.moveaxis(words.astype(np.uint32).view(np.int32), -1, axis))
 
 
@@ -80,7 +80,7 @@ def awq(**settings: Any) -> Written:
 
 
 def words_of(bits: int, *, symmetric: bool = True, channel: bool = False) -> Written:
-    """compressed-tensors' pack-quantized; its numbers are signed, and stored with half of their range added."""
+    """Return compressed-tensors' pack-quantized; signed numbers are stored with half of their range added."""
     half = 1 << (bits - 1)
     groups = 1 if channel else GROUPS
     q, s = numbers(-half, half, OUT, IN), sizes(OUT, groups)
@@ -99,7 +99,7 @@ def words_of(bits: int, *, symmetric: bool = True, channel: bool = False) -> Wri
 
 
 def bytes_of(*, symmetric: bool = True, whole: bool = False) -> Written:
-    """compressed-tensors' int-quantized: W8A8."""
+    """Return compressed-tensors' int-quantized: W8A8."""
     q = numbers(-128, 128, OUT, IN)
     s = sizes(1) if whole else sizes(OUT, 1)
     z = numbers(-128, 128, *s.shape) * (not symmetric)
@@ -140,7 +140,7 @@ def write(folder: Path, written: Written, **others: np.ndarray) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_weight_is_what_its_tool_says(tmp_path: Path, case: str) -> None:
+def test_dequantized_weight_matches_its_tool(tmp_path: Path, case: str) -> None:
     form, minima, written = CASES[case]
     with open_checkpoint(write(tmp_path, written)) as checkpoint:
         assert set(checkpoint.names()) == {f"{NAME}.weight", f"{NAME}.bias", "model.norm.weight"}
@@ -160,7 +160,7 @@ def test_a_weight_is_what_its_tool_says(tmp_path: Path, case: str) -> None:
 def fp8(
     method: str, kind: str, scale: np.ndarray, block: int | None = None, codes: np.ndarray | None = None
 ) -> Written:
-    """Every finite number of the type, and scales."""
+    """Return every finite number of the type, and scales."""
     pytest.importorskip("torch")
     if codes is None:
         codes = np.concatenate([np.arange(127), np.arange(128, 255)] * 7)[: OUT * IN]
@@ -186,7 +186,7 @@ def torch_fp8(codes: np.ndarray) -> Any:
 
 
 def write_fp8(folder: Path, written: Written) -> Path:
-    """numpy has no such type."""
+    """Write fp8 with torch, as numpy has no such type."""
     import torch
     from safetensors.torch import save_file as save_torch
 
@@ -211,10 +211,10 @@ FP8_SCALES = [
 
 
 @pytest.mark.parametrize(("method", "kind", "shape", "block", "groups"), FP8_SCALES)
-def test_fp8_is_what_torch_says(
+def test_fp8_matches_torch(
     tmp_path: Path, method: str, kind: str, shape: tuple[int, ...], block: int | None, groups: int
 ) -> None:
-    """Packed where that is computed, with the scales of its blocks for each row; a block may end with the row."""
+    """Packed if supported, with the scales of its blocks for each row; a block may end with the row."""
     written = fp8(method, kind, np.asarray(RNG.uniform(0.5, 2, shape), np.float32), block)
     with open_checkpoint(write_fp8(tmp_path, written)) as checkpoint:
         assert checkpoint.names() == (f"{NAME}.weight",)
@@ -229,19 +229,19 @@ def test_fp8_is_what_torch_says(
 
 
 @pytest.mark.parametrize(
-    ("scale", "code", "says"),
+    ("scale", "code", "error"),
     [
         (1.0, 0x7F, r"up_proj\.weight' has values that are not finite"),
         (1.0, 0xFF, r"up_proj\.weight' has values that are not finite"),
         (np.nan, 0, r"up_proj\.weight_scale' has scales that are not finite"),
-        (1e37, 0, r"up_proj\.weight_scale' has scales that make numbers too large"),
+        (1e37, 0, r"up_proj\.weight_scale' has scales that make values overflow"),
     ],
 )
-def test_fp8_that_is_damaged_is_refused_by_name(tmp_path: Path, scale: float, code: int, says: str) -> None:
+def test_damaged_fp8_is_rejected_by_name(tmp_path: Path, scale: float, code: int, error: str) -> None:
     codes = np.zeros(OUT * IN, np.uint8)
     codes[7] = code
     folder = write_fp8(tmp_path, fp8("fp8", "weight_scale", np.full(1, scale, np.float32), codes=codes))
-    with open_checkpoint(folder) as checkpoint, pytest.raises(ModelError, match=rf"model\.safetensors: .*{says}"):
+    with open_checkpoint(folder) as checkpoint, pytest.raises(ModelError, match=rf"model\.safetensors: .*{error}"):
         checkpoint.read_weight(f"{NAME}.weight", WEIGHT_FORMATS)
 
 
@@ -260,7 +260,7 @@ def configured(written: Written, **settings: Any) -> Written:
 
 
 @pytest.mark.parametrize(
-    ("written", "says"),
+    ("written", "error"),
     [
         (without(gptq(), "scales"), r"model\.safetensors: tensor '.*up_proj\.scales' is missing"),
         (without(gptq(), "qzeros"), r"up_proj\.qzeros' is missing"),
@@ -268,7 +268,7 @@ def configured(written: Written, **settings: Any) -> Written:
         (without(words_of(4), "weight_shape"), r"up_proj\.weight_shape' is missing"),
         (without(bytes_of(), "weight_scale"), r"up_proj\.weight_scale' is missing"),
         (without(bytes_of(), "weight"), r"up_proj\.weight' is missing"),
-        (gptq(group_size=48), "64 values, which are not whole groups of 48"),
+        (gptq(group_size=48), "64 values, not a multiple of group size 48"),
         (gptq(group_size=32), r"up_proj\.scales' has shape \(4, 24\), not \(2, 24\)"),
         (gptq(bits=4, group_size=0), "group_size must be a positive integer"),
         (awq(bits=8), "AWQ weights of 8 bits"),
@@ -279,8 +279,8 @@ def configured(written: Written, **settings: Any) -> Written:
         (changed(gptq(), "scales", np.zeros((GROUPS, OUT), np.int32)), "stored as I32, not F32 or F16 or BF16"),
         (changed(words_of(4), "weight_shape", np.array([OUT, 2 * IN])), "does not hold 24 rows of 128 values"),
         (changed(words_of(4), "weight_shape", np.array([-1, 1 << 62])), "does not hold"),
-        (changed(words_of(4), "weight_scale", sizes(OUT, 5)), "has 5 scales for 64 values, but groups have 16"),
-        (changed(words_of(4), "weight_scale", sizes(OUT, 2)), "has 2 scales for 64 values, but groups have 16"),
+        (changed(words_of(4), "weight_scale", sizes(OUT, 5)), "has 5 scales for 64 values, not groups of 16"),
+        (changed(words_of(4), "weight_scale", sizes(OUT, 2)), "has 2 scales for 64 values, not groups of 16"),
         (changed(words_of(4), "weight_scale", sizes(OUT, 0)), "does not fit"),
         (changed(words_of(4, symmetric=False), "weight_zero_point", np.zeros((2, 4), np.int32)), "not fit 24 rows"),
         (configured(words_of(4), format="marlin-24"), "the form 'marlin-24' are not supported"),
@@ -289,25 +289,23 @@ def configured(written: Written, **settings: Any) -> Written:
         (configured(words_of(4), config_groups=[1]), "config_groups must be an object"),
     ],
 )  # fmt: skip
-def test_pieces_that_do_not_fit_are_refused_when_the_folder_is_opened(
-    tmp_path: Path, written: Written, says: str
-) -> None:
-    with pytest.raises(ModelError, match=says):
+def test_inconsistent_tensors_are_rejected_on_open(tmp_path: Path, written: Written, error: str) -> None:
+    with pytest.raises(ModelError, match=error):
         open_checkpoint(write(tmp_path, written))
 
 
 @pytest.mark.parametrize(("case", "kind"), [("W8A8", "weight_scale"), ("W4A16", "weight_scale"), ("AWQ", "scales")])
-def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path, case: str, kind: str) -> None:
+def test_non_finite_scales_are_rejected_by_name(tmp_path: Path, case: str, kind: str) -> None:
     written = CASES[case][2]
     scales = written[1][kind].copy()
     scales.flat[3] = np.nan
-    says = rf"model\.safetensors: tensor '{NAME}\.{kind}'.*not finite"
+    error = rf"model\.safetensors: tensor '{NAME}\.{kind}'.*not finite"
     folder = write(tmp_path, changed(written, kind, scales))
-    with open_checkpoint(folder) as checkpoint, pytest.raises(ModelError, match=says):
+    with open_checkpoint(folder) as checkpoint, pytest.raises(ModelError, match=error):
         checkpoint.read(f"{NAME}.weight")
 
 
-def test_what_was_left_as_it_is_stays_so(tmp_path: Path) -> None:
+def test_unquantized_modules_stay_unquantized(tmp_path: Path) -> None:
     other = {"lm_head.weight": RNG.standard_normal((4, IN)).astype(np.float16)}
     for number, case in enumerate(("W8A8", "W4A16", "GPTQ")):
         with open_checkpoint(write(tmp_path / str(number), CASES[case][2], **other)) as checkpoint:

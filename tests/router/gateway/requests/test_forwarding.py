@@ -1,4 +1,4 @@
-"""Answers pass as they come; failures go elsewhere before the first byte and are told behind it."""
+"""Streams are forwarded unbuffered; failures are retried before the first byte and reported after it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from tests.router.gateway.fakes import CHAT, COMPLETIONS, FakeWorker, Live, even
 
 
 @in_loop
-async def test_a_stream_passes_as_it_comes() -> None:
+async def test_stream_is_forwarded_without_buffering() -> None:
     async with FakeWorker() as worker, routed(worker) as live:
         worker.pause = 0.15
-        came = []
+        arrived = []
         async with live.client.post(live.url + CHAT, json={"messages": [turn("hi")], "stream": True}) as answer:
             assert answer.headers["Content-Type"] == "text/event-stream"
             while chunk := await answer.content.readany():
-                came.append((time.monotonic(), chunk))
-        assert len(came) >= worker.chunks
-        assert came[1][0] - came[0][0] > 0.05, "chunks were held back"
-        whole = b"".join(chunk for _, chunk in came)
+                arrived.append((time.monotonic(), chunk))
+        assert len(arrived) >= worker.chunks
+        assert arrived[1][0] - arrived[0][0] > 0.05, "chunks were held back"
+        whole = b"".join(chunk for _, chunk in arrived)
         assert [json.loads(each)["index"] for each in events(whole)[:-1]] == [0, 1, 2, 3]
         assert events(whole)[-1] == "[DONE]"
     assert live.router.snapshot().tally.served == 1
 
 
 @in_loop
-async def test_a_request_reaches_the_worker_as_the_client_sent_it() -> None:
+async def test_request_reaches_the_worker_unchanged() -> None:
     async with FakeWorker(usual="json") as worker:
         worker.url = worker.url.replace("127.0.0.1", "localhost")  # cookies are kept for names only
         async with routed(worker) as live:
@@ -60,7 +60,7 @@ async def _arrives_as_sent(worker: FakeWorker, live: Live) -> None:
 
 @pytest.mark.parametrize("word", ["die", "head", "torn:0", "json_dies", "500", "502", "504", "429", "503", "404"])
 @in_loop
-async def test_what_fails_before_the_first_byte_is_tried_on_another_worker(word: str) -> None:
+async def test_failure_before_first_byte_is_retried_elsewhere(word: str) -> None:
     async with FakeWorker("a") as a, FakeWorker("b") as b, routed(a, b) as live:
         first = min((a, b), key=lambda worker: worker.url)
         first.script.append(word)
@@ -75,7 +75,7 @@ async def test_what_fails_before_the_first_byte_is_tried_on_another_worker(word:
 
 
 @in_loop
-async def test_a_request_that_is_wrong_is_not_tried_again() -> None:
+async def test_bad_request_is_not_retried() -> None:
     async with FakeWorker("a", "400") as a, FakeWorker("b", "400") as b, routed(a, b) as live:
         status, _, body = await live.post()
         assert status == 400 and json.loads(body)["error"]["code"] == "invalid_value"
@@ -83,46 +83,46 @@ async def test_a_request_that_is_wrong_is_not_tried_again() -> None:
 
 
 @in_loop
-async def test_a_worker_that_is_not_there_is_passed_over() -> None:
+async def test_unreachable_worker_is_skipped() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        nobody = FakeWorker("none")
-        nobody.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    async with FakeWorker() as worker, routed(worker, nobody, healthy=1) as live:
+        absent = FakeWorker("none")
+        absent.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    async with FakeWorker() as worker, routed(worker, absent, healthy=1) as live:
         for _ in range(4):
             assert (await live.post())[0] == 200
 
 
 @pytest.mark.parametrize("word", ["after:3", "torn:3", "unended"])
 @in_loop
-async def test_what_fails_behind_the_first_byte_becomes_an_error_event(word: str) -> None:
+async def test_failure_after_first_byte_becomes_an_error_event(word: str) -> None:
     async with FakeWorker("a", word) as a, FakeWorker("b", word) as b, routed(a, b) as live:
         status, _, body = await live.post()
-        told = events(body)
+        received = events(body)
         assert status == 200 and b"[DONE]" not in body
-        *pieces, last = told
+        *pieces, last = received
         assert [json.loads(each)["index"] for each in pieces] == list(range(len(pieces))) and len(pieces) >= 3
         assert json.loads(last)["error"]["code"] == "worker_lost"
         assert body.count(b"event: error\n") == 1
-        assert len(a.seen) + len(b.seen) == 1, "an answer that had begun was asked for again"
+        assert len(a.seen) + len(b.seen) == 1, "an answer that had started was retried"
     assert live.router.snapshot().tally.failed == 1
 
 
 @in_loop
-async def test_an_error_that_the_worker_told_is_not_told_twice() -> None:
+async def test_error_event_of_a_worker_is_not_repeated() -> None:
     async with FakeWorker(usual="error") as worker, routed(worker) as live:
         _, _, body = await live.post()
         assert body.count(b"event: error") == 1 and b'"own"' in body and b"[DONE]" not in body
 
 
 @in_loop
-async def test_what_a_worker_compressed_passes_as_it_is() -> None:
+async def test_compressed_response_is_forwarded_unchanged() -> None:
     async with FakeWorker(usual="zipped") as worker, routed(worker) as live:
         _, headers, body = await live.post()
         assert headers["Content-Encoding"] == "gzip" and gzip.decompress(body) == b"data: [DONE]\n\n"
 
 
 @in_loop
-async def test_a_silent_worker_has_failed() -> None:
+async def test_silent_worker_times_out() -> None:
     async with FakeWorker("a") as a, FakeWorker("b") as b, routed(a, b, read_seconds=0.1) as live:
         min((a, b), key=lambda worker: worker.url).script.append("hang")
         assert events((await live.post())[2])[-1] == "[DONE]"
@@ -133,7 +133,7 @@ async def test_a_silent_worker_has_failed() -> None:
 
 
 @in_loop
-async def test_other_streams_need_no_done() -> None:
+async def test_streams_of_other_apis_end_without_done() -> None:
     async with FakeWorker(usual="unended") as worker, routed(worker) as live:
         _, _, body = await live.post("/v1/responses", {"input": "x"})
         assert len(events(body)) == 4 and b"error" not in body
@@ -141,7 +141,7 @@ async def test_other_streams_need_no_done() -> None:
 
 @pytest.mark.parametrize(("word", "status"), [("429", 429), ("503", 503), ("500", 500), ("die", 502)])
 @in_loop
-async def test_when_every_worker_fails_the_client_is_told(word: str, status: int) -> None:
+async def test_client_gets_an_error_if_every_worker_fails(word: str, status: int) -> None:
     async with FakeWorker("a", word) as a, FakeWorker("b", word) as b, routed(a, b) as live:
         got, headers, body = await live.post()
         assert got == status and json.loads(body)["error"]["message"]
@@ -165,7 +165,7 @@ async def test_without_a_healthy_worker_requests_get_503() -> None:
 
 
 @in_loop
-async def test_a_full_router_answers_429() -> None:
+async def test_full_router_answers_429() -> None:
     async with FakeWorker(usual="hang") as worker, routed(worker, router={"max_requests_per_worker": 1}) as live:
         running = asyncio.create_task(live.post())
         await eventually(lambda: worker.running == 1)
@@ -177,7 +177,7 @@ async def test_a_full_router_answers_429() -> None:
 
 
 @in_loop
-async def test_a_client_that_leaves_ends_the_request_at_the_worker() -> None:
+async def test_client_disconnect_cancels_the_request_at_the_worker() -> None:
     async with FakeWorker() as worker, routed(worker) as live:
         worker.pause, worker.chunks = 0.02, 1000
         async with live.client.post(live.url + CHAT, json={"messages": [turn("hi")], "stream": True}) as answer:
@@ -185,7 +185,7 @@ async def test_a_client_that_leaves_ends_the_request_at_the_worker() -> None:
             assert live.router.snapshot().total.requests == 1
             answer.close()
         await eventually(lambda: worker.left == 1 and worker.running == 0, 1.0)
-        await live.comes_to_rest()
+        await live.wait_until_idle()
         worker.script.append("hang")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(live.post(), 0.1)
@@ -194,7 +194,7 @@ async def test_a_client_that_leaves_ends_the_request_at_the_worker() -> None:
 
 
 @in_loop
-async def test_the_first_byte_ends_the_prefill() -> None:
+async def test_first_byte_ends_the_prefill() -> None:
     async with FakeWorker() as worker, routed(worker) as live:
         worker.pause, worker.chunks = 0.05, 100
         async with live.client.post(live.url + CHAT, json={"messages": [turn("hi" * 100)], "stream": True}) as answer:
@@ -205,7 +205,7 @@ async def test_the_first_byte_ends_the_prefill() -> None:
 
 
 @in_loop
-async def test_requests_that_wait_for_a_hanging_worker_go_elsewhere() -> None:
+async def test_requests_to_a_hanging_worker_are_retried() -> None:
     async with FakeWorker("a") as a, FakeWorker("b") as b, routed(a, b) as live:
         first = min((a, b), key=lambda worker: worker.url)
         first.script.append("hang")
@@ -218,7 +218,7 @@ async def test_requests_that_wait_for_a_hanging_worker_go_elsewhere() -> None:
 
 @in_loop
 @pytest.mark.timing
-async def test_an_answer_that_stands_still_ends_when_its_worker_is_not_reached() -> None:
+async def test_stalled_stream_ends_when_its_worker_is_unreachable() -> None:
     async with FakeWorker() as worker, routed(worker, unreachable_seconds=0.5) as live:
         worker.pause = 0.01
         worker.script.append("stops:2")
@@ -233,7 +233,7 @@ async def test_an_answer_that_stands_still_ends_when_its_worker_is_not_reached()
 
 
 async def begun(live: Live, worker: FakeWorker, pause: float, chunks: int) -> asyncio.Task[tuple[int, Any, bytes]]:
-    """Return a request whose answer has begun; from then on the worker answers no health check."""
+    """Return a request whose answer has started; from then on the worker answers no health check."""
     worker.pause, worker.chunks = pause, chunks
     running = asyncio.create_task(live.post())
     await eventually(lambda: worker.written >= 1)
@@ -242,7 +242,7 @@ async def begun(live: Live, worker: FakeWorker, pause: float, chunks: int) -> as
 
 
 @in_loop
-async def test_an_answer_that_goes_on_is_not_ended_by_checks_that_are_not_answered() -> None:
+async def test_active_stream_survives_failing_health_checks() -> None:
     async with FakeWorker() as worker, routed(worker, unreachable_seconds=0.5) as live:
         running = await begun(live, worker, pause=0.05, chunks=30)
         status, _, body = await running
@@ -250,10 +250,10 @@ async def test_an_answer_that_goes_on_is_not_ended_by_checks_that_are_not_answer
 
 
 @in_loop
-async def test_a_router_that_stood_still_blames_no_worker_for_it() -> None:
+async def test_router_that_was_suspended_does_not_blame_workers() -> None:
     async with FakeWorker() as worker, routed(worker, unreachable_seconds=1.0) as live:
         running = await begun(live, worker, pause=0.2, chunks=8)
-        await asyncio.sleep(0.1)  # a check is on its way, and the stream waits
+        await asyncio.sleep(0.1)  # a health check is in flight, and the stream is waiting
         time.sleep(2.5)  # as if the process had been stopped
         worker.hangs = False
         status, _, body = await running
@@ -262,11 +262,11 @@ async def test_a_router_that_stood_still_blames_no_worker_for_it() -> None:
 
 
 @in_loop
-async def test_a_client_that_reads_slowly_is_not_blamed_on_the_worker() -> None:
+async def test_slow_reader_does_not_count_against_the_worker() -> None:
     timeouts = WorkerTimeouts()
     worker = RouterWorker("http://a", "mixed", 1)
     async with timeouts.stream(worker) as silence:
-        assert not timeouts.expire_streams(worker, 0.0), "nothing was waited for"
+        assert not timeouts.expire_streams(worker, 0.0), "the timer is not running"
         silence.start()
         assert not timeouts.expire_streams(worker, 10.0)
         silence.stop()
@@ -280,7 +280,7 @@ async def test_a_client_that_reads_slowly_is_not_blamed_on_the_worker() -> None:
 
 
 @in_loop
-async def test_a_worker_that_says_it_is_unwell_may_finish_what_it_has() -> None:
+async def test_unhealthy_worker_may_finish_running_requests() -> None:
     async with FakeWorker() as worker, routed(worker) as live:
         worker.pause = 0.1
         running = asyncio.create_task(live.post())
@@ -291,7 +291,7 @@ async def test_a_worker_that_says_it_is_unwell_may_finish_what_it_has() -> None:
 
 
 @in_loop
-async def test_a_slow_client_slows_its_worker_and_fills_no_memory() -> None:
+async def test_slow_client_applies_backpressure_with_bounded_memory() -> None:
     async with FakeWorker() as worker, routed(worker) as live:
         worker.chunks = 10**9
         reader, writer = await asyncio.open_connection(*live.url.removeprefix("http://").split(":"), limit=1024)
@@ -302,7 +302,7 @@ async def test_a_slow_client_slows_its_worker_and_fills_no_memory() -> None:
         await reader.readline()
         before = -1
         async with asyncio.timeout(20):
-            while worker.written != before:  # until every buffer on the way is full
+            while worker.written != before:  # until every buffer on the path is full
                 before = worker.written
                 await asyncio.sleep(0.2)
         assert worker.running == 1
@@ -311,7 +311,7 @@ async def test_a_slow_client_slows_its_worker_and_fills_no_memory() -> None:
 
 
 @in_loop
-async def test_a_large_answer_that_is_no_stream_passes_whole_or_visibly_breaks_off() -> None:
+async def test_large_response_arrives_whole_or_fails_visibly() -> None:
     async with FakeWorker() as worker, routed(worker) as live:
         worker.script.extend(["big", "big_dies"])
         status, headers, body = await live.post()
@@ -322,7 +322,7 @@ async def test_a_large_answer_that_is_no_stream_passes_whole_or_visibly_breaks_o
 
 
 @in_loop
-async def test_what_runs_may_end_while_the_router_drains() -> None:
+async def test_running_requests_finish_while_the_router_drains() -> None:
     async with FakeWorker() as worker, routed(worker, drain_seconds=5.0) as live:
         worker.pause = 0.05
         running = asyncio.create_task(live.post())
@@ -335,7 +335,7 @@ async def test_what_runs_may_end_while_the_router_drains() -> None:
 
 
 @in_loop
-async def test_what_outlasts_the_drain_is_cut_off_visibly() -> None:
+async def test_requests_beyond_the_drain_timeout_are_aborted() -> None:
     async with FakeWorker() as worker, routed(worker, drain_seconds=0.1) as live:
         worker.pause, worker.chunks = 0.05, 1000
         async with live.client.post(live.url + CHAT, json={"messages": [turn("hi")], "stream": True}) as answer:

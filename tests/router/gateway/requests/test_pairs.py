@@ -1,4 +1,4 @@
-"""A pair serves one request: who is sent where, what is believed of it, and what is counted."""
+"""A prefill/decode pair serves one request: routing, reported outcomes, and counters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AWARE = {"policy": "cache_aware", "prefill_policy": "cache_aware", "decode_polic
 
 
 def tallies(live: Live) -> dict[str, tuple[int, ...]]:
-    """Served, failed, declined, unused and left, by role."""
+    """Return served, failed, declined, unused and left, by role."""
     roles = live.router.snapshot().roles
     return {role: (t.served, t.failed, t.declined, t.unused, t.left) for role, t in roles.items() if t.selected}
 
@@ -39,7 +39,7 @@ def blocks(live: Live) -> dict[str, int]:
 
 
 @in_loop
-async def test_a_pair_serves_and_the_decode_worker_is_told_who_computes() -> None:
+async def test_pair_serves_and_ticket_names_the_prefill_worker() -> None:
     async with (
         FakeWorker("p", role="prefill") as p,
         FakeWorker("d", role="decode") as d,
@@ -56,7 +56,7 @@ async def test_a_pair_serves_and_the_decode_worker_is_told_who_computes() -> Non
 
 
 @in_loop
-async def test_what_a_client_says_of_prefill_workers_reaches_no_worker() -> None:
+async def test_forged_ticket_headers_are_removed() -> None:
     async with FakeWorker("p", role="prefill") as p, FakeWorker("d", role="decode") as d, FakeWorker("m") as m:
         forged = {TICKET_HEADER: sign_ticket(TICKET_KEY, "mine", "10.0.0.1:22"), OUTCOME_HEADER: "transferred"}
         async with routed(m) as live, live.client.post(live.url + CHAT, json={}, headers=forged) as answer:
@@ -84,7 +84,7 @@ async def test_what_a_client_says_of_prefill_workers_reaches_no_worker() -> None
     ],
 )
 @in_loop
-async def test_what_the_decode_worker_says_is_believed_of_the_prefill_worker(
+async def test_decode_worker_reports_the_prefill_outcome(
     outcome: str | None, prefill: tuple[int, ...], held: bool
 ) -> None:
     async with (
@@ -94,15 +94,15 @@ async def test_what_the_decode_worker_says_is_believed_of_the_prefill_worker(
     ):
         d.outcome = outcome
         status, headers, body = await live.post(COMPLETIONS, PROMPT)
-        assert (status, events(body)[-1]) == (200, "[DONE]"), "the decode worker computes what it does not get"
+        assert (status, events(body)[-1]) == (200, "[DONE]"), "the decode worker computes missing KV itself"
         assert headers.get(OUTCOME_HEADER) == outcome
         assert tallies(live) == {"prefill": prefill, "decode": (1, 0, 0, 0, 0)}
         assert (blocks(live)["prefill"] > 0) == held
         families = text_string_to_metric_families((await live.get("/metrics"))[1].decode())
         samples = [sample for family in families for sample in family.samples]
-        (told,) = (sample for sample in samples if sample.name == "fdcore_router_transfers_total")
+        (transfers,) = (each for each in samples if each.name == "fdcore_router_transfers_total")
         known = prefill != (0, 0, 0, 1, 0) or outcome in ("held", "aborted")
-        assert (told.labels, told.value) == ({"outcome": outcome if known else "not_told"}, 1)
+        assert (transfers.labels, transfers.value) == ({"outcome": outcome if known else "not_told"}, 1)
         counted = {
             s.labels["role"]: s.value for s in samples if s.labels.get("outcome") == "served" and "role" in s.labels
         }
@@ -111,7 +111,7 @@ async def test_what_the_decode_worker_says_is_believed_of_the_prefill_worker(
 
 
 @in_loop
-async def test_a_prefill_worker_that_keeps_failing_is_left_alone() -> None:
+async def test_failing_prefill_worker_is_avoided() -> None:
     async with (
         FakeWorker("p", role="prefill") as p,
         FakeWorker("q", role="prefill") as q,
@@ -130,8 +130,8 @@ async def test_a_prefill_worker_that_keeps_failing_is_left_alone() -> None:
 
 @pytest.mark.parametrize("word", ["die", "head", "500", "429", "503", "404"])
 @in_loop
-async def test_a_decode_worker_that_fails_before_the_first_byte_is_replaced(word: str) -> None:
-    """The only prefill worker may serve the next attempt: nobody blamed it."""
+async def test_decode_worker_failing_before_first_byte_is_replaced(word: str) -> None:
+    """The only prefill worker may serve the next attempt: it was not at fault."""
     async with (
         FakeWorker("p", role="prefill") as p,
         FakeWorker("c", role="decode") as c,
@@ -147,7 +147,7 @@ async def test_a_decode_worker_that_fails_before_the_first_byte_is_replaced(word
 
 
 @in_loop
-async def test_the_first_byte_ends_the_prefill_and_a_break_is_told() -> None:
+async def test_first_byte_ends_prefill_and_disconnect_is_reported() -> None:
     async with FakeWorker("p", role="prefill") as p, FakeWorker("d", role="decode") as d, routed(p, d) as live:
         d.pause, d.chunks = 0.05, 100
         async with live.client.post(live.url + CHAT, json={"messages": [turn("hi" * 100)], "stream": True}) as answer:
@@ -155,7 +155,7 @@ async def test_the_first_byte_ends_the_prefill_and_a_break_is_told() -> None:
             loads = {each.worker.role: each.load for each in live.router.snapshot().workers}
             assert loads["prefill"] == IDLE and loads["decode"].requests == 1
             answer.close()
-        await live.comes_to_rest()
+        await live.wait_until_idle()
         d.pause = 0.0
         d.script.append("after:2")
         assert b"worker_lost" in (await live.post())[2]
@@ -177,21 +177,21 @@ async def test_mixed_workers_and_pairs_serve_together() -> None:
 
 
 @in_loop
-async def test_a_worker_that_says_another_role_is_told_of_once_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
+async def test_worker_with_wrong_role_is_logged_once_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
     async with FakeWorker("m") as m, FakeWorker("x") as x:
-        x.says = "prefill"
+        x.reported_role = "prefill"
         async with routed(m, x) as live:
             with caplog.at_level(logging.WARNING):
                 await asyncio.sleep(0.3)
             for _ in range(4):
                 assert (await live.post())[0] == 200
             assert not x.seen
-            assert sum("says that its role is prefill" in line for line in caplog.messages) <= 1
+            assert sum("reports the role prefill" in line for line in caplog.messages) <= 1
             shown = {each["worker"]["url"]: each["unfit"] for each in (await live.status())["workers"]}
-            assert "says that its role is prefill" in shown[x.url] and not shown[m.url]
-            x.says = "<script>"
+            assert "reports the role prefill" in shown[x.url] and not shown[m.url]
+            x.reported_role = "<script>"
             await eventually(lambda: "strange" in max(each.unfit for each in live.router.snapshot().workers))
-            x.says = "mixed"
+            x.reported_role = "mixed"
             await eventually(lambda: not any(each.unfit for each in live.router.snapshot().workers))
             for _ in range(2):
                 await live.post()
@@ -200,7 +200,7 @@ async def test_a_worker_that_says_another_role_is_told_of_once_and_not_used(capl
 
 @pytest.mark.parametrize("port", [None, 0, 70_000, "x", "７００１"])
 @in_loop
-async def test_a_prefill_worker_without_a_port_is_not_used_yet(port: Any) -> None:
+async def test_prefill_worker_without_a_port_is_not_used_yet(port: Any) -> None:
     async with FakeWorker("p", role="prefill") as p, FakeWorker("d", role="decode") as d:
         p.kv_port = port
         async with routed(p, d) as live:
@@ -208,11 +208,11 @@ async def test_a_prefill_worker_without_a_port_is_not_used_yet(port: Any) -> Non
             p.kv_port = 7009
             await eventually(lambda: 7009 in {each.kv_port for each in live.router.snapshot().workers})
             assert (await live.post())[0] == 200 and d.peers == ["127.0.0.1:7009"]
-            assert len(d.seen) == 2, "the first one was computed without a prefill worker"
+            assert len(d.seen) == 2, "the first request had no prefill worker"
 
 
 @in_loop
-async def test_while_no_prefill_worker_can_be_chosen_decode_workers_compute_alone(
+async def test_decode_workers_prefill_if_no_prefill_worker_is_available(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "fd_core.router.gateway.requests.state")
@@ -232,7 +232,7 @@ async def test_while_no_prefill_worker_can_be_chosen_decode_workers_compute_alon
         await live.post()
         assert d.peers == ["127.0.0.1:7001"] * 2
         assert ["themselves" in line or "pairs" in line for line in caplog.messages].count(True) == 2, (
-            "each is told once"
+            "each is logged once"
         )
         text = (await live.get("/metrics"))[1].decode()
         assert 'fdcore_router_attempts_total{mode="alone"} 3.0' in text
@@ -240,7 +240,7 @@ async def test_while_no_prefill_worker_can_be_chosen_decode_workers_compute_alon
 
 
 @in_loop
-async def test_a_prefill_worker_at_an_ipv6_address_can_be_found() -> None:
+async def test_prefill_worker_may_have_an_ipv6_address() -> None:
     async with FakeWorker("p", role="prefill") as p, FakeWorker("d", role="decode") as d:
         async with routed(d, healthy=1) as live:
             worker = live.router.register("http://[::1]:1", "prefill", 0.0)

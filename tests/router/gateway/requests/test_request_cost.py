@@ -1,4 +1,4 @@
-"""What a request may cost is the same at a server and at a router, whatever the body."""
+"""Server and router reserve the same cost for any request body."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ BODIES = {
 
 
 class Pair:
-    """A server and a router with the same key, and what each took in advance for its last request."""
+    """A server and a router with the same key, and the tokens each reserved for its last request."""
 
-    def __init__(self, alone: Service, behind: Service) -> None:
-        self.services = {"server": alone, "router": behind}
+    def __init__(self, direct: Service, routed: Service) -> None:
+        self.services = {"server": direct, "router": routed}
         self.taken: list[tuple[int, int]] = []
 
-    def costs(self, path: str, asked: Any) -> dict[str, tuple[int, list[int]]]:
+    def costs(self, path: str, body: Any) -> dict[str, tuple[int, list[int]]]:
         found = {}
         for name, service in self.services.items():
             self.taken.clear()
-            status, _ = service.ask("alice", "POST", path, asked)
-            # A worker behind the router has no account of the key.
+            status, _ = service.ask("alice", "POST", path, body)
+            # A worker served by the router has no account of the key.
             found[name] = status, [tokens for tokens, account in self.taken if account]
         return found
 
@@ -106,18 +106,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_server_and_router_take_the_same(pair: Pair, path: str) -> None:
+def test_server_and_router_reserve_the_same_cost(pair: Pair, path: str) -> None:
     @settings(max_examples=40, deadline=None, derandomize=True)
-    @given(asked=BODIES[path])
-    def check(asked: Any) -> None:
-        costs = pair.costs(path, asked)
-        assert costs["server"] == costs["router"], json.dumps(asked)
+    @given(body=BODIES[path])
+    def check(body: Any) -> None:
+        costs = pair.costs(path, body)
+        assert costs["server"] == costs["router"], json.dumps(body)
 
     check()
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "tokens"),
+    ("path", "body", "tokens"),
     [
         ("/v1/completions", {"prompt": ["a", "bb"], "n": 3, "max_tokens": 10}, 3 + 60),
         ("/v1/completions", {"prompt": [[1], [2, 3]], "n": 3.0, "max_tokens": 10.0}, 3 + 60),
@@ -129,21 +129,32 @@ def test_server_and_router_take_the_same(pair: Pair, path: str) -> None:
         ("/tokenize", {"prompt": "abc"}, 0),
     ],
 )
-def test_costs_count_every_prompt_and_every_text(pair: Pair, path: str, asked: Any, tokens: int) -> None:
-    for status, taken in pair.costs(path, asked).values():
+def test_cost_covers_every_prompt_and_every_choice(pair: Pair, path: str, body: Any, tokens: int) -> None:
+    for status, taken in pair.costs(path, body).values():
         assert (status, sum(taken)) == (200, tokens)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"n": "3"}, {"n": 1.5}, {"max_tokens": -4}, {"max_tokens": "9"}, {"best_of": 2}, {"n": 129}]
+    "wrong",
+    [
+        {"n": "3"},
+        {"n": 1.5},
+        {"max_tokens": -4},
+        {"max_tokens": "9"},
+        {"best_of": 2},
+        {"n": 129},
+        {"min_tokens": 17},
+        {"min_tokens": 5, "max_tokens": 4},
+        {"min_tokens": 5, "min_new_tokens": 6},
+    ],
 )
-def test_a_body_that_is_refused_takes_nothing(pair: Pair, wrong: dict[str, Any]) -> None:
+def test_rejected_body_reserves_nothing(pair: Pair, wrong: dict[str, Any]) -> None:
     for status, taken in pair.costs("/v1/completions", {"prompt": "a"} | wrong).values():
         assert (status, taken) == (400, [])
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "cost"),
+    ("path", "body", "cost"),
     [
         ("/v1/completions", {"prompt": ["x" * 40] * 3, "n": 2, "max_tokens": 20}, 30 + 120),
         ("/v1/completions", {"prompt": [[70_000, 2]], "max_tokens": 4.0}, 2 + 4),
@@ -152,8 +163,8 @@ def test_a_body_that_is_refused_takes_nothing(pair: Pair, wrong: dict[str, Any])
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "high"}, 1000),
     ],
 )
-def test_without_a_tokenizer_bytes_are_counted(path: str, asked: Any, cost: int) -> None:
+def test_bytes_are_counted_without_a_tokenizer(path: str, body: Any, cost: int) -> None:
     reader = CostReader(None)
-    found = asyncio.run(reader.cost(path, "application/json", json.dumps(asked).encode(), 1000))
+    found = asyncio.run(reader.cost(path, "application/json", json.dumps(body).encode(), 1000))
     reader.close()
     assert cost <= found.most <= cost + 20

@@ -1,4 +1,4 @@
-"""The policy sees the prompt as the workers read it, and never an empty one."""
+"""The policy gets the prompt as the workers tokenize it, and never an empty one."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def read(body: Any, *, tokenizer: bool = True, session: str | None = None) -> Ro
         reader.close()
 
 
-def test_texts_and_conversations_are_read_as_the_server_reads_them() -> None:
+def test_prompts_are_tokenized_as_the_server_does() -> None:
     assert TEXT.tokenizer.decode(read({"prompt": "some text"}).tokens.tolist()) == "some text"
     messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    asked = read({"messages": messages})
-    assert TEXT.tokenizer.decode(asked.tokens.tolist()) == "system: be\nuser: hi\nassistant: "
-    assert asked.length == len(asked.tokens)
+    parsed = read({"messages": messages})
+    assert TEXT.tokenizer.decode(parsed.tokens.tolist()) == "system: be\nuser: hi\nassistant: "
+    assert parsed.length == len(parsed.tokens)
     assert read({"prompt": [5, 6, 7]}).tokens.tolist() == [5, 6, 7]
     several = read({"prompt": [[1, 2], [3]]})
     assert (several.tokens.tolist(), several.length) == ([1, 2], 3)
@@ -56,12 +56,10 @@ def test_tools_count_as_the_server_counts_them() -> None:
     assert not read({"messages": messages, "tools": ["x"]}).tokenized
 
 
-def test_the_system_of_the_messages_api_comes_first() -> None:
-    asked = {"system": [{"type": "text", "text": "be"}], "messages": [{"role": "user", "content": "hi"}]}
-    assert TEXT.tokenizer.decode(read(asked).tokens.tolist()) == "system: be\nuser: hi\nassistant: "
-    assert (
-        read(asked, tokenizer=False).tokens.tolist() != read({**asked, "system": "x"}, tokenizer=False).tokens.tolist()
-    )
+def test_system_of_the_messages_api_is_rendered_first() -> None:
+    body = {"system": [{"type": "text", "text": "be"}], "messages": [{"role": "user", "content": "hi"}]}
+    assert TEXT.tokenizer.decode(read(body).tokens.tolist()) == "system: be\nuser: hi\nassistant: "
+    assert read(body, tokenizer=False).tokens.tolist() != read({**body, "system": "x"}, tokenizer=False).tokens.tolist()
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])
@@ -78,12 +76,12 @@ def test_the_system_of_the_messages_api_comes_first() -> None:
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages_": 1, "self": 2}},
     ],
 )
-def test_no_body_is_refused_and_none_is_empty(body: Any, tokenizer: bool) -> None:
-    asked = read(body, tokenizer=tokenizer)
-    assert len(asked.tokens) >= 1 and asked.tokens.dtype == np.int32 and asked.length >= 1
+def test_any_body_gives_a_nonempty_prompt(body: Any, tokenizer: bool) -> None:
+    parsed = read(body, tokenizer=tokenizer)
+    assert len(parsed.tokens) >= 1 and parsed.tokens.dtype == np.int32 and parsed.length >= 1
 
 
-def test_without_a_tokenizer_equal_beginnings_are_equal() -> None:
+def test_without_a_tokenizer_equal_prefixes_match() -> None:
     turns = [{"role": "user", "content": "a long question " * 20}]
     short = read({"model": "m", "messages": turns, "stream": True}, tokenizer=False)
     longer = read({"messages": [*turns, {"role": "assistant", "content": "yes"}], "seed": 1}, tokenizer=False)
@@ -101,7 +99,7 @@ def test_sessions_and_salts() -> None:
 
 
 @in_loop
-async def test_requests_that_begin_alike_go_to_the_worker_that_served_the_beginning() -> None:
+async def test_requests_with_a_common_prefix_share_a_worker() -> None:
     async with (
         FakeWorker("a") as a,
         FakeWorker("b") as b,
@@ -119,7 +117,7 @@ async def test_requests_that_begin_alike_go_to_the_worker_that_served_the_beginn
 
 @pytest.mark.parametrize(("word", "path"), [("400", COMPLETIONS), ("after:1", COMPLETIONS), ("json", "/tokenize")])
 @in_loop
-async def test_a_prefix_that_nobody_computed_is_not_remembered(word: str, path: str) -> None:
+async def test_prefix_of_a_failed_request_is_not_recorded(word: str, path: str) -> None:
     settings = {"policy": "cache_aware", "cache_block_size": 16}
     async with FakeWorker(usual=word) as worker, routed(worker, router=settings, text=TEXT) as live:
         for _ in range(2):
@@ -131,7 +129,7 @@ async def test_a_prefix_that_nobody_computed_is_not_remembered(word: str, path: 
 
 
 @in_loop
-async def test_the_tokenizer_is_learned_from_a_worker(caplog: pytest.LogCaptureFixture) -> None:
+async def test_tokenizer_is_learned_from_a_worker(caplog: pytest.LogCaptureFixture) -> None:
     async with FakeWorker(models=("no/such-model-anywhere",)) as worker, routed(worker, learns=True) as live:
         await eventually(lambda: "is not on this machine" in caplog.text)
         assert "bytes" in (await live.status())["prompts"]

@@ -1,4 +1,4 @@
-"""What the router's log says of workers that are not well."""
+"""Log messages about unhealthy workers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tests.router.gateway.fakes import FakeWorker, eventually, in_loop, routed
 
 
 @in_loop
-async def test_the_log_says_what_an_unhealthy_worker_answers(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_shows_the_status_of_an_unhealthy_worker(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         async with FakeWorker() as worker, routed(worker) as live:
             worker.healthy = False
-            await eventually(lambda: f"worker {worker.url} is unhealthy: it answers 503" in caplog.text)
+            await eventually(lambda: f"worker {worker.url} is unhealthy: HTTP status 503" in caplog.text)
             worker.healthy = True
             await live.healthy(1)
             await eventually(lambda: caplog.messages[-1] == f"worker {worker.url} is healthy")
 
 
 @in_loop
-async def test_the_log_says_that_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_reports_a_refused_connection(caplog: pytest.LogCaptureFixture) -> None:
     async with FakeWorker() as worker:
         pass
     with caplog.at_level(logging.INFO):

@@ -1,4 +1,4 @@
-"""A gateway follows what workers tell, and falls back on what they served when that ends."""
+"""A gateway follows the KV events of workers, and falls back to served prompts when the stream fails."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def stored(text: str, parent: bytes = BEGINNING) -> Stored:
     return Stored(parent, keys, ids(TEXT.tokenizer.encode(text)))
 
 
-class TellingWorker(FakeWorker):
-    """Tells what a test has its log say."""
+class PublishingWorker(FakeWorker):
+    """Publishes the events that a test adds to its log."""
 
     def __init__(self, name: str = "w") -> None:
         super().__init__(name)
         self.log = KVEventLog(SIZE)
         self.reading = READING
-        self.asked: list[str | None] = []
+        self.requested: list[str | None] = []
         self.answer: Callable[[], web.Response] | None = None
 
-    def tell(self, *events: KVEvent) -> None:
+    def publish(self, *events: KVEvent) -> None:
         self.log.extend(events)
 
     def _itself(self) -> dict[str, str]:
@@ -56,7 +56,7 @@ class TellingWorker(FakeWorker):
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path != KV_EVENTS_PATH:
             return await super()._handle(request)
-        self.asked.append(request.headers.get("Authorization"))
+        self.requested.append(request.headers.get("Authorization"))
         if self.answer is not None:
             return self.answer()
         after = int(request.query["after"]) if request.query.get("instance") == self.instance else None
@@ -78,23 +78,23 @@ def held(live: Live, index: int = 0) -> int | None:
 
 
 async def hits(live: Live, prompt: str, **more: str) -> int:
-    """Return how many blocks of a prompt got credit."""
+    """Return the number of blocks of a prompt counted as hits."""
     before = live.router.snapshot().tally.hit_blocks
     await live.post(COMPLETIONS, {"prompt": prompt, "stream": True, **more})
     return live.router.snapshot().tally.hit_blocks - before
 
 
 @in_loop
-async def test_a_gateway_knows_what_a_worker_holds() -> None:
-    async with TellingWorker() as worker:
-        worker.tell(stored("abcdefghijklmnop"))
+async def test_gateway_tracks_the_blocks_of_a_worker() -> None:
+    async with PublishingWorker() as worker:
+        worker.publish(stored("abcdefghijklmnop"))
         async with routed(worker, router=CACHED, text=TEXT) as live:
             await eventually(lambda: held(live) == 4)
             assert await hits(live, "abcdefghijklmnop" * 2) == 2
             assert await hits(live, "abcdefgh" * 4) == 1
-            worker.tell(Removed((b"abcdefgh",)), stored("01234567"))
+            worker.publish(Removed((b"abcdefgh",)), stored("01234567"))
             await eventually(lambda: held(live) == 5)
-            assert await hits(live, "abcdefghijklmnop") == 0, "what was evicted, and served since, got credit"
+            assert await hits(live, "abcdefghijklmnop") == 0, "blocks that were evicted, and served since, got credit"
             assert await hits(live, "0123456789") == 1
             assert await hits(live, "0123456789", cache_salt="t") == 0
             worker.log.restart()
@@ -104,14 +104,14 @@ async def test_a_gateway_knows_what_a_worker_holds() -> None:
             metrics = (await live.get("/metrics"))[1].decode()
             assert f'fdcore_router_worker_tells_kv{{role="mixed",worker="{worker.url}"}} 1.0' in metrics
             assert f'fdcore_router_worker_kv_events_total{{role="mixed",worker="{worker.url}"}} 5.0' in metrics
-        assert set(worker.asked) == {f"Bearer {SECRET}"}
+        assert set(worker.requested) == {f"Bearer {SECRET}"}
 
 
 @in_loop
-async def test_a_gateway_knows_what_each_engine_of_a_worker_holds() -> None:
-    async with TellingWorker() as worker:
+async def test_gateway_tracks_the_blocks_of_each_engine() -> None:
+    async with PublishingWorker() as worker:
         worker.log = KVEventLog(SIZE, engines=2)
-        worker.tell(stored("abcdefgh"))
+        worker.publish(stored("abcdefgh"))
         worker.log.extend([stored("abcdefghijklmnop")], 1)
         async with routed(worker, router=CACHED, text=TEXT) as live:
             await eventually(lambda: held(live) == 6)
@@ -122,30 +122,30 @@ async def test_a_gateway_knows_what_each_engine_of_a_worker_holds() -> None:
 
 
 @in_loop
-async def test_when_the_stream_breaks_what_was_served_counts_until_it_is_back() -> None:
-    async with TellingWorker() as worker, routed(worker, router=CACHED, text=TEXT) as live:
+async def test_broken_stream_falls_back_to_served_prompts() -> None:
+    async with PublishingWorker() as worker, routed(worker, router=CACHED, text=TEXT) as live:
         await eventually(lambda: held(live) == 0)
-        assert (await hits(live, "x" * 16), await hits(live, "x" * 16)) == (0, 0), "it does not hold what it served"
+        assert (await hits(live, "x" * 16), await hits(live, "x" * 16)) == (0, 0), "served prompts do not count"
         worker.answer = lambda: web.Response(status=500)
-        worker.tell(Cleared())
+        worker.publish(Cleared())
         await eventually(lambda: held(live) is None)
         assert await hits(live, "x" * 16) == 2
         worker.answer = None
-        worker.tell(stored("abcd"))
+        worker.publish(stored("abcd"))
         await eventually(lambda: held(live) == 1)
         assert await hits(live, "x" * 16) == 0
 
 
 @in_loop
-async def test_another_process_at_the_same_address_begins_with_nothing() -> None:
-    async with TellingWorker() as worker:
-        worker.tell(stored("abcdefgh"))
+async def test_new_process_at_the_same_address_starts_empty() -> None:
+    async with PublishingWorker() as worker:
+        worker.publish(stored("abcdefgh"))
         async with routed(worker, router=CACHED, text=TEXT) as live:
             await eventually(lambda: held(live) == 2)
             first = live.router.workers()[0]
             worker.instance = "w-2"
             worker.log = KVEventLog(SIZE)
-            worker.tell(stored("12345678" * 2))
+            worker.publish(stored("12345678" * 2))
             await eventually(lambda: live.router.workers()[0] != first and held(live) == 4)
             assert not live.router.reported_kv.apply(first, stored("abcd"))
 
@@ -156,33 +156,33 @@ def page(**changes: Any) -> Callable[[], web.Response]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("answer", "message"),
     [
-        (lambda: web.Response(status=403), "does not take the secret"),
-        (lambda: web.Response(status=404), "answered 404"),
-        (lambda: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}), "answered 302"),
-        (lambda: web.Response(body=b"private"), "cannot be read"),
-        (lambda: web.Response(body=b"x" * 2000), "more than"),
-        (page(reading="otherwise"), "is not that of --tokenizer"),
-        (page(block_size=0), "blocks of 0 tokens"),
+        (lambda: web.Response(status=403), "rejects the secret"),
+        (lambda: web.Response(status=404), "HTTP status 404"),
+        (lambda: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}), "HTTP status 302"),
+        (lambda: web.Response(body=b"private"), "cannot be decoded"),
+        (lambda: web.Response(body=b"x" * 2000), "exceeds"),
+        (page(reading="otherwise"), "differs from that of --tokenizer"),
+        (page(block_size=0), "block size of 0 tokens"),
         (page(events=(Stored(b"private", (b"k",), ids([1] * SIZE)),)), "does not hold"),
     ],
 )
-def test_what_cannot_be_followed_is_said_once(
-    answer: Callable[[], web.Response], says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_unusable_events_are_logged_once(
+    answer: Callable[[], web.Response], message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_checks, "_PAUSES", (0.01,))
     monkeypatch.setattr(health_checks, "_MAX_EVENT_BYTES", 1000)
 
     async def scenario() -> None:
-        async with TellingWorker() as worker:
+        async with PublishingWorker() as worker:
             worker.answer = answer
             async with routed(worker, router=CACHED, text=TEXT) as live:
-                await eventually(lambda: len(worker.asked) > 3)
+                await eventually(lambda: len(worker.requested) > 3)
                 assert held(live) is None
                 assert await hits(live, "x" * 16) == 0 and await hits(live, "x" * 16) == 2, "served prompts count"
-        said = [record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()]
-        assert len(said) == 1 and says in said[0]
+        logged = [record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()]
+        assert len(logged) == 1 and message in logged[0]
         assert "private" not in caplog.text and SECRET not in caplog.text
 
     with caplog.at_level("DEBUG"):
@@ -190,57 +190,57 @@ def test_what_cannot_be_followed_is_said_once(
 
 
 @pytest.mark.parametrize(("silent", "warnings"), [(1, 0), (2, 1)])
-def test_one_answer_that_does_not_come_is_no_reason_to_warn(
+def test_single_timeout_does_not_warn(
     silent: int, warnings: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that has just begun may be slow once."""
+    """A worker that has just started may be slow once."""
     monkeypatch.setattr(health_checks, "_PAUSES", (0.01,))
-    ask, asked = health_checks._Follower._ask, itertools.count()
+    ask, calls = health_checks._Follower._ask, itertools.count()
 
     async def late(follower: Any, last: KVPage | None) -> KVPage:
-        if next(asked) < silent:
+        if next(calls) < silent:
             raise TimeoutError
         return await ask(follower, last)
 
     monkeypatch.setattr(health_checks._Follower, "_ask", late)
 
     async def scenario() -> None:
-        async with TellingWorker() as worker:
-            worker.tell(stored("abcd"))
+        async with PublishingWorker() as worker:
+            worker.publish(stored("abcd"))
             async with routed(worker, router=CACHED, text=TEXT) as live:
                 await eventually(lambda: held(live) == 1)
 
     with caplog.at_level("WARNING"):
         asyncio.run(scenario())
-    assert caplog.text.count("it does not answer (TimeoutError)") == warnings
+    assert caplog.text.count("no response (TimeoutError)") == warnings
 
 
 @pytest.mark.parametrize(
     "settings",
     [{"router": {"policy": "request_num"}, "text": TEXT}, {"router": CACHED, "text": None}, {"router_secret": ""}],
 )
-def test_nobody_is_followed_in_vain(settings: dict[str, Any]) -> None:
-    """The policy does not look at prefixes, prompts are not compared by tokens, or there is no secret to show."""
+def test_events_are_not_followed_when_unused(settings: dict[str, Any]) -> None:
+    """The policy ignores prefixes, prompts are not compared by tokens, or there is no secret to send."""
 
     async def scenario() -> None:
-        async with TellingWorker() as worker, FakeWorker() as silent:
+        async with PublishingWorker() as worker, FakeWorker() as silent:
             async with routed(worker, silent, **({"router": CACHED, "text": TEXT} | settings)) as live:
                 await asyncio.sleep(0.3)
                 assert held(live) is None
-            assert not worker.asked
+            assert not worker.requested
 
     asyncio.run(scenario())
 
 
 @in_loop
-async def test_the_secret_is_shown_to_nobody_who_does_not_offer() -> None:
+async def test_secret_is_sent_only_to_workers_that_offer_events() -> None:
     async with FakeWorker() as silent, routed(silent, router=CACHED, text=TEXT):
         await asyncio.sleep(0.2)
         assert not silent.seen
 
 
-def test_real_servers_get_no_credit_for_what_they_evicted(tmp_path: Path) -> None:
-    """One worker with room for four prompts: a fifth and sixth push the first out, and the router knows."""
+def test_evicted_blocks_of_real_servers_get_no_credit(tmp_path: Path) -> None:
+    """One worker with room for four prompts: a fifth and a sixth evict the first, and the router notices."""
     secret = tmp_path / "secret"
     secret.write_text("a-secret-of-this-cluster\n")
     port, admin, worker = free_port(), free_port(), free_port()
@@ -258,7 +258,7 @@ def test_real_servers_get_no_credit_for_what_they_evicted(tmp_path: Path) -> Non
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
         def credit(prompt: str) -> tuple[int, int]:
-            """Return the blocks that got credit, and the tokens that the worker really found."""
+            """Return the blocks counted as hits, and the tokens that the worker really found."""
             before = value(url, "fdcore_router_hit_blocks_total")
             answer = client.completions.create(
                 model="null", prompt=prompt, max_tokens=1, extra_body={"ignore_eos": True}
@@ -276,7 +276,7 @@ def test_real_servers_get_no_credit_for_what_they_evicted(tmp_path: Path) -> Non
         for prompt in prompts[1:]:
             assert credit(prompt) == (0, 0)
         until(settled, log)
-        assert credit(prompts[0]) == (0, 0), "the router believed in blocks that are gone"
+        assert credit(prompts[0]) == (0, 0), "the router counted evicted blocks"
         assert credit(prompts[-1])[0] == 3
         assert status(url)["workers"][0]["kv_events"] > 8
         shown = json.dumps(status(url)) + log.read_text() + (tmp_path / "worker").read_text()
