@@ -223,7 +223,7 @@ class StepInput:
     token j of row i is at index i * max_query + j and position context_len[i] - max_query + j."""
     host: HostStep | None = None
     """The same metadata on the host; None if the step was not built there."""
-    lora_places: Array | None = None
+    lora_slots: Array | None = None
     """[T], the adapter slot of each token, 0 for none. None if no token of the step has an adapter."""
     lora_groups: Sequence[tuple[int, Array]] = ()
     """The same by adapter: each slot in use, and its tokens, indices into T."""
@@ -241,7 +241,7 @@ class Lora:
     deltas: Any
     """Result of `Ops.place_loras`; its argument is accepted as well."""
     step: StepInput
-    """The step; only `lora_places` and `lora_groups` are read."""
+    """The step; only `lora_slots` and `lora_groups` are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ class Ops(abc.ABC):
     overrides one of these three operations must redefine it."""
     weight_formats: Collection[str] = frozenset()
     """Formats of packed weights that `prepare_linear` supports; the reader dequantizes the others."""
-    expands_weights: bool = False
+    dequantizes_weights: bool = False
     """True if packed weights save no memory because the pack stores them dequantized, in `dtype`."""
     on_host: bool = False
     """True if its arrays are numpy arrays on the host: `from_host` and `to_host` return their arguments, and steps read

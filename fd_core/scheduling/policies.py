@@ -55,7 +55,7 @@ class SchedulingPolicy(abc.ABC):
     def ended(self, request: QueuedRequest, num_computed: int) -> None:  # noqa: B027
         """Handle the end of an admitted request: `num_computed` prompt and generated tokens were used in all."""
 
-    def expendable(self, running: RunningRequests) -> npt.NDArray[np.intp]:
+    def preemption_candidates(self, running: RunningRequests) -> npt.NDArray[np.intp]:
         """Return indices into `running`, at least one: the preemption candidates."""
         return np.arange(len(running.slots))
 
@@ -79,7 +79,7 @@ class Priority(SchedulingPolicy):
         """(priority, arrival)"""
         return (request.priority, request.arrival)
 
-    def expendable(self, running: RunningRequests) -> npt.NDArray[np.intp]:
+    def preemption_candidates(self, running: RunningRequests) -> npt.NDArray[np.intp]:
         """Return the requests with the largest priority value."""
         return np.flatnonzero(running.priorities == running.priorities.max())
 

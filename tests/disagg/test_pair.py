@@ -550,7 +550,7 @@ def test_stuck_thread_does_not_pin_blocks_of_a_send(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_refused_connection_is_lost_immediately(host: str) -> None:
     cache = ScriptedCache()
-    receiver = make_receiver(cache, silence=60.0)
+    receiver = make_receiver(cache, idle_timeout=60.0)
     decode = Fetches(receiver, cache)
     try:
         numbers = [decode.fetch(f"{host}:{closed_port()}", 8) for _ in range(3)]
@@ -564,7 +564,7 @@ def test_refused_connection_is_lost_immediately(host: str) -> None:
 @pytest.mark.parametrize("peer", ["nowhere", "127.0.0.1:99999", "no.such.host.invalid:1000", ":", "a b:1"])
 def test_unroutable_address_is_lost(peer: str) -> None:
     cache = ScriptedCache()
-    receiver = make_receiver(cache, silence=60.0)
+    receiver = make_receiver(cache, idle_timeout=60.0)
     decode = Fetches(receiver, cache)
     try:
         number = decode.fetch(peer, 8)

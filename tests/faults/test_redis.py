@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 from tests.faults.places import on_server
 from tests.faults.pressed import SOON, SPECS, Pressed, nothing_left_behind
 from tests.faults.proxy import Proxy
@@ -29,17 +29,17 @@ def replica_of_nobody(server: Any) -> Iterator[None]:
         server.back_door.replicaof("no", "one")
 
 
-def in_trouble(server: Any, trouble: Trouble) -> AbstractContextManager[object]:
+def in_trouble(server: Any, trouble: FailureReason) -> AbstractContextManager[object]:
     from door import Door
 
-    return replica_of_nobody(server) if trouble is Trouble.READ_ONLY else Door(server).fault(trouble)
+    return replica_of_nobody(server) if trouble is FailureReason.READ_ONLY else Door(server).fault(trouble)
 
 
 def endure(
     location: str,
     secret: Path,
     fault: Callable[[], AbstractContextManager[object]],
-    troubles: set[Trouble],
+    troubles: set[FailureReason],
     *,
     waits: float = 10.0,
     seconds: float = 0.5,
@@ -76,14 +76,14 @@ def endure(
 @pytest.mark.parametrize(
     ("trouble", "labels", "still_loads"),
     [
-        (Trouble.UNREACHABLE, {Trouble.UNREACHABLE}, False),
-        (Trouble.FULL, {Trouble.FULL}, True),
-        (Trouble.READ_ONLY, {Trouble.READ_ONLY}, True),
-        (Trouble.DENIED, {Trouble.DENIED}, False),
+        (FailureReason.UNREACHABLE, {FailureReason.UNREACHABLE}, False),
+        (FailureReason.FULL, {FailureReason.FULL}, True),
+        (FailureReason.READ_ONLY, {FailureReason.READ_ONLY}, True),
+        (FailureReason.DENIED, {FailureReason.DENIED}, False),
     ],
 )
 def test_a_server_killed_full_read_only_or_with_another_password(
-    redis_server: Any, secret: Path, trouble: Trouble, labels: set[Trouble], still_loads: bool
+    redis_server: Any, secret: Path, trouble: FailureReason, labels: set[FailureReason], still_loads: bool
 ) -> None:
     fault = lambda: in_trouble(redis_server, trouble)  # noqa: E731 - a fault is made anew each time
     endure(redis_server.unix_url, secret, fault, labels, still_loads=still_loads)
@@ -93,7 +93,7 @@ def test_a_server_killed_full_read_only_or_with_another_password(
     "seconds", [SERVER_STOPS_SECONDS, pytest.param(5.0, marks=pytest.mark.soak)], ids=["for 2 s", "for 5 s"]
 )
 def test_a_server_that_is_stopped(redis_server: Any, secret: Path, seconds: float) -> None:
-    endure(redis_server.unix_url, secret, redis_server.frozen, {Trouble.TIMEOUT}, waits=SOON, seconds=seconds)
+    endure(redis_server.unix_url, secret, redis_server.frozen, {FailureReason.TIMEOUT}, waits=SOON, seconds=seconds)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_server_that_is_stopped(redis_server: Any, secret: Path, seconds: floa
 def test_a_connection_without_end(redis_server: Any, proxy: Proxy, secret: Path, pause: float, piece: int) -> None:
     location = f"redis://127.0.0.1:{proxy.port}/0"
     fault = lambda: proxy.answering(pause=pause, piece=piece)  # noqa: E731 - a fault is made anew each time
-    endure(location, secret, fault, {Trouble.TIMEOUT}, waits=SOON)
+    endure(location, secret, fault, {FailureReason.TIMEOUT}, waits=SOON)
 
 
 def test_a_server_that_is_restarted_at_once_has_forgotten_everything(redis_server: Any, secret: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_server_that_never_was(secret: Path, host: int) -> None:
         for _ in range(3):
             engine.round()
         tiers = engine.calm()
-        assert set(tiers.store_errors) == {Trouble.UNREACHABLE}
+        assert set(tiers.store_errors) == {FailureReason.UNREACHABLE}
         assert tiers.dropped_blocks > 0
         assert (tiers.loaded_blocks_host > 0) == (host > 0), "the host tier works without a store"
         assert "is unavailable" in (engine.engine.info.kv_store or "")
@@ -135,7 +135,7 @@ def test_a_wrong_password_from_the_start_until_it_is_the_right_one(start_redis: 
     with nothing_left_behind():
         engine = Pressed(f"unix://:wrong@{server.socket}", secret)
         engine.round()
-        assert set(engine.calm().store_errors) == {Trouble.DENIED}
+        assert set(engine.calm().store_errors) == {FailureReason.DENIED}
         server.back_door.config_set("requirepass", "wrong")
         engine.recover()
         engine.close()

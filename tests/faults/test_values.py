@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fd_core.kv.stores import envelope
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 from tests.engine.stepping import greedy, scripted
 from tests.faults.places import Place
 from tests.faults.pressed import Pressed, one_value_each
@@ -205,7 +205,7 @@ def test_another_type_under_every_key(place: Place, secret: Path) -> None:
     engine.round()
     tiers = engine.calm()
     assert not tiers.damaged
-    assert set(tiers.store_errors) <= {Trouble.MALFORMED}
+    assert set(tiers.store_errors) <= {FailureReason.MALFORMED}
     # A server replaces what is of another type; a folder is not replaced by a file.
     assert tiers.written_blocks > 0 or tiers.store_errors
     engine.recover()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.stores.contract import FailureReason, StoreError
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
 from tests.hostile.limits import at_length
@@ -85,7 +85,7 @@ def test_a_disk_that_others_fill_is_given_way_to_and_a_hopeless_value_costs_no_o
     assert 60 < before <= 98
     with pytest.raises(StoreError, match="No space left") as caught:
         store.put([(key_of(300), [bytes(120 * 4096)])], 5)
-    assert caught.value.trouble is Trouble.FULL
+    assert caught.value.reason is FailureReason.FULL
     assert store.stats(5).values == before, "nothing was deleted for a value that cannot fit"
     for number in range(100):
         # Somebody takes what is free, up to 60 blocks; the store writes on.

@@ -72,7 +72,11 @@ MUTANTS = (
     mutant(
         "a-process-without-a-place-is-placed-again-at-once",
         ROOM,
-        (CONTROLLER, "group.no_room, group.not_before = True, now + limits.no_room_pause", "group.no_room = True"),
+        (
+            CONTROLLER,
+            "group.no_capacity, group.not_before = True, now + limits.no_capacity_pause",
+            "group.no_capacity = True",
+        ),
     ),
     mutant(
         "workers-leave-before-their-routers",

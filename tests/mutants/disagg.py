@@ -20,15 +20,19 @@ _TIME = "6: a lost message that is not a piece costs only time"
 _FITS = "6: sides that do not fit together are refused at the handshake"
 _TICKET = "6: clients cannot send a worker to an address of their choice"
 
-_EXPIRY = '        if late := self._clock.late(now):\n            return self._break("expired", late)\n'
+_EXPIRY = '        if late := self._clock.expiry_reason(now):\n            return self._break("expired", late)\n'
 _NOT_TAKEN = "index not in self._taking:\n            return []\n        self._taking.remove"
-_TOLD = "return [Say(AbortLease(self._name, reason)), *self._end("
+_TOLD = "return [SendMessage(AbortLease(self._name, reason)), *self._end("
 
 MUTANTS = (
     mutant(
         "a-late-piece-is-taken",
         _LATE,
-        (DECODE, "            return []\n        self._met = True\n", "            pass\n        self._met = True\n"),
+        (
+            DECODE,
+            "            return []\n        self._peer_seen = True\n",
+            "            pass\n        self._peer_seen = True\n",
+        ),
     ),
     mutant(
         "a-late-copy-is-credited",
@@ -93,8 +97,8 @@ MUTANTS = (
         "6: a lease lasts as long as the engine works",
         (
             DECODE,
-            "        self._clock.heard(now)\n",
-            "        if isinstance(message, KVPiece):\n            self._clock.heard(now)\n",
+            "        self._clock.received(now)\n",
+            "        if isinstance(message, KVPiece):\n            self._clock.received(now)\n",
         ),
     ),
     mutant("the-decode-side-aborts-silently", _ABORT, (DECODE, _TOLD, "return [*self._end(")),
@@ -149,7 +153,11 @@ MUTANTS = (
     mutant(
         "a-lost-opening-stays-lost",
         _TIME,
-        (DECODE, "Say(Alive(self._name) if self._met else self._opening)", "Say(Alive(self._name))"),
+        (
+            DECODE,
+            "SendMessage(Heartbeat(self._name) if self._peer_seen else self._opening)",
+            "SendMessage(Heartbeat(self._name))",
+        ),
     ),
     mutant(
         "a-lost-commit-stays-lost",
@@ -158,7 +166,9 @@ MUTANTS = (
     ),
     mutant("any-size-of-heads-fits", _FITS, (COMPATIBILITY, '    "head_dim": "the size of a head",\n', "")),
     mutant(
-        "any-silence-will-do", _FITS, (LEASE, "if not _MIN_SILENCE <= opening.silence <= _MAX_SILENCE:", "if False:")
+        "any-silence-will-do",
+        _FITS,
+        (LEASE, "if not _MIN_IDLE_TIMEOUT <= opening.idle_timeout <= _MAX_IDLE_TIMEOUT:", "if False:"),
     ),
     mutant("a-ticket-is-good-for-any-request", _TICKET, (TICKET, "+ name + place", "+ place")),
     mutant("a-ticket-is-good-for-any-address", _TICKET, (TICKET, "+ name + place", "+ name")),

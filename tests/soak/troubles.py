@@ -13,7 +13,7 @@ from typing import Final, Literal, get_args
 
 from tests.soak.cluster import Cluster, Node
 
-__all__ = ["KINDS", "SHORT", "UNREACHABLE_SECONDS", "Executed", "Kind", "Trouble", "plan", "work_off"]
+__all__ = ["KINDS", "SHORT", "UNREACHABLE_SECONDS", "Executed", "FailureReason", "Kind", "plan", "work_off"]
 
 Kind = Literal["kill", "stop", "hang", "kill_engine", "drain"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -28,7 +28,7 @@ _BUSY_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class FailureReason:
     """One thing that befalls one worker, by its number."""
 
     kind: Kind
@@ -52,14 +52,15 @@ class Executed:
 
 def plan(
     roles: Sequence[str], seed: int, *, kinds: Sequence[Kind] = KINDS, rounds: int = 1
-) -> dict[str, list[Trouble]]:
+) -> dict[str, list[FailureReason]]:
     """Return for each role every kind of trouble, `rounds` times over, in an order and for workers by chance."""
     rng = random.Random(seed)
     lanes = {}
     for role in sorted(set(roles)):
         those = [number for number, each in enumerate(roles) if each == role]
         lane = [
-            Trouble(kind, rng.choice(those), rng.uniform(*_SECONDS.get(kind, _SECONDS_AWAY))) for kind in kinds * rounds
+            FailureReason(kind, rng.choice(those), rng.uniform(*_SECONDS.get(kind, _SECONDS_AWAY)))
+            for kind in kinds * rounds
         ]
         rng.shuffle(lane)
         lanes[role] = lane
@@ -67,7 +68,7 @@ def plan(
 
 
 async def work_off(
-    lane: Sequence[Trouble], cluster: Cluster, done: Executed, begins: Callable[[float], Awaitable[None]]
+    lane: Sequence[FailureReason], cluster: Cluster, done: Executed, begins: Callable[[float], Awaitable[None]]
 ) -> None:
     """Let everything happen to the workers of one role, one thing after the other.
 

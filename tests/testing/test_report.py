@@ -147,7 +147,7 @@ def test_what_cannot_be_run_is_said_in_one_line(backend, words):
 
 
 def test_a_file_gets_progress_lines_and_quick_reports_skipped_sections(monkeypatch):
-    monkeypatch.setattr("fd_core.cli.plugins.conformance._TELLS_SECONDS", 0.0)
+    monkeypatch.setattr("fd_core.cli.plugins.conformance._PROGRESS_SECONDS", 0.0)
     ended = CliRunner().invoke(app, ["conformance", "null", "--quick", "-k", "idle_slot or postprocess"])
     assert ended.exit_code == 0
     assert re.search(r"not tested: .*scale", " ".join(ended.stdout.split()))

@@ -89,7 +89,7 @@ def test_trace_under_pressure_is_valid_and_matches_counters(run: tuple[Path, Eng
     prefills = [event["args"]["tokens"] for event in events if event["name"] == "prefill"]
     assert sum(prefills) == sum(args["prefill"] for args in counted) > 0
     residencies = Counter(event["name"] for event in events if event.get("cat") == "residency")
-    assert residencies == Counter(span.request_id for span in trace.residencies)
+    assert residencies == Counter(span.request_id for span in trace.occupancies)
     instants = Counter(event["name"].partition(":")[0] for event in events if event["ph"] == "i")
     assert instants["finished"] == len(SPECS)
     assert instants["preempted"] == sum(position.events["preempted"] for position in trace.positions) > 0

@@ -52,8 +52,8 @@ class Tenant(NamedTuple):
 def sign_tenant(secret: bytes, tenant: Tenant, method: str, path: str, request_id: str) -> str:
     """Return the header of one request; `secret` is the SHA-256 of the worker's key, `path` the decoded path."""
     limit = tenant.tokens_per_minute
-    said = f"{tenant.owner} {'admin' if tenant.admin else 'user'} {'' if limit is None else limit}"
-    return f"{said} {_mac(secret, said, method, path, request_id)}"
+    fields = f"{tenant.owner} {'admin' if tenant.admin else 'user'} {'' if limit is None else limit}"
+    return f"{fields} {_mac(secret, fields, method, path, request_id)}"
 
 
 def read_tenant(secret: bytes | None, header: bytes, method: str, path: str, request_id: str) -> Tenant | None:
@@ -69,8 +69,10 @@ def read_tenant(secret: bytes | None, header: bytes, method: str, path: str, req
     return Tenant(owner, right == "admin", int(limit) if limit else None)
 
 
-def _mac(secret: bytes, *said: str) -> str:
-    text = b"".join(len(raw).to_bytes(4, "little") + raw for raw in (each.encode("utf-8", "replace") for each in said))
+def _mac(secret: bytes, *fields: str) -> str:
+    text = b"".join(
+        len(raw).to_bytes(4, "little") + raw for raw in (each.encode("utf-8", "replace") for each in fields)
+    )
     return hmac.new(secret, b"fd_core tenant" + text, hashlib.sha256).hexdigest()
 
 
@@ -121,36 +123,36 @@ def usage_comment(tokens_in: int, tokens_out: int) -> bytes:
 class UsageMeter:
     """Reads the usage of one answer as it passes."""
 
-    __slots__ = ("_events", "_told")
+    __slots__ = ("_events", "_usage")
 
     def __init__(self) -> None:
-        self._told: tuple[int, int] | None = None
+        self._usage: tuple[int, int] | None = None
         self._events = 0
 
     def whole(self, body: bytes) -> None:
         """Read the usage of a complete response; one that reports none, such as an error, used no tokens."""
-        self._told = 0, 0
+        self._usage = 0, 0
         try:
             usage = _decoder.decode(body).usage
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return
         if usage is not None:
             read = usage.prompt_tokens or usage.input_tokens + usage.cache_read_input_tokens
-            self._told = read, usage.completion_tokens or usage.output_tokens
+            self._usage = read, usage.completion_tokens or usage.output_tokens
 
     def piece(self, events: bytes) -> bytes:
         """Process whole events of a stream; return them without the comment, which is not meant for clients."""
         self._events += events.count(_EVENT) + events.startswith(_EVENT[1:])
         if _MARK in events and (found := _COMMENT.search(events)) is not None:
-            self._told = int(found[1]), int(found[2])
+            self._usage = int(found[1]), int(found[2])
             return events[: found.start()] + events[found.end() :]
         return events
 
     def tokens(self, prompt: int) -> tuple[int, int] | None:
         """Return the tokens read and written, None if not reported; for a stream without a report, count events."""
-        if self._told is None and self._events:
+        if self._usage is None and self._events:
             return prompt, self._events
-        return self._told
+        return self._usage
 
 
 @dataclass(slots=True)

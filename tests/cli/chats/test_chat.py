@@ -50,7 +50,7 @@ def local(monkeypatch):
 
     monkeypatch.setattr(startup, "find_model", find_model)
     monkeypatch.setattr(startup, "running_engine", running_engine)
-    monkeypatch.setattr(engine_process, "begun_process", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(engine_process, "prestarted_process", lambda *_, **__: contextlib.nullcontext())
     return clients
 
 

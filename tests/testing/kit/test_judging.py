@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fd_core.ops.contract import SampleInput
-from fd_core.testing.kit.judging import _SeeingOps
+from fd_core.testing.kit.judging import _RecordingOps
 
 VOCAB = 20_000
 MARGIN = 1e-3
@@ -23,7 +23,7 @@ def rows(seed: int, **changes: float) -> SampleInput:
 @pytest.mark.parametrize("tilt", [-1.0, 1.0])
 def test_whatever_is_drawn_from_logits_within_the_margin_may_be_drawn(filters: dict[str, float], tilt: float) -> None:
     """Errors that all point one way move what is drawn by many tokens, where many are nearly as likely."""
-    ops, draw = _SeeingOps(), np.random.default_rng(7)
+    ops, draw = _RecordingOps(), np.random.default_rng(7)
     moved = 0
     for seed in range(40):
         logits = draw.normal(0.0, 1.0, (1, VOCAB)).astype(np.float32)
@@ -36,7 +36,7 @@ def test_whatever_is_drawn_from_logits_within_the_margin_may_be_drawn(filters: d
 
 
 def test_what_another_random_number_draws_may_not_be_drawn() -> None:
-    ops, draw = _SeeingOps(), np.random.default_rng(7)
+    ops, draw = _RecordingOps(), np.random.default_rng(7)
     passed = 0
     for seed in range(100):
         logits = draw.normal(0.0, 1.0, (1, VOCAB)).astype(np.float32)
@@ -47,7 +47,7 @@ def test_what_another_random_number_draws_may_not_be_drawn() -> None:
 
 
 def test_a_token_that_a_filter_leaves_out_may_not_be_drawn() -> None:
-    ops, logits = _SeeingOps(), np.zeros((1, 10), np.float32)
+    ops, logits = _RecordingOps(), np.zeros((1, 10), np.float32)
     logits[0, :3] = 5.0
     ops.sample(logits, rows(1, top_k=3))
     assert not any(ops.may_draw(token, MARGIN) for token in range(3, 10))

@@ -14,7 +14,7 @@ _FLAG = "--data-parallel-size"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-class EnginePlace(msgspec.Struct, frozen=True):
+class DeviceAssignment(msgspec.Struct, frozen=True):
     """Devices and cores of one engine's process; by default all of this process."""
 
     name: str = "engine"
@@ -25,7 +25,7 @@ class EnginePlace(msgspec.Struct, frozen=True):
     """Environment variables that select its device."""
 
 
-def places_on_cores(count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+def assignments_on_cores(count: int, ranks: int = 1) -> Sequence[DeviceAssignment]:
     """Divide the CPUs that this process may use into `count` equal parts; the remainder is not assigned.
 
     A part is compact: threads of one core, then cores of one socket; the ranks of an engine share it. Raises
@@ -35,12 +35,12 @@ def places_on_cores(count: int, ranks: int = 1) -> Sequence[EnginePlace]:
     _require_enough(count, ranks, len(usable), "processor")
     each = len(usable) // count
     return [
-        EnginePlace(f"engine {index}", tuple(sorted(usable[index * each : (index + 1) * each])))
+        DeviceAssignment(f"engine {index}", tuple(sorted(usable[index * each : (index + 1) * each])))
         for index in range(count)
     ]
 
 
-def places_on_devices(variable: str, found: int, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+def assignments_on_devices(variable: str, found: int, count: int, ranks: int = 1) -> Sequence[DeviceAssignment]:
     """Assign each rank of `count` engines a device, by the environment variable that selects visible devices.
 
     `found`: devices of the machine. Raises `ConfigError` if fewer are visible to this process.
@@ -48,14 +48,16 @@ def places_on_devices(variable: str, found: int, count: int, ranks: int = 1) -> 
     devices = _shown(variable, found)
     _require_enough(count, ranks, len(devices), "device")
     return [
-        EnginePlace(f"engine {index}", environment={variable: ",".join(devices[index * ranks : (index + 1) * ranks])})
+        DeviceAssignment(
+            f"engine {index}", environment={variable: ",".join(devices[index * ranks : (index + 1) * ranks])}
+        )
         for index in range(count)
     ]
 
 
 def rank_devices(variable: str, found: int, size: int) -> Sequence[Mapping[str, str]]:
     """Return the environment variables that assign each of `size` ranks of one engine a device; `found` as in
-    `places_on_devices`.
+    `assignments_on_devices`.
 
     Raises `ConfigError` if there are fewer.
     """
