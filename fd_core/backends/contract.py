@@ -18,6 +18,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.backends.memory import cpu_quota
 from fd_core.config import EngineConfig
+from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
 from fd_core.ops.weights import Adapter, WeightUse
@@ -106,6 +107,7 @@ def cache_shape(model: Model, block_size: int, dtype: str) -> KVShape:
     return replace(model.kv_shape(block_size), dtype=dtype)
 
 
+@accept_old_names
 class Backend(abc.ABC):
     """A device and a framework pack. Constructed once in the engine's process."""
 

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import msgspec
 
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Range
+from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 
 __all__ = [
@@ -139,6 +140,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
         return self.watchdog_seconds / 2
 
 
+@accept_old_names
 class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     """Listener and access control of a server or a router."""
 

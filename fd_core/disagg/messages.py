@@ -38,7 +38,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     compatibility: KVCompatibility
     window: int
     """Maximum number of pieces in flight without a `Credit`, at least 1."""
-    idle_timeout: float
+    idle_timeout: float = msgspec.field(name="silence")
     """Seconds without a message from the other side after which the lease is over."""
     connector: str
     address: bytes

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import Limits
+from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.parallel import Parallel, RankGroup, Stage
@@ -193,6 +194,7 @@ class HostStep:
     """int32[N, max_blocks]"""
 
 
+@accept_old_names
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """The flattened batch of one forward pass, in the pack's integer arrays (int32).
@@ -308,6 +310,7 @@ class HostCopies:
         return self._arrays
 
 
+@accept_old_names
 class Ops(abc.ABC):
     """Operations on one framework's arrays."""
 

@@ -397,7 +397,9 @@ class WorkerSnapshot:
     @property
     def reports_kv(
         self,
-    ) -> Annotated[bool, gauge("tells_kv", "1 while the worker reports the KV that it holds, else 0.")]:
+    ) -> Annotated[
+        bool, gauge("reports_kv", "1 while the worker reports the KV that it holds, else 0.", old=("tells_kv",))
+    ]:
         """True if the worker reports the KV blocks that it holds."""
         return self.held_blocks is not None
 

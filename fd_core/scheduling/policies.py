@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.deprecations import accept_old_names
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import RunningRequests
 
@@ -20,6 +21,7 @@ __all__ = ["FairShare", "Fcfs", "Priority", "SchedulingPolicy"]
 Rank = tuple[int, ...]
 
 
+@accept_old_names
 class SchedulingPolicy(abc.ABC):
     """Orders waiting requests, and restricts the preemption candidates.
 

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.deprecations import accept_old_names
 from fd_core.errors import BadRequest
 from fd_core.scheduling.phases import PhaseTimes
 from fd_core.scheduling.running.tokens import TokenBuffer
@@ -84,6 +85,7 @@ class QueuedRequest:
     """True if the request ran before and was preempted."""
 
 
+@accept_old_names
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One generation inside the engine; owned by the scheduler."""

@@ -3,10 +3,10 @@
 Pure: no I/O, no clock, no randomness. `plan` is called for each step, `commit` for each output, in the same order. Both
 return operations outside steps as effects; `complete` applies their completions.
 
-    add, abort ---> Admissions --> Residencies --> Planner --> plan
-                        ^           (slots, blocks)              |
-    complete -----------+------------>  ^                        v
-                                                                            +---- OutputProcessor <---- output
+    add, abort ---> AdmissionPlanner --> RunningBatch --> Planner --> plan
+                         ^              (slots, blocks)                |
+    complete ------------+------------------> ^                        v
+                                              +---- OutputProcessor <---- output
 """
 
 from __future__ import annotations

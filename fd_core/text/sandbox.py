@@ -447,7 +447,7 @@ def _check_str_call(owner: str, name: str, args: tuple[Any, ...], kwargs: Mappin
 
 
 def _check_pieces(text: str) -> None:
-    """Raise `TemplateLimitError` for a text that may have too many words or lines, each of which is a separate value."""
+    """Raise `TemplateLimitError` for a text that may have too many words or lines, each a separate value."""
     if len(text) > 2 * MAX_ITEMS:
         the_budget().make(16 * len(text))
 

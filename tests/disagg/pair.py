@@ -219,7 +219,7 @@ def make_sender(cache: KVCache, connector: Connector | None = None, **options: A
 
 
 def make_receiver(cache: KVCache, connector: Connector | None = None, **options: Any) -> Receiver:
-    options = {"silence": 5.0, **options}
+    options = {"idle_timeout": 5.0, **options}
     return Receiver(cache, *_common(options), connector or Frames(), CompletionQueue(), **options)
 
 

@@ -48,7 +48,7 @@ def test_bad_network_costs_only_time(network: str, seed: int) -> None:
     harmless = not {"drop", "flip"} & set(chances)
     idle_timeout = 10.0 if harmless else 0.4
     with (
-        Pair(receiver={"window": 3, "silence": idle_timeout}, blocks=200) as pair,
+        Pair(receiver={"window": 3, "idle_timeout": idle_timeout}, blocks=200) as pair,
         Proxy(pair.peer, hostile(seed, **chances)) as proxy,
     ):
         pair.peer = proxy.address
@@ -81,7 +81,7 @@ def test_lost_open_is_retransmitted() -> None:
     def judge(direction, parts):
         return [] if len(proxy.seen) == 1 else [(0.0, parts)]
 
-    with Pair(receiver={"silence": 2.0}) as pair, Proxy(pair.peer) as proxy:
+    with Pair(receiver={"idle_timeout": 2.0}) as pair, Proxy(pair.peer) as proxy:
         proxy.judge = judge
         pair.peer = proxy.address
         assert pair.answer(pair.fetch(12)).outcome == "transferred"

@@ -62,10 +62,10 @@ def test_valid_open_passes_validation() -> None:
         ({"held_blocks": 2}, "no KV"),
         ({"held_blocks": 2**70}, "no KV"),
         ({"window": 0}, "window"),
-        ({"silence": 0.0}, "0.05 to 3600 seconds"),
-        ({"silence": -1.0}, "0.05 to 3600 seconds"),
-        ({"silence": math.nan}, "0.05 to 3600 seconds"),
-        ({"silence": math.inf}, "0.05 to 3600 seconds"),
+        ({"idle_timeout": 0.0}, "0.05 to 3600 seconds"),
+        ({"idle_timeout": -1.0}, "0.05 to 3600 seconds"),
+        ({"idle_timeout": math.nan}, "0.05 to 3600 seconds"),
+        ({"idle_timeout": math.inf}, "0.05 to 3600 seconds"),
     ],
 )
 def test_invalid_open_is_rejected_with_reason(fields: dict[str, object], words: str) -> None:

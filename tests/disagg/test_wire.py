@@ -142,7 +142,7 @@ BEYOND = {
     "huge window": {"window": MAX_WINDOW + 1},
     "negative number of held blocks": {"held_blocks": -1},
     "no blocks wanted": {"held_blocks": 3},
-    "no silence": {"silence": float("nan")},
+    "no silence": {"idle_timeout": float("nan")},
     "address": {"address": bytes(4097)},
     "connector": {"connector": "x" * 65},
     "salt": {"cache_salt": "x" * 1025},

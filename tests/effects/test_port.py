@@ -57,7 +57,7 @@ def test_cancel_reaches_both_ports(queue) -> None:
 def test_effect_without_port_is_rejected(queue) -> None:
     joined = JoinedEffectPort(queue, RecordingPort(queue, Lookup), None)
     joined.perform([Cancel(1)])
-    with pytest.raises(ValueError, match="no port of this engine performs GiveUp"):
+    with pytest.raises(ValueError, match="no port of this engine performs AbandonLease"):
         joined.perform([AbandonLease("lease")])
     port = JoinedEffectPort(queue, None, None)
     assert (port.completions(), port.stats()) == ([], (None, None, None))

@@ -22,7 +22,7 @@ def minor(version: str) -> tuple[int, int]:
 
 @pytest.fixture(autouse=True)
 def nobody_was_told(monkeypatch):
-    monkeypatch.setattr(deprecations, "_told", set())
+    monkeypatch.setattr(deprecations, "_warned", set())
 
 
 def test_an_old_name_warns_once_with_what_to_use():

@@ -25,7 +25,7 @@ PATH = "/v1/completions"
 IDLE = (
     "fdcore_requests_running",
     "fdcore_requests_waiting",
-    "fdcore_take_backs_in_flight",
+    "fdcore_slots_draining",
     "fdcore_kv_blocks_used",
     "fdcore_kv_blocks_fenced",
     "fdcore_active_requests",

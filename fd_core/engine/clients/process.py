@@ -65,7 +65,7 @@ class ProcessClient(SingleEngineClient):
         assignment: DeviceAssignment | None = None,
         prestarted: EngineProcess | None = None,
     ) -> ProcessClient:
-        """Wait for a process that computes at `assignment`, anywhere if None: the process `prestarted` if there is one."""
+        """Wait for a process with `assignment`, anywhere if None: the process `prestarted` if there is one."""
         client = cls(config, path, progress, assignment, prestarted)
         try:
             await client._start()

@@ -136,11 +136,11 @@ class RankProcesses:
 
     def loaded(self) -> list[messages.RankLoaded]:
         """Wait until the other ranks have their weights. Raises the errors of loading on one of them."""
-        told = [self._receive_while_loading(rank, messages.RankLoaded) for rank in self._ranks]
+        loaded = [self._receive_while_loading(rank, messages.RankLoaded) for rank in self._ranks]
         if all(socket.poll(_CONNECT_MS, zmq.POLLOUT) for socket in self._copies):
             # No further rank connects, and a killed engine must not leave files.
             shutil.rmtree(self._folder, ignore_errors=True)
-        return told
+        return loaded
 
     def allocate(self, limits: Limits) -> None:
         """Have the other ranks allocate memory within the limits. Raises the errors of one of them."""
@@ -297,12 +297,12 @@ class RankProcesses:
         """Rank 0's end of sums and gathers."""
         if isinstance(address, int):
             self._memory = address
-        told = address if isinstance(address, RankRendezvous) else f"/proc/{os.getpid()}/fd/{address}"
+        shared = address if isinstance(address, RankRendezvous) else f"/proc/{os.getpid()}/fd/{address}"
         own = msgspec.structs.replace(config, num_threads=cores or config.num_threads)
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"fdcore-rank-{rank}", daemon=True).start()
         for rank in self._ranks:
-            start = messages.RankStart(own, None if path is None else str(path), rank, told)
+            start = messages.RankStart(own, None if path is None else str(path), rank, shared)
             silent = PolledTimeout(2 * self._seconds)
             while not self._ready_to(zmq.POLLOUT, rank):  # until it has connected
                 self._require_heartbeats(rank, silent)

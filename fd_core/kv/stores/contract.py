@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from fd_core.deprecations import accept_old_names, old_attributes
 from fd_core.errors import FdError
 from fd_core.kv.stores.location import StoreLocation
 
@@ -43,6 +44,7 @@ class FailureReason(enum.StrEnum):
     OTHER = "other"
 
 
+@accept_old_names
 class StoreError(FdError):
     """A call of a store failed. The message never holds a value, a prompt or a secret."""
 
@@ -139,3 +141,6 @@ class KVStore(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Close connections and handles; idempotent."""
+
+
+__getattr__ = old_attributes(__name__)

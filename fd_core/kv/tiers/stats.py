@@ -67,7 +67,8 @@ class TierStats(msgspec.Struct, kw_only=True):
         counter(
             "kv_store_failures",
             "Calls of the KV store that failed, by reason.",
-            label="trouble",
+            label="reason",
+            old_label="trouble",
             values=tuple(reason.value for reason in FailureReason),
             only_with="store",
         ),

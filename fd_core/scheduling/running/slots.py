@@ -38,7 +38,12 @@ class SlotStats(msgspec.Struct, frozen=True, kw_only=True):
         int, gauge("requests_loading", "Requests that hold a slot and wait for KV from outside the device.")
     ] = 0
     draining: Annotated[
-        int, gauge("take_backs_in_flight", "Preempted or aborted slots whose release the runner has not acknowledged.")
+        int,
+        gauge(
+            "slots_draining",
+            "Preempted or aborted slots whose release the runner has not acknowledged.",
+            old=("take_backs_in_flight",),
+        ),
     ] = 0
     waiting: Annotated[
         int, gauge("requests_waiting", "Requests that wait for a slot.", vllm=("num_requests_waiting",))

@@ -102,7 +102,7 @@ _REASONING: Final = (
 
 
 def parsers_for(template: str | None, supports_tools: bool, architecture: str = "") -> ParserNames:
-    """Return the parsers for a template's source; one that does not write tools itself, `supports_tools`, gets hermes."""
+    """Return the parsers for a template's source; without `supports_tools` of its own it gets hermes."""
     if template is None:
         return ParserNames(None, None)
     tools = next((name for mark, name in _TOOLS if mark in template), None)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cache
 from typing import ClassVar, Final, TypeVar
 
+from fd_core.deprecations import accept_old_names
 from fd_core.text.parsing.contract import ToolParser, ToolSchemas
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, ReasoningDelta, joined
 
@@ -24,6 +25,7 @@ Steps = Generator[None, None, T]
 """Parsing steps: yield where more text is needed, return the result."""
 
 
+@accept_old_names
 class TextReader(abc.ABC):
     """Streamed text, read by `run`.
 

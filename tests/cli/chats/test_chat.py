@@ -43,7 +43,7 @@ def local(monkeypatch):
         return startup.LocalModel(EngineConfig(model="fake"), "nowhere", byte_tokenizer(), chat_template())
 
     @contextlib.asynccontextmanager
-    async def running_engine(model, where, bars=None, *, begun=None):
+    async def running_engine(model, where, bars=None, *, prestarted=None):
         clients.append(FakeClient("Bonjour, ça va?"))
         yield clients[-1]
         await clients[-1].close()

@@ -193,7 +193,7 @@ class UpstreamAnswer:
         return self._cutter is not None and self._cutter.error_forwarded
 
     async def begin(self) -> bytes:
-        """Return the first bytes. Raises `WorkerLost` if a stream ends without any, and the errors in `UPSTREAM_ERRORS`."""
+        """Return the first bytes. Raises `WorkerLost` if a stream ends without any, and `UPSTREAM_ERRORS`."""
         content = self._response.content
         if self._cutter is not None:
             while chunk := await content.readany():
