@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks.harness.machine import describe
 from fd_core import LLM, SamplingParams
-from fd_core.cli.models.models import files_beside
+from fd_core.cli.models.models import companion_files
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantized_folder import write_quantized
@@ -161,7 +161,7 @@ def forms(source: Path, folder: Path, types: Sequence[str], llama: Llama | None)
     for form in ("int8", "int4"):
         target = folder / form
         with open_checkpoint(source) as checkpoint:
-            write_quantized(checkpoint, form, target, files_beside(checkpoint), lambda *_: None)
+            write_quantized(checkpoint, form, target, companion_files(checkpoint), lambda *_: None)
         yield form, target
     for kind in types if source.suffix == ".gguf" else ():
         target = folder / f"{kind}.gguf"

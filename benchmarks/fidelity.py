@@ -274,7 +274,7 @@ def looked(pacer: Pacer) -> Pace:
         os.sched_setaffinity(0, own)
 
 
-def crowded(pacer: Pacer) -> tuple[float, float]:
+def full_rows(pacer: Pacer) -> tuple[float, float]:
     """Return how many times as long the two steps take while another process computes on the other processor."""
     processors = sorted(os.sched_getaffinity(0) | {*range(os.cpu_count() or 1)})
     found = []
@@ -313,7 +313,7 @@ def played(
         time.sleep(2)  # health checks tell routers who is there
         asyncio.run(play(urls, pool_filling(case, profile.limits.block_size), vocab_size))
         relay = relaying(addresses, vocab_size) if case.shares else 0.0
-        crowding = crowded(pacer) if case.shares else None
+        crowding = full_rows(pacer) if case.shares else None
         pace = looked(pacer)
         for number in range(rounds):
             conversations = case.load(number)

@@ -38,7 +38,7 @@ from fd_core.engine.ranks.groups import joined_group, opened_group
 from fd_core.engine.ranks.leading import LeadingRunner
 from fd_core.engine.ranks.messages import RankStep, encode_order
 from fd_core.models.catalog import resolve_model
-from fd_core.ops.parallel import Parallel, RankGroup, RankMeeting
+from fd_core.ops.parallel import Parallel, RankGroup, RankRendezvous
 from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import RequestSpec
 
@@ -200,7 +200,7 @@ def plans(ranks: int) -> None:
     assert isinstance(runner, LeadingRunner)
     told, compared = [], []
     processes = runner.ranks
-    tell, compare = processes.tell, processes.compare
+    tell, compare = processes.broadcast, processes.compare
 
     def timed(call: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
         def timing(*arguments: Any) -> None:
@@ -219,7 +219,7 @@ def plans(ranks: int) -> None:
         encoded.append(time.perf_counter() - begun)
         return execute(plan)
 
-    processes.tell, processes.compare = timed(tell, told), timed(compare, compared)  # type: ignore[method-assign]
+    processes.broadcast, processes.compare = timed(tell, told), timed(compare, compared)  # type: ignore[method-assign]
     runner.execute = executing  # type: ignore[method-assign]
     run(engine, [greedy(f"r{i}", range(1, 60), 200) for i in range(32)])
     engine.close()
@@ -252,7 +252,7 @@ def main() -> None:
         case "sums":
             sums()
         case "sums-of":
-            place = msgspec.json.decode(asked.place, type=str | RankMeeting)
+            place = msgspec.json.decode(asked.place, type=str | RankRendezvous)
             sums_of(asked.kind, joined_group(Parallel(1, 2), place, 60.0))
         case "steps":
             ways, names = asked.ways.split(","), asked.workloads.split(",")

@@ -38,7 +38,7 @@ import fd_core
 from fd_core import LLM, SamplingParams
 from fd_core.effects.operations import LoadDecision
 from fd_core.errors import FdError
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.types.metrics import snapshot
 
 HOST, MEMORY, DISK, REDIS = "host tier", "memory store", "disk", "redis"
@@ -97,7 +97,7 @@ class Returning:
         self._probe = self._llm._engine._scheduler.probe()
         offloading = self._probe.offloading
         # The host tier alone keeps preempted requests only; here each prompt is kept when it ends.
-        offloading.keep = KeepKV(preempted=True, finished=True, persist=offloading.keep.persist)
+        offloading.keep = OffloadSelection(preempted=True, finished=True, persist=offloading.keep.persist)
         self._decisions: list[LoadDecision] = []
         decide = offloading.load_or_recompute.decide
 

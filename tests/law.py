@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from fd_core.testing.kit.law import RULES, SECTIONS_OF_THE_LAW
+from fd_core.testing.kit.law import INVARIANT_SECTIONS, RULES
 from tests.mutants.catalog import MUTANTS
 
 __all__ = ["DOCUMENT", "index", "marked_tests", "mutants_by_rule", "page"]
@@ -87,7 +87,7 @@ def index() -> str:
 
 
 def _sections() -> Iterator[tuple[str, dict[str, str]]]:
-    for section, title in SECTIONS_OF_THE_LAW.items():
+    for section, title in INVARIANT_SECTIONS.items():
         rules = {rule: text for rule, text in RULES.items() if rule.partition(".")[0] == section}
         if rules:
             yield f"{section}. {title}", rules

@@ -210,12 +210,12 @@ def test_no_part_imports_itself_by_way_of_others() -> None:
 
 
 def test_a_folder_is_small_enough_to_be_known() -> None:
-    crowded = {}
+    full_rows = {}
     for folder in (ROOT, *(path for path in ROOT.rglob("*") if path.is_dir() and path.name != "__pycache__")):
         entries = [path for path in folder.iterdir() if path.name != "__pycache__"]
         if len(entries) > (28 if folder == ROOT else 14):
-            crowded[str(folder.relative_to(ROOT))] = len(entries)
-    assert crowded == {}
+            full_rows[str(folder.relative_to(ROOT))] = len(entries)
+    assert full_rows == {}
 
 
 def test_reading_checkpoints_knows_nothing_of_models() -> None:

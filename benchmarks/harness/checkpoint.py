@@ -136,12 +136,12 @@ def _as_float32(raw: np.ndarray) -> np.ndarray:
 
 
 def _write_quantized(source: Path, target: Path) -> None:
-    from fd_core.cli.models.models import files_beside
+    from fd_core.cli.models.models import companion_files
     from fd_core.models.loading.checkpoint import open_checkpoint
     from fd_core.models.quantized_folder import write_quantized
 
     with open_checkpoint(source) as checkpoint:
-        write_quantized(checkpoint, "int8", target, files_beside(checkpoint), lambda *_: None)
+        write_quantized(checkpoint, "int8", target, companion_files(checkpoint), lambda *_: None)
 
 
 def _write_folder(source: Path, folder: Path) -> None:

@@ -25,6 +25,6 @@ class DeadlineFirst(SchedulingPolicy):
     def rank(self, request):
         return (request.arrival + PATIENCE.get(max(request.priority, 0), LAST), request.arrival)
 
-    def expendable(self, running):
+    def preemption_candidates(self, running):
         deadlines = running.arrivals + [PATIENCE.get(max(int(each), 0), LAST) for each in running.priorities]
         return np.flatnonzero(deadlines == deadlines.max())

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Protocol, runtime_checkable
 
+from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.backends.memory import cpu_quota
-from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
+from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
 from fd_core.ops.weights import Adapter, WeightUse
@@ -106,6 +107,7 @@ def cache_shape(model: Model, block_size: int, dtype: str) -> KVShape:
     return replace(model.kv_shape(block_size), dtype=dtype)
 
 
+@accept_old_names
 class Backend(abc.ABC):
     """A device and a framework pack. Constructed once in the engine's process."""
 
@@ -143,11 +145,11 @@ class Backend(abc.ABC):
         """Return the availability of the backend on this machine, without initialising its device."""
 
     @classmethod
-    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+    def device_assignments(cls, count: int, ranks: int = 1) -> Sequence[DeviceAssignment]:
         """Return the device assignment of each of `count` engines with `ranks` ranks, without initialising a device.
 
-        Backends with several devices use `fd_core.backends.places`. Raises `ConfigError` if there are too few, and by
-        default.
+        Backends with several devices use `fd_core.backends.device_assignment`. Raises `ConfigError` if there are too
+        few, and by default.
         """
         raise ConfigError(
             f"the {cls.name} backend cannot assign devices to {count} engines",
@@ -212,7 +214,7 @@ class Backend(abc.ABC):
         cores = len(os.sched_getaffinity(0))
         return self.config.num_threads or max(1, min(cores, cpu_quota() or cores) // self.config.num_ranks)
 
-    def dtype_asked_for(self, *offered: str) -> str | None:
+    def requested_dtype(self, *offered: str) -> str | None:
         """Return the dtype that `--dtype` names, None for `auto`; `ConfigError` if it is not one of `offered`."""
         wanted = self.config.dtype
         if wanted not in ("auto", *offered):

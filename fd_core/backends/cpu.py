@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from fd_core.backends.contract import Availability, Backend
+from fd_core.backends.device_assignment import DeviceAssignment, assignments_on_cores
 from fd_core.backends.memory import available_memory
-from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.backends.probing import import_pack, missing
 from fd_core.ops.contract import Ops
 
@@ -28,8 +28,8 @@ class ProcessorBackend(Backend):
         return f"CPU, {self.threads} threads, {self.kernels}"
 
     @classmethod
-    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        return places_on_cores(count, ranks)
+    def device_assignments(cls, count: int, ranks: int = 1) -> Sequence[DeviceAssignment]:
+        return assignments_on_cores(count, ranks)
 
 
 class CpuBackend(ProcessorBackend):
@@ -59,7 +59,7 @@ class CpuBackend(ProcessorBackend):
         torch.set_num_threads(self.threads)
         # The native pack accumulates in float32, so it takes bfloat16. Eager torch rounds every intermediate result to
         # the dtype, which can change the output, so it uses float32.
-        wanted = self.dtype_asked_for("float32", "bfloat16")
+        wanted = self.requested_dtype("float32", "bfloat16")
         if self.config.native_kernels:
             from fd_core.ops.native import load_native_ops
 
@@ -93,7 +93,7 @@ class ReferenceBackend(ProcessorBackend):
     def make_ops(self) -> Ops:
         from fd_core.ops.numpy.ops import NumpyOps
 
-        self.dtype_asked_for("float32")
+        self.requested_dtype("float32")
         self.dtype_reason = self.limits["bfloat16"]
         return NumpyOps()
 

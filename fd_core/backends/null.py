@@ -162,7 +162,7 @@ class NullBackend(ProcessorBackend):
             def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:  # type: ignore[override]  # any KVCache
                 return NullCache(shape, num_blocks)
 
-        self.dtype_asked_for("float32")
+        self.requested_dtype("float32")
         return NullOps()
 
     def free_memory(self) -> int:

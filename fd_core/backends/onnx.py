@@ -19,7 +19,7 @@ class OnnxBackend(ProcessorBackend):
     auto_rank: ClassVar[int] = 5
     provider: ClassVar[tuple[str, str]] = ("CPUExecutionProvider", "cpu")
     """ONNX Runtime's names of the execution provider and of the device whose memory it uses. A subclass for another
-    device overrides `places`."""
+    device overrides `device_assignments`."""
     hint: ClassVar[str] = "pip install 'fd-core[onnx]'; where onnxruntime-gpu is installed, pip install onnx"
     """Installation hint for the backend's dependencies."""
     limits = MappingProxyType({"bfloat16": "ONNX Runtime's standard operators have float32 only on a CPU"})
@@ -36,7 +36,7 @@ class OnnxBackend(ProcessorBackend):
         import_pack(cls.name, "fd_core.ops.onnx_graph.pack", needs="onnx and ONNX Runtime", hint=cls.hint)
 
     def make_ops(self) -> Ops:
-        self.dtype_asked_for("float32")
+        self.requested_dtype("float32")
         self.import_framework()
         from fd_core.ops.onnx_graph.pack import OnnxOps
         from fd_core.ops.onnx_graph.session import Provider

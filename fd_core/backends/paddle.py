@@ -14,7 +14,7 @@ from typing import ClassVar, Final
 from fd_core.backends.contract import Availability, Backend
 from fd_core.backends.cpu import ProcessorBackend
 from fd_core.backends.memory import available_memory
-from fd_core.backends.probing import ask_apart, import_pack, missing
+from fd_core.backends.probing import import_pack, missing, run_isolated
 from fd_core.config import EngineConfig
 from fd_core.ops.contract import Ops
 
@@ -57,7 +57,7 @@ def paddle_devices() -> PaddleDevices:
     if (version := _built_for_processors()) is not None:
         return PaddleDevices(version, built_for_cuda=False)
     slow = "Paddle did not list its devices within {seconds}"
-    answer, problem = ask_apart(_QUESTION, slow=slow, failed="Paddle failed to list its devices")
+    answer, problem = run_isolated(_QUESTION, slow=slow, failed="Paddle failed to list its devices")
     if problem:
         return PaddleDevices("", problem=problem)
     version, names, built_for_cuda = answer
@@ -158,7 +158,7 @@ class PaddleBackend(Backend):
 
     def _dtype(self) -> str:
         offered = ("float32",) if self.place == "cpu" else ("bfloat16", "float32")
-        wanted = self.dtype_asked_for(*offered)
+        wanted = self.requested_dtype(*offered)
         if wanted is None:
             self.dtype_reason = self.limits.get("bfloat16", f"Paddle supports it on the {self.title}")
         return wanted or offered[0]

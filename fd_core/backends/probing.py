@@ -21,7 +21,7 @@ def missing(*modules: str) -> list[str]:
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
-def ask_apart(question: str, *, slow: str, failed: str) -> tuple[Any, str]:
+def run_isolated(question: str, *, slow: str, failed: str) -> tuple[Any, str]:
     """Run Python code that sets `answer` in a subprocess, which a broken driver may crash.
 
     Returns the answer, or None and the reason: `slow` on timeout, or `failed` and the cause.

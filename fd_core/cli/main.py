@@ -9,7 +9,7 @@ import re
 import sys
 from typing import Final
 
-from fd_core.cli.report import interrupts_end_it, tells_old_names
+from fd_core.cli.report import interrupts_end_it, show_deprecations
 from fd_core.errors import ConfigError
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
@@ -35,7 +35,7 @@ def main() -> None:
         from fd_core.cli.app import assemble
 
         command = get_command(assemble(*sys.argv[1:2]))
-        tells_old_names()
+        show_deprecations()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows replacement characters
     try:

@@ -31,7 +31,7 @@ def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(**arguments)
         except FdError as error:
-            say(error)
+            print_error(error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             print("\nfdcore: interrupted", file=sys.stderr)
@@ -41,7 +41,7 @@ def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
 
             if (told := blamed_on_file(error)) is None:
                 raise
-            say(told)
+            print_error(told)
             raise typer.Exit(told.exit_code) from None
 
     return command
@@ -72,7 +72,7 @@ def outlive_hangups(key_file: str | None) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def tells_old_names() -> None:
+def show_deprecations() -> None:
     """Show warnings about deprecated names as one line; other warnings look as usual."""
     from fd_core.deprecations import OldNameWarning
 
@@ -87,7 +87,7 @@ def tells_old_names() -> None:
     warnings.showwarning = show
 
 
-def say(error: FdError) -> None:
+def print_error(error: FdError) -> None:
     """Print an error as one line: the field, the fault, the remedy."""
     print(f"fdcore: {describe(error)}", file=sys.stderr)
 

@@ -36,7 +36,7 @@ class Supervision:
     first_pause: float = 1.0
     """Pause before a start that follows a failed one; doubles with each failure."""
     longest_pause: float = 30.0
-    no_room_pause: float = 5.0
+    no_capacity_pause: float = 5.0
     """Pause before the next attempt to place a process for which no node had room."""
     max_failures: int = 5
     """Failed starts in a row after which a group is given up."""
@@ -66,7 +66,7 @@ class ProcessEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessSeen:
+class ObservedProcess:
     """Observation of one process."""
 
     ready: bool = False
@@ -144,7 +144,7 @@ class ManagedGroup:
     failures: int = 0
     failed_at: float = 0.0
     not_before: float = 0.0
-    no_room: bool = False
+    no_capacity: bool = False
     """True if the last process to be started found no room."""
     served: bool = False
     """True if one of its processes was ever ready."""
@@ -200,7 +200,7 @@ class ClusterController:
         self.stopping = True
         return self._leave(now)
 
-    def step(self, now: float, seen: Mapping[str, ProcessSeen]) -> list[ClusterAction]:
+    def step(self, now: float, seen: Mapping[str, ObservedProcess]) -> list[ClusterAction]:
         """Return the actions that follow from observations of processes; processes not in `seen` are unchanged."""
         self._catch_up(now)
         actions: list[ClusterAction] = []
@@ -209,12 +209,12 @@ class ClusterController:
         ended = [(self.processes.pop(process.name), what.end) for process, what in known if what.end is not None]
         for process, what in known:
             if what.end is None:
-                actions += self._see(process, what, now)
+                actions += self._observe(process, what, now)
         for process, end in ended:
             if process.counts and not self.stopping:
                 actions += self._died(process, end, now, worked=self._worked(process, now))
         for process in list(self.processes.values()):
-            actions += self._judge(process, now)
+            actions += self._decide(process, now)
         if self.stopping:
             return actions + self._leave(now)
         if not self.complete and all(self.ready(name) >= group.plan.minimum for name, group in self.groups.items()):
@@ -235,7 +235,7 @@ class ClusterController:
             if process.deadline is not None:
                 process.deadline += away
 
-    def _see(self, process: ManagedProcess, seen: ProcessSeen, now: float) -> Iterator[ClusterAction]:
+    def _observe(self, process: ManagedProcess, seen: ObservedProcess, now: float) -> Iterator[ClusterAction]:
         if seen.healthy:
             process.last_healthy = now
         process.ready = seen.ready
@@ -243,10 +243,10 @@ class ClusterController:
             process.phase, process.since = ProcessPhase.READY, now
             process.last_healthy = now
             group = self.groups[process.group]
-            group.served, group.no_room = True, False
+            group.served, group.no_capacity = True, False
             yield ClusterNote(f"{process.name} is ready")
 
-    def _judge(self, process: ManagedProcess, now: float) -> Iterator[ClusterAction]:
+    def _decide(self, process: ManagedProcess, now: float) -> Iterator[ClusterAction]:
         limits, passed = self.supervision, now - process.since
         if process.phase is ProcessPhase.STARTING and passed > limits.start_seconds:
             end = ProcessEnd(None, f"was not ready within {limits.start_seconds:g} s")
@@ -274,9 +274,9 @@ class ClusterController:
         group, limits = self.groups[process.group], self.supervision
         if self.complete and not end.placed:
             # A lost node may recover or be replaced: the processes are not at fault.
-            if not group.no_room:
+            if not group.no_capacity:
                 yield ClusterNote(f"{process.name} waits for resources: {end.reason}", bad=True)
-            group.no_room, group.not_before = True, now + limits.no_room_pause
+            group.no_capacity, group.not_before = True, now + limits.no_capacity_pause
             return
         group.deaths += 1
         group.failures, group.failed_at = 1 if worked else group.failures + 1, now
@@ -285,10 +285,10 @@ class ClusterController:
         hopeless = end.code in _OWN_FAULT and not group.served
         said = f"{process.name} {end.reason}"
         if not hopeless and group.failures <= limits.max_failures:
-            yield ClusterNote(f"{said}; restarting in {pause:g} s", bad=True)
+            yield ClusterNote(f"{event}; restarting in {pause:g} s", bad=True)
             return
         group.given_up = end.reason
-        yield ClusterNote(f"{said}; {group.plan.name} is given up and no longer restarted", bad=True)
+        yield ClusterNote(f"{event}; {group.plan.name} is given up and no longer restarted", bad=True)
         if not self.complete:
             self.failure = f"{process.name} {end.reason}"
             self.exit_code = end.code if hopeless and end.code is not None else 1

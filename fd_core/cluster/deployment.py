@@ -24,7 +24,7 @@ from fd_core.router.workers import Role
 
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=5, connect=3)
 _SHARE: Final = 0.9
-_AGAIN_SECONDS: Final = 10.0
+_REREGISTER_SECONDS: Final = 10.0
 """Interval between registrations of one worker, in seconds; they change nothing unless the router lost it."""
 
 
@@ -40,33 +40,33 @@ class _BlockCounts(msgspec.Struct):
     total: int = 0
 
 
-class _SchedulerSays(msgspec.Struct):
+class _SchedulerReport(msgspec.Struct):
     slots: _Slots = msgspec.field(default_factory=_Slots)
     blocks: _BlockCounts = msgspec.field(default_factory=_BlockCounts)
 
 
-class _StatsSay(msgspec.Struct):
-    scheduler: _SchedulerSays = msgspec.field(default_factory=_SchedulerSays)
+class _StatsReport(msgspec.Struct):
+    scheduler: _SchedulerReport = msgspec.field(default_factory=_SchedulerReport)
 
 
-class _EngineSays(msgspec.Struct):
+class _EngineReport(msgspec.Struct):
     max_num_seqs: int = 0
 
 
-class _HistogramSays(msgspec.Struct):
+class _HistogramReport(msgspec.Struct):
     bounds: list[float] = []
     counts: list[int] = []
 
 
-class _SecondsSay(msgspec.Struct):
-    time_to_first_token: _HistogramSays = msgspec.field(default_factory=_HistogramSays)
+class _SecondsReport(msgspec.Struct):
+    time_to_first_token: _HistogramReport = msgspec.field(default_factory=_HistogramReport)
 
 
 class _StatusPage(msgspec.Struct):
     not_ready: str | None = None
-    engine: _EngineSays = msgspec.field(default_factory=_EngineSays)
-    stats: _StatsSay = msgspec.field(default_factory=_StatsSay)
-    seconds: _SecondsSay = msgspec.field(default_factory=_SecondsSay)
+    engine: _EngineReport = msgspec.field(default_factory=_EngineReport)
+    stats: _StatsReport = msgspec.field(default_factory=_StatsReport)
+    seconds: _SecondsReport = msgspec.field(default_factory=_SecondsReport)
 
 
 _status: Final = msgspec.json.Decoder(_StatusPage)
@@ -95,7 +95,7 @@ class FirstTokens:
         return [after - before for before, after in zip(first, last, strict=True)]
 
 
-class Doing(NamedTuple):
+class ObservedLoad(NamedTuple):
     """Load of a worker at one moment."""
 
     running: int = 0
@@ -125,7 +125,7 @@ class ProcessAnswer:
     ready: bool = False
     instance: str = ""
     """Identifies the process and its engine; empty for a router."""
-    doing: Doing = field(default_factory=Doing)
+    load: ObservedLoad = field(default_factory=ObservedLoad)
 
 
 async def ask(session: aiohttp.ClientSession, url: str, first: FirstTokens | None, now: float) -> ProcessAnswer:
@@ -142,8 +142,8 @@ async def ask(session: aiohttp.ClientSession, url: str, first: FirstTokens | Non
     slots, blocks, read = page.stats.scheduler.slots, page.stats.scheduler.blocks, page.seconds.time_to_first_token
     first.add(now, read.bounds, read.counts)
     running, used = slots.running + slots.loading, blocks.used + blocks.fenced
-    doing = Doing(running, slots.waiting, page.engine.max_num_seqs, used, blocks.total)
-    return ProcessAnswer(healthy, healthy and page.not_ready is None, instance, doing)
+    load = ObservedLoad(running, slots.waiting, page.engine.max_num_seqs, used, blocks.total)
+    return ProcessAnswer(healthy, healthy and page.not_ready is None, instance, load)
 
 
 class RouterAdmin:
@@ -154,24 +154,24 @@ class RouterAdmin:
         self._url = url
         self._headers = {"Authorization": f"Bearer {secret}"}
         self._one_at_a_time = asyncio.Lock()
-        self._told: dict[str, tuple[str, float]] = {}
+        self._registered: dict[str, tuple[str, float]] = {}
         """Workers' addresses to the registered instance and the time of registration."""
 
     async def register(self, url: str, role: Role, instance: str, now: float, serves: Callable[[], bool]) -> str:
         """Register a worker that still `serves`, unless registered recently; return the error, if any."""
         async with self._one_at_a_time:
-            told, at = self._told.get(url, ("", 0.0))
-            if not serves() or (told == instance and now - at < _AGAIN_SECONDS):
+            told, at = self._registered.get(url, ("", 0.0))
+            if not serves() or (told == instance and now - at < _REREGISTER_SECONDS):
                 return ""
             trouble = await self._post("register", {"url": url, "role": role, "instance": instance})
             if not trouble:
-                self._told[url] = instance, now
+                self._registered[url] = instance, now
             return trouble
 
     async def deregister(self, url: str) -> None:
         """Stop it from sending further requests to a worker."""
         async with self._one_at_a_time:
-            if self._told.pop(url, None) is not None:
+            if self._registered.pop(url, None) is not None:
                 await self._post("deregister", {"url": url})
 
     async def _post(self, what: str, body: dict[str, str]) -> str:
@@ -201,7 +201,7 @@ class ClusterFailed(FdError):
 
 
 @dataclass(slots=True)
-class HeldProcess:
+class ProcessHandle:
     """State of one process, from the order to start it until its end."""
 
     name: str
@@ -250,17 +250,17 @@ class Deployment:
             max_failures=config.max_failures,
         )
         self.controller = controller.ClusterController.of(plans_of(config), limits)
-        self.held: dict[str, HeldProcess] = {}
+        self.held: dict[str, ProcessHandle] = {}
         self._groups: Mapping[str, WorkerGroup] = config.worker_groups
         self._launcher = launcher
         self._policies = policies
         self._variables = variables
         self._on_note = on_note
         self._secrets = ClusterSecrets()
-        self._said: set[str] = set()
+        self._logged_errors: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         # Starts may block until resources are free and occupy all threads; polling must not wait for them.
-        self._looking = ThreadPoolExecutor(1, "fdcore-look")
+        self._poll_executor = ThreadPoolExecutor(1, "fdcore-look")
         self._registering: asyncio.Task[None] | None = None
         self._next_scaling = 0.0
 
@@ -272,7 +272,7 @@ class Deployment:
                 self._session = session
                 while not self.controller.over:
                     now = time.monotonic()
-                    actions = self.controller.step(now, await self._look())
+                    actions = self.controller.step(now, await self._poll())
                     if stop.is_set() and not self.controller.stopping:
                         actions += self.controller.stop(now)
                     if hurry.is_set() and not hurried:
@@ -292,21 +292,21 @@ class Deployment:
         finally:
             for task in self._tasks:
                 task.cancel()
-            await asyncio.get_running_loop().run_in_executor(self._looking, self._launcher.close)
-            self._looking.shutdown()
+            await asyncio.get_running_loop().run_in_executor(self._poll_executor, self._launcher.close)
+            self._poll_executor.shutdown()
 
     @property
     def urls(self) -> list[str]:
         """URLs of the routers."""
         return [each.url for each in self.held.values() if each.group == ROUTERS and each.url]
 
-    def doing(self, group: str) -> Doing:
+    def load(self, group: str) -> ObservedLoad:
         """Return the total load of the ready workers of a group."""
-        return Doing(*map(sum, zip(*(each.answer.doing for each in self.ready(group)), strict=True)))
+        return ObservedLoad(*map(sum, zip(*(each.answer.load for each in self.ready(group)), strict=True)))
 
     def load_of(self, name: str) -> GroupLoad:
         """Return the load of a group for its scaling policy."""
-        doing, group = self.doing(name), self._groups[name]
+        load, group = self.load(name), self._groups[name]
         role = "decode" if group.role == "prefill" else group.role
         felt = [other for other, each in self._groups.items() if each.role == role and role == "decode"] or [name]
         first = (each.first for other in felt for each in self.ready(other))
@@ -314,14 +314,14 @@ class Deployment:
             role=group.role,  # type: ignore[arg-type]  # the file was checked
             target=self.controller.groups[name].target,
             ready=self.controller.ready(name),
-            running=doing.running,
-            waiting=doing.waiting,
-            slots=doing.slots,
-            kv_usage=doing.kv_usage,
+            running=load.running,
+            waiting=load.waiting,
+            slots=load.slots,
+            kv_usage=load.kv_usage,
             ttft_seconds=late_first_token(each for each in first if each is not None),
         )
 
-    def ready(self, group: str) -> list[HeldProcess]:
+    def ready(self, group: str) -> list[ProcessHandle]:
         """Return the processes of a group that are ready and not draining."""
         return [self.held[each.name] for each in self.controller.of_group(group) if self._is_serving(each.name)]
 
@@ -329,11 +329,11 @@ class Deployment:
         process = self.controller.processes.get(name)
         return process is not None and process.phase is controller.ProcessPhase.READY and bool(self.held[name].url)
 
-    async def _look(self) -> dict[str, controller.ProcessSeen]:
-        await asyncio.get_running_loop().run_in_executor(self._looking, self._read_ends)
+    async def _poll(self) -> dict[str, controller.ObservedProcess]:
+        await asyncio.get_running_loop().run_in_executor(self._poll_executor, self._read_ends)
         seen = {}
         for held in list(self.held.values()):
-            seen[held.name] = controller.ProcessSeen(held.answer.ready, held.answer.healthy, held.end)
+            seen[held.name] = controller.ObservedProcess(held.answer.ready, held.answer.healthy, held.end)
             if held.end is not None:
                 del self.held[held.name]
                 self._spawn(self._forget(held))
@@ -351,7 +351,7 @@ class Deployment:
             match action:
                 case controller.StartProcess(name, group):
                     port = self._free_port() if group == ROUTERS else 0
-                    held = HeldProcess(name, group, port, None if group == ROUTERS else FirstTokens())
+                    held = ProcessHandle(name, group, port, None if group == ROUTERS else FirstTokens())
                     self.held[name] = held
                     self._spawn(self._launch(held))
                 case controller.DrainProcess(name):
@@ -362,7 +362,7 @@ class Deployment:
                     (log.warning if action.bad else log.info)("%s", action.text)
                     self._on_note(action)
 
-    async def _launch(self, held: HeldProcess) -> None:
+    async def _launch(self, held: ProcessHandle) -> None:
         try:
             if held.group == ROUTERS:
                 spec = router_spec(held.name, self.config, held.port, self._secrets, self._variables)
@@ -378,12 +378,12 @@ class Deployment:
         held.process = launched[0]
         while held.end is None:
             if not held.url:
-                self._hear(held, held.process)
+                self._read_announcement(held, held.process)
             if held.url:
                 held.answer = await ask(self._session, held.url, held.first, time.monotonic())
             await asyncio.sleep(_ASK_SECONDS)
 
-    def _hear(self, held: HeldProcess, process: LaunchedProcess) -> None:
+    def _read_announcement(self, held: ProcessHandle, process: LaunchedProcess) -> None:
         said = (process.announced() or "").split()
         if not said:
             return
@@ -399,19 +399,19 @@ class Deployment:
         ports = range(router.port, router.port + router.count) if router.port else ()
         return next((port for port in ports if port not in taken), 0)
 
-    async def _drain(self, held: HeldProcess) -> None:
+    async def _drain(self, held: ProcessHandle) -> None:
         await held.launched.wait()
         if held.process is not None:
             await self._forget(held)
             held.process.terminate()
 
-    async def _kill(self, held: HeldProcess) -> None:
+    async def _kill(self, held: ProcessHandle) -> None:
         await held.launched.wait()
         if held.process is not None:
             held.process.kill()
             await self._forget(held)
 
-    async def _forget(self, held: HeldProcess) -> None:
+    async def _forget(self, held: ProcessHandle) -> None:
         """Deregister a worker from every router; a router that does not respond detects the loss by itself."""
         if held.first is not None and held.url:
             await asyncio.gather(*(admin.deregister(held.url) for _, admin in self._admins()))
@@ -433,9 +433,10 @@ class Deployment:
                     )
                     if (
                         trouble
-                        and (said := f"registering {held.name} with {router} failed: {trouble}") not in self._said
+                        and (said := f"registering {held.name} with {router} failed: {trouble}")
+                        not in self._logged_errors
                     ):
-                        self._said.add(said)
+                        self._logged_errors.add(said)
                         log.warning("%s", said)
 
     def _scale(self, now: float) -> None:

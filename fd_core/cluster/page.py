@@ -137,7 +137,7 @@ def _not_ready(deployment: Deployment) -> str | None:
 
 
 def _group(deployment: Deployment, name: str, role: str, now: float) -> GroupStatus:
-    controller, doing = deployment.controller, deployment.doing(name)
+    controller, doing = deployment.controller, deployment.load(name)
     group = controller.groups[name]
     members = [(each, deployment.held.get(each.name)) for each in controller.of_group(name)]
     phases = [each.phase for each, _ in members]

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import msgspec
 
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Range
+from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 
 __all__ = [
@@ -139,6 +140,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
         return self.watchdog_seconds / 2
 
 
+@accept_old_names
 class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     """Listener and access control of a server or a router."""
 
@@ -174,13 +176,13 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     log_level: Annotated[str, LOG_LEVELS] = "info"
 
     @property
-    def asks_for_keys(self) -> bool:
+    def requires_keys(self) -> bool:
         """True if clients need a key."""
         return bool(self.api_keys) or self.api_key_file is not None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.protect_pages and not self.asks_for_keys:
+        if self.protect_pages and not self.requires_keys:
             hint = "set --api-key-file, --api-key or FD_API_KEY"
             raise ConfigError("protected pages require an API key", field="--protect-pages", hint=hint)
         if self.max_body_memory < self.max_body_bytes:

@@ -28,14 +28,14 @@ side."""
 LEASE_NAME: Final = re.compile("[0-9a-f]{32}")
 TOKEN_BYTES: Final = 4
 MAX_WINDOW: Final = 256
-_MIN_SILENCE: Final = 0.05
-_MAX_SILENCE: Final = 3600.0
-_WORDS_IN_SILENCE: Final = 4
+_MIN_IDLE_TIMEOUT: Final = 0.05
+_MAX_IDLE_TIMEOUT: Final = 3600.0
+_HEARTBEATS_PER_TIMEOUT: Final = 4
 """Messages that a side sends within the timeout of its peer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SendMessage:
     """Send a message to the other side."""
 
     message: FromDecode | FromPrefill
@@ -74,7 +74,7 @@ class PrefillEnd:
     """True if the request that computes the job, if any, must be aborted."""
 
 
-Action = Say | TakePiece | SendPiece | DecodeEnd | PrefillEnd
+Action = SendMessage | TakePiece | SendPiece | DecodeEnd | PrefillEnd
 
 
 def commit_digest(digests: Mapping[int, bytes]) -> bytes:
@@ -85,12 +85,12 @@ def commit_digest(digests: Mapping[int, bytes]) -> bytes:
     return total.digest()
 
 
-def wanted(opening: Open) -> range:
+def requested_pieces(opening: Open) -> range:
     """Return the indices of the requested pieces: those of all blocks but the leading `held_blocks`."""
     return range(opening.job.held_blocks, -(-opening.job.num_tokens // opening.compatibility.block_size))
 
 
-def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
+def validate_open(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
     """Return the reason why `Open` is invalid, as text; None if it is valid."""
     job, compatibility = opening.job, opening.compatibility
     numbers = [value for value in msgspec.structs.astuple(compatibility) if isinstance(value, int)]
@@ -98,7 +98,7 @@ def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
         return "the lease id is not 32 hexadecimal digits"
     if not all(0 < number <= MAX_NUMBER for number in numbers):
         return "a field of the KV description is out of range"
-    if len(job.tokens) % TOKEN_BYTES or not 0 <= job.held_blocks <= MAX_NUMBER or not wanted(opening):
+    if len(job.tokens) % TOKEN_BYTES or not 0 <= job.held_blocks <= MAX_NUMBER or not requested_pieces(opening):
         return "the job requests no KV"
     if (tokens := job.num_tokens) > max_tokens:
         return f"the prompt has {tokens} tokens, which exceeds the prefill worker's {max_tokens}"
@@ -108,8 +108,8 @@ def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
         return "the priority is out of range"
     if not 1 <= opening.window <= MAX_WINDOW:
         return f"the window is not 1 to {MAX_WINDOW} pieces"
-    if not _MIN_SILENCE <= opening.silence <= _MAX_SILENCE:
-        return f"the idle timeout is not {_MIN_SILENCE:g} to {_MAX_SILENCE:g} seconds"
+    if not _MIN_IDLE_TIMEOUT <= opening.idle_timeout <= _MAX_IDLE_TIMEOUT:
+        return f"the idle timeout is not {_MIN_IDLE_TIMEOUT:g} to {_MAX_IDLE_TIMEOUT:g} seconds"
     if not 1 <= len(opening.connector) <= 64 or len(opening.address) > MAX_ADDRESS_BYTES:
         return "the connector's name or address is too long"
     texts = (job.cache_salt, job.tenant, job.traceparent, opening.request_id, compatibility.model, compatibility.dtype)
@@ -121,35 +121,35 @@ def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
 class Clock:
     """Times since a side last received from its peer and last sent to it, in seconds."""
 
-    def __init__(self, silence: float, longest: float, now: float) -> None:
-        self._silence = silence
+    def __init__(self, idle_timeout: float, longest: float, now: float) -> None:
+        self._idle_timeout = idle_timeout
         self._end = now + longest
-        self._deaf = now + silence
-        self._word = now + silence / _WORDS_IN_SILENCE
+        self._receive_deadline = now + idle_timeout
+        self._heartbeat_at = now + idle_timeout / _HEARTBEATS_PER_TIMEOUT
 
     @property
     def next(self) -> float:
-        """Return the next time at which `late` or `quiet` may change."""
-        return min(self._end, self._deaf, self._word)
+        """Return the next time at which `expiry_reason` or `heartbeat_due` may change."""
+        return min(self._end, self._receive_deadline, self._heartbeat_at)
 
-    def heard(self, now: float) -> None:
+    def received(self, now: float) -> None:
         """Record a message from the other side."""
-        self._deaf = now + self._silence
+        self._receive_deadline = now + self._idle_timeout
 
-    def said(self, now: float) -> None:
+    def sent(self, now: float) -> None:
         """Record a message of this side."""
-        self._word = now + self._silence / _WORDS_IN_SILENCE
+        self._heartbeat_at = now + self._idle_timeout / _HEARTBEATS_PER_TIMEOUT
 
     def postpone(self, now: float) -> None:
         """Check again soon if a message may be sent."""
-        self._word = now + self._silence / _WORDS_IN_SILENCE**2
+        self._heartbeat_at = now + self._idle_timeout / _HEARTBEATS_PER_TIMEOUT**2
 
-    def late(self, now: float) -> str | None:
+    def expiry_reason(self, now: float) -> str | None:
         """Return the reason why the lease has expired, None if it has not."""
         if now >= self._end:
             return "the lease exceeded its time limit"
-        return "the peer sent no message within the timeout" if now >= self._deaf else None
+        return "the peer sent no message within the timeout" if now >= self._receive_deadline else None
 
-    def quiet(self, now: float) -> bool:
+    def heartbeat_due(self, now: float) -> bool:
         """Return True if this side should send a message."""
-        return now >= self._word
+        return now >= self._heartbeat_at

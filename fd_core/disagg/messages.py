@@ -7,7 +7,7 @@
     either: Alive (heartbeat), AbortLease (the lease is over)
 
 Every message names its lease. Each may be lost, repeated or reordered: messages are idempotent, and a lease that misses
-one expires. `lease.flaw` checks the limits of `Open`; a rejection contains the reason as text.
+one expires. `lease.validate_open` checks the limits of `Open`; a rejection contains the reason as text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     compatibility: KVCompatibility
     window: int
     """Maximum number of pieces in flight without a `Credit`, at least 1."""
-    silence: float
+    idle_timeout: float = msgspec.field(name="silence")
     """Seconds without a message from the other side after which the lease is over."""
     connector: str
     address: bytes
@@ -102,7 +102,7 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
     lease: _LeaseName
 
 
-class Alive(msgspec.Struct, frozen=True, tag="alive"):
+class Heartbeat(msgspec.Struct, frozen=True, tag="alive"):
     """Heartbeat: the lease is still active on the sender."""
 
     lease: _LeaseName
@@ -116,5 +116,5 @@ class AbortLease(msgspec.Struct, frozen=True, tag="abort"):
     """Human-readable; never holds a prompt."""
 
 
-FromDecode = Open | Credit | Confirm | Alive | AbortLease
-FromPrefill = Accept | Refuse | KVPiece | Commit | Alive | AbortLease
+FromDecode = Open | Credit | Confirm | Heartbeat | AbortLease
+FromPrefill = Accept | Refuse | KVPiece | Commit | Heartbeat | AbortLease

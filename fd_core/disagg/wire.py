@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy.typing as npt
 
-from fd_core.disagg.lease import LEASE_NAME, TOKEN_BYTES, flaw
+from fd_core.disagg.lease import LEASE_NAME, TOKEN_BYTES, validate_open
 from fd_core.disagg.messages import MAX_NUMBER, MAX_TEXT, AbortLease, FromDecode, FromPrefill, Open, Refuse
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import Bytes
@@ -24,18 +24,18 @@ _PREFILL: Final = b"fd_core/prefill"
 _DIGEST_BYTES: Final = 16
 _OVERHEAD: Final = 64 * 1024
 """Bytes, more than a message without its tokens can have within the limits."""
-_ROOM_FOR_TOKENS: Final = 4 * 2**20
+_MAX_TOKEN_BYTES: Final = 4 * 2**20
 """Bytes: a prompt that is too long is rejected with a reason; only a frame over this limit closes the connection."""
 
 _Message = TypeVar("_Message", FromDecode, FromPrefill)
-_Told = TypeVar("_Told", bound=Refuse | AbortLease)
+_Rejection = TypeVar("_Rejection", bound=Refuse | AbortLease)
 
 
-class Unsealed(Exception):
+class AuthenticationError(Exception):
     """A frame was not sealed with the common secret, or is from the wrong side."""
 
 
-class Unfit(Exception):
+class InvalidMessage(Exception):
     """A frame is not a message, or a message over a limit. `lease` is that of an `Open`, which is rejected with a
     reply."""
 
@@ -65,7 +65,7 @@ class Wire:
         """Length of a sealed piece."""
         self.max_frame = self.value_bytes + _OVERHEAD
         """Limit of one frame that the decode side receives, in bytes."""
-        self.max_request_frame = max(_ROOM_FOR_TOKENS, TOKEN_BYTES * min(max_tokens, 2**28)) + _OVERHEAD
+        self.max_request_frame = max(_MAX_TOKEN_BYTES, TOKEN_BYTES * min(max_tokens, 2**28)) + _OVERHEAD
         """Limit of one frame that the prefill side receives, in bytes."""
 
     def seal_from_decode(self, message: FromDecode) -> bytes:
@@ -81,30 +81,30 @@ class Wire:
         return b"".join(self._envelope.seal(_PREFILL, self._encoder.encode(message)))
 
     def open_from_decode(self, frame: Bytes) -> FromDecode:
-        """Return the decode side's message in a frame. Raises `Unsealed` or `Unfit`."""
+        """Return the decode side's message in a frame. Raises `AuthenticationError` or `InvalidMessage`."""
         message = self._open(_DECODE, frame, self._from_decode)
         if isinstance(message, Open):
             self.check(message)
         return message
 
     def open_from_prefill(self, frame: Bytes) -> FromPrefill:
-        """Return the prefill side's message in a frame. Raises `Unsealed` or `Unfit`."""
+        """Return the prefill side's message in a frame. Raises `AuthenticationError` or `InvalidMessage`."""
         return self._open(_PREFILL, frame, self._from_prefill)
 
     def check(self, opening: Open) -> None:
-        """Raise `Unfit` for an `Open` over a limit."""
-        if (wrong := flaw(opening, self._max_tokens)) is not None:
-            raise Unfit(wrong, opening.lease if LEASE_NAME.fullmatch(opening.lease) else None)
+        """Raise `InvalidMessage` for an `Open` over a limit."""
+        if (wrong := validate_open(opening, self._max_tokens)) is not None:
+            raise InvalidMessage(wrong, opening.lease if LEASE_NAME.fullmatch(opening.lease) else None)
 
     def _open(self, key: bytes, frame: Bytes, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
         try:
             body = self._envelope.open(key, frame, len(frame) - HEADER_BYTES)
         except Damaged as damaged:
-            raise Unsealed(damaged.reason) from damaged
+            raise AuthenticationError(damaged.reason) from damaged
         try:
             return decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise Unfit("it is malformed or exceeds a limit") from error
+            raise InvalidMessage("it is malformed or exceeds a limit") from error
 
     def seal_piece(self, lease: str, index: int, array: npt.NDArray[Any]) -> tuple[bytes, Sequence[Bytes]]:
         """Return digest and parts of the piece of a block's array, without copying the array."""
@@ -119,6 +119,6 @@ class Wire:
         return digest, self._block.view(payload)
 
 
-def _shortened(message: _Told) -> _Told:
+def _shortened(message: _Rejection) -> _Rejection:
     too_long = len(message.reason) > MAX_TEXT
     return msgspec.structs.replace(message, reason=message.reason[:MAX_TEXT]) if too_long else message

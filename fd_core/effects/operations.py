@@ -3,7 +3,7 @@
 Effects are values: `Scheduler.plan` and `Scheduler.commit` return them, the engine's loop hands their operations to its
 `fd_core.effects.port.EffectPort`, which performs them on other threads, and returns the completions before the next
 plan. Nothing here blocks. `fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg`
-performs `Fetch`, `Send` and `GiveUp`; `fd_core.structured` performs `CompileGrammar`.
+performs `Fetch`, `Send` and `AbandonLease`; `fd_core.structured` performs `CompileGrammar`.
 
 An operation is a number chosen by the scheduler, unique within an engine. The scheduler may assume:
 
@@ -180,7 +180,7 @@ class PrefillTraced(msgspec.Struct, frozen=True):
     trace: PrefillTrace
 
 
-class GiveUp(msgspec.Struct, frozen=True):
+class AbandonLease(msgspec.Struct, frozen=True):
     """The request that computes for a lease ended without all its KV, or the engine rejected the job."""
 
     lease: str
@@ -206,7 +206,7 @@ class GrammarReady(msgspec.Struct, frozen=True):
     """Human-readable reason why the grammar cannot be used; the request that waits for it ends."""
 
 
-Effect = Lookup | Load | Save | Fetch | Send | GiveUp | CompileGrammar | Cancel
+Effect = Lookup | Load | Save | Fetch | Send | AbandonLease | CompileGrammar | Cancel
 Completion = (
     Found
     | Loaded

@@ -33,8 +33,8 @@ class ThreadLoop:
         self._jobs: deque[Job] = deque()
         self._lock = threading.Lock()
         self._stopping = False
-        self._rung = True  # no wake-up needed before the thread runs
-        self._bell: socket.socket | None = None
+        self._wake_pending = True  # no wake-up needed before the thread runs
+        self._wake_writer: socket.socket | None = None
         self._poller = zmq.Poller()
         self._readers: dict[Any, Job] = {}
 
@@ -48,14 +48,14 @@ class ThreadLoop:
             if self._stopping:
                 return False
             self._jobs.append(job)
-            self._ring()
+            self._wake()
             return True
 
     def stop(self) -> None:
         """Stop the thread after the jobs that were posted before. Thread-safe."""
         with self._lock:
             self._stopping = True
-            self._ring()
+            self._wake()
 
     def join(self, seconds: float) -> bool:
         """Join the thread; return True if it ended within `seconds`."""
@@ -80,19 +80,19 @@ class ThreadLoop:
         self._do(self._jobs.popleft())
         return True
 
-    def _ring(self) -> None:
-        if not self._rung and self._bell is not None:
-            self._rung = True
+    def _wake(self) -> None:
+        if not self._wake_pending and self._wake_writer is not None:
+            self._wake_pending = True
             with contextlib.suppress(OSError):
-                self._bell.send(b"\0")
+                self._wake_writer.send(b"\0")
 
     def _run(self) -> None:
-        bell, ear = socket.socketpair()
-        for end in (bell, ear):
+        wake_writer, wake_reader = socket.socketpair()
+        for end in (wake_writer, wake_reader):
             end.setblocking(False)
-        self._poller.register(ear, zmq.POLLIN)
+        self._poller.register(wake_reader, zmq.POLLIN)
         with self._lock:
-            self._bell, self._rung = bell, False
+            self._wake_writer, self._wake_pending = wake_writer, False
         seconds = 0.0
         try:
             while True:
@@ -102,10 +102,10 @@ class ThreadLoop:
                     if (read := self._readers.get(source)) is not None:
                         self._do(read)
                 with self._lock:
-                    if self._rung:
-                        self._rung = False
+                    if self._wake_pending:
+                        self._wake_pending = False
                         with contextlib.suppress(BlockingIOError):
-                            ear.recv(16)
+                            wake_reader.recv(16)
                     count, stopping = len(self._jobs), self._stopping
                 for _ in range(count):
                     self._do(self._jobs.popleft())
@@ -121,9 +121,9 @@ class ThreadLoop:
             if self._end is not None:
                 self._do(self._end)
             with self._lock:
-                self._bell = None
-            bell.close()
-            ear.close()
+                self._wake_writer = None
+            wake_writer.close()
+            wake_reader.close()
 
     def _do(self, job: Callable[[], _Result]) -> _Result | None:
         try:

@@ -303,7 +303,7 @@ class Engine:
                 raise BadRequest("the prefill worker is shutting down")
             self._add(prefill_request(job))
         except BadRequest as error:
-            self._outside.perform([operations.GiveUp(job.lease, error.message, refused=True)])
+            self._outside.perform([operations.AbandonLease(job.lease, error.message, refused=True)])
 
     def _nanoseconds(self) -> int:
         return round(1e9 * self._clock())
@@ -318,7 +318,7 @@ class Engine:
         if spec.adapter:
             self._adapters.began(spec)
         if self._trace is not None:
-            self._trace.request_came(self._nanoseconds(), spec)
+            self._trace.request_arrived(self._nanoseconds(), spec)
 
     def _hold(self, adapters: Collection[Adapter]) -> None:
         self._device.perform(lambda runner: runner.adapters.replace(adapters))

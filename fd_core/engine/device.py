@@ -21,12 +21,12 @@ import zmq
 from fd_core.engine.process.messages import decode_output, encode_output
 from fd_core.errors import ConfigError, EngineDead
 from fd_core.ops.compilations import CompilationStats
-from fd_core.ops.patience import Patience
+from fd_core.ops.polled_timeout import PolledTimeout
 from fd_core.runner.runner import LaunchedStep, Runner
 from fd_core.runner.sampling.grammars import MaskStats
 from fd_core.types import StepOutput, StepPlan
 
-_LOOKS: Final = 4
+_POLLS_PER_TIMEOUT: Final = 4
 """Polls per timeout, in succession: a pause of the whole process expires one of them only."""
 
 
@@ -186,9 +186,9 @@ class LaunchingDevice(RunnerDevice):
                 self._end = _failure(plan, error)
 
     def _await(self, launched: LaunchedStep, timeout: float) -> None:
-        patience = Patience(timeout)
+        polled = PolledTimeout(timeout)
         while not launched.copies.ready():
-            if patience.is_over():
+            if polled.expired():
                 raise _stalled(timeout)
             self._pause.wait(_PAUSE_SECONDS)
 
@@ -247,9 +247,9 @@ class ThreadDevice(_Threaded):
 
     def collect(self, timeout: float) -> StepOutput:
         """Wait for the next output."""
-        for _ in range(_LOOKS):
+        for _ in range(_POLLS_PER_TIMEOUT):
             with contextlib.suppress(queue.Empty):
-                return _healthy(self._outputs.get(timeout=timeout / _LOOKS))
+                return _healthy(self._outputs.get(timeout=timeout / _POLLS_PER_TIMEOUT))
         raise _stalled(timeout)
 
     def _answer(self, output: StepOutput | EngineDead) -> None:
@@ -269,8 +269,8 @@ class SocketDevice(_Threaded):
 
     def collect(self, timeout: float) -> StepOutput:
         """Wait for the next frame."""
-        for _ in range(_LOOKS):
-            if self._receiver.poll(int(timeout * 1000 / _LOOKS)):
+        for _ in range(_POLLS_PER_TIMEOUT):
+            if self._receiver.poll(int(timeout * 1000 / _POLLS_PER_TIMEOUT)):
                 return _healthy(decode_output(self._receiver.recv()))
         raise _stalled(timeout)
 

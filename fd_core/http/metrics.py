@@ -69,7 +69,7 @@ def count_family(name: str, text: str, labels: Sequence[str], counts: Mapping[An
 def metric_families(
     prefix: str,
     parts: Iterable[tuple[Mapping[str, str], object]],
-    names: Callable[[MetricSpec], Iterable[str]] = lambda spec: (spec.name,),
+    names: Callable[[MetricSpec], Iterable[str]] = lambda spec: (spec.name, *spec.old),
 ) -> Iterable[Metric]:
     """Return every metric that statistics declare, in Prometheus' form, under `names`; labels distinguish `parts`."""
     families: dict[str, Metric] = {}

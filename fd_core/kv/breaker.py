@@ -10,15 +10,15 @@ BreakerState = Literal["closed", "open", "half_open"]
 class Breaker:
     """Decides if a call may be made. Pure: the clock's reading, in seconds, is passed in.
 
-    It opens at the first severe failure or after `patience` others in a row, for `first` seconds, and twice as long,
-    up to `longest`, each time the probing call fails again.
+    It opens at the first severe failure or after `max_failures` others in a row, for `first` seconds, and twice as
+    long, up to `longest`, each time the probing call fails again.
     """
 
-    def __init__(self, *, first: float = 1.0, longest: float = 30.0, patience: int = 3) -> None:
+    def __init__(self, *, first: float = 1.0, longest: float = 30.0, max_failures: int = 3) -> None:
         self.state: BreakerState = "closed"
         self._first = first
         self._longest = longest
-        self._patience = patience
+        self._max_failures = max_failures
         self._pause = first
         self.until = 0.0
         """Time from which an open breaker admits a probing call."""
@@ -51,7 +51,7 @@ class Breaker:
         self._failures += 1
         if self.state == "half_open":
             self._pause = min(2 * self._pause, self._longest)
-        elif not severe and self._failures < self._patience:
+        elif not severe and self._failures < self._max_failures:
             return False
         self.state = "open"
         self.until = now + self._pause

@@ -15,7 +15,7 @@ from fd_core.launching.child import child_command, child_socket
 from fd_core.launching.contract import NODE_ADDRESS, ProcessSpec, how_ended
 
 _LAST_LINES: Final = 10
-_LAST_WORDS_SECONDS: Final = 0.5
+_FINAL_MESSAGES_SECONDS: Final = 0.5
 """Timeout for the last lines of an ended process, in seconds."""
 
 
@@ -41,7 +41,7 @@ class OwnedProcess:
             )
         self._channel.setblocking(False)  # the process announces itself on it
         self.pid = self._process.pid
-        self._heard = b""
+        self._received = b""
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._reader = threading.Thread(target=self._forward, name=f"fdcore-{self.name}", daemon=True)
@@ -51,8 +51,8 @@ class OwnedProcess:
         """Return its announced address, None until then."""
         with self._lock:
             with contextlib.suppress(OSError):
-                self._heard += self._channel.recv(4096)
-            line, end, _ = self._heard.partition(b"\n")
+                self._received += self._channel.recv(4096)
+            line, end, _ = self._received.partition(b"\n")
             return line.decode(errors="replace") if end else None
 
     def exit_code(self) -> int | None:
@@ -64,7 +64,7 @@ class OwnedProcess:
         code = self.exit_code()
         if code is None:
             return ""
-        self._reader.join(_LAST_WORDS_SECONDS)
+        self._reader.join(_FINAL_MESSAGES_SECONDS)
         return "\n".join((how_ended(code), *tuple(self._lines)))
 
     def terminate(self) -> None:

@@ -141,7 +141,7 @@ class _Reader:
         elements = math.prod(weight.shape)
         form, nbytes = self.ops.dtype, elements * ITEM_BYTES[self.ops.dtype]
         if isinstance(weight, PackedTensor):
-            form, nbytes = weight.format, nbytes if self.ops.expands_weights else weight.nbytes
+            form, nbytes = weight.format, nbytes if self.ops.dequantizes_weights else weight.nbytes
         self.uses.append(WeightUse(self.checkpoint.stored_format(name), form, table, elements, nbytes))
 
     def table(self) -> Array:

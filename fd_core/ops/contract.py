@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import Limits
+from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.parallel import Parallel, RankGroup, Stage
@@ -193,6 +194,7 @@ class HostStep:
     """int32[N, max_blocks]"""
 
 
+@accept_old_names
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """The flattened batch of one forward pass, in the pack's integer arrays (int32).
@@ -223,7 +225,7 @@ class StepInput:
     token j of row i is at index i * max_query + j and position context_len[i] - max_query + j."""
     host: HostStep | None = None
     """The same metadata on the host; None if the step was not built there."""
-    lora_places: Array | None = None
+    lora_slots: Array | None = None
     """[T], the adapter slot of each token, 0 for none. None if no token of the step has an adapter."""
     lora_groups: Sequence[tuple[int, Array]] = ()
     """The same by adapter: each slot in use, and its tokens, indices into T."""
@@ -241,7 +243,7 @@ class Lora:
     deltas: Any
     """Result of `Ops.place_loras`; its argument is accepted as well."""
     step: StepInput
-    """The step; only `lora_places` and `lora_groups` are read."""
+    """The step; only `lora_slots` and `lora_groups` are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +310,7 @@ class HostCopies:
         return self._arrays
 
 
+@accept_old_names
 class Ops(abc.ABC):
     """Operations on one framework's arrays."""
 
@@ -324,7 +327,7 @@ class Ops(abc.ABC):
     overrides one of these three operations must redefine it."""
     weight_formats: Collection[str] = frozenset()
     """Formats of packed weights that `prepare_linear` supports; the reader dequantizes the others."""
-    expands_weights: bool = False
+    dequantizes_weights: bool = False
     """True if packed weights save no memory because the pack stores them dequantized, in `dtype`."""
     on_host: bool = False
     """True if its arrays are numpy arrays on the host: `from_host` and `to_host` return their arguments, and steps read

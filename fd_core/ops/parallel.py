@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ConfigError
-from fd_core.ops.patience import Patience
+from fd_core.ops.polled_timeout import PolledTimeout
 
 _LINE: Final = 64
 """Stride in bytes of words in the header, so that ranks do not share a cache line."""
@@ -41,7 +41,7 @@ _STORES_IN_ORDER: Final = platform.machine() in ("x86_64", "AMD64", "i686")
 """Return True if stores are visible to other cores in program order without a fence."""
 
 
-class RanksApart(Exception):
+class RankExchangeError(Exception):
     """An exchange between ranks did not complete; the message has the reason."""
 
 
@@ -63,7 +63,7 @@ class Parallel:
         return slice(first, first + each + (self.rank < more))
 
 
-class RankMeeting(msgspec.Struct, frozen=True):
+class RankRendezvous(msgspec.Struct, frozen=True):
     """Rendezvous address of ranks without shared memory, published by rank 0."""
 
     host: str
@@ -111,10 +111,10 @@ class RankGroup(abc.ABC):
     host = "127.0.0.1"
     """Address under which the other ranks reach the machine of rank 0."""
 
-    def __init__(self, parallel: Parallel, descriptor: int, patience: float) -> None:
-        """`descriptor` is the result of `group_memory`; `patience` is the timeout for other ranks in seconds."""
+    def __init__(self, parallel: Parallel, descriptor: int, timeout: float) -> None:
+        """`descriptor` is the result of `group_memory`; `timeout` is the timeout for other ranks in seconds."""
         self.parallel = parallel
-        self.patience = patience
+        self.timeout = timeout
         self._memory = mmap.mmap(descriptor, HEADER_BYTES + 2 * parallel.size * SLOT_BYTES)
         whole = np.frombuffer(self._memory, np.uint8)
         self.address = int(whole.ctypes.data)
@@ -124,7 +124,7 @@ class RankGroup(abc.ABC):
         self._slots = whole[HEADER_BYTES:].reshape(parallel.size, 2, SLOT_BYTES)
 
     def abandon(self) -> None:
-        """Make the exchanges of all ranks fail with `RanksApart`. Callable from any thread."""
+        """Make the exchanges of all ranks fail with `RankExchangeError`. Callable from any thread."""
         self._abandoned[0] = 1
 
     @property
@@ -139,13 +139,13 @@ class RankGroup(abc.ABC):
         """Return the sum over all ranks of x [n, ...]."""
         total = np.zeros_like(x)
         for rows in self._pieces(x):
-            for part in self._exchange(x[rows], self.patience):
+            for part in self._exchange(x[rows], self.timeout):
                 total[rows] += part
         return total
 
     def all_gather(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return x [n, ...] of all ranks, concatenated along the last axis in the order of ranks."""
-        pieces = [np.concatenate(list(self._exchange(x[rows], self.patience)), axis=-1) for rows in self._pieces(x)]
+        pieces = [np.concatenate(list(self._exchange(x[rows], self.timeout)), axis=-1) for rows in self._pieces(x)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def own_slot(self, exchanges: int, count: int) -> npt.NDArray[np.float32]:
@@ -161,30 +161,30 @@ class RankGroup(abc.ABC):
         """
         self._show(number, count)
         for rank in range(self.parallel.size):
-            if not self._awaited(rank, number, self.patience):
+            if not self._awaited(rank, number, self.timeout):
                 return 1 + rank
         return 0
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Wait for a collective operation of all ranks' devices.
 
-        Raises `RanksApart` on timeout, with the rank that does not respond.
+        Raises `RankExchangeError` on timeout, with the rank that does not respond.
         """
-        seconds = 0.75 * self.patience  # and as long again for the exchange: in total below the watchdog's timeout
+        seconds = 0.75 * self.timeout  # and as long again for the exchange: in total below the watchdog's timeout
         if self._waited(done, seconds):
             return
         if not self.abandoned:
             # All live ranks time out at the same time, and exchange here.
             for _ in self._exchange(np.zeros(1, np.uint8), seconds):
                 pass
-            raise RanksApart(f"the ranks' devices did not complete a step within {seconds:g} s")
+            raise RankExchangeError(f"the ranks' devices did not complete a step within {seconds:g} s")
         self.refuse(0)
 
     def refuse(self, rank: int) -> NoReturn:
-        """Raise `RanksApart` for a rank that timed out."""
+        """Raise `RankExchangeError` for a rank that timed out."""
         if self.abandoned:
-            raise RanksApart("the other ranks are lost")
-        raise RanksApart(f"rank {rank} did not respond within {self.patience:g} s during a step")
+            raise RankExchangeError("the other ranks are lost")
+        raise RankExchangeError(f"rank {rank} did not respond within {self.timeout:g} s during a step")
 
     @abc.abstractmethod
     def _show(self, number: int, count: int) -> None:
@@ -212,7 +212,7 @@ class RankGroup(abc.ABC):
 
     def _waited(self, done: Callable[[], bool], seconds: float, nap: float = _NAP_SECONDS) -> bool:
         """Poll until `done` returns True. Returns False on timeout, or if the group is abandoned."""
-        spins, patience = 0, Patience(seconds)
+        spins, timeout = 0, PolledTimeout(seconds)
         while not done():
             if self._abandoned[0]:
                 return False
@@ -220,7 +220,7 @@ class RankGroup(abc.ABC):
             if spins < _SPINS:
                 os.sched_yield()
                 continue
-            if patience.is_over():
+            if timeout.expired():
                 return False
             time.sleep(nap)
         return True
@@ -253,7 +253,7 @@ class SharedMemoryGroup(RankGroup):
             self.fence()
         return came
 
-    def hand_on(self, x: npt.NDArray[np.float32]) -> None:
+    def pass_on(self, x: npt.NDArray[np.float32]) -> None:
         """Publish an array for the previous rank, which calls `take`; block until it has read the one before the last.
 
         A group of pipeline stages has no other exchanges.
@@ -275,5 +275,5 @@ class SharedMemoryGroup(RankGroup):
         return values
 
     def _wait_for(self, rank: int, number: int) -> None:
-        if not self._awaited(rank, number, self.patience):
+        if not self._awaited(rank, number, self.timeout):
             self.refuse(rank)

@@ -51,7 +51,7 @@ _NAME: Final = re.compile(r"[a-z0-9_+]+")
 _TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class StrangerError(Exception):
+class PluginContractError(Exception):
     """Code or data of a plugin broke a rule; the text is the cause, `hint` the remedy."""
 
     def __init__(self, cause: str, hint: str) -> None:
@@ -60,14 +60,14 @@ class StrangerError(Exception):
 
 
 def shielded(action: Callable[[], Any]) -> Any:
-    """Run code of a plugin. Any exception becomes a `StrangerError`, the plugin's problem."""
+    """Run code of a plugin. Any exception becomes a `PluginContractError`, the plugin's problem."""
     try:
         return action()
-    except StrangerError:
+    except PluginContractError:
         raise
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
-        raise StrangerError(f"{type(error).__name__}: {text}".removesuffix(": "), _hint_for(error)) from error
+        raise PluginContractError(f"{type(error).__name__}: {text}".removesuffix(": "), _hint_for(error)) from error
 
 
 def _hint_for(error: BaseException) -> str:
@@ -79,17 +79,17 @@ def _hint_for(error: BaseException) -> str:
 
 
 def check_module(module: object) -> None:
-    """Reject a plugin that was built for another contract or implements an unknown hook; `StrangerError`."""
+    """Reject a plugin that was built for another contract or implements an unknown hook; `PluginContractError`."""
     if not isinstance(module, ModuleType):
         hint = f"in pyproject.toml, [project.entry-points.{ENTRY_POINT_GROUP}], write the module without `:`"
-        raise StrangerError(f"the entry point must be a module, got {described(module)}", hint)
+        raise PluginContractError(f"the entry point must be a module, got {described(module)}", hint)
     version = getattr(module, "FD_CONTRACT", None)
     if version is None:
         cause = f"{module.__name__} declares no FD_CONTRACT; this fd_core implements {CONTRACT_VERSION}"
-        raise StrangerError(cause, f"set FD_CONTRACT = {CONTRACT_VERSION} there once it implements that contract")
+        raise PluginContractError(cause, f"set FD_CONTRACT = {CONTRACT_VERSION} there once it implements that contract")
     if type(version) is not int or version != CONTRACT_VERSION:
         cause = f"it was built for contract {version!r}; this fd_core implements {CONTRACT_VERSION}"
-        raise StrangerError(cause, "install matching versions of the plugin and of fd-core")
+        raise PluginContractError(cause, "install matching versions of the plugin and of fd-core")
     known = {name for name in vars(hookspecs) if name.startswith(_HOOK_PREFIX)}
     for name, value in vars(module).items():
         if not callable(value):
@@ -102,29 +102,33 @@ def check_module(module: object) -> None:
             hint = (
                 "correct the spelling; a newer hook requires a newer fd-core; names of helpers must not start with fd_"
             )
-            raise StrangerError(f"{hook} is not a hook; the hooks are {', '.join(sorted(known))}", hint)
+            raise PluginContractError(f"{hook} is not a hook; the hooks are {', '.join(sorted(known))}", hint)
         if marker is None:
-            raise StrangerError(f"{name} is not marked with fd_core.hookspecs.hookimpl", "decorate it with @hookimpl")
+            raise PluginContractError(
+                f"{name} is not marked with fd_core.hookspecs.hookimpl", "decorate it with @hookimpl"
+            )
 
 
 def checked_entries(hook: str, answer: object) -> list[Entry]:
-    """Return the result of a hook if it is a sequence of valid entries. Raises `StrangerError`."""
+    """Return the result of a hook if it is a sequence of valid entries. Raises `PluginContractError`."""
     hint = f"return a list of Entry(name, 'package.module:Class', 'one line for lists') from {hook}"
     if not isinstance(answer, Sequence) or isinstance(answer, str):
-        raise StrangerError(f"{hook}: expected a sequence of Entry, got {described(answer)}", hint)
+        raise PluginContractError(f"{hook}: expected a sequence of Entry, got {described(answer)}", hint)
     entries: list[Entry] = []
     for item in answer:
         if not isinstance(item, Entry):
-            raise StrangerError(f"{hook}: expected an Entry in the sequence, got {described(item)}", hint)
+            raise PluginContractError(f"{hook}: expected an Entry in the sequence, got {described(item)}", hint)
         if not isinstance(item.name, str) or not _NAME.fullmatch(item.name):
-            raise StrangerError(f"{hook}: name {item.name!r} must consist of lower case letters, digits, _ and +", hint)
+            raise PluginContractError(
+                f"{hook}: name {item.name!r} must consist of lower case letters, digits, _ and +", hint
+            )
         if not isinstance(item.target, str) or not _TARGET.fullmatch(item.target):
-            raise StrangerError(
+            raise PluginContractError(
                 f"{hook}: target of {item.name}: expected package.module:Class, got {item.target!r}", hint
             )
         if not isinstance(item.summary, str):
             cause = f"{hook}: summary of {item.name}: expected one line, got {described(item.summary)}"
-            raise StrangerError(cause, hint)
+            raise PluginContractError(cause, hint)
         entries.append(item)
     return entries
 
@@ -317,10 +321,10 @@ class PluginOffer:
         cls, base = _import_target(self.entry.target), _import_target(self.kind.base)
         if not (isinstance(cls, type) and issubclass(cls, base)):
             hint = "derive it from that class, or correct the target of the Entry"
-            raise StrangerError(f"{self.entry.target} is not a subclass of {self.kind.base}", hint)
+            raise PluginContractError(f"{self.entry.target} is not a subclass of {self.kind.base}", hint)
         if inspect.isabstract(cls) and self.origin.distribution == _IN_FILE:
             missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-            raise StrangerError(
+            raise PluginContractError(
                 f"{self.entry.target} has no {missing}", f"implement it as described in {self.kind.base}"
             )
         return cls
@@ -331,14 +335,14 @@ class PluginOffer:
         answer = self._import().probe()
         if not isinstance(answer, Availability):
             cause = f"{self.entry.target}.probe: expected an Availability, got {described(answer)}"
-            raise StrangerError(cause, "return Availability(True or False, the reason in one line)")
+            raise PluginContractError(cause, "return Availability(True or False, the reason in one line)")
         return answer
 
     def _attempt(self, action: Callable[[], Any]) -> Any:
-        """Run code of the plugin; the cause of what it raises is the `StrangerError`."""
+        """Run code of the plugin; the cause of what it raises is the `PluginContractError`."""
         try:
             return shielded(action)
-        except StrangerError as error:
+        except PluginContractError as error:
             in_file = self.origin.distribution == _IN_FILE
             whose = self.label if in_file else f"{self.label} of plugin {self.origin}"
             hint = "correct the file" if in_file and error.hint == OWN_CODE else error.hint
@@ -460,7 +464,7 @@ class Plugins:
             check_module(module)
             self._manager.register(module, name=f"{origin.distribution}:{origin.entry_point}")
             offers = [offer for kind in KINDS for offer in self._ask(kind, module, origin)]
-        except StrangerError as error:
+        except PluginContractError as error:
             self.problems.append(Problem(origin, str(error), error.hint))
             return
         except (pluggy.PluginValidationError, ValueError) as error:
@@ -524,11 +528,11 @@ def _import_target(target: str) -> Any:
 def _module_of_file(path: Path) -> ModuleType:
     """Import a file that is in no package, once."""
     if not path.is_file():
-        raise StrangerError(f"file {path} does not exist", "use FILE.py:Class with the path of an existing file")
+        raise PluginContractError(f"file {path} does not exist", "use FILE.py:Class with the path of an existing file")
     name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise StrangerError(f"{path} cannot be imported", "use FILE.py:Class with the path of a Python file")
+        raise PluginContractError(f"{path} cannot be imported", "use FILE.py:Class with the path of a Python file")
     module = importlib.util.module_from_spec(spec)
     # Classes with annotations, such as dataclasses, look up their module.
     sys.modules[name] = module

@@ -117,9 +117,9 @@ class Attempts(Generic[_Answer]):
 class Unreached:
     """Tracks since when health checks cannot reach an address, to decide when requests pending there time out."""
 
-    def __init__(self, patience: float) -> None:
-        """`patience`: seconds after which answers that have begun are ended."""
-        self._patience = patience
+    def __init__(self, timeout: float) -> None:
+        """`timeout`: seconds after which answers that have begun are ended."""
+        self._timeout = timeout
         self._since: dict[str, float] = {}
 
     def reached(self, url: str) -> None:
@@ -128,7 +128,7 @@ class Unreached:
 
     def missed(self, url: str, begun: float, now: float) -> bool:
         """Record that a check started at `begun` failed to connect; return True if answers that began should end."""
-        return now - self._since.setdefault(url, begun) >= self._patience
+        return now - self._since.setdefault(url, begun) >= self._timeout
 
     def forget(self) -> None:
         """Restart the measurement, because this process was suspended."""

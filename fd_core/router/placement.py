@@ -22,7 +22,7 @@ from fd_core.router.prefix_index import (
     block_hasher,
     block_keys,
 )
-from fd_core.router.selection import Mode, NoWorker, Numbers, Places, RouteRequest, WorkerLoads
+from fd_core.router.selection import Mode, NoWorker, Numbers, RouteRequest, WorkerIndices, WorkerLoads
 from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker, WorkerState
 
 PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill", "decode"), "alone": ("decode",)}
@@ -35,7 +35,7 @@ class WorkerPool:
 
     members: tuple[Member, ...]
     workers: tuple[RouterWorker, ...]
-    places: Numbers = field(compare=False)
+    indices: Numbers = field(compare=False)
     """Indices of the workers, shape [n]."""
     worked_out: dict[Callable[..., Any], Any] = field(default_factory=dict, compare=False)
     """Results that policies computed for these workers, see `Candidates.once`."""
@@ -49,7 +49,7 @@ class WorkerPool:
         if all(chosen):
             return self
         members, workers = itertools.compress(self.members, chosen), itertools.compress(self.workers, chosen)
-        return WorkerPool(tuple(members), tuple(workers), self.places[chosen])
+        return WorkerPool(tuple(members), tuple(workers), self.indices[chosen])
 
 
 Pools = Mapping[Role, WorkerPool]
@@ -90,7 +90,7 @@ class Placer:
     index: PrefixIndex
     in_flight: PrefixesInFlight
     reported_kv: ReportedKV
-    places: Places
+    indices: WorkerIndices
     hasher: PrefixHasher = field(init=False)
     _kept: dict[str | None, tuple[Pools, Pools]] = field(default_factory=dict)
     """For each model the healthy workers, and those of them that get a request that has not failed anywhere."""
@@ -111,7 +111,7 @@ class Placer:
         if isinstance(pools, NoWorker):
             return pools
         if limit := self.config.max_requests_per_worker:
-            free = _where(pools, lambda pool: (self.loads.at(pool.places)[0] < limit).tolist())
+            free = _where(pools, lambda pool: (self.loads.at(pool.indices)[0] < limit).tolist())
             if {*_modes(pools)}.isdisjoint(_modes(free)):  # a full prefill side must not overload decode workers
                 return NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
             pools = free
@@ -177,7 +177,7 @@ class Placer:
         pools: dict[Role, WorkerPool] = {}
         for role, members in serving.items():
             workers = tuple(member.worker for member in members)
-            pools[role] = WorkerPool(tuple(members), workers, self.places.among(workers))
+            pools[role] = WorkerPool(tuple(members), workers, self.indices.among(workers))
         if request.home is not None:
             at_home = _where(pools, lambda pool: [one == request.home or one.role == "prefill" for one in pool.workers])
             pools = at_home if _sufficient(at_home) else pools
@@ -191,19 +191,19 @@ class Placer:
         return healthy
 
     def _crowding(self, pools: Pools, roles: tuple[Role, ...]) -> float:
-        requests = sum(int(self.loads.at(pools[role].places)[0].sum()) for role in roles)
+        requests = sum(int(self.loads.at(pools[role].indices)[0].sum()) for role in roles)
         return requests / sum(len(pools[role]) for role in roles)
 
     def _choose(
         self, role: Role, pool: WorkerPool, request: RouteRequest, keys: tuple[bytes, ...], now: float, random: float
     ) -> tuple[Member, Candidate]:
         policy = self.policies[role]
-        loads, seen = self.loads.at(pool.places), keys if policy.uses_prefix else ()
+        loads, seen = self.loads.at(pool.indices), keys if policy.uses_prefix else ()
         held = expected = None
         if policy.uses_prefix:
             holding = self._held(request, keys, now)
-            held = holding[pool.places]
-            expected = np.maximum(holding, self.in_flight.match(keys))[pool.places]
+            held = holding[pool.indices]
+            expected = np.maximum(holding, self.in_flight.match(keys))[pool.indices]
         candidates = Candidates(pool.workers, loads, held, expected, pool.worked_out)
         chosen = policy.choose(RoutingContext(candidates, request.tokens, seen, request.session, random, now))
         try:
@@ -216,8 +216,8 @@ class Placer:
         """Return the leading blocks that each worker reports to hold, or served if it does not report."""
         if not request.tokenized or request.salt or self._adapter(request) or not len(self.reported_kv):
             return self.index.match(keys, now)
-        told, silent = self.reported_kv.leading_tokens(HashedPrompt(request.tokens, self.hasher, keys))
-        held = told // self.hasher.block_size
+        held_tokens, silent = self.reported_kv.leading_tokens(HashedPrompt(request.tokens, self.hasher, keys))
+        held = held_tokens // self.hasher.block_size
         return np.where(silent, self.index.match(keys, now), held) if silent.any() else held
 
     def _adapter(self, request: RouteRequest) -> str:

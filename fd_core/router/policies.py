@@ -138,12 +138,12 @@ class Candidates(Sequence[Candidate]):
     def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
         if isinstance(index, slice) or self._whole is not None:
             return self._all()[index]
-        place = range(len(self.workers))[index]
-        made = self._made.get(place)
+        position = range(len(self.workers))[index]
+        made = self._made.get(position)
         if made is None:
-            load = WorkerLoad(*self._loads[:, place].tolist())
-            hits = (0 if each is None else int(each[place]) for each in (self._hits, self._expected_hits))
-            made = self._made[place] = Candidate(self.workers[place], load, *hits)
+            load = WorkerLoad(*self._loads[:, position].tolist())
+            hits = (0 if each is None else int(each[position]) for each in (self._hits, self._expected_hits))
+            made = self._made[position] = Candidate(self.workers[position], load, *hits)
         return made
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -151,17 +151,17 @@ class Candidates(Sequence[Candidate]):
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
         """Return the index of a candidate; raises `ValueError` for anything else."""
-        for place, made in self._made.items():
-            if made is value and start <= place:
-                return place
+        for position, made in self._made.items():
+            if made is value and start <= position:
+                return position
         return self._all().index(value, start, len(self) if stop is None else stop)
 
     def _all(self) -> tuple[Candidate, ...]:
         if self._whole is None:
             loads = map(WorkerLoad, *self._loads.tolist())
             whole = [*map(Candidate, self.workers, loads, self.hits.tolist(), self.expected_hits.tolist())]
-            for place, made in self._made.items():
-                whole[place] = made
+            for position, made in self._made.items():
+                whole[position] = made
             self._whole = tuple(whole)
             self._made.clear()
         return self._whole
@@ -247,15 +247,15 @@ class RoundRobin(RouterPolicy):
 
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the candidate whose address follows that of the last choice."""
-        urls, places = context.candidates.once(_by_url)
+        urls, positions = context.candidates.once(_by_url)
         following = bisect.bisect_right(urls, self._last) % len(urls)
         self._last = urls[following]
-        return context.candidates[places[following]]
+        return context.candidates[positions[following]]
 
 
 def _by_url(workers: tuple[RouterWorker, ...]) -> tuple[list[str], list[int]]:
-    places = sorted(range(len(workers)), key=lambda place: workers[place].url)
-    return [workers[place].url for place in places], places
+    positions = sorted(range(len(workers)), key=lambda position: workers[position].url)
+    return [workers[position].url for position in positions], positions
 
 
 class PowerOfTwo(RouterPolicy):
@@ -424,8 +424,8 @@ class SessionAffinity(RouterPolicy):
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the session's worker if it is a candidate, else the least loaded one."""
         home = None if context.session is None else self._homes.get(context.session, context.now)
-        place = None if home is None else context.candidates.once(_places_of_urls).get(home)
-        chosen = fewest_requests(context) if place is None else context.candidates[place]
+        position = None if home is None else context.candidates.once(_positions_of_urls).get(home)
+        chosen = fewest_requests(context) if position is None else context.candidates[position]
         if context.session is not None:
             self._homes.put(context.session, chosen.worker.url, context.now)
         return chosen
@@ -448,8 +448,8 @@ def _hash_of_url(url: str) -> int:
     return _hash(url.encode())
 
 
-def _places_of_urls(workers: tuple[RouterWorker, ...]) -> dict[str, int]:
-    return {worker.url: place for place, worker in enumerate(workers)}
+def _positions_of_urls(workers: tuple[RouterWorker, ...]) -> dict[str, int]:
+    return {worker.url: position for position, worker in enumerate(workers)}
 
 
 def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.router.selection import Numbers, Places
+from fd_core.router.selection import Numbers, WorkerIndices
 from fd_core.router.workers import Registry, RouterWorker
 from fd_core.types import IntArray
 from fd_core.types.kv_events import BEGINNING, TOKEN_BYTES, Cleared, KVEvent, Removed, Stored
@@ -26,9 +26,9 @@ _FEW: Final = 8
 class Holders:
     """The blocks of every worker."""
 
-    def __init__(self, places: Places) -> None:
-        """`places` assigns the bits; before a bit is reused, the caller discards the blocks of its previous worker."""
-        self._places = places
+    def __init__(self, indices: WorkerIndices) -> None:
+        """`indices` assigns the bits; before a bit is reused, the caller discards the blocks of its previous worker."""
+        self._indices = indices
         self._of: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -36,7 +36,7 @@ class Holders:
 
     def bit(self, worker: Hashable) -> int:
         """Return the number in which only this worker has its bit."""
-        return 1 << self._places.of(worker)
+        return 1 << self._indices.of(worker)
 
     def add(self, bit: int, keys: Iterable[bytes]) -> None:
         """Record that the worker with this `bit` holds blocks that it did not hold."""
@@ -72,7 +72,7 @@ class Holders:
                 open_.append((middle, most, on))
             if on != here:
                 open_.append((least, middle - 1, here ^ on))
-        return self._by_place(found)
+        return self._by_index(found)
 
     def unbroken(self, keys: Iterable[bytes]) -> Numbers:
         """Return the same, block by block, if blocks may be held without those before; reads one key ahead."""
@@ -85,11 +85,11 @@ class Holders:
             if not here:
                 break
             count += 1
-        return self._by_place([*found, (count, here)] if count else [])
+        return self._by_index([*found, (count, here)] if count else [])
 
-    def _by_place(self, found: Iterable[tuple[int, int]]) -> Numbers:
-        places = len(self._places)
-        counts = np.zeros(places, np.int64)
+    def _by_index(self, found: Iterable[tuple[int, int]]) -> Numbers:
+        indices = len(self._indices)
+        counts = np.zeros(indices, np.int64)
         for count, here in found:
             if here.bit_count() <= _FEW:
                 while here:
@@ -97,8 +97,8 @@ class Holders:
                     counts[first.bit_length() - 1] = count
                     here ^= first
             else:
-                bits = np.frombuffer(here.to_bytes(places // 8 + 1, "little"), np.uint8)
-                counts[np.unpackbits(bits, bitorder="little", count=places).view(bool)] = count
+                bits = np.frombuffer(here.to_bytes(indices // 8 + 1, "little"), np.uint8)
+                counts[np.unpackbits(bits, bitorder="little", count=indices).view(bool)] = count
         return counts
 
 
@@ -123,13 +123,13 @@ class PrefixIndex:
     clock that are passed in never go backwards.
     """
 
-    def __init__(self, *, duration: float, capacity: int, places: Places) -> None:
+    def __init__(self, *, duration: float, capacity: int, indices: WorkerIndices) -> None:
         self._duration = duration
         self._capacity = capacity
         self._held: dict[RouterWorker, OrderedDict[bytes, float]] = {}
         """Time at which each block was last served, least recently served first."""
-        self._places = places
-        self._holders = Holders(places)
+        self._indices = indices
+        self._holders = Holders(indices)
         self._served: deque[tuple[float, RouterWorker]] = deque()
         """Workers by time served, in the order in which their blocks expire."""
 
@@ -174,7 +174,7 @@ class PrefixIndex:
         if self._served and now - self._served[-1][0] >= self._duration:  # all of them
             self._served.clear()
             self._held.clear()
-            self._holders = Holders(self._places)
+            self._holders = Holders(self._indices)
         while self._served and now - self._served[0][0] >= self._duration:
             _, worker = self._served.popleft()
             held = self._held.get(worker)
@@ -204,9 +204,9 @@ class PrefixesInFlight:
     matching costs the logarithm of its blocks. Nothing of a prompt is remembered after its end.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, indices: WorkerIndices) -> None:
         self._nodes: dict[RouterWorker, dict[bytes, int]] = {}
-        self._holders = Holders(places)
+        self._holders = Holders(indices)
 
     def __len__(self) -> int:
         """Distinct blocks, of all workers together."""
@@ -288,14 +288,14 @@ class ReportedKV:
     on that of its engines where most of the prompt is, so it holds as much as the engine which holds the most.
     """
 
-    def __init__(self, registry: Registry, capacity: int, places: Places) -> None:
+    def __init__(self, registry: Registry, capacity: int, indices: WorkerIndices) -> None:
         """`capacity`: blocks that one engine may report."""
         self._capacity = capacity
         self._registry = registry
-        self._places = places
+        self._indices = indices
         self._mirrors: dict[RouterWorker, list[_Mirror]] = {}
         self._sizes: dict[Hashable, int] = {}
-        """Tokens in a block of each engine that reports, by its name in `Places`."""
+        """Tokens in a block of each engine that reports, by its name in `WorkerIndices`."""
         self._further: dict[RouterWorker, tuple[Hashable, ...]] = {}
         """Names of the engines after the first, of workers that have several; the first has the worker's."""
         self._found: _EnginesThatReport | None = None
@@ -319,7 +319,7 @@ class ReportedKV:
             return False
         self.end(worker)
         self._found = None
-        holders = self._holders.setdefault(block_size, Holders(self._places))
+        holders = self._holders.setdefault(block_size, Holders(self._indices))
         names = (worker, *((worker, engine) for engine in range(1, engines)))
         self._mirrors[worker] = [_Mirror(name, block_size, self._capacity, holders) for name in names]
         self._sizes |= dict.fromkeys(names, block_size)
@@ -346,7 +346,7 @@ class ReportedKV:
             if self._sizes.pop(mirror.name) not in self._sizes.values():
                 del self._holders[mirror.block_size]
         for name in self._further.pop(worker, ()):
-            self._places.leave(name)
+            self._indices.release(name)
 
     def remove(self, worker: RouterWorker) -> None:
         """Forget an incarnation that was lost."""
@@ -355,13 +355,13 @@ class ReportedKV:
 
     def leading_tokens(self, prompt: HashedPrompt) -> tuple[Numbers, npt.NDArray[np.bool_]]:
         """Return the leading tokens that each worker holds, and which do not report (and have 0), both by index."""
-        tokens = np.zeros(len(self._places), np.int64)
+        tokens = np.zeros(len(self._indices), np.int64)
         if self._found is None or len(self._found.sizes) != len(tokens):
             sizes = np.zeros(len(tokens), np.int64)
-            sizes[self._places.among(self._sizes)] = [*self._sizes.values()]
+            sizes[self._indices.among(self._sizes)] = [*self._sizes.values()]
             owners = [worker for worker, names in self._further.items() for _ in names]
             further = [name for names in self._further.values() for name in names]
-            self._found = _EnginesThatReport(sizes, self._places.among(owners), self._places.among(further))
+            self._found = _EnginesThatReport(sizes, self._indices.among(owners), self._indices.among(further))
         found = self._found
         for size, holders in self._holders.items():
             np.copyto(tokens, holders.unbroken(prompt.keys(size)) * size, where=found.sizes == size)

@@ -28,10 +28,10 @@ from fd_core.router.selection import (
     IDLE,
     Mode,
     NoWorker,
-    Places,
     RouteRequest,
     Selection,
     Verdict,
+    WorkerIndices,
     WorkerLoad,
     WorkerLoads,
 )
@@ -49,16 +49,16 @@ class Router:
         """`policy_class` finds a policy by name, or raises `PluginError`. `ConfigError` for numbers out of range."""
         self.config = config
         self.registry = Registry(config)
-        self._places = Places()
-        self._loads = WorkerLoads(self._on_idle, self._places)
+        self._indices = WorkerIndices()
+        self._loads = WorkerLoads(self._on_idle, self._indices)
         self._index = PrefixIndex(
-            duration=config.eviction_duration, capacity=config.max_index_blocks, places=self._places
+            duration=config.eviction_duration, capacity=config.max_index_blocks, indices=self._indices
         )
         self._policies: dict[Role, RouterPolicy] = {
             role: policy_class(config.policy_of(role))(config) for role in ROLES
         }
-        self._in_flight = PrefixesInFlight(self._places)
-        self.reported_kv = ReportedKV(self.registry, config.max_index_blocks, self._places)
+        self._in_flight = PrefixesInFlight(self._indices)
+        self.reported_kv = ReportedKV(self.registry, config.max_index_blocks, self._indices)
         self._placer = Placer(
             config,
             self._policies,
@@ -67,7 +67,7 @@ class Router:
             self._index,
             self._in_flight,
             self.reported_kv,
-            self._places,
+            self._indices,
         )
         self._by_worker: dict[RouterWorker, SelectionCounts] = {}
         self._by_role: dict[Role, SelectionCounts] = {role: SelectionCounts() for role in ROLES}
@@ -168,7 +168,7 @@ class Router:
 
     def declined(self, selection: Selection, worker: RouterWorker) -> None:
         """Record that `worker` was full or serves another model: it is not at fault, but a retry avoids it."""
-        self._judge(selection, worker, "declined")
+        self._record_verdict(selection, worker, "declined")
 
     def failed(self, selection: Selection, worker: RouterWorker, now: float, *, severe: bool = False) -> None:
         """Record that `worker`, one of the selection's, failed; `severe` if it was unreachable.
@@ -176,7 +176,7 @@ class Router:
         A worker that was reached may have failed because of the request, so its breaker counts it only if another
         worker `served` the same request: a request that fails everywhere makes no worker unselectable.
         """
-        counts, member = self._judge(selection, worker, "failed")
+        counts, member = self._record_verdict(selection, worker, "failed")
         if severe and member is not None:
             member.circuit.failure(now, severe=True)
         elif counts and not severe:
@@ -266,14 +266,16 @@ class Router:
         return answer
 
     def _did_well(self, selection: Selection, worker: RouterWorker, now: float) -> bool:
-        counts, member = self._judge(selection, worker, "served")
+        counts, member = self._record_verdict(selection, worker, "served")
         if member is not None:
             member.circuit.success()
             if self._policies[worker.role].uses_prefix:
                 self._index.record(worker, selection.keys, now)
         return counts
 
-    def _judge(self, selection: Selection, worker: RouterWorker, verdict: Verdict) -> tuple[bool, Member | None]:
+    def _record_verdict(
+        self, selection: Selection, worker: RouterWorker, verdict: Verdict
+    ) -> tuple[bool, Member | None]:
         """Count a verdict; return if it counts, and the worker's entry. Repeated or late ones count as faults only."""
         if worker not in selection.workers:
             raise ValueError(f"{worker} is not a worker of this selection")
@@ -293,7 +295,7 @@ class Router:
                 self._count(worker, "unused" if ended_well else "left")
             member = self.registry.member(worker)
             if member is None:
-                self._leave(worker)
+                self._release(worker)
             elif verdict != "served" and worker in selection.trials:
                 member.circuit.withdraw()
 
@@ -308,12 +310,12 @@ class Router:
         self._by_worker.pop(worker, None)
         for policy in self._policies.values():
             policy.departed(worker)
-        self._leave(worker)
+        self._release(worker)
 
-    def _leave(self, worker: RouterWorker) -> None:
+    def _release(self, worker: RouterWorker) -> None:
         """Free the index of a lost incarnation, unless requests that run there are still counted."""
         if self._loads.of(worker) == IDLE and worker not in self._in_flight:
-            self._places.leave(worker)
+            self._indices.release(worker)
 
     def _count(self, worker: RouterWorker, outcome: str) -> None:
         for counts in self._counts(worker):
@@ -393,9 +395,11 @@ class WorkerSnapshot:
         return self.circuit == "closed"
 
     @property
-    def tells_kv(
+    def reports_kv(
         self,
-    ) -> Annotated[bool, gauge("tells_kv", "1 while the worker reports the KV that it holds, else 0.")]:
+    ) -> Annotated[
+        bool, gauge("reports_kv", "1 while the worker reports the KV that it holds, else 0.", old=("tells_kv",))
+    ]:
         """True if the worker reports the KV blocks that it holds."""
         return self.held_blocks is not None
 

@@ -20,8 +20,8 @@ from fd_core.types.metrics import gauge
 Numbers = npt.NDArray[np.int64]
 
 
-class Places:
-    """The index of each worker in arrays and in bit sets, assigned on first use and kept until `leave`."""
+class WorkerIndices:
+    """The index of each worker in arrays and in bit sets, assigned on first use and kept until `release`."""
 
     def __init__(self) -> None:
         self._of: dict[Hashable, int] = {}
@@ -34,21 +34,21 @@ class Places:
 
     def of(self, worker: Hashable) -> int:
         """Return the index of one worker."""
-        place = self._of.get(worker)
-        if place is None:
-            place = heapq.heappop(self._free) if self._free else len(self._of)
-            self._of[worker] = place
-        return place
+        index = self._of.get(worker)
+        if index is None:
+            index = heapq.heappop(self._free) if self._free else len(self._of)
+            self._of[worker] = index
+        return index
 
     def among(self, workers: Iterable[Hashable]) -> Numbers:
         """Return the indices of several workers, shape [n]."""
         return np.array([*map(self.of, workers)], np.int64)
 
-    def leave(self, worker: Hashable) -> None:
+    def release(self, worker: Hashable) -> None:
         """Free the index of a worker without any state left."""
-        place = self._of.pop(worker, None)
-        if place is not None:
-            heapq.heappush(self._free, place)
+        index = self._of.pop(worker, None)
+        if index is not None:
+            heapq.heappush(self._free, index)
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
@@ -83,10 +83,10 @@ IDLE: Final = WorkerLoad()
 class WorkerLoads:
     """The load of every incarnation."""
 
-    def __init__(self, on_idle: Callable[[RouterWorker], None], places: Places) -> None:
+    def __init__(self, on_idle: Callable[[RouterWorker], None], indices: WorkerIndices) -> None:
         """`on_idle` is called with each worker whose last request ended."""
         self._by_worker: dict[RouterWorker, WorkerLoad] = {}
-        self._places = places
+        self._indices = indices
         self._columns = np.zeros((len(msgspec.structs.fields(WorkerLoad)), 16), np.int64)
         """The same by field and index."""
         self._on_idle = on_idle
@@ -97,10 +97,10 @@ class WorkerLoads:
         """Return the load of one incarnation, also of one that was lost."""
         return self._by_worker.get(worker, IDLE)
 
-    def at(self, places: Numbers) -> Numbers:
+    def at(self, indices: Numbers) -> Numbers:
         """Return the current loads of workers by their indices: shape [fields of `WorkerLoad`, n]."""
         self._make_room()
-        return self._columns.take(places, axis=1)
+        return self._columns.take(indices, axis=1)
 
     def by_worker(self) -> dict[RouterWorker, WorkerLoad]:
         """Return the load of every incarnation that has one, lost ones included."""
@@ -121,14 +121,14 @@ class WorkerLoads:
 
     def _set(self, worker: RouterWorker, load: WorkerLoad) -> None:
         self._by_worker[worker] = load
-        place = self._places.of(worker)
+        index = self._indices.of(worker)
         self._make_room()
-        self._columns[:, place] = load.requests, load.waiting, load.prefill_tokens
+        self._columns[:, index] = load.requests, load.waiting, load.prefill_tokens
 
     def _make_room(self) -> None:
         fields, length = self._columns.shape
-        if len(self._places) > length:
-            longer = np.zeros((fields, 2 * len(self._places)), np.int64)
+        if len(self._indices) > length:
+            longer = np.zeros((fields, 2 * len(self._indices)), np.int64)
             longer[:, :length] = self._columns
             self._columns = longer
 

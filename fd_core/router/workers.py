@@ -52,10 +52,10 @@ class RouterWorker(msgspec.Struct, frozen=True, cache_hash=True):
 class Circuit(Breaker):
     """A worker's circuit breaker; a request that it let through may also end without a verdict on the worker."""
 
-    def __init__(self, *, first: float, longest: float, patience: int, on_turn: Callable[[], None]) -> None:
+    def __init__(self, *, first: float, longest: float, max_failures: int, on_turn: Callable[[], None]) -> None:
         """`on_turn` is called whenever the state changes."""
         self._on_turn = on_turn
-        super().__init__(first=first, longest=longest, patience=patience)
+        super().__init__(first=first, longest=longest, max_failures=max_failures)
 
     def __setattr__(self, name: str, value: object) -> None:
         """Report a change of state."""
@@ -86,7 +86,7 @@ class Member:
     state: WorkerState = WorkerState.UNKNOWN
     passed: int = 0
     missed: int = 0
-    says: str | None = None
+    reported_role: str | None = None
     """Role that the worker named in its last passed health check; None if it named none."""
     kv_port: int | None = None
     """Port on which a prefill worker listens for decode workers, if its last passed health check named one."""
@@ -108,8 +108,8 @@ class Member:
     @property
     def unfit(self) -> str:
         """Reason why the worker is unfit for its configured role; empty if it is fit."""
-        if self.says not in (None, self.worker.role):
-            return f"it was registered as a {self.worker.role} worker but reports the role {self.says}"
+        if self.reported_role not in (None, self.worker.role):
+            return f"it was registered as a {self.worker.role} worker but reports the role {self.reported_role}"
         if self.worker.role == "prefill" and self.kv_port is None and self.state is WorkerState.HEALTHY:
             return "it reports no KV transfer port for decode workers"
         return ""
@@ -211,9 +211,9 @@ class Registry:
                 member.turn(WorkerState.UNHEALTHY, now)
                 self._changed()
             return worker
-        before = member.state, member.says, member.kv_port
+        before = member.state, member.reported_role, member.kv_port
         member = self._passed(member, now, instance)
-        member.says, member.kv_port = role, kv_port
+        member.reported_role, member.kv_port = role, kv_port
         if (member.state, role, kv_port) != before:
             self._changed()
         return member.worker
@@ -238,7 +238,7 @@ class Registry:
         circuit = Circuit(
             first=self.config.circuit_open_secs,
             longest=self.config.circuit_max_open_secs,
-            patience=self.config.circuit_failure_threshold,
+            max_failures=self.config.circuit_failure_threshold,
             on_turn=self._changed,
         )
         worker = RouterWorker(url, role, next(self._numbers))

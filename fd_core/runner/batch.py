@@ -22,17 +22,17 @@ class PersistentBatch:
         self.tokens = np.zeros((slots, limits.max_model_len), np.int32)
         self.unsettled = np.zeros(slots, np.int32)
         """Trailing tokens of each text that are only on the device: one per step in flight that samples."""
-        self.places = np.zeros(slots, np.int32)
+        self.adapter_slots = np.zeros(slots, np.int32)
         """Adapter slot of each request, 0 for none."""
         self.tables = np.zeros((slots, limits.blocks_per_seq), np.int32)
 
-    def admit(self, admission: Admission, place: int = 0) -> None:
+    def admit(self, admission: Admission, adapter_slot: int = 0) -> None:
         """Place a request in its slot."""
         slot, n = admission.slot, len(admission.token_ids)
         self.gen[slot] = admission.gen
         self.length[slot] = n
         self.num_drafts[slot] = 0
-        self.places[slot] = place
+        self.adapter_slots[slot] = adapter_slot
         self.unsettled[slot] = 0
         self.tokens[slot, :n] = admission.token_ids
 
@@ -54,16 +54,16 @@ class PersistentBatch:
         limit = self.tokens.shape[1]
         self.unsettled[slots] -= 1
         for column in range(int(accepted.max(initial=-1)) + 1):
-            places = begins + column
-            live = (column <= accepted) & (places < limit)
-            self.tokens[slots[live], places[live]] = sampled[live, column]
+            positions = begins + column
+            live = (column <= accepted) & (positions < limit)
+            self.tokens[slots[live], positions[live]] = sampled[live, column]
             if column:
-                self.length[slots[live]] = places[live] + 1
+                self.length[slots[live]] = positions[live] + 1
 
     def drafts(self, slots: IntArray) -> IntArray:
         """Return int32[n, k], the drafts of `slots`; entries after those of each slot are undefined."""
-        places = np.minimum(self.length[slots][:, None] + np.arange(self._max_drafts), self.tokens.shape[1] - 1)
-        drafts: IntArray = self.tokens[slots[:, None], places]
+        positions = np.minimum(self.length[slots][:, None] + np.arange(self._max_drafts), self.tokens.shape[1] - 1)
+        drafts: IntArray = self.tokens[slots[:, None], positions]
         return drafts
 
     def guess(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
@@ -78,8 +78,8 @@ class PersistentBatch:
     def latest(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
         """Return the last step's changes of `slots` as arguments of `correct`: slots, gens, lengths, drafts, tokens."""
         lengths, drafts = self.length[slots], self.num_drafts[slots]
-        places = np.minimum(self._around(lengths), self.tokens.shape[1] - 1)
-        return slots, self.gen[slots], lengths, drafts, self.tokens[slots[:, None], places]
+        positions = np.minimum(self._around(lengths), self.tokens.shape[1] - 1)
+        return slots, self.gen[slots], lengths, drafts, self.tokens[slots[:, None], positions]
 
     def correct(
         self, slots: IntArray, gens: IntArray, lengths: IntArray, num_drafts: IntArray, tokens: IntArray
@@ -89,19 +89,19 @@ class PersistentBatch:
         same = self.gen[slots] == gens
         slots, lengths = slots[same], lengths[same]
         self.length[slots], self.num_drafts[slots] = lengths, num_drafts[same]
-        places = self._around(lengths)
-        inside = places < self.tokens.shape[1]
-        self.tokens[np.broadcast_to(slots[:, None], places.shape)[inside], places[inside]] = tokens[same][inside]
+        positions = self._around(lengths)
+        inside = positions < self.tokens.shape[1]
+        self.tokens[np.broadcast_to(slots[:, None], positions.shape)[inside], positions[inside]] = tokens[same][inside]
 
     def _around(self, lengths: IntArray) -> IntArray:
         """Return the positions that a step may change: 1 + k tokens before each length and k drafts after it."""
         offsets = np.arange(-1 - self._max_drafts, self._max_drafts, dtype=np.int32)
-        places: IntArray = np.maximum(lengths[:, None] + offsets, np.int32(0))
-        return places
+        positions: IntArray = np.maximum(lengths[:, None] + offsets, np.int32(0))
+        return positions
 
     def guesses(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return all drafts as arguments of `guess`: slots int32[n], drafts int32[n, k], counts int32[n]."""
         slots = np.flatnonzero(self.num_drafts).astype(np.int32)
         counts = self.num_drafts[slots]
-        places = self.length[slots][:, None] + np.arange(counts.max(initial=0))
-        return slots, self.tokens[slots[:, None], np.minimum(places, self.tokens.shape[1] - 1)], counts
+        positions = self.length[slots][:, None] + np.arange(counts.max(initial=0))
+        return slots, self.tokens[slots[:, None], np.minimum(positions, self.tokens.shape[1] - 1)], counts

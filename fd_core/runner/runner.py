@@ -50,14 +50,14 @@ class RunnerAdapters:
         self._ops = ops
         self._cache = cache
         self._model = model
-        self.places: list[Adapter | None] = []
+        self.slots: list[Adapter | None] = []
         """Adapter of each slot, from slot 1 on; None for a free slot."""
         self._forwards: tuple[Forward, Forward] | None = None
 
     @property
     def held(self) -> list[Adapter]:
         """The loaded adapters."""
-        return [adapter for adapter in self.places if adapter is not None]
+        return [adapter for adapter in self.slots if adapter is not None]
 
     def prepare(self) -> None:
         """Prepare for adapters before the first is loaded, if the model supports them. Raises as `replace`."""
@@ -67,24 +67,24 @@ class RunnerAdapters:
     def replace(self, adapters: Iterable[Adapter]) -> None:
         """Load exactly these adapters; removed ones must be unused. No change on `ModelError` and `MemoryError`."""
         wanted = {adapter.digest: adapter for adapter in adapters}
-        places = [wanted.pop(held.digest, None) if held is not None else None for held in self.places]
+        slots = [wanted.pop(held.digest, None) if held is not None else None for held in self.slots]
         for adapter in wanted.values():
-            if None in places:
-                places[places.index(None)] = adapter
+            if None in slots:
+                slots[slots.index(None)] = adapter
             else:
-                places.append(adapter)
+                slots.append(adapter)
         if not isinstance(self._model, AdaptableModel):
             raise ModelError(f"this backend has no adapters for {self._model.architecture}", field="lora_modules")
-        model = self._model.with_adapters(places)
+        model = self._model.with_adapters(slots)
         before = None if self._forwards is None else self._forwards[0]
         forward = self._ops.compile_adapted(model.forward, self._cache, before)
         self._forwards = forward, self._ops.compile_adapted(model.states)
         self._model = model
-        self.places = places
+        self.slots = slots
 
-    def place(self, digest: str) -> int:
+    def slot_of(self, digest: str) -> int:
         """Return the slot of an adapter; `RuntimeError` if it is not loaded."""
-        for index, adapter in enumerate(self.places, start=1):
+        for index, adapter in enumerate(self.slots, start=1):
             if adapter is not None and adapter.digest == digest:
                 return index
         raise RuntimeError(f"the runner has not loaded the adapter {digest[:12]}")
@@ -326,7 +326,7 @@ class Runner:
         slot, params = admission.slot, admission.params
         if self._failed:
             self._failed.pop((slot, admission.gen), None)
-        self.batch.admit(admission, self.adapters.place(admission.adapter) if admission.adapter else 0)
+        self.batch.admit(admission, self.adapters.slot_of(admission.adapter) if admission.adapter else 0)
         if self._scorer.wanted or params.prompt_logprobs is not None:
             self._scorer.admit(admission)
         if self._pooler.wanted or admission.pooling is not None:
@@ -348,7 +348,7 @@ class Runner:
         batch, limits, slots = self.batch, self.limits, rows.sampled_slots
         inputs = fed = sampling = cells = None
         if len(rows.slots):
-            adapters = batch.places if self.adapters.places and batch.places[rows.slots].any() else None
+            adapters = batch.adapter_slots if self.adapters.slots and batch.adapter_slots[rows.slots].any() else None
             inputs = gather_inputs(
                 rows, batch.tokens, batch.tables, limits.block_size, self.cache.spare_block, adapters
             )
@@ -380,7 +380,7 @@ class Runner:
         if (inputs := work.inputs) is not None:
             if work.fed is not None:
                 inputs = replace(inputs, token_ids=self._last.feed(inputs.token_ids, work.fed))
-            forward, states_of = (self._forward, self._states) if inputs.lora_places is None else self.adapters.forwards
+            forward, states_of = (self._forward, self._states) if inputs.lora_slots is None else self.adapters.forwards
             scored = self._scorer.rows(rows) if self._scorer.wanted else None
             pooled = self._pooler.parts(rows) if self._pooler.wanted else ()
             if scored is not None or pooled:
@@ -407,7 +407,7 @@ class Runner:
         failed = (~np.isfinite(peaks)[cells] & (np.arange(width) <= accepted[:, None])).any(axis=1)
         for slot, found in zip(rows.sampled_slots[failed].tolist(), peaks[cells][failed], strict=True):
             forbidden = not (np.isnan(found) | (found == np.inf)).any()
-            why = self._grammars.trouble(slot) or ("all of its logits are -inf" if forbidden else NOT_FINITE)
+            why = self._grammars.failure_reason(slot) or ("all of its logits are -inf" if forbidden else NOT_FINITE)
             self._fail(slot, f"{NO_CHOICE}{why}", int(launched.gens[slot]))
 
     def _continue(self, slots: IntArray, delivered: IntArray, verified: IntArray, accepted: IntArray) -> None:

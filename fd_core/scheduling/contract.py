@@ -20,13 +20,13 @@ from fd_core.config import Limits
 from fd_core.effects.operations import Completion, Effects
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.scheduling.operations.kv_offloading import KeepKV, OffloadCounters, Pace
+from fd_core.scheduling.operations.kv_offloading import OffloadCounters, OffloadSelection, Pace
 from fd_core.scheduling.operations.kv_transferring import TransferCounters
 from fd_core.scheduling.phases import PhaseCounters
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.running.drafts import DraftControl, DraftStats
-from fd_core.scheduling.running.output_side import OutputCounters
-from fd_core.scheduling.running.residencies import SchedulerCounters
+from fd_core.scheduling.running.output_processor import OutputCounters
+from fd_core.scheduling.running.running_batch import SchedulerCounters
 from fd_core.scheduling.running.slots import SlotStats
 from fd_core.scheduling.victims import VictimPolicy
 from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
@@ -47,7 +47,7 @@ class SchedulerSetup:
     """Hashes prefixes; None turns prefix caching off."""
     drafts: DraftControl | None = None
     """Decides how many drafts a request may verify; None without speculation."""
-    keep_kv: KeepKV | None = None
+    keep_kv: OffloadSelection | None = None
     """Requests whose KV is stored outside the device; None stores none."""
     paired: bool = False
     """True if prompts may be computed by other workers, or for them. Needs a hasher."""

@@ -21,7 +21,7 @@ import msgspec
 from fd_core.types import PHASE_NAMES, Phase
 from fd_core.types.metrics import counter
 
-_LINE: Final = (Phase.SLOT, Phase.BLOCKS, Phase.BUDGET, Phase.SCHEDULER)
+_QUEUE_PHASES: Final = (Phase.SLOT, Phase.BLOCKS, Phase.BUDGET, Phase.SCHEDULER)
 """Wait reasons of queued requests."""
 
 
@@ -58,53 +58,53 @@ class PhaseClock:
 
     def __init__(self, clock: Callable[[], float] | None) -> None:
         """`clock`: seconds; None turns measurement off."""
-        self._tells = clock is not None
+        self._enabled = clock is not None
         self._clock = clock or float
-        self._line = Phase.SLOT
-        self.looked_at = False
+        self._queue_phase = Phase.SLOT
+        self.queue_phase_set = False
         """True if the wait reason of the queue was set since this flag was last cleared."""
-        self._line_since = self._clock()
-        self._line_seconds = [0.0] * len(Phase)
+        self._queue_phase_since = self._clock()
+        self._queue_seconds = [0.0] * len(Phase)
         self._totals = [0.0] * len(Phase)
 
-    def line_waits_for(self, phase: Phase) -> None:
+    def set_queue_phase(self, phase: Phase) -> None:
         """Set the wait reason of all queued requests to `phase`."""
-        self.looked_at = True
-        if phase is not self._line:
+        self.queue_phase_set = True
+        if phase is not self._queue_phase:
             now = self._clock()
-            self._line_seconds[self._line] += now - self._line_since
-            self._line_since, self._line = now, phase
+            self._queue_seconds[self._queue_phase] += now - self._queue_phase_since
+            self._queue_phase_since, self._queue_phase = now, phase
 
     def enter(self, times: PhaseTimes, phase: Phase | None) -> None:
         """Move a request to another phase; None: it is queued."""
         if phase is None or phase is not times.phase:
             self._settle(times)
-            times.phase, times.joined = phase, None if phase is not None else [*self._line_seconds]
+            times.phase, times.joined = phase, None if phase is not None else [*self._queue_seconds]
 
-    def told(self, times: PhaseTimes) -> tuple[float, ...] | None:
+    def durations(self, times: PhaseTimes) -> tuple[float, ...] | None:
         """Return the seconds of a request until now by the number of the phase; None without a clock."""
-        if not self._tells:
+        if not self._enabled:
             return None
         self._settle(times)
         return tuple(times.seconds)
 
     def stats(self) -> PhaseCounters | None:
         """Return the seconds of all requests so far; None without a clock."""
-        if not self._tells:
+        if not self._enabled:
             return None
         return PhaseCounters(seconds=dict(zip(PHASE_NAMES, self._totals, strict=True)))
 
     def _settle(self, times: PhaseTimes) -> None:
         """Add the time of the current phase until now to the total."""
-        now, line = self._clock(), self._line_seconds
-        line[self._line] += now - self._line_since
-        self._line_since = now
+        now, queued = self._clock(), self._queue_seconds
+        queued[self._queue_phase] += now - self._queue_phase_since
+        self._queue_phase_since = now
         if (joined := times.joined) is not None:
-            for phase in _LINE:
-                seconds = line[phase] - joined[phase]
+            for phase in _QUEUE_PHASES:
+                seconds = queued[phase] - joined[phase]
                 times.seconds[phase] += seconds
                 self._totals[phase] += seconds
-            times.joined = [*line]
+            times.joined = [*queued]
         elif times.phase is not None:
             times.seconds[times.phase] += now - times.since
             self._totals[times.phase] += now - times.since

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.deprecations import accept_old_names
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import RunningRequests
 
@@ -20,6 +21,7 @@ __all__ = ["FairShare", "Fcfs", "Priority", "SchedulingPolicy"]
 Rank = tuple[int, ...]
 
 
+@accept_old_names
 class SchedulingPolicy(abc.ABC):
     """Orders waiting requests, and restricts the preemption candidates.
 
@@ -55,7 +57,7 @@ class SchedulingPolicy(abc.ABC):
     def ended(self, request: QueuedRequest, num_computed: int) -> None:  # noqa: B027
         """Handle the end of an admitted request: `num_computed` prompt and generated tokens were used in all."""
 
-    def expendable(self, running: RunningRequests) -> npt.NDArray[np.intp]:
+    def preemption_candidates(self, running: RunningRequests) -> npt.NDArray[np.intp]:
         """Return indices into `running`, at least one: the preemption candidates."""
         return np.arange(len(running.slots))
 
@@ -79,7 +81,7 @@ class Priority(SchedulingPolicy):
         """(priority, arrival)"""
         return (request.priority, request.arrival)
 
-    def expendable(self, running: RunningRequests) -> npt.NDArray[np.intp]:
+    def preemption_candidates(self, running: RunningRequests) -> npt.NDArray[np.intp]:
         """Return the requests with the largest priority value."""
         return np.flatnonzero(running.priorities == running.priorities.max())
 

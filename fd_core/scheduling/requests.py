@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.deprecations import accept_old_names
 from fd_core.errors import BadRequest
 from fd_core.scheduling.phases import PhaseTimes
 from fd_core.scheduling.running.tokens import TokenBuffer
@@ -84,6 +85,7 @@ class QueuedRequest:
     """True if the request ran before and was preempted."""
 
 
+@accept_old_names
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One generation inside the engine; owned by the scheduler."""
@@ -102,13 +104,13 @@ class Request:
     """Keys of the leading full blocks of `tokens`."""
     state: State = State.WAITING
     slot: int | None = None
-    abort_wanted: bool = False
+    abort_requested: bool = False
     ended: FinishReason | None = None
     """Set once the client received the end, also while the slot still drains."""
     preemptions: int = 0
     rank: tuple[int, ...] | None = None
     """Sort key among the waiting requests, assigned by the policy once."""
-    waits_as: QueuedRequest | None = None
+    queued_view: QueuedRequest | None = None
     """View of the request for the policy while it is in the waiting queue."""
     delivered_first: bool = False
     """True once the first delta with tokens was delivered."""
@@ -120,7 +122,7 @@ class Request:
 
     compiling: int | None = None
     """Operation that compiles the grammar; the request waits for its completion."""
-    asked_store: bool = False
+    lookup_issued: bool = False
     """True if a lookup of its prefix outside the device was issued since the request began to wait."""
     lookup: int | None = None
     """Operation that looks for the prefix outside the device; the request waits for its completion."""

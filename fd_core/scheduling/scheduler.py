@@ -3,10 +3,10 @@
 Pure: no I/O, no clock, no randomness. `plan` is called for each step, `commit` for each output, in the same order. Both
 return operations outside steps as effects; `complete` applies their completions.
 
-    add, abort ---> Admissions --> Residencies --> Planner --> plan
-                        ^           (slots, blocks)              |
-    complete -----------+------------>  ^                        v
-                                                                            +---- OutputSide <---- output
+    add, abort ---> AdmissionPlanner --> RunningBatch --> Planner --> plan
+                         ^              (slots, blocks)                |
+    complete ------------+------------------> ^                        v
+                                              +---- OutputProcessor <---- output
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fd_core.effects import operations as effects
 from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.contract import Scheduler, SchedulerHoldings, SchedulerSetup, SchedulerStats
-from fd_core.scheduling.operations.kv_offloading import KeepKV, KVOffloading
+from fd_core.scheduling.operations.kv_offloading import KVOffloading, OffloadSelection
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.prefixes import Prefixes
 from fd_core.scheduling.requests import Event, Request, State, check_spec
 from fd_core.scheduling.running.drafts import DraftControl
-from fd_core.scheduling.running.output_side import OutputSide
+from fd_core.scheduling.running.output_processor import OutputProcessor
 from fd_core.scheduling.running.plan import PlanBuilder
 from fd_core.scheduling.running.planner import Planner
-from fd_core.scheduling.running.residencies import Residencies
+from fd_core.scheduling.running.running_batch import RunningBatch
 from fd_core.scheduling.running.slots import SlotStats, SlotTable
 from fd_core.scheduling.waiting.admission_control import AdmissionControl
-from fd_core.scheduling.waiting.admissions import Admissions
+from fd_core.scheduling.waiting.admission_planner import AdmissionPlanner
 from fd_core.scheduling.waiting.queue import WaitingQueue
 from fd_core.types import GRAMMAR_FAULT, Delta, FinishReason, Phase, RequestSpec, StepOutput, StepPlan
 from fd_core.types.kv_events import Recorder
@@ -50,7 +50,7 @@ class SchedulerProbe:
     """Requests that have not ended, by id."""
     waiting: WaitingQueue
     prefixes: Prefixes
-    residencies: Residencies
+    running_batch: RunningBatch
     operations: Operations
     offloading: KVOffloading
     transferring: KVTransferring
@@ -75,21 +75,23 @@ class ContinuousBatchingScheduler(Scheduler):
         self._waiting = waiting = WaitingQueue(policy, times)
         self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, waiting.wake)
         self._operations = Operations(pool)
-        keep = setup.keep_kv or KeepKV(preempted=False)
+        keep = setup.keep_kv or OffloadSelection(preempted=False)
         self._offloading = offloading = KVOffloading(pool, self._operations, limits.block_size, keep)
         self._transferring = transferring = KVTransferring(self._operations, limits.block_size, setup.paired)
         control = AdmissionControl(0.0 if keep.preempted else 1.0)
-        self._residencies = residencies = Residencies(
+        self._running_batch = running_batch = RunningBatch(
             slots, pool, prefixes, offloading, transferring, drafts, control, times, self._ended
         )
-        self._admissions = Admissions(
+        self._admission_planner = AdmissionPlanner(
             *(limits, policy, pool, slots, waiting, prefixes),
-            *(offloading, transferring, self._operations, control, residencies, times),
+            *(offloading, transferring, self._operations, control, running_batch, times),
         )
         self._planner = Planner(
-            limits, setup.epoch, policy, setup.victims, pool, slots, drafts, residencies, times, self.admit
+            limits, setup.epoch, policy, setup.victims, pool, slots, drafts, running_batch, times, self.admit
         )
-        self._output_side = OutputSide(slots, pool, drafts, residencies, times, self._admissions.wait)
+        self._output_processor = OutputProcessor(
+            slots, pool, drafts, running_batch, times, self._admission_planner.enqueue
+        )
         self._requests: dict[str, Request] = {}
         self._probe = SchedulerProbe(
             slots=slots,
@@ -97,7 +99,7 @@ class ContinuousBatchingScheduler(Scheduler):
             requests=self._requests,
             waiting=waiting,
             prefixes=prefixes,
-            residencies=residencies,
+            running_batch=running_batch,
             operations=self._operations,
             offloading=offloading,
             transferring=transferring,
@@ -117,28 +119,28 @@ class ContinuousBatchingScheduler(Scheduler):
         )
         self._arrivals += 1
         self._requests[spec.request_id] = request
-        request.waits_as = request.queued()
-        self._policy.arrived(request.waits_as)
-        self._admissions.wait(request)
+        request.queued_view = request.queued()
+        self._policy.arrived(request.queued_view)
+        self._admission_planner.enqueue(request)
         return self._effects()
 
     def abort(self, request_id: str) -> Delta | None:
         """End a request that waits or loads, and abort a running one with the next plan."""
         request = self._requests.get(request_id)
-        if request is None or request.abort_wanted:
+        if request is None or request.abort_requested:
             return None
-        request.abort_wanted = True
+        request.abort_requested = True
         if request.state is State.WAITING:
-            self._admissions.leave(request)
+            self._admission_planner.remove(request)
             request.advance(Event.ABORT_WAITING)
             self._ended(request, FinishReason.ABORT)
         elif request.state is State.LOADING:
-            self._residencies.abort_loading(request)
+            self._running_batch.abort_loading(request)
         else:
             if request.state is State.RUNNING:
                 self._aborting.append(request)
             return None
-        return self._output_side.end(request, FinishReason.ABORT)
+        return self._output_processor.end(request, FinishReason.ABORT)
 
     def request_ids(self) -> list[str]:
         """Return the ids of all requests that have not ended."""
@@ -156,21 +158,21 @@ class ContinuousBatchingScheduler(Scheduler):
             plan = self._planner.plan(self._aborting)
             self._aborting.clear()
         else:
-            self._times.line_waits_for(Phase.SCHEDULER)  # applies to requests that arrive next
+            self._times.set_queue_phase(Phase.SCHEDULER)  # applies to requests that arrive next
         return plan, self._effects()
 
-    def admit(self, draft: PlanBuilder, step: int) -> None:
+    def admit(self, builder: PlanBuilder, step: int) -> None:
         """Move waiting requests into free slots of the plan of step `step`, while budget, slots and blocks allow.
 
         Every plan that preempts and aborts nothing calls it, after all running rows were charged. A scheduler that
         admits requests at other times overrides it; requests that it does not admit are considered again by the next
         plan.
         """
-        self._admissions.admit(draft, step)
+        self._admission_planner.admit(builder, step)
 
     def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], effects.Effects]:
         """Apply the output of `plan`."""
-        return self._output_side.commit(plan, output), self._effects()
+        return self._output_processor.commit(plan, output), self._effects()
 
     def complete(self, completion: effects.Completion) -> Delta | None:
         """Apply a completion, or a change of the known stored KV; return the last delta of a request it ends."""
@@ -183,10 +185,10 @@ class ContinuousBatchingScheduler(Scheduler):
                 self._waiting.wake(completion.operation)
             case effects.Loaded():
                 if (arrival := self._offloading.loaded(completion)) is not None:
-                    self._residencies.arrive(*arrival)
+                    self._running_batch.finish_load(*arrival)
             case effects.Fetched():
                 if (arrival := self._transferring.fetched(completion)) is not None:
-                    self._residencies.arrive(*arrival)
+                    self._running_batch.finish_load(*arrival)
             case effects.Sent():
                 self._operations.end(completion.operation, effects.Send)
             case effects.GrammarReady():
@@ -206,8 +208,8 @@ class ContinuousBatchingScheduler(Scheduler):
         return SchedulerStats(
             slots=SlotStats(running=running, loading=loading, draining=draining, waiting=len(self._waiting)),
             blocks=self._pool.stats(),
-            counters=snapshot(self._residencies.counters),
-            outputs=snapshot(self._output_side.counters),
+            counters=snapshot(self._running_batch.counters),
+            outputs=snapshot(self._output_processor.counters),
             drafts=self._drafts.stats(),
             offload=snapshot(self._offloading.counters),
             pace=self._offloading.load_or_recompute.pace if self._offloading.keep.anything else None,
@@ -218,7 +220,7 @@ class ContinuousBatchingScheduler(Scheduler):
     def phases(self, request_id: str) -> tuple[float, ...] | None:
         """Return the seconds of a request that has not ended, by phase."""
         request = self._requests.get(request_id)
-        return None if request is None else self._times.told(request.times)
+        return None if request is None else self._times.durations(request.times)
 
     def held(self) -> SchedulerHoldings:
         """Return the resources that are currently held."""
@@ -243,10 +245,10 @@ class ContinuousBatchingScheduler(Scheduler):
         if request is None or answer.error is None:
             self._waiting.wake(answer.operation)
             return None
-        self._admissions.leave(request)
+        self._admission_planner.remove(request)
         request.advance(Event.FAIL_WAITING)
         self._ended(request, FinishReason.ERROR)
-        end = self._output_side.end(request, FinishReason.ERROR)
+        end = self._output_processor.end(request, FinishReason.ERROR)
         return msgspec.structs.replace(end, error=f"{GRAMMAR_FAULT}cannot be used: {answer.error}")
 
     def _effects(self) -> effects.Effects:
@@ -275,4 +277,4 @@ class ContinuousBatchingScheduler(Scheduler):
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if slots, requests and blocks contradict each other."""
-        self._residencies.check_integrity()
+        self._running_batch.check_integrity()

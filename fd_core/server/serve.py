@@ -52,7 +52,7 @@ _SLICE: Final = 4096
 """Bytes that are parsed at a time while a head is not complete."""
 _EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
 """Warnings of uvicorn that any client can cause, at any rate."""
-_AGAIN_SECONDS: Final = 10.0
+_REREGISTER_SECONDS: Final = 10.0
 """Seconds between registrations; a repeated one changes nothing, but registers this server at a restarted router."""
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=3)
 _SILENT: Final = "no response"
@@ -137,7 +137,7 @@ async def serve_http(
             finally:
                 drain.cancel()
                 if registration is not None:
-                    await registration.leave()
+                    await registration.deregister()
                 if state.batches is not None:
                     await state.batches.close()
                 if client.kv_log is not None:
@@ -184,7 +184,7 @@ class _Server(uvicorn.Server):
         self.started = True
         self._on_started()
 
-    def close_connections_behind_answers(self) -> None:
+    def close_connections_after_answers(self) -> None:
         """Close connections after the answers that have begun."""
         for connection in self.server_state.connections:
             cycle = getattr(connection, "cycle", None)
@@ -203,11 +203,11 @@ async def _drain(
 
     await stop.wait()
     state.drain.leaving = True
-    server.close_connections_behind_answers()
+    server.close_connections_after_answers()
     if state.batches is not None:
         await state.batches.close()
     if registration is not None:
-        await registration.leave()
+        await registration.deregister()
     await state.drain.refuse_after(state.config.drain_delay, hurry)
     await state.drain.wait(state.config.drain_seconds, hurry, prefills_for_others)
     if len(state.active):
@@ -216,13 +216,13 @@ async def _drain(
             state.client.abort_all()
 
 
-def _worth_a_line(record: logging.LogRecord) -> bool:
+def _should_log(record: logging.LogRecord) -> bool:
     """Return False for log records that clients cause, and for requests that a shutdown cancels."""
     cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not cancelled and not str(record.msg).startswith(_EACH_TIME)
 
 
-logging.getLogger("uvicorn.error").addFilter(_worth_a_line)
+logging.getLogger("uvicorn.error").addFilter(_should_log)
 
 
 class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
@@ -299,14 +299,14 @@ class Registration:
         self._role = role
         self._instance = instance
         self._task: asyncio.Task[None] | None = None
-        self._said: dict[str, str] = {}
+        self._last_errors: dict[str, str] = {}
         """Failures that were logged and are not resolved, by address."""
 
     def start(self, supervisor: Supervisor | None = None) -> None:
         """Begin; returns at once."""
-        self._task = (supervisor or Supervisor()).start("registration", self._stay)
+        self._task = (supervisor or Supervisor()).start("registration", self._keep_registered)
 
-    async def leave(self) -> None:
+    async def deregister(self) -> None:
         """Deregister; call before requests are rejected. Idempotent, also without a start."""
         task, self._task = self._task, None
         if task is None:
@@ -314,10 +314,10 @@ class Registration:
         await cancelled(task)
         await self._post("deregister")
 
-    async def _stay(self) -> None:
+    async def _keep_registered(self) -> None:
         while True:
             answered = await self._post("register")
-            await asyncio.sleep(_AGAIN_SECONDS if answered else 1.0)
+            await asyncio.sleep(_REREGISTER_SECONDS if answered else 1.0)
 
     async def _post(self, what: str) -> bool:
         """Post to each router; return True if one accepted. An absent one is not an error if another responds."""
@@ -325,26 +325,29 @@ class Registration:
         try:
             found = await ThreadedResolver().resolve(target.host or "", target.port or 0, socket.AF_UNSPEC)
         except (OSError, ValueError) as error:
-            troubles = {self._router: type(error).__name__}
+            error_texts = {self._router: type(error).__name__}
         else:
-            told = await asyncio.gather(*(self._tell(what, each) for each in found))
-            troubles = {
-                self._router if each["host"] == target.host else f"{self._router} ({each['host']})": trouble
-                for each, trouble in zip(found, told, strict=True)
-                if trouble not in _ABSENT or "" not in told
+            errors = await asyncio.gather(*(self._notify_router(what, each) for each in found))
+            error_texts = {
+                self._router if each["host"] == target.host else f"{self._router} ({each['host']})": error_text
+                for each, error_text in zip(found, errors, strict=True)
+                if error_text not in _ABSENT or "" not in errors
             }
-        said, self._said = self._said, {place: trouble for place, trouble in troubles.items() if trouble}
-        for place, trouble in troubles.items():
-            if trouble and trouble != said.get(place):
-                log.warning("the router at %s did not %s this server: %s", place, what, trouble)
-            elif not trouble and place in said:
-                log.info("the router at %s responds again", place)
-        return "" in troubles.values()
+        previous_errors, self._last_errors = (
+            self._last_errors,
+            {address: error_text for address, error_text in error_texts.items() if error_text},
+        )
+        for address, error_text in error_texts.items():
+            if error_text and error_text != previous_errors.get(address):
+                log.warning("the router at %s did not %s this server: %s", address, what, error_text)
+            elif not error_text and address in previous_errors:
+                log.info("the router at %s responds again", address)
+        return "" in error_texts.values()
 
-    async def _tell(self, what: str, place: ResolveResult) -> str:
+    async def _notify_router(self, what: str, address: ResolveResult) -> str:
         """Send one message to the router at one address; return the reason of a failure, empty on success."""
         body = {"url": self._url, "role": self._role, "instance": self._instance()}
-        connector = aiohttp.TCPConnector(resolver=_Known(place), ssl=self._trusted)
+        connector = aiohttp.TCPConnector(resolver=_PinnedResolver(address), ssl=self._trusted)
         headers = {"Authorization": f"Bearer {self._secret}"}
         try:
             async with (
@@ -358,16 +361,16 @@ class Registration:
             return type(error).__name__
 
 
-class _Known(AbstractResolver):
+class _PinnedResolver(AbstractResolver):
     """Resolves every name to one address, so that the name in the request and in its certificate stays the same."""
 
-    def __init__(self, place: ResolveResult) -> None:
-        self._place = place
+    def __init__(self, address: ResolveResult) -> None:
+        self._address = address
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        return [self._place]
+        return [self._address]
 
     async def close(self) -> None:
         """Nothing to close."""

@@ -44,8 +44,8 @@ from fd_core.server.preprocess.body import UnknownFieldLog
 from fd_core.server.responses.schemas import ResponseAnswer
 from fd_core.server.schemas.requests import Message
 from fd_core.structured.compiler import vocabulary_table
-from fd_core.structured.grammar import FormAsked
-from fd_core.structured.workers.messages import FormOutcome
+from fd_core.structured.grammar import RequestedConstraint
+from fd_core.structured.workers.messages import ConstraintOutcome
 from fd_core.structured.workers.pool import CompilePool
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
@@ -149,16 +149,16 @@ class GrammarChecker:
         if self._served:
             self._pool.warm_up(_WARM_UP_SECONDS)
 
-    async def checked(self, form: FormAsked) -> FormOutcome:
+    async def checked(self, constraint: RequestedConstraint) -> ConstraintOutcome:
         """Return the compiled grammar of a constraint. Raises `ApiError`: 400 for an invalid one, 503 while busy."""
         if not self._served:
-            raise unsupported(f"{form.field}: structured output is disabled on this server", form.field)
+            raise unsupported(f"{constraint.field}: structured output is disabled on this server", constraint.field)
         try:
             async with asyncio.timeout(_WAIT_SECONDS):
-                outcome = await self._pool.run(form)
+                outcome = await self._pool.run(constraint)
         except (OSError, EOFError):  # a timeout is an `OSError`
             raise unavailable(
-                f"{form.field}: all grammar processes are busy; retry later", "grammars_busy", retry_after=5
+                f"{constraint.field}: all grammar processes are busy; retry later", "grammars_busy", retry_after=5
             ) from None
         if outcome.message:
             raise BadRequest(outcome.message, field=outcome.field, code=outcome.code)
@@ -444,7 +444,7 @@ class ServerMetrics(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
-    def tokens_came(self, times: TokenTimes, count: int, *, first: bool) -> None:
+    def observe_tokens(self, times: TokenTimes, count: int, *, first: bool) -> None:
         """Observe the time until a generation's `first` tokens, or since the previous ones."""
         moment = time.perf_counter()
         if first:

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from fd_core.router.selection import RouteRequest
-from fd_core.simulation.clock.timeline import Appointment, Timeline
+from fd_core.simulation.clock.timeline import ScheduledEvent, Timeline
 from fd_core.simulation.clock.waits import WaitAccount
 from fd_core.simulation.engines.device import END
 from fd_core.simulation.results.summary import RequestOutcome
@@ -77,7 +77,7 @@ class SimulatedClient:
         self._text: IntArray = np.empty(0, np.int32)
         self._turn: UserTurn = conversation.turns[0]
         self._more = len(conversation.turns) > 1
-        self._patience: Appointment | None = None
+        self._patience: ScheduledEvent | None = None
         self._now = _Reading()
         self.account = WaitAccount(timeline.clock)
 
@@ -148,7 +148,7 @@ class SimulatedClient:
             return
         at = self._timeline.now + self._delay
         if delta.phases is not None:
-            self.account.tell(delta.phases, at)
+            self.account.record(delta.phases, at)
         if tokens := delta.token_ids:
             if now.first is None:
                 now.first = at

@@ -9,7 +9,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 from fd_core.simulation.engines.engine import SimulatedEngineClient, SimulatedWorker
 from fd_core.simulation.world import World
 
@@ -167,11 +167,11 @@ def _performed(fault: SimulatedFault, world: World) -> _Acts:
         case "store_slow":
             return partial(setattr, store, "slowness", amount), partial(setattr, store, "slowness", 1.0)
         case "store_full":
-            change = partial(setattr, store, "write_trouble")
-            return partial(change, Trouble.FULL), partial(change, None)
+            change = partial(setattr, store, "write_fault")
+            return partial(change, FailureReason.FULL), partial(change, None)
         case _:
-            change = partial(setattr, store, "trouble")
-            return partial(change, Trouble.TIMEOUT), partial(change, None)
+            change = partial(setattr, store, "fault")
+            return partial(change, FailureReason.TIMEOUT), partial(change, None)
 
 
 def _of_worker(fault: SimulatedFault, worker: SimulatedWorker) -> _Acts:

@@ -115,7 +115,7 @@ class SimulatedGateway:
             if (delay := self._network.delay(self.name, worker.name)) and self._reached(worker):
                 self._check_slowly(known, worker, delay)
             else:
-                self._take(known, worker, self._look(worker))
+                self._take(known, worker, self._poll(worker))
 
     def _check_slowly(self, known: RouterWorker, worker: SimulatedWorker, delay: float) -> None:
         """Check health over a slow link, one check at a time; another process may be registered before the reply."""
@@ -125,7 +125,7 @@ class SimulatedGateway:
         timeline, router = self._timeline, self.router
 
         def come() -> None:
-            timeline.after(delay, partial(answer, self._look(worker)))
+            timeline.after(delay, partial(answer, self._poll(worker)))
 
         def answer(health: _Health) -> None:
             if self.router is router:
@@ -138,7 +138,7 @@ class SimulatedGateway:
         else:
             timeline.after(delay, come)
 
-    def _look(self, worker: SimulatedWorker) -> _Health:
+    def _poll(self, worker: SimulatedWorker) -> _Health:
         if not self._reached(worker):
             return _SILENT
         client = worker.client
@@ -260,7 +260,7 @@ class _Attempt:
         if delta.finish_reason is FinishReason.ERROR:
             # A server sends this instead of a response, or at the end of a partial one.
             reason = delta.error or "the engine failed"
-            self._hear(lambda: self._lost(reason) if self.selection.started else self._refused(500, reason))
+            self._on_response(lambda: self._lost(reason) if self.selection.started else self._refused(500, reason))
             return
         if not self.selection.started:
             attempts = self.exchange.attempts
@@ -268,19 +268,19 @@ class _Attempt:
             attempts.began()
         self._reader.read(delta, self._worker.index)
         if delta.finish_reason is not None:
-            self._hear(self._served)
+            self._on_response(self._served)
 
     def refused(self, status: int, reason: str) -> None:
         """The worker rejects the request: another one may accept it, unless the request itself is invalid."""
-        self._hear(lambda: self._refused(status, reason))
+        self._on_response(lambda: self._refused(status, reason))
 
     def lost(self, reason: str) -> None:
         severe = not self._worker.up
-        self._hear(lambda: self._lost(reason, severe=severe))
+        self._on_response(lambda: self._lost(reason, severe=severe))
 
     # The same events, when they have reached the gateway -------------------------------------------------------
 
-    def _hear(self, then: Callable[[], None]) -> None:
+    def _on_response(self, then: Callable[[], None]) -> None:
         gateway = self.exchange.gateway
 
         def heard() -> None:

@@ -47,7 +47,7 @@ _MAX_SAMPLES: Final = 20_000
 """Samples of workers that are kept; beyond, every second one is dropped and the sampling rate is halved."""
 
 
-class Stuck(RuntimeError):
+class RunIncomplete(RuntimeError):
     """Requests have not ended by the deadline of a run."""
 
 
@@ -144,7 +144,7 @@ class World:
     def run(self, conversations: Iterable[Conversation], until: float = math.inf) -> Run:
         """Run the clients of `conversations`, which are in order of time; return the results.
 
-        Raises `Stuck` if requests are left at time `until`, `WrongAnswer` for an unexpected token, and the
+        Raises `RunIncomplete` if requests are left at time `until`, `WrongAnswer` for an unexpected token, and the
         errors of engines and routers: none of them may happen in a healthy world.
         """
         began = time.perf_counter()
@@ -156,7 +156,9 @@ class World:
         self.timeline.run(until)
         if self.busy:
             names = ", ".join(list(self.clients)[:4])
-            raise Stuck(f"{len(self.clients)} conversations have not ended after {until:g} s, among them {names}")
+            raise RunIncomplete(
+                f"{len(self.clients)} conversations have not ended after {until:g} s, among them {names}"
+            )
         return self._result(time.perf_counter() - began)
 
     def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
@@ -226,7 +228,7 @@ class World:
         )
 
     def _outside(
-        self, group: SimulatedPool, place: str, timeline: Timeline, queue: CompletionQueue, cache: KVCache
+        self, group: SimulatedPool, endpoint: str, timeline: Timeline, queue: CompletionQueue, cache: KVCache
     ) -> OutsideParts:
         """Return the tiers and pairs that `config` requests, with the deployment's store for `config.kv_store`."""
         config, costs, threads = group.config, group.costs, VirtualThreads(timeline)
@@ -244,7 +246,7 @@ class World:
                     store=self.store,
                     load_seconds=config.kv_store_timeout,
                 )
-        transfer = simulated_transfer(threads, queue, cache, costs, self.transfers, place, config, group.limits)
+        transfer = simulated_transfer(threads, queue, cache, costs, self.transfers, endpoint, config, group.limits)
         kv_port = transfer.port if isinstance(transfer, Sender) else None
         return OutsideParts(JoinedEffectPort(queue, offload, transfer), keep, kv_port, threads.kill, threads.share)
 
@@ -279,7 +281,7 @@ class World:
 
     def _relay(self) -> None:
         if (first := self.workers[0].client) is not None:
-            first.device.work_beside(self.deployment.relay)
+            first.device.run_on_step_cpu(self.deployment.relay)
 
     def _next_client(self) -> None:
         """Schedule the next client for its time; those after it are not created before."""

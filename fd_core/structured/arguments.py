@@ -75,13 +75,13 @@ class _Fields(NamedTuple):
 class _Values:
     """Reads the schema of one tool. Methods raise `BadRequest` that names a location."""
 
-    def __init__(self, lark: LarkText, schema: Mapping[str, Any], place: str) -> None:
+    def __init__(self, lark: LarkText, schema: Mapping[str, Any], location: str) -> None:
         self.lark = lark
         self.root = schema
-        self.place = place
+        self.location = location
         self._parts = 0
 
-    def fields(self, schema: Any, place: str) -> _Fields | None:
+    def fields(self, schema: Any, location: str) -> _Fields | None:
         """Return the properties that an object may have; None if its schema has further constraints."""
         if not isinstance(schema, Mapping) or not _OBJECT.issuperset(_told(schema)):
             return None
@@ -91,7 +91,7 @@ class _Values:
         known = dict(known) if isinstance(known, Mapping) else {}
         required = schema.get("required") or ()
         if not isinstance(required, list | tuple) or not all(isinstance(each, str) for each in required):
-            raise wrong(f"{place}.required", "expected a list of names")
+            raise wrong(f"{location}.required", "expected a list of names")
         for name in required:
             if name not in known:
                 known[name] = more
@@ -100,35 +100,35 @@ class _Values:
     def argument_fields(self) -> _Fields:
         """Return the arguments that the tool accepts."""
         schema = referred(self.root, self.root)
-        found = self.fields(schema, self.place) if schema.get("type", "object") == "object" else None
+        found = self.fields(schema, self.location) if schema.get("type", "object") == "object" else None
         if found is None:
             other = next((word for word in _told(schema) if word not in _OBJECT), "type")
-            raise wrong(f"{self.place}.{other}", "it cannot be enforced in the call format of this model")
+            raise wrong(f"{self.location}.{other}", "it cannot be enforced in the call format of this model")
         return found
 
-    def follow(self, schema: Any, place: str) -> Any:
+    def follow(self, schema: Any, location: str) -> Any:
         """Return the schema that a reference, or a list of one, stands for."""
         self._parts += 1
         if self._parts > _MAX_PARTS:
-            raise wrong(self.place, f"the schema has more than {_MAX_PARTS:,} parts")
+            raise wrong(self.location, f"the schema has more than {_MAX_PARTS:,} parts")
         if not isinstance(schema, Mapping | bool):
-            raise wrong(place, "expected a schema as a JSON object")
+            raise wrong(location, "expected a schema as a JSON object")
         found = referred(schema, self.root)
         if found is False or (found == {} and schema not in ({}, True)):
-            raise wrong(place, "no value matches it, or its $ref is dangling")
+            raise wrong(location, "no value matches it, or its $ref is dangling")
         if isinstance(schema, Mapping) and found is not schema and not _REFERENCE.issuperset(_told(schema)):
-            raise wrong(place, "$ref cannot be combined with other keywords in the call format of this model")
+            raise wrong(location, "$ref cannot be combined with other keywords in the call format of this model")
         found = {} if found is True else found
         inner = found.get("allOf")
         if isinstance(inner, list) and len(inner) == 1 and _LIST_OF_ONE.issuperset(_told(found)):
-            return self.follow(inner[0], f"{place}.allOf[0]")
+            return self.follow(inner[0], f"{location}.allOf[0]")
         return found
 
-    def split(self, schema: Any, place: str, level: int = 0) -> tuple[list[Mapping[str, Any]], list[Any]]:
+    def split(self, schema: Any, location: str, level: int = 0) -> tuple[list[Mapping[str, Any]], list[Any]]:
         """Return the schemas of the strings that a schema allows, and those of its other values."""
-        schema = self.follow(schema, place)
+        schema = self.follow(schema, location)
         if level > _MAX_LEVELS:
-            raise wrong(place, "the schema refers to itself infinitely")
+            raise wrong(location, "the schema refers to itself infinitely")
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         union = next((word for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)), None)
         if isinstance(values, list):
@@ -138,22 +138,22 @@ class _Values:
             return [{**schema, "enum": texts}] * bool(texts), [{**schema, "enum": rest}] * bool(rest)
         if union is not None:
             if not _UNION.issuperset(_told(schema)):
-                return self._whole(schema, place)
+                return self._whole(schema, location)
             strings: list[Mapping[str, Any]] = []
             others: list[Any] = []
             for index, part in enumerate(schema[union]):
-                more = self.split(part, f"{place}.{union}[{index}]", level + 1)
+                more = self.split(part, f"{location}.{union}[{index}]", level + 1)
                 strings += more[0]
                 others += more[1]
             return strings, others
         if "allOf" in schema or "not" in schema or "if" in schema:
-            return self._whole(schema, place)
+            return self._whole(schema, location)
         named = schema.get("type")
         names = [named] if isinstance(named, str) else named
         if not isinstance(names, list):
             names = ["string", *sorted(KINDS - {"string"})]
         if (unknown := next((name for name in names if name not in (*KINDS, "integer")), None)) is not None:
-            raise wrong(f"{place}.type", f"{str(unknown)[:40]!r} is not a type")
+            raise wrong(f"{location}.type", f"{str(unknown)[:40]!r} is not a type")
         rest = [name for name in names if name != "string"]
         only = {word: value for word, value in schema.items() if word not in _OF_STRINGS}
         return (
@@ -161,11 +161,13 @@ class _Values:
             [{**only, "type": rest[0] if len(rest) == 1 else rest}] if rest else [],
         )
 
-    def _whole(self, schema: Mapping[str, Any], place: str) -> tuple[list[Mapping[str, Any]], list[Any]]:
+    def _whole(self, schema: Mapping[str, Any], location: str) -> tuple[list[Mapping[str, Any]], list[Any]]:
         named = schema.get("type")
         names = [named] if isinstance(named, str) else named
         if not isinstance(names, list) or "string" in names:
-            raise wrong(place, "it has constraints on strings that cannot be enforced in the call format of this model")
+            raise wrong(
+                location, "it has constraints on strings that cannot be enforced in the call format of this model"
+            )
         return [], [schema]
 
     def texts(self, schema: Mapping[str, Any]) -> list[str] | None:
@@ -173,18 +175,18 @@ class _Values:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         return values if isinstance(values, list) else None
 
-    def terminals(self, schema: Mapping[str, Any], place: str) -> list[str]:
+    def terminals(self, schema: Mapping[str, Any], location: str) -> list[str]:
         """Return the terminals that a string has to match, all of them."""
         found = []
         shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
         if shortest or longest != "":
             found.append(f"/(?s:.{{{int(shortest)},{longest if longest == '' else int(longest)}}})/")
         if isinstance(pattern := schema.get("pattern"), str):
-            found.append(self._pattern(pattern, f"{place}.pattern"))
+            found.append(self._pattern(pattern, f"{location}.pattern"))
         if (kind := schema.get("format")) is not None:
             if kind not in _FORMATS:
                 raise wrong(
-                    f"{place}.format", f"{str(kind)[:40]!r} cannot be enforced in the call format of this model"
+                    f"{location}.format", f"{str(kind)[:40]!r} cannot be enforced in the call format of this model"
                 )
             found.append(f"/{_FORMATS[kind]}/")
         return found
@@ -194,12 +196,12 @@ class _Values:
         shared = {word: self.root[word] for word in _DEFINITIONS if word in self.root}
         return self.lark.json({**shared, **schema} if isinstance(schema, Mapping) else schema)
 
-    def _pattern(self, pattern: str, place: str) -> str:
+    def _pattern(self, pattern: str, location: str) -> str:
         """Return the terminal of texts that contain a match of a JSON Schema pattern."""
         begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
         inner = pattern[begins : len(pattern) - ends]
         if not _PLAIN_PATTERN.fullmatch(inner) or ((begins or ends) and "|" in inner):
-            raise wrong(place, "'^' and '$' are only supported at its beginning and end, around all of it")
+            raise wrong(location, "'^' and '$' are only supported at its beginning and end, around all of it")
         return f"/{'' if begins else '(?s:.*)'}({slashed(inner)}){'' if ends else '(?s:.*)'}/"
 
 
@@ -210,17 +212,17 @@ def _told(schema: Mapping[str, Any]) -> set[str]:
 class TaggedGrammar(_Values):
     """Arguments one by one between markers."""
 
-    def __init__(self, lark: LarkText, schema: Mapping[str, Any], place: str, form: TaggedArguments) -> None:
-        super().__init__(lark, schema, place)
+    def __init__(self, lark: LarkText, schema: Mapping[str, Any], location: str, form: TaggedArguments) -> None:
+        super().__init__(lark, schema, location)
         self.form = form
 
     def arguments(self) -> str:
         """Return the expression for all arguments. Raises `BadRequest`."""
-        lark, form, place = self.lark, self.form, self.place
+        lark, form, location = self.lark, self.form, self.location
         known, required, more = self.argument_fields()
         parts = []
         for name, inner in known.items():
-            where = f"{place}.properties.{name}"
+            where = f"{location}.properties.{name}"
             if not name or any(mark in name for mark in (form.before_value[0], form.before_value, *form.ends)):
                 raise wrong(where, "this name is not supported in the call format of this model")
             key = f"{lark.spelled(form.before_key)} {literal(name)} {lark.spelled(form.before_value)}"
@@ -229,13 +231,13 @@ class TaggedGrammar(_Values):
         if more is not None:
             others = "".join(f" & ~{literal(name)}" for name in known)
             key = f"{lark.spelled(form.before_key)} {lark.terminal(f'/[A-Za-z0-9_-]+/{others}')}"
-            value = self._value(more, f"{place}.additionalProperties")
+            value = self._value(more, f"{location}.additionalProperties")
             parts.append(f"{lark.rule(f'{key} {lark.spelled(form.before_value)} {value}')}*")
         return " ".join(parts)
 
-    def _value(self, schema: Any, place: str) -> str:
+    def _value(self, schema: Any, location: str) -> str:
         """Return the rule for a value and the text after it."""
-        strings, others = self.split(schema, place)
+        strings, others = self.split(schema, location)
         kinds = kinds_of(schema, self.root) - {"string"}
         options: list[str] = []
         if strings:
@@ -243,23 +245,23 @@ class TaggedGrammar(_Values):
             # text after it, or they differ in their first character.
             unlike = dict(_LIKE)
             for other in others:
-                options += self._beside_strings(other, unlike)
+                options += self._non_strings(other, unlike)
             apart = "".join(f" & ~{unlike[kind]}" for kind in sorted(kinds)) + r' & ~/\s*"(?s:.*)/' * bool(kinds)
             for string in strings:
-                options += self._strings(string, apart, kinds, place)
+                options += self._strings(string, apart, kinds, location)
         elif others:
             merged = others[0] if len(others) == 1 else {"anyOf": others}
             options.append(f"{self.json(merged)} {self.lark.spelled(self.form.after_value)}")
         if not options:
-            raise wrong(place, "no value matches it")
+            raise wrong(location, "no value matches it")
         return self.lark.either(options)
 
-    def _beside_strings(self, schema: Mapping[str, Any], unlike: dict[str, str]) -> Iterator[str]:
+    def _non_strings(self, schema: Mapping[str, Any], unlike: dict[str, str]) -> Iterator[str]:
         """Yield expressions for values other than strings, and add to `unlike` how strings must differ from them."""
         end, kind, listed = self.form.after_value, schema.get("type"), self.texts(schema)
         if listed is None and isinstance(kind, list):
             for each in kind:
-                yield from self._beside_strings({**schema, "type": each}, unlike)
+                yield from self._non_strings({**schema, "type": each}, unlike)
         elif listed is not None and not any(isinstance(each, list | dict) for each in listed):
             yield from (self.lark.text_before(end, literal(json.dumps(each))) for each in listed)
         elif listed is None and kind in _SCALARS and not _BOUNDS.intersection(schema):
@@ -269,11 +271,11 @@ class TaggedGrammar(_Values):
                 unlike["number"] = r"/\s*[-0-9](?s:.*)/"
             yield f"{self.json(schema)} {self.lark.spelled(end)}"
 
-    def _strings(self, schema: Mapping[str, Any], apart: str, kinds: frozenset[str], place: str) -> Iterator[str]:
+    def _strings(self, schema: Mapping[str, Any], apart: str, kinds: frozenset[str], location: str) -> Iterator[str]:
         lark, form = self.lark, self.form
         texts = self.texts(schema)
         if texts is None:
-            terminals = self.terminals(schema, place)
+            terminals = self.terminals(schema, location)
             # The end marker of a value is excluded as a whole, but in combination with another regular expression that
             # exceeds the states of the lexer: then only its first character is excluded.
             begin = in_regex(form.ends[-1][0])
@@ -282,7 +284,7 @@ class TaggedGrammar(_Values):
             return
         for text in texts:
             if any(end in text for end in form.ends):
-                raise wrong(place, f"the value {text[:40]!r} is not supported in the call format of this model")
+                raise wrong(location, f"the value {text[:40]!r} is not supported in the call format of this model")
             if not kinds or json_of(text, kinds | {"string"}) == json.dumps(text, ensure_ascii=False):
                 yield lark.text_before(form.after_value, literal(text))
 
@@ -290,42 +292,42 @@ class TaggedGrammar(_Values):
 class KeywordGrammar(_Values):
     """Arguments as keyword arguments in Python. Values with constraints that need JSON Schema are JSON."""
 
-    def __init__(self, lark: LarkText, schema: Mapping[str, Any], place: str) -> None:
-        super().__init__(lark, schema, place)
+    def __init__(self, lark: LarkText, schema: Mapping[str, Any], location: str) -> None:
+        super().__init__(lark, schema, location)
         self._referred: dict[str, str] = {}
         """Rules of referenced schemas, so that a schema may contain itself."""
 
     def arguments(self) -> str:
         """Return the expression for all arguments. Raises `BadRequest`."""
-        lark, place = self.lark, self.place
+        lark, location = self.lark, self.location
         known, required, more = self.argument_fields()
         parts = []
         for name, inner in known.items():
-            where = f"{place}.properties.{name}"
+            where = f"{location}.properties.{name}"
             if not _NAME.fullmatch(name):
                 raise wrong(where, "this name is not supported in the call format of this model")
             parts.append((lark.rule(f'{literal(name)} "=" {self.value(inner, where)}'), name in required))
         another = None
         if more is not None:
             others = "".join(f" & ~{literal(name)}" for name in known)
-            value = self.value(more, f"{place}.additionalProperties")
+            value = self.value(more, f"{location}.additionalProperties")
             another = lark.rule(f'{lark.terminal(f"/{_NAME.pattern}/{others}")} "=" {value}')
         return _with_commas(lark, parts, another)
 
-    def value(self, schema: Any, place: str, level: int = 0) -> str:
+    def value(self, schema: Any, location: str, level: int = 0) -> str:
         """Return the rule of a value."""
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if schema in ({}, True):
             reference = ""  # any value, which contains itself as well
         if not isinstance(reference, str):
-            return self._value(schema, place, level)
+            return self._value(schema, location, level)
         if reference not in self._referred:
-            name = self._referred[reference] = self.lark.later()
-            self.lark.tell(name, self._value(schema, place, level + 1))
+            name = self._referred[reference] = self.lark.declare()
+            self.lark.define(name, self._value(schema, location, level + 1))
         return self._referred[reference]
 
-    def _value(self, schema: Any, place: str, level: int) -> str:
-        strings, others = self.split(schema, place)
+    def _value(self, schema: Any, location: str, level: int) -> str:
+        strings, others = self.split(schema, location)
         options: list[str] = []
         for string in strings:
             texts = self.texts(string)
@@ -336,39 +338,39 @@ class KeywordGrammar(_Values):
             else:
                 options.append(self.lark.terminal(_QUOTED))
         for other in others:
-            options += self._other(other, place, level)
+            options += self._other(other, location, level)
         if not options:
-            raise wrong(place, "no value matches it")
+            raise wrong(location, "no value matches it")
         return self.lark.either(options)
 
-    def _other(self, schema: Mapping[str, Any], place: str, level: int) -> Iterator[str]:
+    def _other(self, schema: Mapping[str, Any], location: str, level: int) -> Iterator[str]:
         """Yield expressions for values other than strings."""
         listed, kind = self.texts(schema), schema.get("type")
         if listed is not None and not any(isinstance(each, list | dict) for each in listed):
             yield from (literal(repr(each)) for each in listed)
         elif listed is None and isinstance(kind, list):
             for each in kind:
-                yield from self._other({**schema, "type": each}, place, level)
+                yield from self._other({**schema, "type": each}, location, level)
         elif listed is None and kind in _PYTHON_WORDS:
             yield _PYTHON_WORDS[kind]
         elif kind == "array" and _ARRAY.issuperset(_told(schema)) and level < _MAX_LEVELS:
-            item = self.value(schema.get("items", {}), f"{place}.items", level + 1)
+            item = self.value(schema.get("items", {}), f"{location}.items", level + 1)
             yield f'"[" ({item} (", " {item})*)? "]"'
-        elif kind == "object" and level < _MAX_LEVELS and (fields := self.fields(schema, place)):
-            yield f'"{{" {self._fields(fields, place, level)} "}}"'
+        elif kind == "object" and level < _MAX_LEVELS and (fields := self.fields(schema, location)):
+            yield f'"{{" {self._fields(fields, location, level)} "}}"'
         else:
             yield self.json(schema)
 
-    def _fields(self, fields: _Fields, place: str, level: int) -> str:
+    def _fields(self, fields: _Fields, location: str, level: int) -> str:
         lark = self.lark
         parts = []
         for name, inner in fields.known.items():
-            value = self.value(inner, f"{place}.properties.{name}", level + 1)
+            value = self.value(inner, f"{location}.properties.{name}", level + 1)
             key = literal(json.dumps(name, ensure_ascii=False) + ": ")
             parts.append((lark.rule(f"{key} {value}"), name in fields.required))
         if fields.more is None:
             return _with_commas(lark, parts, None)
-        value = self.value(fields.more, f"{place}.additionalProperties", level + 1)
+        value = self.value(fields.more, f"{location}.additionalProperties", level + 1)
         key = " & ".join([_KEY, *(f"~{literal(json.dumps(name, ensure_ascii=False))}" for name in fields.known)])
         return _with_commas(lark, parts, lark.rule(f'{lark.terminal(key)} ": " {value}'))
 

@@ -28,7 +28,7 @@ LARGE_GRAMMAR: Final = 16 * 1024
 """Size in characters above which a compilation has low priority, so that it does not compete with steps for CPUs."""
 
 
-def yield_to_others(*, is_large: bool) -> None:
+def lower_priority(*, is_large: bool) -> None:
     """Lower the CPU priority of the calling thread, to the lowest for a large grammar."""
     # No effect on systems without priorities per thread.
     with contextlib.suppress(OSError, AttributeError):
@@ -226,8 +226,8 @@ def _begin(matcher: LLMatcher, ends: Sequence[int]) -> tuple[str | None, int | N
 
 def for_people(error: str) -> str:
     """Return the reason without the state of the library, which may contain generated text."""
-    said = error.partition("\n<state>")[0].replace("<non-verbose/>", "").splitlines()
-    reason = " ".join(" ".join(line for line in said if not _LISTING.match(line)).split())
+    error_lines = error.partition("\n<state>")[0].replace("<non-verbose/>", "").splitlines()
+    reason = " ".join(" ".join(line for line in error_lines if not _LISTING.match(line)).split())
     reason = _IN_WORDS.get(reason, reason)
     return reason if len(reason) <= _MAX_WORDS else reason[:_MAX_WORDS] + " ..."
 
@@ -308,13 +308,13 @@ class _Vocabulary:
 
     def _greedily(self, text: bytes) -> list[int]:
         ids: list[int] = []
-        place = 0
-        while place < len(text):
-            for length in range(min(self._longest, len(text) - place), 0, -1):
-                found = self._ids.get(text[place : place + length])
+        location = 0
+        while location < len(text):
+            for length in range(min(self._longest, len(text) - location), 0, -1):
+                found = self._ids.get(text[location : location + length])
                 if found is not None:
                     ids.append(found)
-                    place += length
+                    location += length
                     break
             else:
                 return ids

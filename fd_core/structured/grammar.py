@@ -16,13 +16,13 @@ from fd_core.structured.tags import structural_tag
 from fd_core.text.parsing.contract import CallForm, FreePart
 
 
-class CallAsked(NamedTuple):
+class RequestedCall(NamedTuple):
     """A tool that may be called."""
 
     form: CallForm
     schema: dict[str, Any]
     """Schema of the arguments."""
-    place: str
+    location: str
     """Location of the schema in the request."""
     name: str = ""
     is_strict: bool = True
@@ -37,20 +37,20 @@ def _messages(lark: LarkText, messages: Sequence[FreePart], markers: Sequence[st
     return [f"{lark.either(texts)}*"] if texts else []
 
 
-def _calls(lark: LarkText, calls: Sequence[CallAsked], several: bool) -> str:
+def _calls(lark: LarkText, calls: Sequence[RequestedCall], several: bool) -> str:
     """Return the rule of one call or several, with the markers around all of them."""
     form = calls[0].form
     return lark.rule(f"{lark.spelled(form.opening)} {_inner(lark, calls, several)}")
 
 
-def _inner(lark: LarkText, calls: Sequence[CallAsked], several: bool) -> str:
+def _inner(lark: LarkText, calls: Sequence[RequestedCall], several: bool) -> str:
     form = calls[0].form
-    call = lark.either(f"{lark.spelled(each.form.begin)} {_behind(lark, each)}" for each in calls)
+    call = lark.either(f"{lark.spelled(each.form.begin)} {_rest_of_call(lark, each)}" for each in calls)
     again = f" ({lark.spelled(form.between)} {call})*" if several and form.between is not None else ""
     return f"{call}{again} {lark.spelled(form.closing)}"
 
 
-def _amid_text(lark: LarkText, calls: Sequence[CallAsked], markers: Sequence[str]) -> str:
+def _amid_text(lark: LarkText, calls: Sequence[RequestedCall], markers: Sequence[str]) -> str:
     """Return the rule of text followed by a call, or by all calls if the format has markers around them."""
     opening = calls[0].form.opening
     if opening:
@@ -59,20 +59,20 @@ def _amid_text(lark: LarkText, calls: Sequence[CallAsked], markers: Sequence[str
     for each in calls:
         trigger, begin = each.form.trigger, each.form.begin
         rest = lark.spelled(begin.removeprefix(trigger))
-        behind.setdefault(trigger, []).append(f"{rest} {_behind(lark, each)}")
+        behind.setdefault(trigger, []).append(f"{rest} {_rest_of_call(lark, each)}")
     return lark.either(
         f"{lark.text_up_to(trigger, without=markers)} {lark.either(rest)}" for trigger, rest in behind.items()
     )
 
 
-def _behind(lark: LarkText, call: CallAsked) -> str:
-    schema = require_schema(call.schema, call.place)
+def _rest_of_call(lark: LarkText, call: RequestedCall) -> str:
+    schema = require_schema(call.schema, call.location)
     form, end = call.form.arguments, lark.spelled(call.form.end)
     if form == "json":
         return f"{lark.json({'type': 'object', **schema})} {end}"
     if form == "python":
-        return f"{KeywordGrammar(lark, schema, call.place).arguments()} {end}"
-    return f"{TaggedGrammar(lark, schema, call.place, form).arguments()} {end}"
+        return f"{KeywordGrammar(lark, schema, call.location).arguments()} {end}"
+    return f"{TaggedGrammar(lark, schema, call.location, form).arguments()} {end}"
 
 
 def json_schema(
@@ -118,7 +118,7 @@ def context_free(text: str, *, field: str = "grammar") -> str:
 Schema = dict[str, Any] | bool
 
 
-class SchemaForm(msgspec.Struct, frozen=True, kw_only=True, tag="schema"):
+class SchemaConstraint(msgspec.Struct, frozen=True, kw_only=True, tag="schema"):
     """JSON values that match a schema."""
 
     schema: Schema
@@ -133,7 +133,7 @@ class SchemaForm(msgspec.Struct, frozen=True, kw_only=True, tag="schema"):
         return json_schema(self.schema, whitespace_pattern=self.whitespace_pattern, field=field)
 
 
-class TextForm(msgspec.Struct, frozen=True, tag="text"):
+class GrammarConstraint(msgspec.Struct, frozen=True, tag="text"):
     """A regular expression, or a grammar in Lark's syntax or in GBNF."""
 
     kind: Literal["regex", "grammar"]
@@ -145,7 +145,7 @@ class TextForm(msgspec.Struct, frozen=True, tag="text"):
         return make(self.text, field=field)
 
 
-class ChoiceForm(msgspec.Struct, frozen=True, tag="choice"):
+class ChoiceConstraint(msgspec.Struct, frozen=True, tag="choice"):
     """One of a few texts."""
 
     texts: list[str]
@@ -155,7 +155,7 @@ class ChoiceForm(msgspec.Struct, frozen=True, tag="choice"):
         return choice(self.texts, field=field)
 
 
-class TagForm(msgspec.Struct, frozen=True, tag="tag"):
+class TagConstraint(msgspec.Struct, frozen=True, tag="tag"):
     """A structural tag."""
 
     tag: dict[str, Any]
@@ -165,10 +165,10 @@ class TagForm(msgspec.Struct, frozen=True, tag="tag"):
         return structural_tag(self.tag, field=field)
 
 
-class CallsForm(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
+class CallsConstraint(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
     """Required tool calls, or calls that the model may choose to make."""
 
-    calls: list[CallAsked]
+    calls: list[RequestedCall]
     control_tokens: dict[str, int]
     is_demanded: bool
     before: Sequence[FreePart] = ()
@@ -181,7 +181,7 @@ class CallsForm(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
     """True if more than one call is allowed, where the format supports it."""
     space: bool = False
     """True if white space may precede required calls."""
-    instead: FormAsked | None = None
+    instead: RequestedConstraint | None = None
     """Output constraint of an answer without calls."""
 
     def grammar(self, field: str) -> str:
@@ -203,8 +203,8 @@ class CallsForm(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
         form, markers = self.calls[0].form, self.markers
         free = lark.terminal(lark.free_text(markers))
         if self.answer_begin:
-            said = f"{lark.spelled(self.answer_begin)} {free}"
-            return " ".join([*_messages(lark, self.before, markers), f"({_calls(lark, self.calls, True)} | {said})"])
+            answer = f"{lark.spelled(self.answer_begin)} {free}"
+            return " ".join([*_messages(lark, self.before, markers), f"({_calls(lark, self.calls, True)} | {answer})"])
         if not form.anywhere:
             free = lark.terminal(rf"/([^{in_regex(form.opening[0])}\s<]|<[^|])(?s:.*)/")
             return f"{_calls(lark, self.calls, True)} | {free}?"
@@ -213,15 +213,15 @@ class CallsForm(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
         return f"{_amid_text(lark, self.calls, markers)}* {free}"
 
 
-Form = SchemaForm | TextForm | ChoiceForm | TagForm | CallsForm
+OutputConstraint = SchemaConstraint | GrammarConstraint | ChoiceConstraint | TagConstraint | CallsConstraint
 
 
-class FormAsked(msgspec.Struct, frozen=True):
+class RequestedConstraint(msgspec.Struct, frozen=True):
     """An output constraint, and the field of the request that specifies it."""
 
     field: str
-    form: Form
+    constraint: OutputConstraint
 
     def grammar(self) -> str:
         """Return the grammar, not yet compiled. Raises `BadRequest` that names the location."""
-        return self.form.grammar(self.field)
+        return self.constraint.grammar(self.field)

@@ -47,14 +47,14 @@ class LarkText:
         """Return the name of a terminal: a regular expression, of which `&` and `~` may be parts."""
         return self._named("T", "", body)
 
-    def later(self) -> str:
-        """Return a name for a rule that `tell` defines later: for rules that contain themselves."""
+    def declare(self) -> str:
+        """Return a name for a rule that `define` defines later: for rules that contain themselves."""
         name = f"r{len(self._lines)}"
         self._lines.append("")
         return name
 
-    def tell(self, name: str, body: str) -> None:
-        """Define a rule of `later`."""
+    def define(self, name: str, body: str) -> None:
+        """Define a rule of `declare`."""
         self._lines[int(name[1:])] = f"{name}: {body}"
 
     def either(self, options: Iterable[str]) -> str:
@@ -79,11 +79,11 @@ class LarkText:
 
     def spelled(self, text: str) -> str:
         """Return the expression of a text, with control tokens by id; empty for an empty text."""
-        parts, place = [], 0
+        parts, location = [], 0
         for found in self._find.finditer(text):
-            parts += [text[place : found.start()], found[0]]
-            place = found.end()
-        parts.append(text[place:])
+            parts += [text[location : found.start()], found[0]]
+            location = found.end()
+        parts.append(text[location:])
         ids = self._control
         return " ".join(f"<[{ids[part]}]>" if part in ids else literal(part) for part in parts if part)
 

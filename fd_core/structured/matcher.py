@@ -34,7 +34,7 @@ def mask_words(vocab_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Position:
     """Position of a text, except for the state inside the grammar."""
 
     reasoning: bool
@@ -58,7 +58,7 @@ class TokenMatcher:
         self._grammar = None if grammar is None else grammar.matcher()
         self._tokens: list[int] = []
         """Tokens that the grammar consumed."""
-        self.trouble: str | None = None
+        self.error: str | None = None
         """Reason of an empty mask, if the grammar could not compute it."""
         self._lost: str | None = None
         """Reason why there is no new lexer in place of an exhausted one."""
@@ -70,40 +70,40 @@ class TokenMatcher:
         self._vocab_size = vocab_size
         self._reasoning = reasoning
         self._fallback = () if reasoning is None else _fallback(reasoning.end)
-        self._place = _Place(reasoning is not None)
+        self._position = _Position(reasoning is not None)
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Append `tokens` to the text. Raises `GrammarError` if they are not allowed."""
         for token in tokens:
-            if not self._asked(self._push, token):
+            if not self._query(self._push, token):
                 if self._is_broken():
                     raise GrammarError(self._reason_broken())
                 raise GrammarError(f"token {token} was sampled, but the grammar does not allow it")
 
     def allowed(self, drafts: Sequence[int]) -> int:
         """Return how many of the leading `drafts` the text may continue with; none after one that ends the text."""
-        place, count = self._place, 0
+        location, count = self._position, 0
         for draft in drafts:
-            only = self._asked(self._only)
-            if self._place.ended or (only and draft != only[0]) or not self._asked(self._push, draft):
+            only = self._query(self._only)
+            if self._position.ended or (only and draft != only[0]) or not self._query(self._push, draft):
                 break
             count += 1
-        self._return_to(place)
+        self._return_to(location)
         return count
 
     def forced(self, limit: int) -> list[int]:
         """Return up to `limit` tokens that the text must continue with."""
-        place = self._place
+        location = self._position
         tokens: list[int] = []
-        while len(tokens) < limit and not self._place.ended:
-            only = self._asked(self._only)[: limit - len(tokens)]
+        while len(tokens) < limit and not self._position.ended:
+            only = self._query(self._only)[: limit - len(tokens)]
             if not only:
                 break
             for token in only:
-                if not self._asked(self._push, token):
+                if not self._query(self._push, token):
                     break
                 tokens.append(token)
-        self._return_to(place)
+        self._return_to(location)
         return tokens
 
     def write_masks(self, drafts: Sequence[int], masks: IntArray) -> npt.NDArray[np.bool_]:
@@ -112,28 +112,28 @@ class TokenMatcher:
         `masks` is int32[1 + len(drafts), words], rows in C order. Returns bool[1 + len(drafts)]: True if a position has
         a mask; elsewhere everything is allowed, and its row is undefined. A mask of zeros allows no token.
         """
-        place = self._place
+        location = self._position
         masked = np.zeros(len(drafts) + 1, np.bool_)
         for index in range(len(drafts) + 1):
-            masked[index] = self._asked(self._write_mask, masks[index])
+            masked[index] = self._query(self._write_mask, masks[index])
             if self._is_broken():  # no continuation, or finding it takes too much work
-                self.trouble = self._reason_broken()
+                self.error = self._reason_broken()
                 masks[index] = 0
                 break
-            if index < len(drafts) and not self._asked(self._push, drafts[index]):
+            if index < len(drafts) and not self._query(self._push, drafts[index]):
                 break
-        self._return_to(place)
+        self._return_to(location)
         return masked
 
     # Inside -----------------------------------------------------------------------------------------------
 
-    def _asked(self, question: Callable[P, T], *about: P.args, **named: P.kwargs) -> T:
+    def _query(self, question: Callable[P, T], *about: P.args, **named: P.kwargs) -> T:
         """Return the result of a query at this position, from a lexer that can compute it if there is one."""
-        place, answer = self._place, question(*about, **named)
+        location, answer = self._position, question(*about, **named)
         if not self._is_broken():
             return answer
-        self._place = place
-        del self._tokens[place.in_grammar :]
+        self._position = location
+        del self._tokens[location.in_grammar :]
         self._renew()
         return question(*about, **named)
 
@@ -144,8 +144,8 @@ class TokenMatcher:
 
     def _reason_broken(self) -> str:
         grammar = self._grammar
-        said = for_people(grammar.get_error()) if grammar is not None and grammar.is_error() else _EXHAUSTED
-        return self._lost or said
+        error = for_people(grammar.get_error()) if grammar is not None and grammar.is_error() else _EXHAUSTED
+        return self._lost or error
 
     def _renew(self) -> None:
         """Follow the text with a new matcher, and with a separate lexer where the one it had is exhausted."""
@@ -163,8 +163,8 @@ class TokenMatcher:
 
     def _write_mask(self, row: IntArray) -> bool:
         """Write the mask of this position into int32[words]; False if everything is allowed."""
-        place = self._place
-        if place.ended:
+        location = self._position
+        if location.ended:
             return False
         words: npt.NDArray[np.uint32] = row.view(np.uint32)
         only = self._only()
@@ -174,12 +174,12 @@ class TokenMatcher:
             return True
         if self._grammar is None:
             return False
-        if place.reasoning:
+        if location.reasoning:
             words[:] = _ALL
         else:
             self._grammar.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         bits = np.uint32(1) << (self._end_ids % 32).astype(np.uint32)
-        if not place.reasoning and self._grammar.is_accepting():
+        if not location.reasoning and self._grammar.is_accepting():
             np.bitwise_or.at(words, self._end_ids // 32, bits)
         else:
             np.bitwise_and.at(words, self._end_ids // 32, ~bits)
@@ -187,14 +187,14 @@ class TokenMatcher:
 
     def _only(self) -> list[int]:
         """Return the tokens that must follow, if the next one is forced; the text may be freer after them."""
-        place = self._place
-        if place.ended:
+        location = self._position
+        if location.ended:
             return []
-        if place.reasoning:
+        if location.reasoning:
             reasoning = self._reasoning
-            if reasoning is None or reasoning.max_tokens is None or place.spent < reasoning.max_tokens:
+            if reasoning is None or reasoning.max_tokens is None or location.spent < reasoning.max_tokens:
                 return []
-            return list(reasoning.end[place.matched :])
+            return list(reasoning.end[location.matched :])
         grammar = self._grammar
         if grammar is None:
             return []
@@ -205,45 +205,45 @@ class TokenMatcher:
 
     def _push(self, token: int) -> bool:
         """Advance by one token; False, and no change, if the grammar does not allow it."""
-        place = self._place
-        if place.ended:
+        location = self._position
+        if location.ended:
             return True
-        if place.reasoning:
+        if location.reasoning:
             if token in self._ends and self._grammar is not None:
                 return False
-            self._place = self._reason(token)
+            self._position = self._reason(token)
             return True
         if token in self._ends:
             if self._grammar is not None and not self._grammar.is_accepting():
                 return False
-            self._place = _Place(False, in_grammar=place.in_grammar, ended=True)
+            self._position = _Position(False, in_grammar=location.in_grammar, ended=True)
             return True
         if self._grammar is None:
             return True
         if self._grammar.try_consume_tokens([token]) != 1:
             return False
         self._tokens.append(token)
-        self._place = _Place(False, in_grammar=place.in_grammar + 1)
+        self._position = _Position(False, in_grammar=location.in_grammar + 1)
         return True
 
-    def _reason(self, token: int) -> _Place:
+    def _reason(self, token: int) -> _Position:
         """Return the position after a reasoning token: the end sequence is searched by Knuth-Morris-Pratt."""
-        place, end = self._place, self._reasoning.end if self._reasoning is not None else ()
+        location, end = self._position, self._reasoning.end if self._reasoning is not None else ()
         if token in self._ends:
-            return _Place(False, ended=True)
-        matched = place.matched
+            return _Position(False, ended=True)
+        matched = location.matched
         while matched and end[matched] != token:
             matched = self._fallback[matched - 1]
         matched += end[matched] == token
         if matched == len(end):
-            return _Place(False)
-        return _Place(True, matched, place.spent + 1)
+            return _Position(False)
+        return _Position(True, matched, location.spent + 1)
 
-    def _return_to(self, place: _Place) -> None:
-        """Undo the tokens pushed since the text was at `place`."""
-        behind = len(self._tokens) - place.in_grammar
-        self._place = place
-        del self._tokens[place.in_grammar :]
+    def _return_to(self, location: _Position) -> None:
+        """Undo the tokens pushed since the text was at `location`."""
+        behind = len(self._tokens) - location.in_grammar
+        self._position = location
+        del self._tokens[location.in_grammar :]
         if self._grammar is not None and behind and not self._grammar.is_error():
             self._grammar.rollback(behind)
 

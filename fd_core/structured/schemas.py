@@ -47,9 +47,9 @@ _MAX_STEPS: Final = 100_000
 """Pairs of schemas, properties and values of one schema that are compared: about a tenth of a second."""
 
 
-def wrong(place: str, reason: str) -> BadRequest:
-    """Return the error for the value at `place` of a request."""
-    return BadRequest(f"{place}: {reason}", field=place)
+def wrong(location: str, reason: str) -> BadRequest:
+    """Return the error for the value at `location` of a request."""
+    return BadRequest(f"{location}: {reason}", field=location)
 
 
 def compilable(schema: Any, field: str) -> Any:
@@ -61,15 +61,15 @@ def compilable(schema: Any, field: str) -> Any:
     return {} if schema is True else _read(schema, field, _Options(schema))
 
 
-def _read(value: Any, place: str, options: _Options) -> Any:
+def _read(value: Any, location: str, options: _Options) -> Any:
     if isinstance(value, list | tuple):
-        return [_read(each, f"{place}[{index}]", options) for index, each in enumerate(value)]
+        return [_read(each, f"{location}[{index}]", options) for index, each in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    _require_right(value, place)
+    _require_valid(value, location)
     read: dict[str, Any] = {}
     for name, inner in value.items():
-        where = f"{place}.{name}"
+        where = f"{location}.{name}"
         if name in _DATA:
             read[name] = inner
         elif any(inner is each or (inner == each and not isinstance(each, bool)) for each in _NEUTRAL.get(name, ())):
@@ -86,20 +86,20 @@ def _read(value: Any, place: str, options: _Options) -> Any:
             read[name] = int(inner)
         else:
             read[name] = _read(inner, where, options)
-    if "oneOf" in read and "anyOf" not in read and options.are_apart(value["oneOf"], f"{place}.oneOf"):
+    if "oneOf" in read and "anyOf" not in read and options.are_disjoint(value["oneOf"], f"{location}.oneOf"):
         read["anyOf"] = read.pop("oneOf")  # which the compiler supports with any options
     return read
 
 
-def _require_right(schema: Mapping[str, Any], place: str) -> None:
+def _require_valid(schema: Mapping[str, Any], location: str) -> None:
     for word in ("const", "enum"):
         if (number := _inexact(schema.get(word))) is not None:
-            raise wrong(f"{place}.{word}", f"{number} cannot be represented exactly")
+            raise wrong(f"{location}.{word}", f"{number} cannot be represented exactly")
     least, required = schema.get("minProperties"), schema.get("required")
     named = len(set(map(str, required))) if isinstance(required, list | tuple) else 0
     if isinstance(least, int | float) and least > named + 1:
         raise wrong(
-            f"{place}.minProperties",
+            f"{location}.minProperties",
             f"a minimum of {least} properties cannot be enforced; list all but one of them in required, which has "
             f"{named}",
         )
@@ -109,7 +109,8 @@ def _require_right(schema: Mapping[str, Any], place: str) -> None:
         whole = _is_number(near) and near == math.floor(near) and sign * near >= 0
         if whole and schema.get("type") != "integer" and any(0 < sign * (far - near) < 1 for far in fars):
             raise wrong(
-                f"{place}.{low}", f"the exclusive bound {near} cannot be enforced if the bounds differ by less than 1"
+                f"{location}.{low}",
+                f"the exclusive bound {near} cannot be enforced if the bounds differ by less than 1",
             )
 
 
@@ -125,14 +126,14 @@ def _inexact(value: Any) -> int | None:
     return next((found for each in inner if (found := _inexact(each)) is not None), None)
 
 
-def _inwards(bound: float, place: str, *, up: bool) -> float:
+def _inwards(bound: float, location: str, *, up: bool) -> float:
     """Return the nearest bound that the compiler holds and that keeps the given one: it computes in float64 and int64.
 
     Bounds beyond would end the process.
     """
     if abs(bound) > _LARGEST:
         if (bound > 0) == up:
-            raise wrong(place, f"no number beyond this bound can be represented; the largest is {_LARGEST}")
+            raise wrong(location, f"no number beyond this bound can be represented; the largest is {_LARGEST}")
         return -_LARGEST if up else _LARGEST
     if isinstance(bound, float):
         return bound
@@ -148,10 +149,10 @@ class _Options:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._steps = _MAX_STEPS
-        self._apart_at: dict[tuple[int, int], int] = {}
+        self._disjoint_at: dict[tuple[int, int], int] = {}
         """Compared pairs, by identity, with the depth at which they were not found disjoint; -1 if they were."""
 
-    def are_apart(self, options: Any, place: str) -> bool:
+    def are_disjoint(self, options: Any, location: str) -> bool:
         """Return True if the options are provably disjoint; `BadRequest` if that takes too many steps."""
         if not isinstance(options, list | tuple):
             return False
@@ -160,10 +161,12 @@ class _Options:
             finite = [self._values(each) for each in found]
             if all(each is not None for each in finite):
                 return len(set().union(*(each or () for each in finite))) == sum(len(each or ()) for each in finite)
-            return len(found) <= _MAX_OPTIONS and all(self._apart(*pair, _MAX_HOPS) for pair in combinations(found, 2))
-        except _TooManySteps:
+            return len(found) <= _MAX_OPTIONS and all(
+                self._disjoint(*pair, _MAX_HOPS) for pair in combinations(found, 2)
+            )
+        except _StepLimitExceeded:
             raise wrong(
-                place,
+                location,
                 f"proving that its options are disjoint takes more than {_MAX_STEPS:,} steps; give each a required "
                 "property with a different const, or use anyOf",
             ) from None
@@ -171,19 +174,19 @@ class _Options:
     def _spend(self, steps: int) -> None:
         self._steps -= steps
         if self._steps < 0:
-            raise _TooManySteps
+            raise _StepLimitExceeded
 
-    def _apart(self, one: Any, other: Any, depth: int) -> bool:
+    def _disjoint(self, one: Any, other: Any, depth: int) -> bool:
         if not depth or not isinstance(one, Mapping) or not isinstance(other, Mapping):
             return False
         pair = (id(one), id(other)) if id(one) < id(other) else (id(other), id(one))
-        known = self._apart_at.get(pair, 0)
+        known = self._disjoint_at.get(pair, 0)
         if known < 0 or known >= depth:
             return known < 0
         self._spend(1)
-        self._apart_at[pair] = depth  # for a pair that contains itself: then it is not disjoint
+        self._disjoint_at[pair] = depth  # for a pair that contains itself: then it is not disjoint
         if self._differ(one, other, depth):
-            self._apart_at[pair] = -1
+            self._disjoint_at[pair] = -1
             return True
         return False
 
@@ -194,9 +197,9 @@ class _Options:
         types = _types(one), _types(other)
         if types[0] and types[1] and not types[0] & types[1]:
             return True
-        return any(self._kept_apart(*pair, depth - 1) for pair in ((one, other), (other, one)))
+        return any(self._disjoint_by_property(*pair, depth - 1) for pair in ((one, other), (other, one)))
 
-    def _kept_apart(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
+    def _disjoint_by_property(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
         """Return True if a property that every object of `one` has never fits `other`."""
         mine, theirs, required = one.get("properties"), other.get("properties"), one.get("required")
         if _types(one) != {"object"} or not isinstance(required, list | tuple):
@@ -206,7 +209,7 @@ class _Options:
         self._spend(len(mine) + len(required))
         needed = {name for name in required if isinstance(name, str)}
         names = [name for name in mine if name in theirs and name in needed]
-        return any(self._apart(self._resolved(mine[name]), self._resolved(theirs[name]), depth) for name in names)
+        return any(self._disjoint(self._resolved(mine[name]), self._resolved(theirs[name]), depth) for name in names)
 
     def _values(self, schema: Any) -> set[str] | None:
         """Return all possible values as JSON, None if they are not listed."""
@@ -232,7 +235,7 @@ class _Options:
         return None
 
 
-class _TooManySteps(Exception):
+class _StepLimitExceeded(Exception):
     """The budget is exhausted."""
 
 
@@ -318,44 +321,44 @@ def require_few_repeats(pattern: str, field: str) -> None:
             last = 1
 
 
-def _require_quick(value: Any, place: str) -> None:
+def _require_quick(value: Any, location: str) -> None:
     if isinstance(value, Mapping):
         known, required = value.get("properties"), value.get("required")
         named = {each for each in required if isinstance(each, str)} if isinstance(required, list | tuple) else set()
         if isinstance(known, Mapping) and (optional := len(known.keys() - named)) > MAX_OPTIONAL:
             raise wrong(
-                f"{place}.properties", f"{optional:,} properties are optional; at most {MAX_OPTIONAL:,} are allowed"
+                f"{location}.properties", f"{optional:,} properties are optional; at most {MAX_OPTIONAL:,} are allowed"
             )
         for name, inner in value.items():
             if name == "pattern" and isinstance(inner, str):
-                require_few_repeats(inner, f"{place}.pattern")
+                require_few_repeats(inner, f"{location}.pattern")
             elif name == "patternProperties" and isinstance(inner, Mapping):
                 for pattern in inner:
-                    require_few_repeats(str(pattern), f"{place}.patternProperties")
-            _require_quick(inner, f"{place}.{name}")
+                    require_few_repeats(str(pattern), f"{location}.patternProperties")
+            _require_quick(inner, f"{location}.{name}")
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            _require_quick(inner, f"{place}[{index}]")
+            _require_quick(inner, f"{location}[{index}]")
 
 
 def _require_small_multiples(schema: Any, field: str) -> None:
     common = 1
-    for place, value in _multiples(schema, field):
+    for location, value in _multiples(schema, field):
         common = math.lcm(common, int("".join(map(str, Decimal(repr(value)).as_tuple().digits))) or 1)
         if common > MAX_MULTIPLE:
             raise wrong(
-                place,
+                location,
                 f"multiples of {value} need too many states; the least common multiple of all `multipleOf` is limited "
                 f"to {MAX_MULTIPLE:,}",
             )
 
 
-def _multiples(value: Any, place: str) -> Iterator[tuple[str, int | float]]:
+def _multiples(value: Any, location: str) -> Iterator[tuple[str, int | float]]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if name == "multipleOf" and isinstance(inner, int | float) and math.isfinite(inner):
-                yield f"{place}.multipleOf", inner
-            yield from _multiples(inner, f"{place}.{name}")
+                yield f"{location}.multipleOf", inner
+            yield from _multiples(inner, f"{location}.{name}")
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _multiples(inner, f"{place}[{index}]")
+            yield from _multiples(inner, f"{location}[{index}]")

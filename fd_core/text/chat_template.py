@@ -21,7 +21,7 @@ from jinja2.exceptions import SecurityError
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.loading.tokenizer_source import DEFAULT_TEMPLATE
 from fd_core.text.sandbox import Sandbox
-from fd_core.text.template_budget import TooMuch, metered, the_budget
+from fd_core.text.template_budget import TemplateLimitError, metered, the_budget
 
 if TYPE_CHECKING:
     from fd_core.text.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ class ChatTemplate:
         compiled = self._compiled
         try:
             tools = variables["tools"]
-            if not self.knows_tools and (
+            if not self.supports_tools and (
                 tools or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
             ):
                 turns = with_tools(turns, tools, calls="tool_calls" not in self.source)
@@ -154,7 +154,7 @@ class ChatTemplate:
             return _up_to_end(text) if goes_on else text
         except _Refused as error:
             raise BadRequest(f"the chat template rejected the messages: {error}", field="messages") from error
-        except (SecurityError, TooMuch, RecursionError, MemoryError) as error:
+        except (SecurityError, TemplateLimitError, RecursionError, MemoryError) as error:
             raise ModelError(f"the chat template was stopped: {_shown(error)}", field="chat_template") from error
         except BadRequest:
             raise
@@ -180,7 +180,7 @@ class ChatTemplate:
         return any(variable in source for source in (self.source, *self.named.values()))
 
     @cached_property
-    def knows_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         """Return True if the template supports tools. Raises `ModelError` if it does not compile."""
         _ = self._compiled
         return "tools" in jinja2.meta.find_undeclared_variables(Sandbox().parse(self.source))
@@ -199,12 +199,12 @@ class ChatTemplate:
             raise ModelError(
                 f"the chat template is invalid, line {error.lineno}: {_shown(error.message)}", field="chat_template"
             ) from error
-        except (RecursionError, SyntaxError, ValueError, ArithmeticError, MemoryError, TooMuch) as error:
+        except (RecursionError, SyntaxError, ValueError, ArithmeticError, MemoryError, TemplateLimitError) as error:
             raise ModelError(f"the chat template cannot be compiled: {_shown(error)}", field="chat_template") from error
 
     def _strftime_now(self, pattern: str) -> str:
         if len(pattern) > _MAX_PATTERN_CHARS:
-            raise TooMuch(f"a date pattern has more than {_MAX_PATTERN_CHARS} characters")
+            raise TemplateLimitError(f"a date pattern has more than {_MAX_PATTERN_CHARS} characters")
         return self.now().strftime(pattern)
 
 

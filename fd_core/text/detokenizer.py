@@ -53,7 +53,7 @@ class IncrementalDetokenizer:
     ) -> None:
         if not all(stop):
             raise BadRequest("a stop string must not be empty", field="stop")
-        spoken = tokenizer.table_with(keep) if keep else tokenizer.spoken_table
+        spoken = tokenizer.table_with(keep) if keep else tokenizer.text_bytes_table
         self._table = spoken if skip_special else tokenizer.byte_table
         self._stops = tuple(dict.fromkeys(stop))
         self._first = {each[0]: tuple(s for s in self._stops if s[0] == each[0]) for each in self._stops}

@@ -128,7 +128,7 @@ class PromptReader:
         return self._template is not None and self._template.mentions("enable_thinking")
 
     @property
-    def takes_effort(self) -> bool:
+    def supports_effort(self) -> bool:
         """Return True if the chat template accepts a reasoning effort."""
         return self._template is not None and self._template.mentions("reasoning_effort")
 

@@ -26,7 +26,7 @@ from jinja2.visitor import NodeTransformer
 from fd_core.text.template_budget import (
     MAX_CHARS,
     MAX_ITEMS,
-    TooMuch,
+    TemplateLimitError,
     charge_items,
     charge_operand,
     charge_steps,
@@ -113,14 +113,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute an operator unless its result would be too large."""
         if operator == "%" and isinstance(left, str | bytes):
-            raise TooMuch("formatting with % is not allowed")
+            raise TemplateLimitError("formatting with % is not allowed")
         for value in (left, right):
             if isinstance(value, int):
                 check_integer(value)
         if operator == "**":
             bits = left.bit_length() if isinstance(left, int) else 0
             if not bits * (abs(right) if isinstance(right, int | float) else 0) <= 4096:  # so NaN is too large
-                raise TooMuch("a power is too large")
+                raise TemplateLimitError("a power is too large")
         if operator == "*":
             for value, times in ((left, right), (right, left)):
                 if isinstance(value, str | list | tuple) and isinstance(times, int):
@@ -278,7 +278,7 @@ def _on_text(function: Callable[..., Any], limit: int) -> Callable[..., Any]:
     def on_text(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         text = the_budget().text(value)
         if len(text) > limit:
-            raise TooMuch(f"the input of a filter has more than {limit} characters")
+            raise TemplateLimitError(f"the input of a filter has more than {limit} characters")
         if limit < MAX_CHARS:
             the_budget().spend(len(text) // 4)
         return inner(context, text, *args, **kwargs)
@@ -320,7 +320,7 @@ def _rounding(function: Callable[..., Any]) -> Callable[..., Any]:
     @pass_context
     def rounding(context: Context, value: Any, precision: int = 0, method: str = "common") -> Any:
         if not -_MAX_DIGITS <= precision <= _MAX_DIGITS:
-            raise TooMuch(f"rounding to more than {_MAX_DIGITS} digits")
+            raise TemplateLimitError(f"rounding to more than {_MAX_DIGITS} digits")
         return inner(context, value, precision, method)
 
     return rounding
@@ -370,7 +370,7 @@ def _fromjson(context: Context, value: Any) -> Any:
         return value
     budget = the_budget()
     if budget.weigh(value) > _MAX_SLOW_CHARS:
-        raise TooMuch(f"the input of a filter has more than {_MAX_SLOW_CHARS} characters")
+        raise TemplateLimitError(f"the input of a filter has more than {_MAX_SLOW_CHARS} characters")
     check_items(value.count("{") + value.count("["))
     budget.make(16 * len(value))
     parsed = json.loads(value)
@@ -415,11 +415,11 @@ def _indent(context: Context, s: Any, width: int | str = 4, first: bool = False,
 
 
 def _check_str_call(owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], weight: int) -> None:
-    """Raise `TooMuch` for a method that would make too much; `weight` is that of its arguments."""
+    """Raise `TemplateLimitError` for a method that would make too much; `weight` is that of its arguments."""
     budget = the_budget()
     if name in ("format", "format_map"):
         if _WIDE.search(owner):
-            raise TooMuch("a format width is too large")
+            raise TemplateLimitError("a format width is too large")
         fields = owner.count("{")
         budget.spend(fields)
         check_size(len(owner) + fields * (weight + _MAX_WIDTH))
@@ -434,7 +434,7 @@ def _check_str_call(owner: str, name: str, args: tuple[Any, ...], kwargs: Mappin
             check_size(len(owner) + owner.count(old) * len(new))
     if name == "join" and args:
         if not isinstance(args[0], str | list | tuple | dict):
-            raise TooMuch("the argument of join is not a list")
+            raise TemplateLimitError("the argument of join is not a list")
         check_size(weight + len(owner) * len(args[0]))
     if name in ("split", "rsplit"):
         separator = args[0] if args else kwargs.get("sep")
@@ -447,14 +447,14 @@ def _check_str_call(owner: str, name: str, args: tuple[Any, ...], kwargs: Mappin
 
 
 def _check_pieces(text: str) -> None:
-    """Raise `TooMuch` for a text that may have too many words or lines, each of which is a separate value."""
+    """Raise `TemplateLimitError` for a text that may have too many words or lines, each a separate value."""
     if len(text) > 2 * MAX_ITEMS:
         the_budget().make(16 * len(text))
 
 
 def _check_width(value: Any) -> None:
     if isinstance(value, int) and abs(value) > _MAX_WIDTH:
-        raise TooMuch(f"a width exceeds {_MAX_WIDTH}")
+        raise TemplateLimitError(f"a width exceeds {_MAX_WIDTH}")
 
 
 def _check_growth(value: str | list[Any] | tuple[Any, ...], size: int) -> None:

@@ -38,7 +38,7 @@ _SIZED: Final[tuple[Any, ...]] = (list, tuple, range, type({}.keys()), type({}.v
 _ATTRIBUTES: Final = "_Namespace__attrs"
 
 
-class TooMuch(Exception):
+class TemplateLimitError(Exception):
     """The template would take more steps or memory than the limits allow."""
 
 
@@ -50,13 +50,13 @@ class TemplateBudget:
         self._bytes = size
 
     def spend(self, steps: int = 1) -> None:
-        """Take steps. Raises `TooMuch` when none is left."""
+        """Take steps. Raises `TemplateLimitError` when none is left."""
         self._steps -= steps
         if self._steps < 0:
             raise _too_many_steps()
 
     def join(self, pieces: Iterable[str], between: str = "") -> str:
-        """Return the pieces as one text. Raises `TooMuch` as soon as it would be too large."""
+        """Return the pieces as one text. Raises `TemplateLimitError` as soon as it would be too large."""
         kept: list[str] = []
         size, gap = 0, len(between)
         for piece in pieces:
@@ -75,7 +75,7 @@ class TemplateBudget:
         """Take memory, in bytes, and the time that it takes to fill it."""
         self._bytes -= size
         if self._bytes < 0:
-            raise TooMuch(f"it creates more than {MAX_BYTES >> 20} MiB of values")
+            raise TemplateLimitError(f"it creates more than {MAX_BYTES >> 20} MiB of values")
         self._steps -= size // _BYTES_A_STEP
         if self._steps < 0:
             raise _too_many_steps()
@@ -128,7 +128,7 @@ class TemplateBudget:
         if isinstance(value, str):
             return value
         if not isinstance(value, bool | float) and self.weigh(value) > _MAX_SHOWN:
-            raise TooMuch(f"a value has more than {_MAX_SHOWN} characters as text")
+            raise TemplateLimitError(f"a value has more than {_MAX_SHOWN} characters as text")
         return self.made(str(value))  # type: ignore[no-any-return]
 
     def counted(self, values: Iterable[Any], cost: int = 1) -> Iterator[Any]:
@@ -227,26 +227,26 @@ def charge_operand(context: Context, value: Any) -> Any:
 
 
 def check_size(size: int) -> None:
-    """Raise `TooMuch` for a text of more than `MAX_CHARS` characters."""
+    """Raise `TemplateLimitError` for a text of more than `MAX_CHARS` characters."""
     if size > MAX_CHARS:
         raise _too_large()
 
 
-def _too_large() -> TooMuch:
-    return TooMuch(f"a value has more than {MAX_CHARS} characters")
+def _too_large() -> TemplateLimitError:
+    return TemplateLimitError(f"a value has more than {MAX_CHARS} characters")
 
 
-def _too_many_steps() -> TooMuch:
-    return TooMuch(f"it takes more than {MAX_STEPS} steps")
+def _too_many_steps() -> TemplateLimitError:
+    return TemplateLimitError(f"it takes more than {MAX_STEPS} steps")
 
 
 def check_items(count: int) -> None:
-    """Raise `TooMuch` for a list of more than `MAX_ITEMS` items."""
+    """Raise `TemplateLimitError` for a list of more than `MAX_ITEMS` items."""
     if count > MAX_ITEMS:
-        raise TooMuch(f"a list has more than {MAX_ITEMS} items")
+        raise TemplateLimitError(f"a list has more than {MAX_ITEMS} items")
 
 
 def check_integer(value: int) -> None:
-    """Raise `TooMuch` for an integer that takes long to compute with."""
+    """Raise `TemplateLimitError` for an integer that takes long to compute with."""
     if value.bit_length() > _MAX_BITS:
-        raise TooMuch("a number is too large")
+        raise TemplateLimitError("a number is too large")

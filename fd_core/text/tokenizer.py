@@ -107,7 +107,7 @@ class Tokenizer:
         """Return the bytes that `ids` stand for, as the tokens carry them."""
         if ids and min(ids) < 0:
             raise BadRequest(f"token id {min(ids)} is negative")
-        table = self.spoken_table if skip_special else self.byte_table
+        table = self.text_bytes_table if skip_special else self.byte_table
         size = len(table)
         return b"".join([table[token_id] for token_id in ids if token_id < size])
 
@@ -125,7 +125,7 @@ class Tokenizer:
         return [self.decoding.to_bytes(token) for token in self._tokens]
 
     @cached_property
-    def spoken_table(self) -> list[bytes]:
+    def text_bytes_table(self) -> list[bytes]:
         """The bytes of every token by id, none for control tokens. Read-only."""
         table = list(self.byte_table)
         for token_id in self.special_ids:
@@ -133,12 +133,12 @@ class Tokenizer:
         return table
 
     def table_with(self, kept: tuple[str, ...]) -> list[bytes]:
-        """Return `spoken_table` with the bytes of the control tokens named `kept`. Read-only."""
+        """Return `text_bytes_table` with the bytes of the control tokens named `kept`. Read-only."""
         found = [token_id for token_id in map(self.backend.token_to_id, kept) if token_id in self.special_ids]
         if not found:
-            return self.spoken_table
+            return self.text_bytes_table
         if kept not in self._tables:
-            table = list(self.spoken_table)
+            table = list(self.text_bytes_table)
             for token_id in found:
                 table[token_id] = self.byte_table[token_id]
             self._tables[kept] = table

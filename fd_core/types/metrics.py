@@ -41,13 +41,17 @@ class MetricSpec:
     """Labels with one value; several fields may share a name and differ here."""
     vllm: tuple[str, ...] = ()
     """Names of the same metric in vLLM, for dashboards and routers that use these."""
+    old: tuple[str, ...] = ()
+    """Deprecated names, published alongside `name`; `fd_core.deprecations` lists them."""
+    old_label: str | None = None
+    """Deprecated name of `label`, published alongside it."""
     only_with: str | None = None
     """Field of the same struct without which, None or empty, the metric has no sample."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """Names of all labels."""
-        return (*self.labels, *(() if self.label is None else (self.label,)))
+        return (*self.labels, *(name for name in (self.label, self.old_label) if name is not None))
 
     def samples(self, value: Any) -> Samples:
         """Return the samples of a field that holds `value`; none where it is None, which means not measured."""
@@ -57,9 +61,9 @@ class MetricSpec:
         if self.kind == "state":
             return [((*fixed, each), float(each == value)) for each in self.values]
         if isinstance(value, Mapping):
-            told = {str(key.value if isinstance(key, Enum) else key): count for key, count in value.items()}
-            counts = dict.fromkeys(self.values, 0) | told
-            return [((*fixed, key), float(count)) for key, count in counts.items()]
+            found = {str(key.value if isinstance(key, Enum) else key): count for key, count in value.items()}
+            counts, repeat = dict.fromkeys(self.values, 0) | found, 1 if self.old_label is None else 2
+            return [((*fixed, *[key] * repeat), float(count)) for key, count in counts.items()]
         if self.label is not None:
             return [((*fixed, str(position)), float(count)) for position, count in enumerate(value)]
         return [(fixed, float(value))]

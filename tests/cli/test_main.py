@@ -40,7 +40,7 @@ def heavy_after(statement):
     [
         "import fd_core",
         "import fd_core.types, fd_core.config, fd_core.hookspecs, fd_core.signals",
-        "import fd_core.scheduling.scheduler, fd_core.kv.blocks, fd_core.scheduling.running.output_side",
+        "import fd_core.scheduling.scheduler, fd_core.kv.blocks, fd_core.scheduling.running.output_processor",
         "from fd_core.plugins import installed_plugins; installed_plugins()",
         "import fd_core.backends.null, fd_core.backends.cpu, fd_core.runner.runner",
         "sys.argv = ['fdcore', '--help']; from fd_core.cli.main import main; main()",

@@ -222,7 +222,7 @@ def test_unknown_plugin_name_is_explained(tmp_path, monkeypatch, name, code, wor
     site = Site(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     # Every installed plugin would be inspected in a separate process to compare names; none has this one.
-    monkeypatch.setattr("fd_core.cli.plugins.plugin_check._inspect_apart", lambda *_: Inspection())
+    monkeypatch.setattr("fd_core.cli.plugins.plugin_check._inspect_isolated", lambda *_: Inspection())
     if code == 4 and name != "nosuch":
         install(site, name, "FD_CONTRACT = 1")
         info = site.folder / f"fd_{name}-2.5.dist-info" / "entry_points.txt"

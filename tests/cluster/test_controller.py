@@ -16,9 +16,9 @@ from fd_core.cluster.controller import (
     DrainProcess,
     GroupPlan,
     KillProcess,
+    ObservedProcess,
     ProcessEnd,
     ProcessPhase,
-    ProcessSeen,
     StartProcess,
     Supervision,
 )
@@ -26,12 +26,12 @@ from fd_core.cluster.controller import (
 LIMITS = Supervision(
     start_seconds=60, unhealthy_seconds=20, drain_seconds=30, hurry_seconds=3, stable_seconds=10, max_failures=3
 )
-UP = ProcessSeen(ready=True, healthy=True)
+UP = ObservedProcess(ready=True, healthy=True)
 PLANS = (GroupPlan("router", 1, 1, is_router=True), GroupPlan("mixed", 2, 4))
 
 
-def killed(code: int | None = -9, reason: str = "was ended by SIGKILL", placed: bool = True) -> ProcessSeen:
-    return ProcessSeen(end=ProcessEnd(code, reason, placed))
+def killed(code: int | None = -9, reason: str = "was ended by SIGKILL", placed: bool = True) -> ObservedProcess:
+    return ObservedProcess(end=ProcessEnd(code, reason, placed))
 
 
 def controller(*plans: GroupPlan) -> ClusterController:
@@ -52,7 +52,7 @@ def serving(now: float = 0.0) -> ClusterController:
     return made
 
 
-def well(made: ClusterController) -> dict[str, ProcessSeen]:
+def well(made: ClusterController) -> dict[str, ObservedProcess]:
     """Return observations in which nothing happens."""
     return {each.name: UP for each in made.processes.values() if each.phase is ProcessPhase.READY}
 
@@ -145,7 +145,7 @@ def test_scale_down_removes_unready_processes_first() -> None:
     made.scale("mixed", 3)
     (third,) = named(StartProcess, made.step(20, {}))
     made.step(21, {third: UP})
-    made.step(22, {"mixed-1": ProcessSeen(ready=False, healthy=True)})
+    made.step(22, {"mixed-1": ObservedProcess(ready=False, healthy=True)})
     made.scale("mixed", 2)
     assert named(DrainProcess, made.step(23, {})) == ["mixed-1"]
 
@@ -182,7 +182,7 @@ def test_process_that_is_never_ready_is_replaced() -> None:
 
 def test_worker_with_restarting_engine_gets_a_grace_period() -> None:
     made = serving()
-    down = {"mixed-1": ProcessSeen(ready=False, healthy=False)}
+    down = {"mixed-1": ObservedProcess(ready=False, healthy=False)}
     for now in range(20, 39):
         assert not made.step(now, {**well(made), **down})
     later = [action for now in range(39, 45) for action in made.step(now, {**well(made), **down})]
@@ -246,7 +246,7 @@ class Deployments(RuleBasedStateMachine):
     def step(self, seconds: float = 0.0) -> None:
         self.now += seconds
         seen = {
-            name: ProcessSeen(how == "ready", how in ("ready", "restarting"), self.ends.get(name))
+            name: ObservedProcess(how == "ready", how in ("ready", "restarting"), self.ends.get(name))
             for name, how in self.alive.items()
         }
         for name in self.ends:

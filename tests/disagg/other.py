@@ -21,11 +21,11 @@ def prefill(pause: float) -> None:
         time.sleep(pause)
 
 
-def decode(port: int, silence: float) -> None:
+def decode(port: int, idle_timeout: float) -> None:
     """Fetch long prompts, slowly."""
     cache = ScriptedCache(200)
     cache.between = lambda: time.sleep(0.02)
-    fetches = Fetches(make_receiver(cache, silence=silence, window=2), cache)
+    fetches = Fetches(make_receiver(cache, idle_timeout=idle_timeout, window=2), cache)
     for number in range(3):
         fetches.fetch(f"127.0.0.1:{port}", 4 * 60, salt=f"{number}")
     while True:

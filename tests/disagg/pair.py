@@ -22,11 +22,11 @@ from fd_core.disagg.decode.receiver import Receiver
 from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.effects.operations import (
+    AbandonLease,
     Cancel,
     Completion,
     Fetch,
     Fetched,
-    GiveUp,
     LeaseEnded,
     PrefillJobArrived,
     Send,
@@ -142,7 +142,7 @@ class Computer:
             case PrefillJobArrived(job):
                 self.arrived.append(job)
                 if self.refuses:
-                    self.sender.perform([GiveUp(job.lease, self.refuses, refused=True)])
+                    self.sender.perform([AbandonLease(job.lease, self.refuses, refused=True)])
                 else:
                     self.jobs[job.lease] = Computing(job, job.held_blocks)
 
@@ -168,7 +168,7 @@ class Computer:
 
     def give_up(self, lease: str) -> None:
         self.jobs.pop(lease, None)
-        self.sender.perform([GiveUp(lease, "the request was aborted")])
+        self.sender.perform([AbandonLease(lease, "the request was aborted")])
 
 
 class Fetches:
@@ -219,7 +219,7 @@ def make_sender(cache: KVCache, connector: Connector | None = None, **options: A
 
 
 def make_receiver(cache: KVCache, connector: Connector | None = None, **options: Any) -> Receiver:
-    options = {"silence": 5.0, **options}
+    options = {"idle_timeout": 5.0, **options}
     return Receiver(cache, *_common(options), connector or Frames(), CompletionQueue(), **options)
 
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from fd_core.disagg.messages import AbortLease, Alive, Commit, Credit, KVPiece, Open, Refuse
+from fd_core.disagg.messages import AbortLease, Commit, Credit, Heartbeat, KVPiece, Open, Refuse
 from fd_core.disagg.wire import Wire
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.types import PrefillJob
@@ -46,9 +46,9 @@ NETWORKS = {
 def test_bad_network_costs_only_time(network: str, seed: int) -> None:
     chances = NETWORKS[network]
     harmless = not {"drop", "flip"} & set(chances)
-    silence = 10.0 if harmless else 0.4
+    idle_timeout = 10.0 if harmless else 0.4
     with (
-        Pair(receiver={"window": 3, "silence": silence}, blocks=200) as pair,
+        Pair(receiver={"window": 3, "idle_timeout": idle_timeout}, blocks=200) as pair,
         Proxy(pair.peer, hostile(seed, **chances)) as proxy,
     ):
         pair.peer = proxy.address
@@ -81,7 +81,7 @@ def test_lost_open_is_retransmitted() -> None:
     def judge(direction, parts):
         return [] if len(proxy.seen) == 1 else [(0.0, parts)]
 
-    with Pair(receiver={"silence": 2.0}) as pair, Proxy(pair.peer) as proxy:
+    with Pair(receiver={"idle_timeout": 2.0}) as pair, Proxy(pair.peer) as proxy:
         proxy.judge = judge
         pair.peer = proxy.address
         assert pair.answer(pair.fetch(12)).outcome == "transferred"
@@ -141,8 +141,8 @@ def test_unauthenticated_peers_get_no_reply() -> None:
             [b"x" * 1000],
             [b"a"] * 1000,
             [b"".join(Envelope(bytes(32)).seal(b"fd_core/decode", b"x"))],
-            [WIRE.seal_from_prefill(Alive(LEASE))],
-            [WIRE.seal_from_decode(Alive(LEASE)), b"more"],
+            [WIRE.seal_from_prefill(Heartbeat(LEASE))],
+            [WIRE.seal_from_decode(Heartbeat(LEASE)), b"more"],
         ]
         for parts in frames:
             stranger.send_multipart(parts)
@@ -167,7 +167,7 @@ def test_authenticated_peers_get_an_error_reason() -> None:
         opening = Open(PrefillJob(bytes(8), lease=LEASE), COMPATIBILITY, 4, 5.0, "frames", b"")
         odd = {
             "the window is not": msgspec.structs.replace(opening, window=-1),
-            "the idle timeout is not": msgspec.structs.replace(opening, silence=float("nan")),
+            "the idle timeout is not": msgspec.structs.replace(opening, idle_timeout=float("nan")),
             "the job requests no KV": msgspec.structs.replace(opening, job=PrefillJob(bytes(8), 5, lease=LEASE)),
         }
         for reason, message in odd.items():
@@ -270,9 +270,9 @@ class Other:
     ids=["killed", "stopped"],
 )
 def test_prefill_worker_lost_mid_transfer(how: signal.Signals, outcome: str, within: float) -> None:
-    silence = 8.0 if how is signal.SIGKILL else 0.5
+    idle_timeout = 8.0 if how is signal.SIGKILL else 0.5
     cache = ScriptedCache(200)
-    receiver = make_receiver(cache, silence=silence, window=2)
+    receiver = make_receiver(cache, idle_timeout=idle_timeout, window=2)
     decode = Fetches(receiver, cache)
     try:
         with Other("prefill", 0.01) as other:
@@ -298,15 +298,15 @@ def test_prefill_worker_lost_mid_transfer(how: signal.Signals, outcome: str, wit
 
 
 @pytest.mark.parametrize(
-    "how, silence, within", [(signal.SIGKILL, 4.0, 4.0), (signal.SIGSTOP, 0.5, 6.0)], ids=["killed", "stopped"]
+    "how, idle_timeout, within", [(signal.SIGKILL, 4.0, 4.0), (signal.SIGSTOP, 0.5, 6.0)], ids=["killed", "stopped"]
 )
 @pytest.mark.timing
-def test_decode_worker_lost_mid_transfer(how: signal.Signals, silence: float, within: float) -> None:
+def test_decode_worker_lost_mid_transfer(how: signal.Signals, idle_timeout: float, within: float) -> None:
     cache = ScriptedCache(200)
     sender = make_sender(cache)
     prefill = Computer(sender, cache)
     try:
-        with Other("decode", sender.port, silence) as other:
+        with Other("decode", sender.port, idle_timeout) as other:
             pump(lambda: cache.exported > 10, prefill)
             other.stop(how)
             assert sender.stats().open_leases

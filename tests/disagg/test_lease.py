@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.disagg.lease import Clock, commit_digest, flaw, wanted
+from fd_core.disagg.lease import Clock, commit_digest, requested_pieces, validate_open
 from fd_core.disagg.messages import Open
 from tests.disagg.world import opening
 
@@ -40,12 +40,12 @@ def test_commit_digest_is_stable_between_versions() -> None:
     [(1, 0, [0]), (2, 0, [0]), (3, 0, [0, 1]), (4, 1, [1]), (5, 1, [1, 2]), (4, 2, [])],
 )
 def test_wanted_blocks_exclude_the_held_prefix(tokens: int, first: int, indices: list[int]) -> None:
-    assert [*wanted(changed(tokens=bytes(4 * tokens), held_blocks=first))] == indices
+    assert [*requested_pieces(changed(tokens=bytes(4 * tokens), held_blocks=first))] == indices
 
 
 def test_valid_open_passes_validation() -> None:
-    assert flaw(opening(1, 2)) is None
-    assert flaw(opening(2**128 - 1, 1, first=3, window=1, silence=0.05)) is None
+    assert validate_open(opening(1, 2)) is None
+    assert validate_open(opening(2**128 - 1, 1, first=3, window=1, idle_timeout=0.05)) is None
 
 
 @pytest.mark.parametrize(
@@ -62,21 +62,21 @@ def test_valid_open_passes_validation() -> None:
         ({"held_blocks": 2}, "no KV"),
         ({"held_blocks": 2**70}, "no KV"),
         ({"window": 0}, "window"),
-        ({"silence": 0.0}, "0.05 to 3600 seconds"),
-        ({"silence": -1.0}, "0.05 to 3600 seconds"),
-        ({"silence": math.nan}, "0.05 to 3600 seconds"),
-        ({"silence": math.inf}, "0.05 to 3600 seconds"),
+        ({"idle_timeout": 0.0}, "0.05 to 3600 seconds"),
+        ({"idle_timeout": -1.0}, "0.05 to 3600 seconds"),
+        ({"idle_timeout": math.nan}, "0.05 to 3600 seconds"),
+        ({"idle_timeout": math.inf}, "0.05 to 3600 seconds"),
     ],
 )
 def test_invalid_open_is_rejected_with_reason(fields: dict[str, object], words: str) -> None:
-    assert words in str(flaw(changed(**fields)))
+    assert words in str(validate_open(changed(**fields)))
 
 
 def test_four_heartbeats_per_silence_timeout() -> None:
     clock = Clock(8.0, 100.0, now=50.0)
     assert clock.next == 52.0
-    assert [clock.quiet(now) for now in (51.9, 52.0)] == [False, True]
-    clock.said(52.0)
+    assert [clock.heartbeat_due(now) for now in (51.9, 52.0)] == [False, True]
+    clock.sent(52.0)
     assert clock.next == 54.0
     clock.postpone(54.0)
     assert clock.next == 54.5
@@ -84,9 +84,9 @@ def test_four_heartbeats_per_silence_timeout() -> None:
 
 def test_deadline_is_silence_or_total_timeout() -> None:
     clock = Clock(8.0, 20.0, now=0.0)
-    assert clock.late(7.9) is None
-    assert "no message" in str(clock.late(8.0))
-    clock.heard(7.0)
-    clock.heard(14.0)
-    assert clock.late(19.9) is None
-    assert "its time limit" in str(clock.late(20.0))
+    assert clock.expiry_reason(7.9) is None
+    assert "no message" in str(clock.expiry_reason(8.0))
+    clock.received(7.0)
+    clock.received(14.0)
+    assert clock.expiry_reason(19.9) is None
+    assert "its time limit" in str(clock.expiry_reason(20.0))

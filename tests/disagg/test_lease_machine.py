@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from fd_core.disagg.lease import wanted
-from fd_core.disagg.messages import Accept, Alive, Credit, KVPiece
+from fd_core.disagg.lease import requested_pieces
+from fd_core.disagg.messages import Accept, Credit, Heartbeat, KVPiece
 from tests.disagg.world import LONGEST, SILENCE, Leased, Owed, Packet, World
 
 T = TypeVar("T")
@@ -162,9 +162,9 @@ class Leases(RuleBasedStateMachine):
     def nonsense(self, which: int, index: int) -> None:
         """Messages known already or for other leases change nothing, except that they count as heartbeats."""
         for leased in chosen(self.world.decode.values(), which):
-            name, blocks = leased.opening.lease, wanted(leased.opening)
+            name, blocks = leased.opening.lease, requested_pieces(leased.opening)
             outside = KVPiece(name, index if index not in blocks else blocks.stop, b"")
-            for message in (outside, Accept(name), Alive(name)):
+            for message in (outside, Accept(name), Heartbeat(name)):
                 self.world.receive_at_decode(Packet(True, message))
             assert leased.lease.outcome is None
         for owed in chosen(self.world.prefill.values(), which):

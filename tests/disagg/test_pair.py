@@ -129,7 +129,7 @@ def test_unwanted_blocks_are_acknowledged_immediately() -> None:
 
 
 def test_many_leases_share_a_small_window() -> None:
-    with Pair(receiver={"window": 2, "silence": 30.0}, blocks=900) as pair:
+    with Pair(receiver={"window": 2, "idle_timeout": 30.0}, blocks=900) as pair:
         numbers = [pair.fetch(1 + number % 16, salt=f"s{number}") for number in range(200)]
         assert {fetched.outcome for fetched in pair.answers(numbers)} == {"transferred"}
         pair.idle()
@@ -148,7 +148,7 @@ def test_several_prefill_workers_in_parallel() -> None:
 
 def test_all_addresses_of_a_host_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a quarter of the silence timeout, after which a lease would retransmit its first message by itself."""
-    with Pair(receiver={"silence": 400.0}) as pair:
+    with Pair(receiver={"idle_timeout": 400.0}) as pair:
         endpoints = [(f"tcp://127.0.0.1:{port}", False) for port in (closed_port(), closed_port(), pair.sender.port)]
         lookups = []
 
@@ -244,7 +244,7 @@ def test_blocks_are_pinned_only_while_copied() -> None:
 
 
 def test_slow_import_does_not_delay_other_leases() -> None:
-    with Pair(receiver={"window": 2, "silence": 1.0}) as pair:
+    with Pair(receiver={"window": 2, "idle_timeout": 1.0}) as pair:
         pair.decode_cache.between = lambda: time.sleep(0.02)
         numbers = [pair.fetch(4 * 20), pair.fetch(4)]
         pair.answer(numbers[1])
@@ -269,7 +269,7 @@ def test_posting_does_not_block() -> None:
 
 
 def test_lease_expires_when_engine_loop_stalls() -> None:
-    with Pair(receiver={"silence": 0.4}) as pair:
+    with Pair(receiver={"idle_timeout": 0.4}) as pair:
         pair.prefill.computes = False
         number = pair.fetch(8)
         until = time.monotonic() + 1.5
@@ -341,7 +341,7 @@ def test_oversized_salt_is_rejected_locally() -> None:
 
 
 def test_wrong_secret_gets_no_reply() -> None:
-    with Pair(sender={"secret": bytes(32)}, receiver={"silence": 0.3}) as pair:
+    with Pair(sender={"secret": bytes(32)}, receiver={"idle_timeout": 0.3}) as pair:
         assert pair.answer(pair.fetch(8)).outcome == "expired"
         assert pair.sender.stats().dropped_frames > 0
         assert pair.sender.stats().leases == 0
@@ -515,7 +515,7 @@ def test_fetch_of_stuck_thread_ends_after_silence_timeout() -> None:
             gate.wait(PATIENCE)
             raise ConnectorError("too late")
 
-    with Pair(receiver={"silence": 0.3}) as pair:
+    with Pair(receiver={"idle_timeout": 0.3}) as pair:
         pair.connector.inbox = Stuck
         numbers = [pair.fetch(8), pair.fetch(8, salt="another")]
         began = time.monotonic()
@@ -536,7 +536,7 @@ def test_stuck_thread_does_not_pin_blocks_of_a_send(monkeypatch: pytest.MonkeyPa
             raise ConnectorError("too late")
 
     monkeypatch.setattr(sender_module, "_STUCK_SECONDS", 1.0)
-    with Pair(receiver={"silence": 0.3}) as pair:
+    with Pair(receiver={"idle_timeout": 0.3}) as pair:
         pair.connector.outbox = Stuck
         pair.fetch(12)
         pair.until(lambda: len(pair.prefill.pinned) > 0)
@@ -550,7 +550,7 @@ def test_stuck_thread_does_not_pin_blocks_of_a_send(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_refused_connection_is_lost_immediately(host: str) -> None:
     cache = ScriptedCache()
-    receiver = make_receiver(cache, silence=60.0)
+    receiver = make_receiver(cache, idle_timeout=60.0)
     decode = Fetches(receiver, cache)
     try:
         numbers = [decode.fetch(f"{host}:{closed_port()}", 8) for _ in range(3)]
@@ -564,7 +564,7 @@ def test_refused_connection_is_lost_immediately(host: str) -> None:
 @pytest.mark.parametrize("peer", ["nowhere", "127.0.0.1:99999", "no.such.host.invalid:1000", ":", "a b:1"])
 def test_unroutable_address_is_lost(peer: str) -> None:
     cache = ScriptedCache()
-    receiver = make_receiver(cache, silence=60.0)
+    receiver = make_receiver(cache, idle_timeout=60.0)
     decode = Fetches(receiver, cache)
     try:
         number = decode.fetch(peer, 8)

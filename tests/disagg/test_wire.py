@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fd_core.disagg import messages as m
 from fd_core.disagg.lease import MAX_WINDOW
-from fd_core.disagg.wire import Unfit, Unsealed, Wire
+from fd_core.disagg.wire import AuthenticationError, InvalidMessage, Wire
 from fd_core.kv.stores.envelope import Damaged, Envelope
 from fd_core.types import PrefillJob
 
@@ -30,7 +30,7 @@ from_prefill = st.one_of(
     st.builds(m.Refuse, leases, texts),
     st.builds(m.KVPiece, leases, numbers, digests, st.binary(max_size=1024)),
     st.builds(m.Commit, leases, st.integers(1, 2**31 - 1), digests),
-    st.builds(m.Alive, leases),
+    st.builds(m.Heartbeat, leases),
     st.builds(m.AbortLease, leases, texts),
 )
 from_decode = st.one_of(
@@ -48,7 +48,7 @@ from_decode = st.one_of(
     ),
     st.builds(m.Credit, leases, numbers),
     st.builds(m.Confirm, leases),
-    st.builds(m.Alive, leases),
+    st.builds(m.Heartbeat, leases),
     st.builds(m.AbortLease, leases, texts),
 )
 
@@ -63,9 +63,9 @@ def test_messages_round_trip(request: m.FromDecode, answer: m.FromPrefill) -> No
 @settings(deadline=None)
 @given(from_decode, from_prefill)
 def test_reflected_messages_are_rejected(request: m.FromDecode, answer: m.FromPrefill) -> None:
-    with pytest.raises(Unsealed):
+    with pytest.raises(AuthenticationError):
         WIRE.open_from_prefill(WIRE.seal_from_decode(request))
-    with pytest.raises(Unsealed):
+    with pytest.raises(AuthenticationError):
         WIRE.open_from_decode(WIRE.seal_from_prefill(answer))
 
 
@@ -73,7 +73,7 @@ def test_reflected_messages_are_rejected(request: m.FromDecode, answer: m.FromPr
 @given(st.binary(max_size=300))
 def test_garbage_fails_authentication(frame: bytes) -> None:
     for read in (WIRE.open_from_decode, WIRE.open_from_prefill):
-        with pytest.raises(Unsealed):
+        with pytest.raises(AuthenticationError):
             read(frame)
 
 
@@ -83,13 +83,13 @@ def test_any_flipped_bit_fails_authentication(message: m.FromDecode, data: st.Da
     frame = bytearray(WIRE.seal_from_decode(message))
     bit = data.draw(st.integers(0, 8 * len(frame) - 1))
     frame[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(Unsealed):
+    with pytest.raises(AuthenticationError):
         WIRE.open_from_decode(frame)
 
 
 def test_wrong_secret_fails_authentication() -> None:
     other = Wire(Envelope(bytes(32)), BLOCK)
-    with pytest.raises(Unsealed):
+    with pytest.raises(AuthenticationError):
         other.open_from_decode(WIRE.seal_from_decode(OPEN))
 
 
@@ -119,7 +119,7 @@ def test_sealed_garbage_is_invalid_or_within_limits(body: bytes) -> None:
         frame = b"".join(Envelope(SECRET).seal(key, body))
         try:
             message = read(frame)
-        except Unfit as invalid:
+        except InvalidMessage as invalid:
             assert invalid.lease in (None, LEASE) or len(invalid.lease) == 32
         else:
             assert len(message.lease) == 32
@@ -127,7 +127,7 @@ def test_sealed_garbage_is_invalid_or_within_limits(body: bytes) -> None:
 
 def test_deeply_nested_body_is_invalid() -> None:
     frame = b"".join(Envelope(SECRET).seal(b"fd_core/decode", b"\x91" * 50_000 + b"\xc0"))
-    with pytest.raises(Unfit):
+    with pytest.raises(InvalidMessage):
         WIRE.open_from_decode(frame)
 
 
@@ -142,7 +142,7 @@ BEYOND = {
     "huge window": {"window": MAX_WINDOW + 1},
     "negative number of held blocks": {"held_blocks": -1},
     "no blocks wanted": {"held_blocks": 3},
-    "no silence": {"silence": float("nan")},
+    "no silence": {"idle_timeout": float("nan")},
     "address": {"address": bytes(4097)},
     "connector": {"connector": "x" * 65},
     "salt": {"cache_salt": "x" * 1025},
@@ -159,9 +159,9 @@ def test_messages_beyond_limits_are_not_sent_or_received(change: dict[str, objec
     others = {name: value for name, value in change.items() if name not in of_job}
     message = msgspec.structs.replace(OPEN, job=msgspec.structs.replace(JOB, **of_job), **others)
     frame = b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(message)))
-    with pytest.raises(Unfit) as received:
+    with pytest.raises(InvalidMessage) as received:
         WIRE.open_from_decode(frame)
-    with pytest.raises(Unfit):
+    with pytest.raises(InvalidMessage):
         WIRE.check(message)
     assert received.value.lease == (None if "lease" in change else LEASE)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from fd_core.disagg.decode.lease import DecodeLease
 from fd_core.disagg.kv_compatibility import KVCompatibility
-from fd_core.disagg.lease import Action, DecodeEnd, PrefillEnd, Say, SendPiece, TakePiece, wanted
+from fd_core.disagg.lease import Action, DecodeEnd, PrefillEnd, SendMessage, SendPiece, TakePiece, requested_pieces
 from fd_core.disagg.messages import (
     AbortLease,
     Accept,
@@ -45,11 +45,11 @@ LAST_AT_PREFILL: dict[str, tuple[type, ...]] = {
 }
 
 
-def opening(number: int, blocks: int, *, first: int = 0, window: int = 2, silence: float = SILENCE) -> Open:
+def opening(number: int, blocks: int, *, first: int = 0, window: int = 2, idle_timeout: float = SILENCE) -> Open:
     """Request `blocks` blocks from index `first` on; the last one is partial."""
     tokens = (first + blocks) * COMPATIBILITY.block_size - 1
     job = PrefillJob(bytes(4 * tokens), first, lease=f"{number:032x}")
-    return Open(job, COMPATIBILITY, window, silence, "tcp", b"")
+    return Open(job, COMPATIBILITY, window, idle_timeout, "tcp", b"")
 
 
 def content(lease: str, index: int) -> bytes:
@@ -112,7 +112,7 @@ class Owed:
 
     @property
     def unfinished(self) -> bool:
-        return self.running and self.computed < len(wanted(self.opening))
+        return self.running and self.computed < len(requested_pieces(self.opening))
 
 
 class World:
@@ -137,9 +137,9 @@ class World:
 
     # The decode side ---------------------------------------------------------------------------------------------
 
-    def open(self, blocks: int, *, first: int = 0, window: int = 2, silence: float = SILENCE) -> str:
+    def open(self, blocks: int, *, first: int = 0, window: int = 2, idle_timeout: float = SILENCE) -> str:
         self.number += 1
-        message = opening(self.number, blocks, first=first, window=window, silence=silence)
+        message = opening(self.number, blocks, first=first, window=window, idle_timeout=idle_timeout)
         lease = DecodeLease(message, longest=self.longest, now=self.now)
         self.decode[message.lease] = Leased(message, lease, self.now, self.now)
         self.flying.append(Packet(False, message))
@@ -151,7 +151,7 @@ class World:
         for action in actions:
             assert self.decode.get(name) is side, "an action after the end"
             match action:
-                case Say(message=message):
+                case SendMessage(message=message):
                     assert message.lease == name
                     if isinstance(message, Credit):
                         assert message.taken == len(side.blocks)
@@ -171,7 +171,7 @@ class World:
     def may_end(self, side: Leased, outcome: str) -> None:
         name = side.opening.lease
         if outcome == "transferred":
-            assert side.blocks == {index: content(name, index) for index in wanted(side.opening)}
+            assert side.blocks == {index: content(name, index) for index in requested_pieces(side.opening)}
             assert side.lease.cached == 1
         elif outcome == "expired":
             assert self.over(side)
@@ -182,9 +182,9 @@ class World:
 
     def over(self, side: Leased) -> bool:
         """Return True if a lease exceeded its maximum, its silence timeout, or the wait for a piece sent earlier."""
-        silence = side.opening.silence
-        stuck = not side.taking and self.now >= side.moved + silence
-        return stuck or self.now >= min(side.begun + self.longest, side.last_received + silence)
+        idle_timeout = side.opening.idle_timeout
+        stuck = not side.taking and self.now >= side.moved + idle_timeout
+        return stuck or self.now >= min(side.begun + self.longest, side.last_received + idle_timeout)
 
     def copy(self, side: Leased, which: int) -> None:
         """Check a received piece and write it to its block, unless the lease has ended."""
@@ -209,7 +209,7 @@ class World:
         assert isinstance(message, FromPrefill)
         for late in self.closed_decode:
             if late.opening.lease == message.lease:
-                assert late.lease.heard(message, self.now) == []
+                assert late.lease.receive(message, self.now) == []
         side = self.decode.get(message.lease)
         if side is None:
             if not isinstance(message, AbortLease | Refuse):
@@ -220,11 +220,11 @@ class World:
         side.refused |= isinstance(message, Refuse)
         if isinstance(message, Commit) and side.moved == math.inf:
             side.moved = self.now
-        actions = side.lease.heard(message, self.now)
+        actions = side.lease.receive(message, self.now)
         if actions and isinstance(takes := actions[0], TakePiece):
             assert actions == [TakePiece(message)]
             assert side.lease.outcome is None
-            assert takes.piece.index in wanted(side.opening)
+            assert takes.piece.index in requested_pieces(side.opening)
             assert takes.piece.index not in side.blocks
             assert takes.piece.index not in [piece.index for piece, _ in side.taking]
             side.taking.append((takes.piece, packet.payload))
@@ -243,16 +243,20 @@ class World:
         for action in actions:
             assert self.prefill.get(name) is side, "an action after the end"
             match action:
-                case Say(message=message):
+                case SendMessage(message=message):
                     assert message.lease == name
                     if isinstance(message, Accept):
                         assert side.accepted
                     if isinstance(message, Commit):
-                        assert not side.running and side.sent == len(wanted(side.opening))
+                        assert not side.running and side.sent == len(requested_pieces(side.opening))
                     if not isinstance(message, KVPiece):  # `put` sends these with their payload
                         self.flying.append(Packet(True, message))
                 case SendPiece(index=index):
-                    assert wanted(side.opening).start <= index < wanted(side.opening).start + side.computed
+                    assert (
+                        requested_pieces(side.opening).start
+                        <= index
+                        < requested_pieces(side.opening).start + side.computed
+                    )
                     side.puts.append(index)
                     side.issued += 1
                     assert side.issued - side.credit <= side.opening.window
@@ -268,12 +272,12 @@ class World:
         assert (side.lease.ended is None) == (self.prefill.get(name) is side)
 
     def may_end_at_prefill(self, side: Owed, end: str) -> None:
-        silence = side.opening.silence
+        idle_timeout = side.opening.idle_timeout
         if end == "confirmed":
             assert side.confirmed and self.outcomes[side.opening.lease] == "transferred"
         elif end == "expired":
-            silent = self.now >= side.last_received + silence
-            stuck = side.sent > side.credit and self.now >= side.moved + silence
+            silent = self.now >= side.last_received + idle_timeout
+            stuck = side.sent > side.credit and self.now >= side.moved + idle_timeout
             assert self.now >= side.begun + self.longest or silent or stuck
         else:
             why = {"aborted": side.aborted, "failed": side.broken, "gave_up": side.gave_up}
@@ -284,7 +288,7 @@ class World:
         assert isinstance(message, FromDecode)
         for late in self.closed_prefill:
             if late.opening.lease == message.lease:
-                assert late.lease.heard(message, self.now) == []
+                assert late.lease.receive(message, self.now) == []
         side = self.prefill.get(message.lease)
         if side is None:
             if isinstance(message, Open):
@@ -298,7 +302,7 @@ class World:
         if isinstance(message, Credit) and min(message.taken, side.sent) > side.credit:
             side.credit = min(message.taken, side.sent)
             side.moved = self.now
-        self.at_prefill(side, side.lease.heard(message, self.now))
+        self.at_prefill(side, side.lease.receive(message, self.now))
 
     def order(self, message: Open) -> None:
         self.incarnations[message.lease] += 1
@@ -316,7 +320,7 @@ class World:
 
     def compute(self, side: Owed, count: int) -> None:
         """Compute blocks of an accepted request; the last one finishes it."""
-        pieces = wanted(side.opening)
+        pieces = requested_pieces(side.opening)
         if not (self.working and side.accepted and side.unfinished):
             return
         first = pieces.start + side.computed
@@ -328,7 +332,7 @@ class World:
             self.at_prefill(side, side.lease.finished(side.opening.job.num_tokens, 1, self.now))
 
     def replay_computed(self, side: Owed) -> None:
-        self.at_prefill(side, side.lease.ready(0, wanted(side.opening).start + side.computed))
+        self.at_prefill(side, side.lease.ready(0, requested_pieces(side.opening).start + side.computed))
 
     def finish_early(self, side: Owed) -> None:
         """End an incomplete request as if it were complete."""
@@ -348,7 +352,7 @@ class World:
         side.sent += 1
         side.moved = self.now
         actions = side.lease.put(index, digest, b"", self.now)
-        assert actions[0] == Say(KVPiece(name, index, digest, b""))
+        assert actions[0] == SendMessage(KVPiece(name, index, digest, b""))
         self.flying.append(Packet(True, KVPiece(name, index, digest, b""), value))
         self.at_prefill(side, actions)
 
@@ -363,7 +367,7 @@ class World:
     def give_up(self, side: Owed) -> None:
         if side.running:
             side.gave_up = True
-            self.at_prefill(side, side.lease.gave_up("out of room"))
+            self.at_prefill(side, side.lease.abandon("out of room"))
 
     # Crashes -----------------------------------------------------------------------------------------------------
 
@@ -402,7 +406,7 @@ class World:
         self.flying.clear()
         for leased in [*self.decode.values()]:
             leased.lost = True
-            self.at_decode(leased, leased.lease.gone("disconnected"))
+            self.at_decode(leased, leased.lease.disconnected("disconnected"))
         for owed in [*self.prefill.values()]:
             owed.broken = True
             self.at_prefill(owed, owed.lease.failed("disconnected"))
@@ -425,11 +429,11 @@ class World:
             actions = owed.lease.tick(self.now, working=self.working)
             assert due or actions == []
             if not self.working and owed.running:
-                assert [action for action in actions if isinstance(action, Say)] == [] or owed.lease.ended
+                assert [action for action in actions if isinstance(action, SendMessage)] == [] or owed.lease.ended
             self.at_prefill(owed, actions)
-            silence = owed.opening.silence
-            stuck = owed.sent > owed.credit and self.now >= owed.moved + silence
-            expired = stuck or self.now >= min(owed.begun + self.longest, owed.last_received + silence)
+            idle_timeout = owed.opening.idle_timeout
+            stuck = owed.sent > owed.credit and self.now >= owed.moved + idle_timeout
+            expired = stuck or self.now >= min(owed.begun + self.longest, owed.last_received + idle_timeout)
             assert owed.lease.ended == ("expired" if expired else None)
             assert owed.lease.next_tick > self.now
             assert owed.lease.tick(self.now, working=self.working) == []
@@ -478,7 +482,7 @@ class World:
 
 
 def sent_types(actions: list[Action]) -> tuple[type, ...]:
-    return tuple(type(action.message) for action in actions if isinstance(action, Say))
+    return tuple(type(action.message) for action in actions if isinstance(action, SendMessage))
 
 
 def replace_digest(piece: KVPiece, payload: bytes) -> KVPiece:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from fd_core.effects.operations import Cancel, Effect, Found, GiveUp, Lookup, Save, Saved, Send, Sent
+from fd_core.effects.operations import AbandonLease, Cancel, Effect, Found, Lookup, Save, Saved, Send, Sent
 from fd_core.effects.port import CompletionQueue, EffectPort, JoinedEffectPort
 
 NO_BLOCKS = np.zeros(0, np.int32)
@@ -39,8 +39,8 @@ def queue() -> CompletionQueue:
 
 
 def test_effects_reach_their_port_in_order(queue) -> None:
-    offload, transfer = RecordingPort(queue, Lookup, Save), RecordingPort(queue, Send, GiveUp)
-    effects = [Lookup(1, ()), Send(2, "lease", 0, NO_BLOCKS), GiveUp("lease"), Save(3, (), NO_BLOCKS, True)]
+    offload, transfer = RecordingPort(queue, Lookup, Save), RecordingPort(queue, Send, AbandonLease)
+    effects = [Lookup(1, ()), Send(2, "lease", 0, NO_BLOCKS), AbandonLease("lease"), Save(3, (), NO_BLOCKS, True)]
     joined = JoinedEffectPort(queue, offload, transfer)
     joined.perform(effects)
     assert offload.performed == [effects[0], effects[3]]
@@ -57,8 +57,8 @@ def test_cancel_reaches_both_ports(queue) -> None:
 def test_effect_without_port_is_rejected(queue) -> None:
     joined = JoinedEffectPort(queue, RecordingPort(queue, Lookup), None)
     joined.perform([Cancel(1)])
-    with pytest.raises(ValueError, match="no port of this engine performs GiveUp"):
-        joined.perform([GiveUp("lease")])
+    with pytest.raises(ValueError, match="no port of this engine performs AbandonLease"):
+        joined.perform([AbandonLease("lease")])
     port = JoinedEffectPort(queue, None, None)
     assert (port.completions(), port.stats()) == ([], (None, None, None))
     with pytest.raises(ValueError, match="no port of this engine performs Lookup"):

@@ -7,7 +7,7 @@ from fd_core.types import RequestSpec
 from tests.engine.helpers import golden
 
 
-class KnowingDrafter(drafting.KnowingDrafter):
+class OracleDrafter(drafting.OracleDrafter):
     """Drafts from the golden texts, with a given share of wrong tokens."""
 
     def __init__(self, num_slots: int, specs: list[RequestSpec], wrong: float, seed: int) -> None:

@@ -14,7 +14,19 @@ import msgspec
 import numpy as np
 
 from fd_core.backends.null import running_hashes
-from fd_core.effects.operations import Cancel, Effect, Effects, Fetch, Fetched, GiveUp, Load, Lookup, Save, Send, Sent
+from fd_core.effects.operations import (
+    AbandonLease,
+    Cancel,
+    Effect,
+    Effects,
+    Fetch,
+    Fetched,
+    Load,
+    Lookup,
+    Save,
+    Send,
+    Sent,
+)
 from fd_core.engine.core import Engine
 from fd_core.testing.stepping.texts import Texts
 from fd_core.types import IntArray, PrefillOutcome, RequestSpec, SamplingParams
@@ -146,7 +158,7 @@ class Pair:
             case Send():
                 assert worker is self.prefill
                 self._take_send(effect)
-            case GiveUp():
+            case AbandonLease():
                 assert worker is self.prefill
                 lease = self._named(effect.lease)
                 lease.ends += 1

@@ -22,7 +22,7 @@ from fd_core.testing.stepping.drafting import speculation
 from fd_core.testing.stepping.texts import greedy
 from fd_core.types import RequestSpec
 from tests.engine.helpers import null_engine
-from tests.engine.knowing import KnowingDrafter
+from tests.engine.knowing import OracleDrafter
 
 __all__ = ["SMALL", "How", "Stepper", "greedy", "scripted", "small_engine"]
 
@@ -32,7 +32,7 @@ def small_engine(specs: list[RequestSpec], k: int = 0, wrong: float = 0.0, seed:
     values: dict[str, Any] = {**SMALL, "speculative": speculation(k), **settings}
     engine = null_engine(**values)
     if k:
-        engine.probe().runner.drafter = KnowingDrafter(values["max_num_seqs"], specs, wrong, seed)
+        engine.probe().runner.drafter = OracleDrafter(values["max_num_seqs"], specs, wrong, seed)
     return engine
 
 

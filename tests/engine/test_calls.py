@@ -11,7 +11,7 @@ import pytest
 
 from fd_core.config import EngineConfig
 from fd_core.engine.building.builder import load_engine
-from fd_core.structured.grammar import CallAsked, CallsForm
+from fd_core.structured.grammar import CallsConstraint, RequestedCall
 from fd_core.testing.models.checkpoints import LONG_CASE, write_checkpoint
 from fd_core.text.parsing.contract import ToolParser
 from fd_core.text.parsing.formats.harmony import HarmonyTools
@@ -47,10 +47,10 @@ def test_tool_calls_of_random_model_satisfy_their_schemas(parser: type[ToolParse
     config_file = model / "config.json"
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"eos_token_id": END}))
     words.backend.save(str(model / "tokenizer.json"))
-    calls = [CallAsked(parser.form(name), schema, name) for name, schema in SCHEMAS.items()]  # type: ignore[arg-type]
+    calls = [RequestedCall(parser.form(name), schema, name) for name, schema in SCHEMAS.items()]  # type: ignore[arg-type]
     control = words.control_tokens
     forms = [
-        CallsForm(calls=some, control_tokens=control, is_demanded=True, markers=parser.markers)
+        CallsConstraint(calls=some, control_tokens=control, is_demanded=True, markers=parser.markers)
         for some in (calls, calls[:1])
     ]
     made = [form.grammar("tools") for form in forms]

@@ -13,7 +13,7 @@ from fd_core.errors import BadRequest, ConfigError, ModelError
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import merge_adapter, write_adapter
 from fd_core.testing.models.checkpoints import write_checkpoint
-from fd_core.testing.stepping.drafting import KnowingDrafter, speculation
+from fd_core.testing.stepping.drafting import OracleDrafter, speculation
 from fd_core.testing.stepping.stepper import parts_of
 from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import Pooling
@@ -109,7 +109,7 @@ def test_preempted_request_keeps_its_adapter(folder, merged, keep):
 def test_drafts_do_not_change_adapter_texts(folder, merged, wrong):
     engine = make_engine(folder, "one", "two", speculative=speculation(3), pipeline_depth=1)
     prompts = {spec.request_id: spec.prompt for _, spec in specs_for(NAMES)}
-    engine.probe().runner.drafter = KnowingDrafter(
+    engine.probe().runner.drafter = OracleDrafter(
         engine.info.max_num_seqs,
         [[*prompts[name], *text] for name, text in merged.items() if name[:4] == "None"],
         wrong,

@@ -16,7 +16,7 @@ from fd_core.errors import PluginError
 from fd_core.runner import observing
 from fd_core.runner.observing import SampledStep
 from tests.engine.helpers import golden, null_engine, random_specs, run
-from tests.engine.knowing import KnowingDrafter
+from tests.engine.knowing import OracleDrafter
 from tests.plugin_sites import GOOD, Site
 
 SPECS = random_specs(8, seed=5)
@@ -60,7 +60,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 def test_observer_sees_all_sampled_and_draft_tokens(load: Load, depth: int) -> None:
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, cheap_tokens=1000)
     engine, observer = load(speculative=speculative, num_kv_blocks=30, pipeline_depth=depth)
-    engine.probe().runner.drafter = KnowingDrafter(8, SPECS, 0.3, 0)
+    engine.probe().runner.drafter = OracleDrafter(8, SPECS, 0.3, 0)
     assert run(engine, SPECS).tokens == golden(SPECS)
     engine.close()
     stats = engine.stats()

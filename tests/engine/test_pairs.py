@@ -186,7 +186,7 @@ def test_preempted_prefill_resumes_sending_after_sent_blocks() -> None:
     assert lease.num_offered >= num_offered
     assert pair.run().tokens == golden([LONG])
     assert pair.outcomes == ["transferred"]
-    assert pair.prefill.probe.residencies.counters.preemptions == 1
+    assert pair.prefill.probe.running_batch.counters.preemptions == 1
     assert pair.prefill.texts.tokens["direct"] == golden([direct])["direct"]
 
 
@@ -219,7 +219,7 @@ def test_blocks_being_read_are_awaited_before_preempting() -> None:
     assert pair.prefill.plan() is None, "it needs a block that will be freed"
     assert pair.run().tokens == golden([LONG])
     assert pair.prefill.texts.tokens["other"] == golden([other])["other"]
-    assert not pair.prefill.probe.residencies.counters.preemptions
+    assert not pair.prefill.probe.running_batch.counters.preemptions
 
 
 def test_offloaded_prefix_is_sent_once_loaded() -> None:

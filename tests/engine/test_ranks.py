@@ -33,7 +33,7 @@ from fd_core.testing.stepping.drafting import speculation
 from fd_core.types import StepOutput
 from tests.engine.clients.test_process import until
 from tests.engine.helpers import Texts, golden, null_engine, random_specs, run
-from tests.engine.knowing import KnowingDrafter
+from tests.engine.knowing import OracleDrafter
 from tests.engine.stepping import greedy
 from tests.engine.test_restarts import opened, read, run_test
 from tests.models.loading.tiny_gguf import LLAMA, write_gguf
@@ -66,7 +66,7 @@ def test_ranks_generate_golden_texts_under_pressure(k: int) -> None:
     engine = null_engine(num_kv_blocks=26, pipeline_depth=2, speculative=speculation(k), **TWO)
     try:
         if k:
-            engine.probe().runner.drafter = KnowingDrafter(8, SPECS, wrong=0.3, seed=1)
+            engine.probe().runner.drafter = OracleDrafter(8, SPECS, wrong=0.3, seed=1)
         assert run(engine, SPECS[:12]).tokens == golden(SPECS[:12])
         stats = engine.stats().scheduler
         assert stats.counters.preemptions > 0
@@ -255,7 +255,7 @@ def test_idle_ranks_answer_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(engine, SPECS[:3]).tokens == golden(SPECS[:3])
         for _ in range(400):
             engine.step()
-            if not runner.ranks._unheard:
+            if not runner.ranks._unchecked:
                 break
             time.sleep(0.05)
         else:
@@ -326,9 +326,9 @@ import threading
 import time
 import msgspec, zmq
 from fd_core.engine.process.messages import Fault
-from fd_core.engine.ranks.messages import LOOK, RankDoor, RankLoaded, RankReady, StepDigest, decode_order
+from fd_core.engine.ranks.messages import LIVENESS_CHECK, RankEndpoint, RankLoaded, RankReady, StepDigest, decode_order
 socket = zmq.Context().socket(zmq.PAIR)
-socket.connect(msgspec.json.decode(os.environ["FD_RANK_DOOR"], type=RankDoor).steps)
+socket.connect(msgspec.json.decode(os.environ["FD_RANK_ENDPOINT"], type=RankEndpoint).steps)
 socket.recv()
 send = lambda message: socket.send(msgspec.msgpack.encode(message))
 {script}

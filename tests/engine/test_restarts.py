@@ -279,7 +279,7 @@ def test_requests_fail_when_restart_fails(faults: Faults, monkeypatch: pytest.Mo
                 async for _ in stream:
                     pass
             assert not client.alive
-            assert client.gone and not client.healthy and client.start_failures == 2
+            assert client.permanently_failed and not client.healthy and client.start_failures == 2
             for use in (client.abort_all, lambda: client.submit(SPECS[0])):
                 with pytest.raises(EngineDead, match="restart the server"):
                     use()
@@ -290,7 +290,7 @@ def test_requests_fail_when_restart_fails(faults: Faults, monkeypatch: pytest.Mo
 def test_engine_recovers_after_requests_gave_up(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     faults.arm("load")
     monkeypatch.setattr(clients, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(clients, "_PATIENCE", 1)
+    monkeypatch.setattr(clients, "_MAX_FAILED_STARTS", 1)
 
     async def main() -> None:
         async with opened(restart_attempts=0) as client:
@@ -301,7 +301,7 @@ def test_engine_recovers_after_requests_gave_up(faults: Faults, monkeypatch: pyt
                     pass
             with pytest.raises(EngineDead, match="the server keeps trying"):
                 client.submit(LONG)
-            assert not client.healthy and not client.gone
+            assert not client.healthy and not client.permanently_failed
             faults.arm()
             async with asyncio.timeout(60):
                 while not client.alive:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fd_core.config import SpeculativeConfig
 from fd_core.engine.core import Engine
 from tests.engine.helpers import golden, null_engine, random_specs, run
-from tests.engine.knowing import KnowingDrafter
+from tests.engine.knowing import OracleDrafter
 
 SPECS = random_specs(16, seed=5)
 
@@ -18,7 +18,7 @@ def speculating(k: int, wrong: float, seed: int = 0, **changes: object) -> Engin
     engine = null_engine(
         speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000), **changes
     )
-    engine.probe().runner.drafter = KnowingDrafter(int(changes.get("max_num_seqs", 8)), SPECS, wrong, seed)
+    engine.probe().runner.drafter = OracleDrafter(int(changes.get("max_num_seqs", 8)), SPECS, wrong, seed)
     return engine
 
 

@@ -191,13 +191,13 @@ def test_idle_stages_answer_heartbeats(folder: Path, monkeypatch: pytest.MonkeyP
         runner = engine.probe().runner
         assert isinstance(runner, leading.LeadingRunner)
         runner.check()
-        if not runner.ranks._unheard:  # received the reply to an earlier heartbeat, of a slow run
+        if not runner.ranks._unchecked:  # received the reply to an earlier heartbeat, of a slow run
             runner.check()
-        assert runner.ranks._unheard == {1}
+        assert runner.ranks._unchecked == {1}
         for _ in range(600):
             monkeypatch.setattr(leading, "_IDLE_SECONDS", 1000.0)  # no further heartbeat
             runner.check()
-            if not runner.ranks._unheard:
+            if not runner.ranks._unchecked:
                 break
             time.sleep(0.05)
         else:

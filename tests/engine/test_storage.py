@@ -77,7 +77,7 @@ def test_preempted_request_resumes_from_loaded_blocks(how: How, loads_something:
     counters = stepper.probe.offloading.counters
     assert (counters.loaded_tokens > 0) == loads_something
     assert stepper.run(1).tokens == golden([LONG])
-    assert stepper.probe.residencies.counters.recomputed_tokens < 60 - counters.loaded_tokens
+    assert stepper.probe.running_batch.counters.recomputed_tokens < 60 - counters.loaded_tokens
 
 
 @pytest.mark.law("3.2")
@@ -181,8 +181,8 @@ def test_stored_blocks_are_saved_again_only_after_lookup_miss() -> None:
     assert offloading.save(request, keys, blocks) is not None
     assert offloading.save(request, keys, blocks) is None
     assert [len(effect.keys) for effect in operations.take()[0] if isinstance(effect, Save)] == [3]
-    request.asked_store = False
-    offloading.ask(request, keys)
+    request.lookup_issued = False
+    offloading.start_lookup(request, keys)
     (lookup_effect,), _ = operations.take()
     offloading.found(Found(lookup_effect.operation, 0, 1))  # type: ignore[union-attr]  # a lookup
     offloading.save(request, keys, blocks)
@@ -222,10 +222,10 @@ def test_only_settled_blocks_of_victim_are_saved() -> None:
     assert slot is not None
     settled = int(stepper.probe.slots.num_settled[slot]) // stepper.limits.block_size
     assert settled < stepper.probe.slots.num_blocks[slot], "a prefill is in flight"
-    residencies, operations = stepper.probe.residencies, stepper.probe.operations
-    assert residencies._save(slot, stepper.probe.requests["long"]) is None
+    running_batch, operations = stepper.probe.running_batch, stepper.probe.operations
+    assert running_batch._save(slot, stepper.probe.requests["long"]) is None
     stepper.answer()
-    residencies._save(slot, stepper.probe.requests["long"])
+    running_batch._save(slot, stepper.probe.requests["long"])
     (saved,), _ = operations.take()
     assert isinstance(saved, Save)
     assert len(saved.keys) == int(stepper.probe.slots.num_settled[slot]) // stepper.limits.block_size > 0

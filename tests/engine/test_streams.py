@@ -30,16 +30,16 @@ class Client(SingleEngineClient):
     def start_epoch(self, epoch: int) -> None:
         engine = null_engine()
         engine.close()
-        self._came_up(msgspec.structs.replace(engine.info, epoch=epoch))
+        self._engine_ready(msgspec.structs.replace(engine.info, epoch=epoch))
 
     def receive(self, epoch: int, *deltas: Delta) -> None:
         self._dispatch(StepEvents(list(deltas), epoch=epoch))
 
     def die(self) -> None:
-        self._went_away("it died")
+        self._engine_lost("it died")
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        self._went_down("closed")
+        self._fail_all("closed")
 
     def _send(self, message: ClientMessage) -> None:
         self.sent.append(message)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
 from tests.faults.pressed import Pressed, no_leaks, until
@@ -73,15 +73,15 @@ def shards_replaced_by_links(folder: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fault", "reason", "still_loads"),
     [
-        (full, Trouble.FULL, True),
-        (lambda folder: mounted(folder, "ro"), Trouble.READ_ONLY, True),
-        (replaced_by_a_file, Trouble.UNREACHABLE, False),
-        (shards_replaced_by_links, Trouble.MALFORMED, False),
+        (full, FailureReason.FULL, True),
+        (lambda folder: mounted(folder, "ro"), FailureReason.READ_ONLY, True),
+        (replaced_by_a_file, FailureReason.UNREACHABLE, False),
+        (shards_replaced_by_links, FailureReason.MALFORMED, False),
     ],
     ids=["full", "read-only", "a file instead", "planted links"],
 )
 def test_engine_survives_folder_faults(
-    tmp_path: Path, secret: Path, fault: Fault, reason: Trouble, still_loads: bool
+    tmp_path: Path, secret: Path, fault: Fault, reason: FailureReason, still_loads: bool
 ) -> None:
     folder = tmp_path / "kv"
     location = f"disk:{folder}?max_bytes=1000000"
@@ -122,7 +122,11 @@ def test_folder_deleted_while_requests_run_is_recreated(tmp_path: Path, secret: 
         for number in range(2):
             engine.round(f"{number}", busy=lambda: shutil.rmtree(folder, ignore_errors=True))
         engine.recover()
-        assert set(engine.calm().store_errors) <= {Trouble.UNREACHABLE, Trouble.MALFORMED, Trouble.OTHER}
+        assert set(engine.calm().store_errors) <= {
+            FailureReason.UNREACHABLE,
+            FailureReason.MALFORMED,
+            FailureReason.OTHER,
+        }
         engine.close()
 
 

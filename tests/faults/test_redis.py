@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 from tests.faults.pressed import SOON, SPECS, Pressed, no_leaks
 from tests.faults.proxy import Proxy
 from tests.faults.raw_stores import on_server
@@ -29,17 +29,17 @@ def detached_replica(server: Any) -> Iterator[None]:
         server.back_door.replicaof("no", "one")
 
 
-def faulty(server: Any, reason: Trouble) -> AbstractContextManager[object]:
+def faulty(server: Any, reason: FailureReason) -> AbstractContextManager[object]:
     from door import Door
 
-    return detached_replica(server) if reason is Trouble.READ_ONLY else Door(server).fault(reason)
+    return detached_replica(server) if reason is FailureReason.READ_ONLY else Door(server).fault(reason)
 
 
 def check_fault(
     location: str,
     secret: Path,
     fault: Callable[[], AbstractContextManager[object]],
-    reasons: set[Trouble],
+    reasons: set[FailureReason],
     *,
     waits: float = 10.0,
     seconds: float = 0.5,
@@ -76,14 +76,14 @@ def check_fault(
 @pytest.mark.parametrize(
     ("reason", "labels", "still_loads"),
     [
-        (Trouble.UNREACHABLE, {Trouble.UNREACHABLE}, False),
-        (Trouble.FULL, {Trouble.FULL}, True),
-        (Trouble.READ_ONLY, {Trouble.READ_ONLY}, True),
-        (Trouble.DENIED, {Trouble.DENIED}, False),
+        (FailureReason.UNREACHABLE, {FailureReason.UNREACHABLE}, False),
+        (FailureReason.FULL, {FailureReason.FULL}, True),
+        (FailureReason.READ_ONLY, {FailureReason.READ_ONLY}, True),
+        (FailureReason.DENIED, {FailureReason.DENIED}, False),
     ],
 )
 def test_engine_survives_redis_faults(
-    redis_server: Any, secret: Path, reason: Trouble, labels: set[Trouble], still_loads: bool
+    redis_server: Any, secret: Path, reason: FailureReason, labels: set[FailureReason], still_loads: bool
 ) -> None:
     fault = lambda: faulty(redis_server, reason)  # noqa: E731 - each use needs a new context manager
     check_fault(redis_server.unix_url, secret, fault, labels, still_loads=still_loads)
@@ -93,7 +93,9 @@ def test_engine_survives_redis_faults(
     "seconds", [SERVER_STOPS_SECONDS, pytest.param(5.0, marks=pytest.mark.soak)], ids=["for 2 s", "for 5 s"]
 )
 def test_engine_survives_a_stopped_redis(redis_server: Any, secret: Path, seconds: float) -> None:
-    check_fault(redis_server.unix_url, secret, redis_server.frozen, {Trouble.TIMEOUT}, waits=SOON, seconds=seconds)
+    check_fault(
+        redis_server.unix_url, secret, redis_server.frozen, {FailureReason.TIMEOUT}, waits=SOON, seconds=seconds
+    )
 
 
 @pytest.mark.parametrize(("pause", "piece"), [(60.0, 65536), (0.05, 4)], ids=["silent", "80 bytes a second"])
@@ -102,7 +104,7 @@ def test_operations_time_out_on_a_stalled_connection(
 ) -> None:
     location = f"redis://127.0.0.1:{proxy.port}/0"
     fault = lambda: proxy.answering(pause=pause, piece=piece)  # noqa: E731 - each use needs a new context manager
-    check_fault(location, secret, fault, {Trouble.TIMEOUT}, waits=SOON)
+    check_fault(location, secret, fault, {FailureReason.TIMEOUT}, waits=SOON)
 
 
 def test_engine_survives_a_restart_that_empties_redis(redis_server: Any, secret: Path) -> None:
@@ -123,7 +125,7 @@ def test_engine_starts_without_redis(secret: Path, host: int) -> None:
         for _ in range(3):
             engine.round()
         tiers = engine.calm()
-        assert set(tiers.store_errors) == {Trouble.UNREACHABLE}
+        assert set(tiers.store_errors) == {FailureReason.UNREACHABLE}
         assert tiers.dropped_blocks > 0
         assert (tiers.loaded_blocks_host > 0) == (host > 0), "the host tier works without a store"
         assert "is unavailable" in (engine.engine.info.kv_store or "")
@@ -135,7 +137,7 @@ def test_store_is_used_once_the_password_is_right(start_redis: Any, secret: Path
     with no_leaks():
         engine = Pressed(f"unix://:wrong@{server.socket}", secret)
         engine.round()
-        assert set(engine.calm().store_errors) == {Trouble.DENIED}
+        assert set(engine.calm().store_errors) == {FailureReason.DENIED}
         server.back_door.config_set("requirepass", "wrong")
         engine.recover()
         engine.close()

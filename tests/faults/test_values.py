@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fd_core.kv.stores import envelope
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 from tests.engine.stepping import greedy, scripted
 from tests.faults.pressed import Pressed, one_value_each
 from tests.faults.raw_stores import RawStore
@@ -209,7 +209,7 @@ def test_values_of_another_type_are_misses(raw_store: RawStore, secret: Path) ->
     engine.round()
     tiers = engine.calm()
     assert not tiers.damaged
-    assert set(tiers.store_errors) <= {Trouble.MALFORMED}
+    assert set(tiers.store_errors) <= {FailureReason.MALFORMED}
     # A Redis server replaces values of another type; a folder is not replaced by a file.
     assert tiers.written_blocks > 0 or tiers.store_errors
     engine.recover()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.stores.contract import FailureReason, StoreError
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
 from tests.hostile.limits import at_length
@@ -85,7 +85,7 @@ def test_store_evicts_for_other_users_but_not_for_an_oversized_value(
     assert 60 < before <= 98
     with pytest.raises(StoreError, match="No space left") as caught:
         store.put([(key_of(300), [bytes(120 * 4096)])], 5)
-    assert caught.value.trouble is Trouble.FULL
+    assert caught.value.reason is FailureReason.FULL
     assert store.stats(5).values == before, "values were deleted for one that cannot fit"
     for number in range(100):
         # Others take up to 60 free blocks; the store continues to write.

@@ -55,7 +55,7 @@ def test_dead_engine_holds_no_blocks() -> None:
         assert client.kv_log is not None
         client._dispatch(StepEvents([], kv=(A, B)))
         assert client.kv_log.read(0) == (2, (A, B))
-        client._went_away("it died")
+        client._engine_lost("it died")
         assert client.kv_log.read(None)[1] == (Cleared(),) and client.kv_log.read(2) == (3, (Cleared(),))
         client._dispatch(StepEvents([], kv=(C,)))
         assert client.kv_log.read(3) == (3, ()), "an ended epoch published events"

@@ -23,7 +23,7 @@ class PartlyPacked(NumpyOps):
     """Pack that supports Q8_0 natively, and records its inputs."""
 
     weight_formats = frozenset({"Q8_0"})
-    expands_weights = False
+    dequantizes_weights = False
 
     def __init__(self) -> None:
         super().__init__()

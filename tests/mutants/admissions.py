@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 SCHEDULER = "scheduling/scheduler.py"
-ADMISSIONS = "scheduling/waiting/admissions.py"
+ADMISSIONS = "scheduling/waiting/admission_planner.py"
 OFFLOADING = "scheduling/operations/kv_offloading.py"
 POLICIES = "scheduling/policies.py"
 PREFIXES = "scheduling/prefixes.py"
@@ -28,20 +28,20 @@ MUTANTS = (
     mutant(
         "prefix-wait-is-unbounded",
         _WAIT,
-        (ADMISSIONS, "park(request, key, step + _PATIENCE + 2 * steps)", "park(request, key)"),
+        (ADMISSIONS, "park(request, key, step + _MAX_PREFIX_WAIT_STEPS + 2 * steps)", "park(request, key)"),
     ),
     mutant(
         "expired-prefix-wait-starts-again",
         _WAIT,
-        (ADMISSIONS, "None if request.arrival in self._impatient else self._prefixes", "self._prefixes"),
+        (ADMISSIONS, "None if request.arrival in self._prefix_wait_expired else self._prefixes", "self._prefixes"),
     ),
     mutant(
         "fetch-delays-requests-with-the-same-prompt",
         _WAIT,
         (
             ADMISSIONS,
-            "            residencies.load(slot, Phase.TRANSFER)\n            upto",
-            "            residencies.load(slot, Phase.TRANSFER)\n"
+            "            running_batch.load(slot, Phase.TRANSFER)\n            upto",
+            "            running_batch.load(slot, Phase.TRANSFER)\n"
             "            self._prefixes.announce(request, first, len(self._prefixes.keys(request)))\n"
             "            upto",
         ),
@@ -61,8 +61,8 @@ MUTANTS = (
         "1.7: abort frees everything and cancels pending operations",
         (
             SCHEDULER,
-            "            self._admissions.leave(request)\n",
-            "            self._admissions.leave(request)\n            self._operations.take()\n",
+            "            self._admission_planner.remove(request)\n",
+            "            self._admission_planner.remove(request)\n            self._operations.take()\n",
         ),
     ),
     mutant(
@@ -73,7 +73,7 @@ MUTANTS = (
     mutant(
         "save-does-not-update-host-keys",
         "5.2: readmission does not look up blocks that were just saved",
-        (OFFLOADING, "            if answer.operation in self._in_part:\n", "            if True:\n"),
+        (OFFLOADING, "            if answer.operation in self._partial_saves:\n", "            if True:\n"),
     ),
     mutant(
         "fair-charge-is-never-corrected",

@@ -6,9 +6,9 @@ from tests.mutants.mutant import mutant
 
 SCHEDULER = "scheduling/scheduler.py"
 PLANNER = "scheduling/running/planner.py"
-ADMISSIONS = "scheduling/waiting/admissions.py"
-RESIDENCIES = "scheduling/running/residencies.py"
-OUTPUTS = "scheduling/running/output_side.py"
+ADMISSIONS = "scheduling/waiting/admission_planner.py"
+RESIDENCIES = "scheduling/running/running_batch.py"
+OUTPUTS = "scheduling/running/output_processor.py"
 POOL = "kv/blocks.py"
 PREFIX = "kv/prefix.py"
 EVENTS = "types/kv_events.py"
@@ -128,7 +128,7 @@ MUTANTS = (
         "3.4: no cascade; an admission in a pass with preemption uses the victim's blocks",
         (
             PLANNER,
-            "        if draft.preempted:\n            self._times",
+            "        if builder.preempted:\n            self._times",
             "        if False:\n            self._times",
         ),
     ),

@@ -8,18 +8,20 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 PLANNER = "scheduling/running/planner.py"
-ADMISSIONS = "scheduling/waiting/admissions.py"
+ADMISSIONS = "scheduling/waiting/admission_planner.py"
 BUDGET = "scheduling/running/plan.py"
 
-_LIMIT = "        draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)\n"
-_PREFILLS = "                if draft.num_rows < len(rows):\n                    self._continue_prefills(rows, draft)\n"
-_DECODES = "                self._decode(rows, draft)\n"
+_LIMIT = "        builder = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)\n"
+_PREFILLS = (
+    "                if builder.num_rows < len(rows):\n                    self._continue_prefills(rows, builder)\n"
+)
+_DECODES = "                self._decode(rows, builder)\n"
 _RESERVED_BEFORE = (
     PLANNER,
-    "        chosen, granted = allot_decodes(draft.budget, wanted, slots.last_step[decoding])\n",
-    "        chosen = np.arange(min(len(decoding), draft.budget.left))\n"
+    "        chosen, granted = allot_decodes(builder.budget, wanted, slots.last_step[decoding])\n",
+    "        chosen = np.arange(min(len(decoding), builder.budget.left))\n"
     "        granted = wanted[chosen]\n"
-    "        draft.budget.take(len(chosen))\n",
+    "        builder.budget.take(len(chosen))\n",
 )
 """Charges one token for each decode, as if the reserve had paid for its drafts."""
 _SMALLEST = "    if budget < 1 + max_drafts:\n"
@@ -47,7 +49,7 @@ MUTANTS = (
             _LIMIT,
             "        whole, width = self._limits.max_num_batched_tokens, 1 + self._limits.max_drafts\n"
             "        left = max(whole - self._limits.max_num_seqs * width, min(whole, 512))\n"
-            "        draft = PlanBuilder(self._epoch, self._step, left)\n",
+            "        builder = PlanBuilder(self._epoch, self._step, left)\n",
         ),
         _RESERVED_BEFORE,
     ),
@@ -59,7 +61,7 @@ MUTANTS = (
             _LIMIT,
             "        whole, width = self._limits.max_num_batched_tokens, 1 + self._limits.max_drafts\n"
             "        left = max(whole - self._limits.max_num_seqs * width, 0)\n"
-            "        draft = PlanBuilder(self._epoch, self._step, left)\n",
+            "        builder = PlanBuilder(self._epoch, self._step, left)\n",
         ),
         _RESERVED_BEFORE,
     ),
@@ -72,7 +74,7 @@ MUTANTS = (
             "        table, width = self._slots, 1 + self._limits.max_drafts\n"
             "        decoding = int((table.running & (table.num_planned - table.num_computed == 1)).sum())\n"
             "        left = max(self._limits.max_num_batched_tokens - decoding * width, 0)\n"
-            "        draft = PlanBuilder(self._epoch, self._step, left)\n",
+            "        builder = PlanBuilder(self._epoch, self._step, left)\n",
         ),
         _RESERVED_BEFORE,
     ),
@@ -129,16 +131,16 @@ MUTANTS = (
     mutant(
         "unfinished-prefill-starves",
         "2.2: every request advances",
-        (PLANNER, "        if len(decoding) >= draft.budget.left:\n            decoding = rows\n", ""),
+        (PLANNER, "        if len(decoding) >= builder.budget.left:\n            decoding = rows\n", ""),
     ),
     mutant(
         "aborted-request-is-charged",
         "2.3: the charge of a request aborted in the same pass is refunded",
         (
             PLANNER,
-            "                self._residencies.revoke(slot_of(request), request, draft)\n",
-            "                draft.budget.take(1)\n"
-            "                self._residencies.revoke(slot_of(request), request, draft)\n",
+            "                self._running_batch.revoke(slot_of(request), request, builder)\n",
+            "                builder.budget.take(1)\n"
+            "                self._running_batch.revoke(slot_of(request), request, builder)\n",
         ),
     ),
     mutant(
@@ -147,7 +149,7 @@ MUTANTS = (
         (
             PLANNER,
             _DECODES,
-            "                draft.budget.take(int(self._slots.draining.sum()))\n" + _DECODES,
+            "                builder.budget.take(int(self._slots.draining.sum()))\n" + _DECODES,
         ),
     ),
     mutant(
@@ -155,9 +157,9 @@ MUTANTS = (
         "2.1: the chunk is charged after the cached prefix",
         (
             ADMISSIONS,
-            "        draft.add_row(slot, draft.budget.take(request.num_tokens - cached))\n",
-            "        draft.budget.take(cached)\n"
-            "        draft.add_row(slot, draft.budget.take(request.num_tokens - cached))\n",
+            "        builder.add_row(slot, builder.budget.take(request.num_tokens - cached))\n",
+            "        builder.budget.take(cached)\n"
+            "        builder.add_row(slot, builder.budget.take(request.num_tokens - cached))\n",
         ),
     ),
     mutant(
@@ -183,7 +185,7 @@ MUTANTS = (
         "drafts-of-an-earlier-gen-are-accepted",
         "2.1, 1.5: an output applies to its own gen, and the charge is the real number of drafts",
         (
-            "scheduling/running/output_side.py",
+            "scheduling/running/output_processor.py",
             "current = (slots.last_step <= plan.step) & (slots.gen == output.gens)",
             "current = slots.last_step <= plan.step",
         ),

@@ -72,7 +72,11 @@ MUTANTS = (
     mutant(
         "unplaced-process-is-retried-without-backoff",
         ROOM,
-        (CONTROLLER, "group.no_room, group.not_before = True, now + limits.no_room_pause", "group.no_room = True"),
+        (
+            CONTROLLER,
+            "group.no_capacity, group.not_before = True, now + limits.no_capacity_pause",
+            "group.no_capacity = True",
+        ),
     ),
     mutant(
         "workers-stop-before-their-routers",

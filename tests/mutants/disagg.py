@@ -20,15 +20,19 @@ _TIME = "6: losing a message other than a piece costs only time"
 _FITS = "6: incompatible workers are rejected at the handshake"
 _TICKET = "6: clients cannot choose the address that a worker connects to"
 
-_EXPIRY = '        if late := self._clock.late(now):\n            return self._break("expired", late)\n'
+_EXPIRY = '        if late := self._clock.expiry_reason(now):\n            return self._break("expired", late)\n'
 _NOT_TAKEN = "index not in self._taking:\n            return []\n        self._taking.remove"
-_SENDS_ABORT = "return [Say(AbortLease(self._name, reason)), *self._end("
+_SENDS_ABORT = "return [SendMessage(AbortLease(self._name, reason)), *self._end("
 
 MUTANTS = (
     mutant(
         "late-piece-is-accepted",
         _LATE,
-        (DECODE, "            return []\n        self._met = True\n", "            pass\n        self._met = True\n"),
+        (
+            DECODE,
+            "            return []\n        self._peer_seen = True\n",
+            "            pass\n        self._peer_seen = True\n",
+        ),
     ),
     mutant(
         "late-copy-is-credited",
@@ -91,8 +95,8 @@ MUTANTS = (
         "6: a lease lasts as long as the engine works",
         (
             DECODE,
-            "        self._clock.heard(now)\n",
-            "        if isinstance(message, KVPiece):\n            self._clock.heard(now)\n",
+            "        self._clock.received(now)\n",
+            "        if isinstance(message, KVPiece):\n            self._clock.received(now)\n",
         ),
     ),
     mutant("decode-worker-aborts-silently", _ABORT, (DECODE, _SENDS_ABORT, "return [*self._end(")),
@@ -147,7 +151,11 @@ MUTANTS = (
     mutant(
         "lost-open-is-not-resent",
         _TIME,
-        (DECODE, "Say(Alive(self._name) if self._met else self._opening)", "Say(Alive(self._name))"),
+        (
+            DECODE,
+            "SendMessage(Heartbeat(self._name) if self._peer_seen else self._opening)",
+            "SendMessage(Heartbeat(self._name))",
+        ),
     ),
     mutant(
         "lost-commit-is-not-resent",
@@ -158,7 +166,7 @@ MUTANTS = (
     mutant(
         "lease-silence-limits-are-not-checked",
         _FITS,
-        (LEASE, "if not _MIN_SILENCE <= opening.silence <= _MAX_SILENCE:", "if False:"),
+        (LEASE, "if not _MIN_IDLE_TIMEOUT <= opening.idle_timeout <= _MAX_IDLE_TIMEOUT:", "if False:"),
     ),
     mutant("ticket-is-valid-for-any-request", _TICKET, (TICKET, "+ name + place", "+ place")),
     mutant("ticket-is-valid-for-any-address", _TICKET, (TICKET, "+ name + place", "+ name")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 PLANNER = "scheduling/running/planner.py"
-OUTPUTS = "scheduling/running/output_side.py"
+OUTPUTS = "scheduling/running/output_processor.py"
 INPUTS = "runner/inputs/inputs.py"
 BATCH = "runner/batch.py"
 RUNNER = "runner/runner.py"
@@ -46,7 +46,7 @@ MUTANTS = (
         "cached-prefix-is-one-block-too-long",
         "4: positions without KV are not skipped",
         (
-            "scheduling/waiting/admissions.py",
+            "scheduling/waiting/admission_planner.py",
             "        cached = first * self._limits.block_size\n",
             "        cached = min((first + 1) * self._limits.block_size, request.num_tokens - 1)\n",
         ),
@@ -54,7 +54,7 @@ MUTANTS = (
     mutant(
         "readmission-keeps-stale-drafts",
         "4: drafts do not survive a change of the slot's occupant",
-        (BATCH, "        self.num_drafts[slot] = 0\n        self.places", "        self.places"),
+        (BATCH, "        self.num_drafts[slot] = 0\n        self.adapter_slots", "        self.adapter_slots"),
     ),
     mutant(
         "step-input-is-the-token-of-another-request",
@@ -84,7 +84,7 @@ MUTANTS = (
     mutant(
         "rollback-is-omitted",
         "4: rejected drafts and their KV are discarded",
-        (OUTPUTS, "            slots.take_back(rows_of, rejected)\n", ""),
+        (OUTPUTS, "            slots.rollback_drafts(rows_of, rejected)\n", ""),
     ),
     mutant(
         "rollback-keeps-the-kv-of-rejected-drafts",
@@ -255,8 +255,8 @@ MUTANTS = (
         "4: a mask is a function of the grammar and of the tokens before the position",
         (
             MATCHER,
-            "            masked[index] = self._asked(self._write_mask, masks[index])\n",
-            "            masked[index] = self._asked(self._write_mask, masks[index])"
+            "            masked[index] = self._query(self._write_mask, masks[index])\n",
+            "            masked[index] = self._query(self._write_mask, masks[index])"
             " and bool(self._tokens or not index)\n",
         ),
     ),
@@ -282,7 +282,7 @@ MUTANTS = (
     mutant(
         "eos-is-allowed-in-an-unfinished-grammar",
         "4: a mask is a function of the grammar and of the tokens before the position",
-        (MATCHER, "if not place.reasoning and self._grammar.is_accepting():", "if not place.reasoning:"),
+        (MATCHER, "if not location.reasoning and self._grammar.is_accepting():", "if not location.reasoning:"),
     ),
     mutant(
         "prompt-outputs-are-read-from-the-cache",

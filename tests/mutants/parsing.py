@@ -76,14 +76,14 @@ MUTANTS = (
         _PROMPT,
         (
             JSON,
-            "value = yield from self._value(self.say_arguments if begun else self.drop, unquote=begun)",
-            "value = yield from self._value(self.drop)\n                self.say_arguments(value.text)",
+            "value = yield from self._value(self.emit_arguments if begun else self.drop, unquote=begun)",
+            "value = yield from self._value(self.drop)\n                self.emit_arguments(value.text)",
         ),
     ),
     mutant(
         "held-back-text-is-lost-at-the-end",
         _ALL,
-        (READER, "                if rest:\n                    say(rest)\n", ""),
+        (READER, "                if rest:\n                    emit(rest)\n", ""),
     ),
     mutant(
         "every-call-has-index-zero",
@@ -103,7 +103,7 @@ MUTANTS = (
     mutant(
         "text-that-is-no-call-is-lost",
         _ALL,
-        (JSON, "                self.say_read(cut=opened or not known)\n", ""),
+        (JSON, "                self.emit_read(cut=opened or not known)\n", ""),
     ),
     mutant(
         "whitespace-after-a-call-is-content",
@@ -118,7 +118,7 @@ MUTANTS = (
     mutant(
         "value-text-is-not-escaped",
         _ALL,
-        (TAGGED, "say=lambda text: self.say_arguments(escaped(text))", "say=self.say_arguments"),
+        (TAGGED, "emit=lambda text: self.emit_arguments(escaped(text))", "emit=self.emit_arguments"),
     ),
     mutant(
         "reasoning-closed-by-the-prompt-continues",
@@ -137,7 +137,7 @@ MUTANTS = (
     mutant(
         "partial-word-is-emitted-as-a-value",
         _ENDS,
-        (PYTHONIC, 'self.say_arguments(word if word[:1] in "-0123456789" else "")', "self.say_arguments(word)"),
+        (PYTHONIC, 'self.emit_arguments(word if word[:1] in "-0123456789" else "")', "self.emit_arguments(word)"),
     ),
     mutant(
         "text-held-back-by-the-tool-parser-is-lost",
@@ -159,8 +159,8 @@ MUTANTS = (
         _MARKUP,
         (
             READER,
-            "marker = yield from self.until(*begins, *self.markers, say",
-            "marker = yield from self.until(*begins, say",
+            "marker = yield from self.until(*begins, *self.markers, emit",
+            "marker = yield from self.until(*begins, emit",
         ),
     ),
     mutant(

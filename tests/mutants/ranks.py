@@ -13,7 +13,7 @@ MUTANTS = (
     mutant(
         "deviating-rank-is-accepted",
         "4: ranks change no text",
-        (LEADING, "if (heard.step, heard.digest) != (step, digest):", "if False:"),
+        (LEADING, "if (result.step, result.digest) != (step, digest):", "if False:"),
     ),
     mutant(
         "rank-digests-ignore-sampled-tokens",
@@ -28,19 +28,19 @@ MUTANTS = (
     mutant(
         "rank-timeout-is-disabled",
         "1.8: a hung rank is an engine fault, never a silent hang",
-        (LEADING, "            if patience.is_over():\n", "            if False:\n"),
+        (LEADING, "            if timeout.expired():\n", "            if False:\n"),
     ),
     mutant(
         "rank-copy-timeout-is-disabled",
         "1.8: a hung rank is an engine fault, never a silent hang",
-        (LEADING, "if not self.group.abandoned and patience.is_over():", "if False:"),
+        (LEADING, "if not self.group.abandoned and timeout.expired():", "if False:"),
     ),
     mutant(
         "late-copy-completes-the-next-one",
         "3.2: a copy without a timely answer is applied to no other blocks",
         (
             LEADING,
-            '                        self._silent = f"rank {rank} did not respond within {self._seconds:g} s"\n'
+            '                        self._timeout_error = f"rank {rank} did not respond within {self._seconds:g} s"\n'
             "                        self.group.abandon()\n",
             '                        raise RuntimeError(f"rank {rank} did not respond within {self._seconds:g} s")\n',
         ),
@@ -58,7 +58,7 @@ MUTANTS = (
     mutant(
         "reply-to-a-poll-counts-as-the-reply-to-a-step",
         "1.5: an output applies only to its own step",
-        (LEADING, "if rank in self._unheard and isinstance(message, messages.RankReady):", "if False:"),
+        (LEADING, "if rank in self._unchecked and isinstance(message, messages.RankReady):", "if False:"),
     ),
     mutant(
         "rank-computes-separate-drafts",
@@ -117,8 +117,8 @@ MUTANTS = (
         "4: stages change no text",
         (
             STAGES,
-            "self._group.hand_on(self.ops.to_host(self._forward(inputs, self.cache)))",
-            "self._group.hand_on(np.zeros_like(self.ops.to_host(self._forward(inputs, self.cache))))",
+            "self._group.pass_on(self.ops.to_host(self._forward(inputs, self.cache)))",
+            "self._group.pass_on(np.zeros_like(self.ops.to_host(self._forward(inputs, self.cache))))",
         ),
     ),
     mutant(

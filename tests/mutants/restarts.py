@@ -51,7 +51,7 @@ MUTANTS = (
     mutant(
         "suspect-is-held-back-indefinitely",
         "1.8: requeued or ended with an error",
-        (STREAMS, "        if self._ledger.suspects_held and (", "        if False and ("),
+        (STREAMS, "        if self._ledger.held_suspects and (", "        if False and ("),
     ),
     mutant(
         "events-of-a-dead-epoch-are-accepted",

@@ -361,9 +361,9 @@ MUTANTS = (
         "7.2: unhealthy workers are never counted",
         (
             PLACEMENT,
-            "        loads, seen = self.loads.at(pool.places), keys if",
+            "        loads, seen = self.loads.at(pool.indices), keys if",
             "        pool = self._pool([one for one in self.registry if one.worker.role == role])\n"
-            "        loads, seen = self.loads.at(pool.places), keys if",
+            "        loads, seen = self.loads.at(pool.indices), keys if",
         ),
     ),
     mutant(

@@ -49,7 +49,11 @@ MUTANTS = (
     mutant(
         "slot-keeps-the-adapter-of-its-previous-occupant",
         "4: the text of a request depends on its own adapter",
-        ("runner/batch.py", "self.places[slot] = place", "self.places[slot] = self.places[slot] or place"),
+        (
+            "runner/batch.py",
+            "self.adapter_slots[slot] = adapter_slot",
+            "self.adapter_slots[slot] = self.adapter_slots[slot] or adapter_slot",
+        ),
     ),
     mutant(
         "unload-removes-an-adapter-in-use",

@@ -8,9 +8,9 @@ SIGNALS = "signals.py"
 POSTPROCESS = "runner/postprocess/numpy_matrix.py"
 SCHEDULER = "scheduling/scheduler.py"
 PLANNER = "scheduling/running/planner.py"
-ADMISSIONS = "scheduling/waiting/admissions.py"
-RESIDENCIES = "scheduling/running/residencies.py"
-OUTPUTS = "scheduling/running/output_side.py"
+ADMISSIONS = "scheduling/waiting/admission_planner.py"
+RESIDENCIES = "scheduling/running/running_batch.py"
+OUTPUTS = "scheduling/running/output_processor.py"
 RUNNER = "runner/runner.py"
 ENGINE = "engine/core.py"
 FRAMES = "engine/process/messages.py"
@@ -79,10 +79,10 @@ MUTANTS = (
         "1.2: a request leaves DRAINING only on the -9 with its gen",
         (
             PLANNER,
-            "                self._residencies.preempt(self._choose_victim(), draft)\n",
+            "                self._running_batch.preempt(self._choose_victim(), builder)\n",
             "                victim = self._choose_victim()\n"
-            "                self._residencies.preempt(victim, draft)\n"
-            "                self._admit.__self__.wait(self._residencies.release(victim))\n",
+            "                self._running_batch.preempt(victim, builder)\n"
+            "                self._admit.__self__.wait(self._running_batch.release(victim))\n",
         ),
         (
             OUTPUTS,
@@ -99,8 +99,8 @@ MUTANTS = (
             "        self._pool.answered(plan.step)\n"
             "        for slot in np.flatnonzero(self._slots.draining).tolist():\n"
             "            request = self._slots.requests[slot]\n"
-            "            if request is not None and not request.abort_wanted and request.ended is None:\n"
-            "                self._on_released(self._residencies.release(slot))\n",
+            "            if request is not None and not request.abort_requested and request.ended is None:\n"
+            "                self._on_released(self._running_batch.release(slot))\n",
         ),
         (
             OUTPUTS,
@@ -135,7 +135,7 @@ MUTANTS = (
         (
             OUTPUTS,
             "current = same_runner & ",
-            "current = same_runner & slots.running[places] & ",
+            "current = same_runner & slots.running[indices] & ",
         ),
     ),
     mutant(
@@ -157,8 +157,8 @@ MUTANTS = (
         "1.3: an error in one row never swallows another row",
         (
             OUTPUTS,
-            "healthy = outcomes.kinds[places] != Outcome.ERROR",
-            "healthy = (outcomes.kinds[places] != Outcome.ERROR) & (not output.errors)",
+            "healthy = outcomes.kinds[indices] != Outcome.ERROR",
+            "healthy = (outcomes.kinds[indices] != Outcome.ERROR) & (not output.errors)",
         ),
     ),
     mutant(
@@ -220,18 +220,18 @@ MUTANTS = (
     mutant(
         "frames-keyed-by-slot-only",
         "1.5: outputs apply only if the gen matches",
-        (OUTPUTS, "same_runner = output.gens[places] == plan.gens", "same_runner = np.full(len(plan.slots), True)"),
-        (OUTPUTS, "(slots.delivering_gen[places] == plan.gens)", "(slots.delivering_gen[places] >= 0)"),
+        (OUTPUTS, "same_runner = output.gens[indices] == plan.gens", "same_runner = np.full(len(plan.slots), True)"),
+        (OUTPUTS, "(slots.delivering_gen[indices] == plan.gens)", "(slots.delivering_gen[indices] >= 0)"),
     ),
     mutant(
         "no-gen-check-of-rows-in-the-scheduler",
         "1.5: outputs apply only if the gen matches the slot's present occupant",
-        (OUTPUTS, "(slots.delivering_gen[places] == plan.gens)", "(slots.delivering_gen[places] >= 0)"),
+        (OUTPUTS, "(slots.delivering_gen[indices] == plan.gens)", "(slots.delivering_gen[indices] >= 0)"),
     ),
     mutant(
         "no-gen-check-of-rows-in-the-runner",
         "1.5: outputs apply only if the gen matches what the runner computed",
-        (OUTPUTS, "same_runner = output.gens[places] == plan.gens", "same_runner = np.full(len(plan.slots), True)"),
+        (OUTPUTS, "same_runner = output.gens[indices] == plan.gens", "same_runner = np.full(len(plan.slots), True)"),
     ),
     mutant(
         "no-gen-check-of-releases",
@@ -260,7 +260,7 @@ MUTANTS = (
             "        if request.ended is not None:\n            request.advance(Event.RELEASED_ENDED)\n        elif",
             "        if",
         ),
-        (OUTPUTS, "            if request.ended is None:\n", "            if not request.abort_wanted:\n"),
+        (OUTPUTS, "            if request.ended is None:\n", "            if not request.abort_requested:\n"),
     ),
     mutant(
         "abort-while-draining-frees-at-once",
@@ -269,7 +269,7 @@ MUTANTS = (
             SCHEDULER,
             "        else:\n            if request.state is State.RUNNING:\n",
             "        elif request.state is State.DRAINING and request.slot is not None:\n"
-            "            self._residencies.slots.vacate(request.slot)\n"
+            "            self._running_batch.slots.vacate(request.slot)\n"
             "            self._ended(request, FinishReason.ABORT)\n"
             "        else:\n            if request.state is State.RUNNING:\n",
         ),
@@ -284,8 +284,8 @@ MUTANTS = (
         "1.7: abort is prompt in every state",
         (
             RESIDENCIES,
-            "        elif request.abort_wanted:\n            request.advance(Event.RELEASED_ABORTED)\n",
-            "        elif request.abort_wanted and request.preemptions == 0:\n"
+            "        elif request.abort_requested:\n            request.advance(Event.RELEASED_ABORTED)\n",
+            "        elif request.abort_requested and request.preemptions == 0:\n"
             "            request.advance(Event.RELEASED_ABORTED)\n",
         ),
     ),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-ADMISSIONS = "scheduling/waiting/admissions.py"
-RESIDENCIES = "scheduling/running/residencies.py"
+ADMISSIONS = "scheduling/waiting/admission_planner.py"
+RESIDENCIES = "scheduling/running/running_batch.py"
 OFFLOADING = "scheduling/operations/kv_offloading.py"
 OPERATIONS = "scheduling/operations/registry.py"
 SLOTS = "scheduling/running/slots.py"
@@ -71,7 +71,7 @@ MUTANTS = (
     mutant(
         "loaded-slot-is-not-announced",
         "5.2: readmission uses the loaded prefix and recomputes the rest",
-        (RESIDENCIES, "        self.arrived.append(slot)\n", ""),
+        (RESIDENCIES, "        self.kv_loaded.append(slot)\n", ""),
     ),
     mutant(
         "digest-is-not-checked",
@@ -170,7 +170,7 @@ MUTANTS = (
     mutant(
         "lost-saves-are-not-reported",
         "5.5: a store may fail; failed writes are repeated",
-        (COPIER, "        self._tell(NotStored(tuple(keys)))\n", ""),
+        (COPIER, "        self._notify(NotStored(tuple(keys)))\n", ""),
     ),
     mutant(
         "completion-does-not-wake-the-engine",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-ADMISSIONS = "scheduling/waiting/admissions.py"
-RESIDENCIES = "scheduling/running/residencies.py"
+ADMISSIONS = "scheduling/waiting/admission_planner.py"
+RESIDENCIES = "scheduling/running/running_batch.py"
 OPERATIONS = "scheduling/operations/registry.py"
 SCHEDULER = "scheduling/scheduler.py"
 TRANSFERRING = "scheduling/operations/kv_transferring.py"

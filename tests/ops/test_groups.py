@@ -19,9 +19,9 @@ import pytest
 
 from fd_core.engine.ranks.groups import opened_group
 from fd_core.errors import ConfigError
-from fd_core.ops import parallel, patience
+from fd_core.ops import parallel, polled_timeout
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
+from fd_core.ops.parallel import Parallel, RankExchangeError, RankGroup
 from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
 
 pytest.importorskip("torch")
@@ -90,7 +90,7 @@ def test_tensors_are_summed_in_rank_order(size: int, most: int, make: Make, monk
 def test_missing_rank_is_named(make: Make) -> None:
     def work(group: RankGroup) -> None:
         if group.parallel.rank != 1:
-            with pytest.raises(RanksApart, match=r"rank 1 did not respond within 1 s"):
+            with pytest.raises(RankExchangeError, match=r"rank 1 did not respond within 1 s"):
                 group.all_reduce(of_rank(0, 1))
 
     on_ranks(3, work, 1.0, make)
@@ -100,7 +100,7 @@ def test_suspended_machine_does_not_time_out_ranks(monkeypatch: pytest.MonkeyPat
     """The clock runs on while the machine or all of its processes are suspended."""
     calls = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * (next(calls) > 3))
-    monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(polled_timeout, "time", clock)
     monkeypatch.setattr(parallel, "_SPINS", 0)
 
     def work(group: RankGroup) -> Any:
@@ -120,7 +120,7 @@ def test_stalled_rank_is_named_by_all_others(make: Make) -> None:
         if group.parallel.rank == 1:
             time.sleep(1.5)  # longer than the timeout
             return ""
-        with pytest.raises(RanksApart) as caught:
+        with pytest.raises(RankExchangeError) as caught:
             group.all_reduce(of_rank(0, 1))
         return str(caught.value)
 
@@ -136,7 +136,7 @@ def test_failing_rank_releases_waiting_ranks(make: Make) -> None:
             group.abandon()
             return 0.0
         begun = time.monotonic()
-        with pytest.raises(RanksApart, match="the other ranks are lost"):
+        with pytest.raises(RankExchangeError, match="the other ranks are lost"):
             group.all_reduce(of_rank(0, 1))
         assert group.abandoned
         return time.monotonic() - begun
@@ -148,7 +148,7 @@ def test_failing_rank_releases_waiting_ranks(make: Make) -> None:
 def test_abandoned_group_does_not_wait_for_devices(make: Make) -> None:
     group = make(2, 60.0)[0]
     threading.Timer(0.2, group.abandon).start()
-    with pytest.raises(RanksApart, match="the other ranks are lost"):
+    with pytest.raises(RankExchangeError, match="the other ranks are lost"):
         group.wait_until(lambda: False)
 
 
@@ -159,7 +159,7 @@ def test_rank_with_hung_device_is_named(make: Make) -> None:
         if group.parallel.rank == 2:
             time.sleep(2)
             return ""
-        with pytest.raises(RanksApart) as caught:
+        with pytest.raises(RankExchangeError) as caught:
             group.wait_until(lambda: False)
         return str(caught.value)
 
@@ -172,7 +172,7 @@ def test_hung_devices_are_reported_if_all_ranks_respond(make: Make) -> None:
     def work(group: RankGroup) -> None:
         group.all_reduce(of_rank(0, 1))
         group.wait_until(lambda: True)
-        with pytest.raises(RanksApart, match=r"the ranks' devices did not complete a step within 1.5 s"):
+        with pytest.raises(RankExchangeError, match=r"the ranks' devices did not complete a step within 1.5 s"):
             group.wait_until(lambda: False)
 
     on_ranks(2, work, 2.0, make)
@@ -181,9 +181,9 @@ def test_hung_devices_are_reported_if_all_ranks_respond(make: Make) -> None:
 KILLED = """
 import sys
 import msgspec, numpy as np
-from fd_core.ops.parallel import Parallel, RankMeeting
+from fd_core.ops.parallel import Parallel, RankRendezvous
 from fd_core.ops.torch.group import TorchGroup
-group = TorchGroup.join(Parallel(1, 2), msgspec.json.decode(sys.argv[1], type=RankMeeting), 60.0)
+group = TorchGroup.join(Parallel(1, 2), msgspec.json.decode(sys.argv[1], type=RankRendezvous), 60.0)
 group.all_reduce(np.ones((1, 8), np.float32))
 print("met", flush=True)
 sys.stdin.read()
@@ -199,7 +199,7 @@ def test_process_exit_is_detected_immediately_over_gloo() -> None:
         assert process.stdout is not None and process.stdout.readline() == b"met\n"
         threading.Timer(0.3, process.send_signal, [signal.SIGKILL]).start()
         begun = time.monotonic()
-        with pytest.raises(RanksApart, match="the other ranks are lost"):
+        with pytest.raises(RankExchangeError, match="the other ranks are lost"):
             group.all_reduce(np.ones((1, 8), np.float32))
         assert group.abandoned and time.monotonic() - begun < 20
 
@@ -216,9 +216,9 @@ def test_rendezvous_listens_on_loopback_only() -> None:
 
 def test_groups_at_one_address_are_not_mixed() -> None:
     first = TorchGroup.open(2, 0.5)
-    stranger = TorchGroup.join(Parallel(1, 2), msgspec.structs.replace(first.meeting, token="another"), 0.5)
+    stranger = TorchGroup.join(Parallel(1, 2), msgspec.structs.replace(first.rendezvous, token="another"), 0.5)
     for group, other in ((first, 1), (stranger, 0)):
-        with pytest.raises(RanksApart, match=f"rank {other} did not respond"):
+        with pytest.raises(RankExchangeError, match=f"rank {other} did not respond"):
             group.all_reduce(of_rank(0, 1))
 
 

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from fd_core.ops.parallel import RanksApart, SharedMemoryGroup
+from fd_core.ops.parallel import RankExchangeError, SharedMemoryGroup
 from fd_core.testing.kit.ranks import on_ranks
 
 SHAPES = [(1 + step % 3, 40) for step in range(30)]
@@ -21,7 +21,7 @@ def test_stages_receive_arrays_of_the_previous_stage(slow: int | None) -> None:
             if rank == slow:
                 time.sleep(0.001)
             if rank:
-                group.hand_on(x + 100)
+                group.pass_on(x + 100)
             seen.append(float(x.min() + x.max()) / 2)
         return seen
 
@@ -33,8 +33,8 @@ def test_stages_receive_arrays_of_the_previous_stage(slow: int | None) -> None:
 def test_stage_that_does_not_receive_is_named() -> None:
     def work(group: SharedMemoryGroup) -> None:
         for _ in range(4 * group.parallel.rank):
-            group.hand_on(np.zeros((1, 4), np.float32))
+            group.pass_on(np.zeros((1, 4), np.float32))
         time.sleep(0.2)
 
-    with pytest.raises(RanksApart, match=r"rank 0 did not respond within 0\.05 s"):
-        on_ranks(2, work, patience=0.05)
+    with pytest.raises(RankExchangeError, match=r"rank 0 did not respond within 0\.05 s"):
+        on_ranks(2, work, timeout=0.05)

@@ -8,7 +8,7 @@ import pytest
 
 import fd_core
 from fd_core import deprecations
-from fd_core.cli.report import tells_old_names
+from fd_core.cli.report import show_deprecations
 from fd_core.cli.settings.settings import merge
 from fd_core.deprecations import KEPT_MINOR_VERSIONS, OLD_NAMES, OldName, OldNameWarning, replaced, warn_once
 
@@ -22,7 +22,7 @@ def minor(version: str) -> tuple[int, int]:
 
 @pytest.fixture(autouse=True)
 def nobody_was_told(monkeypatch):
-    monkeypatch.setattr(deprecations, "_told", set())
+    monkeypatch.setattr(deprecations, "_warned", set())
 
 
 def test_an_old_name_warns_once_with_what_to_use():
@@ -60,7 +60,7 @@ def test_the_command_line_tells_it_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        tells_old_names()
+        show_deprecations()
         warn_once(OLD)
     told = capsys.readouterr().err
     assert told.startswith("fdcore: FD_OLD was replaced in fd_core 0.1") and told.count("\n") == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fd_core.router.selection import IDLE, Places, Selection, WorkerLoad, WorkerLoads
+from fd_core.router.selection import IDLE, Selection, WorkerIndices, WorkerLoad, WorkerLoads
 from fd_core.router.workers import RouterWorker
 from tests.router.helpers import request
 
@@ -16,7 +16,7 @@ WAITING, RUNNING = WorkerLoad(1, 1, 0), WorkerLoad(1, 0, 0)
 
 
 def loads_of() -> WorkerLoads:
-    return WorkerLoads(lambda _: None, Places())
+    return WorkerLoads(lambda _: None, WorkerIndices())
 
 
 def take(loads: WorkerLoads, prefill_tokens: int, *workers: RouterWorker) -> Selection:
@@ -81,7 +81,7 @@ def test_earlier_incarnation_keeps_its_own_counters() -> None:
 
 def test_idle_callback_runs_once() -> None:
     notified: list[RouterWorker] = []
-    loads = WorkerLoads(notified.append, Places())
+    loads = WorkerLoads(notified.append, WorkerIndices())
     first, second = take(loads, 5, MIXED), take(loads, 0, MIXED)
     first.release()
     assert notified == []
@@ -92,7 +92,7 @@ def test_idle_callback_runs_once() -> None:
 
 
 def test_columns_match_workers_when_slots_are_reused() -> None:
-    slots = Places()
+    slots = WorkerIndices()
     loads = WorkerLoads(lambda _: None, slots)
     workers = [RouterWorker(f"http://{number}", "mixed", number) for number in range(40)]
     for number, worker in enumerate(workers):

@@ -119,7 +119,7 @@ def test_unknown_role_is_rejected() -> None:
 
 
 def test_trial_without_a_verdict_allows_another() -> None:
-    circuit = Circuit(first=1.0, longest=30.0, patience=3, on_turn=lambda: None)
+    circuit = Circuit(first=1.0, longest=30.0, max_failures=3, on_turn=lambda: None)
     circuit.failure(0.0, severe=True)
     assert circuit.admit(1.0) and not circuit.ready(1.0)
     circuit.withdraw()

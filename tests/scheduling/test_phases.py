@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fd_core.config import Limits
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.scheduling.contract import SchedulerSetup
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.running.plan import PlanBuilder
@@ -42,7 +42,7 @@ class ManualClock:
 def made(
     clock: Callable[[], float] | None, kind: type[ContinuousBatchingScheduler] = ContinuousBatchingScheduler, **own: int
 ) -> ContinuousBatchingScheduler:
-    keep = KeepKV() if own.pop("keep", 0) else None
+    keep = OffloadSelection() if own.pop("keep", 0) else None
     limits = msgspec.structs.replace(LIMITS, **own)
     setup = SchedulerSetup(
         limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep, clock=clock

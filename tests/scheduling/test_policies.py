@@ -297,7 +297,7 @@ def running(num_tokens: list[int], *, preempted: list[int] | None = None, gained
 def test_only_lowest_priority_requests_are_candidates() -> None:
     three = running([5, 5, 5])
     three.priorities[:] = [0, 3, 3]
-    assert Priority().expendable(three).tolist() == [1, 2]
+    assert Priority().preemption_candidates(three).tolist() == [1, 2]
 
 
 def test_candidates_carry_full_request_state() -> None:

@@ -19,7 +19,7 @@ from fd_core.effects.operations import (
 from fd_core.errors import BadRequest
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.contract import SchedulerSetup
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
@@ -103,7 +103,7 @@ def test_budget_equal_to_decode_demand_alternates_with_prefill() -> None:
     """The second decode starts from a load, which needs no budget, during the prefill."""
     limits = msgspec.structs.replace(scheduler().limits, max_num_batched_tokens=2)
     s = ContinuousBatchingScheduler(
-        SchedulerSetup(limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=KeepKV())
+        SchedulerSetup(limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=OffloadSelection())
     )
     s.add(spec("decodes", length=1, max_tokens=20))
     answer(s, planned(s))
@@ -223,7 +223,7 @@ def test_prompt_filling_context_is_rejected_with_limits() -> None:
 def test_decisions_of_add_and_abort_are_returned_once() -> None:
     s = ContinuousBatchingScheduler(
         SchedulerSetup(
-            limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=KeepKV()
+            limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=OffloadSelection()
         )
     )
     (lookup,) = s.add(spec("a")).operations
@@ -262,7 +262,7 @@ def test_abort_of_running_request_ends_it_on_release() -> None:
 def test_load_or_recompute_decision_is_returned_once() -> None:
     s = ContinuousBatchingScheduler(
         SchedulerSetup(
-            limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=KeepKV()
+            limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=OffloadSelection()
         )
     )
     s.add(spec("a", length=9))
@@ -306,7 +306,7 @@ def test_loading_slot_ignores_drafts_of_previous_gen() -> None:
             victims=LatestArrival(),
             hasher=HASHER,
             drafts=DraftControl(1, 3, cheap_tokens=100),
-            keep_kv=KeepKV(),
+            keep_kv=OffloadSelection(),
         )
     )
     s.add(spec("a", length=1, max_tokens=8))

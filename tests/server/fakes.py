@@ -25,7 +25,7 @@ from fd_core.http.spans import RequestSpans
 from fd_core.kv.blocks import BlockStats
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.running.drafts import DraftStats
-from fd_core.scheduling.running.residencies import SchedulerCounters
+from fd_core.scheduling.running.running_batch import SchedulerCounters
 from fd_core.scheduling.running.slots import SlotStats
 from fd_core.server.serve import serve_http
 from fd_core.text.chat_template import ChatTemplate
@@ -106,16 +106,16 @@ class FakeClient(SingleEngineClient):
         self.aborts: list[str] = []
         self.live: dict[str, tuple[RequestSpec, int]] = {}
         self._ticker: asyncio.Task[None] | None = None
-        self._came_up(engine_info(**info))
+        self._engine_ready(engine_info(**info))
 
     def die(self) -> None:
         self.live.clear()
-        self._went_down("the engine's process ended")
+        self._fail_all("the engine's process ended")
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
-        self._went_down("the engine was closed")
+        self._fail_all("the engine was closed")
 
     def _send(self, message: ClientMessage) -> None:
         match message:

@@ -23,7 +23,7 @@ __all__ = ["GAUGES", "Server", "free_port", "process", "running", "serving"]
 GAUGES = (
     "requests_running",
     "requests_waiting",
-    "take_backs_in_flight",
+    "slots_draining",
     "kv_blocks_used",
     "kv_blocks_fenced",
     "active_requests",

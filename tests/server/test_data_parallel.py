@@ -28,7 +28,7 @@ def server(engines: list[FakeClient]) -> Iterator[LiveServer]:
 
 def test_missing_engine_is_reported_while_others_serve(server: LiveServer, engines: list[FakeClient]) -> None:
     assert [server.get(path).json for path in ("/ready", "/health")] == [{"status": "ok", "reason": None}] * 2
-    server.call(lambda: engines[1]._went_away("it died"))
+    server.call(lambda: engines[1]._engine_lost("it died"))
     expected = {"status": "ok", "reason": "engine 1 of 2 is not running"}
     assert [(server.get(path).status, server.get(path).json) for path in ("/ready", "/health")] == [(200, expected)] * 2
     assert server.get("/status.json").json["missing"] == expected["reason"]

@@ -25,7 +25,7 @@ PATH = "/v1/completions"
 IDLE = (
     "fdcore_requests_running",
     "fdcore_requests_waiting",
-    "fdcore_take_backs_in_flight",
+    "fdcore_slots_draining",
     "fdcore_kv_blocks_used",
     "fdcore_kv_blocks_fenced",
     "fdcore_active_requests",
@@ -137,13 +137,13 @@ def test_abort_by_id_reaches_the_engine(null: LiveServer) -> None:
 def test_stream_survives_the_death_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client sees one text and one usage; during the restart the server is not ready and rejects new requests."""
     may_restart = threading.Event()
-    start_another = ProcessClient._start_another
+    start_another = ProcessClient._restart_once
 
     async def held(client: ProcessClient) -> None:
         await asyncio.to_thread(may_restart.wait, 10)
         await start_another(client)
 
-    monkeypatch.setattr(ProcessClient, "_start_another", held)
+    monkeypatch.setattr(ProcessClient, "_restart_once", held)
     length = 360
     request = {"model": "null", "prompt": "prompt", "max_tokens": length, "seed": 3, "logprobs": 1, "n": 2}
     request["logit_bias"] = {str(each): -100 for each in range(128, 257)}

@@ -90,7 +90,7 @@ def test_metrics_follow_engine_and_streams(server: LiveServer) -> None:
         "requests_running",
         "requests_waiting",
         "kv_usage_ratio",
-        "take_backs_in_flight",
+        "slots_draining",
         "prefix_queries_tokens_total",
         "prefix_hits_tokens_total",
         "budget_used_tokens_total",

@@ -98,7 +98,7 @@ def computed_plans(engine: Engine, due: list[tuple[int, ClientMessage]]) -> list
     while engine.has_work or inbox or arrivals.due:
         inbox += arrivals.take(idle=not engine.has_work and not inbox)
         taken, inbox[:] = list(inbox), []
-        service.tell(service.take(taken) + engine.step(), 0.0)
+        service.send(service.take(taken) + engine.step(), 0.0)
     return arrivals.plans
 
 
@@ -122,7 +122,7 @@ def simulated_plans(engine: Engine, config: EngineConfig, due: list[tuple[int, C
             streams[message.spec.request_id] = client.submit(message.spec)
         elif isinstance(message, Abort):
             for name in message.request_ids:
-                streams[name].leave()
+                streams[name].abort()
 
     arrivals = Arrivals(list(due))
     arrivals.listen(client.engine.probe().scheduler, send)

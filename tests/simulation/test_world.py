@@ -13,7 +13,7 @@ from fd_core.router.config import RouterConfig
 from fd_core.simulation.results.summary import Run
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.workloads.workload import read_workload
-from fd_core.simulation.world import Stuck, World
+from fd_core.simulation.world import RunIncomplete, World
 from tests.simulation.helpers import SYSTEM, PlainCosts, conversations, group, world
 
 
@@ -212,5 +212,5 @@ def test_oversized_prompt_is_rejected_with_reason() -> None:
 def test_stalled_world_names_waiting_requests() -> None:
     one = world(group(config={"watchdog_seconds": 1000.0}), routers=0)
     one.workers[0].client.device.hang()
-    with pytest.raises(Stuck, match="among them c0"):
+    with pytest.raises(RunIncomplete, match="among them c0"):
         one.run(conversations(2), until=50.0)

@@ -17,9 +17,9 @@ from fd_core.errors import BadRequest, ModelError
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.structured.compiler import GrammarCompiler, grammar_vocabulary
-from fd_core.structured.grammar import CallAsked, CallsForm
+from fd_core.structured.grammar import CallsConstraint, RequestedCall
 from fd_core.text.parsing.contract import ToolParser
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Thought, joined
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, ReasoningDelta, joined
 from fd_core.text.parsing.formats.harmony import HarmonyTools
 from fd_core.text.parsing.formats.json_calls import (
     DeepSeekTools,
@@ -128,13 +128,13 @@ def special(parser: type[ToolParser], control: bool) -> tuple[str, ...]:
     return parser.markers if control else ()
 
 
-def requested(parser: type[ToolParser], schemas: dict[str, Any]) -> list[CallAsked]:
-    return [CallAsked(parser.form(name), schema, name) for name, schema in schemas.items()]  # type: ignore[arg-type]
+def requested(parser: type[ToolParser], schemas: dict[str, Any]) -> list[RequestedCall]:
+    return [RequestedCall(parser.form(name), schema, name) for name, schema in schemas.items()]  # type: ignore[arg-type]
 
 
 def grammar(parser: type[ToolParser], control: bool, schemas: dict[str, Any], chosen: bool = False) -> str:
     known = {each: tokenizer(special(parser, control)).control_tokens[each] for each in special(parser, control)}
-    form = CallsForm(
+    form = CallsConstraint(
         calls=requested(parser, schemas),
         control_tokens=known,
         is_demanded=not chosen,
@@ -213,7 +213,7 @@ def test_required_calls_match_their_schemas(parser: type[ToolParser], control: b
             whole += 1
             events = read(parser, text)
             assert check(parser, text, dice) >= 1, text
-            assert parser.before_calls or not any(isinstance(event, Content | Thought) for event in events), text
+            assert parser.before_calls or not any(isinstance(event, Content | ReasoningDelta) for event in events), text
     assert whole > 10
 
 
@@ -358,7 +358,9 @@ def test_reasoning_message_before_a_call_is_unconstrained(control: bool) -> None
     text = f'<|channel|>analysis<|message|>Hm {{"a"}}, <b>.<|end|><|start|>assistant{call}'
     for chosen in (False, True):
         assert complete(HarmonyTools, control, text, chosen)
-    assert [event for event in read(HarmonyTools, text) if isinstance(event, Thought)] == [Thought('Hm {"a"}, <b>.')]
+    assert [event for event in read(HarmonyTools, text) if isinstance(event, ReasoningDelta)] == [
+        ReasoningDelta('Hm {"a"}, <b>.')
+    ]
 
 
 @EACH_OTHER

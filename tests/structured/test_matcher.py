@@ -69,7 +69,7 @@ def test_grammar_without_continuation_allows_nothing() -> None:
     nothing = matcher(grammar.context_free("start: /a/ nothing\nnothing: nothing"))
     nothing.consume(ids("a"))
     assert allowed(nothing) == [set()]
-    assert nothing.trouble == "the grammar allows no further token"
+    assert nothing.error == "the grammar allows no further token"
 
 
 def test_failed_matcher_is_rebuilt() -> None:
@@ -78,7 +78,7 @@ def test_failed_matcher_is_rebuilt() -> None:
     before = allowed(follow)
     assert follow._grammar is not None
     follow._grammar.rollback(99)  # a permanent error of the library
-    assert allowed(follow) == before and not follow.trouble
+    assert allowed(follow) == before and not follow.error
     assert follow.allowed([*ids("bc"), END_ID]) == 3
 
 
@@ -121,7 +121,7 @@ def test_exhausted_shared_lexer_does_not_affect_other_texts(text: str) -> None:
     assert allowed(follow, drafts) == allowed(unharmed, drafts)
     for each in (follow, unharmed):
         each.consume(drafts)
-    assert allowed(follow) == allowed(unharmed) and follow.trouble is None
+    assert allowed(follow) == allowed(unharmed) and follow.error is None
 
 
 @pytest.mark.law("4")
@@ -129,7 +129,7 @@ def test_text_that_exhausts_the_shared_lexer_gets_its_own() -> None:
     compiler = bytes_compiler(FEW)
     follow, unharmed = exhaust(compiler), heavy(bytes_compiler())
     unharmed.consume(follow._tokens)
-    assert allowed(follow) == allowed(unharmed) and follow.trouble is None
+    assert allowed(follow) == allowed(unharmed) and follow.error is None
 
 
 def test_text_that_exhausts_its_own_lexer_fails_with_the_reason() -> None:
@@ -139,7 +139,7 @@ def test_text_that_exhausts_its_own_lexer_fails_with_the_reason() -> None:
         if allowed(follow) == [set()]:
             break
         follow.consume([token])
-    assert "too many states" in (follow.trouble or "")
+    assert "too many states" in (follow.error or "")
 
 
 def test_slow_grammar_is_not_recompiled_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_slow_grammar_is_not_recompiled_within_a_step(monkeypatch: pytest.Monkey
     compiler = bytes_compiler(FEW)
     follow = heavy(compiler)
     exhaust(compiler)
-    assert allowed(follow) == [set()] and "retry" in (follow.trouble or "")
+    assert allowed(follow) == [set()] and "retry" in (follow.error or "")
     with pytest.raises(GrammarError, match="retry"):
         follow.consume(ids("a"))
     assert not compiler.is_cached(HEAVY)

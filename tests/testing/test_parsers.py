@@ -6,7 +6,7 @@ import pytest
 
 from fd_core.errors import PluginError
 from fd_core.plugins import installed_plugins
-from fd_core.testing.kit.law import RULES, LawBroken
+from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.parsers import REASONING_PARSER, TOOL_PARSER, ParserTarget, find_parser, kit_cases, target
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 from fd_core.text.parsing.formats.json_calls import HermesTools
@@ -37,7 +37,7 @@ def test_core_plugins_pass(kind, name):
 def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
     cls = WRONG[name].cls
     kind = TOOL_PARSER if issubclass(cls, ToolParser) else REASONING_PARSER
-    with pytest.raises(LawBroken) as caught:
+    with pytest.raises(InvariantViolated) as caught:
         CASES[kind][WRONG[name].noticed_by].run(target=ParserTarget(name, cls, kind))
     assert caught.value.rule == WRONG[name].rule, caught.value
 

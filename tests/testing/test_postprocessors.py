@@ -9,7 +9,7 @@ from fd_core.errors import PluginError
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.torch.ops import TorchOps
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
-from fd_core.testing.kit.law import RULES, LawBroken
+from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.postprocessors import PostprocessTarget, find_postprocessor, kit_cases
 from tests.testing.wrong.postprocessing import WRONG
 
@@ -37,7 +37,7 @@ def target_of(name: str) -> PostprocessTarget:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
-    with pytest.raises(LawBroken) as caught:
+    with pytest.raises(InvariantViolated) as caught:
         CASES[WRONG[name].noticed_by].run(target=target_of(name))
     assert caught.value.rule == WRONG[name].rule, caught.value
 

@@ -147,7 +147,7 @@ def test_unusable_backend_is_reported_in_one_line(backend, words):
 
 
 def test_progress_is_logged_and_quick_reports_skipped_sections(monkeypatch):
-    monkeypatch.setattr("fd_core.cli.plugins.conformance._TELLS_SECONDS", 0.0)
+    monkeypatch.setattr("fd_core.cli.plugins.conformance._PROGRESS_SECONDS", 0.0)
     ended = CliRunner().invoke(app, ["conformance", "null", "--quick", "-k", "idle_slot or postprocess"])
     assert ended.exit_code == 0
     assert re.search(r"not tested: .*scale", " ".join(ended.stdout.split()))

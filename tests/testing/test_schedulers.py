@@ -2,7 +2,7 @@
 
 import pytest
 
-from fd_core.testing.kit.law import RULES, LawBroken
+from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.report.model import OF_OTHERS_THAN_SCHEDULERS
 from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_cases
 from tests.testing.wrong.scheduling import WRONG
@@ -31,7 +31,7 @@ def test_every_rule_of_schedulers_has_a_case() -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_plugin_fails_the_case_that_names_its_fault(name: str) -> None:
     wrong = WRONG[name]
-    with pytest.raises(LawBroken) as caught:
+    with pytest.raises(InvariantViolated) as caught:
         CASES[wrong.noticed_by].check(SchedulerTarget(name, wrong.cls))
     assert caught.value.rule == wrong.rule, caught.value
 

@@ -104,5 +104,5 @@ def test_template_of_the_operator_replaces_all(tmp_path: Path) -> None:
 def test_variables_of_named_templates_are_known(tmp_path: Path) -> None:
     write(tmp_path, {"chat_template": [*listed("default"), {"name": "tool_use", "template": "{{ enable_thinking }}"}]})
     reader = reader_of(tmp_path)
-    assert reader.switches_reasoning and not reader.takes_effort
+    assert reader.switches_reasoning and not reader.supports_effort
     reader.close()

@@ -16,12 +16,12 @@ CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": 
 
 def test_template_with_tool_support_gets_tools_unchanged() -> None:
     template = ChatTemplate("{{ tools[0].function.name }}{{ messages | length }}")
-    assert template.knows_tools
+    assert template.supports_tools
     assert template.render([{"role": "user", "content": "x"}], [TOOL]) == "now1"
 
 
 def test_other_templates_get_tools_in_the_system_message() -> None:
-    assert not PLAIN.knows_tools
+    assert not PLAIN.supports_tools
     text = PLAIN.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}], [TOOL])
     assert text.startswith("[system]Be brief.\n\n# Tools")
     assert '\n{"type": "function", "function": {"name": "now"' in text

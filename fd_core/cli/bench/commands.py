@@ -215,7 +215,7 @@ def scheduler(
     from fd_core.cli.bench.scheduler import (
         DRAFTS,
         RUNNING,
-        RUNNING_BESIDE_QUEUE,
+        RUNNING_WITH_QUEUE,
         burst_figures,
         queue_figures,
         step_figures,
@@ -224,7 +224,7 @@ def scheduler(
     console = _prepare(json)
     common: dict[str, int] = {"block_size": block_size, "seed": seed}
     alone = waiting is None
-    usual_drafts, usual_running = (DRAFTS, RUNNING) if alone else ((0,), RUNNING_BESIDE_QUEUE)
+    usual_drafts, usual_running = (DRAFTS, RUNNING) if alone else ((0,), RUNNING_WITH_QUEUE)
     cases = [(count, k) for k in drafts or usual_drafts for count in running or usual_running]
     figures, burst = [], {}
     with _bar(console) as bar:

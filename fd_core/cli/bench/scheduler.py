@@ -16,7 +16,7 @@ from fd_core.errors import ConfigError
 from fd_core.simulation.engines.scripted import PrefillBurst, SteadyDecode
 
 RUNNING: Final = (16, 256, 1024, 4096)
-RUNNING_BESIDE_QUEUE: Final = (16,)
+RUNNING_WITH_QUEUE: Final = (16,)
 DRAFTS: Final = (0, 3)
 WARM_UP: Final = 20
 VOCAB_SIZE: Final = 32000

@@ -34,7 +34,7 @@ _WORDS: Final = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class BenchRequest:
     """One request of a benchmark."""
 
     prompt: str | list[dict[str, Any]]
@@ -48,11 +48,13 @@ class Ask:
         return "/v1/chat/completions", {**body, "messages": self.prompt}
 
 
-def synthetic(count: int, input_tokens: int, output_tokens: int, seed: int) -> list[Ask]:
+def synthetic(count: int, input_tokens: int, output_tokens: int, seed: int) -> list[BenchRequest]:
     """Return prompts of about `input_tokens` tokens that share no prefix."""
     draw = random.Random(seed)  # noqa: S311 - not for security: a workload must be reproducible
     return [
-        Ask(" ".join([str(draw.randrange(10**6)), *draw.choices(_WORDS, k=max(input_tokens - 4, 0))]), output_tokens)
+        BenchRequest(
+            " ".join([str(draw.randrange(10**6)), *draw.choices(_WORDS, k=max(input_tokens - 4, 0))]), output_tokens
+        )
         for _ in range(count)
     ]
 
@@ -64,9 +66,9 @@ def synthetic_ids(count: int, input_tokens: int, vocab_size: int, seed: int) -> 
     return [[draw.randrange(low, high) for _ in range(input_tokens)] for _ in range(count)]
 
 
-def from_file(path: Path, count: int | None, output_tokens: int) -> list[Ask]:
+def from_file(path: Path, count: int | None, output_tokens: int) -> list[BenchRequest]:
     """Read one request per line: `prompt` or `messages`, optionally `max_tokens`. `ConfigError` names the line."""
-    asks: list[Ask] = []
+    asks: list[BenchRequest] = []
     try:
         with path.open("rb") as file:
             while (count is None or len(asks) < count) and (line := file.readline(1 << 24)):
@@ -79,7 +81,7 @@ def from_file(path: Path, count: int | None, output_tokens: int) -> list[Ask]:
     return asks
 
 
-def _ask(line: bytes, output_tokens: int, where: str) -> Ask:
+def _ask(line: bytes, output_tokens: int, where: str) -> BenchRequest:
     try:
         row = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
@@ -90,7 +92,7 @@ def _ask(line: bytes, output_tokens: int, where: str) -> Ask:
         raise ConfigError(f"{where}: expected `prompt` or `messages`", field="--dataset")
     if type(wanted) is not int or wanted < 1:
         raise ConfigError(f"{where}: max_tokens is {wanted!r}; expected a number above 0", field="--dataset")
-    return Ask(prompt, wanted)
+    return BenchRequest(prompt, wanted)
 
 
 def arrivals(count: int, per_second: float | None, seed: int) -> list[float]:
@@ -134,7 +136,7 @@ def generate(
 async def measure(
     api: ApiClient,
     model: str,
-    asks: Sequence[Ask],
+    asks: Sequence[BenchRequest],
     start_times: Sequence[float],
     concurrency: int | None,
     *,
@@ -145,7 +147,7 @@ async def measure(
     gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
     begin = time.perf_counter()
 
-    async def one(ask: Ask, at: float) -> RequestTimes:
+    async def one(ask: BenchRequest, at: float) -> RequestTimes:
         await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
         async with gate:
             timeline = await _send(api, model, ask, ignore_eos)
@@ -157,7 +159,7 @@ async def measure(
     return [task.result() for task in tasks], time.perf_counter() - begin
 
 
-async def _send(api: ApiClient, model: str, ask: Ask, ignore_eos: bool) -> RequestTimes:
+async def _send(api: ApiClient, model: str, ask: BenchRequest, ignore_eos: bool) -> RequestTimes:
     path, body = ask.request(model, ignore_eos)
     sent = time.perf_counter()
     arrivals: list[float] = []

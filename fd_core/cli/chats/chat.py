@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fd_core.cli.chats.conversation import ChatHistory, kept_history, typed_messages
-from fd_core.cli.report import harmless, plain, reports_errors, say
+from fd_core.cli.chats.conversation import ChatHistory, input_history, typed_messages
+from fd_core.cli.report import harmless, plain, print_error, reports_errors
 from fd_core.cli.settings.flags import CHAT_FLAGS, CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
 from fd_core.config.paths import find_cache_dir
 from fd_core.errors import BadRequest, ConfigError, FdError
@@ -65,7 +65,7 @@ def chat(
             )
         # Messages to a server that requires a key are not saved here.
         secret = url is not None and client_key(given, os.environ)
-        with kept_history(None if secret else find_cache_dir() / "chat_history"):
+        with input_history(None if secret else find_cache_dir() / "chat_history"):
             _converse(loop, backend, ChatHistory(system), options)
 
 
@@ -141,11 +141,11 @@ def _local(
     loop: LoopThread, stack: contextlib.ExitStack, model: str | None, given: Given, chats: bool
 ) -> tuple[ChatBackend, str]:
     from fd_core.cli.settings.settings import merge
-    from fd_core.engine.process.engine_process import begun_process
+    from fd_core.engine.process.engine_process import prestarted_process
 
     settings = merge(model, given, os.environ, default_model="smollm2")
     where = settings.server.engine
-    begun = stack.enter_context(loop.entered(begun_process(settings.engine.backend, wanted=where == "process")))
+    begun = stack.enter_context(loop.entered(prestarted_process(settings.engine.backend, wanted=where == "process")))
 
     from fd_core.cli.chats.chat_backend import EngineChatBackend, no_template
     from fd_core.cli.serving.startup import find_model, running_engine, startup_bars
@@ -154,7 +154,7 @@ def _local(
         found = find_model(settings.engine, settings.server.chat_template, bars)
         if chats and found.template is None:
             raise no_template(found.config.model)
-        client = stack.enter_context(loop.entered(running_engine(found, where, bars, begun=begun)))
+        client = stack.enter_context(loop.entered(running_engine(found, where, bars, prestarted=begun)))
     return EngineChatBackend(client, found.tokenizer, found.template), found.config.model
 
 
@@ -164,12 +164,12 @@ def _converse(loop: LoopThread, backend: ChatBackend, conversation: ChatHistory,
         if line in ("/quit", "/exit"):
             return
         try:
-            told = conversation.command(line) if text.startswith("/") else None
+            notice = conversation.command(line) if text.startswith("/") else None
         except FdError as error:
-            say(error)
+            print_error(error)
             continue
-        if told is not None:
-            print(harmless(told), file=sys.stderr)
+        if notice is not None:
+            print(harmless(notice), file=sys.stderr)
         elif line:
             answer, whole = _answer(loop, backend, conversation.asked(text), options)
             if answer or whole:
@@ -193,10 +193,10 @@ def _answer(
     except FdError as error:
         if not sys.stdin.isatty():
             raise
-        say(error)
+        print_error(error)
     _put("\n")
-    if sys.stdin.isatty() and (told := speed.told()):
-        print(told, file=sys.stderr)
+    if sys.stdin.isatty() and (notice := speed.summary()):
+        print(notice, file=sys.stderr)
     return "".join(pieces), whole
 
 
@@ -220,7 +220,7 @@ class AnswerSpeed:
         self._first = self._first or self._last
         self._tokens += tokens
 
-    def told(self) -> str | None:
+    def summary(self) -> str | None:
         """Return a line with tokens, tokens per second and time to first token; None without tokens."""
         if not self._tokens:
             return None

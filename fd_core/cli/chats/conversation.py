@@ -159,7 +159,7 @@ def _line(prompt: str) -> str:
 
 
 @contextlib.contextmanager
-def kept_history(path: Path | None) -> Iterator[None]:
+def input_history(path: Path | None) -> Iterator[None]:
     """Let arrow keys edit lines and recall earlier ones; typed lines are added to `path`, if it is usable."""
     try:
         import readline

@@ -87,12 +87,12 @@ def quantize(
     with startup_bars() as bars:
         found = resolve_model(model, revision=revision, progress=bars)
         with open_checkpoint(found.path) as checkpoint:
-            others = files_beside(checkpoint)
+            others = companion_files(checkpoint)
             write_quantized(checkpoint, form, output, others, lambda done, total: bars("quantize", done, total))
     print(output)
 
 
-def files_beside(checkpoint: Checkpoint) -> dict[str, bytes]:
+def companion_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Return the tokenizer and the other files of a checkpoint: copied from a folder, or made from a GGUF file."""
     import json
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fd_core.testing.doctor.runs import DoctorReport, OpFinding
 
 
-_TELLS_SECONDS: Final = 15.0
+_PROGRESS_SECONDS: Final = 15.0
 """Interval between two progress lines without a terminal, in seconds."""
 
 
@@ -101,8 +101,8 @@ def conformance(
             state = f"{target}: {done} tests{f', {failed} failed' if failed else ''}"
             status.update(state)
             # Without a terminal there is no status line, so print progress lines.
-            if not console.is_terminal and time.monotonic() > told + _TELLS_SECONDS:
-                told = time.monotonic()
+            if not console.is_terminal and time.monotonic() > last_printed + _PROGRESS_SECONDS:
+                last_printed = time.monotonic()
                 print(state, file=sys.stderr, flush=True)
 
         report = run_suite(targets, expression, shlex.join(words), progress, quick=quick, kit=kit)

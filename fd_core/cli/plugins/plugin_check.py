@@ -160,10 +160,10 @@ def check_plugins(name: str | None = None) -> list[Checked]:
 
 def _checked(point: EntryPoint) -> Checked:
     name, version = (point.dist.name, point.dist.version) if point.dist else ("unknown distribution", "?")
-    return Checked(name, version, f"{point.name} = {point.value}", _inspect_apart(name, point.name))
+    return Checked(name, version, f"{point.name} = {point.value}", _inspect_isolated(name, point.name))
 
 
-def _inspect_apart(distribution: str, entry_point: str) -> Inspection:
+def _inspect_isolated(distribution: str, entry_point: str) -> Inspection:
     command = [sys.executable, "-P", "-m", "fd_core.cli.plugins.plugin_check", distribution, entry_point]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     hint = "its code does this during import or probe: install another version of it, or ask its author"
@@ -177,8 +177,10 @@ def _inspect_apart(distribution: str, entry_point: str) -> Inspection:
         return msgspec.json.decode(ended.stdout, type=Inspection)
     except msgspec.DecodeError:
         words = ended.stderr.decode(errors="replace").split()
-        said = f", with the last output: {' '.join(words[-30:])}" if words else ""
-        return Inspection(findings=(Finding(f"it ended the process with exit code {ended.returncode}{said}", hint),))
+        last_output = f", with the last output: {' '.join(words[-30:])}" if words else ""
+        return Inspection(
+            findings=(Finding(f"it ended the process with exit code {ended.returncode}{last_output}", hint),)
+        )
 
 
 def _with_contested_names(checked: Sequence[Checked]) -> Iterator[Checked]:

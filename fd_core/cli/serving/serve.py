@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS: Final = 0.5
+_POLL_SECONDS: Final = 0.5
 """Interval at which an engine is checked for a permanent failure, in seconds."""
 
 
@@ -89,13 +89,13 @@ def opened_spans(endpoint: str | None, service: str, stack: contextlib.ExitStack
 async def _serve(settings: Settings, listener: socket.socket) -> None:
     import asyncio
 
-    from fd_core.engine.process.engine_process import begun_process
+    from fd_core.engine.process.engine_process import prestarted_process
 
     server, where, engines = settings.server, settings.server.engine, settings.server.data_parallel_size
     async with contextlib.AsyncExitStack() as stack:
         # The engine's process imports its framework while this one imports the following and finds the model.
         alone = where == "process" and engines == 1
-        begun = await stack.enter_async_context(begun_process(settings.engine.backend, wanted=alone))
+        prestarted = await stack.enter_async_context(prestarted_process(settings.engine.backend, wanted=alone))
 
         from rich.console import Console
 
@@ -115,7 +115,9 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         with startup_bars(console) as bars:
             model = await asyncio.to_thread(find_model, settings.engine, server.chat_template, bars)
             serving = asyncio.create_task(asyncio.to_thread(importlib.import_module, "fd_core.server.serve"))
-            client = await stack.enter_async_context(running_engine(model, where, bars, engines=engines, begun=begun))
+            client = await stack.enter_async_context(
+                running_engine(model, where, bars, engines=engines, prestarted=prestarted)
+            )
         names = (server.tool_call_parser, server.reasoning_parser)
         chosen = choose_parsers(*names, model.template, client.info.architecture)
 
@@ -126,7 +128,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
             announce(url)
 
         stop = asyncio.Event()
-        watching = asyncio.create_task(_stop_when_gone(client, stop))
+        watching = asyncio.create_task(_stop_when_failed(client, stop))
         closing.callback(watching.cancel)
         await (await serving).serve_http(
             server,
@@ -140,16 +142,16 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
             on_ready=ready,
             stop=stop,
         )
-        if any(engine.gone for engine in client.engines):
+        if any(engine.permanently_failed for engine in client.engines):
             raise EngineDead(f"the server exited because {client.missing}")
 
 
-async def _stop_when_gone(client: EngineClient, stop: asyncio.Event) -> None:
+async def _stop_when_failed(client: EngineClient, stop: asyncio.Event) -> None:
     """Set `stop` once a dead engine will not be replaced: the supervisor of the server restarts it."""
     import asyncio
 
-    while not any(engine.gone for engine in client.engines):
-        await asyncio.sleep(_LOOK_SECONDS)
+    while not any(engine.permanently_failed for engine in client.engines):
+        await asyncio.sleep(_POLL_SECONDS)
     log.error("an engine failed permanently: the server drains and exits, requests on other engines may finish")
     stop.set()
 

@@ -113,10 +113,10 @@ def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, ar
     """Return the parsers of those names; `auto` selects those for the template. `PluginError` for unknown names."""
     from fd_core.plugins import REASONING_PARSER, TOOL_PARSER, installed_plugins
 
-    fits = parsers_for(None, knows_tools=False)
+    fits = parsers_for(None, supports_tools=False)
     if template is not None:
         with_tools = template.for_tools
-        calls = parsers_for(with_tools.source, with_tools.knows_tools, architecture)
+        calls = parsers_for(with_tools.source, with_tools.supports_tools, architecture)
         fits = calls._replace(reasoning=parsers_for(template.source or with_tools.source, True, architecture).reasoning)
     loaded: list[Any] = []
     said = []
@@ -125,8 +125,8 @@ def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, ar
         loaded.append(None if name is None else installed_plugins().load(kind, name))
         said.append((name or "none") + (" (fits the chat template)" if asked == "auto" and name else ""))
         if asked == "auto" and name is None:
-            said[-1] = f"none: no {kind.word} is known for this chat template; set one with {kind.flag}"
-    return ChosenParsers(Parsers(*loaded), *said)
+            descriptions[-1] = f"none: no {kind.word} is known for this chat template; set one with {kind.flag}"
+    return ChosenParsers(Parsers(*loaded), *descriptions)
 
 
 def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBars) -> LocalModel:
@@ -143,12 +143,14 @@ async def running_engine(
     bars: StartupBars | None = None,
     *,
     engines: int = 1,
-    begun: EngineProcess | None = None,
+    prestarted: EngineProcess | None = None,
 ) -> AsyncIterator[EngineClient]:
-    """Start engines for the block and stop them afterwards; `where` and `begun` are those of `open_client`."""
+    """Start engines for the block and stop them afterwards; `where` and `prestarted` are those of `open_client`."""
     from fd_core.engine.clients.launch import open_client
 
-    client = await open_client(model.config, model.path, where=where, engines=engines, progress=bars, begun=begun)
+    client = await open_client(
+        model.config, model.path, where=where, engines=engines, progress=bars, prestarted=prestarted
+    )
     if bars is not None and client.info.emulated:
         bars.warn(f"Backend {client.info.backend} is emulated: slow, and not representative of the hardware.")
     try:

@@ -18,7 +18,7 @@ import msgspec
 import typer
 from typer.core import TyperCommand
 
-from fd_core.cli.report import say
+from fd_core.cli.report import print_error
 from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
 from fd_core.config.paths import read_bounded
@@ -629,6 +629,6 @@ class ServingCommand(TyperCommand):
         """Parse the command line; report a flag of another server with its equivalent."""
         for flag in (arg.partition("=")[0] for arg in args):
             if flag in REASONS:
-                say(ConfigError(f"not a flag of fdcore: {REASONS[flag]}", field=flag))
+                print_error(ConfigError(f"not a flag of fdcore: {REASONS[flag]}", field=flag))
                 raise typer.Exit(ConfigError.exit_code)
         return super().parse_args(ctx, args)

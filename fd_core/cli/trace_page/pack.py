@@ -102,7 +102,7 @@ def cells(trace: TraceContents) -> dict[str, npt.NDArray[np.uint8]]:
 
 def _request_ids(trace: TraceContents) -> list[str]:
     lines = [position.line for position in trace.positions]
-    named = [residency.request_id for residency in trace.residencies]
+    named = [occupancy.request_id for occupancy in trace.occupancies]
     named += [load.request_id for line in lines for load in line.loads]
     named += [decision.request_id for line in lines for decision in line.decisions]
     return list(dict.fromkeys(named))
@@ -111,17 +111,17 @@ def _request_ids(trace: TraceContents) -> list[str]:
 def _residencies(trace: TraceContents, number: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:
     rows = [
         (
-            residency.slot,
-            residency.gen,
-            number[residency.request_id],
-            max(residency.start - trace.first, 0),
-            residency.end - trace.first,
-            residency.returned,
-            EXITS.index(residency.exit),
-            residency.tokens,
-            residency.computed,
+            occupancy.slot,
+            occupancy.gen,
+            number[occupancy.request_id],
+            max(occupancy.start - trace.first, 0),
+            occupancy.end - trace.first,
+            occupancy.returned,
+            EXITS.index(occupancy.exit),
+            occupancy.tokens,
+            occupancy.computed,
         )
-        for residency in sorted(trace.residencies, key=lambda residency: (residency.slot, residency.start))
+        for occupancy in sorted(trace.occupancies, key=lambda occupancy: (occupancy.slot, occupancy.start))
     ]
     names = ("Slot", "Gen", "Request", "Start", "End", "Returned", "Exit", "Tokens", "Computed")
     return _named("residency", names, rows, np.int32)

@@ -16,7 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from fd_core.disagg.messages import FromDecode, FromPrefill
 from fd_core.disagg.stats import SideStats
-from fd_core.disagg.wire import Unfit, Unsealed, Wire
+from fd_core.disagg.wire import AuthenticationError, InvalidMessage, Wire
 from fd_core.effects.sockets import Context, Endpoint, Socket, arrived, open_socket, tcp_endpoint
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Bytes
@@ -75,7 +75,7 @@ class PrefillLink(ABC):
         """Time at which the last lease ended."""
 
     @abstractmethod
-    def say(self, message: FromDecode) -> None:
+    def send(self, message: FromDecode) -> None:
         """Send a message; it may be lost."""
 
 
@@ -92,7 +92,7 @@ class Peer(PrefillLink):
         self.monitor: Socket | None = None
         self._connected = False
 
-    def say(self, message: FromDecode) -> None:
+    def send(self, message: FromDecode) -> None:
         """Send a message; queued until there is a connection, lost if the endpoint is not known yet."""
         frame = self._wire.seal_from_decode(message)
         if self.socket is not None:
@@ -149,18 +149,18 @@ class PrefillConnections:
         wire: Wire,
         stats: SideStats,
         *,
-        hear: Callable[[PrefillLink, FromPrefill, Sequence[Bytes]], None],
+        on_message: Callable[[PrefillLink, FromPrefill, Sequence[Bytes]], None],
         reopen: Callable[[str], None],
-        gone: Callable[[str, str], None],
+        on_disconnect: Callable[[str, str], None],
     ) -> None:
-        """`hear` receives a message and frames, `reopen` a lease to repeat `Open` for, `gone` a lost lease and the
-        reason."""
+        """`on_message` receives a message and frames, `reopen` a lease to repeat `Open` for, `on_disconnect` a lost
+        lease and the reason."""
         self._loop = loop
         self._wire = wire
         self._stats = stats
-        self._hear = hear
+        self._on_message = on_message
         self._reopen = reopen
-        self._gone = gone
+        self._on_disconnect = on_disconnect
         self._context: Context = zmq.Context(1)
         self._peers: dict[str, Peer] = {}
 
@@ -227,15 +227,15 @@ class PrefillConnections:
             return
         del self._peers[peer.address]
         for lease in list(peer.leases):
-            self._gone(lease, reason)
+            self._on_disconnect(lease, reason)
 
     def _read(self, peer: Peer, source: Socket) -> None:
         for frames in arrived(source):
             try:
                 if len(frames) > _MAX_FRAMES:
-                    raise Unsealed("a message has too many frames")
+                    raise AuthenticationError("a message has too many frames")
                 message = self._wire.open_from_prefill(frames[0].buffer)
-            except (Unsealed, Unfit):
+            except (AuthenticationError, InvalidMessage):
                 self._stats.dropped_frames += 1
             else:
-                self._hear(peer, message, [frame.buffer for frame in frames[1:]])
+                self._on_message(peer, message, [frame.buffer for frame in frames[1:]])

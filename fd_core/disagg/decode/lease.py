@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from fd_core.disagg.lease import Action, Clock, DecodeEnd, Say, TakePiece, commit_digest, wanted
-from fd_core.disagg.messages import AbortLease, Alive, Commit, Confirm, Credit, FromPrefill, KVPiece, Open, Refuse
+from fd_core.disagg.lease import Action, Clock, DecodeEnd, SendMessage, TakePiece, commit_digest, requested_pieces
+from fd_core.disagg.messages import AbortLease, Commit, Confirm, Credit, FromPrefill, Heartbeat, KVPiece, Open, Refuse
 from fd_core.types import PrefillOutcome
 
 
@@ -13,16 +13,16 @@ class DecodeLease:
     """One lease on the decode worker, which sends `opening` when it creates this."""
 
     def __init__(self, opening: Open, *, longest: float, now: float) -> None:
-        """Expect the pieces of a valid `opening`, see `flaw`; the lease expires after `longest` seconds."""
+        """Expect the pieces of a valid `opening`, see `validate_open`; the lease expires after `longest` seconds."""
         self.outcome: PrefillOutcome | None = None
         self.cached = 0
         """Tokens in the prefix cache of the prefill side, as its `Commit` reports."""
         self._opening = opening
         self._name = opening.job.lease
-        self._pieces = wanted(opening)
+        self._pieces = requested_pieces(opening)
         self._tokens = opening.job.num_tokens
-        self._clock = Clock(opening.silence, longest, now)
-        self._met = False
+        self._clock = Clock(opening.idle_timeout, longest, now)
+        self._peer_seen = False
         self._taking: set[int] = set()
         self._copied: dict[int, bytes] = {}
         self._credited = 0
@@ -35,12 +35,12 @@ class DecodeLease:
         """Return the deadline of the next call of `tick`."""
         return min(self._clock.next, self._stuck) if self.outcome is None else math.inf
 
-    def heard(self, message: FromPrefill, now: float) -> list[Action]:
+    def receive(self, message: FromPrefill, now: float) -> list[Action]:
         """Handle a message of the prefill side, in any order of arrival."""
         if self.outcome is not None:
             return []
-        self._met = True
-        self._clock.heard(now)
+        self._peer_seen = True
+        self._clock.received(now)
         match message:
             case Refuse(reason=reason):
                 return self._end("refused", reason or "the prefill worker gave no reason")
@@ -49,7 +49,7 @@ class DecodeLease:
             case KVPiece():
                 return self._piece(message)
             case Commit():
-                return self._heard_commit(message, now)
+                return self._receive_commit(message, now)
             case _:
                 return []
 
@@ -72,7 +72,7 @@ class DecodeLease:
             return []
         return self._break("damaged", f"piece {index}: {reason}")
 
-    def gone(self, reason: str) -> list[Action]:
+    def disconnected(self, reason: str) -> list[Action]:
         """Record that the prefill side disconnected."""
         return [] if self.outcome is not None else self._end("lost", reason)
 
@@ -84,22 +84,22 @@ class DecodeLease:
         """Process timeouts: end the lease, or send a message."""
         if self.outcome is not None:
             return []
-        if late := self._clock.late(now):
+        if late := self._clock.expiry_reason(now):
             return self._break("expired", late)
         if now >= self._stuck:
             return self._break("expired", "a piece was lost in transit")
-        if not self._clock.quiet(now):
+        if not self._clock.heartbeat_due(now):
             return []
         if self._copied:
             return self._credit(now)
-        self._clock.said(now)
-        return [Say(Alive(self._name) if self._met else self._opening)]
+        self._clock.sent(now)
+        return [SendMessage(Heartbeat(self._name) if self._peer_seen else self._opening)]
 
     @property
     def _stuck(self) -> float:
         """Return the time at which a missing piece counts as lost: all were sent before the commit."""
         waits = self._commit is not None and not self._taking
-        return self._progress + self._opening.silence if waits else math.inf
+        return self._progress + self._opening.idle_timeout if waits else math.inf
 
     def _piece(self, piece: KVPiece) -> list[Action]:
         index = piece.index
@@ -110,7 +110,7 @@ class DecodeLease:
         self._taking.add(index)
         return [TakePiece(piece)]
 
-    def _heard_commit(self, commit: Commit, now: float) -> list[Action]:
+    def _receive_commit(self, commit: Commit, now: float) -> list[Action]:
         if self._commit is not None:
             return []
         if commit.tokens != self._tokens:
@@ -124,15 +124,15 @@ class DecodeLease:
         if commit_digest(self._copied) != self._commit.digest:
             return self._break("damaged", "the received pieces differ from those that were sent")
         self.cached = max(0, min(self._commit.cached, self._tokens))
-        return [Say(Confirm(self._name)), *self._end("transferred", "")]
+        return [SendMessage(Confirm(self._name)), *self._end("transferred", "")]
 
     def _credit(self, now: float) -> list[Action]:
-        self._clock.said(now)
+        self._clock.sent(now)
         self._credited = len(self._copied)
-        return [Say(Credit(self._name, len(self._copied)))]
+        return [SendMessage(Credit(self._name, len(self._copied)))]
 
     def _break(self, outcome: PrefillOutcome, reason: str) -> list[Action]:
-        return [Say(AbortLease(self._name, reason)), *self._end(outcome, reason)]
+        return [SendMessage(AbortLease(self._name, reason)), *self._end(outcome, reason)]
 
     def _end(self, outcome: PrefillOutcome, reason: str) -> list[Action]:
         self.outcome = outcome

@@ -18,11 +18,11 @@ from fd_core.disagg.connectors.contract import Bytes, Connector, KVInbox
 from fd_core.disagg.decode.connections import PrefillConnections, PrefillLink
 from fd_core.disagg.decode.lease import DecodeLease
 from fd_core.disagg.kv_compatibility import KVCompatibility
-from fd_core.disagg.lease import MAX_WINDOW, Action, DecodeEnd, Say, TakePiece, wanted
+from fd_core.disagg.lease import MAX_WINDOW, Action, DecodeEnd, SendMessage, TakePiece, requested_pieces
 from fd_core.disagg.messages import AbortLease, FromDecode, FromPrefill, KVPiece, Open, Refuse
 from fd_core.disagg.stats import ReceiverStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
-from fd_core.disagg.wire import Unfit, Wire
+from fd_core.disagg.wire import InvalidMessage, Wire
 from fd_core.effects.operations import Cancel, Effect, Fetch, Fetched
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import CompletionQueue
@@ -72,7 +72,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         queue: CompletionQueue,
         *,
         window: int = 8,
-        silence: float = 10.0,
+        idle_timeout: float = 10.0,
         longest: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
         make_loop: Callable[..., ThreadLoop] = ThreadLoop,
@@ -82,20 +82,20 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         """Start the thread.
 
         `cache` supports `import_blocks` from that thread at any time. `window` pieces of a lease may be in flight at
-        once; after `silence` seconds without a message from a prefill worker its leases expire. The connector is closed
-        with the receiver. `connect` creates links for loops of `make_loop`, `name_lease` 32 hexadecimal digits that no
-        receiver ever used for a lease before.
+        once; after `idle_timeout` seconds without a message from a prefill worker its leases expire. The connector is
+        closed with the receiver. `connect` creates links for loops of `make_loop`, `name_lease` 32 hexadecimal digits
+        that no receiver ever used for a lease before.
         """
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"expected a window of 1 to {MAX_WINDOW} pieces, got {window}")
-        super().__init__("fdcore-kv-receiver", queue, ReceiverStats(), clock, silence + _GRACE_SECONDS, make_loop)
+        super().__init__("fdcore-kv-receiver", queue, ReceiverStats(), clock, idle_timeout + _GRACE_SECONDS, make_loop)
         self._cache = cache
         self._wire = Wire(envelope, block)
         self._compatibility = compatibility
         self._connector = connector
         self._connectors[connector.name] = connector
         self._window = window
-        self._silence = silence
+        self._idle_timeout = idle_timeout
         self._longest = longest
         self._accounting = threading.Lock()
         self._pending: PendingOperations[Fetched] = PendingOperations(queue.put)
@@ -103,7 +103,12 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         """Leases by operation."""
         self._name_lease = name_lease
         self._connections = connect(
-            self._loop, self._wire, self._stats, hear=self._hear, reopen=self._reopen, gone=self._gone
+            self._loop,
+            self._wire,
+            self._stats,
+            on_message=self._on_message,
+            reopen=self._reopen,
+            on_disconnect=self._on_disconnect,
         )
         self._loop.start()
 
@@ -174,12 +179,12 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             job=msgspec.structs.replace(effect.job, lease=name),
             compatibility=self._compatibility,
             window=self._window,
-            silence=self._silence,
+            idle_timeout=self._idle_timeout,
             connector=self._connector.name,
             address=b"",
             request_id=effect.request_id[:_LONGEST_ID],
         )
-        pieces = wanted(opening)
+        pieces = requested_pieces(opening)
         if len(pieces) != len(effect.blocks):
             _log.error("operation %d has %d blocks for %d pieces", operation, len(effect.blocks), len(pieces))
             self._complete(Fetched(operation, "aborted", reason="the number of its blocks does not match its tokens"))
@@ -195,9 +200,9 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         try:
             self._wire.check(opening)
             peer = self._connections.get(effect.peer)
-        except (Unfit, ValueError) as error:
+        except (InvalidMessage, ValueError) as error:
             self._close_end(inbox)
-            outcome: PrefillOutcome = "refused" if isinstance(error, Unfit) else "lost"
+            outcome: PrefillOutcome = "refused" if isinstance(error, InvalidMessage) else "lost"
             self._complete(Fetched(operation, outcome, reason=str(error)))
             return
         machine = DecodeLease(opening, longest=self._longest, now=self._clock())
@@ -205,35 +210,35 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         self._names[operation] = name
         self._due = min(self._due, machine.next_tick)
         peer.leases.add(name)
-        peer.say(opening)
+        peer.send(opening)
 
     def _abort(self, operation: int) -> None:
         lease = self._leases.get(self._names.get(operation, ""))
         if lease is not None:
             self._act(lease, lease.machine.abort())
 
-    def _hear(self, peer: PrefillLink, message: FromPrefill, values: Sequence[Bytes]) -> None:
+    def _on_message(self, peer: PrefillLink, message: FromPrefill, values: Sequence[Bytes]) -> None:
         lease = self._leases.get(message.lease)
         if lease is not None and lease.peer is peer:
-            self._act(lease, lease.machine.heard(message, self._clock()), values)
+            self._act(lease, lease.machine.receive(message, self._clock()), values)
             return
         self._stats.late_messages += 1
         if not isinstance(message, AbortLease | Refuse):
-            peer.say(AbortLease(message.lease, "the lease is over"))
+            peer.send(AbortLease(message.lease, "the lease is over"))
 
     def _reopen(self, name: str) -> None:
         lease = self._leases[name]
-        lease.peer.say(lease.opening)
+        lease.peer.send(lease.opening)
 
-    def _gone(self, name: str, reason: str) -> None:
+    def _on_disconnect(self, name: str, reason: str) -> None:
         lease = self._leases[name]
-        self._act(lease, lease.machine.gone(reason))
+        self._act(lease, lease.machine.disconnected(reason))
 
     def _act(self, lease: _DecodeSide, actions: Sequence[Action], values: Sequence[Bytes] = ()) -> None:
         for action in actions:
             match action:
-                case Say(message):
-                    lease.peer.say(cast("FromDecode", message))
+                case SendMessage(message):
+                    lease.peer.send(cast("FromDecode", message))
                 case TakePiece(piece):
                     lease.to_copy.append((piece, values))
                     self._copying[lease] = None
@@ -261,15 +266,15 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             self._failed("connector", "take", error)
             self._act(lease, lease.machine.spoiled(piece.index, "the connector could not take it"))
             return
-        flaw = self._import(lease, piece, value)
+        failure = self._import(lease, piece, value)
         del value
         try:
             lease.inbox.done(piece.index, piece.reference)
         except Exception as error:  # noqa: BLE001 - a plugin's connector, too
             self._failed("connector", "done", error)
-            flaw = flaw or "the connector could not free its buffer"
-        if flaw is not None:
-            self._act(lease, lease.machine.spoiled(piece.index, flaw))
+            failure = failure or "the connector could not free its buffer"
+        if failure is not None:
+            self._act(lease, lease.machine.spoiled(piece.index, failure))
             return
         now = lease.last_copy = self._clock()
         self._stats.pieces += 1

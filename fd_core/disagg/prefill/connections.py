@@ -11,7 +11,7 @@ import zmq
 
 from fd_core.disagg.messages import FromDecode, FromPrefill
 from fd_core.disagg.stats import SideStats
-from fd_core.disagg.wire import Unfit, Unsealed, Wire
+from fd_core.disagg.wire import AuthenticationError, InvalidMessage, Wire
 from fd_core.effects.sockets import Context, arrived, open_socket, tcp_endpoint
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.errors import ConfigError
@@ -35,17 +35,17 @@ class DecodeConnections:
         host: str,
         port: int,
         *,
-        hear: Callable[[bytes, FromDecode], object],
-        turn_down: Callable[[bytes, str, str], object],
+        on_message: Callable[[bytes, FromDecode], object],
+        on_reject: Callable[[bytes, str, str], object],
     ) -> None:
         """Listen at `host:port`, 0 for any free port. Raises `ConfigError` if that is not possible.
 
-        `hear` receives the route and each message. `turn_down` receives route, lease and reason of an authenticated
-        message over a limit; unauthenticated messages are dropped.
+        `on_message` receives the route and each message. `on_reject` receives route, lease and reason of an
+        authenticated message over a limit; unauthenticated messages are dropped.
         """
         self._loop = loop
-        self._hear = hear
-        self._turn_down = turn_down
+        self._on_message = on_message
+        self._on_reject = on_reject
         self._wire = wire
         self._stats = stats
         try:
@@ -70,7 +70,7 @@ class DecodeConnections:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         loop.watch(self._socket, self._read)
 
-    def say(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
+    def send(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
         """Send a message and frames after it, which are not copied; return True if it was sent."""
         sealed = self._wire.seal_from_prefill(message)
         try:
@@ -93,13 +93,13 @@ class DecodeConnections:
             route = frames[0].bytes
             try:
                 if len(frames) != 2:
-                    raise Unsealed("a message is one frame")
+                    raise AuthenticationError("a message is one frame")
                 message = self._wire.open_from_decode(frames[1].buffer)
-            except Unsealed:
+            except AuthenticationError:
                 self._stats.dropped_frames += 1
-            except Unfit as unfit:
+            except InvalidMessage as invalid:
                 self._stats.dropped_frames += 1
-                if unfit.lease is not None:
-                    self._turn_down(route, unfit.lease, unfit.reason)
+                if invalid.lease is not None:
+                    self._on_reject(route, invalid.lease, invalid.reason)
             else:
-                self._hear(route, message)
+                self._on_message(route, message)

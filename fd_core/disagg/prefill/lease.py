@@ -6,19 +6,19 @@ import math
 from collections import deque
 
 from fd_core.disagg import messages
-from fd_core.disagg.lease import Action, Clock, End, PrefillEnd, Say, SendPiece, commit_digest, wanted
+from fd_core.disagg.lease import Action, Clock, End, PrefillEnd, SendMessage, SendPiece, commit_digest, requested_pieces
 
 
 class PrefillLease:
     """One lease on the prefill worker."""
 
     def __init__(self, opening: messages.Open, *, longest: float, now: float) -> None:
-        """Serve a valid `opening`, see `flaw`; the lease expires after `longest` seconds."""
+        """Serve a valid `opening`, see `validate_open`; the lease expires after `longest` seconds."""
         self.ended: End | None = None
         self._opening = opening
         self._name = opening.job.lease
-        self._pieces = wanted(opening)
-        self._clock = Clock(opening.silence, longest, now)
+        self._pieces = requested_pieces(opening)
+        self._clock = Clock(opening.idle_timeout, longest, now)
         self._accepted = False
         self._waiting: deque[int] = deque()
         self._seen: set[int] = set()
@@ -38,24 +38,24 @@ class PrefillLease:
         if self.ended is not None:
             return []
         self._accepted = True
-        return self._say(messages.Accept(self._name), now)
+        return self._send(messages.Accept(self._name), now)
 
     def refuse(self, reason: str) -> list[Action]:
         """Reject the job, with a reason for the decode side."""
         if self.ended is not None:
             return []
-        return [Say(messages.Refuse(self._name, reason)), *self._end("refused", reason, abort=False)]
+        return [SendMessage(messages.Refuse(self._name, reason)), *self._end("refused", reason, abort=False)]
 
-    def heard(self, message: messages.FromDecode, now: float) -> list[Action]:
+    def receive(self, message: messages.FromDecode, now: float) -> list[Action]:
         """Handle a message of the decode side, in any order of arrival."""
         if self.ended is not None:
             return []
-        self._clock.heard(now)
+        self._clock.received(now)
         match message:
             case messages.Open():
-                return self._say(messages.Accept(self._name), now) if self._accepted else []
+                return self._send(messages.Accept(self._name), now) if self._accepted else []
             case messages.Credit(taken=taken):
-                return self._heard_credit(taken, now)
+                return self._receive_credit(taken, now)
             case messages.Confirm():
                 return self._end("confirmed", "")
             case messages.AbortLease(reason=reason):
@@ -80,8 +80,8 @@ class PrefillLease:
         self._putting.remove(index)
         self._sent[index] = digest
         self._progress = now
-        said = self._say(messages.KVPiece(self._name, index, digest, reference), now)
-        return [*said, *self._commit(now)]
+        sending = self._send(messages.KVPiece(self._name, index, digest, reference), now)
+        return [*sending, *self._commit(now)]
 
     def finished(self, tokens: int, cached: int, now: float) -> list[Action]:
         """Record that `ready` named all blocks: they hold the KV of `tokens`, `cached` of which were not computed."""
@@ -92,7 +92,7 @@ class PrefillLease:
             return self._break("gave_up", "the prefill worker did not compute the whole prompt")
         return self._commit(now)
 
-    def gave_up(self, reason: str) -> list[Action]:
+    def abandon(self, reason: str) -> list[Action]:
         """Record that the request ended without all its KV."""
         return [] if self.ended is not None else self._break("gave_up", reason, abort=False)
 
@@ -105,25 +105,25 @@ class PrefillLease:
         progress."""
         if self.ended is not None:
             return []
-        if late := self._clock.late(now):
+        if late := self._clock.expiry_reason(now):
             return self._break("expired", late)
         if now >= self._stuck:
             return self._break("expired", "a piece was lost in transit or not acknowledged")
-        if not self._clock.quiet(now):
+        if not self._clock.heartbeat_due(now):
             return []
         if commit := self._commit(now):
             return commit
         if working or self._final is not None:
-            return self._say(messages.Alive(self._name), now)
+            return self._send(messages.Heartbeat(self._name), now)
         self._clock.postpone(now)
         return []
 
     @property
     def _stuck(self) -> float:
         """Return the time at which a piece without credit counts as lost."""
-        return self._progress + self._opening.silence if len(self._sent) > self._credited else math.inf
+        return self._progress + self._opening.idle_timeout if len(self._sent) > self._credited else math.inf
 
-    def _heard_credit(self, taken: int, now: float) -> list[Action]:
+    def _receive_credit(self, taken: int, now: float) -> list[Action]:
         credited = min(taken, len(self._sent))
         if credited <= self._credited:
             return []
@@ -143,14 +143,14 @@ class PrefillLease:
         if self._final is None or len(self._sent) < len(self._pieces):
             return []
         tokens, cached = self._final
-        return self._say(messages.Commit(self._name, tokens, commit_digest(self._sent), cached), now)
+        return self._send(messages.Commit(self._name, tokens, commit_digest(self._sent), cached), now)
 
-    def _say(self, message: messages.FromPrefill, now: float) -> list[Action]:
-        self._clock.said(now)
-        return [Say(message)]
+    def _send(self, message: messages.FromPrefill, now: float) -> list[Action]:
+        self._clock.sent(now)
+        return [SendMessage(message)]
 
     def _break(self, end: End, reason: str, *, abort: bool = True) -> list[Action]:
-        return [Say(messages.AbortLease(self._name, reason)), *self._end(end, reason, abort=abort)]
+        return [SendMessage(messages.AbortLease(self._name, reason)), *self._end(end, reason, abort=abort)]
 
     def _end(self, end: End, reason: str, *, abort: bool = True) -> list[Action]:
         self.ended = end

@@ -17,14 +17,23 @@ import numpy.typing as npt
 from fd_core.config.logs import ACCESS_LOGGER, one_word
 from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, Connector, KVOutbox
 from fd_core.disagg.kv_compatibility import KVCompatibility, difference
-from fd_core.disagg.lease import Action, PrefillEnd, Say, SendPiece, wanted
+from fd_core.disagg.lease import Action, PrefillEnd, SendMessage, SendPiece, requested_pieces
 from fd_core.disagg.messages import MAX_TEXT, AbortLease, Confirm, FromDecode, FromPrefill, Open, Refuse
 from fd_core.disagg.prefill.connections import DecodeConnections
 from fd_core.disagg.prefill.lease import PrefillLease
 from fd_core.disagg.stats import SenderStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Wire
-from fd_core.effects.operations import Cancel, Effect, GiveUp, LeaseEnded, PrefillJobArrived, PrefillTraced, Send, Sent
+from fd_core.effects.operations import (
+    AbandonLease,
+    Cancel,
+    Effect,
+    LeaseEnded,
+    PrefillJobArrived,
+    PrefillTraced,
+    Send,
+    Sent,
+)
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import CompletionQueue
 from fd_core.effects.thread_loop import ThreadLoop
@@ -73,7 +82,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
     not read afterwards.
     """
 
-    performs = (Send, GiveUp)
+    performs = (Send, AbandonLease)
 
     def __init__(
         self,
@@ -111,7 +120,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._asked_at = clock()
         """Time at which the engine last polled completions: an engine whose loop stopped computes nothing."""
         self._connections = listen(
-            self._loop, self._wire, self._stats, host, port, hear=self._hear, turn_down=self._turn_down_unfit
+            self._loop, self._wire, self._stats, host, port, on_message=self._on_message, on_reject=self._reject_invalid
         )
         self.port = self._connections.port
         self._loop.start()
@@ -127,14 +136,14 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                     self._pending.begin(Sent(operation))
                     if not self._loop.post(partial(self._send, effect)):
                         self._pending.end(operation)
-                case GiveUp():
-                    self._loop.post(partial(self._give_up, effect))
+                case AbandonLease():
+                    self._loop.post(partial(self._abandon, effect))
                 case Cancel(operation):
                     if self._pending.end(operation):
                         self._loop.post(partial(self._cancel, operation))
 
     def tend(self) -> None:
-        """Record that the engine polls; without polls, no `Alive` is sent to decode workers."""
+        """Record that the engine polls; without polls, no `Heartbeat` is sent to decode workers."""
         self._asked_at = self._clock()
         self._watch(len(self._pending))
 
@@ -148,29 +157,29 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
 
     # Leases, on the sender's thread -----------------------------------------------------------------------
 
-    def _hear(self, route: bytes, message: FromDecode) -> None:
+    def _on_message(self, route: bytes, message: FromDecode) -> None:
         name = message.lease
         lease = self._leases.get(name)
         if lease is not None:
             lease.route = route
             if isinstance(message, Confirm):
                 self._stats.seconds += self._clock() - lease.began
-            self._act(lease, lease.machine.heard(message, self._clock()))
+            self._act(lease, lease.machine.receive(message, self._clock()))
         elif isinstance(message, Open) and name not in self._over:
             self._open(route, message)
         else:
             self._stats.late_messages += 1
             if not isinstance(message, AbortLease | Confirm):
-                self._connections.say(route, AbortLease(name, "the prefill worker has no such lease"))
+                self._connections.send(route, AbortLease(name, "the prefill worker has no such lease"))
 
     def _open(self, route: bytes, opening: Open) -> None:
         name = opening.job.lease
         sentence = difference(self._compatibility, opening.compatibility)
         if sentence is not None:
-            self._turn_down(route, name, "terms", sentence)
+            self._reject(route, name, "terms", sentence)
             return
         if len(self._leases) >= self._max_leases:
-            self._turn_down(route, name, "busy", f"the prefill worker is at its limit of {self._max_leases} leases")
+            self._reject(route, name, "busy", f"the prefill worker is at its limit of {self._max_leases} leases")
             return
         try:
             connector = self._connectors.get(opening.connector)
@@ -183,24 +192,24 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             self._failed("connector", "open_outbox", error)
             reason = f": {error}" if isinstance(error, FdError) else ""
             reason = f"the prefill worker cannot use the connector {opening.connector}{reason}"
-            self._turn_down(route, name, "connector", reason)
+            self._reject(route, name, "connector", reason)
             return
         now = self._clock()
         machine = PrefillLease(opening, longest=self._longest, now=now)
-        lease = self._leases[name] = _PrefillSide(name, opening, wanted(opening), machine, outbox, route, now)
+        lease = self._leases[name] = _PrefillSide(name, opening, requested_pieces(opening), machine, outbox, route, now)
         self._due = min(self._due, machine.next_tick)
         self._stats.leases += 1
         self._queue.put(PrefillJobArrived(opening.job))
         # Last, because a disconnected decode worker ends the lease.
         self._act(lease, machine.accept(now))
 
-    def _turn_down_unfit(self, route: bytes, lease: str, reason: str) -> None:
+    def _reject_invalid(self, route: bytes, lease: str, reason: str) -> None:
         if lease not in self._leases:
-            self._turn_down(route, lease, "malformed", reason)
+            self._reject(route, lease, "malformed", reason)
 
-    def _turn_down(self, route: bytes, lease: str, kind: str, reason: str) -> None:
+    def _reject(self, route: bytes, lease: str, kind: str, reason: str) -> None:
         self._stats.refused = one_more(self._stats.refused, kind)
-        self._connections.say(route, Refuse(lease, reason))
+        self._connections.send(route, Refuse(lease, reason))
 
     def _send(self, effect: Send) -> None:
         operation = effect.operation
@@ -223,7 +232,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         if operation not in lease.uncopied:
             self._pending.end(operation)
 
-    def _give_up(self, effect: GiveUp) -> None:
+    def _abandon(self, effect: AbandonLease) -> None:
         lease = self._leases.get(effect.lease)
         if lease is None:
             return
@@ -231,7 +240,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             self._stats.refused = one_more(self._stats.refused, "engine")
             self._act(lease, lease.machine.refuse(effect.reason))
         else:
-            self._act(lease, lease.machine.gave_up(effect.reason or _BROKE_OFF))
+            self._act(lease, lease.machine.abandon(effect.reason or _BROKE_OFF))
 
     def _cancel(self, operation: int) -> None:
         """End the lease of a send that was completed without being performed."""
@@ -243,8 +252,8 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         unheard = False
         for action in actions:
             match action:
-                case Say(message):
-                    unheard |= not self._connections.say(lease.route, cast("FromPrefill", message), frames)
+                case SendMessage(message):
+                    unheard |= not self._connections.send(lease.route, cast("FromPrefill", message), frames)
                     frames = ()
                 case SendPiece(index):
                     lease.to_copy.append(index)
@@ -282,7 +291,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         access_log.info("prefill %s %.3f s in=%d id=%s", ended, seconds, tokens, request_id, extra={"fields": fields})
 
     def _tick(self, lease: _PrefillSide, now: float) -> None:
-        self._act(lease, lease.machine.tick(now, working=now - self._asked_at < lease.opening.silence))
+        self._act(lease, lease.machine.tick(now, working=now - self._asked_at < lease.opening.idle_timeout))
 
     def _copy(self, lease: _PrefillSide) -> None:
         operation, _ = lease.sources[lease.to_copy[0]]
@@ -328,7 +337,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
     def _end_all(self) -> None:
         try:
             for lease in list(self._leases.values()):
-                self._act(lease, lease.machine.gave_up("the prefill worker is shutting down"))
+                self._act(lease, lease.machine.abandon("the prefill worker is shutting down"))
         finally:
             self._complete_all(ENGINE_ENDS)
             self._connections.close()

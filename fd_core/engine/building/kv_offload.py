@@ -34,7 +34,7 @@ from fd_core.kv.stores.secret import derive, load_secret
 from fd_core.kv.tiers.offload import KVOffload, SealedStore
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.plugins import CONNECTOR, STORE, Plugins
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.types import PrefillJob, RequestSpec
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class KVStorage(msgspec.Struct, frozen=True):
 
     hasher: PrefixHasher | None
     """None without prefix caching: blocks have no names, so none can be stored."""
-    keep: KeepKV | None = None
+    keep: OffloadSelection | None = None
     """Requests whose KV is stored outside the device; None stores none."""
     store: SealedStore | None = None
     summary: str | None = None
@@ -98,11 +98,11 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
     )
 
 
-def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
+def kept_kv(config: EngineConfig, *, stored: bool) -> OffloadSelection | None:
     """Decide which requests' KV is stored outside the device; `stored`: True if the host tier is backed by a store."""
     if stored:
-        return KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True)
-    return KeepKV(shared=False) if config.save_preempted_kv and config.host_kv_memory > 0 else None
+        return OffloadSelection(preempted=config.save_preempted_kv, finished=True, persist=True)
+    return OffloadSelection(shared=False) if config.save_preempted_kv and config.host_kv_memory > 0 else None
 
 
 def start_kv_offload(
@@ -199,7 +199,7 @@ def open_kv_transfer(
     settings = ConnectorSettings(make_store, config.kv_store_timeout)
     if config.role == "decode":
         connector = plugins.load(CONNECTOR, config.kv_connector)(settings)
-        return Receiver(cache, block, compatibility, envelope, connector, queue, silence=config.lease_seconds)
+        return Receiver(cache, block, compatibility, envelope, connector, queue, idle_timeout=config.lease_seconds)
     return Sender(
         cache,
         block,

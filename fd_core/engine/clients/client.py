@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fd_core.engine.clients.data_parallel import DataParallelClient
 
 _log = logging.getLogger(__name__)
-_PATIENCE = 5
+_MAX_FAILED_STARTS = 5
 """Failed starts in a row after which new and waiting requests are rejected."""
 _FIRST_SECONDS = 1.0
 """Pause after the first failed start, in seconds; it doubles with each further one."""
@@ -101,13 +101,13 @@ class DeltaStream(AsyncIterator[Delta]):
 
     async def aclose(self) -> None:
         """Abort the request unless it has ended."""
-        self.leave()
+        self.abort()
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """Abort the request unless it has ended, without blocking."""
         if not self.done:
             self.done = True
-            self._client._leave(self._request_id)
+            self._client._drop_request(self._request_id)
             if self._on_news is not None:
                 self._on_news(None)
 
@@ -123,7 +123,7 @@ class SingleEngineClient(abc.ABC):
     """Valid once the client is open; replaced when the engine restarts with a new epoch."""
     kv_log: KVEventLog | None = None
     """Events about prefixes in the device cache; None unless `kv_events` is on. The log outlives the engine."""
-    kv_place: int = 0
+    kv_index: int = 0
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -131,7 +131,7 @@ class SingleEngineClient(abc.ABC):
         self._ledger = RequestLedger()
         self._streams: dict[str, DeltaStream] = {}
         self._prefill_listeners: list[Callable[[PrefillTrace], None]] = []
-        self._left: set[str] = set()
+        self._aborting: set[str] = set()
         """Requests whose reader left before the engine reported their end."""
         self.stats = messages.EngineStats()
         """The latest statistics from the engine, at most about half a second old."""
@@ -143,11 +143,11 @@ class SingleEngineClient(abc.ABC):
         """Deaths of the engine by the rank at fault, for the ranks in processes other than the engine's own."""
         self.start_failures = 0
         """Restarts of an engine that failed; only grows."""
-        self.gone = False
+        self.permanently_failed = False
         """True if the engine died and will not be restarted."""
         self.restarts = False
         """True if the engine died and another one will resume its requests."""
-        self._death = "the engine is not running"
+        self._failure_reason = "the engine is not running"
         self._changes: dict[int, asyncio.Future[None]] = {}
         """Adapter changes that the engine has not acknowledged, by ticket."""
         self._tickets = itertools.count()
@@ -155,7 +155,7 @@ class SingleEngineClient(abc.ABC):
     @property
     def active_requests(self) -> int:
         """Requests that have not ended, including requests that are being aborted."""
-        return len(self._streams) + len(self._left)
+        return len(self._streams) + len(self._aborting)
 
     @property
     def engines(self) -> Sequence[SingleEngineClient]:
@@ -174,7 +174,7 @@ class SingleEngineClient(abc.ABC):
 
     def runs(self, request_id: str) -> bool:
         """Return True if a request with this id has not ended."""
-        return request_id in self._streams or request_id in self._left
+        return request_id in self._streams or request_id in self._aborting
 
     def listen_for_prefills(self, listener: Callable[[PrefillTrace], None]) -> None:
         """Call `listener` with each finished traced job of a decode worker; for a prefill worker."""
@@ -192,9 +192,9 @@ class SingleEngineClient(abc.ABC):
         started.
         """
         if not self.alive:
-            raise EngineDead(self._death)
+            raise EngineDead(self._failure_reason)
         request_id = spec.request_id
-        if request_id in self._streams or request_id in self._left:
+        if request_id in self._streams or request_id in self._aborting:
             raise BadRequest(f"a request with id {request_id!r} is already running", field="request_id")
         stream = DeltaStream(self, request_id, on_news)
         self._ledger.begin(spec)
@@ -205,11 +205,11 @@ class SingleEngineClient(abc.ABC):
     def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort requests and return those that had not ended. Raises `EngineDead` if no engine will follow."""
         if not self.alive and not self.restarts:
-            raise EngineDead(self._death)
+            raise EngineDead(self._failure_reason)
         known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._ledger]
         asked = []
         for request_id in known:
-            if self.alive and request_id not in self._ledger.suspects_held:
+            if self.alive and request_id not in self._ledger.held_suspects:
                 asked.append(request_id)
             else:  # no engine has the request, so it ends here
                 end = self._ledger.deliver(Delta(request_id, finish_reason=FinishReason.ABORT))
@@ -227,7 +227,7 @@ class SingleEngineClient(abc.ABC):
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load the LoRA adapter in a folder, or unload it. Raises `BadRequest`, and then nothing has changed."""
         if not self.alive:
-            raise EngineDead(self._death)
+            raise EngineDead(self._failure_reason)
         ticket = next(self._tickets)
         self._changes[ticket] = asyncio.get_running_loop().create_future()
         try:
@@ -256,7 +256,7 @@ class SingleEngineClient(abc.ABC):
         else:
             waiting.set_exception(BadRequest(answer.error, field=answer.field))
 
-    def _came_up(self, info: messages.EngineInfo) -> None:
+    def _engine_ready(self, info: messages.EngineInfo) -> None:
         """Resume the requests of the previous epoch, now that an engine is ready."""
         self.info = info
         self.stats = messages.EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
@@ -268,7 +268,7 @@ class SingleEngineClient(abc.ABC):
         for spec in left_over:
             self._send(messages.Submit(spec))
 
-    def _went_away(self, reason: str, rank: str | None = None) -> None:
+    def _engine_lost(self, reason: str, rank: str | None = None) -> None:
         """Suspend requests until another engine is ready; `rank` is the one at fault, as in `EngineDead.field`."""
         if rank is not None and (number := rank.removeprefix("rank ")) in self.rank_failures:
             self.rank_failures[number] += 1
@@ -276,7 +276,7 @@ class SingleEngineClient(abc.ABC):
         for end in self._ledger.died(reason):
             self._streams.pop(end.request_id).push(end)
 
-    async def _start_again(self, start: Callable[[], Awaitable[None]]) -> str | None:
+    async def _start_replacement(self, start: Callable[[], Awaitable[None]]) -> str | None:
         """Start a replacement of the dead engine, with retries; return the reason if there will be none."""
         failures = 0
         while True:
@@ -290,18 +290,18 @@ class SingleEngineClient(abc.ABC):
                     return f"the engine failed to restart {failures} times; restart the server"
                 pause = pause_after(failures)
                 _log.error("the engine failed to restart; next attempt in %g s: %s", pause, error)
-                if failures == _PATIENCE:
-                    self._went_down(f"the engine failed to restart {failures} times; the server keeps trying")
+                if failures == _MAX_FAILED_STARTS:
+                    self._fail_all(f"the engine failed to restart {failures} times; the server keeps trying")
                 await asyncio.sleep(pause)
             else:
                 return None
 
-    def _gave_up(self, reason: str) -> None:
+    def _retire(self, reason: str) -> None:
         """Fail all requests permanently: no further engine will be started."""
-        self._went_down(reason)
-        self.gone = True
+        self._fail_all(reason)
+        self.permanently_failed = True
 
-    def _went_down(self, reason: str) -> None:
+    def _fail_all(self, reason: str) -> None:
         """Fail all requests, since the engine is down, temporarily or permanently."""
         self._lost(reason, restarts=False)
         streams, self._streams = self._streams, {}
@@ -310,13 +310,13 @@ class SingleEngineClient(abc.ABC):
             stream.fail(reason)
 
     def _lost(self, reason: str, *, restarts: bool) -> None:
-        self.alive, self.restarts, self._death = False, restarts, reason
+        self.alive, self.restarts, self._failure_reason = False, restarts, reason
         for waiting in self._changes.values():
             if not waiting.done():
                 waiting.set_exception(EngineDead(reason))
         if self.kv_log is not None:
-            self.kv_log.restart(self.kv_place)
-        self._left.clear()
+            self.kv_log.restart(self.kv_index)
+        self._aborting.clear()
 
     def _dispatch(self, events: messages.StepEvents) -> None:
         if not self.alive or events.epoch != self.info.epoch:
@@ -324,7 +324,7 @@ class SingleEngineClient(abc.ABC):
         if events.stats is not None:
             self.stats = events.stats
         if events.kv and self.kv_log is not None:
-            self.kv_log.extend(events.kv, self.kv_place)
+            self.kv_log.extend(events.kv, self.kv_index)
         for trace in events.prefills:
             for listener in self._prefill_listeners:
                 listener(trace)
@@ -337,18 +337,18 @@ class SingleEngineClient(abc.ABC):
         for delta in events.deltas:
             ended = delta.finish_reason is not None
             if ended:
-                self._left.discard(delta.request_id)
+                self._aborting.discard(delta.request_id)
             if (seen := self._ledger.deliver(delta)) is not None:
                 stream = self._streams.pop(delta.request_id) if ended else self._streams[delta.request_id]
                 stream.push(seen)
-        if self._ledger.suspects_held and (suspect := self._ledger.next_suspect()) is not None:
+        if self._ledger.held_suspects and (suspect := self._ledger.next_suspect()) is not None:
             self._send(messages.Submit(suspect))
 
-    def _leave(self, request_id: str) -> None:
-        known = self.alive and request_id not in self._ledger.suspects_held
+    def _drop_request(self, request_id: str) -> None:
+        known = self.alive and request_id not in self._ledger.held_suspects
         self._ledger.drop(request_id)
         if self._streams.pop(request_id, None) is not None and known:
-            self._left.add(request_id)
+            self._aborting.add(request_id)
             self._send(messages.Abort((request_id,)))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from fd_core.backends.places import EnginePlace
+from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import DeltaStream, SingleEngineClient, StartProgress
 from fd_core.engine.clients.process import ProcessClient
@@ -41,11 +41,11 @@ async def open_engines(
     """Start `count` engines at once. Raises the errors of loading, and `ConfigError` for settings of one engine."""
     _require_separable(config)
     chosen = await asyncio.to_thread(installed_plugins().choose_backend, config.backend)
-    places = chosen.cls.places(count, config.tensor_parallel_size)
+    assignments = chosen.cls.device_assignments(count, config.tensor_parallel_size)
     config = msgspec.structs.replace(config, backend=chosen.name)  # so that not every engine probes all backends
     opening = [
-        ProcessClient.open(_share(config, place, count), path, report, place)
-        for place, report in zip(places, _joined_progress(progress, count), strict=True)
+        ProcessClient.open(_share(config, assignment, count), path, report, assignment)
+        for assignment, report in zip(assignments, _joined_progress(progress, count), strict=True)
     ]
     opened = await asyncio.gather(*opening, return_exceptions=True)
     engines = [each for each in opened if isinstance(each, ProcessClient)]
@@ -80,12 +80,12 @@ class DataParallelClient:
             for index in range(len(self.engines))
         ]
         self.kv_log: KVEventLog | None = None
-        self._told: int | None = None
+        self._events_read: int | None = None
         """Number of the first event not yet forwarded to the router."""
         if info.kv_events:
             self.kv_log = KVEventLog(info.block_size, len(self.engines))
             for index, engine in enumerate(self.engines):
-                engine.kv_log, engine.kv_place = self.kv_log, index
+                engine.kv_log, engine.kv_index = self.kv_log, index
                 self._router.reported_kv.begin(self._workers[index], info.block_size, str(index))
         self._epochs = [engine.info.epoch for engine in self.engines]
         self._changing = asyncio.Lock()
@@ -132,9 +132,9 @@ class DataParallelClient:
     @property
     def missing(self) -> str:
         """Message that names the engines that are not ready; empty if all are."""
-        gone = [f"engine {index}" for index, engine in enumerate(self.engines) if not engine.alive]
-        verb = "is" if len(gone) == 1 else "are"
-        return f"{' and '.join(gone)} of {len(self.engines)} {verb} not running" if gone else ""
+        missing = [f"engine {index}" for index, engine in enumerate(self.engines) if not engine.alive]
+        verb = "is" if len(missing) == 1 else "are"
+        return f"{' and '.join(missing)} of {len(self.engines)} {verb} not running" if missing else ""
 
     @property
     def active_requests(self) -> int:
@@ -155,7 +155,7 @@ class DataParallelClient:
         if any(engine.runs(spec.request_id) for engine in self.engines):
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
         now = time.monotonic()
-        self._look_after(now)
+        self._sync_router(now)
         # Prompts of another adapter or salt share no KV.
         salt = f"{spec.adapter}/{spec.cache_salt}" if spec.adapter or spec.cache_salt else ""
         asked = RouteRequest(np.array(spec.prompt, np.int32), salt=salt)
@@ -174,13 +174,13 @@ class DataParallelClient:
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort the named requests, wherever they are. Raises `EngineDead` if no engine is left."""
-        return [request_id for engine in self._not_gone() for request_id in engine.abort(request_ids)]
+        return [request_id for engine in self._recoverable() for request_id in engine.abort(request_ids)]
 
     def abort_all(self) -> list[str]:
         """Abort everything and return the ids."""
-        return [request_id for engine in self._not_gone() for request_id in engine.abort_all()]
+        return [request_id for engine in self._recoverable() for request_id in engine.abort_all()]
 
-    def _not_gone(self) -> list[SingleEngineClient]:
+    def _recoverable(self) -> list[SingleEngineClient]:
         if there := [engine for engine in self.engines if engine.alive or engine.restarts]:
             return there
         raise EngineDead(self.missing)
@@ -205,7 +205,7 @@ class DataParallelClient:
             await asyncio.gather(*undone, return_exceptions=True)  # a dead engine restarts without the change
             raise failures[0]
 
-    def _look_after(self, now: float) -> None:
+    def _sync_router(self, now: float) -> None:
         """Update the router: which engines are ready, which ones restarted, and the prefixes that they hold."""
         for index, engine in enumerate(self.engines):
             self._workers[index] = self._router.health(self._workers[index], engine.alive, now, instance=str(index))
@@ -213,7 +213,7 @@ class DataParallelClient:
                 self._epochs[index] = engine.info.epoch
                 self._router.emptied(self._workers[index])
         if self.kv_log is not None:
-            self._told, events = self.kv_log.read(self._told)
+            self._events_read, events = self.kv_log.read(self._events_read)
             for event in events:
                 of_one = msgspec.structs.replace(event, engine=0)  # each engine is a separate worker here
                 self._router.reported_kv.apply(self._workers[event.engine], of_one)
@@ -249,10 +249,10 @@ def _require_separable(config: EngineConfig) -> None:
             )
 
 
-def _share(config: EngineConfig, place: EnginePlace, count: int) -> EngineConfig:
+def _share(config: EngineConfig, assignment: DeviceAssignment, count: int) -> EngineConfig:
     """Divide the memory that `count` engines share: the host's, and the KV cache if it is in host memory too."""
     kv = {}
-    if place.cores:
+    if assignment.cores:
         kv["gpu_memory_utilization"] = config.gpu_memory_utilization / count
         if config.kv_cache_memory is not None:
             kv["kv_cache_memory"] = config.kv_cache_memory // count

@@ -17,7 +17,7 @@ from fd_core.engine.clients.client import SingleEngineClient, StartProgress
 from fd_core.engine.core import Engine
 from fd_core.engine.device import DeviceStalled
 from fd_core.engine.process.messages import AdaptersChanged, ClientMessage, EngineMessage, Shutdown, StepEvents
-from fd_core.engine.process.service import serve_engine, tells_admissions
+from fd_core.engine.process.service import admission_notifier, serve_engine
 from fd_core.errors import EngineDead
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class InprocClient(SingleEngineClient):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._went_down("the engine was closed")
+        self._fail_all("the engine was closed")
         self._thread = None
 
     def _send(self, message: ClientMessage) -> None:
@@ -96,11 +96,11 @@ class InprocClient(SingleEngineClient):
         self._inbox = inbox
         self._last_sign = time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(engine, inbox), name="fdcore-engine", daemon=True)
-        self._came_up(engine.info)
+        self._engine_ready(engine.info)
         self._thread.start()
 
     def _load(self, progress: StartProgress, inbox: _QueueInbox) -> Engine:
-        admitted = tells_admissions(self._deliver, self._epoch)
+        admitted = admission_notifier(self._deliver, self._epoch)
         engine = load_engine(
             self._config, self._path, epoch=self._epoch, progress=progress, wake=inbox.wake, admitted=admitted
         )
@@ -131,24 +131,24 @@ class InprocClient(SingleEngineClient):
     def _ended(self, failure: EngineDead | None) -> None:
         reason = "the engine was closed" if failure is None else f"the engine failed: {failure}"
         if failure is None or self._closing:
-            self._went_down(reason)
+            self._fail_all(reason)
         elif isinstance(failure, DeviceStalled):
-            self._give_up(reason)
+            self._fail(reason)
         else:
-            self._went_away(reason, failure.field)
+            self._engine_lost(reason, failure.field)
             self._begin(self._restart())
 
-    def _give_up(self, failure: str) -> None:
-        self._gave_up(f"{failure}; a thread cannot be replaced, so restart the server")
+    def _fail(self, failure: str) -> None:
+        self._retire(f"{failure}; a thread cannot be replaced, so restart the server")
 
     async def _restart(self) -> None:
-        gave_up = await self._start_again(self._start_another)
-        if gave_up is None:
+        failure = await self._start_replacement(self._restart_once)
+        if failure is None:
             _log.warning("engine restarted as epoch %d", self._epoch)
         else:
-            self._gave_up(gave_up)
+            self._retire(failure)
 
-    async def _start_another(self) -> None:
+    async def _restart_once(self) -> None:
         gc.collect()  # frees the model and the KV cache of the engine that failed
         try:
             await self._start(lambda *_: None)
@@ -157,10 +157,10 @@ class InprocClient(SingleEngineClient):
 
     async def _watch(self) -> None:
         """Give up if requests wait and the thread is silent for longer than the watchdog allows."""
-        patience = self._config.watchdog_seconds
+        watchdog = self._config.watchdog_seconds
         busy_since: float | None = None
         while True:
-            await asyncio.sleep(patience / 4)
+            await asyncio.sleep(watchdog / 4)
             now = time.monotonic()
             if not (self.alive and self.active_requests):
                 busy_since = None
@@ -168,8 +168,8 @@ class InprocClient(SingleEngineClient):
             busy_since = now if busy_since is None else busy_since
             silent = now - max(busy_since, self._last_sign)
             # The engine's own watchdog of its device fires first, because its error is more specific.
-            if silent >= 1.5 * patience:
-                self._give_up(f"the engine did not respond for {silent:.0f} s while requests were running")
+            if silent >= 1.5 * watchdog:
+                self._fail(f"the engine did not respond for {silent:.0f} s while requests were running")
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -181,4 +181,4 @@ class InprocClient(SingleEngineClient):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task that monitors the engine failed", exc_info=error)
-            self._give_up(f"a task that monitors the engine failed: {type(error).__name__}")
+            self._fail(f"a task that monitors the engine failed: {type(error).__name__}")

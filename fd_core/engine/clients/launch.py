@@ -17,13 +17,13 @@ async def open_client(
     where: str = "process",
     engines: int = 1,
     progress: StartProgress | None = None,
-    begun: EngineProcess | None = None,
+    prestarted: EngineProcess | None = None,
 ) -> EngineClient:
     """Start engines for the checkpoint at `path` and return their client once all are ready.
 
-    `where` is `process` or `inproc`; `path` is None only for backends that need no checkpoint. `begun` is a process for
-    the one engine, if the caller started one while finding the model. Raises the errors of loading: `ConfigError`,
-    `ModelError`, `PluginError`.
+    `where` is `process` or `inproc`; `path` is None only for backends that need no checkpoint. `prestarted` is a
+    process for the one engine, if the caller started one while finding the model. Raises the errors of loading:
+    `ConfigError`, `ModelError`, `PluginError`.
     """
     report = progress or (lambda *_: None)
     if engines > 1:
@@ -41,5 +41,5 @@ async def open_client(
     if where == "process":
         from fd_core.engine.clients.process import ProcessClient
 
-        return await ProcessClient.open(config, path, report, begun=begun)
+        return await ProcessClient.open(config, path, report, prestarted=prestarted)
     raise ConfigError(f"unknown engine placement {where!r}; expected `process` or `inproc`", field="--engine")

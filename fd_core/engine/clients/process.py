@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from fd_core.backends.places import EnginePlace
+from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import SingleEngineClient, StartProgress
 from fd_core.engine.process import messages
@@ -21,9 +21,9 @@ from fd_core.launching.message_stream import MessageSocket
 _log = logging.getLogger(__name__)
 _START_SECONDS = 600.0
 """Timeout of a start without any progress message, in seconds."""
-_LOOKS: Final = 4
+_POLLS_PER_TIMEOUT: Final = 4
 """Polls of an engine within the shortest time that it may be silent."""
-_LAST_WORDS_SECONDS: Final = 0.2
+_FINAL_MESSAGES_SECONDS: Final = 0.2
 """Messages of a dead process are still read if the gaps between them are at most this long, in seconds."""
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(messages.EngineMessage)
@@ -37,23 +37,23 @@ class ProcessClient(SingleEngineClient):
         config: EngineConfig,
         path: Path | None,
         progress: StartProgress,
-        place: EnginePlace | None = None,
-        begun: EngineProcess | None = None,
+        assignment: DeviceAssignment | None = None,
+        prestarted: EngineProcess | None = None,
     ) -> None:
         super().__init__(config)
         self._path = path
-        self._place = place or EnginePlace()
+        self._assignment = assignment or DeviceAssignment()
         self._progress = progress
         self._epoch = 0
         self._socket: MessageSocket | None = None
-        self._begun = begun
+        self._prestarted = prestarted
         self._process: EngineProcess | None = None
         self._ready = asyncio.Event()
         """Set while the engine of this epoch is ready."""
         self._end: asyncio.Future[FdError] = asyncio.get_running_loop().create_future()
         """Error that ended the engine of this epoch."""
         self._watch: asyncio.Task[None] | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
 
     @classmethod
@@ -62,17 +62,17 @@ class ProcessClient(SingleEngineClient):
         config: EngineConfig,
         path: Path | None,
         progress: StartProgress,
-        place: EnginePlace | None = None,
-        begun: EngineProcess | None = None,
+        assignment: DeviceAssignment | None = None,
+        prestarted: EngineProcess | None = None,
     ) -> ProcessClient:
-        """Wait for a process that computes at `place`, anywhere if None: the process `begun` if there is one."""
-        client = cls(config, path, progress, place, begun)
+        """Wait for a process with `assignment`, anywhere if None: the process `prestarted` if there is one."""
+        client = cls(config, path, progress, assignment, prestarted)
         try:
             await client._start()
         except BaseException:
             await client.close()
             raise
-        client._keeper = asyncio.create_task(client._keep())
+        client._supervisor = asyncio.create_task(client._supervise())
         return client
 
     @property
@@ -92,13 +92,13 @@ class ProcessClient(SingleEngineClient):
                 self._send(messages.Shutdown(drain=False))
                 await _wait(process, 5.0)
         # Before the process is killed: the keeper may be starting another.
-        await _cancelled(self._keeper)
+        await _cancelled(self._supervisor)
         await self._reap()
-        self._went_down("the engine was closed")
+        self._fail_all("the engine was closed")
 
     def _send(self, message: messages.ClientMessage) -> None:
         if self._socket is None:
-            raise EngineDead(self._death)
+            raise EngineDead(self._failure_reason)
         self._socket.send(_ENCODER.encode(message))
 
     async def _start(self) -> None:
@@ -106,10 +106,10 @@ class ProcessClient(SingleEngineClient):
         self._epoch += 1
         self._ready.clear()
         self._end = asyncio.get_running_loop().create_future()
-        self._process = self._begun or await EngineProcess.begin(self._config.backend, self._place)
-        self._begun = None
+        self._process = self._prestarted or await EngineProcess.begin(self._config.backend, self._assignment)
+        self._prestarted = None
         self._socket = MessageSocket(self._process.socket, self._handle, self._failed)
-        self._watch = asyncio.create_task(self._watch_over(self._process.process, self._socket))
+        self._watch = asyncio.create_task(self._monitor(self._process.process, self._socket))
         path = str(self._path) if self._path else None
         try:
             self._send(messages.Start(self._config, path, self._epoch))
@@ -134,7 +134,7 @@ class ProcessClient(SingleEngineClient):
                 self._adapters_changed(message)
             case messages.Ready(info):
                 self._ready.set()
-                self._came_up(info)
+                self._engine_ready(info)
             case messages.Progress(phase, done, total):
                 self._progress(phase, done, total)
             case messages.Fault():
@@ -148,10 +148,10 @@ class ProcessClient(SingleEngineClient):
         else:
             self._end.set_exception(error)
 
-    async def _watch_over(self, process: asyncio.subprocess.Process, socket: MessageSocket) -> None:
+    async def _monitor(self, process: asyncio.subprocess.Process, socket: MessageSocket) -> None:
         """Record the end of the process, or a watchdog timeout while it serves or starts."""
         watchdog = self._config.watchdog_seconds
-        pause = min(watchdog, _START_SECONDS) / _LOOKS
+        pause = min(watchdog, _START_SECONDS) / _POLLS_PER_TIMEOUT
         death = asyncio.create_task(process.wait())
         silent = 0.0
         try:
@@ -169,7 +169,7 @@ class ProcessClient(SingleEngineClient):
             while True:
                 # Messages sent by the process before its end may still be in transit.
                 received = socket.received
-                await asyncio.sleep(_LAST_WORDS_SECONDS)
+                await asyncio.sleep(_FINAL_MESSAGES_SECONDS)
                 if socket.received == received:
                     break
             self._failed(EngineDead(f"the engine's process ended with exit code {process.returncode}"))
@@ -178,26 +178,26 @@ class ProcessClient(SingleEngineClient):
         finally:
             death.cancel()
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         """Wait for the end of the engine and start another one, which resumes its requests."""
-        gave_up: str | None = None
+        failure: str | None = None
         try:
             while True:
                 reason = await self._end
                 if self._closing:
                     return
-                _log.error("%s of epoch %d died: %s", self._place.name, self._epoch, reason)
-                self._went_away(f"the engine failed: {reason}", reason.field)
-                gave_up = await self._start_again(self._start_another)
-                if gave_up is not None:
+                _log.error("%s of epoch %d died: %s", self._assignment.name, self._epoch, reason)
+                self._engine_lost(f"the engine failed: {reason}", reason.field)
+                failure = await self._start_replacement(self._restart_once)
+                if failure is not None:
                     return
-                _log.warning("%s restarted as epoch %d", self._place.name, self._epoch)
+                _log.warning("%s restarted as epoch %d", self._assignment.name, self._epoch)
         finally:
             # In any case, no request may wait for an engine that will never start.
             if not self._closing:
-                self._gave_up(gave_up or "the engine is no longer monitored; restart the server")
+                self._retire(failure or "the engine is no longer monitored; restart the server")
 
-    async def _start_another(self) -> None:
+    async def _restart_once(self) -> None:
         await self._reap()
         self._progress = lambda *_: None
         try:

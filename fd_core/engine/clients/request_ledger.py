@@ -28,7 +28,7 @@ class _LiveRequest(msgspec.Struct):
 
     spec: RequestSpec
     delivered: list[int]
-    told_cached: bool = False
+    cached_reported: bool = False
     """True if the cached tokens of the prompt were reported; reports of later epochs are omitted."""
     aborting: bool = False
     admitted: bool = False
@@ -50,7 +50,7 @@ class RequestLedger:
 
     def __init__(self) -> None:
         self._entries: dict[str, _LiveRequest] = {}
-        self.suspects_held: dict[str, None] = {}
+        self.held_suspects: dict[str, None] = {}
         """Suspects not yet submitted to the current epoch, in order of arrival."""
         self._tried = ""
         """The suspect submitted to the current epoch last."""
@@ -84,12 +84,12 @@ class RequestLedger:
             entry.advanced = True
         if delta.finish_reason is not None:
             del self._entries[delta.request_id]
-            self.suspects_held.pop(delta.request_id, None)
+            self.held_suspects.pop(delta.request_id, None)
         if delta.cached_tokens is None:
             return delta
-        if entry.told_cached:
+        if entry.cached_reported:
             return msgspec.structs.replace(delta, cached_tokens=None)
-        entry.told_cached = True
+        entry.cached_reported = True
         return delta
 
     def aborting(self, request_ids: Iterable[str]) -> None:
@@ -100,29 +100,29 @@ class RequestLedger:
     def drop(self, request_id: str) -> None:
         """Forget a request without a reader, or one that was ended elsewhere."""
         self._entries.pop(request_id, None)
-        self.suspects_held.pop(request_id, None)
+        self.held_suspects.pop(request_id, None)
 
     def died(self, reason: str) -> list[Delta]:
         """Record the death of the epoch; return the last deltas of the requests that are not resubmitted."""
-        known = [entry for name, entry in self._entries.items() if name not in self.suspects_held]
-        ends = [end for entry in known if (end := _end_by_death(entry, reason)) is not None]
+        known = [entry for name, entry in self._entries.items() if name not in self.held_suspects]
+        ends = [end for entry in known if (end := _finish_suspect(entry, reason)) is not None]
         for end in ends:
             del self._entries[end.request_id]
-        self.suspects_held = {}
+        self.held_suspects = {}
         return ends
 
     def resubmissions(self) -> list[RequestSpec]:
         """Return the requests for a new epoch in order of arrival; of suspects the first, see `next_suspect`."""
         suspects = [name for name, entry in self._entries.items() if entry.suspected]
-        self._tried, self.suspects_held = suspects[0] if suspects else "", dict.fromkeys(suspects[1:])
-        return [_resumed(entry) for name, entry in self._entries.items() if name not in self.suspects_held]
+        self._tried, self.held_suspects = suspects[0] if suspects else "", dict.fromkeys(suspects[1:])
+        return [_resumed(entry) for name, entry in self._entries.items() if name not in self.held_suspects]
 
     def next_suspect(self) -> RequestSpec | None:
         """Return the suspect that the current epoch should try next; None while it tries one, or if none is left."""
-        if not self.suspects_held or ((tried := self._entries.get(self._tried)) is not None and tried.suspected):
+        if not self.held_suspects or ((tried := self._entries.get(self._tried)) is not None and tried.suspected):
             return None
-        self._tried = next(iter(self.suspects_held))
-        del self.suspects_held[self._tried]
+        self._tried = next(iter(self.held_suspects))
+        del self.held_suspects[self._tried]
         return _resumed(self._entries[self._tried])
 
 
@@ -130,7 +130,7 @@ def _resumed(entry: _LiveRequest) -> RequestSpec:
     return msgspec.structs.replace(entry.spec, delivered=tuple(entry.delivered))
 
 
-def _end_by_death(entry: _LiveRequest, reason: str) -> Delta | None:
+def _finish_suspect(entry: _LiveRequest, reason: str) -> Delta | None:
     entry.deaths += 1
     if entry.advanced:
         entry.in_vain = 0

@@ -15,7 +15,7 @@ import msgspec
 
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.process.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown, Start
-from fd_core.engine.process.service import serve_engine, tells_admissions
+from fd_core.engine.process.service import admission_notifier, serve_engine
 from fd_core.errors import FdError
 from fd_core.launching.child import become_child
 from fd_core.launching.message_stream import MessageStream
@@ -77,7 +77,7 @@ def main(backend: str) -> int:
             epoch=start.epoch,
             progress=lambda phase, done, total: send(Progress(phase, done, total)),
             wake=inbox.wake,
-            admitted=tells_admissions(send, start.epoch),
+            admitted=admission_notifier(send, start.epoch),
         )
         # Loaded objects live as long as the process: the garbage collector need not scan them during a step.
         gc.collect()

@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fd_core.backends.places import EnginePlace
+from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.errors import EngineDead
 from fd_core.launching.child import child_command, child_socket
 
@@ -23,9 +23,9 @@ class EngineProcess:
         """Connected to the engine, which ends once it is closed: by its reader or `close`."""
 
     @classmethod
-    async def begin(cls, backend: str, place: EnginePlace | None = None) -> EngineProcess:
-        """Start a process at `place`, which waits for a `Start`. Raises `EngineDead` if the system refuses."""
-        where = place or EnginePlace()
+    async def begin(cls, backend: str, assignment: DeviceAssignment | None = None) -> EngineProcess:
+        """Start a process at `assignment`, which waits for a `Start`. Raises `EngineDead` if the system refuses."""
+        where = assignment or DeviceAssignment()
         try:
             with child_socket() as (own, engines):
                 process = await asyncio.create_subprocess_exec(
@@ -48,11 +48,11 @@ class EngineProcess:
 
 
 @asynccontextmanager
-async def begun_process(backend: str, *, wanted: bool = True) -> AsyncIterator[EngineProcess | None]:
+async def prestarted_process(backend: str, *, wanted: bool = True) -> AsyncIterator[EngineProcess | None]:
     """Start an engine's process for the block, which finds the model meanwhile; None unless it is `wanted`."""
-    begun = await EngineProcess.begin(backend) if wanted else None
+    prestarted = await EngineProcess.begin(backend) if wanted else None
     try:
-        yield begun
+        yield prestarted
     finally:
-        if begun is not None:
-            await begun.close()
+        if prestarted is not None:
+            await prestarted.close()

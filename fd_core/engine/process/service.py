@@ -29,7 +29,7 @@ class Inbox(Protocol):
         """End the current wait in `receive`, or the next one. Called from any thread."""
 
 
-def tells_admissions(send: Callable[[messages.EngineMessage], None], epoch: int) -> AdmissionSink:
+def admission_notifier(send: Callable[[messages.EngineMessage], None], epoch: int) -> AdmissionSink:
     """Return a callback that notifies the client of the requests that the engine of this epoch admits to slots."""
     return lambda admitted: send(messages.StepEvents([], epoch=epoch, admitted=admitted))
 
@@ -43,7 +43,7 @@ class EngineService:
         """True if the engine accepts no more requests and ends once it is idle."""
         self._send = send
         self._last_stats = 0.0
-        self._told: messages.EngineStats | None = None
+        self._last_sent: messages.EngineStats | None = None
         self._was_busy = True
 
     def take(self, received: Iterable[messages.ClientMessage]) -> list[Delta]:
@@ -63,7 +63,7 @@ class EngineService:
                     deltas += [] if drain else engine.abort_all()
         return deltas
 
-    def tell(self, deltas: list[Delta], now: float) -> bool:
+    def send(self, deltas: list[Delta], now: float) -> bool:
         """Send the results of a turn, and periodic statistics; return True if there is work. `now` in seconds."""
         engine = self.engine
         busy = engine.has_work
@@ -72,8 +72,8 @@ class EngineService:
         # to a KV store continue after that, so an idle engine sends changes as well.
         if now - self._last_stats >= _STATS_SECONDS or (self._was_busy and not busy):
             stats, self._last_stats = engine.stats(), now
-            if stats != self._told:
-                news = self._told = stats
+            if stats != self._last_sent:
+                news = self._last_sent = stats
         kv = engine.take_kv_events() if engine.kv_events else ()
         prefills = engine.take_prefill_traces() if engine.prefill_traces else ()
         if deltas or news is not None or kv or prefills:
@@ -86,11 +86,11 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[messages.EngineMe
     """Serve until a `Shutdown` arrives. An error of a step ends the loop: the client sees a dead engine."""
     service = EngineService(engine, send)
     # Statistics are available before the first request, too.
-    busy = service.tell([], time.monotonic())
+    busy = service.send([], time.monotonic())
     while busy or not service.stopping:
         deltas = service.take(inbox.receive(0.0 if busy else _IDLE_SECONDS))
         deltas += engine.step()
-        busy = service.tell(deltas, time.monotonic())
+        busy = service.send(deltas, time.monotonic())
     engine.close()
 
 

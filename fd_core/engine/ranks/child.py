@@ -28,7 +28,7 @@ from fd_core.engine.ranks.stages import EarlierStageRunner, shared_memory
 from fd_core.errors import FdError
 from fd_core.launching.child import become_child
 from fd_core.ops.contract import KVCache
-from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
+from fd_core.ops.parallel import Parallel, RankExchangeError, RankGroup
 from fd_core.runner.runner import Runner, RunnerAdapters
 
 _log = logging.getLogger(__name__)
@@ -40,35 +40,35 @@ _SIGN_SECONDS: Final = 0.5
 def main() -> int:
     """Execute the orders of rank 0 until it disconnects."""
     become_child()
-    door = msgspec.json.decode(os.environ.pop(messages.RANK_DOOR), type=messages.RankDoor)
+    endpoint = msgspec.json.decode(os.environ.pop(messages.RANK_ENDPOINT), type=messages.RankEndpoint)
     context = zmq.Context(1)
-    steps = _connected(context, door.steps, door.keys)
+    steps = _connected(context, endpoint.steps, endpoint.keys)
     start = msgspec.json.decode(steps.recv(), type=messages.RankStart)
     parallel = Parallel(start.rank, start.config.num_ranks)
-    copies = _Copies(_connected(context, door.copies, door.keys))
-    group = joined_group(parallel, start.place, start.config.rank_seconds)
+    copies = _Copies(_connected(context, endpoint.copies, endpoint.keys))
+    group = joined_group(parallel, start.group_address, start.config.rank_seconds)
 
-    def say(message: messages.RankMessage) -> None:
+    def send(message: messages.RankMessage) -> None:
         steps.send(msgspec.msgpack.encode(message))
 
     try:
-        runner = _load(start, group, steps, say, copies.came_to)
+        runner = _load(start, group, steps, send, copies.report_progress)
         copies.begin(runner.cache)
         # Loaded objects live as long as the process: the garbage collector need not scan them during a step.
         gc.collect()
         gc.freeze()
-        say(messages.RankReady())
-        _execute(steps, runner, say)
+        send(messages.RankReady())
+        _execute(steps, runner, send)
     except FdError as error:
-        say(Fault.of(error))
-    except RanksApart as error:
+        send(Fault.of(error))
+    except RankExchangeError as error:
         if not group.abandoned:  # else another rank has reported the cause, or died before
-            say(Fault(str(error)))
+            send(Fault(str(error)))
     except MemoryError as error:
-        say(Fault("it ran out of memory" + (f": {error}" if str(error) else "")))
+        send(Fault("it ran out of memory" + (f": {error}" if str(error) else "")))
     except Exception as error:  # noqa: BLE001 - last frame of the process: notify rank 0, then end
         _log.exception("rank %d failed", start.rank)
-        say(Fault(f"{type(error).__name__}: {error}"))
+        send(Fault(f"{type(error).__name__}: {error}"))
     group.abandon()
     steps.close(linger=_LINGER_MS)
     context.term()
@@ -88,37 +88,37 @@ def _load(
     start: messages.RankStart,
     group: RankGroup,
     steps: Socket,
-    say: Callable[[messages.RankMessage], None],
+    send: Callable[[messages.RankMessage], None],
     progress: StartProgress,
 ) -> Runner:
     """Load this rank's share of the model, and allocate memory within the limits of rank 0."""
     path = Path(start.path) if start.path is not None else None
     computing = Computing(start.config, path, progress, group)
-    say(computing.loaded())
+    send(computing.loaded())
     limits = msgspec.msgpack.decode(steps.recv(), type=Limits)
     return computing.runner(
         limits, partial(EarlierStageRunner, shared_memory(group)) if limits.num_stages > 1 else Runner
     )
 
 
-def _execute(steps: Socket, runner: Runner, say: Callable[[messages.RankMessage], None]) -> None:
+def _execute(steps: Socket, runner: Runner, send: Callable[[messages.RankMessage], None]) -> None:
     while True:
         frame = steps.recv()
         if frame == messages.WARM_UP:
             runner.warm_up(lambda *_: None)
-        if frame in (messages.WARM_UP, messages.LOOK):
-            say(messages.RankReady())
+        if frame in (messages.WARM_UP, messages.LIVENESS_CHECK):
+            send(messages.RankReady())
             continue
         if isinstance(runner, EarlierStageRunner):
-            runner.hear(frame)
+            runner.receive(frame)
             continue
         match messages.decode_order(frame):
             case messages.RankStep(plan, slots, drafts, counts):
                 runner.batch.num_drafts[:] = 0
                 runner.batch.guess(slots, drafts, counts)
-                say(messages.StepDigest(plan.step, messages.step_digest(frame, runner.execute(plan))))
+                send(messages.StepDigest(plan.step, messages.step_digest(frame, runner.execute(plan))))
             case messages.HoldAdapters() as asked:
-                say(_hold(runner.adapters, asked))
+                send(_hold(runner.adapters, asked))
 
 
 def _hold(adapters: RunnerAdapters, asked: messages.HoldAdapters) -> messages.AdaptersHeld:
@@ -139,7 +139,7 @@ class _Copies:
         self._sign = messages.SIGN
         threading.Thread(target=self._run, name="fdcore-copies", daemon=True).start()
 
-    def came_to(self, *place: object) -> None:
+    def report_progress(self, *place: object) -> None:
         self._sign = messages.SIGN + repr(place).encode()
 
     def begin(self, cache: KVCache) -> None:

@@ -35,8 +35,8 @@ from fd_core.engine.ranks.groups import opened_group
 from fd_core.errors import ConfigError, EngineDead, FdError
 from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError, ProcessSpec
 from fd_core.ops.contract import KVCache, KVShape, Ops
-from fd_core.ops.parallel import RankMeeting, RanksApart
-from fd_core.ops.patience import Patience
+from fd_core.ops.parallel import RankExchangeError, RankRendezvous
+from fd_core.ops.polled_timeout import PolledTimeout
 from fd_core.ops.weights import Adapter
 from fd_core.plugins import LAUNCHER, installed_plugins
 from fd_core.runner.runner import Runner, RunnerAdapters
@@ -46,10 +46,10 @@ CHILD: Final = ("-m", "fd_core.engine.ranks.child")
 _ON_PROCESSORS: Final = ("cpu", "reference", "null")
 """Backends whose ranks Ray may place."""
 _WATCH_SECONDS: Final = 1.0
-_LOOK_MS: Final = 50
+_POLL_MS: Final = 50
 _CONNECT_MS: Final = 1000
 """Interval at which a wait for a rank checks that its process still runs."""
-_LAST_WORDS_SECONDS: Final = 1.0
+_FINAL_MESSAGES_SECONDS: Final = 1.0
 """Timeout for the error message of a rank that ended, in seconds."""
 _IDLE_SECONDS: Final = 1.0
 """Idle time after which a rank without work gets a liveness check, in seconds."""
@@ -113,12 +113,12 @@ class RankProcesses:
         """Ranks whose process ended, the first one first, with exit codes."""
         self.wake: Callable[[], None] = lambda: None
         """Called on another thread when a rank ends."""
-        self._unheard: set[int] = set()
+        self._unchecked: set[int] = set()
         """Ranks with a liveness check that is pending."""
-        self._patience = Patience(self._seconds)
+        self._liveness_timeout = PolledTimeout(self._seconds)
         """Timeout of these checks."""
-        self._heard = time.monotonic()
-        self._silent = ""
+        self._last_response = time.monotonic()
+        self._timeout_error = ""
         """Error message for a rank whose copy timed out."""
         try:
             self._start(config, path, environments)
@@ -136,19 +136,19 @@ class RankProcesses:
 
     def loaded(self) -> list[messages.RankLoaded]:
         """Wait until the other ranks have their weights. Raises the errors of loading on one of them."""
-        told = [self._hear_loading(rank, messages.RankLoaded) for rank in self._ranks]
+        loaded = [self._receive_while_loading(rank, messages.RankLoaded) for rank in self._ranks]
         if all(socket.poll(_CONNECT_MS, zmq.POLLOUT) for socket in self._copies):
             # No further rank connects, and a killed engine must not leave files.
             shutil.rmtree(self._folder, ignore_errors=True)
-        return told
+        return loaded
 
     def allocate(self, limits: Limits) -> None:
         """Have the other ranks allocate memory within the limits. Raises the errors of one of them."""
-        self.tell(msgspec.msgpack.encode(limits))
+        self.broadcast(msgspec.msgpack.encode(limits))
         for rank in self._ranks:
-            self._hear_loading(rank, messages.RankReady)
+            self._receive_while_loading(rank, messages.RankReady)
 
-    def tell(self, frame: bytes) -> None:
+    def broadcast(self, frame: bytes) -> None:
         """Send a frame to all other ranks. Any thread. A lost rank is detected by the next wait for it."""
         with self._sockets_in_use:
             for socket in self._steps:
@@ -158,41 +158,43 @@ class RankProcesses:
     def compare(self, step: int, digest: bytes) -> None:
         """Wait until the other ranks have executed a step. Raises `EngineDead` if the result of one differs."""
         for rank in self._ranks:
-            heard = self._hear(rank, messages.StepDigest)
-            if (heard.step, heard.digest) != (step, digest):
+            result = self._receive_within_timeout(rank, messages.StepDigest)
+            if (result.step, result.digest) != (step, digest):
                 raise _dead(f"rank {rank} computed a different result of step {step} than rank 0")
-        self._heard = time.monotonic()
+        self._last_response = time.monotonic()
 
     def await_ready(self) -> None:
         """Wait until the other ranks have warmed up: their warm-up then overwrites blocks that are copied to."""
         for rank in self._ranks:
-            self._hear(rank, messages.RankReady)
+            self._receive_within_timeout(rank, messages.RankReady)
 
-    def look(self) -> None:
+    def check_liveness(self) -> None:
         """Send liveness checks to idle ranks; never blocks. Raises `EngineDead` if one died or timed out."""
         if self.group.abandoned:
-            raise RanksApart("a rank died")
+            raise RankExchangeError("a rank died")
         now = time.monotonic()
-        if self._unheard:
-            for rank in sorted(self._unheard):
+        if self._unchecked:
+            for rank in sorted(self._unchecked):
                 if self._steps[rank - 1].poll(0):
                     self._expect(rank, self._receive(rank), messages.RankReady)
-                    self._unheard.remove(rank)
-            self._heard = now
-            if self._patience.is_over() and self._unheard:
-                raise _dead(f"rank {min(self._unheard)} did not respond within {self._seconds:g} s")
-        elif now - self._heard > _IDLE_SECONDS:
-            self.tell(messages.LOOK)
-            self._unheard = set(self._ranks)
-            self._patience.renew()
+                    self._unchecked.remove(rank)
+            self._last_response = now
+            if self._liveness_timeout.expired() and self._unchecked:
+                raise _dead(f"rank {min(self._unchecked)} did not respond within {self._seconds:g} s")
+        elif now - self._last_response > _IDLE_SECONDS:
+            self.broadcast(messages.LIVENESS_CHECK)
+            self._unchecked = set(self._ranks)
+            self._liveness_timeout.renew()
 
     def hold(self, adapters: Sequence[Adapter], known: Collection[Adapter]) -> str | None:
         """Load exactly these adapters into the other ranks; return the error of a rank that kept the `known` ones."""
         there = {adapter.digest for adapter in known}
         new = tuple(adapter for adapter in adapters if adapter.digest not in there)
-        with self.together():
-            self.tell(messages.encode_order(messages.HoldAdapters(tuple(adapter.digest for adapter in adapters), new)))
-            answers = [(rank, self._hear(rank, messages.AdaptersHeld)) for rank in self._ranks]
+        with self.fail_together():
+            self.broadcast(
+                messages.encode_order(messages.HoldAdapters(tuple(adapter.digest for adapter in adapters), new))
+            )
+            answers = [(rank, self._receive_within_timeout(rank, messages.AdaptersHeld)) for rank in self._ranks]
         return next((f"rank {rank}: {answer.error}" for rank, answer in answers if answer.error is not None), None)
 
     def copy(self, requests: Sequence[tuple[int, list[bytes]]]) -> list[list[bytes]]:
@@ -205,25 +207,25 @@ class RankProcesses:
             self._copies[rank - 1].send_multipart(parts)
         answers = []
         for rank, _ in requests:
-            socket, patience = self._copies[rank - 1], Patience(self._seconds)
+            socket, timeout = self._copies[rank - 1], PolledTimeout(self._seconds)
             parts = [messages.SIGN]  # a heartbeat of its start that was not read yet
             while parts[0].startswith(messages.SIGN):
-                while self.group.abandoned or not socket.poll(_LOOK_MS):
-                    if not self.group.abandoned and patience.is_over():
-                        self._silent = f"rank {rank} did not respond within {self._seconds:g} s"
+                while self.group.abandoned or not socket.poll(_POLL_MS):
+                    if not self.group.abandoned and timeout.expired():
+                        self._timeout_error = f"rank {rank} did not respond within {self._seconds:g} s"
                         self.group.abandon()
                     if self.group.abandoned:
-                        raise _dead(self._silent or f"rank {rank} died")
+                        raise _dead(self._timeout_error or f"rank {rank} died")
                 parts = socket.recv_multipart()
             answers.append(parts)
         return answers
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """End all ranks if one fails: they restart together."""
         try:
             yield
-        except RanksApart as error:
+        except RankExchangeError as error:
             reason = self.reason(str(error))
             self.kill()
             raise _dead(reason) from error
@@ -233,9 +235,9 @@ class RankProcesses:
 
     def reason(self, otherwise: str) -> str:
         """Return the error message of the rank at fault, if it sent one, `otherwise` if none ended."""
-        if self._silent:
-            return self._silent
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        if self._timeout_error:
+            return self._timeout_error
+        deadline = time.monotonic() + _FINAL_MESSAGES_SECONDS
         while self.group.abandoned and time.monotonic() < deadline:
             with self._sockets_in_use:
                 for rank in self._ranks:
@@ -244,7 +246,7 @@ class RankProcesses:
                             return f"rank {rank}: {message.message}"
             if self._ended and not 0 <= self._ended[0][1] < NODE_LOST:
                 break  # by a signal, or with its node: it sent no message
-            time.sleep(_LOOK_MS / 1000)
+            time.sleep(_POLL_MS / 1000)
         if not self._ended:
             return otherwise
         rank = self._ended[0][0]
@@ -284,29 +286,29 @@ class RankProcesses:
         settings = {name: value for name, value in os.environ.items() if name.startswith("FD_")}
         specs = []
         for rank in range(1, size):
-            door = self._open_door(rank, host if network else None)
-            secrets = settings | {messages.RANK_DOOR: msgspec.json.encode(door).decode()}
+            endpoint = self._open_endpoint(rank, host if network else None)
+            secrets = settings | {messages.RANK_ENDPOINT: msgspec.json.encode(endpoint).decode()}
             shown = environments[rank]
             specs.append(ProcessSpec(f"rank-{rank}", CHILD, shown, secrets=secrets, cores=cores, group="ranks"))
         self._processes = launcher.start(specs)
         together = all(process.node == launcher.here for process in self._processes)
         transport = config.rank_transport if together else "gloo"
-        self.group, place = opened_group(size, config.rank_seconds, transport, host)
+        self.group, address = opened_group(size, config.rank_seconds, transport, host)
         """Rank 0's end of sums and gathers."""
-        if isinstance(place, int):
-            self._memory = place
-        told = place if isinstance(place, RankMeeting) else f"/proc/{os.getpid()}/fd/{place}"
+        if isinstance(address, int):
+            self._memory = address
+        shared = address if isinstance(address, RankRendezvous) else f"/proc/{os.getpid()}/fd/{address}"
         own = msgspec.structs.replace(config, num_threads=cores or config.num_threads)
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"fdcore-rank-{rank}", daemon=True).start()
         for rank in self._ranks:
-            start = messages.RankStart(own, None if path is None else str(path), rank, told)
-            silent = Patience(2 * self._seconds)
+            start = messages.RankStart(own, None if path is None else str(path), rank, shared)
+            silent = PolledTimeout(2 * self._seconds)
             while not self._ready_to(zmq.POLLOUT, rank):  # until it has connected
-                self._require_signs(rank, silent)
+                self._require_heartbeats(rank, silent)
             self._steps[rank - 1].send(msgspec.json.encode(start))
 
-    def _open_door(self, rank: int, host: str | None) -> messages.RankDoor:
+    def _open_endpoint(self, rank: int, host: str | None) -> messages.RankEndpoint:
         """Open a rank's sockets: for this machine, or at an address for clients with the keys generated here."""
         keys, addresses = None, []
         if host is not None:
@@ -324,7 +326,7 @@ class RankProcesses:
             socket.curve_server, socket.curve_publickey, socket.curve_secretkey = True, public, secret
             socket.bind(f"tcp://{host}:*")
             addresses.append(socket.get_string(zmq.LAST_ENDPOINT))
-        return messages.RankDoor(addresses[0], addresses[1], keys)
+        return messages.RankEndpoint(addresses[0], addresses[1], keys)
 
     def _watch(self, rank: int, process: LaunchedProcess) -> None:
         """Stop all waits for a rank that has ended."""
@@ -335,9 +337,9 @@ class RankProcesses:
         self.group.abandon()
         self.wake()
 
-    def _hear_loading(self, rank: int, kind: type[_Message]) -> _Message:
+    def _receive_while_loading(self, rank: int, kind: type[_Message]) -> _Message:
         """Return the next message of a rank that loads; there is no timeout while it is alive and makes progress."""
-        silent, still = Patience(2 * self._seconds), Patience(_LOAD_SECONDS)
+        silent, still = PolledTimeout(2 * self._seconds), PolledTimeout(_LOAD_SECONDS)
         sign = b""
         while not self._ready_to(zmq.POLLIN, rank):
             while self._copies[rank - 1].poll(0):
@@ -345,29 +347,29 @@ class RankProcesses:
                 silent.renew()
                 if sign != last:
                     still.renew()
-            self._require_signs(rank, silent)
-            if still.is_over():
+            self._require_heartbeats(rank, silent)
+            if still.expired():
                 raise _dead(f"rank {rank} made no progress for {_LOAD_SECONDS:g} s while it loaded")
         return self._expect(rank, self._receive(rank), kind)
 
-    def _hear(self, rank: int, kind: type[_Message]) -> _Message:
-        patience = Patience(self._seconds)
+    def _receive_within_timeout(self, rank: int, kind: type[_Message]) -> _Message:
+        timeout = PolledTimeout(self._seconds)
         while not self._ready_to(zmq.POLLIN, rank):
-            if patience.is_over():
+            if timeout.expired():
                 raise _dead(f"rank {rank} did not respond within {self._seconds:g} s")
         message = self._receive(rank)
-        if rank in self._unheard and isinstance(message, messages.RankReady):
-            self._unheard.remove(rank)
-            return self._hear(rank, kind)
+        if rank in self._unchecked and isinstance(message, messages.RankReady):
+            self._unchecked.remove(rank)
+            return self._receive_within_timeout(rank, kind)
         return self._expect(rank, message, kind)
 
-    def _require_signs(self, rank: int, silent: Patience) -> None:
-        if silent.is_over():
+    def _require_heartbeats(self, rank: int, silent: PolledTimeout) -> None:
+        if silent.expired():
             raise _dead(f"rank {rank} did not respond for {2 * self._seconds:g} s while it loaded")
 
     def _ready_to(self, what: int, rank: int) -> bool:
         """Poll briefly if a rank can be written to or read from. Raises `EngineDead` if it died."""
-        if self._steps[rank - 1].poll(_LOOK_MS, what):
+        if self._steps[rank - 1].poll(_POLL_MS, what):
             return True
         if self.group.abandoned:
             raise _dead(self.reason(f"rank {rank} died"))
@@ -409,8 +411,8 @@ class LeadingRunner(Runner):
 
     def warm_up(self, progress: LoadProgress) -> float:
         """Warm up; each rank does so independently."""
-        with self.ranks.together():
-            self.ranks.tell(messages.WARM_UP)
+        with self.ranks.fail_together():
+            self.ranks.broadcast(messages.WARM_UP)
             seconds = super().warm_up(progress)
             self.ranks.await_ready()
         self._leads = True
@@ -425,17 +427,17 @@ class LeadingRunner(Runner):
         """Compute one step on all ranks. Raises `EngineDead` if they diverge."""
         if not self._leads:
             return super().execute(plan)
-        with self.ranks.together():
+        with self.ranks.fail_together():
             frame = messages.encode_order(messages.RankStep(plan, *self.batch.guesses()))
-            self.ranks.tell(frame)
+            self.ranks.broadcast(frame)
             output = super().execute(plan)
             self.ranks.compare(plan.step, messages.step_digest(frame, output))
         return output
 
     def check(self) -> None:
         """Raise `EngineDead` if a rank died or stalled, so that an idle engine does not report that it is healthy."""
-        with self.ranks.together():
-            self.ranks.look()
+        with self.ranks.fail_together():
+            self.ranks.check_liveness()
 
     def close(self) -> None:
         """End the other ranks."""

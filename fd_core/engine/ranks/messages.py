@@ -1,9 +1,10 @@
 """Messages between rank 0 and the other ranks; encoded with msgspec, never pickled.
 
 On the socket of steps: `RankStart`, `RankLoaded`, `Limits`, `RankReady`, then orders and a response to each:
-`HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `WARM_UP` or `LOOK` and `RankReady`; at any time a
-`Fault` instead. The orders of stages have no response: a `StagePlan` and later its `StageOutcome`. On the socket of
-copies: a `SIGN` now and then while a rank loads, then a `BlockCopy` and its response, followed by the bytes of blocks.
+`HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `WARM_UP` or `LIVENESS_CHECK` and `RankReady`; at any
+time a `Fault` instead. The orders of stages have no response: a `StagePlan` and later its `StageOutcome`. On the socket
+of copies: a `SIGN` now and then while a rank loads, then a `BlockCopy` and its response, followed by the bytes of
+blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from fd_core.config import EngineConfig
 from fd_core.engine.process.messages import Fault, decode_array, encode_array
-from fd_core.ops.parallel import RankMeeting
+from fd_core.ops.parallel import RankRendezvous
 from fd_core.ops.weights import Adapter, WeightUse
 from fd_core.types import IntArray, StepOutput, StepPlan
 
@@ -25,13 +26,13 @@ WARM_UP: Final = b""
 """The frame before the first plan: each rank warms up independently, and reports when its blocks may be written."""
 SIGN: Final = b"!"
 """Prefix of a heartbeat frame of a rank that loads; the rest of the frame changes when it made progress."""
-LOOK: Final = b"?"
+LIVENESS_CHECK: Final = b"?"
 """Frame of the liveness check of a rank without work."""
-RANK_DOOR: Final = "FD_RANK_DOOR"
-"""Environment variable with the `RankDoor` of a rank as JSON, which is secret."""
+RANK_ENDPOINT: Final = "FD_RANK_ENDPOINT"
+"""Environment variable with the `RankEndpoint` of a rank as JSON, which is secret."""
 
 
-class RankDoor(msgspec.Struct, frozen=True):
+class RankEndpoint(msgspec.Struct, frozen=True):
     """Address of rank 0 for one rank."""
 
     steps: str
@@ -46,7 +47,7 @@ class RankStart(msgspec.Struct, frozen=True):
     config: EngineConfig
     path: str | None
     rank: int
-    place: str | RankMeeting
+    group_address: str | RankRendezvous
     """Address of the exchange between ranks: the path of their shared memory, or a meeting."""
 
 

@@ -46,18 +46,18 @@ class LastStageRunner(LeadingRunner):
 
     def announce(self, plan: StepPlan) -> None:
         """Send a plan to the other stages."""
-        self.ranks.tell(encode_order(StagePlan(plan)))
+        self.ranks.broadcast(encode_order(StagePlan(plan)))
 
     def warm_up(self, progress: LoadProgress) -> float:
         """Warm up with the other stages."""
-        with self.ranks.together():
+        with self.ranks.fail_together():
             return Runner.warm_up(self, progress)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Finish a step that the other stages began. Raises `EngineDead` if they diverge."""
-        with self.ranks.together():
+        with self.ranks.fail_together():
             output = Runner.execute(self, plan)
-            self.ranks.tell(encode_order(StageOutcome(*self.batch.latest(plan.slots[plan.samples]))))
+            self.ranks.broadcast(encode_order(StageOutcome(*self.batch.latest(plan.slots[plan.samples]))))
         return output
 
 
@@ -77,7 +77,7 @@ class EarlierStageRunner(Runner):
         self._sampled = np.zeros(self.limits.max_num_seqs, np.int64)
         """For each slot, the last of the begun plans that sampled a token of it, counted from 1."""
 
-    def hear(self, frame: bytes) -> None:
+    def receive(self, frame: bytes) -> None:
         """Process a message of rank 0, and compute the plans that are ready."""
         match decode_order(frame):
             case StagePlan(plan):
@@ -96,7 +96,7 @@ class EarlierStageRunner(Runner):
         if len(rows.slots):
             size, spare = self.limits.block_size, self.cache.spare_block
             inputs = uploaded(gather_inputs(rows, self.batch.tokens, self.batch.tables, size, spare), self.ops)
-            self._group.hand_on(self.ops.to_host(self._forward(inputs, self.cache)))
+            self._group.pass_on(self.ops.to_host(self._forward(inputs, self.cache)))
         self._begun += 1
         self._sampled[plan.slots[plan.samples]] = self._begun
 

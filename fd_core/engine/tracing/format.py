@@ -39,7 +39,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
 
 
-class ResidencyEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class OccupancyEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that holds a slot."""
 
     slot: Small
@@ -47,7 +47,7 @@ class ResidencyEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
 
 
-class AdmissionEntry(ResidencyEntry, frozen=True, array_like=True, gc=False):
+class AdmissionEntry(OccupancyEntry, frozen=True, array_like=True, gc=False):
     """A request enters a slot."""
 
     tokens: Small
@@ -153,7 +153,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     saves: tuple[SaveEntry, ...] = ()
     dropped: Count = 0
     """Steps before this one that the writer dropped for lack of space."""
-    occupants: tuple[ResidencyEntry, ...] = ()
+    occupants: tuple[OccupancyEntry, ...] = ()
     """Requests that hold a slot after the step; only after dropped steps."""
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from fd_core.engine.tracing.format import total
-from fd_core.engine.tracing.reader import KINDS, Position, ResidencySpan, TraceContents, kinds_of_cells
+from fd_core.engine.tracing.reader import KINDS, OccupancySpan, Position, TraceContents, kinds_of_cells
 
 _STEPS, _SLOTS, _KV = 1, 2, 3
 """Ids of the processes. A slot's thread id is the number of the slot plus 1."""
@@ -118,32 +118,32 @@ def _steps(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
 
 
 def _slots(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
-    preempted: dict[str, ResidencySpan] = {}
+    preempted: dict[str, OccupancySpan] = {}
     returns = 0
-    for residency in sorted(trace.residencies, key=lambda span: span.start):
-        first, last = max(residency.start - trace.first, 0), residency.end - trace.first
-        begin, end, track = clock.began[first], clock.ended[last], residency.slot + 1
+    for occupancy in sorted(trace.occupancies, key=lambda span: span.start):
+        first, last = max(occupancy.start - trace.first, 0), occupancy.end - trace.first
+        begin, end, track = clock.began[first], clock.ended[last], occupancy.slot + 1
         about = {
-            "gen": residency.gen,
-            "tokens at admission": residency.tokens,
-            "of them with KV": residency.computed,
-            "returned after a preemption": residency.returned,
-            "ended by": residency.exit,
+            "gen": occupancy.gen,
+            "tokens at admission": occupancy.tokens,
+            "of them with KV": occupancy.computed,
+            "returned after a preemption": occupancy.returned,
+            "ended by": occupancy.exit,
             "steps": last - first + 1,
         }
-        yield _slice(_SLOTS, track, residency.request_id, "residency", begin, end, about)
-        if residency.exit not in ("open", "unknown", "engine ended"):
-            name = "preempted" if residency.exit == "preempted" else f"finished: {residency.exit}"
-            args = {"request": residency.request_id}
+        yield _slice(_SLOTS, track, occupancy.request_id, "residency", begin, end, about)
+        if occupancy.exit not in ("open", "unknown", "engine ended"):
+            name = "preempted" if occupancy.exit == "preempted" else f"finished: {occupancy.exit}"
+            args = {"request": occupancy.request_id}
             yield TraceEvent(ph="i", name=name, pid=_SLOTS, tid=track, ts=end, s="t", cat="end", args=args)
-        before = preempted.pop(residency.request_id, None)
+        before = preempted.pop(occupancy.request_id, None)
         if before is not None:
             returns += 1
             left = max(before.end - trace.first, 0)
             for ph, tid, time, bp in (("s", before.slot + 1, clock.began[left], None), ("f", track, begin, "e")):
                 yield TraceEvent(ph=ph, name="return", pid=_SLOTS, tid=tid, ts=time, cat="return", id=returns, bp=bp)
-        if residency.exit == "preempted":
-            preempted[residency.request_id] = residency
+        if occupancy.exit == "preempted":
+            preempted[occupancy.request_id] = occupancy
     yield from _cells(trace, clock)
 
 
@@ -159,9 +159,9 @@ def _cells(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
     for index, position in enumerate(positions):
         if position.missing or (index and position.epoch != positions[index - 1].epoch):
             breaks[:, index] = True
-    for residency in trace.residencies:
-        breaks[residency.slot, max(residency.start - trace.first, 0)] = True
-        breaks[residency.slot, residency.end - trace.first + 1] = True
+    for occupancy in trace.occupancies:
+        breaks[occupancy.slot, max(occupancy.start - trace.first, 0)] = True
+        breaks[occupancy.slot, occupancy.end - trace.first + 1] = True
     chunks = [dict(position.line.chunks) for position in positions]
     for slot in range(trace.num_slots):
         bounds = np.flatnonzero(breaks[slot]).tolist()
@@ -182,13 +182,13 @@ def _cells(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
 def _operations(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
     number = 0
     for position in trace.positions:
-        told: list[tuple[str, str, int, int, dict[str, Any]]] = []
+        operations: list[tuple[str, str, int, int, dict[str, Any]]] = []
         for load in position.line.loads:
             figures = {"slot": load.slot, "blocks": load.blocks, "loaded": load.loaded, "from the host": load.from_host}
-            told.append((f"load {load.request_id}", "load", load.began, load.ended, figures))
+            operations.append((f"load {load.request_id}", "load", load.began, load.ended, figures))
         for save in position.line.saves:
-            told.append(("save", "save", save.began, save.ended, {"blocks": save.blocks, "saved": save.saved}))
-        for name, cat, began, ended, figures in told:
+            operations.append(("save", "save", save.began, save.ended, {"blocks": save.blocks, "saved": save.saved}))
+        for name, cat, began, ended, figures in operations:
             number += 1
             for ph, time, args in (("b", began, figures), ("e", ended, None)):
                 at = clock.at(position, time)

@@ -28,7 +28,7 @@ that had ended by then, which a pipeline cannot avoid."""
 _UNSCHEDULED, _PREFILL, _DECODE, _DRAINING, _OVERRUN, _LOADING = range(1, len(KINDS))
 
 
-class ResidencySpan(msgspec.Struct):
+class OccupancySpan(msgspec.Struct):
     """Occupancy of a slot by a request, in positions of the trace, both ends included."""
 
     slot: int
@@ -64,7 +64,7 @@ class TraceContents(msgspec.Struct):
     positions: deque[Position]
     first: int = 0
     """Number of the first of `positions`; occupancies count from the trace's own beginning."""
-    residencies: list[ResidencySpan] = []
+    occupancies: list[OccupancySpan] = []
     problems: list[str] = []
     """One sentence per missing part."""
 
@@ -152,7 +152,7 @@ class _TraceReader:
         room = min(last, _MAX_CELLS // header.limits.max_num_seqs)
         self._trace = TraceContents([header], deque(maxlen=room))
         self._decoder = msgspec.json.Decoder(lines.StepLine)
-        self._residencies = _Residencies()
+        self._occupancies = _OccupancyTracker()
         self._count = 0
         self._expected = 0
         self._dropped = self._missing = self._damaged = 0
@@ -191,32 +191,32 @@ class _TraceReader:
 
     def result(self) -> TraceContents:
         trace = self._trace
-        self._residencies.close_all(self._count - 1, "open")
+        self._occupancies.close_all(self._count - 1, "open")
         trace.first = self._count - len(trace.positions)
-        for span in self._residencies.done:
+        for span in self._occupancies.done:
             self._shorten(span)
-        trace.residencies = [
-            span for span in self._residencies.done if span.end >= trace.first and span.end >= span.start
+        trace.occupancies = [
+            span for span in self._occupancies.done if span.end >= trace.first and span.end >= span.start
         ]
         trace.problems = list(self._problems())
         return trace
 
-    def _shorten(self, residency: ResidencySpan) -> None:
+    def _shorten(self, occupancy: OccupancySpan) -> None:
         """End an occupancy whose end is missing with the last step that computed something for it."""
         positions, first = self._trace.positions, self._trace.first
-        while residency.exit == "unknown" and residency.end > max(residency.start, first):
-            slots = positions[residency.end - first].line.slots
-            if slots[residency.slot : residency.slot + 1] not in ("", lines.IDLE, lines.LOADING):
+        while occupancy.exit == "unknown" and occupancy.end > max(occupancy.start, first):
+            slots = positions[occupancy.end - first].line.slots
+            if slots[occupancy.slot : occupancy.slot + 1] not in ("", lines.IDLE, lines.LOADING):
                 break
-            residency.end -= 1
+            occupancy.end -= 1
 
     def _begin_epoch(self, header: lines.TraceHeader) -> None:
         if header.limits.max_num_seqs > self._trace.num_slots:
             room = min(self._trace.positions.maxlen or 1, _MAX_CELLS // header.limits.max_num_seqs)
             self._trace.positions = deque(self._trace.positions, maxlen=room)
         self._trace.headers.append(header)
-        self._residencies.close_all(self._count - 1, "engine ended")
-        self._residencies.seen.clear()
+        self._occupancies.close_all(self._count - 1, "engine ended")
+        self._occupancies.seen.clear()
         self._expected, self._closed, self._full = 0, False, False
 
     def _take(self, line: lines.StepLine) -> None:
@@ -227,9 +227,9 @@ class _TraceReader:
         self._dropped += dropped
         self._missing += missing - dropped
         self._expected = line.step + 1
-        seen = self._residencies.seen
+        seen = self._occupancies.seen
         again = sum(entry.tokens - entry.computed for entry in line.admitted if entry.request_id in seen)
-        events = self._residencies.follow(line, self._count)
+        events = self._occupancies.follow(line, self._count)
         self._trace.positions.append(Position(line, len(self._trace.headers) - 1, missing, events, max(again, 0)))
         self._count += 1
 
@@ -256,7 +256,7 @@ def _check(line: lines.StepLine, header: lines.TraceHeader) -> None:
     """Raise `ValueError` if a line contradicts its header."""
     slots = header.limits.max_num_seqs
     named = [slot for slot, _ in (*line.chunks, *line.revoked)]
-    named += [entry.slot for entry in line.admitted] + [residency.slot for residency in line.occupants]
+    named += [entry.slot for entry in line.admitted] + [occupancy.slot for occupancy in line.occupants]
     named += [load.slot for load in line.loads]
     if max(len(line.slots), len(line.drafted), len(line.accepted), 1 + max(named, default=0)) > slots:
         raise ValueError("slot out of range")
@@ -271,15 +271,15 @@ def _check(line: lines.StepLine, header: lines.TraceHeader) -> None:
         raise ValueError("an operation ends before it begins")
 
 
-class _Residencies:
+class _OccupancyTracker:
     """Tracks over the steps which request holds which slot."""
 
     def __init__(self) -> None:
-        self.done: list[ResidencySpan] = []
+        self.done: list[OccupancySpan] = []
         self.seen: set[str] = set()
         """Requests of this epoch that had a slot before."""
-        self._open: dict[int, ResidencySpan] = {}
-        self._of_request: dict[str, ResidencySpan] = {}
+        self._open: dict[int, OccupancySpan] = {}
+        self._of_request: dict[str, OccupancySpan] = {}
 
     def follow(self, line: lines.StepLine, at: int) -> Counter[str]:
         """Apply a step and return the number of events of each kind."""
@@ -287,18 +287,18 @@ class _Residencies:
         for entry in line.admitted:
             returned = entry.request_id in self.seen
             self._begin(
-                ResidencySpan(entry.slot, entry.gen, entry.request_id, at, returned, entry.tokens, entry.computed)
+                OccupancySpan(entry.slot, entry.gen, entry.request_id, at, returned, entry.tokens, entry.computed)
             )
             events["returned" if returned else "admitted"] += 1
         reasons = {entry.request_id: entry.reason.value for entry in line.finished}
         for slot, gen in line.revoked:
-            residency = self._open.get(slot)
-            if residency is None or residency.gen != gen:
+            occupancy = self._open.get(slot)
+            if occupancy is None or occupancy.gen != gen:
                 events["late"] += 1
                 continue
-            reason = reasons.get(residency.request_id)
+            reason = reasons.get(occupancy.request_id)
             events["aborted" if reason == FinishReason.ABORT else "preempted"] += 1
-            self._end(residency, at, reason or "preempted")
+            self._end(occupancy, at, reason or "preempted")
         for request_id, reason in reasons.items():
             events["finished"] += 1
             if request_id in self._of_request:
@@ -308,33 +308,33 @@ class _Residencies:
         return events
 
     def close_all(self, at: int, how: str) -> None:
-        for residency in list(self._open.values()):
-            self._end(residency, at, how)
+        for occupancy in list(self._open.values()):
+            self._end(occupancy, at, how)
 
-    def _begin(self, residency: ResidencySpan) -> None:
-        before = self._open.get(residency.slot)
+    def _begin(self, occupancy: OccupancySpan) -> None:
+        before = self._open.get(occupancy.slot)
         if before is not None:
-            self._end(before, residency.start - 1, "unknown")
-        self.seen.add(residency.request_id)
-        self._open[residency.slot] = self._of_request[residency.request_id] = residency
+            self._end(before, occupancy.start - 1, "unknown")
+        self.seen.add(occupancy.request_id)
+        self._open[occupancy.slot] = self._of_request[occupancy.request_id] = occupancy
 
-    def _end(self, residency: ResidencySpan, at: int, how: str) -> None:
-        residency.end, residency.exit = at, how
-        self.done.append(residency)
-        del self._open[residency.slot]
-        if self._of_request.get(residency.request_id) is residency:
-            del self._of_request[residency.request_id]
+    def _end(self, occupancy: OccupancySpan, at: int, how: str) -> None:
+        occupancy.end, occupancy.exit = at, how
+        self.done.append(occupancy)
+        del self._open[occupancy.slot]
+        if self._of_request.get(occupancy.request_id) is occupancy:
+            del self._of_request[occupancy.request_id]
 
     def _reconcile(self, line: lines.StepLine, at: int) -> None:
         """Correct the occupancies after missing steps, from the occupants that the line names."""
-        there = {residency.slot: residency for residency in line.occupants}
-        for slot, residency in list(self._open.items()):
+        there = {occupancy.slot: occupancy for occupancy in line.occupants}
+        for slot, occupancy in list(self._open.items()):
             now = there.get(slot)
-            if now is None or (now.gen, now.request_id) != (residency.gen, residency.request_id):
-                self._end(residency, at - 1, "unknown")
+            if now is None or (now.gen, now.request_id) != (occupancy.gen, occupancy.request_id):
+                self._end(occupancy, at - 1, "unknown")
         for slot, now in there.items():
             if slot not in self._open:
-                self._begin(ResidencySpan(slot, now.gen, now.request_id, at, now.request_id in self.seen, 0, 0))
+                self._begin(OccupancySpan(slot, now.gen, now.request_id, at, now.request_id in self.seen, 0, 0))
 
 
 def kinds_of_cells(trace: TraceContents) -> npt.NDArray[np.uint8]:
@@ -348,18 +348,18 @@ def kinds_of_cells(trace: TraceContents) -> npt.NDArray[np.uint8]:
     }
     kinds = matrix_of_letters(trace, [position.line.slots for position in trace.positions], codes)
     depth = max(header.limits.pipeline_depth for header in trace.headers)
-    starts = {(residency.slot, residency.start) for residency in trace.residencies}
-    for residency in trace.residencies:
-        begin, end = max(residency.start - trace.first, 0), residency.end - trace.first
-        span = kinds[residency.slot, begin : end + 1]
+    starts = {(occupancy.slot, occupancy.start) for occupancy in trace.occupancies}
+    for occupancy in trace.occupancies:
+        begin, end = max(occupancy.start - trace.first, 0), occupancy.end - trace.first
+        span = kinds[occupancy.slot, begin : end + 1]
         span[span == 0] = _UNSCHEDULED
-        if residency.exit in ("open", "preempted", "unknown", "engine ended"):
+        if occupancy.exit in ("open", "preempted", "unknown", "engine ended"):
             continue
         for at in range(end + 1, min(end + depth, kinds.shape[1])):
-            if (residency.slot, at + trace.first) in starts:
+            if (occupancy.slot, at + trace.first) in starts:
                 break
-            if kinds[residency.slot, at] in (_PREFILL, _DECODE):
-                kinds[residency.slot, at] = _OVERRUN
+            if kinds[occupancy.slot, at] in (_PREFILL, _DECODE):
+                kinds[occupancy.slot, at] = _OVERRUN
     return kinds
 
 

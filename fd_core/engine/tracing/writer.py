@@ -119,7 +119,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     deltas: tuple[Delta, ...]
     held: SchedulerHoldings
     dropped: int = 0
-    occupants: tuple[lines.ResidencyEntry, ...] = ()
+    occupants: tuple[lines.OccupancyEntry, ...] = ()
     loading: tuple[int, ...] = ()
     kv_entries: tuple[lines.KVEntry, ...] = ()
     arrived: tuple[lines.ArrivalEntry, ...] = ()
@@ -227,7 +227,7 @@ class TraceWriter:
         self._dropped = 0
         self.kv = KVTrace(lambda: self._clock(nanoseconds()))
         """Receives events of KV outside the device; the line of the next step contains what it collects."""
-        self._occupants: dict[int, lines.ResidencyEntry] = {}
+        self._occupants: dict[int, lines.OccupancyEntry] = {}
         self._arrived: list[lines.ArrivalEntry] = []
         self._got: dict[str, int] = {}
         """Tokens delivered so far to running and waiting requests."""
@@ -261,7 +261,7 @@ class TraceWriter:
         """Record the time, in nanoseconds, at which the turn began that commits the next step."""
         self._began = now
 
-    def request_came(self, now: int, spec: RequestSpec) -> None:
+    def request_arrived(self, now: int, spec: RequestSpec) -> None:
         """Record a request, and the tokens that it got in earlier epochs."""
         if not self._failed and not self._full:
             self._arrived.append(lines.ArrivalEntry(spec.request_id, self._clock(now), len(spec.prompt)))
@@ -318,7 +318,7 @@ class TraceWriter:
     def _follow(self, plan: StepPlan, deltas: list[Delta]) -> tuple[int | None, ...]:
         """Keep track of occupants and tokens, also in dropped steps; return `StepRecord.answered` of those that end."""
         for entry in plan.admissions:
-            self._occupants[entry.slot] = lines.ResidencyEntry(entry.slot, entry.gen, entry.request_id)
+            self._occupants[entry.slot] = lines.OccupancyEntry(entry.slot, entry.gen, entry.request_id)
         for revocation in plan.revocations:
             self._occupants.pop(revocation.slot, None)
         ended = {delta.request_id for delta in deltas if delta.finish_reason is not None}

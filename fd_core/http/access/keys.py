@@ -227,7 +227,7 @@ class KeyRing:
         self._secret = secrets.token_bytes(32)
         self._nobody = ApiKey(digest=secrets.token_bytes(32))
         all_keys = [ApiKey.of(key) if isinstance(key, str) else key for key in keys]
-        self._keys = {self._place(key.digest): key for key in all_keys}
+        self._keys = {self._slot_of(key.digest): key for key in all_keys}
         self._owners = {key.owner: key for key in all_keys}
 
     def __len__(self) -> int:
@@ -252,10 +252,10 @@ class KeyRing:
 
     def _find(self, text: bytes) -> ApiKey | None:
         digest = _digest(text)
-        found = self._keys.get(self._place(digest), self._nobody)
+        found = self._keys.get(self._slot_of(digest), self._nobody)
         return found if hmac.compare_digest(digest, found.digest) else None
 
-    def _place(self, digest: bytes) -> bytes:
+    def _slot_of(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, digest_size=16, key=self._secret).digest()
 
 
@@ -270,7 +270,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class _Wrong(Exception):
+class _InvalidEntry(Exception):
     """Error in one entry, with the field at fault."""
 
     def __init__(self, field: str, message: str) -> None:
@@ -346,8 +346,8 @@ def _unique(
             for field, value in (("name", key.name), ("key", key.digest)):
                 first = seen.setdefault(value, number) if value else number
                 if first != number:
-                    raise _Wrong(field, f"{place_of(first, field)} has the same {field}")
-        except _Wrong as error:
+                    raise _InvalidEntry(field, f"{place_of(first, field)} has the same {field}")
+        except _InvalidEntry as error:
             named = f", {error.field}" if error.field else ""
             raise _error(f"{path}, {place_of(number, error.field)}{named}: {error}") from None
         keys.append(key)
@@ -356,30 +356,32 @@ def _unique(
 
 def _entry(entry: Any) -> ApiKey:
     if not isinstance(entry, dict):
-        raise _Wrong("", "expected a table with name, key or sha256, and limits")
+        raise _InvalidEntry("", "expected a table with name, key or sha256, and limits")
     for field in entry:
         if field not in _FIELDS:
             close = difflib.get_close_matches(field[:64], _FIELDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(_FIELDS)}"
             # If a user swaps the two sides of a line, the field name is a key and must not be shown.
-            raise _Wrong(field if _FIELD.fullmatch(field) else "", f"unknown field ({hint})")
+            raise _InvalidEntry(field if _FIELD.fullmatch(field) else "", f"unknown field ({hint})")
     name = entry.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _Wrong("name", "expected 1 to 64 letters, digits or any of . _ @ : + -, starting with a letter or digit")
+        raise _InvalidEntry(
+            "name", "expected 1 to 64 letters, digits or any of . _ @ : + -, starting with a letter or digit"
+        )
     if ("key" in entry) == ("sha256" in entry):
-        raise _Wrong("key", "specify either key or sha256")
+        raise _InvalidEntry("key", "specify either key or sha256")
     admin = entry.get("admin", False)
     if not isinstance(admin, bool):
-        raise _Wrong("admin", "expected true or false")
+        raise _InvalidEntry("admin", "expected true or false")
     for field in KeyLimits.__struct_fields__:
         value = entry.get(field, 1)
         if type(value) is not int or not 1 <= value <= _MOST:
-            raise _Wrong(field, f"expected an integer from 1 to {_MOST:,}; omit it for no limit")
+            raise _InvalidEntry(field, f"expected an integer from 1 to {_MOST:,}; omit it for no limit")
     limits = KeyLimits(**{field: value for field, value in entry.items() if field in KeyLimits.__struct_fields__})
     if "key" in entry:
         digest = ApiKey.of(_key_text(entry["key"])).digest
     elif not isinstance(given := entry["sha256"], str) or not _SHA256.fullmatch(given):
-        raise _Wrong("sha256", "expected the 64 hexadecimal digits that `printf %s KEY | sha256sum` prints")
+        raise _InvalidEntry("sha256", "expected the 64 hexadecimal digits that `printf %s KEY | sha256sum` prints")
     else:
         digest = bytes.fromhex(given)
     return ApiKey(digest=digest, name=name, admin=admin, limits=limits)
@@ -387,7 +389,7 @@ def _entry(entry: Any) -> ApiKey:
 
 def _key_text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > _MAX_KEY_CHARS or not _VISIBLE.fullmatch(value):
-        raise _Wrong(
+        raise _InvalidEntry(
             "key",
             f"expected 1 to {_MAX_KEY_CHARS:,} visible ASCII characters without spaces, because keys are sent in a "
             "header",

@@ -121,36 +121,36 @@ def usage_comment(tokens_in: int, tokens_out: int) -> bytes:
 class UsageMeter:
     """Reads the usage of one answer as it passes."""
 
-    __slots__ = ("_events", "_told")
+    __slots__ = ("_events", "_usage")
 
     def __init__(self) -> None:
-        self._told: tuple[int, int] | None = None
+        self._usage: tuple[int, int] | None = None
         self._events = 0
 
     def whole(self, body: bytes) -> None:
         """Read the usage of a complete response; one that reports none, such as an error, used no tokens."""
-        self._told = 0, 0
+        self._usage = 0, 0
         try:
             usage = _decoder.decode(body).usage
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return
         if usage is not None:
             read = usage.prompt_tokens or usage.input_tokens + usage.cache_read_input_tokens
-            self._told = read, usage.completion_tokens or usage.output_tokens
+            self._usage = read, usage.completion_tokens or usage.output_tokens
 
     def piece(self, events: bytes) -> bytes:
         """Process whole events of a stream; return them without the comment, which is not meant for clients."""
         self._events += events.count(_EVENT) + events.startswith(_EVENT[1:])
         if _MARK in events and (found := _COMMENT.search(events)) is not None:
-            self._told = int(found[1]), int(found[2])
+            self._usage = int(found[1]), int(found[2])
             return events[: found.start()] + events[found.end() :]
         return events
 
     def tokens(self, prompt: int) -> tuple[int, int] | None:
         """Return the tokens read and written, None if not reported; for a stream without a report, count events."""
-        if self._told is None and self._events:
+        if self._usage is None and self._events:
             return prompt, self._events
-        return self._told
+        return self._usage
 
 
 @dataclass(slots=True)

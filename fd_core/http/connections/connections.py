@@ -127,7 +127,7 @@ class Connections:
         self.limit = limit
         self.limit_of_address = config.limit_concurrency_per_address or limit - limit // 4
         """Connections by address, except addresses of this machine, where proxies may run."""
-        self.patience: dict[Reason, float] = {
+        self.timeouts: dict[Reason, float] = {
             "head": config.timeout_headers,
             "keep_alive": config.timeout_keep_alive,
             "body": config.timeout_body,
@@ -144,8 +144,8 @@ class Connections:
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
         """Returns seconds of the event loop's clock."""
-        self._pause = min(1.0, min(self.patience.values()) / 4)
-        self._timer = self._loop.call_later(self._pause, self._look)
+        self._pause = min(1.0, min(self.timeouts.values()) / 4)
+        self._timer = self._loop.call_later(self._pause, self._check_timeouts)
         self._next_line: dict[str, float] = {}
 
     def close(self) -> None:
@@ -206,13 +206,13 @@ class Connections:
             self._next_line[what] = now + 60.0
             log.warning("%s%s (logged once a minute)", what, example)
 
-    def _look(self) -> None:
+    def _check_timeouts(self) -> None:
         now = self.now()
         for connection in [*self._open]:
             reason = connection.overdue(now, self._pause)
             if reason is not None:
                 connection.expire(reason)
-        self._timer = self._loop.call_later(self._pause, self._look)
+        self._timer = self._loop.call_later(self._pause, self._check_timeouts)
 
 
 class WatchedProtocol(asyncio.Protocol):
@@ -282,19 +282,19 @@ class WatchedProtocol(asyncio.Protocol):
 
     def overdue(self, now: float, elapsed: float) -> Reason | None:
         """Return the reason if a timeout expired; `elapsed` seconds have passed since the last check."""
-        patience = self.watch.patience
+        timeouts = self.watch.timeouts
         if self._stuck_since is None and self._transport.is_closing():
             self._stuck_since, self._stuck_bytes = now, self._transport.get_write_buffer_size()
         if self._stuck_since is not None:
             taken = max(0, self._stuck_bytes - self._transport.get_write_buffer_size())
-            if now - self._stuck_since > patience["write"] + taken / BYTES_PER_SECOND:
+            if now - self._stuck_since > timeouts["write"] + taken / BYTES_PER_SECOND:
                 return "write"
         waits_for = self._waits_for
         if waits_for is None:
             return None
         if waits_for == "body" and not self._transport.is_reading():
             self._since += elapsed  # the server delays the client, not vice versa
-        return waits_for if now - self._since > patience[waits_for] + self._received / BYTES_PER_SECOND else None
+        return waits_for if now - self._since > timeouts[waits_for] + self._received / BYTES_PER_SECOND else None
 
     def not_http(self) -> ApiError:
         """Log input that is not HTTP, and return the error for it."""
@@ -393,7 +393,7 @@ class Listener:
     async def _open(self, accepted: socket.socket, protocol: WatchedProtocol | _Refusal) -> None:
         secured: dict[str, Any] = {}
         if self._tls is not None:
-            secured = {"ssl": self._tls.context, "ssl_handshake_timeout": self._connections.patience["head"]}
+            secured = {"ssl": self._tls.context, "ssl_handshake_timeout": self._connections.timeouts["head"]}
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, accepted, **secured)
         except (OSError, asyncio.CancelledError):  # which includes TLS errors and timeouts

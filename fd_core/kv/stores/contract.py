@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from fd_core.deprecations import accept_old_names, old_attributes
 from fd_core.errors import FdError
 from fd_core.kv.stores.location import StoreLocation
 
-__all__ = ["MAX_KEY_BYTES", "Bytes", "Deadline", "KVStore", "StoreError", "StoreStats", "Trouble"]
+__all__ = ["MAX_KEY_BYTES", "Bytes", "Deadline", "FailureReason", "KVStore", "StoreError", "StoreStats"]
 
 MAX_KEY_BYTES: Final = 32
 
@@ -28,7 +29,7 @@ Bytes = bytes | bytearray | memoryview
 """A contiguous buffer of bytes; not written to after it was passed on."""
 
 
-class Trouble(enum.StrEnum):
+class FailureReason(enum.StrEnum):
     """Reason of a failed store call; the label of the failure metric."""
 
     TIMEOUT = "timeout"
@@ -43,12 +44,13 @@ class Trouble(enum.StrEnum):
     OTHER = "other"
 
 
+@accept_old_names
 class StoreError(FdError):
     """A call of a store failed. The message never holds a value, a prompt or a secret."""
 
-    def __init__(self, trouble: Trouble, message: str) -> None:
+    def __init__(self, reason: FailureReason, message: str) -> None:
         super().__init__(message)
-        self.trouble = trouble
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,9 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
     def check(self) -> None:
-        """Raise `StoreError(Trouble.TIMEOUT, ...)` if the deadline has passed."""
+        """Raise `StoreError(FailureReason.TIMEOUT, ...)` if the deadline has passed."""
         if time.monotonic() >= self._end:
-            raise StoreError(Trouble.TIMEOUT, "the KV store call timed out")
+            raise StoreError(FailureReason.TIMEOUT, "the KV store call timed out")
 
 
 class KVStore(abc.ABC):
@@ -82,7 +84,7 @@ class KVStore(abc.ABC):
 
     A value never changes under its key, except by damage.
     Methods raise only `StoreError`. `timeout` is in seconds; a call that exceeds it raises
-    `StoreError(Trouble.TIMEOUT, ...)` and leaves the store usable. After `close` every call raises.
+    `StoreError(FailureReason.TIMEOUT, ...)` and leaves the store usable. After `close` every call raises.
     """
 
     name: str
@@ -109,7 +111,7 @@ class KVStore(abc.ABC):
         """Return one value for each key, None for a value that is absent or longer than `limit` bytes.
 
         A value over the limit is not read into memory. Values may be torn or from other programs: the caller checks
-        them. A key whose data is not a value counts as absent or raises `StoreError(Trouble.MALFORMED, ...)`.
+        them. A key whose data is not a value counts as absent or raises `StoreError(FailureReason.MALFORMED, ...)`.
         """
 
     @abc.abstractmethod
@@ -139,3 +141,6 @@ class KVStore(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Close connections and handles; idempotent."""
+
+
+__getattr__ = old_attributes(__name__)

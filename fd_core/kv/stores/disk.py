@@ -38,7 +38,7 @@ import msgspec
 from fd_core.config.paths import user_path
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
-from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
+from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, Deadline, FailureReason, KVStore, StoreError, StoreStats
 from fd_core.kv.stores.location import StoreLocation
 
 PARTIAL: Final = "partial"
@@ -66,31 +66,31 @@ _NEXT_TRY_SECONDS: Final = 0.001
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MAX_PARTS: Final = 1024
 """Maximum number of buffers in one system call."""
-_TROUBLES: Final = {
-    errno.ENOSPC: Trouble.FULL,
-    errno.EDQUOT: Trouble.FULL,
-    errno.EFBIG: Trouble.FULL,
-    errno.EROFS: Trouble.READ_ONLY,
-    errno.EACCES: Trouble.DENIED,
-    errno.EPERM: Trouble.DENIED,
-    errno.ENOENT: Trouble.UNREACHABLE,
-    errno.ENODEV: Trouble.UNREACHABLE,
-    errno.ENXIO: Trouble.UNREACHABLE,
-    errno.EIO: Trouble.UNREACHABLE,
-    errno.ESTALE: Trouble.UNREACHABLE,
-    errno.ENOTCONN: Trouble.UNREACHABLE,
-    errno.EHOSTDOWN: Trouble.UNREACHABLE,
-    errno.ETIMEDOUT: Trouble.TIMEOUT,
-    errno.ELOOP: Trouble.MALFORMED,
-    errno.ENOTDIR: Trouble.MALFORMED,
-    errno.EISDIR: Trouble.MALFORMED,
+_FAILURE_REASONS: Final = {
+    errno.ENOSPC: FailureReason.FULL,
+    errno.EDQUOT: FailureReason.FULL,
+    errno.EFBIG: FailureReason.FULL,
+    errno.EROFS: FailureReason.READ_ONLY,
+    errno.EACCES: FailureReason.DENIED,
+    errno.EPERM: FailureReason.DENIED,
+    errno.ENOENT: FailureReason.UNREACHABLE,
+    errno.ENODEV: FailureReason.UNREACHABLE,
+    errno.ENXIO: FailureReason.UNREACHABLE,
+    errno.EIO: FailureReason.UNREACHABLE,
+    errno.ESTALE: FailureReason.UNREACHABLE,
+    errno.ENOTCONN: FailureReason.UNREACHABLE,
+    errno.EHOSTDOWN: FailureReason.UNREACHABLE,
+    errno.ETIMEDOUT: FailureReason.TIMEOUT,
+    errno.ELOOP: FailureReason.MALFORMED,
+    errno.ENOTDIR: FailureReason.MALFORMED,
+    errno.EISDIR: FailureReason.MALFORMED,
 }
 
 
 def value_name(key: bytes) -> tuple[str, str]:
     """Return sub-folder and name of a key's file, in hex digits. Raises `StoreError` for a key of a wrong length."""
     if not 1 <= len(key) <= MAX_KEY_BYTES:
-        raise StoreError(Trouble.OTHER, f"expected a key of 1 to {MAX_KEY_BYTES} bytes, got {len(key)}")
+        raise StoreError(FailureReason.OTHER, f"expected a key of 1 to {MAX_KEY_BYTES} bytes, got {len(key)}")
     digits = key.hex()
     return digits[:2], f"{digits}.kv"
 
@@ -99,7 +99,7 @@ def value_name(key: bytes) -> tuple[str, str]:
 def opened(path: Path, *, create: bool = False) -> Iterator[int]:
     """Yield a descriptor of the store's folder; `path` itself may be a link.
 
-    Raises `StoreError(Trouble.UNREACHABLE, ...)` if `path` is not a folder.
+    Raises `StoreError(FailureReason.UNREACHABLE, ...)` if `path` is not a folder.
     """
     try:
         if create:
@@ -108,7 +108,7 @@ def opened(path: Path, *, create: bool = False) -> Iterator[int]:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except (FileExistsError, NotADirectoryError) as error:
         # An error inside the folder affects a key or two; here the whole store is unavailable.
-        raise StoreError(Trouble.UNREACHABLE, f"the KV store at {path} is not a folder") from error
+        raise StoreError(FailureReason.UNREACHABLE, f"the KV store at {path} is not a folder") from error
     try:
         yield descriptor
     finally:
@@ -136,7 +136,7 @@ def _open_folder(root: int, name: str) -> int:
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
 
 
-class Room(msgspec.Struct, frozen=True):
+class FreeSpace(msgspec.Struct, frozen=True):
     """Free capacity of the file system of a folder."""
 
     block: int
@@ -147,11 +147,11 @@ class Room(msgspec.Struct, frozen=True):
     """True if no further file can be created, not even an empty one."""
 
 
-def room_in(root: int) -> Room:
+def free_space_of(root: int) -> FreeSpace:
     """Read the free capacity of the opened folder's file system."""
-    told = os.fstatvfs(root)
-    block = told.f_frsize or told.f_bsize or 4096
-    return Room(min(block, _MAX_BLOCK), told.f_bavail * block, told.f_files > 0 and told.f_favail < 2)
+    usage = os.fstatvfs(root)
+    block = usage.f_frsize or usage.f_bsize or 4096
+    return FreeSpace(min(block, _MAX_BLOCK), usage.f_bavail * block, usage.f_files > 0 and usage.f_favail < 2)
 
 
 def space_for(size: int, block: int) -> int:
@@ -191,7 +191,7 @@ def found_values(root: int, deadline: Deadline) -> Iterator[FoundFile]:
     """Yield every value. Raises `StoreError` after a sub-folder if the deadline has passed."""
     with os.scandir(root) as listing:
         shards = [entry.name for entry in listing if _SHARD.fullmatch(entry.name)]
-    block = room_in(root).block
+    block = free_space_of(root).block
     for shard in shards:
         yield from _listed(root, shard, _VALUE, block)
         deadline.check()
@@ -227,12 +227,12 @@ class DiskReservations:
     def reserve(self, size: int) -> tuple[str, int, int] | None:
         """Create the file in `partial` for a value of `size` bytes; return its name, open descriptor and space.
 
-        Returns None for a value larger than the limit. Raises `StoreError(Trouble.FULL, ...)` if other engines or other
-        files occupy the space.
+        Returns None for a value larger than the limit. Raises `StoreError(FailureReason.FULL, ...)` if other engines or
+        other files occupy the space.
         """
         with self._locked():
             limit = self.store.limit_bytes(self.root, self.deadline)
-            room = room_in(self.root)
+            room = free_space_of(self.root)
             space = space_for(size, room.block)
             if space > limit:
                 return None
@@ -243,7 +243,9 @@ class DiskReservations:
                 used = _evict(self, space, limit, room)
                 self.store.counted = True
             if used + space > limit:
-                raise StoreError(Trouble.FULL, f"the KV store in {self.store.path} is full of values of other engines")
+                raise StoreError(
+                    FailureReason.FULL, f"the KV store in {self.store.path} is full of values of other engines"
+                )
             name = f"{space}-{secrets.token_hex(16)}"
             file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.partial)
             self._record(used + space)
@@ -288,10 +290,10 @@ class DiskReservations:
             fcntl.flock(self._usage, fcntl.LOCK_UN)
 
 
-def _evict(reservations: DiskReservations, space: int, limit: int, room: Room) -> int:
+def _evict(reservations: DiskReservations, space: int, limit: int, room: FreeSpace) -> int:
     """Delete the least recently used values until `space` more fits; return the space in use.
 
-    Raises `StoreError(Trouble.FULL, ...)`, and deletes nothing, if that would not free enough.
+    Raises `StoreError(FailureReason.FULL, ...)`, and deletes nothing, if that would not free enough.
     """
     root, deadline = reservations.root, reservations.deadline
     # Reservations first: a value that is finished meanwhile is counted twice rather than not at all.
@@ -308,7 +310,7 @@ def _evict(reservations: DiskReservations, space: int, limit: int, room: Room) -
     if room.full_of_files:
         given = min(given, used)
     if writing + space > given:
-        raise StoreError(Trouble.FULL, f"No space left on the disk of the KV store in {reservations.store.path}")
+        raise StoreError(FailureReason.FULL, f"No space left on the disk of the KV store in {reservations.store.path}")
     limit = min(limit, given)
     if used + space <= limit:
         return used
@@ -400,7 +402,7 @@ class DiskStore(KVStore):
         deadline = Deadline(timeout)
         count = freed = 0
         with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
-            block = room_in(root).block
+            block = free_space_of(root).block
             for key in keys:
                 deadline.check()
                 folder, name = value_name(key)
@@ -447,12 +449,12 @@ class DiskStore(KVStore):
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
         if self._closed:
-            raise StoreError(Trouble.OTHER, "the KV store is closed")
+            raise StoreError(FailureReason.OTHER, "the KV store is closed")
         try:
             yield
         except OSError as error:
-            trouble = _TROUBLES.get(error.errno or 0, Trouble.OTHER)
-            raise StoreError(trouble, f"the KV store in {self.path}: {error.strerror or 'it failed'}") from error
+            reason = _FAILURE_REASONS.get(error.errno or 0, FailureReason.OTHER)
+            raise StoreError(reason, f"the KV store in {self.path}: {error.strerror or 'it failed'}") from error
 
 
 def _size(root: int, key: bytes) -> int | None:
@@ -473,7 +475,7 @@ def _read(root: int, key: bytes, limit: int) -> bytes | None:
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise StoreError(Trouble.MALFORMED, "the KV store entry of a key is not a file")
+            raise StoreError(FailureReason.MALFORMED, "the KV store entry of a key is not a file")
         if found.st_size > limit:
             return None
         value = os.read(file, found.st_size)
@@ -496,7 +498,7 @@ def _put(reservations: DiskReservations, key: bytes, parts: list[memoryview]) ->
     try:
         _write(file, parts)
         with inside(reservations.root, folder, create=True) as shard:
-            replaced = space_of_value(shard, name, room_in(reservations.root).block)
+            replaced = space_of_value(shard, name, free_space_of(reservations.root).block)
             os.rename(partial_name, name, src_dir_fd=reservations.partial, dst_dir_fd=shard)
     except OSError:
         _abandon(reservations, *reserved)

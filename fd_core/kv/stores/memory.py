@@ -9,7 +9,7 @@ from typing import Final
 
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
-from fd_core.kv.stores.contract import Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
+from fd_core.kv.stores.contract import Bytes, Deadline, FailureReason, KVStore, StoreError, StoreStats
 from fd_core.kv.stores.location import StoreLocation
 
 _DEFAULT_BYTES: Final = 1 << 30
@@ -107,7 +107,7 @@ class MemoryStore(KVStore):
 
     def _opened(self) -> OrderedDict[bytes, bytes]:
         if self._values is None:
-            raise StoreError(Trouble.OTHER, "the KV store is closed")
+            raise StoreError(FailureReason.OTHER, "the KV store is closed")
         return self._values
 
     def _delete(self, key: bytes) -> bool:

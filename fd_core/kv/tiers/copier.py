@@ -40,7 +40,7 @@ class Copier:
     _stats: TierStats
     _logger: OnceLogger
     _clock: Callable[[], float]
-    _tell: Callable[[NotStored], None]
+    _notify: Callable[[NotStored], None]
     """Called with the keys of blocks that may not have been written to the store."""
     import_rate: Rate = field(default_factory=Rate)
 
@@ -51,7 +51,7 @@ class Copier:
     def lost(self, keys: Sequence[bytes]) -> None:
         """Report that the blocks of `keys` may not have been written to the store. Thread-safe."""
         self.loop.post(partial(self._host.unmark_written, keys))
-        self._tell(NotStored(tuple(keys)))
+        self._notify(NotStored(tuple(keys)))
 
     def look_up(self, lookup: Lookup) -> None:
         """Look up keys in the host tier, and the rest in the store."""
@@ -108,7 +108,7 @@ class Copier:
         self._host.touch(save.keys[: self._room])
         if dropped:
             self._writer.drop(len(dropped))
-            self._tell(NotStored(tuple(dropped)))
+            self._notify(NotStored(tuple(dropped)))
         self._pending.end(save.operation)
 
     def load(self, load: Load, began: float) -> None:

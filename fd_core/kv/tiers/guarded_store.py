@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from fd_core.effects.port import OnceLogger
 from fd_core.kv.breaker import Breaker, BreakerState
-from fd_core.kv.stores.contract import KVStore, StoreError, Trouble
+from fd_core.kv.stores.contract import FailureReason, KVStore, StoreError
 from fd_core.types.metrics import one_more
 
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-_SEVERE = (Trouble.TIMEOUT, Trouble.UNREACHABLE)
+_SEVERE = (FailureReason.TIMEOUT, FailureReason.UNREACHABLE)
 _GRACE_SECONDS = 0.1
 """Grace period after a call's timeout before the call counts as hung."""
 
@@ -56,7 +56,7 @@ class GuardedStore:
             with self._lock:
                 if not self._hung and self._due == due:
                     self._hung = True
-                    self._trouble(Trouble.TIMEOUT, now)
+                    self._record_failure(FailureReason.TIMEOUT, now)
             return False
         with self._lock:
             return self._breaker.ready(now)
@@ -71,11 +71,11 @@ class GuardedStore:
         try:
             result = do(self._store, timeout)
         except StoreError as error:
-            self._fails(error.trouble if isinstance(error.trouble, Trouble) else Trouble.OTHER)
+            self._fail(error.reason if isinstance(error.reason, FailureReason) else FailureReason.OTHER)
         except Exception as error:  # noqa: BLE001 - a plugin's store: any exception is a failed call
             kind = f"{what}: {type(error).__name__}"
             self._logger.warn(f"KV store {self._shown} broke its contract in {kind}; the call counts as failed")
-            self._fails(Trouble.OTHER)
+            self._fail(FailureReason.OTHER)
         else:
             with self._lock:
                 self._due = None
@@ -84,17 +84,17 @@ class GuardedStore:
             return result
         return None
 
-    def _fails(self, trouble: Trouble) -> None:
+    def _fail(self, reason: FailureReason) -> None:
         with self._lock:
             known, self._hung = self._hung, False
             self._due = None
             if not known:
-                self._trouble(trouble, self._clock())
+                self._record_failure(reason, self._clock())
 
-    def _trouble(self, trouble: Trouble, now: float) -> None:
-        self.errors = one_more(self.errors, trouble)
-        if trouble is Trouble.MALFORMED:
+    def _record_failure(self, reason: FailureReason, now: float) -> None:
+        self.errors = one_more(self.errors, reason)
+        if reason is FailureReason.MALFORMED:
             self._breaker.success()  # the store works; one bad key must not block all others
-        elif self._breaker.failure(now, severe=trouble in _SEVERE):
+        elif self._breaker.failure(now, severe=reason in _SEVERE):
             pause = self._breaker.remaining(now)
-            log.warning("KV store %s: %s; no call is made for %.0f s", self._shown, trouble, pause)
+            log.warning("KV store %s: %s; no call is made for %.0f s", self._shown, reason, pause)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _SHARE = 0.25
 """Weight of a sample in the moving average."""
-_FORGET_SECONDS = 60.0
+_RATE_MEMORY_SECONDS = 60.0
 
 
 class Rate:
@@ -28,4 +28,4 @@ class Rate:
     def value(self, now: float) -> float | None:
         """Return seconds per unit, None without a sample in the last minute."""
         average = self._average
-        return None if average is None or now - average[1] > _FORGET_SECONDS else average[0]
+        return None if average is None or now - average[1] > _RATE_MEMORY_SECONDS else average[0]

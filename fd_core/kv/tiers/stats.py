@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, get_args
 import msgspec
 
 from fd_core.kv.breaker import BreakerState
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 from fd_core.types.metrics import counter, gauge, state
 
 _FOUND: Final = "KV blocks that lookups found, by tier."
@@ -67,8 +67,9 @@ class TierStats(msgspec.Struct, kw_only=True):
         counter(
             "kv_store_failures",
             "Calls of the KV store that failed, by reason.",
-            label="trouble",
-            values=tuple(trouble.value for trouble in Trouble),
+            label="reason",
+            old_label="trouble",
+            values=tuple(reason.value for reason in FailureReason),
             only_with="store",
         ),
     ] = {}

@@ -13,7 +13,7 @@ import torch
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, StepInput
 from fd_core.ops.native.library import MEET, Step, checked, invoke
-from fd_core.ops.parallel import HEADER_BYTES, SLOT_BYTES, RankGroup, RanksApart, SharedMemoryGroup
+from fd_core.ops.parallel import HEADER_BYTES, SLOT_BYTES, RankExchangeError, RankGroup, SharedMemoryGroup
 from fd_core.ops.symbol import UnknownArray
 
 ROW_ALIGN = 64
@@ -71,7 +71,7 @@ class Runtime:
             group.fence = self.library.fd_fence
         else:
             self._meet = MEET(group.meet)
-        handle = self.library.fd_group_new(group.address, *ranks, HEADER_BYTES, SLOT_BYTES, group.patience, self._meet)
+        handle = self.library.fd_group_new(group.address, *ranks, HEADER_BYTES, SLOT_BYTES, group.timeout, self._meet)
         self.group, self.group_handle = group, checked(handle, "a group of ranks")
 
     def starts(self, width: int) -> Any:
@@ -146,7 +146,7 @@ class Program:
             address("context_len", contexts, rows),
             address("block_tables", tables, rows * most_blocks),
             address("logits_rows", step.logits_rows, logits),
-            address("lora_places", step.lora_places, tokens),
+            address("lora_slots", step.lora_slots, tokens),
         )
         result = invoke(
             self._library, "fd_program_run", self.handle, ctypes.byref(batch), self.runtime.team, what="a step"
@@ -169,7 +169,7 @@ class Program:
             )
         group = self.runtime.group
         if group is None:
-            raise RanksApart("the other ranks are lost")
+            raise RankExchangeError("the other ranks are lost")
         group.refuse(self._library.fd_group_failed(self.runtime.group_handle) - 1)
 
     def times(self) -> list[tuple[str, float]]:

@@ -61,7 +61,7 @@ class NumpyOps(NumpySampling, Ops):
     dtype = "float32"
     on_host = True
     weight_formats = WEIGHT_FORMATS
-    expands_weights = True
+    dequantizes_weights = True
     kv_dtypes: Collection[str] = ("int8",)
     _group: RankGroup | None = None
 

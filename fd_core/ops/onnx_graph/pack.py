@@ -137,7 +137,7 @@ class OnnxOps(NumpyOps):
                     y = graph.op("ScatterND", y, rows, more, reduction="add")
             return y
 
-        return self._call(emit, y, x, lora.step.lora_places)
+        return self._call(emit, y, x, lora.step.lora_slots)
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
         sizes = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
@@ -221,7 +221,7 @@ class OnnxOps(NumpyOps):
 
     def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
         """Trace the forward as a separate session that shares the model's weights."""
-        return SessionForward(self, forward, (*_STEP_ARRAYS, "lora_places"))
+        return SessionForward(self, forward, (*_STEP_ARRAYS, "lora_slots"))
 
     def _call(self, emit: Callable[..., Any], *arrays: Array) -> Any:
         """Emit operators into the graph of the symbols, or run a graph of them on arrays."""

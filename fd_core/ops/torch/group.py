@@ -22,9 +22,9 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from fd_core.ops.contract import Array
-from fd_core.ops.parallel import Parallel, RankGroup, RankMeeting, group_memory
+from fd_core.ops.parallel import Parallel, RankGroup, RankRendezvous, group_memory
 
-_LOOK_SECONDS: Final = 0.01
+_POLL_SECONDS: Final = 0.01
 """Poll interval in seconds for a rank that has not joined yet."""
 _WHOLE_BYTES: Final = 1 << 18
 """Bytes of a sum up to which all ranks exchange whole arrays; above, each rank sums one part for all."""
@@ -35,15 +35,15 @@ class TorchGroup(RankGroup):
 
     shares_memory = False
 
-    def __init__(self, parallel: Parallel, meeting: RankMeeting, store: TCPStore, patience: float) -> None:
+    def __init__(self, parallel: Parallel, rendezvous: RankRendezvous, store: TCPStore, timeout: float) -> None:
         """`store` is that of the rendezvous; see `open` and `join`."""
         memory = group_memory(parallel.size)
         try:
-            super().__init__(parallel, memory, patience)
+            super().__init__(parallel, memory, timeout)
         finally:
             os.close(memory)
-        self.meeting, self.host = meeting, meeting.host
-        self.store = PrefixStore(meeting.token, store)
+        self.rendezvous, self.host = rendezvous, rendezvous.host
+        self.store = PrefixStore(rendezvous.token, store)
         """Key-value store of all ranks, for a further rendezvous."""
         self._tensors = torch.from_numpy(self._slots)
         self._lock = threading.Lock()
@@ -54,15 +54,15 @@ class TorchGroup(RankGroup):
         self._sent: list[Any] = []
 
     @classmethod
-    def open(cls, size: int, patience: float, host: str = "127.0.0.1") -> TorchGroup:
-        """Open a rendezvous as rank 0, at an address of this machine that the other ranks reach; they get `meeting`."""
+    def open(cls, size: int, timeout: float, host: str = "127.0.0.1") -> TorchGroup:
+        """Open a rendezvous as rank 0, at an address of this machine that the other ranks reach; they get `rendezvous`."""
         store, port = _listening(host)
-        return cls(Parallel(0, size), RankMeeting(host, port, secrets.token_hex(8)), store, patience)
+        return cls(Parallel(0, size), RankRendezvous(host, port, secrets.token_hex(8)), store, timeout)
 
     @classmethod
-    def join(cls, parallel: Parallel, meeting: RankMeeting, patience: float) -> TorchGroup:
+    def join(cls, parallel: Parallel, rendezvous: RankRendezvous, timeout: float) -> TorchGroup:
         """Join the rendezvous of rank 0. Raises `OSError` if it is unreachable."""
-        return cls(parallel, meeting, _connected(meeting.host, meeting.port, patience), patience)
+        return cls(parallel, rendezvous, _connected(rendezvous.host, rendezvous.port, timeout), timeout)
 
     def abandon(self) -> None:
         """Make exchanges fail, also those of other ranks, whose connections break."""
@@ -80,7 +80,7 @@ class TorchGroup(RankGroup):
         slots = self._tensors[:, place, :count]
         try:
             for work in self._sent:
-                work.wait(timedelta(seconds=self.patience))
+                work.wait(timedelta(seconds=self.timeout))
             with self._lock:
                 if self._gloo is None and not self._connect(others):
                     return
@@ -109,17 +109,17 @@ class TorchGroup(RankGroup):
         """Connect to all ranks once all have joined. Returns False if one times out."""
         self.store.set(f"rank-{self.parallel.rank}", b"1")
         for other in others:
-            if not self._waited(lambda: self._has_come(other), self.patience, _LOOK_SECONDS):  # noqa: B023 - called at once
+            if not self._waited(lambda: self._has_joined(other), self.timeout, _POLL_SECONDS):  # noqa: B023 - called at once
                 self._absent = other
                 return False
         store = PrefixStore("gloo", self.store)
         # The local address of this machine's connection to the rendezvous.
-        with socket.create_connection((self.meeting.host, self.meeting.port)) as connection:
+        with socket.create_connection((self.rendezvous.host, self.rendezvous.port)) as connection:
             address = str(connection.getsockname()[0])
-        self._gloo = gloo_group(store, self.parallel, address, self.patience)
+        self._gloo = gloo_group(store, self.parallel, address, self.timeout)
         return True
 
-    def _has_come(self, rank: int) -> bool:
+    def _has_joined(self, rank: int) -> bool:
         if self.store.check(["abandoned"]):
             self._abandoned[0] = 1
         return bool(self.store.check([f"rank-{rank}"]))
@@ -170,7 +170,7 @@ def shared_store(group: RankGroup) -> Any:
         return PrefixStore("device", group.store)
     store, port = _listening(group.host) if group.parallel.rank == 0 else (None, 0)
     ports = group.all_gather(np.array([port], np.int64))
-    return store or _connected(group.host, int(ports[0]), group.patience)
+    return store or _connected(group.host, int(ports[0]), group.timeout)
 
 
 def gloo_group(store: Any, parallel: Parallel, address: str, seconds: float) -> Any:

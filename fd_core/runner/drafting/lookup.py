@@ -23,15 +23,15 @@ class NgramDrafter(PerSlotDrafter):
         longest, shortest = context.whole("prompt_lookup_max", 4), context.whole("prompt_lookup_min", 2)
         self._sizes = range(longest, shortest - 1, -1)
         self._texts: list[list[int]] = [[] for _ in range(context.num_slots)]
-        self._places: list[dict[tuple[int, ...], int]] = [{} for _ in range(context.num_slots)]
+        self._last_seen: list[dict[tuple[int, ...], int]] = [{} for _ in range(context.num_slots)]
 
     def admit(self, slot: int, tokens: IntArray) -> None:
         self._texts[slot] = []
-        self._places[slot] = {}
+        self._last_seen[slot] = {}
         self.grow(slot, tokens)
 
     def grow(self, slot: int, tokens: IntArray) -> None:
-        text, places = self._texts[slot], self._places[slot]
+        text, places = self._texts[slot], self._last_seen[slot]
         for token in tokens.tolist():
             end = len(text)
             for size in self._sizes:
@@ -40,7 +40,7 @@ class NgramDrafter(PerSlotDrafter):
             text.append(token)
 
     def guess(self, slot: int, limit: int) -> IntArray:
-        text, places = self._texts[slot], self._places[slot]
+        text, places = self._texts[slot], self._last_seen[slot]
         for size in self._sizes:
             place = places.get(tuple(text[-size:])) if len(text) >= size else None
             if place is not None:

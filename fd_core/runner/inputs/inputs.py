@@ -235,14 +235,14 @@ def gather_inputs(
         kv_slots[positions < np.repeat(spans.starts, width)] = spare * size  # computed before
     token_ids = tokens[slot_of, positions]
     block_tables = tables[slots, : -(-max_context // size)]
-    lora_places = None if adapters is None else adapters[slot_of]
+    lora_slots = None if adapters is None else adapters[slot_of]
     if padding:
         filling = padding * width
         query_start = _padded(query_start, padding, query_start[-1] + width * np.arange(1, padding + 1, dtype=np.int32))
         context, block_tables = _padded(context, padding, width), _padded(block_tables, padding, spare)
         token_ids, kv_slots = _padded(token_ids, filling, 0), _padded(kv_slots, filling, spare * size)
         positions = _padded(positions, filling, np.arange(filling, dtype=np.int32) % width)
-        lora_places = None if lora_places is None else _padded(lora_places, filling, 0)
+        lora_slots = None if lora_slots is None else _padded(lora_slots, filling, 0)
     return StepInput(
         token_ids=token_ids,
         positions=positions,
@@ -255,7 +255,7 @@ def gather_inputs(
         max_context=max_context,
         uniform=width == 1 or spans.shape is not None,
         host=HostStep(query_start, context, block_tables),
-        **({} if lora_places is None else _adapter_fields(lora_places)),
+        **({} if lora_slots is None else _adapter_fields(lora_slots)),
     )
 
 
@@ -267,7 +267,7 @@ def adapter_rows(places: IntArray, ops: Ops) -> dict[str, Any]:
 def _adapter_fields(places: IntArray) -> dict[str, Any]:
     hit = np.unique(places[places > 0]).tolist()
     return {
-        "lora_places": places,
+        "lora_slots": places,
         "lora_groups": tuple((place, (places == place).nonzero()[0].astype(np.int32)) for place in hit),
     }
 

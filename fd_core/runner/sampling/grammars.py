@@ -66,10 +66,10 @@ class SlotGrammars:
         self._thread: ThreadPoolExecutor | None = None
         self.stats = MaskStats()
 
-    def trouble(self, slot: int) -> str | None:
+    def failure_reason(self, slot: int) -> str | None:
         """Return the reason why the grammar of a slot may allow no token; None for a slot without a grammar."""
         matcher = self.matchers.get(slot)
-        return None if matcher is None else matcher.trouble or "the grammar allows no further token"
+        return None if matcher is None else matcher.error or "the grammar allows no further token"
 
     def admit(self, admission: Admission) -> None:
         """Start a request, whose text begins after the prompt. Raises `GrammarError` if its grammar is invalid."""

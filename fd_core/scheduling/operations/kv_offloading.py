@@ -21,7 +21,7 @@ from fd_core.types.metrics import counter, gauge
 
 _DOUBT = 0.9
 """Share of the estimated load time that remains after each decline."""
-_MAX_REMEMBERED = 1 << 20
+_MAX_STORED_KEYS = 1 << 20
 """Keys remembered as stored; blocks whose keys were forgotten may be stored a second time."""
 
 
@@ -99,7 +99,7 @@ class OffloadCounters(msgspec.Struct, kw_only=True):
     ] = 0
 
 
-class KeepKV(msgspec.Struct, frozen=True):
+class OffloadSelection(msgspec.Struct, frozen=True):
     """Selection of the requests whose KV is stored outside the device."""
 
     preempted: bool = True
@@ -124,14 +124,14 @@ class KVOffloading:
     pool: BlockPool
     operations: Operations
     block_size: int
-    keep: KeepKV
+    keep: OffloadSelection
     counters: OffloadCounters = field(default_factory=OffloadCounters)
     load_or_recompute: LoadOrRecompute = field(default_factory=LoadOrRecompute)
     stores: bool = field(init=False)
     """True if any KV may be stored outside the device now."""
-    _in_part: set[int] = field(default_factory=set)
+    _partial_saves: set[int] = field(default_factory=set)
     """Saves that skipped blocks which are stored already."""
-    _remembered: dict[bytes, None] = field(default_factory=dict)
+    _stored_keys: dict[bytes, None] = field(default_factory=dict)
     """Keys believed to be in the store, oldest first."""
 
     def __post_init__(self) -> None:
@@ -140,25 +140,25 @@ class KVOffloading:
     def begin_wait(self, request: Request, keys: Sequence[bytes]) -> int | None:
         """Return the operation that a request waits for to learn its stored blocks, if there is one.
 
-        The device itself may have the whole prefix: then no lookup is issued, see `ask`. A preempted request waits for
-        the save of its KV, whose completion reports what the host tier stores, instead of a lookup.
+        The device itself may have the whole prefix: then no lookup is issued, see `start_lookup`. A preempted request
+        waits for the save of its KV, whose completion reports what the host tier stores, instead of a lookup.
         """
-        request.asked_store = False
+        request.lookup_issued = False
         if request.save is not None:
-            request.asked_store = True
+            request.lookup_issued = True
             return request.save
         if request.stored:
-            request.asked_store = True
+            request.lookup_issued = True
             return None
         if request.preemptions or len(self.pool.match(keys)) < len(keys):
-            return self.ask(request, keys)
+            return self.start_lookup(request, keys)
         return None
 
-    def ask(self, request: Request, keys: Sequence[bytes]) -> int | None:
+    def start_lookup(self, request: Request, keys: Sequence[bytes]) -> int | None:
         """Look up how much of a waiting request's prefix is stored; None if done since it began to wait."""
-        if request.asked_store or not (self.stores and self.keep.anything and keys):
+        if request.lookup_issued or not (self.stores and self.keep.anything and keys):
             return None
-        request.asked_store = True
+        request.lookup_issued = True
         request.stored = request.stored_on_host = 0
         request.lookup = self.operations.begin(effects.Lookup(self.operations.next, tuple(keys)), request)
         return request.lookup
@@ -171,7 +171,7 @@ class KVOffloading:
             request.lookup = None
             request.stored_on_host, request.stored = answer.host, answer.total
 
-    def leave(self, request: Request) -> None:
+    def cancel(self, request: Request) -> None:
         """Cancel the operations that an aborted request waits for."""
         self.operations.cancel(request.lookup)
         self.operations.cancel(request.load)
@@ -213,20 +213,20 @@ class KVOffloading:
 
     def save(self, request: Request, keys: Sequence[bytes], blocks: IntArray) -> int | None:
         """Save settled blocks that the store lacks while they have an owner; return the operation if one begins."""
-        chosen = [index for index, key in enumerate(keys) if not (self.keep.persist and key in self._remembered)]
+        chosen = [index for index, key in enumerate(keys) if not (self.keep.persist and key in self._stored_keys)]
         if not chosen:
             return None
         self.stores = True
         named = tuple(keys[index] for index in chosen)
         copied = blocks[chosen]
         if self.keep.persist:
-            self._remembered.update(dict.fromkeys(named))
-            while len(self._remembered) > _MAX_REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
+            self._stored_keys.update(dict.fromkeys(named))
+            while len(self._stored_keys) > _MAX_STORED_KEYS:
+                del self._stored_keys[next(iter(self._stored_keys))]
         save = effects.Save(self.operations.next, named, copied, self.keep.persist)
         number = self.operations.begin(save, request, copied)
         if len(named) < len(keys):
-            self._in_part.add(number)
+            self._partial_saves.add(number)
         return number
 
     def saved(self, answer: effects.Saved) -> None:
@@ -237,13 +237,13 @@ class KVOffloading:
         self.not_stored(save.keys[count:])
         if request is not None and request.save == answer.operation:
             request.save = None
-            if answer.operation in self._in_part:
-                request.asked_store = False  # skipped blocks may be in either tier: needs a lookup
+            if answer.operation in self._partial_saves:
+                request.lookup_issued = False  # skipped blocks may be in either tier: needs a lookup
             else:
                 request.stored = request.stored_on_host = min(answer.host, count)
-        self._in_part.discard(answer.operation)
+        self._partial_saves.discard(answer.operation)
 
     def not_stored(self, keys: Iterable[bytes]) -> None:
         """Record that blocks were not stored, or were evicted: they are saved when they are used again."""
         for key in keys:
-            self._remembered.pop(key, None)
+            self._stored_keys.pop(key, None)

@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 
 import msgspec
 
-from fd_core.effects.operations import Fetch, Fetched, GiveUp, Send
+from fd_core.effects.operations import AbandonLease, Fetch, Fetched, Send
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
 from fd_core.types import FinishReason, IntArray, PrefillJob, PrefillOutcome
@@ -72,7 +72,7 @@ class KVTransferring:
         fetch = Fetch(self.operations.next, spec.prefill_at, job, blocks, slot, spec.request_id)
         request.fetch = self.operations.begin(fetch, request, blocks)
 
-    def leave(self, request: Request) -> None:
+    def cancel(self, request: Request) -> None:
         """Cancel the fetch of an aborted request; the leased blocks stay pinned until the lease ends."""
         if request.fetch is not None:
             self.operations.cancel(request.fetch)
@@ -116,7 +116,9 @@ class KVTransferring:
         job = request.spec.prefill_job
         if job is not None and not request.sent_all:
             self.counters.given_up += 1
-            self.operations.effects.append(GiveUp(job.lease, f"the prefill worker ended the request: {reason.value}"))
+            self.operations.effects.append(
+                AbandonLease(job.lease, f"the prefill worker ended the request: {reason.value}")
+            )
 
     def _send(self, request: Request, lease: str, blocks: IntArray, num_tokens: int | None) -> None:
         first = min(request.sent, len(blocks))

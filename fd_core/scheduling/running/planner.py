@@ -19,7 +19,7 @@ from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request, State
 from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.running.plan import Decodes, PlanBuilder, allot_decodes
-from fd_core.scheduling.running.residencies import Residencies, slot_of
+from fd_core.scheduling.running.running_batch import RunningBatch, slot_of
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.scheduling.victims import VictimPolicy
 from fd_core.types import IntArray, Phase, StepPlan
@@ -36,7 +36,7 @@ class Planner:
     _pool: BlockPool
     _slots: SlotTable
     _drafts: DraftControl
-    _residencies: Residencies
+    _running_batch: RunningBatch
     _times: PhaseClock
     _admit: Callable[[PlanBuilder, int], None]
     """Moves waiting requests into free slots; receives the plan and the number of the step."""
@@ -50,14 +50,14 @@ class Planner:
 
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are aborted."""
-        draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
-        for slot in self._residencies.arrived:
+        builder = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
+        for slot in self._running_batch.kv_loaded:
             if self._slots.running[slot]:
-                draft.admit(slot, self._slots.request_in(slot), self._slots)
-        self._residencies.arrived.clear()
+                builder.admit(slot, self._slots.request_in(slot), self._slots)
+        self._running_batch.kv_loaded.clear()
         for request in aborting:
             if request.state is State.RUNNING:
-                self._residencies.revoke(slot_of(request), request, draft)
+                self._running_batch.revoke(slot_of(request), request, builder)
         decodes = self._decodes
         if decodes is not None and (decodes.membership != self._slots.membership or not decodes.plans_left):
             decodes = None
@@ -65,40 +65,40 @@ class Planner:
         if len(ready):
             stages = self._limits.num_stages
             if decodes is None or not self._plans_with_room:
-                rows = self._grow(ready if stages == 1 else self._of_this_plan(ready), draft)
+                rows = self._grow(ready if stages == 1 else self._of_this_plan(ready), builder)
             else:
                 self._plans_with_room -= 1
             if decodes is not None and rows is ready:
-                draft.add_decodes(decodes)
+                builder.add_decodes(decodes)
             else:
-                self._decode(rows, draft)
-                if draft.num_rows < len(rows):
-                    self._continue_prefills(rows, draft)
-                decodes = draft.decodes
+                self._decode(rows, builder)
+                if builder.num_rows < len(rows):
+                    self._continue_prefills(rows, builder)
+                decodes = builder.decodes
                 every = decodes is not None and len(decodes.rows) == len(ready) and stages == 1
                 self._decodes = decodes if every else None
-        left_out = draft.num_rows < len(ready)
-        self._times.looked_at = False
-        if draft.preempted:
-            self._times.line_waits_for(Phase.BLOCKS)
+        left_out = builder.num_rows < len(ready)
+        self._times.queue_phase_set = False
+        if builder.preempted:
+            self._times.set_queue_phase(Phase.BLOCKS)
         else:
-            self._admit(draft, self._step)
-        if not self._times.looked_at:
-            self._times.line_waits_for(Phase.SCHEDULER)
-        plan = draft.build(self._slots)
+            self._admit(builder, self._step)
+        if not self._times.queue_phase_set:
+            self._times.set_queue_phase(Phase.SCHEDULER)
+        plan = builder.build(self._slots)
         if left_out or self._left_out:
             self._note_left_out(ready, rows, set() if plan is None else set(plan.slots.tolist()))
         if plan is not None:
-            self._slots.schedule(draft.rows, plan)
+            self._slots.schedule(builder.rows, plan)
             if self._drafts.possible and self._limits.pipeline_depth > 1:
                 # Until the output arrives, assume the maximum of drafts that the runner may hold.
-                sampling = draft.rows[plan.samples]
+                sampling = builder.rows[plan.samples]
                 self._slots.hold_drafts(sampling, self._drafts.most(sampling))
             self._step += 1
-            counters = self._residencies.counters
+            counters = self._running_batch.counters
             counters.steps += 1
-            counters.budget_used += draft.budget.limit - draft.budget.left
-            counters.budget_limit += draft.budget.limit
+            counters.budget_used += builder.budget.limit - builder.budget.left
+            counters.budget_limit += builder.budget.limit
         return plan
 
     def _of_this_plan(self, ready: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
@@ -112,7 +112,7 @@ class Planner:
         share = -(-len(ready) // self._limits.pipeline_depth)
         return np.sort(known[np.argsort(slots.last_step[known], kind="stable")[:share]])
 
-    def _grow(self, ready: npt.NDArray[np.intp], draft: PlanBuilder) -> npt.NDArray[np.intp]:
+    def _grow(self, ready: npt.NDArray[np.intp], builder: PlanBuilder) -> npt.NDArray[np.intp]:
         """Allocate the block that each ready slot's next token needs; return the slots that may run.
 
         The oldest requests are served first. If blocks run out, the plan waits for blocks that are freed soon before it
@@ -127,7 +127,7 @@ class Planner:
         self._plans_with_room = 0
         full = full[np.argsort(slots.arrival[full], kind="stable")]
         if (blocks := self._pool.allocate(len(full))) is not None:
-            draft.grant(full, slots.append_block(full, blocks), blocks)
+            builder.grant(full, slots.append_block(full, blocks), blocks)
             return ready
         stalled: list[int] = []
         for index, slot in enumerate(full.tolist()):
@@ -135,25 +135,25 @@ class Planner:
                 continue
             blocks = self._pool.allocate(1)
             while blocks is None and len(stalled) >= self._pool.num_fenced:
-                self._residencies.preempt(self._choose_victim(), draft)
+                self._running_batch.preempt(self._choose_victim(), builder)
                 if not slots.running[slot]:
                     break
                 blocks = self._pool.allocate(1)
             if blocks is not None:
                 row = full[index : index + 1]
-                draft.grant(row, slots.append_block(row, blocks), blocks)
+                builder.grant(row, slots.append_block(row, blocks), blocks)
             elif slots.running[slot]:
                 stalled.append(slot)
-        if not stalled and not draft.preempted:
+        if not stalled and not builder.preempted:
             return ready
         return ready[slots.running[ready] & ~np.isin(ready, stalled)]
 
     def _choose_victim(self) -> int:
         running = self._slots.running_requests()
-        expendable = running.only(self._policy.expendable(running))
-        return int(expendable.slots[self._victims.choose(expendable)])
+        preemption_candidates = running.only(self._policy.preemption_candidates(running))
+        return int(preemption_candidates.slots[self._victims.choose(preemption_candidates)])
 
-    def _decode(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
+    def _decode(self, rows: npt.NDArray[np.intp], builder: PlanBuilder) -> None:
         """Charge one token for each decode, all of them first.
 
         If decodes alone would use up the budget, unfinished prefills join the rotation with one token each, so
@@ -161,13 +161,13 @@ class Planner:
         """
         slots = self._slots
         decoding = rows[slots.num_planned[rows] - slots.num_computed[rows] == 1]
-        if len(decoding) >= draft.budget.left:
+        if len(decoding) >= builder.budget.left:
             decoding = rows
         if not len(decoding):
             return
-        if len(decoding) < draft.budget.left and not self._drafts.possible:  # the common case
+        if len(decoding) < builder.budget.left and not self._drafts.possible:  # the common case
             count, plans_left = len(decoding), slots.limit[decoding] - slots.num_planned[decoding]
-            draft.add_decodes(
+            builder.add_decodes(
                 Decodes(
                     rows=decoding,
                     slots=decoding.astype(np.int32),
@@ -180,11 +180,11 @@ class Planner:
                 )
             )
             return
-        wanted = self._wanted_drafts(decoding, draft)
-        chosen, granted = allot_decodes(draft.budget, wanted, slots.last_step[decoding])
-        draft.add_rows(decoding[chosen], granted + 1, granted)
+        wanted = self._wanted_drafts(decoding, builder)
+        chosen, granted = allot_decodes(builder.budget, wanted, slots.last_step[decoding])
+        builder.add_rows(decoding[chosen], granted + 1, granted)
 
-    def _wanted_drafts(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> IntArray:
+    def _wanted_drafts(self, rows: npt.NDArray[np.intp], builder: PlanBuilder) -> IntArray:
         """Return int32[n]: drafts that each row would verify if the budget allows, with room for their KV."""
         if not self._drafts.possible:
             return np.zeros(len(rows), np.int32)
@@ -198,20 +198,20 @@ class Planner:
             row = rows[index : index + 1]
             blocks = self._pool.allocate(1) if self._pool.num_free > len(rows) else None
             if blocks is not None:
-                draft.grant(row, slots.append_block(row, blocks), blocks)
+                builder.grant(row, slots.append_block(row, blocks), blocks)
                 room[index] += self._limits.block_size
         fitting: IntArray = np.minimum(wanted, room).astype(np.int32)
         return fitting
 
-    def _continue_prefills(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
+    def _continue_prefills(self, rows: npt.NDArray[np.intp], builder: PlanBuilder) -> None:
         slots = self._slots
         prefilling = rows[slots.num_planned[rows] - slots.num_computed[rows] > 1]
-        if not (draft.budget.left and len(prefilling)):
+        if not (builder.budget.left and len(prefilling)):
             return
         for slot in prefilling[np.argsort(slots.arrival[prefilling], kind="stable")].tolist():
-            chunk = draft.budget.take(int(slots.num_planned[slot] - slots.num_computed[slot]))
+            chunk = builder.budget.take(int(slots.num_planned[slot] - slots.num_computed[slot]))
             if chunk:
-                draft.add_row(slot, chunk)
+                builder.add_row(slot, chunk)
 
     def _note_left_out(self, ready: npt.NDArray[np.intp], rows: npt.NDArray[np.intp], chosen: set[int]) -> None:
         """Record the wait reason of running requests that this plan leaves out: `rows` of the `ready` slots had blocks.

@@ -38,7 +38,12 @@ class SlotStats(msgspec.Struct, frozen=True, kw_only=True):
         int, gauge("requests_loading", "Requests that hold a slot and wait for KV from outside the device.")
     ] = 0
     draining: Annotated[
-        int, gauge("take_backs_in_flight", "Preempted or aborted slots whose release the runner has not acknowledged.")
+        int,
+        gauge(
+            "slots_draining",
+            "Preempted or aborted slots whose release the runner has not acknowledged.",
+            old=("take_backs_in_flight",),
+        ),
     ] = 0
     waiting: Annotated[
         int, gauge("requests_waiting", "Requests that wait for a slot.", vllm=("num_requests_waiting",))
@@ -196,7 +201,7 @@ class SlotTable:
         """Record that the runner holds, or may hold, `drafts` int32[n] for the slots `rows`."""
         self.drafts_ready[rows] = drafts
 
-    def take_back(self, rows: npt.NDArray[np.intp], rejected: IntArray) -> None:
+    def rollback_drafts(self, rows: npt.NDArray[np.intp], rejected: IntArray) -> None:
         """Subtract `rejected` int32[n] drafts of the slots `rows`: neither they nor their KV exist."""
         self.membership += 1
         self.num_planned[rows] -= rejected
@@ -212,8 +217,8 @@ class SlotTable:
 
     def append_tokens(self, rows: npt.NDArray[np.intp], tokens: IntArray, counts: IntArray) -> None:
         """Append to the request in each of the slots `rows` the first `counts` int32[n] of `tokens` int32[n, width]."""
-        if tokens.shape[1] > self._delivered.sure:
-            for slot in self._delivered.crowded(rows, tokens.shape[1]):
+        if tokens.shape[1] > self._delivered.min_free_columns:
+            for slot in self._delivered.full_rows(rows, tokens.shape[1]):
                 self.request_in(slot).tokens.take_delivered()
         self._delivered.append(rows, tokens, counts)
         self.num_tokens[rows] += counts

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fd_core.types import IntArray
 
-_ROOM: Final = 64
+_SPARE_TOKENS: Final = 64
 """Spare tokens of a new buffer before it grows, and delivered tokens before a buffer takes them; no step
 delivers as many to one slot."""
 
@@ -29,7 +29,7 @@ class TokenBuffer:
         """`limit` is the maximum number of tokens of the request; `tokens` are copied."""
         self.taken = len(tokens)
         """Tokens that are in the buffer."""
-        self._data = np.empty(max(min(self.taken + _ROOM, limit), self.taken), np.int32)
+        self._data = np.empty(max(min(self.taken + _SPARE_TOKENS, limit), self.taken), np.int32)
         if isinstance(tokens, tuple):  # half of the time that an array takes to convert them one by one
             tokens = np.frombuffer(struct.pack(f"={self.taken}i", *tokens), np.int32)
         self._data[: self.taken] = tokens
@@ -88,16 +88,16 @@ class DeliveredTokens:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.tokens = np.zeros((num_slots, _ROOM), np.int32)
+        self.tokens = np.zeros((num_slots, _SPARE_TOKENS), np.int32)
         """int32[num_slots, room]: a row for each slot."""
         self.counts = np.zeros(num_slots, np.intp)
         """intp[num_slots]: number of tokens in each row."""
-        self.sure = _ROOM
+        self.min_free_columns = _SPARE_TOKENS
         """Lower bound of the free columns of every row."""
 
-    def crowded(self, rows: npt.NDArray[np.intp], width: int) -> list[int]:
+    def full_rows(self, rows: npt.NDArray[np.intp], width: int) -> list[int]:
         """Return those of `rows` without room for `width` more tokens: their buffers have to take theirs first."""
-        self.sure = self.tokens.shape[1] - int(self.counts.max())
+        self.min_free_columns = self.tokens.shape[1] - int(self.counts.max())
         slots: list[int] = rows[self.counts[rows] + width > self.tokens.shape[1]].tolist()
         return slots
 
@@ -110,4 +110,4 @@ class DeliveredTokens:
             # Entries after the count of a row are written, too: the next append overwrites them.
             self.tokens[rows[:, None], first[:, None] + np.arange(tokens.shape[1])] = tokens
         self.counts[rows] = first + counts
-        self.sure -= tokens.shape[1]
+        self.min_free_columns -= tokens.shape[1]

@@ -37,21 +37,21 @@ class UsageForecast:
         """Moving average; starts at one half, without data."""
         self._seen = 1
 
-    def observe(self, generated: int, asked: int) -> None:
-        """Record a request that ended after `generated` of the `asked` tokens."""
+    def observe(self, generated: int, max_tokens: int) -> None:
+        """Record a request that ended after `generated` of the `max_tokens` tokens."""
         self._seen = min(self._seen + 1, _MEMORY)
-        self.share += (min(generated / max(asked, 1), 1.0) - self.share) / self._seen
+        self.share += (min(generated / max(max_tokens, 1), 1.0) - self.share) / self._seen
 
-    def remaining(self, generated: IntArray, asked: IntArray) -> npt.NDArray[np.int64]:
+    def remaining(self, generated: IntArray, max_tokens: IntArray) -> npt.NDArray[np.int64]:
         """Predict int64[n] remaining tokens, at least 1; requests beyond the average continue for half their length."""
-        expected = np.maximum(self.share * asked, 1.5 * generated)
-        left: npt.NDArray[np.int64] = np.maximum(np.minimum(expected, asked) - generated, 1).astype(np.int64)
+        expected = np.maximum(self.share * max_tokens, 1.5 * generated)
+        left: npt.NDArray[np.int64] = np.maximum(np.minimum(expected, max_tokens) - generated, 1).astype(np.int64)
         return left
 
-    def remaining_of(self, generated: int, asked: int) -> int:
+    def remaining_of(self, generated: int, max_tokens: int) -> int:
         """Predict the tokens that one request will still generate, at least one."""
-        expected = max(self.share * asked, 1.5 * generated)
-        return max(int(min(expected, asked) - generated), 1)
+        expected = max(self.share * max_tokens, 1.5 * generated)
+        return max(int(min(expected, max_tokens) - generated), 1)
 
 
 class ReturnCost:

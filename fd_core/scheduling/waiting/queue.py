@@ -71,8 +71,8 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Make a request ready; a preempted one returns to the position of its rank."""
-        queued = request.waits_as or request.queued()
-        request.waits_as = queued
+        queued = request.queued_view or request.queued()
+        request.queued_view = queued
         if request.rank is None:
             request.rank = self._policy.rank(queued)
         name = self._policy.flow(queued)
@@ -116,7 +116,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a request, ready or parked."""
-        arrival, request.waits_as = request.arrival, None
+        arrival, request.queued_view = request.arrival, None
         if arrival in self._flow_of:
             flow = self._flows[self._flow_of.pop(arrival)]
             del flow.members[arrival]

@@ -205,8 +205,8 @@ async def kv_events(request: Request) -> Response:
     They hold token ids, and so prompts: the answer is only for the secret that router and workers share.
     """
     state = state_of(request)
-    told = state.client.kv_log
-    if told is None or not _offers(state):
+    kv_log = state.client.kv_log
+    if kv_log is None or not _offers(state):
         raise ApiError(404, "this server publishes no KV events; start it with --kv-events and --router-secret-file")
     if KeyRing([state.config.router_secret]).find(request.headers.get("authorization", "").encode()) is None:
         message = "the router's secret is required: send the header 'Authorization: Bearer SECRET'"
@@ -216,16 +216,16 @@ async def kv_events(request: Request) -> Response:
         raise invalid("after must be the number of an event", "after")
     # The number may be one of an earlier process at this address.
     after = int(given) if given is not None and request.query_params.get("instance") == state.incarnation else None
-    await told.wait(after, WAIT_SECONDS)
-    if told.closed:
+    await kv_log.wait(after, WAIT_SECONDS)
+    if kv_log.closed:
         raise unavailable("the server is shutting down", "draining", retry_after=5)
-    number, events = told.read(after)
+    number, events = kv_log.read(after)
     page = KVPage(
         instance=state.incarnation,
         reading=state.prompt_reader.fingerprint,
-        block_size=told.block_size,
+        block_size=kv_log.block_size,
         next=number,
         events=events,
-        engines=told.engines,
+        engines=kv_log.engines,
     )
     return Response(msgspec.msgpack.encode(page), media_type="application/msgpack")

@@ -14,7 +14,7 @@ from fd_core.http.errors import ApiError
 from fd_core.server.api.openapi import DirectRoute, endpoint
 from fd_core.server.preprocess import jobs
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.structured_fields import form_asked
+from fd_core.server.preprocess.structured_fields import requested_constraint
 from fd_core.server.schemas import responses
 from fd_core.server.schemas.requests import ChatRequest, CompletionRequest
 from fd_core.server.schemas.unsupported import CHAT, COMPLETIONS
@@ -25,15 +25,15 @@ from fd_core.server.stream.response_format import (
     EncodedLists,
     GenerationResponse,
     ResponseFormat,
+    cancel_on_disconnect,
     chat_logprobs,
     deltas,
     end_with,
     json_text,
     message_of,
     slices,
-    unless_gone,
 )
-from fd_core.structured.workers.messages import FormOutcome
+from fd_core.structured.workers.messages import ConstraintOutcome
 from fd_core.text.parsing.events import Content
 from fd_core.text.prompt_reader import PromptText
 from fd_core.text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ COMPLETION_BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
 async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
     state, body, headers = await CHAT_BODY.read(request)
-    job = await unless_gone(request, jobs.conversation_job(state, body, request))
+    job = await cancel_on_disconnect(request, jobs.conversation_job(state, body, request))
     return GenerationResponse(state, _ChatFormat(job, state.tokenizer), bool(body.stream), headers)
 
 
@@ -88,10 +88,10 @@ class _ChatFormat(ResponseFormat):
             if isinstance(event, Content):
                 return b"%b%b%b" % (self.head_of(choice.index), json_text(event.text), self.plain)
         begun = self.head + b'{"index":%d,"delta":' % choice.index
-        said = deltas(chunk.events, self.job.bare_ids)
-        last = said.pop() if said and chunk.finish_reason is None else b"{}"
+        encoded = deltas(chunk.events, self.job.bare_ids)
+        last = encoded.pop() if encoded and chunk.finish_reason is None else b"{}"
         end = self.end if usage is None else end_with(usage)
-        events = [b'%b%b,"logprobs":null,"finish_reason":null}%b' % (begun, each, end) for each in said]
+        events = [b'%b%b,"logprobs":null,"finish_reason":null}%b' % (begun, each, end) for each in encoded]
         if chunk.finish_reason is not None:
             chunk = chunk._replace(finish_reason=_reason(chunk.finish_reason, choice))
         return b"".join([*events, self.full_event(choice, chunk, usage, begun + last)])
@@ -111,9 +111,13 @@ async def create_completion(request: Request) -> Response:
     served = state.served(body.model)
     state.admit(1)
     try:
-        form = form_asked(body)
-        outcome = FormOutcome() if form is None else await unless_gone(request, state.grammars.checked(form))
-        prompts = await unless_gone(request, jobs.completion_prompts(state, body))
+        constraint = requested_constraint(body)
+        outcome = (
+            ConstraintOutcome()
+            if constraint is None
+            else await cancel_on_disconnect(request, state.grammars.checked(constraint))
+        )
+        prompts = await cancel_on_disconnect(request, jobs.completion_prompts(state, body))
         ids = [each.ids for each in prompts]
         job = jobs.build_job(state, request, body, served, ids, logprobs=body.logprobs, outcome=outcome)
     except (ApiError, BadRequest) as error:
@@ -165,9 +169,9 @@ class _CompletionFormat(ResponseFormat):
         if self._echoes is None or job.logprobs is None or rows is None or prompt in self._echoed:
             return
         builder = self._builder(0)
-        told, ids, lists = [None, *rows], job.prompts[prompt], EncodedLists()
+        shifted, ids, lists = [None, *rows], job.prompts[prompt], EncodedLists()
         for part in slices(len(ids)):
-            lists.add(builder.build(ids[part], told[part]))
+            lists.add(builder.build(ids[part], shifted[part]))
             await asyncio.sleep(0)
         self._echoed[prompt] = lists
 

@@ -26,7 +26,7 @@ from fd_core.server.schemas import pooling
 from fd_core.server.schemas.pooling import PooledRequest, PooledUsage, RerankRequest, ScoreRequest
 from fd_core.server.schemas.unsupported import POOLED
 from fd_core.server.state import ServerState
-from fd_core.server.stream.response_format import UntilDisconnect, unless_gone
+from fd_core.server.stream.response_format import UntilDisconnect, cancel_on_disconnect
 from fd_core.text.prompt_reader import PromptText
 from fd_core.types import Delta, FinishReason, Pooling
 
@@ -119,7 +119,7 @@ class PooledTexts:
                 "instruction is only supported by models that score pairs; this model compares vectors", "instruction"
             )
         order = {text: index for index, text in enumerate(distinct(pairs))}
-        prompts = await unless_gone(self._request, read_texts(self._state, [*order], field))
+        prompts = await cancel_on_disconnect(self._request, read_texts(self._state, [*order], field))
         vectors = await self.vectors(prompts, field)
         unit = [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors]
         return [float(unit[order[one]] @ unit[order[other]]) for one, other in pairs]
@@ -144,7 +144,7 @@ class PooledTexts:
             f"{_BEFORE}<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}{_BEHIND}"
             for query, document in pairs
         ]
-        prompts = await unless_gone(self._request, read_texts(self._state, texts, field, add_special=False))
+        prompts = await cancel_on_disconnect(self._request, read_texts(self._state, texts, field, add_special=False))
         pooled = await self._pool([each.ids for each in prompts], Pooling("tokens", tuple(ids)), field)
         answers = [np.frombuffer(each, "<f4").astype(np.float64) for each in pooled]
         return [float(1.0 / (1.0 + np.exp(no - yes))) for no, yes in answers]
@@ -191,7 +191,7 @@ class PooledTexts:
                     raise errors.exceptions[0] from None
         finally:
             state.active.leave(name, ids)
-        if client.gone:
+        if client.disconnected:
             raise ApiError(499, "the client disconnected", code="client_gone")
         return found
 
@@ -223,7 +223,7 @@ async def create_embeddings(request: Request) -> Response:
     state, body, headers = await EMBEDDINGS.read(request)
     texts = PooledTexts(state, request, body)
     reading = read_texts(state, body.input, "input", body.add_special_tokens is not False)
-    prompts = await unless_gone(request, reading)
+    prompts = await cancel_on_disconnect(request, reading)
     vectors = await texts.vectors(prompts, "input", body.dimensions)
     packed = body.encoding_format == "base64"
     data: list[Any] = []

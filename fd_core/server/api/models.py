@@ -18,7 +18,7 @@ from fd_core.server.preprocess.jobs import chat_prompt
 from fd_core.server.schemas import responses
 from fd_core.server.schemas.requests import DetokenizeRequest, TokenizeRequest
 from fd_core.server.state import ServedName, ServerState, state_of
-from fd_core.server.stream.response_format import unless_gone
+from fd_core.server.stream.response_format import cancel_on_disconnect
 from fd_core.types.checks import check_ids
 
 router = APIRouter(route_class=DirectRoute)
@@ -63,11 +63,11 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("specify either prompt or messages", "prompt")
     if body.messages is not None:
-        ids = list(await unless_gone(request, chat_prompt(state, body)))
+        ids = list(await cancel_on_disconnect(request, chat_prompt(state, body)))
     else:
         text, special, reader = body.prompt or "", body.add_special_tokens is not False, state.prompt_reader
         reading = reader.run(len(text), lambda: reader.text(text, special, counted=True))
-        ids = list(await unless_gone(request, reading))
+        ids = list(await cancel_on_disconnect(request, reading))
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": state.client.info.max_model_len,

@@ -214,7 +214,7 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
         self._partial.replace(self.path)
 
 
-def cut_torn_line(file: IO[bytes]) -> int:
+def truncate_partial_line(file: IO[bytes]) -> int:
     """Truncate after the last whole line, since a process that died or a disk that failed may leave a partial one."""
     end = file.seek(0, os.SEEK_END)
     begin = end

@@ -225,9 +225,9 @@ def _read_form(path: Path, boundary: bytes, size: int) -> tuple[int, int, str]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as body:
         fields = read_form(body, boundary)
         purpose = fields.get("purpose") or FormField(0, 0, None)
-        said = body[purpose.begin : min(purpose.end, purpose.begin + 64)].decode("utf-8", "replace")
-        if said != "batch":
-            raise invalid(f"purpose is {said!r}; expected 'batch'", "purpose", "invalid_value")
+        purpose_text = body[purpose.begin : min(purpose.end, purpose.begin + 64)].decode("utf-8", "replace")
+        if purpose_text != "batch":
+            raise invalid(f"purpose is {purpose_text!r}; expected 'batch'", "purpose", "invalid_value")
         content = fields.get("file")
         if content is None or content.filename is None:
             raise invalid("file is required, with a filename", "file", "missing_required_parameter")

@@ -28,7 +28,7 @@ import msgspec
 
 from fd_core.http.errors import ApiError, invalid, unavailable
 from fd_core.server.batches.accounts import Account, OwnedIndex
-from fd_core.server.batches.lines import cut_torn_line
+from fd_core.server.batches.lines import truncate_partial_line
 
 log = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ class BatchStore:
         if file_id in self.files or not unfinished.exists():
             return file_id if file_id in self.files else None
         with unfinished.open("r+b", buffering=0) as answers:
-            size = cut_torn_line(answers)
+            size = truncate_partial_line(answers)
         self.recount_answers(batch.id, kind, size)
         if not size:
             unfinished.unlink()

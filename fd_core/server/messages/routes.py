@@ -21,7 +21,7 @@ from fd_core.server.schemas.requests import ChatRequest, Message, Tool, ToolChoi
 from fd_core.server.schemas.responses import Usage
 from fd_core.server.stream import response_format
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
-from fd_core.structured.grammar import FormAsked, SchemaForm
+from fd_core.structured.grammar import RequestedConstraint, SchemaConstraint
 from fd_core.types import FinishReason
 
 router = APIRouter(route_class=DirectRoute)
@@ -44,8 +44,8 @@ _USUAL_EFFORT: Final = "high"
 async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's format."""
     state, body, headers = await BODY.read(request)
-    asked = jobs.conversation_job(state, as_chat(state, body), request, demanded_form(body), jobs.MESSAGES_NAMES)
-    job = await response_format.unless_gone(request, asked)
+    asked = jobs.conversation_job(state, as_chat(state, body), request, required_constraint(body), jobs.MESSAGES_NAMES)
+    job = await response_format.cancel_on_disconnect(request, asked)
     return response_format.GenerationResponse(state, _MessagesFormat(job), bool(body.stream), headers)
 
 
@@ -58,7 +58,7 @@ async def count_tokens(request: Request) -> Response:
     state, body, headers = await _COUNT.read(request)
     state.served(body.model)
     try:
-        ids = await response_format.unless_gone(request, jobs.chat_prompt(state, as_chat(state, body)))
+        ids = await response_format.cancel_on_disconnect(request, jobs.chat_prompt(state, as_chat(state, body)))
     except (ApiError, BadRequest) as error:
         raise jobs.named_as_sent(error, jobs.MESSAGES_NAMES) from None
     return json_response(schemas.TokenCountAnswer(len(ids)), headers)
@@ -82,12 +82,12 @@ class _MessagesFormat(response_format.AnswerFormat):
         return _event("message_start", {"message": self._answer([], begun)})
 
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
-        said = b"".join(_spelled(step) for step in self._writer.write(chunk.events))
+        events = b"".join(_spelled(step) for step in self._writer.write(chunk.events))
         if chunk.finish_reason is None:
-            return said
+            return events
         reason, sequence = _stop(choice, chunk.finish_reason, chunk.stop_reason)
         self._ended = msgspec.json.encode({"stop_reason": reason, "stop_sequence": sequence})
-        return said + b"".join(_spelled(step) for step in self._writer.close())
+        return events + b"".join(_spelled(step) for step in self._writer.close())
 
     def last(self, usage: Usage) -> bytes:
         delta = b'event: message_delta\ndata: {"type":"message_delta","delta":%b,"usage":%b}\n\n'
@@ -178,7 +178,7 @@ def _event(kind: str, fields: dict[str, Any]) -> bytes:
 def as_chat(state: jobs.PromptState, body: CountRequest) -> ChatRequest:
     """Convert a request to a chat. Raises `ApiError` (400) for fields that this server does not support."""
     effort = None if body.output_config is None else body.output_config.effort
-    if effort == _USUAL_EFFORT and not state.prompt_reader.takes_effort:
+    if effort == _USUAL_EFFORT and not state.prompt_reader.supports_effort:
         effort = None
     jobs.require_effort(state.prompt_reader, effort, "output_config.effort")
     messages = [Message(role="system", content=_text(body.system, "system"))] if body.system else []
@@ -210,13 +210,13 @@ def as_chat(state: jobs.PromptState, body: CountRequest) -> ChatRequest:
     return chat
 
 
-def demanded_form(body: CountRequest) -> FormAsked | None:
+def required_constraint(body: CountRequest) -> RequestedConstraint | None:
     """Return the schema that the answer has to match, if there is one."""
     newer = None if body.output_config is None else body.output_config.format
     wanted, place = (
         (body.output_format, "output_format.schema") if newer is None else (newer, "output_config.format.schema")
     )
-    return None if wanted is None else FormAsked(place, SchemaForm(schema=wanted.schema))
+    return None if wanted is None else RequestedConstraint(place, SchemaConstraint(schema=wanted.schema))
 
 
 def _messages(turn: Turn, place: str) -> list[Message]:

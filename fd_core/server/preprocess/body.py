@@ -92,7 +92,7 @@ class BodyFormat(Generic[T]):
             share.release()
         if not ignored:
             return state, decoded, {}
-        state.unknown_fields.tell(ignored, time.monotonic())
+        state.unknown_fields.log(ignored, time.monotonic())
         return state, decoded, {"X-Ignored-Fields": ", ".join(ignored)}
 
     async def decode_bounded(self, body: bytes, context: int) -> tuple[T, list[str]]:
@@ -186,16 +186,16 @@ class UnknownFieldLog:
     """Logs unknown fields for the operator: each once, all of a request in one line, a line every ten seconds."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._quiet_until = float("-inf")
 
-    def tell(self, names: Iterable[str], now: float) -> None:
+    def log(self, names: Iterable[str], now: float) -> None:
         """Log the names that have not been logged; `now` is a monotonic time in seconds."""
-        new = [name for name in names if name not in self._told]
-        if not new or len(self._told) >= 1000 or now < self._quiet_until:
+        new = [name for name in names if name not in self._logged]
+        if not new or len(self._logged) >= 1000 or now < self._quiet_until:
             return
         self._quiet_until = now + _PAUSE_SECONDS
-        self._told.update(new)
+        self._logged.update(new)
         log.warning("a request has unknown fields, which are ignored (logged once): %s", ", ".join(new))
 
 

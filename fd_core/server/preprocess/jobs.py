@@ -22,11 +22,11 @@ from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, invalid, required, to_api_error, unsupported
 from fd_core.http.spans import TRACE_HEADERS
 from fd_core.server.preprocess.sampling import asked_tokens, sampling_params, stop_strings, text_cost
-from fd_core.server.preprocess.structured_fields import check_logprobs, check_prompt_logprobs, form_asked
+from fd_core.server.preprocess.structured_fields import check_logprobs, check_prompt_logprobs, requested_constraint
 from fd_core.server.schemas import requests
 from fd_core.server.state import ServedName, ServerState
-from fd_core.structured.grammar import CallAsked, CallsForm, FormAsked
-from fd_core.structured.workers.messages import FormOutcome, Unenforced
+from fd_core.structured.grammar import CallsConstraint, RequestedCall, RequestedConstraint
+from fd_core.structured.workers.messages import ConstraintOutcome, Unenforced
 from fd_core.text.chat_template import shown_tool
 from fd_core.text.parsing.answer import AnswerReading, Parsers
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
@@ -39,7 +39,7 @@ _PLAIN_TURNS: Final = 64
 """Most messages of a conversation that is rendered on the event loop."""
 _TAIL_TOKENS: Final = 64
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-_ANY_TEXT = FormOutcome()
+_ANY_TEXT = ConstraintOutcome()
 _ALIASES: Final = {
     "min_new_tokens": "min_tokens",
     "thinking_token_budget": "reasoning_max_tokens",
@@ -116,9 +116,9 @@ def _forced(choice: requests.ToolChoice | None, schemas: Mapping[str, Any]) -> S
     return [name]
 
 
-def demanded_form(
-    state: ServerState, tools: OfferedTools | None, reading: AnswerReading | None, form: FormAsked | None
-) -> FormAsked | None:
+def required_constraint(
+    state: ServerState, tools: OfferedTools | None, reading: AnswerReading | None, form: RequestedConstraint | None
+) -> RequestedConstraint | None:
     """Return the output constraint for required calls and for the rest of the answer; None if there is none."""
     if tools is None or reading is None or reading.tools is None or not (tools.forced or tools.strict or form):
         return None
@@ -132,7 +132,7 @@ def demanded_form(
         for index, name in enumerate(tools.schemas)
         if not tools.forced or name in tools.forced
     ]
-    calls_form = CallsForm(
+    calls_constraint = CallsConstraint(
         calls=calls,
         control_tokens=state.tokenizer.control_tokens,
         is_demanded=bool(tools.forced) or form is not None,
@@ -143,7 +143,7 @@ def demanded_form(
         space=reading.reasoning is not None and not parser.reads_reasoning,
         instead=form,
     )
-    return FormAsked("tools", calls_form)
+    return RequestedConstraint("tools", calls_constraint)
 
 
 def constrained(
@@ -190,7 +190,7 @@ def _reasoning(
     return Reasoning(end=end, max_tokens=budget)
 
 
-def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int, field: str) -> CallAsked:
+def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int, field: str) -> RequestedCall:
     form = parser.form(name)
     if form is None:
         raise unsupported(
@@ -200,7 +200,7 @@ def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int,
         )
     keeps = name in tools.strict or name in tools.forced
     schema = dict(tools.schemas[name]) if keeps else {"type": "object"}
-    return CallAsked(form, schema, f"tools[{index}].function.parameters", name, name in tools.strict)
+    return RequestedCall(form, schema, f"tools[{index}].function.parameters", name, name in tools.strict)
 
 
 class PromptState(Protocol):
@@ -315,7 +315,7 @@ def require_role(role: str, field: str) -> None:
 
 def require_effort(reader: PromptReader, effort: str | None, field: str) -> None:
     """Raise `ApiError` (400) for an effort that the model does not support; `none` and `medium` need no support."""
-    if effort not in (None, "none", "medium") and not reader.takes_effort:
+    if effort not in (None, "none", "medium") and not reader.supports_effort:
         raise unsupported(f"{field} is not supported by the chat template of this model", field)
 
 
@@ -406,12 +406,12 @@ async def conversation_job(
     state: ServerState,
     body: requests.ChatRequest,
     request: Request,
-    form: FormAsked | None = None,
+    form: RequestedConstraint | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Job:
     """Return the validated job of a conversation; errors name the client's field, by `names`."""
     try:
-        form = form or form_asked(body)
+        form = form or requested_constraint(body)
         served = state.served(body.model)
         state.admit(1)
         if body.top_logprobs and not body.logprobs:
@@ -423,7 +423,7 @@ async def conversation_job(
         reading = AnswerReading(None, None, {}) if names is not None else None
         if tools is not None or state.parsers.reasoning is not None:
             reading = answer_reading(state, body, tools)
-        calls = None if tools is None else demanded_form(state, tools, reading, form)
+        calls = None if tools is None else required_constraint(state, tools, reading, form)
         if calls is not None:
             outcome = await state.grammars.checked(calls)
         prompt = await chat_prompt(state, body, tools)
@@ -452,7 +452,7 @@ def build_job(
     *,
     logprobs: int | None,
     reading: AnswerReading | None = None,
-    outcome: FormOutcome = _ANY_TEXT,
+    outcome: ConstraintOutcome = _ANY_TEXT,
     called: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> Job:
@@ -552,10 +552,10 @@ def other_names(body: requests.GenerationRequest) -> Mapping[str, str]:
 
 def named_as_sent(error: ApiError | BadRequest, names: Mapping[str, str]) -> ApiError:
     """Return an error with the field name that the client used."""
-    told = to_api_error(error)
-    if told.param:
-        told.param, told.message = as_sent(told.param, told.message, names)
-    return told
+    api_error = to_api_error(error)
+    if api_error.param:
+        api_error.param, api_error.message = as_sent(api_error.param, api_error.message, names)
+    return api_error
 
 
 def as_sent(param: str, message: str, names: Mapping[str, str]) -> tuple[str, str]:

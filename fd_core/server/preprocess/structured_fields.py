@@ -11,13 +11,20 @@ import msgspec
 from msgspec import Meta
 
 from fd_core.http.errors import invalid, required
-from fd_core.structured.grammar import ChoiceForm, FormAsked, Schema, SchemaForm, TagForm, TextForm
+from fd_core.structured.grammar import (
+    ChoiceConstraint,
+    GrammarConstraint,
+    RequestedConstraint,
+    Schema,
+    SchemaConstraint,
+    TagConstraint,
+)
 from fd_core.structured.schemas import MAX_CHOICES
 from fd_core.types import NumLogprobs
 
 MAX_PROMPT_LOGPROBS: Final = 2**20
 """Log-probabilities of prompts that one answer may hold."""
-_ANY_OBJECT: Final = SchemaForm(schema={"type": "object"})
+_ANY_OBJECT: Final = SchemaConstraint(schema={"type": "object"})
 
 
 def check_prompt_logprobs(top: int | None, tokens: int, field: str) -> None:
@@ -35,12 +42,12 @@ def check_logprobs(top: int | None, max_tokens: Sequence[int], n: int, context: 
     """Raise `ApiError` for too many log-probabilities; one text as long as the `context` is always allowed."""
     if top is None:
         return
-    told = sum(max_tokens) * n * (1 + top)
+    total = sum(max_tokens) * n * (1 + top)
     most = max(MAX_PROMPT_LOGPROBS, (1 + top) * context)
-    if told > most:
+    if total > most:
         raise invalid(
             f"logprobs: {len(max_tokens) * n} texts of up to {max(max_tokens)} tokens with {1 + top} "
-            f"log-probabilities each are {told}; at most {most} are allowed per response: lower logprobs or max_tokens",
+            f"log-probabilities each are {total}; at most {most} are allowed per response: lower logprobs or max_tokens",
             "logprobs",
         )
 
@@ -117,11 +124,11 @@ _asked: Final = attrgetter(*_ASKING)
 _NOTHING: Final = (None,) * len(_ASKING)
 
 
-def form_asked(fields: StructuredFields) -> FormAsked | None:
+def requested_constraint(fields: StructuredFields) -> RequestedConstraint | None:
     """Return the output constraint of a request, None for any text; `ApiError` (400) for more than one."""
     if _asked(fields) == _NOTHING:
         return None
-    found = [form for form in _forms(fields) if form is not None]
+    found = [constraint for constraint in _constraints(fields) if constraint is not None]
     if len(found) > 1:
         raise invalid(
             f"{found[0].field} and {found[1].field} are both output constraints; specify only one", found[1].field
@@ -129,7 +136,7 @@ def form_asked(fields: StructuredFields) -> FormAsked | None:
     return found[0] if found else None
 
 
-def _forms(fields: StructuredFields) -> list[FormAsked | None]:
+def _constraints(fields: StructuredFields) -> list[RequestedConstraint | None]:
     outputs = fields.structured_outputs or StructuredOutputs()
     space, other_space = outputs.whitespace_pattern or None, fields.guided_whitespace_pattern or None
     within = "structured_outputs"
@@ -154,18 +161,18 @@ def _forms(fields: StructuredFields) -> list[FormAsked | None]:
     ]
 
 
-def _response_format(wanted: ResponseFormatField | None) -> FormAsked | None:
+def _response_format(wanted: ResponseFormatField | None) -> RequestedConstraint | None:
     if wanted is None or wanted.type == "text":
         return None
     place = "response_format"
     if wanted.type == "json_object":
         if wanted.schema is not None:
             return _json(wanted.schema, f"{place}.schema", None)
-        return FormAsked(place, _ANY_OBJECT)
+        return RequestedConstraint(place, _ANY_OBJECT)
     if wanted.type == "json_schema":
         given = required(wanted.json_schema, f"{place}.json_schema")
         if given.schema is None:
-            return FormAsked(place, _ANY_OBJECT)
+            return RequestedConstraint(place, _ANY_OBJECT)
         return _json(given.schema, f"{place}.json_schema.schema", None, is_strict=given.strict is not False)
     if wanted.type == "structural_tag":
         parts = {"structures": wanted.structures, "triggers": wanted.triggers, "format": wanted.format}
@@ -176,7 +183,7 @@ def _response_format(wanted: ResponseFormatField | None) -> FormAsked | None:
 
 def _json(
     schema: Schema | str | None, field: str, whitespace: str | None, *, is_strict: bool = True
-) -> FormAsked | None:
+) -> RequestedConstraint | None:
     if schema is None or schema == "":
         return None
     read = _decoded(schema, field) if isinstance(schema, str) else schema
@@ -186,23 +193,23 @@ def _json(
         )
     own = f"{field.rpartition('.')[0]}.whitespace_pattern" if "." in field else "guided_whitespace_pattern"
     spaces = own if whitespace else ""
-    form = SchemaForm(schema=read, whitespace_pattern=whitespace, spaces_field=spaces, is_strict=is_strict)
-    return FormAsked(field, form)
+    constraint = SchemaConstraint(schema=read, whitespace_pattern=whitespace, spaces_field=spaces, is_strict=is_strict)
+    return RequestedConstraint(field, constraint)
 
 
-def _any_object(wanted: bool | None, field: str) -> FormAsked | None:
-    return FormAsked(field, _ANY_OBJECT) if wanted else None
+def _any_object(wanted: bool | None, field: str) -> RequestedConstraint | None:
+    return RequestedConstraint(field, _ANY_OBJECT) if wanted else None
 
 
-def _text(text: str | None, field: str, kind: Literal["regex", "grammar"]) -> FormAsked | None:
-    return FormAsked(field, TextForm(kind, text)) if text else None
+def _text(text: str | None, field: str, kind: Literal["regex", "grammar"]) -> RequestedConstraint | None:
+    return RequestedConstraint(field, GrammarConstraint(kind, text)) if text else None
 
 
-def _choice(texts: list[str] | None, field: str) -> FormAsked | None:
-    return FormAsked(field, ChoiceForm(texts)) if texts else None
+def _choice(texts: list[str] | None, field: str) -> RequestedConstraint | None:
+    return RequestedConstraint(field, ChoiceConstraint(texts)) if texts else None
 
 
-def _tag(tag: str | dict[str, Any] | None, field: str) -> FormAsked | None:
+def _tag(tag: str | dict[str, Any] | None, field: str) -> RequestedConstraint | None:
     if not tag:
         return None
     read = _decoded(tag, field) if isinstance(tag, str) else tag
@@ -210,7 +217,7 @@ def _tag(tag: str | dict[str, Any] | None, field: str) -> FormAsked | None:
         raise invalid(
             f"{field}: expected a structural tag as an object, got {type(read).__name__}", field, "invalid_value"
         )
-    return FormAsked(field, TagForm(read))
+    return RequestedConstraint(field, TagConstraint(read))
 
 
 def _decoded(text: str, field: str) -> Any:

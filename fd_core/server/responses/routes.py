@@ -21,7 +21,7 @@ from fd_core.server.schemas.responses import Usage
 from fd_core.server.state import ResponseStore, StoredResponse, state_of
 from fd_core.server.stream import response_format
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
-from fd_core.structured.grammar import FormAsked, SchemaForm
+from fd_core.structured.grammar import RequestedConstraint, SchemaConstraint
 from fd_core.types import FinishReason
 
 router = APIRouter(route_class=DirectRoute)
@@ -44,13 +44,13 @@ async def create_response(request: Request) -> Response:
     state, body, headers = await BODY.read(request)
     chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
-    job = await response_format.unless_gone(
-        request, conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES)
+    job = await response_format.cancel_on_disconnect(
+        request, conversation_job(state, chat, request, required_constraint(body), RESPONSES_NAMES)
     )
     asked = (chat.messages or [])[1 if body.instructions else 0 :]
 
     def keep(answer: schemas.ResponseAnswer) -> None:
-        state.responses.put(request.state.owner, StoredResponse(answer, (*asked, _said(answer))))
+        state.responses.put(request.state.owner, StoredResponse(answer, (*asked, _assistant_message(answer))))
 
     keeps = bool(state.responses.capacity) and body.store is not False
     return response_format.GenerationResponse(
@@ -75,7 +75,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     return json_response(schemas.DeletedResponse(id=response_id))
 
 
-def _said(answer: schemas.ResponseAnswer) -> Message:
+def _assistant_message(answer: schemas.ResponseAnswer) -> Message:
     """Return the part of a conversation that an answer adds: one message of the assistant."""
     said = Message(role="assistant", content="")
     for item in answer.output:
@@ -219,16 +219,16 @@ class _ResponsesFormat(response_format.AnswerFormat):
         if step.kind == "added":
             return self._delta(block, step.text)
         if block.kind == "call":
-            told = self._in_item("response.function_call_arguments.done", block, name=block.name, arguments=block.text)
+            event = self._in_item("response.function_call_arguments.done", block, name=block.name, arguments=block.text)
         elif block.kind == "reasoning":
-            told = self._in_item("response.reasoning_text.done", block, content_index=0, text=block.text)
+            event = self._in_item("response.reasoning_text.done", block, content_index=0, text=block.text)
         else:
             done = {"content_index": 0, "text": block.text, "logprobs": []}
-            told = self._in_item("response.output_text.done", block, **done)
-            told += self._in_item("response.content_part.done", block, content_index=0, part=_part(block.text))
+            event = self._in_item("response.output_text.done", block, **done)
+            event += self._in_item("response.content_part.done", block, content_index=0, part=_part(block.text))
         status = "completed" if self._status == "completed" else "incomplete"
         item = self._item(block, status)
-        return told + self._event("response.output_item.done", output_index=block.index, item=item)
+        return event + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _delta(self, block: response_format.AnswerBlock, text: str) -> bytes:
         kind, fields = _DELTAS[block.kind]
@@ -308,15 +308,17 @@ def as_chat(body: schemas.ResponsesRequest, earlier: Sequence[Message]) -> ChatR
     )
 
 
-def demanded_form(body: schemas.ResponsesRequest) -> FormAsked | None:
+def required_constraint(body: schemas.ResponsesRequest) -> RequestedConstraint | None:
     """Return the output constraint of the answer, None for any text."""
     form = None if body.text is None else body.text.format
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return FormAsked("text.format", SchemaForm(schema={"type": "object"}))
+        return RequestedConstraint("text.format", SchemaConstraint(schema={"type": "object"}))
     schema = required(form.schema, "text.format.schema")
-    return FormAsked("text.format.schema", SchemaForm(schema=schema, is_strict=form.strict is not False))
+    return RequestedConstraint(
+        "text.format.schema", SchemaConstraint(schema=schema, is_strict=form.strict is not False)
+    )
 
 
 def _check(body: schemas.ResponsesRequest) -> None:

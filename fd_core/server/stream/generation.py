@@ -24,7 +24,7 @@ from fd_core.server.schemas.responses import PromptTokensDetails, Usage
 from fd_core.server.state import ServerState, TokenTimes
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.parsing.answer import AnswerReading
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Event, Thought
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Event, ReasoningDelta
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import (
     GRAMMAR_FAULT,
@@ -86,12 +86,12 @@ class AnswerReader:
         for event in events:
             if isinstance(event, CallEnded):
                 self.called = True
-            elif isinstance(event, Thought) and event is events[-1]:
+            elif isinstance(event, ReasoningDelta) and event is events[-1]:
                 self.reasoning_tokens += len(chunk.token_ids)
         if not reading.parallel:
             events = [event for event in events if not isinstance(event, _CALL_EVENTS) or event.index == 0]
         if not reading.show_reasoning:
-            events = [event for event in events if not isinstance(event, Thought)]
+            events = [event for event in events if not isinstance(event, ReasoningDelta)]
         return chunk._replace(events=events)
 
 
@@ -203,7 +203,7 @@ class ChoiceStream:
             self.scores.complete.set()
         ids, reason, logprobs = delta.token_ids, delta.finish_reason, delta.logprobs or ()
         if ids:
-            self._metrics.tokens_came(self.times, len(ids), first=not self.tokens)
+            self._metrics.observe_tokens(self.times, len(ids), first=not self.tokens)
         if reason is FinishReason.ERROR:
             raise self._failure(delta.error or "the engine gave no reason")
         if self._job.prompt_only and reason is not FinishReason.ABORT:
@@ -238,7 +238,7 @@ class ChoiceStream:
     def end(self, outcome: str) -> None:
         """End an unfinished text: close its engine request and count its outcome."""
         if not self.deltas.done:
-            self.deltas.leave()
+            self.deltas.abort()
         self.finished = outcome
         if self.scores is not None:
             self.scores.complete.set()
@@ -350,7 +350,7 @@ class Generation:
         try:
             self.choices.append(ChoiceStream(self._state, job, spec, deltas, index, scores))
         except BaseException:
-            deltas.leave()
+            deltas.abort()
             raise
 
 
@@ -372,7 +372,7 @@ def begin_generation(spans: RequestSpans, job: Job, seconds_ago: float) -> Reque
 def end_generation(span: RequestSpan, job: Job, choices: Sequence[ChoiceStream], outcome: str) -> None:
     """End the span of a generation whose choices have ended, or that ended with `outcome` without any."""
     ended = [choice.finished or outcome for choice in choices] or [outcome]
-    told: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.response.model": job.served.name,
         "gen_ai.response.finish_reasons": ended,
         "gen_ai.usage.input_tokens": sum(map(len, job.prompts)),
@@ -380,12 +380,12 @@ def end_generation(span: RequestSpan, job: Job, choices: Sequence[ChoiceStream],
     }
     for choice in choices[:1]:  # the durations of the first choice represent all
         if choice.deltas.admitted is not None:
-            told["gen_ai.latency.time_in_queue"] = choice.deltas.admitted - choice.deltas.submitted
+            attributes["gen_ai.latency.time_in_queue"] = choice.deltas.admitted - choice.deltas.submitted
         if choice.tokens:
-            told["gen_ai.latency.time_to_first_token"] = choice.times.first - choice.times.arrived
+            attributes["gen_ai.latency.time_to_first_token"] = choice.times.first - choice.times.arrived
         phases = zip(PHASE_NAMES, choice.phases, strict=False)
-        told |= {f"fdcore.phase.{name}": seconds for name, seconds in phases if seconds}
-    span.end(told, error=next((each for each in ended if each in ("error", "disconnect")), None))
+        attributes |= {f"fdcore.phase.{name}": seconds for name, seconds in phases if seconds}
+    span.end(attributes, error=next((each for each in ended if each in ("error", "disconnect")), None))
 
 
 def prefill_span(spans: RequestSpans, model: str, trace: PrefillTrace) -> None:

@@ -30,7 +30,7 @@ from fd_core.server.schemas import responses
 from fd_core.server.state import ServerState
 from fd_core.server.stream.generation import ChoiceStream, Generation, TextChunk
 from fd_core.text.detokenizer import IncrementalDetokenizer
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, ReasoningDelta
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
 
@@ -160,10 +160,10 @@ class ResponseFormat(AnswerFormat):
         """Return the events for a chunk."""
         text = chunk.text
         head = self._heads.get(choice.index) or self.head_of(choice.index)
-        told = _encode(text) if text.isascii() else json_text(text)
+        payload = _encode(text) if text.isascii() else json_text(text)
         if chunk.finish_reason is None and usage is None and not self.scored:
-            return b"%b%b%b" % (head, told, self.plain)
-        return self.full_event(choice, chunk, usage, b"%b%b%b" % (head, told, self.closing))
+            return b"%b%b%b" % (head, payload, self.plain)
+        return self.full_event(choice, chunk, usage, b"%b%b%b" % (head, payload, self.closing))
 
     def head_of(self, index: int) -> bytes:
         """Return the JSON of an event up to the text of a choice."""
@@ -197,8 +197,8 @@ class ResponseFormat(AnswerFormat):
 
     def last(self, usage: responses.Usage) -> bytes:
         """Return the usage, if requested, and the end."""
-        told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
-        return told + _DONE
+        payload = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
+        return payload + _DONE
 
     async def prepare(self, choice: ChoiceStream) -> None:
         """Encode the log-probabilities of a choice's prompt."""
@@ -431,13 +431,13 @@ class GenerationResponse(Response):
                 raise
             await emit(response_format.broken(to_api_error(error)), last=True)
             return
-        if client.gone:
+        if client.disconnected:
             return
         usage = generation.used
-        told = b""
+        payload = b""
         if _USAGE_HEADER in dict(scope["headers"]):  # a router requests the usage of the answer
-            told = usage_comment(usage.prompt_tokens, usage.completion_tokens)
-        await emit(told + response_format.last(usage), last=True)
+            payload = usage_comment(usage.prompt_tokens, usage.completion_tokens)
+        await emit(payload + response_format.last(usage), last=True)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         collected: list[CollectedText] = []
@@ -450,7 +450,7 @@ class GenerationResponse(Response):
 
         async with UntilDisconnect(receive) as client, Generation(self._state, self._format.job) as generation:
             await generation.each(collect)
-        if client.gone:
+        if client.disconnected:
             return
         collected.sort(key=lambda each: each.choice.index)
         for each in collected:
@@ -467,7 +467,7 @@ class GenerationResponse(Response):
 T = TypeVar("T")
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Return the result of `work`, started after the body was read; cancel it and raise 499 on a disconnect."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) <= len(str(_LONG_BYTES)) and int(length) <= _LONG_BYTES:
@@ -478,7 +478,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class UntilDisconnect:
-    """Runs a block until it ends or the client disconnects; then `gone` is true and the block was cancelled.
+    """Runs a block until it ends or the client disconnects; then `disconnected` is true and the block was cancelled.
 
     Works as `asyncio.timeout` does: the task is cancelled once, and the cancellation ends with the block unless
     other code cancelled the task as well. The body of the request must have been read before. Leave the block
@@ -487,7 +487,7 @@ class UntilDisconnect:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._fired = self.gone = False
+        self._fired = self.disconnected = False
 
     async def __aenter__(self) -> UntilDisconnect:
         task = asyncio.current_task()
@@ -504,7 +504,7 @@ class UntilDisconnect:
             return False
         if self._task.uncancel() > self._cancelling:
             return False
-        self.gone = True
+        self.disconnected = True
         return kind is not None and issubclass(kind, asyncio.CancelledError)
 
     async def _wait(self) -> None:
@@ -553,7 +553,7 @@ class BlockWriter:
             elif isinstance(event, CallEnded):
                 yield from self.close()
             else:
-                kind: BlockKind = "reasoning" if isinstance(event, Thought) else "content"
+                kind: BlockKind = "reasoning" if isinstance(event, ReasoningDelta) else "content"
                 kind = "call" if isinstance(event, ArgumentsDelta) else kind
                 if self._open is None or self._open.kind != kind:
                     yield from self._begin(kind)
@@ -591,20 +591,20 @@ def new_call_id(bare: bool) -> str:
 
 def deltas(events: Iterable[Event], bare_ids: bool) -> list[bytes]:
     """Return the JSON of the deltas of events; the end of a call has none."""
-    said = []
+    encoded = []
     for event in events:
         if isinstance(event, Content):
-            said.append(b'{"content":%b}' % json_text(event.text))
-        elif isinstance(event, Thought):
+            encoded.append(b'{"content":%b}' % json_text(event.text))
+        elif isinstance(event, ReasoningDelta):
             text = json_text(event.text)
-            said.append(b'{"reasoning_content":%b,"reasoning":%b}' % (text, text))
+            encoded.append(b'{"reasoning_content":%b,"reasoning":%b}' % (text, text))
         elif isinstance(event, CallBegun):
             begun = b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":""}}]}'
-            said.append(begun % (event.index, json_text(new_call_id(bare_ids)), json_text(event.name)))
+            encoded.append(begun % (event.index, json_text(new_call_id(bare_ids)), json_text(event.name)))
         elif isinstance(event, ArgumentsDelta):
             more = b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}'
-            said.append(more % (event.index, json_text(event.text)))
-    return said
+            encoded.append(more % (event.index, json_text(event.text)))
+    return encoded
 
 
 def message_of(events: Iterable[Event], bare_ids: bool) -> responses.ChatMessage:

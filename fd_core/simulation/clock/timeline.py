@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 
-class Appointment:
+class ScheduledEvent:
     """An event scheduled for a time, unless it is cancelled before."""
 
     __slots__ = ("call", "when")
@@ -21,7 +21,7 @@ class Appointment:
         """Cancel the event; a no-op if it is over."""
         self.call = None
 
-    def fall_due(self) -> None:
+    def fire(self) -> None:
         """Run the event, which is due and not cancelled."""
         call, self.call = self.call, None
         if call is not None:
@@ -35,22 +35,22 @@ class Timeline:
         self.now = start
         """Seconds."""
         self.events = 0
-        self._queue: list[tuple[float, int, Appointment]] = []
+        self._queue: list[tuple[float, int, ScheduledEvent]] = []
         self._made = 0
 
     def clock(self) -> float:
         """Return the time in seconds; for interfaces that take a clock function."""
         return self.now
 
-    def at(self, when: float, call: Callable[[], None]) -> Appointment:
+    def at(self, when: float, call: Callable[[], None]) -> ScheduledEvent:
         """Schedule `call` for time `when`; if that is past, for now, after the events that are already due."""
-        appointment = Appointment(when if when > self.now else self.now, call)
-        self.book(appointment.when, appointment)
-        return appointment
+        event = ScheduledEvent(when if when > self.now else self.now, call)
+        self.schedule(event.when, event)
+        return event
 
-    def book(self, when: float, appointment: Appointment) -> None:
+    def schedule(self, when: float, event: ScheduledEvent) -> None:
         """Schedule an event for time `when`; its own `when` may be in the time of another clock."""
-        heapq.heappush(self._queue, (when if when > self.now else self.now, self._made, appointment))
+        heapq.heappush(self._queue, (when if when > self.now else self.now, self._made, event))
         self._made += 1
 
     @property
@@ -58,7 +58,7 @@ class Timeline:
         """Return True if no other event is due now, so that a callback may run at once instead of being scheduled."""
         return not self._queue or self._queue[0][0] > self.now
 
-    def after(self, seconds: float, call: Callable[[], None]) -> Appointment:
+    def after(self, seconds: float, call: Callable[[], None]) -> ScheduledEvent:
         """Schedule `call` in `seconds`."""
         return self.at(self.now + seconds, call)
 
@@ -66,16 +66,16 @@ class Timeline:
         """Run events up to time `until`, until none is left. An exception of an event ends the run."""
         queue, take = self._queue, heapq.heappop
         while queue and queue[0][0] <= until:
-            when, _, appointment = take(queue)
-            if appointment.call is not None:
+            when, _, event = take(queue)
+            if event.call is not None:
                 self.now = when
                 self.events += 1
-                appointment.fall_due()
+                event.fire()
         if until < math.inf:
             self.now = max(self.now, until)
 
 
-class _LocalAppointment(Appointment):
+class _LocalEvent(ScheduledEvent):
     """An event on the clock of one process; it is delayed if the process is frozen when it is due."""
 
     __slots__ = ("_process",)
@@ -84,10 +84,10 @@ class _LocalAppointment(Appointment):
         super().__init__(when, call)
         self._process = process
 
-    def fall_due(self) -> None:
+    def fire(self) -> None:
         """Run the event, or reschedule it for the end of the freeze."""
         if self._process.keeps(self):
-            super().fall_due()
+            super().fire()
 
 
 class LocalTimeline(Timeline):
@@ -132,17 +132,17 @@ class LocalTimeline(Timeline):
         """Freeze the process for `seconds` of the shared time."""
         self._frozen_until = max(self._frozen_until, self._shared.now + seconds)
 
-    def at(self, when: float, call: Callable[[], None]) -> Appointment:
+    def at(self, when: float, call: Callable[[], None]) -> ScheduledEvent:
         """Schedule `call` for the time `when` of this clock, or for the end of a freeze."""
         now = self.now
-        promise = _LocalAppointment(when if when > now else now, call, self)
-        self._shared.book((promise.when - self._offset) / self._rate, promise)
+        promise = _LocalEvent(when if when > now else now, call, self)
+        self._shared.schedule((promise.when - self._offset) / self._rate, promise)
         return promise
 
-    def keeps(self, promise: _LocalAppointment) -> bool:
+    def keeps(self, promise: _LocalEvent) -> bool:
         """Return True if a due event runs now; otherwise reschedule it for the end of the freeze."""
         if self._frozen_until and self.frozen:
-            self._shared.book(self._frozen_until, promise)
+            self._shared.schedule(self._frozen_until, promise)
             return False
         if not self._right:
             self._latest = max(self._latest, promise.when)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from fd_core.effects.operations import Completion
 from fd_core.effects.port import CompletionQueue
 from fd_core.effects.thread_loop import Job, ThreadLoop
-from fd_core.simulation.clock.timeline import Appointment, Timeline
+from fd_core.simulation.clock.timeline import ScheduledEvent, Timeline
 
 
 class VirtualThreads:
@@ -58,12 +58,12 @@ class VirtualThreads:
         if self._ahead is not None:
             self._ahead += seconds if waits or self._work is None else self._work(seconds)
 
-    def spend_beside(self, seconds: float) -> None:
+    def spend_on_step_cpu(self, seconds: float) -> None:
         """Spend time of the processor that computes steps, if it is the only one; otherwise nothing is delayed."""
         if self._work is not None:
             self.spend(seconds)
 
-    def tell(self, call: Job, seconds: float = 0.0) -> None:
+    def post_to_caller(self, call: Job, seconds: float = 0.0) -> None:
         """Schedule `call` `seconds` after the caller's time, unless the process was killed."""
         if self._ahead is None and not seconds:
             call()
@@ -120,7 +120,7 @@ class VirtualLoop(ThreadLoop):
         """Time at which `turn` is due again."""
         self._state = "new"
         self._stopping = False
-        self._next: Appointment | None = None
+        self._next: ScheduledEvent | None = None
 
     def start(self) -> None:
         """Start the loop."""
@@ -201,7 +201,7 @@ class VirtualCompletions(CompletionQueue):
     def put(self, completion: Completion) -> None:
         """Add a completion."""
         if self._threads.alive:
-            self._threads.tell(lambda: self._engines.put(completion), self._threads.copying)
+            self._threads.post_to_caller(lambda: self._engines.put(completion), self._threads.copying)
 
     def take(self) -> list[Completion]:
         """Return the completions since the last call."""

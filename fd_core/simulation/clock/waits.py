@@ -42,7 +42,7 @@ WAIT_TITLES: Final = {
 class WaitAccount:
     """Time of one request by reason as its client sees it, which reads later than engines report."""
 
-    __slots__ = ("_ask", "_before", "_clock", "_first", "_reason", "_seconds", "_sent", "_since", "_told")
+    __slots__ = ("_ask", "_before", "_clock", "_first", "_last_phases", "_reason", "_seconds", "_sent", "_since")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Start with the client's send; `clock` is not that of a worker, which may be wrong."""
@@ -54,7 +54,7 @@ class WaitAccount:
         """Seconds by reason at the first token."""
         self._first = math.inf
         self._ask: Callable[[], tuple[float, ...] | None] | None = None
-        self._told: tuple[float, ...] | None = None
+        self._last_phases: tuple[float, ...] | None = None
 
     def wait_for(self, reason: int) -> None:
         """Account for a wait outside engines from now on."""
@@ -64,7 +64,7 @@ class WaitAccount:
     def enter(self, ask: Callable[[], tuple[float, ...] | None]) -> None:
         """Record that an engine received the request; `ask` returns its `Engine.phases`."""
         self.wait_for(ENGINE)
-        self._ask, self._told = ask, None
+        self._ask, self._last_phases = ask, None
 
     def begin_again(self) -> None:
         """Start a retry at another worker, before any token: all time so far counts as lost to retries."""
@@ -72,13 +72,13 @@ class WaitAccount:
         self._seconds = [0.0] * len(WAITS)
         self._seconds[RETRY] = self._since - self._sent
 
-    def tell(self, phases: tuple[float, ...] | None, at: float) -> None:
+    def record(self, phases: tuple[float, ...] | None, at: float) -> None:
         """Record the phases as the client reads them at time `at`; None adds the elapsed time to the current reason."""
         elapsed = max(at - self._since, 0.0)
         if phases is None:
             self._seconds[self._reason] += elapsed
         else:
-            told = self._told or (0.0,) * len(phases)
+            told = self._last_phases or (0.0,) * len(phases)
             for number, (seconds, before) in enumerate(zip(phases, told, strict=True)):
                 if seconds > before:
                     # Exclude phases that the engine reported but the client has not read yet.
@@ -86,7 +86,7 @@ class WaitAccount:
                     self._seconds[number] += spent
                     elapsed -= spent
             self._seconds[NETWORK] += elapsed
-            self._told = phases
+            self._last_phases = phases
         self._since = max(at, self._since)
 
     def first_token(self, at: float) -> None:
@@ -112,4 +112,4 @@ class WaitAccount:
 
     def _close(self, at: float) -> None:
         """Add the time since the last change to its reason."""
-        self.tell(None if self._ask is None else self._ask(), at)
+        self.record(None if self._ask is None else self._ask(), at)

@@ -311,7 +311,7 @@ def _turns(engine: Engine, service: EngineService, batch: int, limits: Limits) -
         answered = time.perf_counter()
         if output is not None:
             deltas += engine.end_step(output)
-        service.tell(deltas, begun)
+        service.send(deltas, begun)
         times.append(planned - begun + time.perf_counter() - answered)
         deltas = []
     return times[len(times) // 4 :]

@@ -90,15 +90,15 @@ class ScriptedComputer(PlanComputer):
             if np.count_nonzero(sampling) < len(slots):
                 slots, drafts = slots[sampling], drafts[sampling]
             if width == 1:
-                tokens[slots, 0] = self._say(slots)
+                tokens[slots, 0] = self._next_tokens(slots)
                 self._length[slots] += 1
             else:
-                places = (self._length[slots] - self._prompt[slots])[:, None] + self._columns
-                kept = self._kept(slots, places, drafts)
+                positions = (self._length[slots] - self._prompt[slots])[:, None] + self._columns
+                kept = self._kept(slots, positions, drafts)
                 live = self._columns <= kept[:, None]
-                each = np.broadcast_to(slots[:, None], places.shape)
-                drawn = to_tokens(stirred(self._seeds[each], places), self._limits.vocab_size)
-                drawn = np.where(places < self._answers[each], drawn, np.int32(END))
+                each = np.broadcast_to(slots[:, None], positions.shape)
+                drawn = to_tokens(stirred(self._seeds[each], positions), self._limits.vocab_size)
+                drawn = np.where(positions < self._answers[each], drawn, np.int32(END))
                 tokens[slots] = np.where(live, drawn, np.int32(EMPTY_TOKEN_ID))
                 self._length[slots] += 1 + kept
                 self._drafts[slots] = width - 1 if self._acceptance else 0
@@ -120,16 +120,16 @@ class ScriptedComputer(PlanComputer):
             self._draw_ahead(slot)
             self._steps = min(self._steps, int(self._ends[slot] - self._next[slot]))
 
-    def _say(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
+    def _next_tokens(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
         """Return the next token of the answer in each of `slots`."""
         if not self._steps:
             for slot in (self._next == self._ends).nonzero()[0].tolist():
                 self._draw_ahead(slot)
             self._steps = int((self._ends - self._next).min())
         self._steps -= 1
-        places = self._next[slots]
-        self._next[slots] = places + 1
-        return self._coming[places]
+        positions = self._next[slots]
+        self._next[slots] = positions + 1
+        return self._coming[positions]
 
     def _draw_ahead(self, slot: int) -> None:
         """Draw the part of an answer that contains its next token."""
@@ -142,10 +142,10 @@ class ScriptedComputer(PlanComputer):
         self._drawn[slot, len(text) :] = END
 
     def _kept(
-        self, slots: npt.NDArray[np.intp], places: npt.NDArray[np.intp], drafts: npt.NDArray[np.int32]
+        self, slots: npt.NDArray[np.intp], positions: npt.NDArray[np.intp], drafts: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
         """Return int32[n], the number of accepted drafts: by a chance of each position, however often it is drafted."""
-        luck = stirred(~self._seeds[slots][:, None], places[:, :-1]) >> np.uint64(11)
+        luck = stirred(~self._seeds[slots][:, None], positions[:, :-1]) >> np.uint64(11)
         kept = (luck * 2.0**-53 < self._acceptance) & (self._columns[:-1] < drafts[:, None])
         counts: npt.NDArray[np.int32] = np.logical_and.accumulate(kept, axis=1).sum(axis=1, dtype=np.int32)
         return counts
@@ -232,7 +232,7 @@ class SimulatedDevice(Device):
         """True if a step is being computed."""
         return self._busy_until > self._timeline.now
 
-    def work_beside(self, seconds: float) -> float:
+    def run_on_step_cpu(self, seconds: float) -> float:
         """Run other work on the processor that computes steps; return how long that takes.
 
         Steps in flight share the processor with it and complete later by its time; so does the next one start.
@@ -298,10 +298,10 @@ class KVCheckedComputer(PlanComputer):
         begins = np.where(plan.samples, before - own, plan.starts)
         self._require(plan, begins)
         for column in output.tokens[slots].T:
-            said = column != EMPTY_TOKEN_ID
-            places = slots[said], self._length[slots[said]]
-            self._hashes[places] = next_hashes(self._hashes[places[0], places[1] - 1], column[said])
-            self._length[places[0]] += 1
+            emitted = column != EMPTY_TOKEN_ID
+            positions = slots[emitted], self._length[slots[emitted]]
+            self._hashes[positions] = next_hashes(self._hashes[positions[0], positions[1] - 1], column[emitted])
+            self._length[positions[0]] += 1
         # The last emitted token has no KV yet; rejected drafts leave nothing that is read later.
         ends = begins + own + np.maximum(0, self._length[slots] - before - 1)
         single = ends - begins == 1
@@ -326,6 +326,6 @@ class KVCheckedComputer(PlanComputer):
                 f"{self._tables[slot, entry]}, entry {entry} of its table, does not hold the KV of its text"
             )
 
-    def _write(self, slots: IntArray, places: IntArray) -> None:
-        held = self._tables[slots, places // self._size], places % self._size
-        self.cache.hashes[held] = self._hashes[slots, places]
+    def _write(self, slots: IntArray, positions: IntArray) -> None:
+        held = self._tables[slots, positions // self._size], positions % self._size
+        self.cache.hashes[held] = self._hashes[slots, positions]

@@ -18,7 +18,7 @@ from fd_core.engine.clients.client import DeltaStream, SingleEngineClient
 from fd_core.engine.core import Engine, EnginePort
 from fd_core.engine.loaded_adapters import EngineAdapters
 from fd_core.engine.process.messages import ClientMessage, EngineInfo, EngineMessage, StepEvents, Submit
-from fd_core.engine.process.service import EngineService, tells_admissions
+from fd_core.engine.process.service import EngineService, admission_notifier
 from fd_core.engine.tracing.format import TraceHeader
 from fd_core.engine.tracing.writer import TraceWriter
 from fd_core.errors import BadRequest, EngineDead, FdError
@@ -27,10 +27,10 @@ from fd_core.ops.contract import KVCache
 from fd_core.plugins import SCHEDULER, SCHEDULING_POLICY, VICTIMS, Plugins
 from fd_core.router.workers import Role
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.requests import check_spec
 from fd_core.scheduling.running.drafts import make_draft_control
-from fd_core.simulation.clock.timeline import Appointment, LocalTimeline, Timeline
+from fd_core.simulation.clock.timeline import LocalTimeline, ScheduledEvent, Timeline
 from fd_core.simulation.clock.waits import FRONT, RESTART, STEP, WaitAccount
 from fd_core.simulation.costs.profile import Costs
 from fd_core.simulation.engines.device import END, AnswerOf, PlanComputer, SimulatedDevice
@@ -44,7 +44,7 @@ class OutsideParts:
     """Components that keep and move KV outside the device, created anew for each epoch of an engine."""
 
     port: EnginePort
-    keep: KeepKV | None = None
+    keep: OffloadSelection | None = None
     kv_port: int | None = None
     kill: Callable[[], None] = lambda: None
     """Ends operations in progress there, as the death of the process does."""
@@ -114,7 +114,7 @@ class SimulatedEngineClient(SingleEngineClient):
         self._restart_seconds = parts.pool.restart_seconds
         self._epoch = 0
         self._inbox: list[ClientMessage] = []
-        self._next: Appointment | None = None
+        self._next: ScheduledEvent | None = None
         """The next turn, or the completion of the step in flight."""
         self._occupied = False
         """True if the loop is within a turn, or waits for the step in flight."""
@@ -149,9 +149,9 @@ class SimulatedEngineClient(SingleEngineClient):
         self._inbox.clear()
         self._over()
         if self._restart_seconds is None:
-            self._went_down(f"the engine failed: {reason}")
+            self._fail_all(f"the engine failed: {reason}")
         else:
-            self._went_away(f"the engine failed: {reason}")
+            self._engine_lost(f"the engine failed: {reason}")
             self._timeline.after(self._restart_seconds, self._restart)
         self.on_state()
 
@@ -163,7 +163,7 @@ class SimulatedEngineClient(SingleEngineClient):
         """End the engine for good, and every request with it."""
         self._over()
         self._restart_seconds = None
-        self._went_down("the engine was closed")
+        self._fail_all("the engine was closed")
         self.on_state()
 
     def _send(self, message: ClientMessage) -> None:
@@ -198,7 +198,7 @@ class SimulatedEngineClient(SingleEngineClient):
         if parts.beside is not None:
             self.device.beside = parts.beside
         if pool.shares_processor:
-            outside.share(self.device.work_beside)
+            outside.share(self.device.run_on_step_cpu)
         self.engine = Engine(
             _info(pool, self._epoch, outside),
             self._scheduler(outside),
@@ -207,14 +207,14 @@ class SimulatedEngineClient(SingleEngineClient):
             parts.adapters(pool.config, None),
             watchdog_seconds=pool.config.watchdog_seconds,
             prefill_token=1e-4,  # seconds, estimate before any was measured
-            admitted=tells_admissions(self._deliver, self._epoch),
+            admitted=admission_notifier(self._deliver, self._epoch),
             trace=self._trace,
             clock=timeline.clock,
         )
         self._service = EngineService(self.engine, self._deliver)
         self._occupied = self._woken = False
         self._kept = []
-        self._came_up(self.engine.info)
+        self._engine_ready(self.engine.info)
 
     def _nanoseconds(self) -> int:
         return round(1e9 * self._timeline.now)
@@ -310,7 +310,7 @@ class SimulatedEngineClient(SingleEngineClient):
     def _tell(self, deltas: list[Delta]) -> None:
         if self._parts.check:
             self.engine.check_integrity()
-        self._service.tell(deltas, self._timeline.now)
+        self._service.send(deltas, self._timeline.now)
 
     def _stalled(self) -> None:
         seconds = self._parts.pool.config.watchdog_seconds
@@ -445,7 +445,7 @@ class SimulatedWorker:
             account.wait_for(FRONT)
         taken = self._pool.costs.request(len(spec.prompt))
         if self._pool.shares_processor:
-            client.device.work_beside(taken)
+            client.device.run_on_step_cpu(taken)
         self._busy_until = max(self._busy_until, self.timeline.now) + taken
         self.timeline.at(self._busy_until, lambda: self._submit(client, spec, caller))
 
@@ -453,7 +453,7 @@ class SimulatedWorker:
         """Disconnect the client of a request: its connection was closed."""
         _, stream = self._callers.pop(request_id, (None, None))
         if stream is not None:
-            stream.leave()
+            stream.abort()
 
     def _submit(self, client: SimulatedEngineClient, spec: RequestSpec, caller: WorkerCaller) -> None:
         name = spec.request_id
@@ -463,7 +463,7 @@ class SimulatedWorker:
 
         def news(delta: Delta | None) -> None:
             if self._pool.shares_processor:
-                client.device.work_beside(self._pool.costs.delivery())
+                client.device.run_on_step_cpu(self._pool.costs.delivery())
             self.on_answer()
             if delta is None:
                 if self._callers.pop(name, None) is not None:

@@ -27,7 +27,7 @@ from fd_core.disagg.stats import SideStats
 from fd_core.disagg.wire import Wire
 from fd_core.effects.port import CompletionQueue
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, StoreStats, Trouble
+from fd_core.kv.stores.contract import Bytes, FailureReason, KVStore, StoreError, StoreStats
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.memory import MemoryStore
@@ -69,9 +69,9 @@ class SharedStore:
         """
         # The bound applies to sealed values as they are simulated, not to real sizes.
         self.values = MemoryStore(parse_location(f"memory:?max_bytes={2**30}"))
-        self.trouble: Trouble | None = None
+        self.fault: FailureReason | None = None
         """Failure of calls; with `TIMEOUT` each takes its full timeout."""
-        self.write_trouble: Trouble | None = None
+        self.write_fault: FailureReason | None = None
         """Failure of calls that write, such as `FULL`."""
         self.slowness = 1.0
         """Factor of the time of calls."""
@@ -121,7 +121,7 @@ class _SharedStoreClient(KVStore):
         """Store values; other workers find them when the call is over."""
         self._call(timeout, self._costs.store_write(len(values)), len(values), writes=True)
         store = self._store.values
-        self._threads.tell(lambda: store.put(values, math.inf))
+        self._threads.post_to_caller(lambda: store.put(values, math.inf))
         return len(values)
 
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
@@ -143,11 +143,11 @@ class _SharedStoreClient(KVStore):
     def _call(self, timeout: float, seconds: float, values: int, *, writes: bool = False) -> None:
         """Spend the time of a call. Raises `StoreError` for a scheduled failure, or if the time exceeds `timeout`."""
         store, threads = self._store, self._threads
-        trouble = store.trouble or (store.write_trouble if writes else None)
-        taken = timeout if trouble is Trouble.TIMEOUT else store.serve(threads.ahead, values, seconds)
+        trouble = store.fault or (store.write_fault if writes else None)
+        taken = timeout if trouble is FailureReason.TIMEOUT else store.serve(threads.ahead, values, seconds)
         threads.spend(min(taken, timeout), waits=True)
         if trouble is not None or taken > timeout:
-            raise StoreError(trouble or Trouble.TIMEOUT, "the simulated store fails")
+            raise StoreError(trouble or FailureReason.TIMEOUT, "the simulated store fails")
 
 
 SECRET: Final = bytes(range(32))
@@ -180,14 +180,14 @@ class TimedKVCache(KVCache):
         copied = self._cache.export_blocks(blocks)
         self._threads.copy(self._costs.host_copy(len(blocks)))
         if not isinstance(self._cache, BlankKVCache):
-            self._threads.tell(lambda: self._require(blocks, copied.tobytes()))
+            self._threads.post_to_caller(lambda: self._require(blocks, copied.tobytes()))
         return copied
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         """Copy blocks from the host."""
         self._threads.copy(self._costs.host_copy(len(blocks)))
         if not isinstance(self._cache, BlankKVCache):
-            self._threads.tell(lambda: self._cache.import_blocks(blocks, data))
+            self._threads.post_to_caller(lambda: self._cache.import_blocks(blocks, data))
 
     def _require(self, blocks: IntArray, content: bytes) -> None:
         if self._cache.export_blocks(blocks).tobytes() != content:
@@ -250,7 +250,7 @@ class TransferNetwork:
 
         A message with KV is still received whole or not at all.
         """
-        self.said = 0
+        self.num_sent = 0
         self.listening: dict[str, _SimulatedDecodeLinks] = {}
         """Prefill workers by address."""
         self.window = 8
@@ -273,15 +273,15 @@ class TransferNetwork:
 
     def carry(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
         """Send a message from one endpoint to another at the time of the sending job."""
-        threads.tell(partial(self._leave, threads, origin, target, message, arrive))
+        threads.post_to_caller(partial(self._leave, threads, origin, target, message, arrive))
 
-    def heard(self, place: str, message: Message) -> None:
-        """Record that the worker at `place` is about to receive a message."""
+    def received(self, endpoint: str, message: Message) -> None:
+        """Record that the worker at `endpoint` is about to receive a message."""
 
     def _leave(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
-        self.said += 1
-        for seconds in self.fate(self.said):
-            threads.tell(partial(self.network.send, origin, target, partial(arrive, message)), seconds)
+        self.num_sent += 1
+        for seconds in self.fate(self.num_sent):
+            threads.post_to_caller(partial(self.network.send, origin, target, partial(arrive, message)), seconds)
 
 
 class _SimulatedPrefillLink(PrefillLink):
@@ -293,14 +293,14 @@ class _SimulatedPrefillLink(PrefillLink):
         self.links = links
         self.route = b""
         """The prefill worker's name of this link; empty until it received a message."""
-        self._place, _ = split_address(address)
+        self._endpoint, _ = split_address(address)
         self._heard_by: _SimulatedDecodeLinks | None = None
 
-    def say(self, message: FromDecode) -> None:
+    def send(self, message: FromDecode) -> None:
         links = self.links
-        links.transfers.carry(links.threads, links.place, self._place, (message, ()), self._arrive)
+        links.transfers.carry(links.threads, links.endpoint, self._endpoint, (message, ()), self._arrive)
 
-    def hear(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """Receive a message and its frames, at the decode worker."""
         self.links.loop.post(partial(self.links.take, self, message))
 
@@ -311,9 +311,9 @@ class _SimulatedPrefillLink(PrefillLink):
         if self._heard_by is None and there is not None:
             self._heard_by, self.route = there, there.admit(self)
         if there is None or there is not self._heard_by:
-            transfers.network.send(self._place, self.links.place, self.lose)
+            transfers.network.send(self._endpoint, self.links.endpoint, self.lose)
         else:
-            there.hear(self.route, message)
+            there.on_message(self.route, message)
 
     def lose(self) -> None:
         """Detect, at the decode worker, that the link is lost."""
@@ -327,23 +327,23 @@ class _SimulatedPrefillLinks(PrefillConnections):
         self,
         transfers: TransferNetwork,
         threads: VirtualThreads,
-        place: str,
+        endpoint: str,
         costs: Costs,
         loop: VirtualLoop,
         _wire: Wire,
         _stats: SideStats,
         *,
-        hear: Callable[[PrefillLink, FromPrefill, Sequence[Bytes]], None],
+        on_message: Callable[[PrefillLink, FromPrefill, Sequence[Bytes]], None],
         reopen: Callable[[str], None],
-        gone: Callable[[str, str], None],
+        on_disconnect: Callable[[str, str], None],
     ) -> None:
-        """`place`: network name of the decode worker. No `Open` has to be repeated."""
+        """`endpoint`: network name of the decode worker. No `Open` has to be repeated."""
         self.transfers = transfers
         self.threads = threads
-        self.place = place
+        self.endpoint = endpoint
         self.loop = loop
-        self._hear = hear
-        self._gone = gone
+        self._on_message = on_message
+        self._on_disconnect = on_disconnect
         self._costs = costs
         self._links: dict[str, _SimulatedPrefillLink] = {}
 
@@ -363,10 +363,10 @@ class _SimulatedPrefillLinks(PrefillConnections):
 
     def take(self, link: _SimulatedPrefillLink, message: Message) -> None:
         """Receive a message on the loop; reading its KV takes processor time if steps share the processor."""
-        self.transfers.heard(self.place, message)
+        self.transfers.received(self.endpoint, message)
         if message[1]:
-            self.threads.spend_beside(self._costs.transfer(1))
-        self._hear(link, cast("FromPrefill", message[0]), message[1])
+            self.threads.spend_on_step_cpu(self._costs.transfer(1))
+        self._on_message(link, cast("FromPrefill", message[0]), message[1])
 
     def knows(self, link: _SimulatedPrefillLink) -> bool:
         return self.threads.alive and self._links.get(link.address) is link
@@ -375,7 +375,7 @@ class _SimulatedPrefillLinks(PrefillConnections):
         if self.knows(link):
             del self._links[link.address]
             for lease in list(link.leases):
-                self._gone(lease, reason)
+                self._on_disconnect(lease, reason)
 
 
 class _SimulatedDecodeLinks(DecodeConnections):
@@ -389,22 +389,22 @@ class _SimulatedDecodeLinks(DecodeConnections):
         loop: VirtualLoop,
         _wire: Wire,
         _stats: SideStats,
-        place: str,
+        endpoint: str,
         _port: int,
         *,
-        hear: Callable[[bytes, FromDecode], object],
-        turn_down: Callable[[bytes, str, str], object],
+        on_message: Callable[[bytes, FromDecode], object],
+        on_reject: Callable[[bytes, str, str], object],
     ) -> None:
-        """`place`: network name of the prefill worker. No process gets a port that another had."""
+        """`endpoint`: network name of the prefill worker. No process gets a port that another had."""
         self.port = transfers.take_port()
         self._transfers = transfers
         self._threads = threads
         self._costs = costs
         self._loop = loop
-        self._place = place
-        self._hear = hear
+        self._endpoint = endpoint
+        self._on_message = on_message
         self._links: dict[bytes, _SimulatedPrefillLink] = {}
-        transfers.listening[f"{place}:{self.port}"] = self
+        transfers.listening[f"{endpoint}:{self.port}"] = self
         threads.at_end(self.close)
 
     def admit(self, link: _SimulatedPrefillLink) -> bytes:
@@ -412,30 +412,30 @@ class _SimulatedDecodeLinks(DecodeConnections):
         self._links[route] = link
         return route
 
-    def hear(self, route: bytes, message: Message) -> None:
+    def on_message(self, route: bytes, message: Message) -> None:
         self._loop.post(partial(self._take, route, message))
 
-    def say(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
+    def send(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
         """Send a message; its KV takes time of the job that sends it."""
         if frames:
             self._threads.spend(self._costs.transfer(1))
         link = self._links[route]
         if not link.links.knows(link):
             # A lost connection is not detected as long as nothing gets through.
-            return not self._transfers.network.reaches(self._place, link.links.place)
-        self._transfers.carry(self._threads, self._place, link.links.place, (message, frames), link.hear)
+            return not self._transfers.network.reaches(self._endpoint, link.links.endpoint)
+        self._transfers.carry(self._threads, self._endpoint, link.links.endpoint, (message, frames), link.on_message)
         return True
 
     def close(self) -> None:
         """Stop listening; decode workers detect that, unless the network is partitioned."""
-        if self._transfers.listening.get(f"{self._place}:{self.port}") is self:
-            del self._transfers.listening[f"{self._place}:{self.port}"]
+        if self._transfers.listening.get(f"{self._endpoint}:{self.port}") is self:
+            del self._transfers.listening[f"{self._endpoint}:{self.port}"]
             for link in self._links.values():
-                self._transfers.network.send(self._place, link.links.place, link.lose)
+                self._transfers.network.send(self._endpoint, link.links.endpoint, link.lose)
 
     def _take(self, route: bytes, message: Message) -> None:
-        self._transfers.heard(self._place, message)
-        self._hear(route, cast("FromDecode", message[0]))
+        self._transfers.received(self._endpoint, message)
+        self._on_message(route, cast("FromDecode", message[0]))
 
 
 def simulated_transfer(
@@ -444,11 +444,11 @@ def simulated_transfer(
     cache: KVCache,
     costs: Costs,
     transfers: TransferNetwork,
-    place: str,
+    endpoint: str,
     config: EngineConfig,
     limits: Limits,
 ) -> Receiver | Sender | None:
-    """Return the transfer side of the worker at `place`, None for a mixed one. `queue` is the engine's."""
+    """Return the transfer side of the worker at `endpoint`, None for a mixed one. `queue` is the engine's."""
     timed, shape = TimedKVCache(cache, threads, costs), cache.shape
     compatibility = KVCompatibility(
         model="simulated",
@@ -468,11 +468,11 @@ def simulated_transfer(
             connector,
             completions,
             window=transfers.window,
-            silence=config.lease_seconds,
+            idle_timeout=config.lease_seconds,
             longest=transfers.longest,
             clock=threads.clock,
             make_loop=threads.make_loop,
-            connect=partial(_SimulatedPrefillLinks, transfers, threads, place, costs),
+            connect=partial(_SimulatedPrefillLinks, transfers, threads, endpoint, costs),
             name_lease=transfers.name_lease,
         )
     if config.role == "prefill":
@@ -483,7 +483,7 @@ def simulated_transfer(
             _envelope(),
             lambda _: connector,
             completions,
-            host=place,
+            host=endpoint,
             max_leases=4 * limits.max_num_seqs,
             max_tokens=limits.max_model_len,
             longest=transfers.longest,

@@ -229,7 +229,7 @@ class TextContents(Contents):
     """Recorded conversations with texts and without times."""
 
     notes: tuple[str, ...]
-    told: Sequence[tuple[UserTurn, ...]]
+    texts: Sequence[tuple[UserTurn, ...]]
     """Texts alone: pauses, limits and patience are drawn."""
     repeat: int = 1
     times: None = None
@@ -237,21 +237,21 @@ class TextContents(Contents):
     @property
     def requests(self) -> int:
         """Number of requests of all conversations together."""
-        return self.repeat * sum(map(len, self.told))
+        return self.repeat * sum(map(len, self.texts))
 
     def conversations(
         self, settings: WorkloadSettings, draws: Draws, user: int | None = None
     ) -> Iterator[tuple[UserTurn, ...]]:
         """Yield conversations in the order of the file; one in `settings.users` for a user."""
-        which = range(self.repeat * len(self.told))
+        which = range(self.repeat * len(self.texts))
         if user is not None:
             which, draws = which[user :: settings.users], draws.of(user)
         think, closed = draws.seconds("think", settings.think), settings.arrivals == "closed"
         limits, patience = _limits(settings, draws), _patience(settings, draws)
         for number in which:
-            copy, at = divmod(number, len(self.told))
+            copy, at = divmod(number, len(self.texts))
             turns: list[UserTurn] = []
-            for turn in self.told[at]:
+            for turn in self.texts[at]:
                 adds, pause = turn.adds, next(think) if turns or closed else 0.0
                 if copy and not turns:
                     adds = (adds[0], Piece(int(stir(copy)[0]), _MARK_TOKENS), *adds[1:])

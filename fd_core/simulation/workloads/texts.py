@@ -62,17 +62,17 @@ class _Recordings(TypedDict):
     cases: list[Recording]
 
 
-class _Said(msgspec.Struct):
+class _SharedMessage(msgspec.Struct):
     author: str = msgspec.field(name="from", default="")
     value: str | None = None
     role: str = ""
     content: Any = None
 
 
-class _Talk(msgspec.Struct):
-    conversations: list[_Said] = []
-    conversation: list[_Said] = []
-    messages: list[_Said] = []
+class _SharedConversation(msgspec.Struct):
+    conversations: list[_SharedMessage] = []
+    conversation: list[_SharedMessage] = []
+    messages: list[_SharedMessage] = []
 
 
 def read_sharegpt(path: Path, settings: WorkloadSettings) -> TextContents:
@@ -80,7 +80,7 @@ def read_sharegpt(path: Path, settings: WorkloadSettings) -> TextContents:
     return _contents(path, map(_messages, _talks(path)), settings)
 
 
-def _talks(path: Path) -> Iterator[_Talk]:
+def _talks(path: Path) -> Iterator[_SharedConversation]:
     with opened(path) as file:
         begins = file.read(MAX_LINE_BYTES).removeprefix(BOM_UTF8).lstrip()[:1]
         file.seek(0)
@@ -89,12 +89,12 @@ def _talks(path: Path) -> Iterator[_Talk]:
                 text = file.read(MAX_FILE_BYTES)
                 if (objects := text.count(b"{")) > MAX_LINES:
                     raise wrong_file(f"{path} has {objects:,} objects; {MAX_LINES:,} can be", "cut it into parts")
-                yield from msgspec.json.decode(text.removeprefix(BOM_UTF8), type=list[_Talk])
+                yield from msgspec.json.decode(text.removeprefix(BOM_UTF8), type=list[_SharedConversation])
                 return
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             hint = 'objects with "conversations" of "from" and "value", or "messages" of "role" and "content"'
             raise wrong_file(f"{path} is no list of conversations: {error}", hint) from error
-    decoder = msgspec.json.Decoder(_Talk)
+    decoder = msgspec.json.Decoder(_SharedConversation)
     for number, raw in lines_of(path):
         try:
             yield decoder.decode(raw)
@@ -102,7 +102,7 @@ def _talks(path: Path) -> Iterator[_Talk]:
             raise wrong_line(path, number, f"is no conversation: {error}") from error
 
 
-def _messages(talk: _Talk) -> Iterator[Message]:
+def _messages(talk: _SharedConversation) -> Iterator[Message]:
     for said in talk.conversations or talk.conversation or talk.messages:
         text = said.value if said.value is not None else said.content
         # A content of several parts has texts in some of them.
@@ -153,17 +153,17 @@ def longest_recordings(cases: Iterable[Recording]) -> dict[str, list[Mapping[str
 
 def _contents(path: Path, talks: Iterable[Iterable[Message]], settings: WorkloadSettings) -> TextContents:
     count = _counter(settings.tokenizer)
-    told: list[tuple[UserTurn, ...]] = []
+    texts: list[tuple[UserTurn, ...]] = []
     requests = empty = 0
     for messages in talks:
         turns = tuple(_turns(messages, count))
         empty += not turns
         if turns:
-            told.append(turns)
+            texts.append(turns)
             requests += len(turns)
         if settings.requests is not None and requests >= settings.requests:
             break
-    if not told:
+    if not texts:
         raise wrong_file(f"{path} holds no conversation with an answer", "name another file")
     measure = (
         f"{_CHARS_PER_TOKEN} characters" if settings.tokenizer is None else f"as {settings.tokenizer.name} has them"
@@ -171,7 +171,7 @@ def _contents(path: Path, talks: Iterable[Iterable[Message]], settings: Workload
     notes = [f"tokens: {measure}", "only whole texts are shared"]
     if empty:
         notes.append(f"{empty:,} conversations without an answer are left out")
-    return TextContents(tuple(notes), told, settings.repeat)
+    return TextContents(tuple(notes), texts, settings.repeat)
 
 
 def _turns(messages: Iterable[Message], count: Callable[[str], int]) -> Iterator[UserTurn]:

@@ -131,8 +131,8 @@ class Workload:
         begins = arrival_times(settings, draws)
         if (times := self._contents.times) is not None:
             begins = (round(at / settings.speed, 6) for at in map(float, times))
-        told = self._contents.conversations(settings, draws)
-        for number, (at, turns, (tenant, priority)) in enumerate(zip(begins, told, clients, strict=False)):
+        conversations = self._contents.conversations(settings, draws)
+        for number, (at, turns, (tenant, priority)) in enumerate(zip(begins, conversations, clients, strict=False)):
             if not left or at > until:
                 return
             turns = turns[:left]
@@ -149,10 +149,10 @@ class Workload:
                 count = min(left, sum(map(len, contents.conversations(settings, draws, user))))
             left -= count
             if count:
-                yield Conversation(str(user), 0.0, _LateTurns(contents, user, settings, draws, count), tenant, priority)
+                yield Conversation(str(user), 0.0, _LazyTurns(contents, user, settings, draws, count), tenant, priority)
 
 
-class _LateTurns(Sequence[UserTurn]):
+class _LazyTurns(Sequence[UserTurn]):
     """The turns of a user of a closed loop, generated one conversation at a time; going back regenerates them."""
 
     def __init__(self, contents: Contents, user: int, settings: WorkloadSettings, draws: Draws, count: int) -> None:

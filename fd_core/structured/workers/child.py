@@ -18,9 +18,9 @@ import msgspec
 
 from fd_core.launching.child import become_child
 from fd_core.launching.message_stream import MessageStream
-from fd_core.structured.compiler import LARGE_GRAMMAR, GrammarCompiler, VocabularyTable, yield_to_others
-from fd_core.structured.grammar import FormAsked
-from fd_core.structured.workers.making import GrammarMaking
+from fd_core.structured.compiler import LARGE_GRAMMAR, GrammarCompiler, VocabularyTable, lower_priority
+from fd_core.structured.grammar import RequestedConstraint
+from fd_core.structured.workers.grammar_builder import GrammarBuilder
 from fd_core.structured.workers.messages import CPU_SECONDS
 
 _MEMORY: Final = 2**31
@@ -53,9 +53,9 @@ def main() -> None:
 
 
 def _answer(server: MessageStream, compiler: GrammarCompiler, task: bytes) -> None:
-    yield_to_others(is_large=len(task) > LARGE_GRAMMAR)
+    lower_priority(is_large=len(task) > LARGE_GRAMMAR)
     try:
-        outcome = GrammarMaking(compiler.refusal).outcome(msgspec.convert(json.loads(task), FormAsked))
+        outcome = GrammarBuilder(compiler.refusal).outcome(msgspec.convert(json.loads(task), RequestedConstraint))
     except BaseException:  # noqa: BLE001 - the library panics with errors that are not an `Exception`
         os._exit(1)
     server.send(msgspec.msgpack.encode(outcome))

@@ -20,7 +20,7 @@ class Unenforced(msgspec.Struct, frozen=True):
     message: str
 
 
-class FormOutcome(msgspec.Struct, frozen=True, kw_only=True):
+class ConstraintOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a task: a grammar that can be compiled, or the reason why there is none."""
 
     grammar: str = ""

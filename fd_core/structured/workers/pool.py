@@ -1,6 +1,6 @@
 """A few processes that make and compile grammars for a server, with limits of time, memory and slots for each client.
 
-    run --slot of the client--> process that is idle, or a new one --FormOutcome or its death--> cache
+    run --slot of the client--> process that is idle, or a new one --ConstraintOutcome or its death--> cache
 
 A task that takes too long, or too much memory, ends with its process; the next task gets another one.
 """
@@ -23,8 +23,8 @@ from fd_core.errors import BadRequest
 from fd_core.launching.child import child_command, child_socket
 from fd_core.launching.message_stream import MessageSocket
 from fd_core.structured.compiler import VocabularyTable
-from fd_core.structured.grammar import FormAsked
-from fd_core.structured.workers.messages import CPU_SECONDS, INVALID, FormOutcome
+from fd_core.structured.grammar import RequestedConstraint
+from fd_core.structured.workers.messages import CPU_SECONDS, INVALID, ConstraintOutcome
 from fd_core.text.fair_thread import CLIENT
 
 _log = logging.getLogger(__name__)
@@ -54,10 +54,10 @@ class CompilePool:
         self._idle: list[_Process] = []
         self._processes: set[_Process] = set()
         self._slots = _TaskSlots(_PROCESSES, _SLOTS)
-        self._running: dict[bytes, asyncio.Task[FormOutcome]] = {}
+        self._running: dict[bytes, asyncio.Task[ConstraintOutcome]] = {}
         self._waiters: Counter[bytes] = Counter()
         """Number of waiters of each of them."""
-        self._cache: OrderedDict[bytes, FormOutcome] = OrderedDict()
+        self._cache: OrderedDict[bytes, ConstraintOutcome] = OrderedDict()
         self._cached_bytes = 0
         self._warming: asyncio.Task[None] | None = None
 
@@ -66,7 +66,7 @@ class CompilePool:
         if self._warming is None:
             self._warming = asyncio.create_task(self._warm(after))
 
-    async def run(self, asked: FormAsked) -> FormOutcome:
+    async def run(self, asked: RequestedConstraint) -> ConstraintOutcome:
         """Return the outcome of an output constraint. Equal ones are compiled once for all requests that wait for them.
 
         Raises `BadRequest` if it cannot be sent, or the model's vocabulary is not supported; `OSError`, `EOFError` or
@@ -106,7 +106,7 @@ class CompilePool:
 
     # Tasks ------------------------------------------------------------------------------------------------
 
-    async def _computed(self, digest: bytes, task: bytes, field: str) -> FormOutcome:
+    async def _computed(self, digest: bytes, task: bytes, field: str) -> ConstraintOutcome:
         client, cost = CLIENT.get(), 0.0
         await self._slots.take(client)
         try:
@@ -121,7 +121,7 @@ class CompilePool:
                 self._cached_bytes -= len(self._cache.popitem(last=False)[1].grammar)
         return outcome
 
-    async def _sent(self, task: bytes, field: str) -> tuple[FormOutcome, bool]:
+    async def _sent(self, task: bytes, field: str) -> tuple[ConstraintOutcome, bool]:
         """Return the outcome of a task in a process, and True if a retry would have the same outcome."""
         process = await self._take()
         is_idle = False
@@ -129,7 +129,7 @@ class CompilePool:
             async with asyncio.timeout(self._seconds):
                 answer = await process.ask(task)
             is_idle = True
-            return msgspec.msgpack.decode(answer, type=FormOutcome), True
+            return msgspec.msgpack.decode(answer, type=ConstraintOutcome), True
         except TimeoutError:
             return self._refused(field, f"compiling takes more than {self._seconds:g} s"), False
         except (OSError, EOFError):
@@ -146,8 +146,8 @@ class CompilePool:
                 self.warm_up()
 
     @staticmethod
-    def _refused(field: str, reason: str) -> FormOutcome:
-        return FormOutcome(message=f"{field}: {reason}; simplify it", field=field, code=INVALID)
+    def _refused(field: str, reason: str) -> ConstraintOutcome:
+        return ConstraintOutcome(message=f"{field}: {reason}; simplify it", field=field, code=INVALID)
 
     # Processes --------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class CompilePool:
         asyncio.get_running_loop().run_in_executor(None, process.wait)
 
 
-def _encoded(asked: FormAsked) -> bytes:
+def _encoded(asked: RequestedConstraint) -> bytes:
     try:
         return msgspec.json.encode(asked)
     except OverflowError:  # an integer of more than 64 bits, which the slower encoder supports

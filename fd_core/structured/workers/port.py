@@ -12,7 +12,7 @@ from fd_core.effects.operations import Cancel, CompileGrammar, Effect, GrammarRe
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import CompletionQueue, EffectPort
 from fd_core.effects.thread_loop import ThreadLoop
-from fd_core.structured.compiler import LARGE_GRAMMAR, CompilerStats, GrammarCompiler, GrammarError, yield_to_others
+from fd_core.structured.compiler import LARGE_GRAMMAR, CompilerStats, GrammarCompiler, GrammarError, lower_priority
 
 _log = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ class GrammarPort(EffectPort[CompilerStats]):
         self._clock = clock
         self._pending: PendingOperations[GrammarReady] = PendingOperations(queue.put)
         self._small = ThreadLoop("fdcore-grammars")
-        self._small.post(partial(yield_to_others, is_large=False))
+        self._small.post(partial(lower_priority, is_large=False))
         self._large = ThreadLoop("fdcore-large-grammars")
-        self._large.post(partial(yield_to_others, is_large=True))
+        self._large.post(partial(lower_priority, is_large=True))
         self._started: set[ThreadLoop] = set()
         self._closed = False
 

@@ -30,7 +30,7 @@ from fd_core.disagg.connectors.contract import (
     KVOutbox,
     PutResult,
 )
-from fd_core.testing.connectors.far import FarSide, Recipe, census
+from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 
 WINDOW = 4
 PIECES = range(3, 40)
@@ -43,7 +43,7 @@ _DRAWS: dict[str, Any] = {
     "database": None,
 }
 
-_FAR = pytest.StashKey[FarSide]()
+_FAR = pytest.StashKey[RemoteProcess]()
 _WARM = pytest.StashKey[set[str]]()
 
 OpenBoth = Callable[..., tuple[KVInbox, KVOutbox]]
@@ -137,11 +137,11 @@ class ConnectorSuite:
         return Recipe(f"{cls.__module__}:{cls.__qualname__}", kv_store, self.timeout)
 
     @pytest.fixture
-    def far(self, request: pytest.FixtureRequest, recipe: Recipe) -> FarSide:
+    def far(self, request: pytest.FixtureRequest, recipe: Recipe) -> RemoteProcess:
         """The other process of all cases, after a first transfer, so that lazy imports do not count as leaks."""
         session = request.session
         if _FAR not in session.stash:
-            session.stash[_FAR] = FarSide()
+            session.stash[_FAR] = RemoteProcess()
             session.stash[_WARM] = set()
             session.addfinalizer(session.stash[_FAR].close)
         side, warm = session.stash[_FAR], session.stash[_WARM]
@@ -159,14 +159,14 @@ class ConnectorSuite:
         return side
 
     @pytest.fixture
-    def doomed(self) -> Iterator[FarSide]:
+    def doomed(self) -> Iterator[RemoteProcess]:
         """Another process that is killed before the end of the case."""
-        side = FarSide()
+        side = RemoteProcess()
         yield side
         side.close()
 
     @pytest.fixture(params=["the prefill side is far", "the decode side is far"])
-    def sides(self, request: pytest.FixtureRequest, far: FarSide, recipe: Recipe) -> tuple[Connector, Connector]:
+    def sides(self, request: pytest.FixtureRequest, far: RemoteProcess, recipe: Recipe) -> tuple[Connector, Connector]:
         """Connectors of the decode side and the prefill side, in two processes."""
         near, other = recipe.make(), far.make(recipe)
         request.addfinalizer(other.close)
@@ -188,10 +188,10 @@ class ConnectorSuite:
             end.close()
 
     @pytest.fixture(autouse=True)
-    def _nothing_is_left(self, far: FarSide, kv_store: str | None) -> Iterator[None]:
-        before, before_far, before_outside = census(), far.census(), self.left_behind(kv_store)
+    def _nothing_is_left(self, far: RemoteProcess, kv_store: str | None) -> Iterator[None]:
+        before, before_far, before_outside = resource_snapshot(), far.resource_snapshot(), self.left_behind(kv_store)
         yield
-        for then, there in ((before, census()), (before_far, far.census())):
+        for then, there in ((before, resource_snapshot()), (before_far, far.resource_snapshot())):
             assert _more(there.descriptors, then.descriptors) == [], "descriptors are left open"
             assert _more(there.mapped, then.mapped) == [], "memory is left mapped"
             assert _more(there.threads, then.threads) == [], "threads are left running"
@@ -398,7 +398,7 @@ class ConnectorSuite:
 
     @pytest.mark.law("6.3")
     @pytest.mark.parametrize("told", [0, 2, WINDOW], ids=lambda told: f"{told} of {WINDOW} pieces announced")
-    def test_the_prefill_side_is_killed(self, recipe: Recipe, doomed: FarSide, told: int) -> None:
+    def test_the_prefill_side_is_killed(self, recipe: Recipe, doomed: RemoteProcess, told: int) -> None:
         decode = recipe.make()
         inbox, outbox = _opened(decode, doomed.make(recipe))
         there = [put(outbox, index, value_of(index, 1000)) for index in PIECES[:WINDOW]]
@@ -412,7 +412,7 @@ class ConnectorSuite:
 
     @pytest.mark.law("6.3")
     @pytest.mark.parametrize("taken", [0, 2])
-    def test_the_decode_side_is_killed(self, recipe: Recipe, doomed: FarSide, taken: int) -> None:
+    def test_the_decode_side_is_killed(self, recipe: Recipe, doomed: RemoteProcess, taken: int) -> None:
         prefill = recipe.make()
         inbox, outbox = _opened(doomed.make(recipe), prefill)
         for index in PIECES[: WINDOW - 1]:
@@ -427,7 +427,9 @@ class ConnectorSuite:
         prefill.close()
 
     @pytest.mark.law("6.3")
-    def test_the_decode_side_is_gone_before_the_prefill_side_begins(self, recipe: Recipe, doomed: FarSide) -> None:
+    def test_the_decode_side_is_gone_before_the_prefill_side_begins(
+        self, recipe: Recipe, doomed: RemoteProcess
+    ) -> None:
         lease, prefill = new_lease(), recipe.make()
         decode = doomed.make(recipe)
         address = decode.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES).address
@@ -437,7 +439,7 @@ class ConnectorSuite:
         prefill.close()
 
     @pytest.mark.law("6")
-    def test_no_call_waits_for_a_side_that_stands_still(self, recipe: Recipe, doomed: FarSide) -> None:
+    def test_no_call_waits_for_a_side_that_stands_still(self, recipe: Recipe, doomed: RemoteProcess) -> None:
         prefill = recipe.make()
         inbox, outbox = _opened(doomed.make(recipe), prefill)
         with doomed.stopped():

@@ -35,7 +35,12 @@ HostCalls = Callable[[], str]
 
 
 def examine(
-    ops: Ops, check: OpCheck, size: Size, limits: Mapping[str, str], bandwidth: float | None, said: HostCalls = str
+    ops: Ops,
+    check: OpCheck,
+    size: Size,
+    limits: Mapping[str, str],
+    bandwidth: float | None,
+    read_output: HostCalls = str,
 ) -> OpFinding:
     """Compute one check on a pack and on the oracle. Never raises."""
     found = OpFinding(primitive=check.primitive, case=check.case, dtype=ops.dtype, size=size.name, outcome="ok")
@@ -44,7 +49,7 @@ def examine(
             return msgspec.structs.replace(found, outcome="limit", reason=f"{ability}: {limits[ability]}")
     if check.kv_dtype not in ("auto", *ops.kv_dtypes):
         return msgspec.structs.replace(found, outcome="limit", reason=f"no KV in {check.kv_dtype}")
-    said()
+    read_output()
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -52,7 +57,7 @@ def examine(
             first = prepared.call()
             arrays = list(prepared.results(first))
             hosts = [np.array(ops.to_host(array)) for array in arrays]
-        words = [*(str(each.message) for each in warned), *said().splitlines()]
+        words = [*(str(each.message) for each in warned), *read_output().splitlines()]
         fell_back = _elsewhere(ops, arrays) or next(filter(_FALL_BACK.search, words), "")
         found = msgspec.structs.replace(found, fell_back=_line(fell_back))
         right = check.prepare(_ORACLE, size)
@@ -142,7 +147,7 @@ def _new_words(path: Path) -> HostCalls:
     return words
 
 
-def _events(text: str, begin: int, said: HostCalls, only: frozenset[str]) -> Iterator[msgspec.Struct]:
+def _events(text: str, begin: int, read_output: HostCalls, only: frozenset[str]) -> Iterator[msgspec.Struct]:
     with tempfile.TemporaryDirectory(prefix="fdcore-doctor-") as folder:
         target = parse_target(text, Path(folder))
         try:
@@ -158,7 +163,7 @@ def _events(text: str, begin: int, said: HostCalls, only: frozenset[str]) -> Ite
         yield PackDescribed(ops.dtype, target.backend.describe(), target.emulated, bandwidth, len(work))
         for number, (check, size) in enumerate(work[begin:], begin):
             yield ProbeBegun(number, check.primitive, check.case, size.name)
-            yield examine(ops, check, size, target.limits, bandwidth, said)
+            yield examine(ops, check, size, target.limits, bandwidth, read_output)
 
 
 def _main(text: str, begin: str, events: str, errors: str, only: str = "") -> None:

@@ -109,7 +109,7 @@ class Golden:
         assert lead.max(initial=0.0) <= margin, f"{where}, where the best token leads by {lead.max():.3g}"
 
 
-class _SeeingOps(NumpyOps):
+class _RecordingOps(NumpyOps):
     """The oracle's pack, which stores the logits that it sampled from last."""
 
     seen: Floats
@@ -192,7 +192,7 @@ class Judge:
             assert list(top_ids)[:-1] == list(right.top_ids)[:-1], f"{where}: wrong order"
 
     def _check_token(self, spec: RequestSpec, text: list[int], at: int, logits: Floats, where: str) -> None:
-        ops = _SeeingOps()
+        ops = _RecordingOps()
         sampler = Sampler(ops, 1, len(logits))
         tokens = np.array([*spec.prompt, *text[:at]], np.int32)
         sampler.admit(Admission(0, 0, tokens, len(spec.prompt), spec.params, (), 0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NoReturn
 
-SECTIONS_OF_THE_LAW: Final[Mapping[str, str]] = {
+INVARIANT_SECTIONS: Final[Mapping[str, str]] = {
     "1": "Preempted-slot signalling",
     "2": "Step token budget",
     "3": "KV blocks",
@@ -89,7 +89,7 @@ RULES: Final[Mapping[str, str]] = {
 """Rules by number. `1`, `2`, `4`, `6` and `8` without a second number are the head of the section."""
 
 
-class LawBroken(AssertionError):
+class InvariantViolated(AssertionError):
     """Violation of a rule by the code under test."""
 
     def __init__(self, rule: str, what: str) -> None:
@@ -100,7 +100,7 @@ class LawBroken(AssertionError):
 def broken(rule: str, what: str) -> NoReturn:
     """Fail the running test: `what` was observed, which violates `rule`."""
     assert rule in RULES
-    raise LawBroken(rule, what)
+    raise InvariantViolated(rule, what)
 
 
 def require(condition: object, rule: str, what: str) -> None:

@@ -12,27 +12,27 @@ from fd_core.ops.parallel import Parallel, RankGroup, SharedMemoryGroup, group_m
 _T = TypeVar("_T")
 
 
-def shared_memory_ranks(size: int, patience: float) -> Sequence[RankGroup]:
+def shared_memory_ranks(size: int, timeout: float) -> Sequence[RankGroup]:
     """Return the ends of a group that shares memory."""
     descriptor = group_memory(size)
     try:
-        return [SharedMemoryGroup(Parallel(rank, size), descriptor, patience) for rank in range(size)]
+        return [SharedMemoryGroup(Parallel(rank, size), descriptor, timeout) for rank in range(size)]
     finally:
         os.close(descriptor)
 
 
-def gloo_ranks(size: int, patience: float) -> Sequence[RankGroup]:
+def gloo_ranks(size: int, timeout: float) -> Sequence[RankGroup]:
     """Return the ends of a group over loopback; needs torch."""
     from fd_core.ops.torch.group import TorchGroup
 
-    first = TorchGroup.open(size, patience)
-    return [first, *(TorchGroup.join(Parallel(rank, size), first.meeting, patience) for rank in range(1, size))]
+    first = TorchGroup.open(size, timeout)
+    return [first, *(TorchGroup.join(Parallel(rank, size), first.rendezvous, timeout) for rank in range(1, size))]
 
 
 def on_ranks(
     size: int,
     work: Callable[[RankGroup], _T],
-    patience: float = 20.0,
+    timeout: float = 20.0,
     make: Callable[[int, float], Sequence[RankGroup]] = shared_memory_ranks,
 ) -> list[_T]:
     """Run `work` on each rank of a group concurrently, and return the results.
@@ -47,6 +47,6 @@ def on_ranks(
             group.abandon()
             raise
 
-    groups = make(size, patience)  # all are held to the end: freeing one closes its connections
+    groups = make(size, timeout)  # all are held to the end: freeing one closes its connections
     with ThreadPoolExecutor(size) as pool:
         return [future.result() for future in [pool.submit(run, group) for group in groups]]

@@ -21,7 +21,7 @@ from fd_core.plugins import BACKEND, POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
 from fd_core.testing.models.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, write_checkpoint
 from fd_core.testing.stepping import SMALL
-from fd_core.testing.stepping.drafting import KnowingDrafter, speculation
+from fd_core.testing.stepping.drafting import OracleDrafter, speculation
 
 _MODEST: Final[Mapping[str, Any]] = {**SMALL, "num_threads": 1, "watchdog_seconds": 20.0}
 _ISA: Final = "FD_ISA"
@@ -206,7 +206,7 @@ class Target:
         speculative = {"speculative": speculation(k), "structured_output": k > 0, "pipeline_depth": 1}
         engine = self.load(case, **speculative | settings)
         if k:
-            engine.probe().runner.drafter = KnowingDrafter(engine.info.max_num_seqs, whole, wrong, 0)
+            engine.probe().runner.drafter = OracleDrafter(engine.info.max_num_seqs, whole, wrong, 0)
         try:
             yield engine
         finally:

@@ -28,7 +28,7 @@ class KitCase:
         return tuple(rule for mark in marks for rule in mark.args)
 
     def run(self, **fixtures: Any) -> None:
-        """Run it with the fixtures in its signature. Raises `LawBroken` with the rule, or skips the test."""
+        """Run it with the fixtures in its signature. Raises `InvariantViolated` with the rule, or skips the test."""
         names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
         self.function(**self.parameters, **{name: fixtures[name] for name in names if name in fixtures})
 

@@ -11,7 +11,7 @@ from fd_core.errors import PluginError
 from fd_core.plugins import TOOL_PARSER, Kind, installed_plugins
 from fd_core.testing.kit.law import broken, require
 from fd_core.text.parsing.contract import CallForm, OutputParser, TaggedArguments
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, ReasoningDelta, joined
 
 NOW: Final = "now"
 """The tool without arguments."""
@@ -137,7 +137,7 @@ class ParserTarget:
         long = "x" * size
         kinds: tuple[tuple[type[Event], Words], ...] = (
             (Content, Words(content=long)),
-            (Thought, Words(reasoning=long)),
+            (ReasoningDelta, Words(reasoning=long)),
             (ArgumentsDelta, Words(city=long)),
         )
         for kind, words in kinds:
@@ -168,7 +168,7 @@ class ParserTarget:
                     case ArgumentsDelta(index) | CallEnded(index):
                         require(is_open and index == begun - 1, "8.3", f"{event} belongs to no open call")
                         is_open = isinstance(event, ArgumentsDelta)
-                    case Content() | Thought():
+                    case Content() | ReasoningDelta():
                         pass
                     case _:
                         broken("8", f"{event!r} is not an event")
@@ -190,7 +190,9 @@ def _arguments(form: TaggedArguments | str, arguments: dict[str, Any], *, ascii_
 
 def text_of(events: Iterable[Event], *kinds: type[Event]) -> str:
     """Return the text of the events of some kinds, by default of content and reasoning."""
-    return "".join(getattr(event, "text", "") for event in events if isinstance(event, kinds or (Content, Thought)))
+    return "".join(
+        getattr(event, "text", "") for event in events if isinstance(event, kinds or (Content, ReasoningDelta))
+    )
 
 
 def meaning_of(events: list[Event]) -> Meaning:
@@ -201,7 +203,7 @@ def meaning_of(events: list[Event]) -> Meaning:
             arguments[event.index] += event.text
     return Meaning(
         text_of(events, Content),
-        text_of(events, Thought),
+        text_of(events, ReasoningDelta),
         [(event.name, arguments[event.index]) for event in events if isinstance(event, CallBegun)],
         sum(isinstance(event, CallEnded) for event in events),
     )

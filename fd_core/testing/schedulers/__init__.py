@@ -23,7 +23,7 @@ class SchedulerCase(KitCase):
     """A test of the scheduler kit with its parameters."""
 
     def check(self, target: SchedulerTarget, examples: int = QUICK_EXAMPLES) -> None:
-        """Run it. Raises `LawBroken` with the rule, or skips the running test, with the reason."""
+        """Run it. Raises `InvariantViolated` with the rule, or skips the running test, with the reason."""
         target.require(self.section)
         self.run(target=target, examples=examples)
 

@@ -36,7 +36,7 @@ _PATIENCE: Final = 4
 
 
 @dataclass(slots=True)
-class Stay:
+class Occupancy:
     """A request in a slot, as observable from outside."""
 
     request: Followed
@@ -75,11 +75,11 @@ class Followed:
     tokens: list[int]
     marks: list[int] = field(default_factory=list)
     """For each position, a hash of the inputs of its KV: salt and all tokens up to there."""
-    stay: Stay | None = None
+    occupancy: Occupancy | None = None
     loading: operations.Load | operations.Fetch | None = None
-    abort_wanted: bool = False
+    abort_requested: bool = False
     end: FinishReason | None = None
-    told_first: bool = False
+    first_delivered: bool = False
     cached: int | None = None
     """Cached tokens at the first admission."""
     fetches: int = 0
@@ -104,7 +104,7 @@ class Followed:
     def needs_every_position(self) -> bool:
         """True if every position of the prompt must be computed for a pending result, even if its KV is cached."""
         mean = self.spec.pooling is not None and self.spec.pooling.kind == "mean"
-        return not self.told_first and (self.scores_prompt or mean)
+        return not self.first_delivered and (self.scores_prompt or mean)
 
     @property
     def name(self) -> str:
@@ -113,8 +113,8 @@ class Followed:
     @property
     def where(self) -> str:
         """One of `WHERES`. A draining request may have ended already."""
-        if self.stay is not None:
-            return "drains" if self.stay.revoked else "runs"
+        if self.occupancy is not None:
+            return "drains" if self.occupancy.revoked else "runs"
         if self.end is not None:
             return "ended"
         return "waits" if self.loading is None else "loads"
@@ -134,7 +134,7 @@ class Followed:
 class _Row(NamedTuple):
     """A row of a step in flight, at the position that the runner actually computed."""
 
-    stay: Stay
+    occupancy: Occupancy
     start: int
     """First position that it computed."""
     own: int
@@ -158,13 +158,13 @@ class _Expected(NamedTuple):
 
 
 class Auditor:
-    """Auditor of a scheduler; raises `LawBroken` on the first violation."""
+    """Auditor of a scheduler; raises `InvariantViolated` on the first violation."""
 
     def __init__(self, limits: Limits, epoch: int) -> None:
         self.limits = limits
         self.requests: dict[str, Followed] = {}
         """All requests so far, by id."""
-        self.stays: dict[int, Stay] = {}
+        self.occupancies: dict[int, Occupancy] = {}
         """Slot occupancies by slot, including draining ones."""
         self.stale = 0
         """Number of outputs and rows that must be dropped."""
@@ -186,8 +186,8 @@ class Auditor:
         self._named: dict[bytes, int] = {}
 
     @property
-    def live(self) -> list[Stay]:
-        return [stay for stay in self.stays.values() if not stay.revoked]
+    def live(self) -> list[Occupancy]:
+        return [occupancy for occupancy in self.occupancies.values() if not occupancy.revoked]
 
     @property
     def unfinished(self) -> set[str]:
@@ -195,7 +195,7 @@ class Auditor:
 
     @property
     def tables(self) -> set[int]:
-        return {block for stay in self.live for block in stay.table}
+        return {block for occupancy in self.live for block in occupancy.table}
 
     def touched(self) -> set[int]:
         return {block for step in self._in_flight.values() for block in step.touched}
@@ -217,17 +217,21 @@ class Auditor:
     def aborted(self, name: str, delta: Delta | None) -> None:
         """Check the abort of a request, known or unknown."""
         request = self.requests.get(name)
-        at_once = request is not None and request.end is None and not request.abort_wanted and request.stay is None
+        at_once = (
+            request is not None and request.end is None and not request.abort_requested and request.occupancy is None
+        )
         if request is None or not at_once:
             state = "unknown" if request is None else "aborted or ended already"
-            held = request is not None and request.end is None and request.stay is not None
+            held = request is not None and request.end is None and request.occupancy is not None
             rule, why = ("1.2", "holds its slot") if held else ("1.7", f"is {state}")
             require(delta is None, rule, f"abort of {name}, which {why}, returned {delta}")
             if request is not None:
-                request.abort_wanted = True
+                request.abort_requested = True
             return
         if delta is None and request.loading is not None and request.loading.operation not in self._operations:
-            request.abort_wanted = True  # its KV has arrived, so it may count as running, and the next plan revokes it
+            request.abort_requested = (
+                True  # its KV has arrived, so it may count as running, and the next plan revokes it
+            )
             return
         what = f"{name} was aborted while it {'waited' if request.loading is None else 'loaded'}"
         require(delta is not None, "1.7", f"{what}, but got no delta with its end")
@@ -237,20 +241,24 @@ class Auditor:
         require(not delta.token_ids, "1.1", f"{what}, but got tokens: {delta.token_ids}")
         if isinstance(request.loading, operations.Fetch):
             self._to_cancel.add(request.loading.operation)
-        request.abort_wanted, request.end, request.loading = True, FinishReason.ABORT, None
+        request.abort_requested, request.end, request.loading = True, FinishReason.ABORT, None
 
     def planned(self, plan: StepPlan | None, effects: operations.Effects) -> None:
         """Check a plan and its effects; `plan` is None if there is nothing to do."""
-        wanted = [stay for stay in self.live if stay.request.abort_wanted]
+        wanted = [occupancy for occupancy in self.live if occupancy.request.abort_requested]
         revoked = {(each.slot, each.gen) for each in plan.revocations} if plan is not None else set()
-        for stay in wanted:
+        for occupancy in wanted:
             more = "" if plan is not None else ": there is no plan, but revocations alone require one"
             rule = "1.7" if plan is not None else "1.3"
-            require((stay.slot, stay.gen) in revoked, rule, f"{stay} was aborted, but is not revoked{more}")
+            require(
+                (occupancy.slot, occupancy.gen) in revoked, rule, f"{occupancy} was aborted, but is not revoked{more}"
+            )
         if plan is not None:
             self._take_in(plan)
         self._began(effects)
-        late = [name for name, each in self.requests.items() if each.abort_wanted and each.where in ("waits", "loads")]
+        late = [
+            name for name, each in self.requests.items() if each.abort_requested and each.where in ("waits", "loads")
+        ]
         require(not late, "1.7", f"{late} were aborted, but the next plan did not revoke them")
         left = self._to_cancel & self._operations.keys()
         require(not left, "6.1", f"the requests of the fetches {left} were aborted, but the fetches are not cancelled")
@@ -271,9 +279,11 @@ class Auditor:
         useful = count or plan.admissions or plan.revocations or plan.grants
         require(useful, "8", f"step {plan.step} is empty")
         before = {
-            stay.slot: (stay, stay.remaining, stay.num_computed)
-            for stay in self.live
-            if not stay.in_flight and stay.num_planned < stay.request.limit and not stay.request.abort_wanted
+            occupancy.slot: (occupancy, occupancy.remaining, occupancy.num_computed)
+            for occupancy in self.live
+            if not occupancy.in_flight
+            and occupancy.num_planned < occupancy.request.limit
+            and not occupancy.request.abort_requested
         }
         entering = {(each.slot, each.gen) for each in plan.admissions}
         leaving = {(each.slot, each.gen) for each in plan.revocations}
@@ -283,7 +293,7 @@ class Auditor:
                 self._revoke(revoked.slot, revoked.gen)
         touched = self.touched()
         for admission in plan.admissions:
-            self._admit(admission, plan, touched, stays=(admission.slot, admission.gen) not in leaving)
+            self._admit(admission, plan, touched, occupancies=(admission.slot, admission.gen) not in leaving)
         for slot, gen in entering & leaving:
             self._revoke(slot, gen)
         admitted = {admission.slot for admission in plan.admissions}
@@ -295,11 +305,11 @@ class Auditor:
             self._check_row(plan, row, step)
         self._check_left_out(plan, before)
 
-    def _admit(self, admission: Admission, plan: StepPlan, touched: set[int], *, stays: bool) -> None:
+    def _admit(self, admission: Admission, plan: StepPlan, touched: set[int], *, occupancies: bool) -> None:
         name, slot = admission.request_id, admission.slot
         request = self.requests.get(name)
         require(0 <= slot < self.limits.max_num_seqs, "1.4", f"slot {slot} does not exist")
-        there = self.stays.get(slot)
+        there = self.occupancies.get(slot)
         if there is not None:
             state = "drains" if there.revoked else "runs"
             broken("1.4", f"slot {slot} was assigned to {name} while {there.request.name} {state} there")
@@ -308,7 +318,9 @@ class Auditor:
         if request is None:
             broken("1.1", f"{name!r} was admitted but never added")
         require(request.end is None, "1.7", f"{name} was admitted after its end")
-        require(request.stay is None, "1.4", f"{name} was admitted to slot {slot} while it has {request.stay}")
+        require(
+            request.occupancy is None, "1.4", f"{name} was admitted to slot {slot} while it has {request.occupancy}"
+        )
         gen = self._gens[slot]
         require(admission.gen > gen, "1.5", f"slot {slot} has gen {admission.gen} after gen {gen}")
         self._gens[slot] = admission.gen
@@ -324,111 +336,125 @@ class Auditor:
             require(computed <= request.seen, "4", f"{begins}, but needs every position of its prompt")
         request.cached = computed if request.cached is None else request.cached
         loaded, request.loading = request.loading, None
-        stay = Stay(request, slot, admission.gen, [], len(told), computed, len(told))
+        occupancy = Occupancy(request, slot, admission.gen, [], len(told), computed, len(told))
         first = [grant for grant in plan.grants if grant.slot == slot and grant.offset == 0]
         for grant in first:
-            self._grant(grant, touched, stay, [] if loaded is None else loaded.blocks.tolist())
-        self.stays[slot], request.stay = stay, stay
-        if not stays:
+            self._grant(grant, touched, occupancy, [] if loaded is None else loaded.blocks.tolist())
+        self.occupancies[slot], request.occupancy = occupancy, occupancy
+        if not occupancies:
             return
         size = self.limits.block_size
-        require(stay.num_computed <= len(stay.table) * size, "3.5", f"{stay} has no blocks for its computed tokens")
-        for position in range(stay.num_computed):
-            block = stay.table[position // size]
+        require(
+            occupancy.num_computed <= len(occupancy.table) * size,
+            "3.5",
+            f"{occupancy} has no blocks for its computed tokens",
+        )
+        for position in range(occupancy.num_computed):
+            block = occupancy.table[position // size]
             if self._content[block][position % size] != request.mark(position):
                 broken(
                     self._left_behind.get(block, "5.3" if request.spec.cache_salt else "3.5"),
-                    f"{stay} reuses position {position} of block {block}, which has no settled KV of its text "
+                    f"{occupancy} reuses position {position} of block {block}, which has no settled KV of its text "
                     f"under its salt",
                 )
 
-    def _grant(self, grant: BlockGrant, touched: set[int], stay: Stay | None = None, own: Sequence[int] = ()) -> None:
+    def _grant(
+        self, grant: BlockGrant, touched: set[int], occupancy: Occupancy | None = None, own: Sequence[int] = ()
+    ) -> None:
         """Check granted blocks; only those of a cached prefix may have other owners."""
-        shared = 0 if stay is None else stay.num_computed // self.limits.block_size
-        stay = self.stays.get(grant.slot) if stay is None else stay
-        if stay is None or stay.revoked:
+        shared = 0 if occupancy is None else occupancy.num_computed // self.limits.block_size
+        occupancy = self.occupancies.get(grant.slot) if occupancy is None else occupancy
+        if occupancy is None or occupancy.revoked:
             broken("3.1", f"slot {grant.slot} was granted blocks, but has no running request")
-        require(grant.offset == len(stay.table), "3.1", f"{stay} was granted blocks at offset {grant.offset}")
+        require(grant.offset == len(occupancy.table), "3.1", f"{occupancy} was granted blocks at offset {grant.offset}")
         tables = self.tables | {block for other in self.requests.values() for block in _loaded(other.loading)}
         for index, block in enumerate(grant.blocks.tolist()):
-            require(0 <= block < self.limits.num_kv_blocks, "3.1", f"{stay} was granted block {block}")
+            require(0 <= block < self.limits.num_kv_blocks, "3.1", f"{occupancy} was granted block {block}")
             twice = "3.3" if grant.offset == 0 and shared else "3.1"
-            require(block not in stay.table, twice, f"{stay} was granted block {block} twice")
-            stay.table.append(block)
+            require(block not in occupancy.table, twice, f"{occupancy} was granted block {block} twice")
+            occupancy.table.append(block)
             if grant.offset == 0 and index < shared:
                 coming = self.operating(operations.Load, operations.Fetch) - set(own)
-                require(block not in coming, "3.2", f"{stay} shares block {block}, whose KV is in transit")
+                require(block not in coming, "3.2", f"{occupancy} shares block {block}, whose KV is in transit")
                 continue
-            require(block not in tables, "3.1", f"{stay} was granted block {block}, which another request owns")
+            require(block not in tables, "3.1", f"{occupancy} was granted block {block}, which another request owns")
             if block in own:
                 continue
-            require(block not in touched, "3.2", f"{stay} was granted block {block}, which a step in flight touches")
+            require(
+                block not in touched, "3.2", f"{occupancy} was granted block {block}, which a step in flight touches"
+            )
             held = self.operating()
-            require(block not in held, "3.2", f"{stay} was granted block {block}, which an operation holds")
+            require(block not in held, "3.2", f"{occupancy} was granted block {block}, which an operation holds")
             self._content[block] = [None] * self.limits.block_size
             self._left_behind.pop(block, None)
 
     def _revoke(self, slot: int, gen: int) -> None:
-        stay = self.stays.get(slot)
-        if stay is None or stay.gen != gen:
+        occupancy = self.occupancies.get(slot)
+        if occupancy is None or occupancy.gen != gen:
             broken("1.2", f"slot {slot} gen {gen} was revoked, but has no request")
-        require(not stay.revoked, "1.2", f"{stay} was revoked twice")
-        stay.revoked = True
-        self.preemptions += not stay.request.abort_wanted
+        require(not occupancy.revoked, "1.2", f"{occupancy} was revoked twice")
+        occupancy.revoked = True
+        self.preemptions += not occupancy.request.abort_requested
 
     def _check_row(self, plan: StepPlan, row: int, step: _InFlight) -> None:
         slot, gen, count = int(plan.slots[row]), int(plan.gens[row]), int(plan.num_tokens[row])
         start, drafts, samples = int(plan.starts[row]), int(plan.num_drafts[row]), bool(plan.samples[row])
-        stay, size = self.stays.get(slot), self.limits.block_size
-        if stay is None or stay.gen != gen:
+        occupancy, size = self.occupancies.get(slot), self.limits.block_size
+        if occupancy is None or occupancy.gen != gen:
             broken("1.5", f"step {plan.step} computes slot {slot} gen {gen}, which has no request")
-        require(not stay.revoked, "1.2", f"step {plan.step} computes {stay}, which was revoked")
-        where = f"step {plan.step}: {stay}"
+        require(not occupancy.revoked, "1.2", f"step {plan.step} computes {occupancy}, which was revoked")
+        where = f"step {plan.step}: {occupancy}"
         own = count - drafts
         require(own >= 1 and drafts >= 0, "2.1", f"{where} computes {count} tokens with {drafts} drafts")
         require(samples or not drafts, "2.1", f"{where} has drafts in a chunk that does not sample")
-        most = self.limits.max_drafts if stay.drafts_ready is None else stay.drafts_ready
+        most = self.limits.max_drafts if occupancy.drafts_ready is None else occupancy.drafts_ready
         require(drafts <= most, "2.1", f"{where} is charged for {drafts} drafts, but the runner has at most {most}")
-        require(start == stay.num_computed, "1.1", f"{where}: expected start {stay.num_computed}, got {start}")
-        end, known = start + own, stay.num_planned
+        require(
+            start == occupancy.num_computed, "1.1", f"{where}: expected start {occupancy.num_computed}, got {start}"
+        )
+        end, known = start + own, occupancy.num_planned
         require(end <= known, "2.1", f"{where} is charged up to position {end}, but has {known} tokens")
         require(samples == (end == known), "1.1", f"{where} {'samples' if samples else 'does not sample'} at {end}")
-        require(start + count <= len(stay.table) * size, "3.1", f"{where} computes positions without a block")
-        real = stay.length - own if samples else start
-        blocks = stay.table[: -(-(start + count) // size)]
+        require(start + count <= len(occupancy.table) * size, "3.1", f"{where} computes positions without a block")
+        real = occupancy.length - own if samples else start
+        blocks = occupancy.table[: -(-(start + count) // size)]
         written = set(blocks[real // size :])
-        others = {block for other in self.live if other is not stay for block in other.table}
+        others = {block for other in self.live if other is not occupancy for block in other.table}
         require(not written & others, "3.1", f"{where} writes blocks {written & others}, which have other owners")
         held = self.operating()
         require(not written & held, "3.2", f"{where} writes blocks {written & held}, which an operation holds")
         step.touched.update(blocks)
-        step.rows.append(_Row(stay, real, own, drafts, samples))
+        step.rows.append(_Row(occupancy, real, own, drafts, samples))
         for position in range(real, start + count):
-            self._content[stay.table[position // size]][position % size] = None
-        stay.num_computed += count
-        stay.num_planned += samples + drafts
-        stay.in_flight += 1
-        stay.drafts_ready = None
+            self._content[occupancy.table[position // size]][position % size] = None
+        occupancy.num_computed += count
+        occupancy.num_planned += samples + drafts
+        occupancy.in_flight += 1
+        occupancy.drafts_ready = None
 
-    def _check_left_out(self, plan: StepPlan, before: dict[int, tuple[Stay, int, int]]) -> None:
+    def _check_left_out(self, plan: StepPlan, before: dict[int, tuple[Occupancy, int, int]]) -> None:
         """Check that a request computes fewer tokens than possible only if the budget is exhausted."""
         left = self.limits.max_num_batched_tokens - int(plan.num_tokens.sum())
-        for stay, remaining, computed in before.values():
-            room = len(stay.table) * self.limits.block_size - computed
-            if stay.revoked or room < 1:
+        for occupancy, remaining, computed in before.values():
+            room = len(occupancy.table) * self.limits.block_size - computed
+            if occupancy.revoked or room < 1:
                 continue
-            done = stay.num_computed - computed
+            done = occupancy.num_computed - computed
             if done:
-                stay.left_out = 0
+                occupancy.left_out = 0
             if done >= min(remaining, room):
                 continue
-            what = f"step {plan.step} computes {done} of {remaining} tokens of {stay}"
+            what = f"step {plan.step} computes {done} of {remaining} tokens of {occupancy}"
             if remaining == 1:
                 drafts = int(plan.num_drafts.sum())
                 require(not drafts, "2.2", f"{what}, but {drafts} drafts")
-                stay.left_out += 1
+                occupancy.left_out += 1
                 patience = _PATIENCE * self.limits.max_num_seqs + 8
-                require(stay.left_out <= patience, "2.2", f"{stay} was skipped in {stay.left_out} consecutive plans")
+                require(
+                    occupancy.left_out <= patience,
+                    "2.2",
+                    f"{occupancy} was skipped in {occupancy.left_out} consecutive plans",
+                )
             refund = "2.3" if plan.revocations else "2.1"
             require(not left, refund, f"{what}, but {left} tokens of the budget are unused")
 
@@ -448,7 +474,7 @@ class Auditor:
                     self._fetch(effect)
                 case operations.Send():
                     self._send(effect)
-                case operations.GiveUp(lease):
+                case operations.AbandonLease(lease):
                     self._job(lease, "is given up").is_over = True
                 case operations.Cancel(operation):
                     self._to_cancel.discard(operation)
@@ -475,7 +501,9 @@ class Auditor:
         request = self.requests.get(load.request_id)
         if request is None or not request.waits:
             broken(early, f"operation {load.operation} is for {load.request_id!r}, which is not waiting")
-        require(load.slot not in self.stays, "1.4", f"{request.name} loads into slot {load.slot}, which is in use")
+        require(
+            load.slot not in self.occupancies, "1.4", f"{request.name} loads into slot {load.slot}, which is in use"
+        )
         others = {block for other in self.requests.values() for block in _loaded(other.loading)}
         for name, taken in (
             ("that a step in flight touches", self.touched()),
@@ -551,7 +579,7 @@ class Auditor:
     def executed(self, plan: StepPlan, output: StepOutput) -> None:
         counts = signals.read(output.tokens).counts
         for row in self._in_flight[plan.step].rows:
-            row.stay.length += int(counts[row.stay.slot]) if row.samples else 0
+            row.occupancy.length += int(counts[row.occupancy.slot]) if row.samples else 0
 
     def dropped(self, deltas: Sequence[Delta], effects: operations.Effects, what: str) -> None:
         self.stale += 1
@@ -565,48 +593,48 @@ class Auditor:
         outcomes = signals.read(output.tokens, output.errors)
         expected: dict[str, _Expected] = {}
         for row in step.rows:
-            row.stay.in_flight -= 1
-            kind, count = outcomes.kinds[row.stay.slot], int(outcomes.counts[row.stay.slot])
-            if self.stays.get(row.stay.slot) is not row.stay or row.stay.ended:
+            row.occupancy.in_flight -= 1
+            kind, count = outcomes.kinds[row.occupancy.slot], int(outcomes.counts[row.occupancy.slot])
+            if self.occupancies.get(row.occupancy.slot) is not row.occupancy or row.occupancy.ended:
                 continue
-            request, draining = row.stay.request, row.stay.revoked
+            request, draining = row.occupancy.request, row.occupancy.revoked
             if kind == Outcome.ERROR:
                 expected[request.name] = _Expected(request, (), FinishReason.ERROR, draining)
                 continue
             if row.start <= request.seen:
                 request.seen = max(request.seen, row.start + row.own)
-            self._read(row.stay, output.prompt_logprobs)
+            self._read(row.occupancy, output.prompt_logprobs)
             told: tuple[int, ...] = ()
             if row.samples:
-                told, reason = _cut(request, outcomes.tokens[row.stay.slot, :count].tolist())
+                told, reason = _cut(request, outcomes.tokens[row.occupancy.slot, :count].tolist())
                 expected[request.name] = _Expected(request, told, reason, draining)
                 rejected = row.drafts - max(count - 1, 0)
-                row.stay.num_planned -= rejected
-                row.stay.num_computed -= rejected
-                if not row.stay.in_flight and output.drafts_ready is not None:
-                    row.stay.drafts_ready = int(output.drafts_ready[row.stay.slot])
-            elif not row.stay.in_flight:
-                row.stay.drafts_ready = 0
+                row.occupancy.num_planned -= rejected
+                row.occupancy.num_computed -= rejected
+                if not row.occupancy.in_flight and output.drafts_ready is not None:
+                    row.occupancy.drafts_ready = int(output.drafts_ready[row.occupancy.slot])
+            elif not row.occupancy.in_flight:
+                row.occupancy.drafts_ready = 0
             request.tokens += told
             self._settle(row, row.own + max(count - 1, 0) if row.samples else row.own)
         for revoked in plan.revocations:
-            request = self.stays.pop(revoked.slot).request
-            request.stay = None
-            if request.end is None and request.abort_wanted:
+            request = self.occupancies.pop(revoked.slot).request
+            request.occupancy = None
+            if request.end is None and request.abort_requested:
                 expected[request.name] = _Expected(request, (), FinishReason.ABORT, True)
         self._check_deltas(plan, expected, deltas)
-        slots = {row.stay.request.name: row.stay.slot for row in step.rows}
+        slots = {row.occupancy.request.name: row.occupancy.slot for row in step.rows}
         for delta in deltas:
             if delta.logprobs:
                 self._check_scores(delta, slots[delta.request_id], output.logprobs)
         self._began(effects)
 
-    def _read(self, stay: Stay, rows: PromptLogprobRows | None) -> None:
-        wanted = stay.request.spec.params.prompt_logprobs
+    def _read(self, occupancy: Occupancy, rows: PromptLogprobRows | None) -> None:
+        wanted = occupancy.request.spec.params.prompt_logprobs
         if rows is not None:
-            for index in (rows.slots == stay.slot).nonzero()[0].tolist():
+            for index in (rows.slots == occupancy.slot).nonzero()[0].tolist():
                 alternatives = tuple(rows.top_ids[index, :wanted].tolist())
-                stay.request.read[int(rows.positions[index])] = float(rows.chosen[index]), alternatives
+                occupancy.request.read[int(rows.positions[index])] = float(rows.chosen[index]), alternatives
 
     def _check_scores(self, delta: Delta, slot: int, rows: LogprobRows | None) -> None:
         """Check that log-probabilities belong to their tokens."""
@@ -621,9 +649,9 @@ class Auditor:
 
     def _settle(self, row: _Row, count: int) -> None:
         """Record the settled KV of the positions that a row computed."""
-        request, size = row.stay.request, self.limits.block_size
+        request, size = row.occupancy.request, self.limits.block_size
         for position in range(row.start, min(row.start + count, len(request.tokens))):
-            self._content[row.stay.table[position // size]][position % size] = request.mark(position)
+            self._content[row.occupancy.table[position // size]][position % size] = request.mark(position)
 
     def _check_deltas(self, plan: StepPlan, expected: dict[str, _Expected], deltas: Sequence[Delta]) -> None:
         told: dict[str, Delta] = {}
@@ -636,18 +664,18 @@ class Auditor:
                 request = self.requests.get(delta.request_id)
                 ended = request is not None and request.end is not None
                 what = f"step {plan.step} sends {delta.request_id}{', which ended,' if ended else ''} {delta.token_ids}"
-                rule = "1.7" if ended and request is not None and request.abort_wanted else "1.1"
+                rule = "1.7" if ended and request is not None and request.abort_requested else "1.1"
                 require(not delta.token_ids and delta.finish_reason is None, rule, f"{what} {delta.finish_reason}")
         failed = any(each.end is FinishReason.ERROR for each in expected.values())
         for name, each in expected.items():
             self._check_delta(plan, each, told.get(name), beside_error=failed)
-            request, stay = each.request, each.request.stay
+            request, occupancy = each.request, each.request.occupancy
             request.end = each.end
-            if each.end is not None and stay is not None:
-                stay.ended = True
-                if not stay.revoked:
-                    del self.stays[stay.slot]
-                    request.stay = None
+            if each.end is not None and occupancy is not None:
+                occupancy.ended = True
+                if not occupancy.revoked:
+                    del self.occupancies[occupancy.slot]
+                    request.occupancy = None
 
     def _check_delta(self, plan: StepPlan, right: _Expected, delta: Delta | None, *, beside_error: bool) -> None:
         request, tokens, reason, draining = right
@@ -667,8 +695,8 @@ class Auditor:
             count = None if delta.logprobs is None else len(delta.logprobs)
             require(count == len(tokens), "1.1", f"{request.name} got {count} log-probabilities")
         scores = delta.prompt_logprobs
-        if tokens and not request.told_first:
-            request.told_first = True
+        if tokens and not request.first_delivered:
+            request.first_delivered = True
             read = [request.read.get(place) for place in range(1, len(request.spec.prompt))]
             found = None if scores is None else [(score.logprob, score.top_ids) for score in scores]
             what = f"prompt of {request.name}: expected {read}, got {found}"
@@ -685,8 +713,8 @@ class Auditor:
         """Compare the scheduler's reported holdings with the audited state."""
         require(set(names) == self.unfinished, "1.7", f"expected unfinished {self.unfinished}, got {set(names)}")
         loading = [request for request in self.requests.values() if request.loading is not None]
-        draining = sum(stay.revoked for stay in self.stays.values())
-        slots = len(self.stays) + len(loading)
+        draining = sum(occupancy.revoked for occupancy in self.occupancies.values())
+        slots = len(self.occupancies) + len(loading)
         require(slots <= self.limits.max_num_seqs, "1.4", f"{slots} slots are in use")
         require(held.draining == draining, "1.2", f"expected {draining} draining slots, got {held.draining}")
         running = len(self.live) + len(loading)

@@ -16,17 +16,17 @@ from fd_core.kv.prefix import PrefixHasher
 from fd_core.plugins import SCHEDULER, installed_plugins
 from fd_core.runner.inputs.inputs import BudgetExceeded
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import Fcfs, SchedulingPolicy
 from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.victims import FewestTokens
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.schedulers.audit import Auditor, Stay
+from fd_core.testing.schedulers.audit import Auditor, Occupancy
 from fd_core.testing.schedulers.scripts import make_runner, whole_text
 from fd_core.testing.schedulers.tiers import Operation, OperationEnd, ScriptedPeers
 from fd_core.testing.stepping import SMALL
-from fd_core.testing.stepping.drafting import KnowingDrafter
+from fd_core.testing.stepping.drafting import OracleDrafter
 from fd_core.testing.stepping.texts import Texts
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
@@ -67,7 +67,7 @@ def find_scheduler(name: str) -> SchedulerTarget:
 class Driver:
     """Plans, executes and commits one step at a time."""
 
-    def __init__(self, target: SchedulerTarget, setup: SchedulerSetup, drafter: KnowingDrafter | None) -> None:
+    def __init__(self, target: SchedulerTarget, setup: SchedulerSetup, drafter: OracleDrafter | None) -> None:
         self.limits = setup.limits
         try:
             self.scheduler = target.make(setup)
@@ -209,7 +209,7 @@ class Driver:
             require(told == right[: len(told)], "4", f"{name}: expected {right[: len(told)]}, got {told}")
             if end in (FinishReason.STOP, FinishReason.LENGTH):
                 require(told == right, "4", f"{name} ended after {len(told)} of {len(right)} tokens")
-            require(end is not FinishReason.ABORT or request.abort_wanted, "1.7", f"{name} was not aborted")
+            require(end is not FinishReason.ABORT or request.abort_requested, "1.7", f"{name} was not aborted")
         return self.texts
 
     def run_until(self, condition: Callable[[], object], depth: int = 1) -> bool:
@@ -231,8 +231,8 @@ class Driver:
         """Return the number of computed tokens at each admission of a request."""
         return [each.computed for plan in self.plans for each in plan.admissions if each.request_id == name]
 
-    def stay_of(self, name: str) -> Stay | None:
-        return self.auditor.requests[name].stay
+    def occupancy_of(self, name: str) -> Occupancy | None:
+        return self.auditor.requests[name].occupancy
 
     def audit(self) -> None:
         self.auditor.held(self.scheduler.held(), self.scheduler.request_ids())
@@ -244,7 +244,7 @@ def drive(
     k: int = 0,
     wrong: float = 0.0,
     caching: bool = True,
-    keep: KeepKV | None = None,
+    keep: OffloadSelection | None = None,
     paired: bool = False,
     policy: SchedulingPolicy | None = None,
     depth: int = 1,
@@ -271,7 +271,7 @@ def drive(
     drafter = None
     if k:
         texts = [[*spec.prompt, *whole_text(spec)] for spec in (*specs, *known)]
-        drafter = KnowingDrafter(chosen.max_num_seqs, texts, wrong, 0)
+        drafter = OracleDrafter(chosen.max_num_seqs, texts, wrong, 0)
     driver = Driver(target, setup, drafter)
     driver.submit(*specs)
     return driver

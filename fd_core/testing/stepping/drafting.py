@@ -18,7 +18,7 @@ def speculation(k: int) -> SpeculativeConfig | None:
     return SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000)
 
 
-class KnowingDrafter(PerSlotDrafter):
+class OracleDrafter(PerSlotDrafter):
     """Drafts from complete texts (prompt and output), wrong in a share of the tokens."""
 
     name = "knowing"

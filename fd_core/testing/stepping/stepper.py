@@ -14,7 +14,7 @@ import numpy as np
 from fd_core.effects.operations import Effects
 from fd_core.engine.core import Engine
 from fd_core.engine.device import Device, make_device
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler, SchedulerProbe
 from fd_core.signals import Outcomes, read
@@ -36,7 +36,7 @@ class Stepper:
         self.probe = parts_of(engine)
         self.limits, self._device = self.scheduler.limits, device
         # No KV is stored outside the device unless a test performs the effects.
-        self.probe.offloading.keep, self.probe.offloading.stores = KeepKV(preempted=False), True
+        self.probe.offloading.keep, self.probe.offloading.stores = OffloadSelection(preempted=False), True
         self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
         self.texts = Texts()
         self.computed: list[int] = []
@@ -174,7 +174,7 @@ class Stepper:
         return max((rows * width for rows, width in filter(None, shapes)), default=0)
 
 
-class ByHand:
+class ManualDriver:
     """Drives a runner without a scheduler, with steps that a test defines.
 
     Builds plans over an engine's runner; slot i owns the blocks [i * n, (i + 1) * n).

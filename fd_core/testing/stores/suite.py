@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from fd_core.errors import ConfigError
-from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, Trouble
+from fd_core.kv.stores.contract import Bytes, FailureReason, KVStore, StoreError
 from fd_core.kv.stores.location import StoreLocation, parse_location
 from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
 
@@ -108,9 +108,9 @@ class BackDoor(abc.ABC):
         """Kill the server of the values and restart it."""
         lacks(f"{type(self).__name__} has no server to restart")
 
-    def fault(self, trouble: Trouble) -> AbstractContextManager[object]:
+    def fault(self, reason: FailureReason) -> AbstractContextManager[object]:
         """Return a context manager in which the store has the fault; it recovers at exit."""
-        lacks(f"{type(self).__name__} cannot simulate {trouble}")
+        lacks(f"{type(self).__name__} cannot simulate {reason}")
 
 
 _MACHINE_LIMIT = 3000
@@ -127,7 +127,7 @@ def _value(key: bytes, kind: str) -> bytes:
     return (key + kind.encode()).ljust(length, b".")[:length]
 
 
-class _BesideADict(RuleBasedStateMachine):
+class _ComparedWithADict(RuleBasedStateMachine):
     """A store compared with a plain dict under random calls, restarts, losses and foreign writes.
 
     Invariant: a store may lose values where allowed, but never returns a value that was not put under that key. Model:
@@ -391,13 +391,13 @@ class StoreSuite:
         try:
             assert as_bytes(store.get([A, B], LIMIT, TIMEOUT)) == [None, value_of(B)]
         except StoreError as error:
-            assert error.trouble is Trouble.MALFORMED
+            assert error.reason is FailureReason.MALFORMED
         assert store.longest_prefix([B, A], LIMIT, TIMEOUT) == 1
         try:
             store.put([(A, [value_of(A)])], TIMEOUT)
             assert back_door.read(A) == value_of(A)
         except StoreError as error:
-            assert error.trouble is Trouble.MALFORMED
+            assert error.reason is FailureReason.MALFORMED
         assert as_bytes(store.get([B], LIMIT, TIMEOUT)) == [value_of(B)]
 
     def test_stats_count_what_is_there(self, store: KVStore) -> None:
@@ -467,7 +467,7 @@ class StoreSuite:
             "survives_restart": self.survives_restart.reason is None,
         }
         run_state_machine_as_test(
-            type("BesideADict", (_BesideADict,), made),
+            type("BesideADict", (_ComparedWithADict,), made),
             settings=settings(
                 max_examples=self.examples,
                 stateful_step_count=30,
@@ -519,39 +519,39 @@ class StoreSuite:
             try:
                 call()
             except StoreError as error:
-                assert error.trouble is Trouble.TIMEOUT
+                assert error.reason is FailureReason.TIMEOUT
             assert time.monotonic() - start < timeout + SLACK
         assert store.put(values[:1], TIMEOUT) == 1
         assert as_bytes(store.get(keys[:1], LIMIT, TIMEOUT)) == [value_of(keys[0], LIMIT)]
         assert all(back_door.read(key) in (None, value_of(key, LIMIT)) for key in keys)
 
     @pytest.mark.law("5.5")
-    @pytest.mark.parametrize("trouble", [Trouble.FULL, Trouble.READ_ONLY])
+    @pytest.mark.parametrize("reason", [FailureReason.FULL, FailureReason.READ_ONLY])
     def test_a_store_that_cannot_write_says_so_and_still_reads(
-        self, store: KVStore, back_door: BackDoor, trouble: Trouble
+        self, store: KVStore, back_door: BackDoor, reason: FailureReason
     ) -> None:
         store.put([(A, [value_of(A)])], TIMEOUT)
-        with back_door.fault(trouble):
+        with back_door.fault(reason):
             for _ in range(2):
                 with pytest.raises(StoreError) as caught:
                     store.put([(B, [value_of(B, LIMIT)])], TIMEOUT)
-                assert caught.value.trouble is trouble
+                assert caught.value.reason is reason
                 assert as_bytes(store.get([A, B], LIMIT, TIMEOUT)) == [value_of(A), None]
         self._recovers(store, back_door)
 
     @pytest.mark.law("5.5")
-    @pytest.mark.parametrize("trouble", [Trouble.UNREACHABLE, Trouble.DENIED, Trouble.TIMEOUT])
+    @pytest.mark.parametrize("reason", [FailureReason.UNREACHABLE, FailureReason.DENIED, FailureReason.TIMEOUT])
     def test_a_store_out_of_reach_says_why_in_time(
-        self, store: KVStore, back_door: BackDoor, make_store: MakeStore, trouble: Trouble
+        self, store: KVStore, back_door: BackDoor, make_store: MakeStore, reason: FailureReason
     ) -> None:
         store.put([(A, [value_of(A)])], TIMEOUT)
-        with back_door.fault(trouble):
+        with back_door.fault(reason):
             for call in _calls(0.4):
                 for each in (store, make_store()):
                     start = time.monotonic()
                     with pytest.raises(StoreError) as caught:
                         call(each)
-                    assert caught.value.trouble is trouble
+                    assert caught.value.reason is reason
                     assert time.monotonic() - start < 0.4 + SLACK
                     self._hides_secrets(str(caught.value), repr(caught.value))
         self._recovers(store, back_door)

@@ -132,14 +132,14 @@ def test_texts_survive_a_preemption_whose_kv_is_restored(target: Target, golden:
         probe = parts_of(engine)
         probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # patched to admit all requests
         # A cached prefix needs no load, so all prefixes are evicted.
-        release = probe.residencies.release
+        release = probe.running_batch.release
 
         def forgetting(slot: int) -> Request:
             request = release(slot)
             probe.pool.forget_prefixes()
             return request
 
-        probe.residencies.release = forgetting  # type: ignore[method-assign]  # patched
+        probe.running_batch.release = forgetting  # type: ignore[method-assign]  # patched
         texts = run(engine, specs)
         stats = engine.stats().scheduler
         assert stats.counters.preemptions > 0

@@ -201,15 +201,15 @@ def test_a_repetition_penalty_makes_logits_smaller_whatever_their_sign(ops: Ops)
 @pytest.mark.parametrize("seed", range(6))
 def test_penalties_are_those_of_the_definition(ops: Ops, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    rows, residencies, vocabulary = 6, 4, 11
+    rows, running_batch, vocabulary = 6, 4, 11
     logits = rng.choice([-2.5, -0.0, 0.1, 7.3], (rows, vocabulary)).astype(np.float32)
-    counts = rng.integers(0, 9, (residencies, vocabulary), dtype=np.int32)
+    counts = rng.integers(0, 9, (running_batch, vocabulary), dtype=np.int32)
     chosen = rng.permutation(rows)[:seed].astype(np.int32)  # empty in the first case
     drafts = sorted((int(row), int(token)) for row in range(seed) for token in rng.integers(0, 4, row))
     given = penalty_input(
         counts,
         rows=chosen,
-        counts_rows=rng.integers(0, residencies, seed),
+        counts_rows=rng.integers(0, running_batch, seed),
         drafts=drafts,
         repetition=rng.choice([0.7, 1.0, 1.3], seed),
         presence=rng.choice([-0.3, 0.0, 1.7], seed),

@@ -23,7 +23,7 @@ from fd_core.signals import Outcome
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
-from fd_core.testing.stepping.stepper import ByHand, Stepper
+from fd_core.testing.stepping.stepper import ManualDriver, Stepper
 from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
@@ -37,10 +37,10 @@ def long_ones(count: int, max_tokens: int = 44) -> list[RequestSpec]:
 
 
 @contextmanager
-def by_hand(target: Target, golden: Golden, k: int = 0, slots: Sequence[int] = ()) -> Iterator[ByHand]:
+def manual_driver(target: Target, golden: Golden, k: int = 0, slots: Sequence[int] = ()) -> Iterator[ManualDriver]:
     """Return a runner with requests in some slots, each with an uncomputed prompt of eight tokens."""
     with target.engine(k, golden.whole(long_ones(4)), max_num_batched_tokens=40) as engine:
-        hand = ByHand(engine)
+        hand = ManualDriver(engine)
         for slot in slots:
             hand.admit(slot, PROMPTS[slot][:8])
         yield hand
@@ -50,7 +50,7 @@ def by_hand(target: Target, golden: Golden, k: int = 0, slots: Sequence[int] = (
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.2")
 def test_a_revocation_is_answered_in_its_own_step(target: Target, golden: Golden, k: int) -> None:
-    with by_hand(target, golden, k, [0, 2, 3]) as hand:
+    with manual_driver(target, golden, k, [0, 2, 3]) as hand:
         _, first = hand.step((0, 8), (2, 8), (3, 8))
         assert (first.kinds == Outcome.RELEASED).sum() == 0
         _, second = hand.step((0, 1), (3, 1), back=[2])
@@ -62,7 +62,7 @@ def test_a_revocation_is_answered_in_its_own_step(target: Target, golden: Golden
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.3")
 def test_rows_beside_a_revocation_keep_their_tokens(target: Target, golden: Golden, k: int) -> None:
-    with by_hand(target, golden, k, range(4)) as hand:
+    with manual_driver(target, golden, k, range(4)) as hand:
         hand.step(*((slot, 8) for slot in range(4)))
         drafts = int(k > 0)
         _, outcomes = hand.step((3, 1, True, drafts), (0, 1, True, drafts), (2, 1, True, drafts), back=[1])
@@ -77,7 +77,7 @@ def test_rows_beside_a_revocation_keep_their_tokens(target: Target, golden: Gold
 @pytest.mark.law("1.2")
 def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden: Golden) -> None:
     """An absent row is never a release."""
-    with by_hand(target, golden, slots=range(2)) as hand:
+    with manual_driver(target, golden, slots=range(2)) as hand:
         hand.step((0, 8), (1, 8))
         _, without = hand.step((0, 1))
         assert without.kinds.tolist() == [Outcome.TOKENS, *[Outcome.EMPTY] * 3]
@@ -88,7 +88,7 @@ def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.2")
 def test_an_idle_slot_says_nothing(target: Target, golden: Golden, k: int) -> None:
-    with by_hand(target, golden, k, [1, 2]) as hand:
+    with manual_driver(target, golden, k, [1, 2]) as hand:
         _, first = hand.step((1, 8), (2, 8))
         assert first.kinds.tolist() == [Outcome.EMPTY, Outcome.TOKENS, Outcome.TOKENS, Outcome.EMPTY]
         hand.step((2, 1), back=[1])
@@ -97,7 +97,7 @@ def test_an_idle_slot_says_nothing(target: Target, golden: Golden, k: int) -> No
 
 
 def test_an_unfinished_chunk_says_nothing(target: Target, golden: Golden) -> None:
-    with by_hand(target, golden, slots=range(2)) as hand:
+    with manual_driver(target, golden, slots=range(2)) as hand:
         _, first = hand.step((0, 5, False), (1, 8))
         assert first.kinds[:2].tolist() == [Outcome.EMPTY, Outcome.TOKENS]
         _, second = hand.step((0, 3, True))
@@ -108,7 +108,7 @@ def test_an_unfinished_chunk_says_nothing(target: Target, golden: Golden) -> Non
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.3")
 def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: Target, golden: Golden, k: int) -> None:
-    with by_hand(target, golden, k, range(3)) as hand:
+    with manual_driver(target, golden, k, range(3)) as hand:
         hand.step((0, 8), (1, 8), (2, 8))
         output, outcomes = hand.step(back=[0, 1, 2])
         assert output.step == 1
@@ -118,7 +118,7 @@ def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: Target, golden: 
 @pytest.mark.law("1.1")
 def test_a_slot_that_is_used_again_starts_anew(target: Target, golden: Golden) -> None:
     """No token or other state of the previous request remains in the slot."""
-    with by_hand(target, golden) as hand:
+    with manual_driver(target, golden) as hand:
         hand.admit(0, PROMPTS[3][:12])
         hand.step((0, 12))
         hand.step((0, 1))
@@ -138,7 +138,7 @@ def test_rejected_drafts_are_empty_and_accepted_ones_are_not(target: Target, gol
     specs = long_ones(1)
     for wrong in (0.0, 1.0):
         with target.engine(k, golden.whole(specs), wrong) as engine:
-            hand = ByHand(engine)
+            hand = ManualDriver(engine)
             hand.admit(0, PROMPTS[0][:8])
             _, first = hand.step((0, 8))
             _, second = hand.step((0, 1, True, k))

@@ -101,8 +101,8 @@ _REASONING: Final = (
 )
 
 
-def parsers_for(template: str | None, knows_tools: bool, architecture: str = "") -> ParserNames:
-    """Return the parsers for a template's source; one that does not write tools itself, `knows_tools`, gets hermes."""
+def parsers_for(template: str | None, supports_tools: bool, architecture: str = "") -> ParserNames:
+    """Return the parsers for a template's source; without `supports_tools` of its own it gets hermes."""
     if template is None:
         return ParserNames(None, None)
     tools = next((name for mark, name in _TOOLS if mark in template), None)
@@ -113,4 +113,4 @@ def parsers_for(template: str | None, knows_tools: bool, architecture: str = "")
         reasoning = None
     if "ernie" in architecture.lower():
         tools, reasoning = "ernie45" if tools == "hermes" else tools, "ernie45" if reasoning else None
-    return ParserNames(tools if knows_tools else "hermes", reasoning)
+    return ParserNames(tools if supports_tools else "hermes", reasoning)

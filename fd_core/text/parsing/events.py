@@ -15,7 +15,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningDelta:
     """Reasoning of the model before the answer; never empty."""
 
     text: str
@@ -45,8 +45,8 @@ class CallEnded:
     index: int
 
 
-_TEXTS = Content | Thought | ArgumentsDelta
-Event = Content | Thought | CallBegun | ArgumentsDelta | CallEnded
+_TEXTS = Content | ReasoningDelta | ArgumentsDelta
+Event = Content | ReasoningDelta | CallBegun | ArgumentsDelta | CallEnded
 
 
 def joined(events: Iterable[Event]) -> list[Event]:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cache
 from typing import ClassVar, Final, TypeVar
 
+from fd_core.deprecations import accept_old_names
 from fd_core.text.parsing.contract import ToolParser, ToolSchemas
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, ReasoningDelta, joined
 
 SPACE: Final = " \t\r\n"
 """White space that formats put around their markers."""
@@ -24,6 +25,7 @@ Steps = Generator[None, None, T]
 """Parsing steps: yield where more text is needed, return the result."""
 
 
+@accept_old_names
 class TextReader(abc.ABC):
     """Streamed text, read by `run`.
 
@@ -78,23 +80,23 @@ class TextReader(abc.ABC):
 
     # Output.
 
-    def say_content(self, text: str) -> None:
+    def emit_content(self, text: str) -> None:
         """Yield content."""
         if text:
             self._after_call = False
             self._events.append(Content(text))
 
-    def say_reasoning(self, text: str) -> None:
+    def emit_reasoning(self, text: str) -> None:
         """Yield reasoning."""
         if text:
-            self._events.append(Thought(text))
+            self._events.append(ReasoningDelta(text))
 
     def begin_call(self, name: str) -> None:
         """Yield the beginning of a call."""
         self._events.append(CallBegun(self._calls, name))
         self.call_open, self._arguments = True, False
 
-    def say_arguments(self, text: str) -> None:
+    def emit_arguments(self, text: str) -> None:
         """Yield more of the arguments of the call that is open."""
         if text:
             self._arguments = True
@@ -103,7 +105,7 @@ class TextReader(abc.ABC):
     def end_call(self) -> None:
         """Yield the end of the open call; one without arguments gets an empty object."""
         if not self._arguments:
-            self.say_arguments("{}")
+            self.emit_arguments("{}")
         self._events.append(CallEnded(self._calls))
         self._calls += 1
         self.call_open, self._after_call = False, True
@@ -126,7 +128,7 @@ class TextReader(abc.ABC):
         return rest
 
     def mark(self, before: str = "") -> None:
-        """Mark this position; `before` is text before it that `say_read` emits as well."""
+        """Mark this position; `before` is text before it that `emit_read` emits as well."""
         self._kept, self._kept_before = self._at, [before]
 
     def forget(self) -> None:
@@ -141,12 +143,12 @@ class TextReader(abc.ABC):
             self._at = 0 if before else self._kept
             self.forget()
 
-    def say_read(self, *, cut: bool = True) -> None:
+    def emit_read(self, *, cut: bool = True) -> None:
         """Emit the text read since `mark`, without markers; with `cut`, not if it ends in incomplete markup."""
         if self._kept is not None and not (cut and self.at_end and self._cut_off):
             read = "".join(self._kept_before) + self._text[self._kept : self._at]
             if read.strip(SPACE):
-                self.say_content(_patterns(self.markers)[0].sub("", read) if self.markers else read)
+                self.emit_content(_patterns(self.markers)[0].sub("", read) if self.markers else read)
             else:
                 self._space_behind = read
         self.forget()
@@ -206,7 +208,7 @@ class TextReader(abc.ABC):
             read.append(found)
         return "".join(read)
 
-    def until(self, *markers: str, say: Callable[[str], None], space: bool = False, before: str = "") -> Steps[str]:
+    def until(self, *markers: str, emit: Callable[[str], None], space: bool = False, before: str = "") -> Steps[str]:
         """Emit text until one of `markers` follows; return the marker, which is read, or nothing at the end.
 
         Of markers that begin at the same position the longest is found. With `space`, white space before a marker
@@ -224,7 +226,7 @@ class TextReader(abc.ABC):
             text, self._at = self._text[self._at : begin], begin
             words = text.rstrip(SPACE) if space else text
             if words:
-                say("".join(spaces) + words)
+                emit("".join(spaces) + words)
                 spaces = []
             spaces.append(text[len(words) :])
             if found is not None and begun is None:
@@ -236,7 +238,7 @@ class TextReader(abc.ABC):
                 rest = "" if cut else "".join(spaces) + self.rest()
                 self._at = len(self._text)
                 if rest:
-                    say(rest)
+                    emit(rest)
                 return ""
             yield
 
@@ -248,7 +250,7 @@ class TextReader(abc.ABC):
         """
         before, self._space_behind = self._space_behind, ""
         while True:
-            marker = yield from self.until(*begins, *self.markers, say=self._say_outside, space=True, before=before)
+            marker = yield from self.until(*begins, *self.markers, emit=self._emit_outside, space=True, before=before)
             if not marker or marker in begins:
                 return marker
             before = "" if self._after_call else self.space_before
@@ -256,15 +258,15 @@ class TextReader(abc.ABC):
     def text_until(self, *markers: str) -> Steps[tuple[str, str]]:
         """Return the text up to one of `markers`, and the marker; that is empty if the text ends before."""
         read: list[str] = []
-        marker = yield from self.until(*markers, say=read.append)
+        marker = yield from self.until(*markers, emit=read.append)
         return "".join(read), marker
 
-    def _say_outside(self, text: str) -> None:
+    def _emit_outside(self, text: str) -> None:
         if self._after_call:
             text = _remains(self.markers).sub("", text, count=1)
             if not text.strip(SPACE):
                 return
-        self.say_content(text)
+        self.emit_content(text)
 
 
 class ToolReader(TextReader, ToolParser):

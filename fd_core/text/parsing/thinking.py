@@ -58,21 +58,21 @@ class _Between(TextReader, ReasoningParser):
             inside = False
             self.forget()
             yield from self.space()
-            yield from self.until(self.end, say=self.say_reasoning, space=True)
+            yield from self.until(self.end, emit=self.emit_reasoning, space=True)
             while (yield from self.space()) or (yield from self.literal(self.end)):
                 pass
-        self.say_read(cut=begun)
+        self.emit_read(cut=begun)
         while (marker := (yield from self.content_until(*_OPENINGS, *self.around))) in self.around:
             yield from self.space()
         if not marker:
             return
         self.skip(-1)
-        self.say_content(self.space_before)
+        self.emit_content(self.space_before)
         if self.around:
-            while (yield from self.until(*self.around, say=self.say_content, space=True)):
+            while (yield from self.until(*self.around, emit=self.emit_content, space=True)):
                 yield from self.space()
         self._passing = True
-        self.say_content(self.rest())
+        self.emit_content(self.rest())
 
 
 class QwenReasoning(_Between):

@@ -26,11 +26,11 @@ from fd_core.errors import PluginError
 from fd_connector_nixl.layout import (
     TOKEN_BYTES,
     Address,
-    Arrivals,
-    Departures,
     Layout,
     Notice,
+    ReceiverSlots,
     Reference,
+    SenderSlots,
     read_address,
     write_address,
 )
@@ -44,13 +44,13 @@ class NixlInbox(KVInbox):
     def __init__(self, station: Station, lease: str, pieces: range, layout: Layout, timeout: float) -> None:
         """The caller has entered `station` for this inbox."""
         self._station, self._layout, self._timeout = station, layout, timeout
-        self._arrivals = Arrivals(pieces, layout.window, layout.value_bytes)
+        self._arrivals = ReceiverSlots(pieces, layout.window, layout.value_bytes)
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._slab, metadata = station.lend(layout.size)
         layout.write_header(self._slab.bytes, self._token)
-        place = Address(self._token, station.agent.name, self._slab.start, layout.size, metadata)
+        slot = Address(self._token, station.agent.name, self._slab.start, layout.size, metadata)
         try:
-            self.address = write_address(lease, place)
+            self.address = write_address(lease, slot)
         except ConnectorError:
             station.give_back(self._slab)
             raise
@@ -66,7 +66,7 @@ class NixlInbox(KVInbox):
         where = Reference.decode(reference)
         if not self._station.wait(lambda: self._landed(index, where), time.monotonic() + self._timeout):
             raise ConnectorError("a piece timed out")
-        start = self._layout.start(where.place)
+        start = self._layout.start(where.slot)
         return self._slab.bytes[start : start + where.length].toreadonly()
 
     def done(self, index: int, reference: bytes) -> None:
@@ -75,7 +75,7 @@ class NixlInbox(KVInbox):
         with self._station.lock:
             if not self._closed:
                 count = self._arrivals.done(index, where)
-                self._layout.write_count(self._slab.bytes, where.place, count)
+                self._layout.write_count(self._slab.bytes, where.slot, count)
 
     def close(self) -> None:
         """Return the memory, or have the station quarantine it if writes to it may be in flight."""
@@ -94,7 +94,7 @@ class NixlInbox(KVInbox):
         with self._station.lock:
             if self._closed:
                 raise ConnectorError("the lease is over")
-            return self._arrivals.look(index, where)
+            return self._arrivals.check(index, where)
 
     def _hear(self, notice: Notice) -> None:
         if notice.ends:
@@ -109,7 +109,7 @@ class NixlOutbox(KVOutbox):
     def __init__(self, station: Station, lease: str, address: bytes, layout: Layout, timeout: float) -> None:
         """Raises `ConnectorError` if the decode side's memory cannot be read. The caller has entered `station`."""
         self._station, self._layout, self._timeout = station, layout, timeout
-        self._departures = Departures(layout.window)
+        self._departures = SenderSlots(layout.window)
         self._writes: dict[int, Transfer] = {}
         """Last write from each slot."""
         self._read: Transfer | None = None
@@ -139,21 +139,21 @@ class NixlOutbox(KVOutbox):
             for write in self._writes.values():
                 write.require()
         deadline = time.monotonic() + self._timeout
-        place = self._departures.free()
-        if place is None:
+        slot = self._departures.free()
+        if slot is None:
             self._learn(deadline)
-            place = self._departures.free()
-            if place is None:
+            slot = self._departures.free()
+            if slot is None:
                 raise ConnectorError("no slot in the decode worker's memory is free")
-        if (last := self._writes.get(place)) is not None:
+        if (last := self._writes.get(slot)) is not None:
             self._finish(last, deadline)
-        at = start = self._layout.start(place)
+        at = start = self._layout.start(slot)
         for part in flat:
             self._slab.bytes[at : at + len(part)] = part
             at += len(part)
-        reference = Reference(place, self._departures.write(place), length)
+        reference = Reference(slot, self._departures.write(slot), length)
         # An empty value is announced by a write, too, to have a single code path.
-        self._writes[place] = self._begin(start, max(length, 1), Notice(self._token, index, reference))
+        self._writes[slot] = self._begin(start, max(length, 1), Notice(self._token, index, reference))
         self._station.nudge()
         return PutResult(reference.encode())
 

@@ -43,17 +43,17 @@ class Layout(NamedTuple):
         """Size of the memory in bytes."""
         return self.start(self.window)
 
-    def start(self, place: int) -> int:
+    def start(self, slot: int) -> int:
         """Return the offset of a slot."""
-        return _aligned(self.header_bytes) + place * _aligned(self.value_bytes)
+        return _aligned(self.header_bytes) + slot * _aligned(self.value_bytes)
 
     def write_header(self, memory: memoryview, token: bytes) -> None:
         """Begin a lease with all free counts 0."""
         memory[: self.header_bytes] = token + bytes(self.window * _COUNT.size)
 
-    def write_count(self, memory: memoryview, place: int, count: int) -> None:
+    def write_count(self, memory: memoryview, slot: int, count: int) -> None:
         """Write the free count of a slot."""
-        _COUNT.pack_into(memory, TOKEN_BYTES + place * _COUNT.size, count)
+        _COUNT.pack_into(memory, TOKEN_BYTES + slot * _COUNT.size, count)
 
     def read_header(self, memory: memoryview) -> tuple[bytes, list[int]]:
         """Return the token and the free counts."""
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
 class Reference(NamedTuple):
     """Location of a value."""
 
-    place: int
+    slot: int
     turn: int
     length: int
 
@@ -165,7 +165,7 @@ def _digest(lease: str, encoded: bytes) -> bytes:
     return blake2b(named, digest_size=_DIGEST_BYTES, person=b"fd_core nixl").digest()
 
 
-class Arrivals:
+class ReceiverSlots:
     """State of the decode side: the piece that has arrived in each slot, and how often each slot was freed."""
 
     def __init__(self, pieces: range, window: int, value_bytes: int) -> None:
@@ -184,10 +184,10 @@ class Arrivals:
     def landed(self, index: int, reference: Reference) -> None:
         """Record the completed write of a piece; ignores one that cannot have been written."""
         if self._expected(index, reference):
-            self._holders[reference.place] = index
+            self._holders[reference.slot] = index
             self._arrived[index] = reference
 
-    def look(self, index: int, reference: Reference) -> bool:
+    def check(self, index: int, reference: Reference) -> bool:
         """Return True if the piece of a reference has arrived. Raises `ConnectorError` if it never will."""
         if index in self._arrived:
             if self._arrived[index] != reference:
@@ -199,27 +199,27 @@ class Arrivals:
 
     def done(self, index: int, reference: Reference) -> int:
         """Free the slot of an arrived piece; return the free count of the slot."""
-        if not self.look(index, reference):
+        if not self.check(index, reference):
             raise ConnectorError("a piece is marked as done before its arrival")
-        del self._arrived[index], self._holders[reference.place]
+        del self._arrived[index], self._holders[reference.slot]
         self._done.add(index)
-        self._freed[reference.place] += 1
-        return self._freed[reference.place]
+        self._freed[reference.slot] += 1
+        return self._freed[reference.slot]
 
     def _expected(self, index: int, reference: Reference) -> bool:
-        place, turn, length = reference
+        slot, turn, length = reference
         return (
             index in self._pieces
             and index not in self._done
             and index not in self._arrived
-            and place < len(self._freed)
-            and place not in self._holders
-            and turn == self._freed[place] + 1
+            and slot < len(self._freed)
+            and slot not in self._holders
+            and turn == self._freed[slot] + 1
             and length <= self._value_bytes
         )
 
 
-class Departures:
+class SenderSlots:
     """State of the prefill side: how often each slot was written to and, at the last poll, freed."""
 
     def __init__(self, window: int) -> None:
@@ -228,13 +228,13 @@ class Departures:
 
     def free(self) -> int | None:
         """Return the least recently written free slot; None if none is known to be free."""
-        places = [place for place, written in enumerate(self._written) if written == self._freed[place]]
+        places = [slot for slot, written in enumerate(self._written) if written == self._freed[slot]]
         return min(places, key=self._written.__getitem__, default=None)
 
-    def write(self, place: int) -> int:
+    def write(self, slot: int) -> int:
         """Record a write to a slot; return its turn."""
-        self._written[place] += 1
-        return self._written[place]
+        self._written[slot] += 1
+        return self._written[slot]
 
     def learn(self, freed: Sequence[int]) -> None:
         """Update the counts from the decode side's memory. Raises `ConnectorError` if they are invalid."""

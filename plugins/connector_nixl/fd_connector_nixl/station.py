@@ -34,19 +34,19 @@ _HOST: Final = "DRAM"
 class Transfer:
     """A write or read, in progress or complete."""
 
-    __slots__ = ("flaw", "handle", "over")
+    __slots__ = ("failure", "handle", "over")
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self.over = False
         """True if the local memory is no longer read or written."""
-        self.flaw: str | None = None
+        self.failure: str | None = None
         """Reason of the failure; None if there was none."""
 
     def require(self) -> bool:
         """Return True if the transfer is complete. Raises `ConnectorError` if it failed."""
-        if self.flaw is not None:
-            raise ConnectorError(self.flaw)
+        if self.failure is not None:
+            raise ConnectorError(self.failure)
         return self.over
 
 
@@ -134,7 +134,7 @@ class Agent:
             if agent is None:
                 return
             for transfer in list(self._transfers):
-                transfer.flaw = "NIXL was closed"
+                transfer.failure = "NIXL was closed"
                 self._release(transfer)
             for descriptors in self._registered:
                 with contextlib.suppress(*self._errors):
@@ -160,12 +160,12 @@ class Agent:
         try:
             self._settle(transfer, self._agent.check_xfer_state(transfer.handle))
         except self._errors as error:
-            transfer.flaw = f"NIXL could not move bytes: {type(error).__name__} {error}"
+            transfer.failure = f"NIXL could not move bytes: {type(error).__name__} {error}"
             self._release(transfer)
 
     def _settle(self, transfer: Transfer, state: str) -> None:
         if state not in ("DONE", "PROC"):
-            transfer.flaw = f"NIXL could not move bytes: {state}"
+            transfer.failure = f"NIXL could not move bytes: {state}"
         if state != "PROC":
             self._release(transfer)
 
@@ -274,7 +274,7 @@ class Peer:
 
 
 @dataclass(slots=True, eq=False)
-class _Parting:
+class _PendingClose:
     """Pending writes of a closed outbox."""
 
     peer: Peer
@@ -298,7 +298,7 @@ class Station:
         """By token."""
         self._listeners: dict[bytes, Callable[[Notice], None]] = {}
         self._peers: OrderedDict[str, Peer] = OrderedDict()
-        self._partings: list[_Parting] = []
+        self._partings: list[_PendingClose] = []
         self._inside = 0
         self._retired = False
         self.closed = False
@@ -478,15 +478,15 @@ class Station:
         with self.lock:
             if self.closed:
                 return
-            parting = _Parting(peer, slab, token, list(transfers))
+            parting = _PendingClose(peer, slab, token, list(transfers))
             if not self._parted(parting):
                 self._partings.append(parting)
         self.nudge()
 
-    def _parted(self, parting: _Parting) -> bool:
+    def _parted(self, parting: _PendingClose) -> bool:
         if not all(transfer.over for transfer in parting.transfers):
             return False
-        parting.peer.broken |= any(transfer.flaw is not None for transfer in parting.transfers)
+        parting.peer.broken |= any(transfer.failure is not None for transfer in parting.transfers)
         self.give_back(parting.slab)
         if not parting.peer.broken:
             with contextlib.suppress(ConnectorError):  # it detects that by other means

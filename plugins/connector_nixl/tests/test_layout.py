@@ -20,7 +20,7 @@ TOKEN = bytes(range(TOKEN_BYTES))
 @given(LAYOUTS)
 def test_nothing_overlaps_and_everything_fits(layout: Layout) -> None:
     room = max(layout.value_bytes, 1)  # a value of no bytes is written as one
-    spots = [(0, layout.header_bytes)] + [(layout.start(place), room) for place in range(layout.window)]
+    spots = [(0, layout.header_bytes)] + [(layout.start(slot), room) for slot in range(layout.window)]
     for (start, length), (following, _) in itertools.pairwise(spots):
         assert start + length <= following
     assert sum(spots[-1]) <= layout.size

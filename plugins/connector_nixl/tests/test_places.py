@@ -9,7 +9,7 @@ from fd_core.disagg.connectors.contract import ConnectorError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_connector_nixl.layout import Arrivals, Departures, Reference
+from fd_connector_nixl.layout import ReceiverSlots, Reference, SenderSlots
 
 LENGTH = 100
 
@@ -17,7 +17,7 @@ LENGTH = 100
 @given(st.data(), st.integers(1, 5), st.integers(1, 20))
 def test_no_place_is_written_to_while_it_holds_a_piece(data: st.DataObject, window: int, count: int) -> None:
     pieces = range(3, 3 + count)
-    departures, arrivals, freed = Departures(window), Arrivals(pieces, window, LENGTH), [0] * window
+    departures, arrivals, freed = SenderSlots(window), ReceiverSlots(pieces, window, LENGTH), [0] * window
     unsent, flying, there = list(pieces), dict[int, Reference](), dict[int, Reference]()
     while unsent or flying or there:
         moves = [("land", index) for index in flying] + [("done", index) for index in there]
@@ -25,23 +25,23 @@ def test_no_place_is_written_to_while_it_holds_a_piece(data: st.DataObject, wind
             moves.append(("put", unsent[0]))
         move, index = data.draw(st.sampled_from(moves))
         if move == "put":
-            place = departures.free()
-            if place is None:
+            slot = departures.free()
+            if slot is None:
                 departures.learn(freed)
-                place = departures.free()
-            assert place is not None, "a place is free whenever the window allows a piece"
-            assert place not in {one.place for one in (*flying.values(), *there.values())}
-            flying[unsent.pop(0)] = Reference(place, departures.write(place), LENGTH)
-            assert not arrivals.look(index, flying[index])
+                slot = departures.free()
+            assert slot is not None, "a place is free whenever the window allows a piece"
+            assert slot not in {one.slot for one in (*flying.values(), *there.values())}
+            flying[unsent.pop(0)] = Reference(slot, departures.write(slot), LENGTH)
+            assert not arrivals.check(index, flying[index])
         elif move == "land":
             there[index] = flying.pop(index)
             arrivals.landed(index, there[index])
-            assert arrivals.look(index, there[index])
+            assert arrivals.check(index, there[index])
         else:
             where = there.pop(index)
-            freed[where.place] = arrivals.done(index, where)
+            freed[where.slot] = arrivals.done(index, where)
             with pytest.raises(ConnectorError):
-                arrivals.look(index, where)
+                arrivals.check(index, where)
         assert arrivals.complete == (not (unsent or flying or there))
 
 
@@ -50,32 +50,32 @@ def test_no_place_is_written_to_while_it_holds_a_piece(data: st.DataObject, wind
     reference=st.builds(Reference, st.integers(0, 3), st.integers(0, 3), st.integers(0, 200)),
 )
 def test_what_cannot_be_so_is_refused_and_changes_nothing(index: int, reference: Reference) -> None:
-    arrivals = Arrivals(range(3, 8), 2, LENGTH)
+    arrivals = ReceiverSlots(range(3, 8), 2, LENGTH)
     first, second = Reference(0, 1, 10), Reference(1, 1, 20)
     arrivals.landed(3, first)
     arrivals.landed(4, second)
     arrivals.done(4, second)
     possible = {(3, first)} | {(other, Reference(1, 2, length)) for other in (5, 6, 7) for length in range(LENGTH + 1)}
     if (index, reference) in possible:
-        assert arrivals.look(index, reference) == (index == 3)
+        assert arrivals.check(index, reference) == (index == 3)
     else:
         with pytest.raises(ConnectorError):
-            arrivals.look(index, reference)
+            arrivals.check(index, reference)
         arrivals.landed(index, reference)
         with suppress(ConnectorError):
-            assert not arrivals.look(index, reference)
-    assert arrivals.look(3, first)
+            assert not arrivals.check(index, reference)
+    assert arrivals.check(3, first)
 
 
 def test_a_piece_is_not_done_before_it_came() -> None:
-    arrivals = Arrivals(range(2), 1, LENGTH)
+    arrivals = ReceiverSlots(range(2), 1, LENGTH)
     with pytest.raises(ConnectorError):
         arrivals.done(0, Reference(0, 1, 10))
 
 
 @pytest.mark.parametrize("freed", [[2, 0], [0, 1], [0, 0]], ids=str)
 def test_counts_that_cannot_be_are_refused(freed: list[int]) -> None:
-    departures = Departures(2)
+    departures = SenderSlots(2)
     departures.write(0)
     departures.learn([1, 0])
     with pytest.raises(ConnectorError):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, KVInbox, KVOutbox
-from fd_core.testing.connectors.far import FarSide, Recipe
+from fd_core.testing.connectors.remote import Recipe, RemoteProcess
 from fd_core.testing.connectors.suite import carry, new_lease, put, value_of
 from needs import needs_nixl
 
@@ -31,14 +31,14 @@ def near(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlConnector]:
 
 
 @pytest.fixture
-def side() -> Iterator[FarSide]:
-    side = FarSide()
+def side() -> Iterator[RemoteProcess]:
+    side = RemoteProcess()
     yield side
     side.close()
 
 
 @pytest.fixture
-def far(side: FarSide) -> Connector:
+def far(side: RemoteProcess) -> Connector:
     return side.make(Recipe(f"{NixlConnector.__module__}:NixlConnector", None, 1.0))
 
 
@@ -102,7 +102,7 @@ def test_much_that_is_held_back_makes_it_start_anew(near: NixlConnector, far: Co
 
 
 def test_a_late_write_of_a_stopped_worker_reaches_no_later_lease(
-    near: NixlConnector, far: Connector, side: FarSide
+    near: NixlConnector, far: Connector, side: RemoteProcess
 ) -> None:
     """Its first writes lie in the system's buffers, the others in its own, when the memory gets another lease."""
     inbox, outbox = opened(near, far)
@@ -134,7 +134,7 @@ def test_a_late_write_of_a_stopped_worker_reaches_no_later_lease(
 def test_dead_workers_leave_no_descriptors(near: NixlConnector) -> None:
     counts = []
     for _ in range(4):
-        doomed = FarSide()
+        doomed = RemoteProcess()
         try:
             far = doomed.make(Recipe(f"{NixlConnector.__module__}:NixlConnector", None, 1.0))
             ours, theirs = opened(near, far), opened(far, near)
@@ -160,7 +160,9 @@ def test_an_idle_connector_does_not_poll(near: NixlConnector, far: Connector) ->
     assert not polled
 
 
-def test_what_is_read_by_a_stopped_worker_is_held_back(near: NixlConnector, far: Connector, side: FarSide) -> None:
+def test_what_is_read_by_a_stopped_worker_is_held_back(
+    near: NixlConnector, far: Connector, side: RemoteProcess
+) -> None:
     inbox, outbox = opened(far, near)
     with side.stopped():
         put(outbox, 0, value_of(0, VALUE_BYTES))

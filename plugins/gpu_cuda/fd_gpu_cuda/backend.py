@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from fd_core.backends import paddle
 from fd_core.backends.contract import Availability, Backend, LoadProgress, Model
+from fd_core.backends.device_assignment import DeviceAssignment, assignments_on_devices, rank_devices
 from fd_core.backends.onnx import OnnxBackend
 from fd_core.backends.paddle import PaddleBackend
-from fd_core.backends.places import EnginePlace, places_on_devices, rank_devices
-from fd_core.backends.probing import ask_apart, import_pack, missing
+from fd_core.backends.probing import import_pack, missing, run_isolated
 from fd_core.config import EngineConfig, Limits, step_budget
 from fd_core.errors import ConfigError, PluginError
 from fd_core.ops.contract import Array, Ops
@@ -90,9 +90,9 @@ class OnCuda(Backend):
     """A backend on the CUDA devices that the driver has."""
 
     @classmethod
-    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+    def device_assignments(cls, count: int, ranks: int = 1) -> Sequence[DeviceAssignment]:
         """Assign each engine one device per rank."""
-        return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
+        return assignments_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
 
 
 def _text(nvml: ctypes.CDLL, status: int) -> str:
@@ -112,7 +112,7 @@ _BYTES_PER_LOGIT = 48
 
 
 @dataclass(frozen=True, slots=True)
-class KeptMemory:
+class ReservedMemory:
     """Bytes reserved from KV."""
 
     steps: int
@@ -131,7 +131,7 @@ class KeptMemory:
         return f"{self.total / 2**20:,.0f} MiB {self.how} for steps and graphs"
 
 
-def measured(cuda: Cuda, ops: CudaOps, steps: AbstractContextManager[None]) -> KeptMemory:
+def measured(cuda: Cuda, ops: CudaOps, steps: AbstractContextManager[None]) -> ReservedMemory:
     """Measure the driver memory that a rehearsal uses, including its small KV cache.
 
     Memory that the process retains afterwards, such as kernels and connections, is unavailable for KV anyway.
@@ -143,14 +143,14 @@ def measured(cuda: Cuda, ops: CudaOps, steps: AbstractContextManager[None]) -> K
         graphs = ops.graph_bytes_to_come
     cuda.release_unused()
     kept = before - cuda.free_on_driver()
-    return KeptMemory(max(taken - kept, 0), graphs, "measured")
+    return ReservedMemory(max(taken - kept, 0), graphs, "measured")
 
 
-def calculated(config: EngineConfig, model: Model | None, default_budget: int) -> KeptMemory:
+def calculated(config: EngineConfig, model: Model | None, default_budget: int) -> ReservedMemory:
     """Estimate it from sizes, without the device."""
     graphs = GRAPH_BYTES + (NCCL_BYTES if config.tensor_parallel_size > 1 else 0)
     if model is None:
-        return KeptMemory(0, graphs, "calculated")
+        return ReservedMemory(0, graphs, "calculated")
     width = 1 + (0 if config.speculative is None else config.speculative.num_speculative_tokens)
     budget = step_budget(config, default_budget)
     table: Any = getattr(getattr(model, "decoder", None), "embedding", None)
@@ -161,7 +161,7 @@ def calculated(config: EngineConfig, model: Model | None, default_budget: int) -
         hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
         vocabulary=model.vocab_size,
     )
-    return KeptMemory(steps, graphs, "calculated")
+    return ReservedMemory(steps, graphs, "calculated")
 
 
 def step_bytes(*, tokens: int, rows: int, hidden: int, vocabulary: int) -> int:
@@ -186,7 +186,7 @@ class CudaBackend(OnCuda):
         self._model: Model | None = None
         self._ops: Ops | None = None
         self._providers: Providers | None = None
-        self._kept: KeptMemory | None = None
+        self._kept: ReservedMemory | None = None
 
     @classmethod
     def probe(cls) -> Availability:
@@ -211,11 +211,11 @@ class CudaBackend(OnCuda):
 
     def make_ops(self) -> Ops:
         """Create the pack on the first visible device; initialises CUDA."""
-        wanted = self.dtype_asked_for("float32", "bfloat16", "float16")
+        wanted = self.requested_dtype("float32", "bfloat16", "float16")
         self.import_framework()
         from fd_gpu_cuda.compilations import Compilations, use_cache_folder
         from fd_gpu_cuda.device import Cuda
-        from fd_gpu_cuda.kernel_table import AdapterRoom
+        from fd_gpu_cuda.kernel_table import AdapterCapacity
         from fd_gpu_cuda.ops import CudaOps
         from fd_gpu_cuda.providers import Providers, operations_on, wanted_providers
 
@@ -235,7 +235,7 @@ class CudaBackend(OnCuda):
             ) from error
         ops = CudaOps(dtype, self._cuda, self._providers.kernels)
         ops.compilations = compilations
-        ops.adapter_room = AdapterRoom.of(self.config)
+        ops.adapter_capacity = AdapterCapacity.of(self.config)
         return ops
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
@@ -353,7 +353,7 @@ class CudaPaddleBackend(OnCuda, PaddleBackend):
 def provider_problem() -> tuple[str, str]:
     """Find the actual provider of a session in a subprocess; return version, and "" if it is CUDA."""
     slow = "ONNX Runtime did not start a session within {seconds}"
-    answer, problem = ask_apart(_QUESTION, slow=slow, failed="ONNX Runtime cannot start a session")
+    answer, problem = run_isolated(_QUESTION, slow=slow, failed="ONNX Runtime cannot start a session")
     if problem:
         return "", problem
     version, taken = answer

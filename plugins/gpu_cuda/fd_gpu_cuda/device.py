@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from fd_core.ops.contract import Array, HostCopies
-from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
+from fd_core.ops.parallel import Parallel, RankExchangeError, RankGroup
 
 
 class CopyLane:
@@ -166,13 +166,13 @@ class Cuda:
         self.wait_for(torch.cuda.current_stream(self.device))
 
     def wait_for(self, work: Any) -> None:
-        """Wait for a stream or an event. Raises `RanksApart` if another rank blocks it, or is lost."""
+        """Wait for a stream or an event. Raises `RankExchangeError` if another rank blocks it, or is lost."""
         if self.ranks is None:
             work.synchronize()
             return
         try:
             self.ranks.wait_until(work.query)
-        except RanksApart:
+        except RankExchangeError:
             _abort(self._connection)  # or the device would wait forever
             raise
 

@@ -101,7 +101,7 @@ class GraphInputs:
         self._max_context = limits.max_model_len
         self._token_ids, self._positions, self._kv_slots = zeros(3, tokens)
         self._context_len = zeros(rows)
-        self._lora_places = zeros(tokens)
+        self._lora_slots = zeros(tokens)
         self.block_tables = zeros(rows, limits.blocks_per_seq)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._query_start = {width: starts * width for width in {1, shapes.width}}
@@ -123,7 +123,7 @@ class GraphInputs:
         self._kv_slots[:tokens].fill_(spare_block * block_size)
         self._context_len[:rows].fill_(width)
         self.block_tables[:rows].fill_(spare_block)
-        self._lora_places[:tokens].zero_()
+        self._lora_slots[:tokens].zero_()
         return StepInput(
             token_ids=self._token_ids[:tokens],
             positions=self._positions[:tokens],
@@ -135,7 +135,7 @@ class GraphInputs:
             max_query=width,
             max_context=self._max_context,
             uniform=True,
-            lora_places=self._lora_places[:tokens] if adapted else None,
+            lora_slots=self._lora_slots[:tokens] if adapted else None,
         )
 
 
@@ -226,7 +226,7 @@ class DeviceGraphs:
 
 def _vectors(step: StepInput) -> tuple[Array, ...]:
     vectors = step.token_ids, step.positions, step.kv_slots, step.context_len
-    return vectors if step.lora_places is None else (*vectors, step.lora_places)
+    return vectors if step.lora_slots is None else (*vectors, step.lora_slots)
 
 
 class GraphedForward:
@@ -261,7 +261,7 @@ class GraphedForward:
         """
         shape = (len(step.context_len), step.max_query)
         fits = step.uniform and self._graphs.shapes.fitting(*shape) == shape
-        if not fits or (step.lora_places is None) != (self._tables is None):
+        if not fits or (step.lora_slots is None) != (self._tables is None):
             return None
         if cache.spare_block is None:
             return None

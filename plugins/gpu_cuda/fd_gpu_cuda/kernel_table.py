@@ -22,14 +22,14 @@ _MOST_PARTS = 3
 _RANK_ALIGN = 16
 
 
-class AdapterRoom(NamedTuple):
+class AdapterCapacity(NamedTuple):
     """Capacity of adapter tables: number of adapters and rank; growing needs a new table."""
 
     places: int = 8
     rank: int = 64
 
     @classmethod
-    def of(cls, config: EngineConfig) -> AdapterRoom | None:
+    def of(cls, config: EngineConfig) -> AdapterCapacity | None:
         """Return the capacity by the settings; None without adapters."""
         if config.lora_modules or config.lora_folder is not None:
             return cls(config.max_loras, config.max_lora_rank)
@@ -68,7 +68,7 @@ class LoraTable:
         deltas: Sequence[DeviceLora | None],
         inputs: int,
         outs: tuple[int, ...],
-        room: AdapterRoom,
+        room: AdapterCapacity,
         device: torch.device,
     ) -> LoraTable:
         """Return an empty table with capacity for these adapters and for `room`."""

@@ -36,7 +36,7 @@ from fd_core.ops.weights import WEIGHT_FORMATS, LowRank, RawTensor, Weight
 from fd_gpu_cuda.compilations import Compilations, warm_up_steps
 from fd_gpu_cuda.device import Cuda, out_of_memory, upload_packed
 from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward, GraphShapes
-from fd_gpu_cuda.kernel_table import AdapterRoom, AddNorm, DeviceLora, Kernels, LoraTable, scatter_kv, widened_layer
+from fd_gpu_cuda.kernel_table import AdapterCapacity, AddNorm, DeviceLora, Kernels, LoraTable, scatter_kv, widened_layer
 from fd_gpu_cuda.kv_cache import CudaKVCache, CudaLayer
 from fd_gpu_cuda.packed import PackedLinear, StackedExperts, pack_linear, pack_stack
 
@@ -83,7 +83,7 @@ class CudaOps(TorchOps):
     queues = True
     compilations: Compilations | None = None
     """Kernels compiled so far; None for a table without compiled kernels."""
-    adapter_room: AdapterRoom | None = None
+    adapter_capacity: AdapterCapacity | None = None
     """None without adapters."""
     tables_made = 0
     """Number of tables created. Graphs captured before the last one may read stale tables."""
@@ -134,7 +134,7 @@ class CudaOps(TorchOps):
         if self._collectives is None:
             from fd_core.ops.torch.group import TorchCollectives, shared_store
 
-            connection = self._cuda.connect(shared_store(group), group.parallel, group.patience)
+            connection = self._cuda.connect(shared_store(group), group.parallel, group.timeout)
             self._collectives, self._cuda.ranks = TorchCollectives(connection, group.parallel), group
         return self._collectives
 
@@ -300,7 +300,7 @@ class CudaOps(TorchOps):
             return super().place_loras(deltas, inputs, outs, before)
         table = before
         if not isinstance(table, LoraTable) or not table.fits(deltas):
-            room = self.adapter_room or AdapterRoom()
+            room = self.adapter_capacity or AdapterCapacity()
             with _memory_error():
                 table = LoraTable.empty(deltas, inputs, tuple(outs), room, self.device)
             # Without tokens, to compile before requests.
@@ -319,7 +319,7 @@ class CudaOps(TorchOps):
 
     def lora(self, y: Array, x: Array, lora: Lora) -> Array:
         """Add to y in place, in two launches."""
-        kernel, places = self._kernels.lora, lora.step.lora_places
+        kernel, places = self._kernels.lora, lora.step.lora_slots
         if kernel is None:
             return super().lora(y, x, lora)
         table = lora.deltas

@@ -42,7 +42,7 @@ COMPOSITION = "torch"
 """Name of the provider that composes torch operations."""
 
 
-class Untried(Exception):
+class TrialSkipped(Exception):
     """A trial was not possible, for reasons unrelated to the provider."""
 
 
@@ -80,7 +80,7 @@ class Operation:
 Trial = Callable[[Operation, Kernels], str]
 """Tries an operation with a table without other kernels; returns the error, or "".
 
-Raises exceptions of the kernel, `Untried`, or `PluginError` to abort the start."""
+Raises exceptions of the kernel, `TrialSkipped`, or `PluginError` to abort the start."""
 
 
 class Providers:
@@ -168,7 +168,7 @@ class Providers:
 def _tried(trial: Trial, operation: Operation, table: Kernels) -> str:
     try:
         return trial(operation, table)
-    except Untried as error:
+    except TrialSkipped as error:
         logger.warning("%s is used without a trial, which is not possible: %s", operation.name, _line(error))
         return ""
     except PluginError:
@@ -411,11 +411,11 @@ class Compared(NamedTuple):
     what: str
     found: Any
     expected: Any
-    law: Literal["near", "exact", "experts"] = "near"
+    comparison: Literal["near", "exact", "experts"] = "near"
 
 
 class _Composition:
-    """A reference pack whose calls raise `Untried`, because its errors are unrelated to the kernel."""
+    """A reference pack whose calls raise `TrialSkipped`, because its errors are unrelated to the kernel."""
 
     def __init__(self, ops: CudaOps) -> None:
         self._ops = ops
@@ -429,7 +429,7 @@ class _Composition:
         try:
             return method(*arguments, **named)
         except Exception as error:
-            raise Untried(f"{type(error).__name__}: {error}") from error
+            raise TrialSkipped(f"{type(error).__name__}: {error}") from error
 
 
 class ModelTrial:
@@ -583,7 +583,7 @@ def _unlike(compared: Compared, tolerance: float) -> str:
         return f"expected {expected.dtype}{list(expected.shape)}, got {found.dtype}{list(found.shape)}"
     if not found.numel():
         return ""
-    if compared.law == "exact" or not found.is_floating_point():
+    if compared.comparison == "exact" or not found.is_floating_point():
         wrong = int((~((found == expected) | (found.isnan() & expected.isnan()))).sum())
         return f"{wrong} of {found.numel()} values differ" if wrong else ""
     found, expected = found.double(), expected.double()
@@ -591,7 +591,7 @@ def _unlike(compared: Compared, tolerance: float) -> str:
         return "not finite"
     scale = max(float(expected.abs().max()), 1e-3)
     errors = (found - expected).abs().reshape(len(found), -1)
-    if compared.law == "experts":
+    if compared.comparison == "experts":
         kept = math.ceil(len(errors) * (1 - _STRAY_SHARE))
         errors = errors[errors.amax(dim=1).argsort()[:kept]]
     largest, mean = float(errors.max()), float(errors.mean())

@@ -10,7 +10,7 @@ from compiling import Compiler
 from extent import everything
 from processor import PLAIN, Processor
 
-from fd_gpu_cuda.kernel_table import AdapterRoom
+from fd_gpu_cuda.kernel_table import AdapterCapacity
 from fd_gpu_cuda.kernels.lora import lora_addition
 from fd_gpu_cuda.ops import CudaOps
 
@@ -37,7 +37,7 @@ def main(capability: int) -> None:
                 compiler.wanted = {"_shrink": SIXTEEN_BYTES, "_expand": SIXTEEN_BYTES} if aligned else {}
                 compiler.spills = 16  # two registers of a thread, of pieces that lie one by one or are of 32 bits
                 ops = CudaOps(str(dtype).removeprefix("torch."), Processor(), replace(PLAIN, lora=lora_addition()))
-                ops.adapter_room = AdapterRoom(8, rank)
+                ops.adapter_capacity = AdapterCapacity(8, rank)
                 table = ops.place_loras([None], inputs, outs)
                 kernel = ops._kernels.lora
                 assert kernel is not None

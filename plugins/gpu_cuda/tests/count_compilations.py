@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models
 import fd_gpu_cuda.backend
 from fd_gpu_cuda.backend import CudaBackend, CudaPostprocess
 from fd_gpu_cuda.compilations import Compilations
-from fd_gpu_cuda.kernel_table import AdapterRoom
+from fd_gpu_cuda.kernel_table import AdapterCapacity
 from fd_gpu_cuda.ops import CudaOps
 from fd_gpu_cuda.providers import Providers, operations_on, wanted_providers
 
@@ -36,12 +36,12 @@ def make_ops(backend: CudaBackend) -> CudaOps:
     device = H100()
     device.free = 2**30
     backend._cuda = device
-    dtype = backend.dtype_asked_for("float32", "bfloat16") or backend._fastest_dtype(device)
+    dtype = backend.requested_dtype("float32", "bfloat16") or backend._fastest_dtype(device)
     # Nothing is computed here, so nothing can be tried.
     config = backend.config
     operations = operations_on(device, dtype, config.kv_cache_dtype)
     ops = CudaOps(dtype, device, Providers(operations, wanted_providers(config.attention_backend)).kernels)
-    ops.compilations, ops.adapter_room = Compilations(), AdapterRoom.of(config)
+    ops.compilations, ops.adapter_capacity = Compilations(), AdapterCapacity.of(config)
     return ops
 
 

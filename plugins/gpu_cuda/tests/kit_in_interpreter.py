@@ -39,7 +39,7 @@ def make_ops(backend: CudaBackend) -> CudaOps:
     device = Interpreted()
     device.free = 2**30 + 2**28
     backend._cuda = device
-    dtype = backend.dtype_asked_for("float32") or "float32"
+    dtype = backend.requested_dtype("float32") or "float32"
     return CudaOps(dtype, device, Providers(operations_on(device, dtype, backend.config.kv_cache_dtype)).kernels)
 
 

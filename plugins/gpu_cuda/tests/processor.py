@@ -191,7 +191,7 @@ class OnProcessor(CudaBackend):
         self.processor = Processor()
         self.processor.free = 2**30 + 2**28
         self._cuda = self.processor
-        wanted = self.dtype_asked_for("float32", "bfloat16", "float16")
+        wanted = self.requested_dtype("float32", "bfloat16", "float16")
         return make_ops(self.processor, wanted or self._fastest_dtype(self.processor))
 
 

@@ -20,7 +20,7 @@ from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from processor import Processor, make_ops  # noqa: E402
 from test_steps import LIMITS, MIXED, conversation, load  # noqa: E402
 
-from fd_gpu_cuda.kernel_table import AdapterRoom  # noqa: E402
+from fd_gpu_cuda.kernel_table import AdapterCapacity  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("qwen3-yarn", marks=AT_LENGTH)])
@@ -81,7 +81,7 @@ def test_an_adapter_beyond_the_room_is_computed_from_new_tables(folder: Path) ->
     processor = Processor()
     ops = make_ops(processor)
     runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
-    ops.adapter_room = AdapterRoom(1, 4)
+    ops.adapter_capacity = AdapterCapacity(1, 4)
     adapters = adapters_of(folder, runner.adapters._model)
     texts = []
     for held in (adapters[:1], adapters[:1], adapters[1:2], adapters):

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fd_core.ops.parallel import RanksApart  # noqa: E402 - only where torch is installed
+from fd_core.ops.parallel import RankExchangeError  # noqa: E402 - only where torch is installed
 
 from fd_gpu_cuda.device import Cuda, sum_in_float32  # noqa: E402
 
@@ -65,11 +65,11 @@ def test_collectives_are_aborted_under_the_name_of_each_release_of_torch(cuda: C
 
     class Apart:
         def wait_until(self, ready: Any) -> None:
-            raise RanksApart("rank 1 does not answer")
+            raise RankExchangeError("rank 1 does not answer")
 
     cuda.ranks = Apart()  # type: ignore[assignment]  # all that is asked of the group
     cuda._connection = SimpleNamespace(**{name: lambda: aborted.append(name)})
-    with pytest.raises(RanksApart):
+    with pytest.raises(RankExchangeError):
         cuda.wait_for(SimpleNamespace(query=lambda: False))
     assert aborted == [name]
 

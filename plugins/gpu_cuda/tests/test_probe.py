@@ -61,10 +61,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_each_of_several_engines_is_shown_one_device(driver: Any, kind: type[Backend]) -> None:
     driver(count=2)
-    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in kind.places(2)]
+    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in kind.device_assignments(2)]
     assert shown == ["0", "1"]
     with pytest.raises(ConfigError, match="3 engines need one device each, found 2"):
-        kind.places(3)
+        kind.device_assignments(3)
 
 
 class SimpleCall:

@@ -33,7 +33,7 @@ from fd_gpu_cuda.providers import (  # noqa: E402
     Operation,
     Provider,
     Providers,
-    Untried,
+    TrialSkipped,
     operations_on,
     wanted_providers,
 )
@@ -210,7 +210,7 @@ def test_a_composition_that_fails_blames_no_provider(models: Models, caplog: pyt
     providers = table_with("attention", lambda: plain_attention)
 
     def trial(operation: Operation, table: Kernels) -> str:
-        raise Untried("out of memory")
+        raise TrialSkipped("out of memory")
 
     with caplog.at_level(logging.WARNING):
         providers.settle(trial)

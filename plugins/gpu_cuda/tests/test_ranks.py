@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
-from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
+from fd_core.ops.parallel import Parallel, RankExchangeError, RankGroup
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.runner.runner import Runner
 from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
@@ -73,7 +73,7 @@ def test_a_device_that_waits_for_a_rank_in_vain_names_it() -> None:
         ops.join(group)
         x = ops.all_reduce(ops.from_host(np.ones((1, 4), np.float32)))
         if group.parallel.rank == 0:
-            with pytest.raises(RanksApart, match="rank 1 did not respond"):
+            with pytest.raises(RankExchangeError, match="rank 1 did not respond"):
                 ops.to_host(x)
 
     on_ranks(2, work, 0.4)

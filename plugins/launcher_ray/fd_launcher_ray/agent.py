@@ -10,9 +10,9 @@ import ray
 from fd_core.launching.contract import ProcessSpec
 from fd_core.launching.owned import OwnedProcess
 
-from fd_launcher_ray.cores import TakenCores
+from fd_launcher_ray.cores import ReservedCores
 
-_LOOK_SECONDS: Final = 0.05
+_POLL_SECONDS: Final = 0.05
 
 
 class Agent:
@@ -24,7 +24,7 @@ class Agent:
     def start(self, spec: ProcessSpec) -> tuple[str, str, int]:
         """Start the process, with its secrets; return id and address of the node, and the PID. Raises `OSError`."""
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        self._cores = TakenCores(spec.cores)
+        self._cores = ReservedCores(spec.cores)
         if not spec.cores:
             os.environ.pop("OMP_NUM_THREADS", None)  # set by Ray for actors without CPUs
         devices = {} if spec.devices else {"CUDA_VISIBLE_DEVICES": ""}
@@ -37,14 +37,14 @@ class Agent:
         while process is not None and (announced := process.announced()) is None:
             if process.exit_code() is not None:
                 return process.announced()
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return announced
 
     def end(self) -> tuple[int, str]:
         """Wait for the exit of the process; return exit code and reason."""
         process = self._process
         while process is None or (code := process.exit_code()) is None:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return code, process.reason()
 
     def terminate(self) -> None:

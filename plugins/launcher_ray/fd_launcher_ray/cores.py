@@ -12,7 +12,7 @@ from typing import IO
 _log = logging.getLogger(__name__)
 
 
-class TakenCores:
+class ReservedCores:
     """CPUs reserved against other processes of this user by one file lock each."""
 
     def __init__(self, count: int) -> None:

@@ -21,7 +21,7 @@ _START_SECONDS: Final = 120.0
 _END_SECONDS: Final = 5.0
 _VERDICT_SECONDS: Final = 5.0
 """Time for Ray to report the loss of a node after that of an actor; afterwards only the actor is considered lost."""
-_LOOK_SECONDS: Final = 0.1
+_POLL_SECONDS: Final = 0.1
 _CALLS: Final = 4
 """Concurrent calls of an actor: two wait for its process."""
 
@@ -89,7 +89,7 @@ class RayProcess:
             if self._ended is None:
                 if time.monotonic() >= deadline:
                     break
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         return self._ended[0] if self._ended else None
 
     def release(self) -> None:

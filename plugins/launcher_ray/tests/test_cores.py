@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fd_launcher_ray.cores import TakenCores
+from fd_launcher_ray.cores import ReservedCores
 
 
 @pytest.fixture(autouse=True)
@@ -18,18 +18,18 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_has_a_processor_twice() -> None:
-    first, second = TakenCores(2), TakenCores(1)
+    first, second = ReservedCores(2), ReservedCores(1)
     assert (first.numbers, second.numbers) == ([4, 5], [6])
     first.close()
-    assert TakenCores(1).numbers == [4]
+    assert ReservedCores(1).numbers == [4]
 
 
 def test_too_few_are_none() -> None:
-    first = TakenCores(2)
-    assert TakenCores(2).numbers == []
-    assert TakenCores(1).numbers == [6], "it gave back what it had"
+    first = ReservedCores(2)
+    assert ReservedCores(2).numbers == []
+    assert ReservedCores(1).numbers == [6], "it gave back what it had"
     assert first.numbers == [4, 5]
 
 
 def test_none_are_none() -> None:
-    assert TakenCores(0).numbers == []
+    assert ReservedCores(0).numbers == []

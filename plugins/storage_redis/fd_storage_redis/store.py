@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, StoreStats, Trouble
+from fd_core.kv.stores.contract import Bytes, FailureReason, KVStore, StoreError, StoreStats
 from fd_core.kv.stores.location import StoreLocation
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
@@ -70,14 +70,14 @@ class RedisStore(KVStore):
         bounded: Command = (b"GETRANGE", b"0", b"%d" % (limit - 1))
         with self._within(timeout):
             lengths = self._lengths(keys)
-            wanted = [place for place, length in enumerate(lengths) if 0 <= length <= limit]
+            wanted = [position for position, length in enumerate(lengths) if 0 <= length <= limit]
             for window in _windows(wanted, lengths):
-                commands = [bounded if lengths[place] else (b"GET",) for place in window]
-                answers = self._ask([keys[place] for place in window], commands)
-                for place, value in zip(window, self._usable(answers, bytes, None, nothing=None), strict=True):
+                commands = [bounded if lengths[position] else (b"GET",) for position in window]
+                answers = self._ask([keys[position] for position in window], commands)
+                for position, value in zip(window, self._usable(answers, bytes, None, nothing=None), strict=True):
                     # The range of a value that was deleted meanwhile is empty.
-                    gone = value is None or len(value) > limit or (lengths[place] > 0 and not value)
-                    values[place] = None if gone else value
+                    gone = value is None or len(value) > limit or (lengths[position] > 0 and not value)
+                    values[position] = None if gone else value
         return values
 
     def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
@@ -93,11 +93,11 @@ class RedisStore(KVStore):
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
         """Read the lengths of all values in one round trip."""
         with self._within(timeout):
-            for place, length in enumerate(self._lengths(keys)):
+            for position, length in enumerate(self._lengths(keys)):
                 # For length 0, only EXISTS distinguishes an empty value from an absent one.
-                empty = length == 0 and self._usable(self._ask([keys[place]], [(b"EXISTS",)]), int, 0) == [1]
+                empty = length == 0 and self._usable(self._ask([keys[position]], [(b"EXISTS",)]), int, 0) == [1]
                 if not (0 < length <= limit or empty):
-                    return place
+                    return position
             return len(keys)
 
     def delete(self, keys: Sequence[bytes], timeout: float) -> int:
@@ -124,7 +124,7 @@ class RedisStore(KVStore):
     def _within(self, timeout: float) -> Iterator[None]:
         """Limit the time of one call, and translate its exceptions."""
         if self._closed:
-            raise StoreError(Trouble.OTHER, f"{self._settings.shown} is closed")
+            raise StoreError(FailureReason.OTHER, f"{self._settings.shown} is closed")
         try:
             with within(timeout):
                 yield
@@ -152,26 +152,30 @@ class RedisStore(KVStore):
             elif answer is nothing or passes_over(answer) or (self._clustered and is_elsewhere(answer)):
                 usable.append(absent)
             elif is_elsewhere(answer):
-                raise StoreError(Trouble.OTHER, f"{self._settings.shown} is a node of a cluster: use redis+cluster://")
+                raise StoreError(
+                    FailureReason.OTHER, f"{self._settings.shown} is a node of a cluster: use redis+cluster://"
+                )
             elif isinstance(answer, ResponseError):
                 raise self._error(answer)
             else:
-                raise StoreError(Trouble.MALFORMED, f"{self._settings.shown}: the server returned an unexpected type")
+                raise StoreError(
+                    FailureReason.MALFORMED, f"{self._settings.shown}: the server returned an unexpected type"
+                )
         return usable
 
     def _ask(self, keys: Sequence[bytes], commands: Sequence[Command]) -> list[Any]:
         """Return the replies to commands, whose key is inserted after the command's name."""
         names = [self._prefix + key.hex().encode() for key in keys]
         answers: list[Any] = [None] * len(keys)
-        places = list(range(len(keys)))
+        positions = list(range(len(keys)))
         for attempt in range(2):
-            for pool, group in self._routes.groups([names[place] for place in places]) if places else ():
-                asked = [places[index] for index in group]
+            for pool, group in self._routes.groups([names[position] for position in positions]) if positions else ():
+                asked = [positions[index] for index in group]
                 said = exchange(pool, [(commands[p][0], names[p], *commands[p][1:]) for p in asked])
-                for place, answer in zip(asked, said, strict=True):
-                    answers[place] = answer
-            places = [place for place in places if is_elsewhere(answers[place])]
-            if places and not attempt:
+                for position, answer in zip(asked, said, strict=True):
+                    answers[position] = answer
+            positions = [position for position in positions if is_elsewhere(answers[position])]
+            if positions and not attempt:
                 self._routes.refresh()
         return answers
 
@@ -220,15 +224,15 @@ def _total(figures: Iterable[int | None]) -> int | None:
     return None if None in known else sum(figure for figure in known if figure is not None)
 
 
-def _windows(places: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Split `places` into runs of values of at most about `_WINDOW` bytes in total."""
+def _windows(positions: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Split `positions` into runs of values of at most about `_WINDOW` bytes in total."""
     window: list[int] = []
     size = 0
-    for place in places:
-        if window and size + lengths[place] > _WINDOW:
+    for position in positions:
+        if window and size + lengths[position] > _WINDOW:
             yield window
             window, size = [], 0
-        window.append(place)
-        size += lengths[place]
+        window.append(position)
+        size += lengths[position]
     if window:
         yield window

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
 
 import redis.exceptions as failures
-from fd_core.kv.stores.contract import Bytes, StoreError, Trouble
+from fd_core.kv.stores.contract import Bytes, FailureReason, StoreError
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
@@ -134,19 +134,19 @@ _LONGEST_TEXT: Final = 200
 _SHORTEST_SECRET: Final = 4
 """A shorter secret is not masked: masking would show which letters it has."""
 
-_CLASSES: Final[tuple[tuple[type[Exception], Trouble], ...]] = (
-    (failures.AuthenticationError, Trouble.DENIED),
-    (failures.AuthenticationWrongNumberOfArgsError, Trouble.DENIED),
-    (failures.AuthorizationError, Trouble.DENIED),
-    (failures.NoPermissionError, Trouble.DENIED),
-    (failures.OutOfMemoryError, Trouble.FULL),
-    (failures.ReadOnlyError, Trouble.READ_ONLY),
-    (failures.ClusterDownError, Trouble.UNREACHABLE),
-    (failures.SlotNotCoveredError, Trouble.UNREACHABLE),
-    (failures.ConnectionError, Trouble.UNREACHABLE),
-    (failures.TimeoutError, Trouble.TIMEOUT),
-    (TimeoutError, Trouble.TIMEOUT),
-    (OSError, Trouble.UNREACHABLE),
+_CLASSES: Final[tuple[tuple[type[Exception], FailureReason], ...]] = (
+    (failures.AuthenticationError, FailureReason.DENIED),
+    (failures.AuthenticationWrongNumberOfArgsError, FailureReason.DENIED),
+    (failures.AuthorizationError, FailureReason.DENIED),
+    (failures.NoPermissionError, FailureReason.DENIED),
+    (failures.OutOfMemoryError, FailureReason.FULL),
+    (failures.ReadOnlyError, FailureReason.READ_ONLY),
+    (failures.ClusterDownError, FailureReason.UNREACHABLE),
+    (failures.SlotNotCoveredError, FailureReason.UNREACHABLE),
+    (failures.ConnectionError, FailureReason.UNREACHABLE),
+    (failures.TimeoutError, FailureReason.TIMEOUT),
+    (TimeoutError, FailureReason.TIMEOUT),
+    (OSError, FailureReason.UNREACHABLE),
 )
 """Troubles by class of exception; the first that fits counts. `LOADING` is one of redis-py's connection errors."""
 
@@ -154,16 +154,16 @@ _CLASSES: Final[tuple[tuple[type[Exception], Trouble], ...]] = (
 _ELSEWHERE: Final = ("MOVED", "ASK", "TRYAGAIN")
 
 _CODES: Final = {
-    "CLUSTERDOWN": Trouble.UNREACHABLE,
-    "MASTERDOWN": Trouble.UNREACHABLE,
+    "CLUSTERDOWN": FailureReason.UNREACHABLE,
+    "MASTERDOWN": FailureReason.UNREACHABLE,
     # Snapshots cannot be written, usually because the disk is full: reads continue, writes are rejected.
-    "MISCONF": Trouble.READ_ONLY,
-    "NOREPLICAS": Trouble.READ_ONLY,
+    "MISCONF": FailureReason.READ_ONLY,
+    "NOREPLICAS": FailureReason.READ_ONLY,
     # Protected mode.
-    "DENIED": Trouble.DENIED,
-    "NOAUTH": Trouble.DENIED,
+    "DENIED": FailureReason.DENIED,
+    "NOAUTH": FailureReason.DENIED,
     # A script blocks the server.
-    "BUSY": Trouble.TIMEOUT,
+    "BUSY": FailureReason.TIMEOUT,
 }
 
 
@@ -175,7 +175,7 @@ def store_error(failure: Exception, where: str, password: str | None = None) -> 
     text = " ".join(str(cause).split())[:_LONGEST_TEXT] or type(cause).__name__
     if password is not None and len(password) >= _SHORTEST_SECRET:
         text = text.replace(password, "***")
-    return StoreError(_trouble(cause), f"{where}: {text}")
+    return StoreError(_failure_reason(cause), f"{where}: {text}")
 
 
 @contextmanager
@@ -202,11 +202,11 @@ def _code(answer: object) -> str:
     return str(answer).partition(" ")[0] if isinstance(answer, failures.ResponseError) else ""
 
 
-def _trouble(cause: BaseException) -> Trouble:
-    for cls, trouble in _CLASSES:
+def _failure_reason(cause: BaseException) -> FailureReason:
+    for cls, reason in _CLASSES:
         if isinstance(cause, cls):
-            return trouble
-    return _CODES.get(_code(cause), Trouble.OTHER)
+            return reason
+    return _CODES.get(_code(cause), FailureReason.OTHER)
 
 
 Argument: TypeAlias = bytes | Sequence[Bytes]

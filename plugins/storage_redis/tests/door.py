@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 from fd_core.testing.stores import BackDoor
 from servers import Server
 
@@ -34,13 +34,13 @@ class Door(BackDoor):
     def restart(self) -> None:
         self._server.restart()
 
-    def fault(self, trouble: Trouble) -> AbstractContextManager[object]:
+    def fault(self, trouble: FailureReason) -> AbstractContextManager[object]:
         return {
-            Trouble.FULL: lambda: self._configured("maxmemory", "1"),
-            Trouble.READ_ONLY: lambda: self._configured("min-replicas-to-write", "1"),
-            Trouble.DENIED: lambda: self._configured("requirepass", "another"),
-            Trouble.TIMEOUT: self._server.frozen,
-            Trouble.UNREACHABLE: self._dead,
+            FailureReason.FULL: lambda: self._configured("maxmemory", "1"),
+            FailureReason.READ_ONLY: lambda: self._configured("min-replicas-to-write", "1"),
+            FailureReason.DENIED: lambda: self._configured("requirepass", "another"),
+            FailureReason.TIMEOUT: self._server.frozen,
+            FailureReason.UNREACHABLE: self._dead,
         }[trouble]()
 
     @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.stores.contract import FailureReason, StoreError
 from fd_core.kv.stores.location import parse_location
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,12 +28,12 @@ SECRET = "s3cr3t-passw0rd"
 
 
 @contextmanager
-def trouble(expected: Trouble, within: float = 5.0) -> Iterator[None]:
+def trouble(expected: FailureReason, within: float = 5.0) -> Iterator[None]:
     """What happens inside raises this trouble in time and says no secret."""
     began = time.monotonic()
     with pytest.raises(StoreError) as caught:
         yield
-    assert caught.value.trouble is expected, str(caught.value)
+    assert caught.value.reason is expected, str(caught.value)
     assert time.monotonic() - began < within
     assert SECRET not in str(caught.value) + repr(caught.value) + repr(caught.value.__cause__)
 
@@ -43,9 +43,9 @@ def test_a_killed_server_is_unreachable_and_serves_after_its_restart(start: Star
     kept = store(server.url)
     kept.put([(b"a", [b"1"])], 5.0)
     server.kill()
-    with trouble(Trouble.UNREACHABLE, 1.0):
+    with trouble(FailureReason.UNREACHABLE, 1.0):
         kept.get([b"a"], LIMIT, 5.0)
-    with trouble(Trouble.UNREACHABLE, 1.0):
+    with trouble(FailureReason.UNREACHABLE, 1.0):
         kept.put([(b"a", [b"1"])], 5.0)
     server.start()
     assert kept.get([b"a"], LIMIT, 5.0) == [None]
@@ -76,13 +76,13 @@ def test_a_stopped_server_times_out_and_no_late_answer_is_taken_for_another(star
     big = os.urandom(3_000_000)
     kept.put([(b"a", [b"1"]), (b"b", [b"22"])], 5.0)
     with server.frozen():
-        with trouble(Trouble.TIMEOUT, SOON + SLACK):
+        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
             kept.get([b"a"], LIMIT, SOON)
-        with trouble(Trouble.TIMEOUT, SOON + SLACK):
+        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
             kept.longest_prefix([b"a", b"b"], LIMIT, SOON)
-        with trouble(Trouble.TIMEOUT, SOON + SLACK):
+        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
             kept.put([(b"c", [big])] * 8, SOON)
-        with trouble(Trouble.TIMEOUT, SOON + SLACK):
+        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
             store(server.url).open(SOON)
     assert kept.get([b"b", b"a"], LIMIT, 5.0) == [b"22", b"1"]
     assert kept.longest_prefix([b"a"], LIMIT, 5.0) == 1
@@ -90,12 +90,12 @@ def test_a_stopped_server_times_out_and_no_late_answer_is_taken_for_another(star
 
 def test_an_answer_drop_by_drop_does_not_stretch_the_time(script: Callable[..., Script], store: MakeStore) -> None:
     kept = store(script(b":1\r\n" * 1000, pause=0.05).url)
-    with trouble(Trouble.TIMEOUT, SOON + SLACK):
+    with trouble(FailureReason.TIMEOUT, SOON + SLACK):
         kept.longest_prefix([b"a"] * 1000, LIMIT, SOON)
 
 
 def test_a_time_that_is_over_is_a_timeout(server: Server, store: MakeStore) -> None:
-    with trouble(Trouble.TIMEOUT, SLACK):
+    with trouble(FailureReason.TIMEOUT, SLACK):
         store(server.url).get([b"a"], LIMIT, 0.0)
 
 
@@ -105,7 +105,7 @@ def test_a_full_server_keeps_serving_what_it_has(start: Start, store: MakeStore)
     kept.put([(b"first", [b"1"])], 5.0)
     stored = kept.put([(b"%d" % n, [os.urandom(700_000)]) for n in range(16)], 5.0)
     assert 0 < stored < 16
-    with trouble(Trouble.FULL):
+    with trouble(FailureReason.FULL):
         kept.put([(b"more", [os.urandom(700_000)])], 5.0)
     assert kept.get([b"first", b"more"], LIMIT, 5.0) == [b"1", None]
     assert kept.delete([b"%d" % n for n in range(16)], 5.0) == stored
@@ -124,14 +124,14 @@ def test_a_replica_is_read_only(start: Start, store: MakeStore) -> None:
     replica = start("--replicaof", "127.0.0.1", str(primary.port))
     kept = store(replica.url)
     until(lambda: replica.back_door.get("fd:" + b"a".hex()), 20)
-    with trouble(Trouble.READ_ONLY):
+    with trouble(FailureReason.READ_ONLY):
         kept.put([(b"b", [b"2"])], 5.0)
     assert kept.get([b"a"], LIMIT, 5.0) == [b"1"]
 
 
 def test_missing_replicas_make_it_read_only(start: Start, store: MakeStore) -> None:
     kept = store(start("--min-replicas-to-write", "1").url)
-    with trouble(Trouble.READ_ONLY):
+    with trouble(FailureReason.READ_ONLY):
         kept.put([(b"a", [b"1"])], 5.0)
     assert kept.get([b"a"], LIMIT, 5.0) == [None]
 
@@ -142,7 +142,7 @@ def test_a_snapshot_that_cannot_be_written_makes_it_read_only(start: Start, stor
     shutil.rmtree(server.folder)
     client.bgsave()
     until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
-    with trouble(Trouble.READ_ONLY):
+    with trouble(FailureReason.READ_ONLY):
         store(server.url).put([(b"a", [b"1"])], 5.0)
     client.close()
     server.folder.mkdir()
@@ -162,7 +162,7 @@ def test_passwords_come_from_url_file_and_environment(
         store(f"redis://me:{SECRET}@{address}"),
         from_file,
     ):
-        with trouble(Trouble.DENIED):
+        with trouble(FailureReason.DENIED):
             wrong.get([b"a"], LIMIT, 5.0)
     file.write_text(SECRET + "\n")
     assert from_file.put([(b"a", [b"1"])], 5.0) == 1
@@ -172,7 +172,7 @@ def test_passwords_come_from_url_file_and_environment(
         assert SECRET not in repr(right) + right.open(5.0) + repr(right.location) + repr(vars(right))
     file.unlink()
     server.restart()
-    with trouble(Trouble.DENIED):
+    with trouble(FailureReason.DENIED):
         from_file.get([b"a"], LIMIT, 5.0)
 
 
@@ -182,11 +182,11 @@ def test_a_user_who_may_only_read_reads(server: Server, store: MakeStore) -> Non
     try:
         kept = store(f"redis://reader:{SECRET}@127.0.0.1:{server.port}")
         assert kept.get([b"a"], LIMIT, 5.0) == [b"1"]
-        with trouble(Trouble.DENIED):
+        with trouble(FailureReason.DENIED):
             kept.put([(b"a", [b"2"])], 5.0)
-        with trouble(Trouble.DENIED):
+        with trouble(FailureReason.DENIED):
             kept.delete([b"a"], 5.0)
-        with trouble(Trouble.DENIED):
+        with trouble(FailureReason.DENIED):
             store(f"redis://reader:{SECRET}@127.0.0.1:{server.port}?namespace=other").get([b"a"], LIMIT, 5.0)
     finally:
         server.back_door.execute_command("ACL DELUSER reader")
@@ -194,36 +194,36 @@ def test_a_user_who_may_only_read_reads(server: Server, store: MakeStore) -> Non
 
 def test_nobody_listening_is_unreachable(store: MakeStore, tmp_path: Path) -> None:
     for place in (f"redis://127.0.0.1:{free_port()}", f"unix://{tmp_path}/none", "redis://no-such-host.invalid"):
-        with trouble(Trouble.UNREACHABLE):
+        with trouble(FailureReason.UNREACHABLE):
             store(place).open(2.0)
 
 
 def test_a_database_that_is_not_there_is_named(server: Server, store: MakeStore) -> None:
     with pytest.raises(StoreError, match="DB index") as caught:
         store(f"redis://127.0.0.1:{server.port}/999").open(5.0)
-    assert caught.value.trouble is Trouble.OTHER
+    assert caught.value.reason is FailureReason.OTHER
 
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (b"-LOADING Redis is loading the dataset in memory", Trouble.UNREACHABLE),
-        (b"-MASTERDOWN Link with MASTER is down", Trouble.UNREACHABLE),
-        (b"-CLUSTERDOWN The cluster is down", Trouble.UNREACHABLE),
-        (b"-BUSY Redis is busy running a script", Trouble.TIMEOUT),
-        (b"-ERR max number of clients reached", Trouble.UNREACHABLE),
-        (b"-NOAUTH Authentication required.", Trouble.DENIED),
-        (b"-DENIED Redis is running in protected mode", Trouble.DENIED),
-        (b"-ERR something else", Trouble.OTHER),
-        (b"-\xff\xfe", Trouble.OTHER),
-        (b"+what", Trouble.MALFORMED),
-        (b"*1\r\n:1", Trouble.MALFORMED),
-        (b"$-1", Trouble.MALFORMED),
-        (b"not redis at all", Trouble.OTHER),
+        (b"-LOADING Redis is loading the dataset in memory", FailureReason.UNREACHABLE),
+        (b"-MASTERDOWN Link with MASTER is down", FailureReason.UNREACHABLE),
+        (b"-CLUSTERDOWN The cluster is down", FailureReason.UNREACHABLE),
+        (b"-BUSY Redis is busy running a script", FailureReason.TIMEOUT),
+        (b"-ERR max number of clients reached", FailureReason.UNREACHABLE),
+        (b"-NOAUTH Authentication required.", FailureReason.DENIED),
+        (b"-DENIED Redis is running in protected mode", FailureReason.DENIED),
+        (b"-ERR something else", FailureReason.OTHER),
+        (b"-\xff\xfe", FailureReason.OTHER),
+        (b"+what", FailureReason.MALFORMED),
+        (b"*1\r\n:1", FailureReason.MALFORMED),
+        (b"$-1", FailureReason.MALFORMED),
+        (b"not redis at all", FailureReason.OTHER),
     ],
 )
 def test_what_the_server_answers_decides_the_trouble(
-    script: Callable[..., Script], store: MakeStore, answer: bytes, expected: Trouble
+    script: Callable[..., Script], store: MakeStore, answer: bytes, expected: FailureReason
 ) -> None:
     kept = store(script(answer + b"\r\n").url)
     with trouble(expected):

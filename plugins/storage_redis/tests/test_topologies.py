@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 import trustme
-from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.stores.contract import FailureReason, StoreError
 from servers import Server, free_port, until
 
 from fd_storage_redis.store import RedisStore
@@ -59,7 +59,7 @@ def test_tls_with_an_authority_of_its_own(tls_server: Server, store: MakeStore, 
     assert kept.get([b"a"], LIMIT, 5.0) == [None]
     with tls_server.frozen(), pytest.raises(StoreError) as caught:
         kept.get([b"a"], LIMIT, 0.3)
-    assert caught.value.trouble is Trouble.TIMEOUT
+    assert caught.value.reason is FailureReason.TIMEOUT
 
 
 def test_tls_trusts_neither_strangers_nor_other_names(tls_server: Server, store: MakeStore, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_tls_trusts_neither_strangers_nor_other_names(tls_server: Server, store:
     for url in (right.replace("ca.pem", "stranger.pem"), tls_url(tls_server, tmp_path, "localhost")):
         with pytest.raises(StoreError, match=r"(?i)certificate") as caught:
             store(url).open(5.0)
-        assert caught.value.trouble is Trouble.UNREACHABLE
+        assert caught.value.reason is FailureReason.UNREACHABLE
     with pytest.raises(StoreError):
         store(right.partition("&")[0]).open(5.0)
 
@@ -113,10 +113,10 @@ def test_sentinels_lead_to_the_primary_and_to_its_successor(start: Start, store:
     assert second.back_door.exists("fd:" + b"b".hex())
     with pytest.raises(StoreError) as caught:
         store(f"redis+sentinel://127.0.0.1:{sentinel.port}?master=nobody").open(1.0)
-    assert caught.value.trouble is Trouble.UNREACHABLE
+    assert caught.value.reason is FailureReason.UNREACHABLE
     with sentinel.frozen(), pytest.raises(StoreError) as caught:
         store(f"redis+sentinel://127.0.0.1:{sentinel.port}?master=house").open(0.3)
-    assert caught.value.trouble in (Trouble.TIMEOUT, Trouble.UNREACHABLE)
+    assert caught.value.reason in (FailureReason.TIMEOUT, FailureReason.UNREACHABLE)
 
 
 @pytest.fixture
@@ -170,11 +170,11 @@ def test_a_cluster_spreads_values_and_may_move_them(nodes: list[Server], store: 
     second.kill()
     with pytest.raises(StoreError) as caught:
         kept.get(list(values), LIMIT, 2.0)
-    assert caught.value.trouble is Trouble.UNREACHABLE
+    assert caught.value.reason is FailureReason.UNREACHABLE
     first.kill()
     with pytest.raises(StoreError) as caught:
         kept.get([key], LIMIT, 2.0)
-    assert caught.value.trouble is Trouble.UNREACHABLE
+    assert caught.value.reason is FailureReason.UNREACHABLE
 
 
 def slot_of(server: Server, key: bytes) -> int:

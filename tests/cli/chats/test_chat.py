@@ -43,14 +43,14 @@ def local(monkeypatch):
         return startup.LocalModel(EngineConfig(model="fake"), "nowhere", byte_tokenizer(), chat_template())
 
     @contextlib.asynccontextmanager
-    async def running_engine(model, where, bars=None, *, begun=None):
+    async def running_engine(model, where, bars=None, *, prestarted=None):
         clients.append(FakeClient("Bonjour, ça va?"))
         yield clients[-1]
         await clients[-1].close()
 
     monkeypatch.setattr(startup, "find_model", find_model)
     monkeypatch.setattr(startup, "running_engine", running_engine)
-    monkeypatch.setattr(engine_process, "begun_process", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(engine_process, "prestarted_process", lambda *_, **__: contextlib.nullcontext())
     return clients
 
 

@@ -208,7 +208,7 @@ def test_failed_save_leaves_the_file_unchanged(tmp_path: Path) -> None:
 def test_token_rate_excludes_the_first_token() -> None:
     clock = iter([0.0, 2.0, 3.0, 4.0])
     speed = AnswerSpeed(lambda: next(clock))
-    assert speed.told() is None
+    assert speed.summary() is None
     for tokens in (1, 4, 4):
         speed.count(tokens)
-    assert speed.told() == "[9 tokens, 4.0 tokens/s, first after 2.00 s]"
+    assert speed.summary() == "[9 tokens, 4.0 tokens/s, first after 2.00 s]"

@@ -59,7 +59,7 @@ def test_production_trace_is_written_and_replayed(tmp_path: Path) -> None:
     written = tmp_path / "steps.jsonl"
     run(*SMALL, "--trace", str(written))
     contents = read_trace(written, 10_000)
-    assert len(contents.residencies) == 20
+    assert len(contents.occupancies) == 20
     assert not contents.problems
     assert "20 of 20" in run(f"trace:{written}", *SMALL[1:])
 

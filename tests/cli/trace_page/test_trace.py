@@ -110,7 +110,7 @@ def test_slot_occupancies_match_cells(tmp_path: Path, depth: int) -> None:
     read = read_trace(tmp_path / "t", ALL)
     kinds = cells(read)["cells"].reshape(8, -1)
     outside = np.ones_like(kinds, np.bool_)
-    for residency in read.residencies:
+    for residency in read.occupancies:
         span = kinds[residency.slot, residency.start : residency.end + 1]
         assert outside[residency.slot, residency.start : residency.end + 1].all(), "two residencies in one slot"
         outside[residency.slot, residency.start : residency.end + 1] = False
@@ -119,13 +119,13 @@ def test_slot_occupancies_match_cells(tmp_path: Path, depth: int) -> None:
         assert span[0] in (KINDS.index("prefill"), KINDS.index("decode"))
     left = {KINDS[kind] for kind in np.unique(kinds[outside])}
     assert left <= {"idle", "loading"} | (set() if depth == 1 else {"overrun", "draining"})
-    assert {residency.exit for residency in read.residencies} == {"stop", "length", "preempted"}
+    assert {residency.exit for residency in read.occupancies} == {"stop", "length", "preempted"}
 
 
 def test_abort_is_not_a_preemption(tmp_path: Path) -> None:
     trace_of(tmp_path / "t", abort="r1")
     read = read_trace(tmp_path / "t", ALL)
-    assert [residency.exit for residency in read.residencies if residency.request_id == "r1"] == ["abort"]
+    assert [residency.exit for residency in read.occupancies if residency.request_id == "r1"] == ["abort"]
     assert sum(position.events["aborted"] for position in read.positions) == 1
 
 
@@ -258,16 +258,16 @@ def test_dropped_steps_are_reported_and_slots_cleared(tmp_path: Path) -> None:
     read = read_trace(path, ALL)
     assert read.problems == [f"{gap:,} steps were dropped because the trace writer was too slow."]
     last = len(read.positions) - 1
-    assert [(residency.slot, residency.request_id) for residency in read.residencies if residency.end >= last] == [
+    assert [(residency.slot, residency.request_id) for residency in read.occupancies if residency.end >= last] == [
         (0, "someone")
     ]
-    assert "unknown" in {residency.exit for residency in read.residencies}
+    assert "unknown" in {residency.exit for residency in read.occupancies}
     assert page(read, "t")
 
 
 def test_epochs_follow_each_other(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     first = run[0].read_bytes()
-    longest = max(read_trace(run[0], ALL).residencies, key=lambda residency: residency.end - residency.start)
+    longest = max(read_trace(run[0], ALL).occupancies, key=lambda residency: residency.end - residency.start)
     cut = longest.start + 1
     first = first[: first.index(b'{"step":%d,' % cut)]
     second = run[0].read_bytes().replace(b'"epoch":1', b'"epoch":2', 1)
@@ -275,7 +275,7 @@ def test_epochs_follow_each_other(run: tuple[Path, EngineStats], tmp_path: Path)
     both.write_bytes(first + second)
     read = read_trace(both, ALL)
     assert read.problems == []
-    assert "engine ended" in {residency.exit for residency in read.residencies}
+    assert "engine ended" in {residency.exit for residency in read.occupancies}
     facts, arrays = unpacked(page(read, "both"))
     assert len(facts["headers"]) == 2
     assert np.unique(arrays["epoch"]).tolist() == [0, 1]

@@ -10,7 +10,7 @@ from fd_core.disagg.connectors.contract import ConnectorError, ConnectorSettings
 from fd_core.disagg.connectors.shared_memory import SharedMemoryConnector
 from fd_core.errors import ConfigError
 from fd_core.testing.connectors import ConnectorSuite
-from fd_core.testing.connectors.far import census
+from fd_core.testing.connectors.remote import resource_snapshot
 
 pytestmark = pytest.mark.slow
 
@@ -95,10 +95,10 @@ def test_failed_allocation_leaves_nothing_open(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left")
 
     monkeypatch.setattr(os, "posix_fallocate", none_left)
-    before = census()
+    before = resource_snapshot()
     with pytest.raises(ConnectorError, match="cannot allocate 4,096 bytes of shared memory: No space left"):
         shared_memory.create(LEASE, 4096)
-    assert census() == before
+    assert resource_snapshot() == before
 
 
 def test_oversized_lease_is_rejected_before_allocation():

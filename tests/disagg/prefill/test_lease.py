@@ -2,15 +2,15 @@ import math
 
 import pytest
 
-from fd_core.disagg.lease import Action, PrefillEnd, Say, SendPiece, commit_digest
+from fd_core.disagg.lease import Action, PrefillEnd, SendMessage, SendPiece, commit_digest
 from fd_core.disagg.messages import (
     AbortLease,
     Accept,
-    Alive,
     Commit,
     Confirm,
     Credit,
     FromDecode,
+    Heartbeat,
     KVPiece,
     Open,
     Refuse,
@@ -19,16 +19,16 @@ from fd_core.disagg.prefill.lease import PrefillLease
 from tests.disagg.world import opening
 
 SILENCE = 8.0
-OPEN = opening(7, 3, first=1, window=2, silence=SILENCE)
+OPEN = opening(7, 3, first=1, window=2, idle_timeout=SILENCE)
 NAME = OPEN.lease
 TOKENS = OPEN.job.num_tokens
 DIGESTS = {index: bytes([index]) * 16 for index in (1, 2, 3)}
-COMMIT = Say(Commit(NAME, TOKENS, commit_digest(DIGESTS), 2))
+COMMIT = SendMessage(Commit(NAME, TOKENS, commit_digest(DIGESTS), 2))
 
 
 def owed(message: Open = OPEN, *, longest: float = 100.0) -> PrefillLease:
     lease = PrefillLease(message, longest=longest, now=0.0)
-    assert lease.accept(0.0) == [Say(Accept(NAME))]
+    assert lease.accept(0.0) == [SendMessage(Accept(NAME))]
     return lease
 
 
@@ -36,8 +36,8 @@ def put(lease: PrefillLease, index: int, now: float = 0.0) -> list[Action]:
     return lease.put(index, DIGESTS[index], b"ref", now)
 
 
-def piece(index: int) -> Say:
-    return Say(KVPiece(NAME, index, DIGESTS[index], b"ref"))
+def piece(index: int) -> SendMessage:
+    return SendMessage(KVPiece(NAME, index, DIGESTS[index], b"ref"))
 
 
 def all_sent(*, credit: bool = True) -> PrefillLease:
@@ -46,14 +46,14 @@ def all_sent(*, credit: bool = True) -> PrefillLease:
     for index in DIGESTS:
         put(lease, index)
     if credit:
-        lease.heard(Credit(NAME, 3), 0.0)
+        lease.receive(Credit(NAME, 3), 0.0)
     return lease
 
 
 def abort_and(end: str, actions: list[Action], *, abort: bool = True) -> str:
     sent, last = actions
     assert isinstance(last, PrefillEnd) and (last.end, last.abort) == (end, abort)
-    assert sent == Say(AbortLease(NAME, last.reason))
+    assert sent == SendMessage(AbortLease(NAME, last.reason))
     return last.reason
 
 
@@ -63,10 +63,10 @@ def test_computed_blocks_are_sent_within_window() -> None:
     assert put(lease, 1) == [piece(1)]
     assert lease.ready(2, 2) == [SendPiece(2)]
     assert put(lease, 2) == [piece(2)]
-    assert lease.heard(Credit(NAME, 1), 0.0) == [SendPiece(3)]
+    assert lease.receive(Credit(NAME, 1), 0.0) == [SendPiece(3)]
     assert lease.finished(TOKENS, 2, 0.0) == []
     assert put(lease, 3) == [piece(3), COMMIT]
-    assert lease.heard(Confirm(NAME), 0.0) == [PrefillEnd("confirmed", "", False)]
+    assert lease.receive(Confirm(NAME), 0.0) == [PrefillEnd("confirmed", "", False)]
     assert (lease.ended, lease.next_tick) == ("confirmed", math.inf)
 
 
@@ -78,7 +78,7 @@ def test_commit_waits_for_last_piece_not_for_credit() -> None:
 def test_pending_put_counts_towards_window() -> None:
     lease = owed()
     assert lease.ready(1, 3) == [SendPiece(1), SendPiece(2)]
-    assert lease.heard(Credit(NAME, 2), 0.0) == []
+    assert lease.receive(Credit(NAME, 2), 0.0) == []
 
 
 def test_unwanted_blocks_are_not_sent() -> None:
@@ -100,10 +100,10 @@ def test_credit_is_cumulative() -> None:
     lease = owed(opening(7, 3, first=1, window=1))
     lease.ready(1, 3)
     put(lease, 1)
-    assert lease.heard(Credit(NAME, 1), 0.0) == [SendPiece(2)]
+    assert lease.receive(Credit(NAME, 1), 0.0) == [SendPiece(2)]
     put(lease, 2)
-    assert lease.heard(Credit(NAME, 1), 0.0) == []
-    assert lease.heard(Credit(NAME, 2), 0.0) == [SendPiece(3)]
+    assert lease.receive(Credit(NAME, 1), 0.0) == []
+    assert lease.receive(Credit(NAME, 2), 0.0) == [SendPiece(3)]
 
 
 @pytest.mark.parametrize("taken", [-1, 0])
@@ -111,34 +111,34 @@ def test_zero_credit_is_ignored(taken: int) -> None:
     lease = owed(opening(7, 3, first=1, window=1))
     lease.ready(1, 3)
     put(lease, 1)
-    assert lease.heard(Credit(NAME, taken), 0.0) == []
+    assert lease.receive(Credit(NAME, taken), 0.0) == []
 
 
 def test_credit_beyond_sent_pieces_is_ignored() -> None:
     lease = owed(opening(7, 3, first=1, window=1))
     lease.ready(1, 3)
-    assert lease.heard(Credit(NAME, 99), 0.0) == []
+    assert lease.receive(Credit(NAME, 99), 0.0) == []
     put(lease, 1)
-    assert lease.heard(Credit(NAME, 99), 0.0) == [SendPiece(2)]
+    assert lease.receive(Credit(NAME, 99), 0.0) == [SendPiece(2)]
 
 
 @pytest.mark.law("6.2")
 def test_repeated_open_repeats_only_the_reply() -> None:
     lease = PrefillLease(OPEN, longest=100.0, now=0.0)
-    assert lease.heard(OPEN, 0.0) == []
+    assert lease.receive(OPEN, 0.0) == []
     lease.accept(0.0)
     lease.ready(1, 1)
     put(lease, 1)
-    assert lease.heard(OPEN, 0.0) == [Say(Accept(NAME))]
+    assert lease.receive(OPEN, 0.0) == [SendMessage(Accept(NAME))]
 
 
 def test_refusal_ends_lease_without_a_request() -> None:
     lease = PrefillLease(OPEN, longest=100.0, now=0.0)
-    assert lease.refuse("no room") == [Say(Refuse(NAME, "no room")), PrefillEnd("refused", "no room", False)]
+    assert lease.refuse("no room") == [SendMessage(Refuse(NAME, "no room")), PrefillEnd("refused", "no room", False)]
 
 
 def test_request_without_complete_kv_ends_the_lease() -> None:
-    assert abort_and("gave_up", owed().gave_up("preempted"), abort=False) == "preempted"
+    assert abort_and("gave_up", owed().abandon("preempted"), abort=False) == "preempted"
 
 
 def test_early_end_of_request_is_never_committed() -> None:
@@ -157,24 +157,24 @@ def test_failed_put_ends_lease_and_request() -> None:
 @pytest.mark.law("6.1")
 def test_peer_abort_ends_lease_and_request(message: AbortLease) -> None:
     expected = message.reason or "the decode worker aborted the lease"
-    assert owed().heard(message, 0.0) == [PrefillEnd("aborted", expected, True)]
+    assert owed().receive(message, 0.0) == [PrefillEnd("aborted", expected, True)]
 
 
 def test_finished_request_is_not_aborted() -> None:
     lease = all_sent()
     lease.finished(TOKENS, 2, 0.0)
-    assert lease.heard(AbortLease(NAME, "over"), 0.0) == [PrefillEnd("aborted", "over", False)]
+    assert lease.receive(AbortLease(NAME, "over"), 0.0) == [PrefillEnd("aborted", "over", False)]
 
 
 def test_ended_lease_ignores_events() -> None:
     lease = owed()
     lease.ready(1, 1)
-    lease.gave_up("")
-    messages: list[FromDecode] = [OPEN, Credit(NAME, 1), Confirm(NAME), Alive(NAME), AbortLease(NAME)]
+    lease.abandon("")
+    messages: list[FromDecode] = [OPEN, Credit(NAME, 1), Confirm(NAME), Heartbeat(NAME), AbortLease(NAME)]
     for message in messages:
-        assert lease.heard(message, 1.0) == []
+        assert lease.receive(message, 1.0) == []
     assert put(lease, 1) == lease.ready(2, 2) == lease.finished(TOKENS, 0, 1.0) == []
-    assert lease.accept(1.0) == lease.refuse("") == lease.gave_up("") == lease.failed("") == []
+    assert lease.accept(1.0) == lease.refuse("") == lease.abandon("") == lease.failed("") == []
     assert lease.tick(1e9, working=True) == []
     assert lease.ended == "gave_up"
 
@@ -182,7 +182,7 @@ def test_ended_lease_ignores_events() -> None:
 @pytest.mark.law("6.1")
 def test_silence_ends_the_lease() -> None:
     lease = owed()
-    lease.heard(Alive(NAME), 1.0)
+    lease.receive(Heartbeat(NAME), 1.0)
     assert (
         abort_and("expired", lease.tick(1.0 + SILENCE, working=True)) == "the peer sent no message within the timeout"
     )
@@ -191,7 +191,7 @@ def test_silence_ends_the_lease() -> None:
 def test_lease_lasts_up_to_its_maximum_while_both_sides_live() -> None:
     lease = owed(longest=30.0)
     for now in range(30):
-        lease.heard(Alive(NAME), float(now))
+        lease.receive(Heartbeat(NAME), float(now))
         lease.tick(float(now), working=True)
         assert lease.ended is None
     assert "its time limit" in abort_and("expired", lease.tick(30.0, working=True))
@@ -200,7 +200,7 @@ def test_lease_lasts_up_to_its_maximum_while_both_sides_live() -> None:
 def test_heartbeats_are_sent_while_engine_works() -> None:
     lease = owed()
     assert lease.next_tick == SILENCE / 4
-    assert lease.tick(lease.next_tick, working=True) == [Say(Alive(NAME))]
+    assert lease.tick(lease.next_tick, working=True) == [SendMessage(Heartbeat(NAME))]
     assert lease.next_tick == SILENCE / 2
 
 
@@ -208,14 +208,14 @@ def test_no_heartbeats_while_engine_is_stalled() -> None:
     lease = owed()
     assert lease.tick(SILENCE / 4, working=False) == []
     assert SILENCE / 4 < lease.next_tick < SILENCE / 2  # polls again soon
-    assert lease.tick(lease.next_tick, working=True) == [Say(Alive(NAME))]
+    assert lease.tick(lease.next_tick, working=True) == [SendMessage(Heartbeat(NAME))]
 
 
 def test_finished_request_needs_no_engine_progress() -> None:
     lease = owed()
     lease.ready(1, 3)
     lease.finished(TOKENS, 2, 0.0)
-    assert lease.tick(SILENCE / 4, working=False) == [Say(Alive(NAME))]
+    assert lease.tick(SILENCE / 4, working=False) == [SendMessage(Heartbeat(NAME))]
 
 
 def test_commit_is_retransmitted_until_confirmed() -> None:
@@ -229,7 +229,7 @@ def test_piece_without_credit_ends_the_lease() -> None:
     lease = owed()
     lease.ready(1, 1)
     put(lease, 1, now=1.0)
-    lease.heard(Alive(NAME), 8.5)
+    lease.receive(Heartbeat(NAME), 8.5)
     assert lease.tick(8.9, working=True) != []
     assert "lost" in abort_and("expired", lease.tick(9.0, working=True))
 
@@ -239,8 +239,8 @@ def test_credit_for_one_piece_extends_timeout_of_others() -> None:
     lease.ready(1, 2)
     put(lease, 1)
     put(lease, 2)
-    lease.heard(Credit(NAME, 1), 7.0)
-    lease.heard(Alive(NAME), 14.0)
+    lease.receive(Credit(NAME, 1), 7.0)
+    lease.receive(Heartbeat(NAME), 14.0)
     lease.tick(14.9, working=True)
     assert lease.ended is None
     lease.tick(15.0, working=True)

@@ -16,7 +16,7 @@ from fd_core.effects.port import JoinedEffectPort
 from fd_core.engine.building import kv_offload
 from fd_core.engine.building.builder import _EngineBuilder
 from fd_core.engine.core import Engine
-from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.stores.contract import FailureReason, StoreError
 from fd_core.kv.stores.memory import MemoryStore
 from fd_core.plugins import installed_plugins
 from fd_core.testing.models.checkpoints import LONG_CASE, write_checkpoint
@@ -161,7 +161,7 @@ def test_block_lost_by_store_while_idle_is_saved_on_next_use(secret: str, monkey
 
     def full(self, values, timeout):
         assert idle.wait(10)
-        raise StoreError(Trouble.FULL, "no room")
+        raise StoreError(FailureReason.FULL, "no room")
 
     monkeypatch.setattr(MemoryStore, "put", full)
     engine = null_engine(kv_store="memory:", kv_store_secret_file=secret, host_kv_memory=1, wake=woken.set)

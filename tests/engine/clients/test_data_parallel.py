@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from fd_core.backends import places
+from fd_core.backends import device_assignment as places
 from fd_core.backends.contract import Backend
-from fd_core.backends.places import places_on_cores, places_on_devices
+from fd_core.backends.device_assignment import assignments_on_cores, assignments_on_devices
 from fd_core.engine.clients.client import DeltaStream
 from fd_core.engine.clients.data_parallel import DataParallelClient
 from fd_core.engine.clients.launch import open_client
@@ -34,7 +34,7 @@ def joined(count: int = 2, **info: Any) -> tuple[DataParallelClient, list[Client
     """Return a client of scripted engines."""
     engines = [Client() for _ in range(count)]
     for engine in engines:
-        engine._came_up(msgspec.structs.replace(engine.info, **info))
+        engine._engine_ready(msgspec.structs.replace(engine.info, **info))
     return DataParallelClient(engines), engines
 
 
@@ -139,8 +139,8 @@ def test_load_is_released_on_disconnect_and_engine_loss() -> None:
         for engine in engines:
             engine.receive(1, *(Delta(name, (7,)) for name in placed([engine])[0]))
         await streams[0].aclose()
-        engines[0]._went_down("it is gone")
-        engines[1]._went_down("it is gone")
+        engines[0]._fail_all("it is gone")
+        engines[1]._fail_all("it is gone")
         assert at_rest(client)
 
     asyncio.run(main())
@@ -157,14 +157,14 @@ def test_requests_are_routed_around_a_missing_engine() -> None:
     assert [len(names) for names in placed(engines)] == [3, 0, 3]
     assert (client.alive, client.healthy, client.restarts) == (True, True, True)
     assert client.missing == "engine 1 of 3 is not running"
-    engines[1]._went_down("it was not restarted")
+    engines[1]._fail_all("it was not restarted")
     assert (client.alive, client.healthy, client.restarts) == (True, False, False)
 
 
 def test_requests_are_rejected_when_all_engines_are_down() -> None:
     client, engines = joined()
     for engine in engines:
-        engine._went_down("gone")
+        engine._fail_all("gone")
     for ask in (lambda: client.submit(greedy("r", [1], 9)), lambda: client.abort(["r"]), client.abort_all):
         with pytest.raises(EngineDead, match="engine 0 and engine 1 of 2 are not running"):
             ask()
@@ -351,45 +351,45 @@ def six_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("six_processors")
 def test_processors_are_divided_by_core_and_socket() -> None:
-    assert [each.cores for each in places_on_cores(3)] == [(0, 3), (1, 4), (2, 5)]
-    assert [each.cores for each in places_on_cores(2)] == [(0, 1, 3), (2, 4, 5)]
-    assert [each.cores for each in places_on_cores(4)] == [(0,), (3,), (1,), (4,)]
+    assert [each.cores for each in assignments_on_cores(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [each.cores for each in assignments_on_cores(2)] == [(0, 1, 3), (2, 4, 5)]
+    assert [each.cores for each in assignments_on_cores(4)] == [(0,), (3,), (1,), (4,)]
 
 
 @pytest.mark.usefixtures("six_processors")
 def test_more_engines_than_processors_are_rejected() -> None:
     with pytest.raises(ConfigError, match="7 engines need one processor each, found 6") as refused:
-        places_on_cores(7)
+        assignments_on_cores(7)
     assert refused.value.hint == "use at most 6"
     with pytest.raises(ConfigError, match="2 engines of 4 ranks need 8 processors, one per rank, found 6") as refused:
-        places_on_cores(2, 4)
+        assignments_on_cores(2, 4)
     assert refused.value.hint == "omit it, or use fewer ranks"
     with pytest.raises(ConfigError, match="4 engines of 2 ranks need 8 processors") as refused:
-        places_on_cores(4, 2)
+        assignments_on_cores(4, 2)
     assert refused.value.hint == "use at most 3, or fewer ranks"
-    assert [each.cores for each in places_on_cores(3, 2)] == [(0, 3), (1, 4), (2, 5)]
+    assert [each.cores for each in assignments_on_cores(3, 2)] == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_each_rank_gets_its_own_visible_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHIPS", raising=False)
-    assert [each.environment for each in places_on_devices("CHIPS", 3, 2)] == [
+    assert [each.environment for each in assignments_on_devices("CHIPS", 3, 2)] == [
         {"CHIPS": "0"},
         {"CHIPS": "1"},
     ]
     monkeypatch.setenv("CHIPS", "4, GPU-7")
-    assert [each.environment for each in places_on_devices("CHIPS", 8, 2)] == [
+    assert [each.environment for each in assignments_on_devices("CHIPS", 8, 2)] == [
         {"CHIPS": "4"},
         {"CHIPS": "GPU-7"},
     ]
     with pytest.raises(ConfigError, match="3 engines need one device each, found 2"):
-        places_on_devices("CHIPS", 8, 3)
+        assignments_on_devices("CHIPS", 8, 3)
     monkeypatch.delenv("CHIPS")
-    assert [each.environment for each in places_on_devices("CHIPS", 5, 2, 2)] == [
+    assert [each.environment for each in assignments_on_devices("CHIPS", 5, 2, 2)] == [
         {"CHIPS": "0,1"},
         {"CHIPS": "2,3"},
     ]
     with pytest.raises(ConfigError, match="2 engines of 3 ranks need 6 devices, one per rank, found 5"):
-        places_on_devices("CHIPS", 5, 2, 3)
+        assignments_on_devices("CHIPS", 5, 2, 3)
 
 
 def test_backend_without_device_assignment_is_rejected() -> None:
@@ -397,4 +397,4 @@ def test_backend_without_device_assignment_is_rejected() -> None:
         name = "chip"
 
     with pytest.raises(ConfigError, match="the chip backend cannot assign devices to 2 engines"):
-        Chip.places(2)
+        Chip.device_assignments(2)

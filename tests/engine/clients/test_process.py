@@ -19,7 +19,7 @@ from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.clients.launch import open_client
 from fd_core.engine.clients.process import ProcessClient
-from fd_core.engine.process.engine_process import EngineProcess, begun_process
+from fd_core.engine.process.engine_process import EngineProcess, prestarted_process
 from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError, PluginError
 from fd_core.types import FinishReason
 from tests.engine.helpers import golden, random_specs
@@ -120,7 +120,7 @@ def test_load_errors_keep_their_class(where: str) -> None:
 
 @asynccontextmanager
 async def begun() -> AsyncIterator[EngineProcess]:
-    async with begun_process("null") as process:
+    async with prestarted_process("null") as process:
         assert process is not None
         yield process
 
@@ -130,7 +130,7 @@ def test_prestarted_process_serves_config_sent_later() -> None:
         async with begun() as process:
             await asyncio.sleep(0.1)
             assert process.process.returncode is None
-            client = await open_client(CONFIG, None, begun=process)
+            client = await open_client(CONFIG, None, prestarted=process)
             try:
                 assert isinstance(client, ProcessClient) and client.pid == process.process.pid
                 assert await text(client, 0) == golden(SPECS)["r0"]
@@ -143,7 +143,7 @@ def test_prestarted_process_serves_config_sent_later() -> None:
 def test_dead_prestarted_process_is_replaced() -> None:
     async def main() -> None:
         async with begun() as process:
-            client = await open_client(CONFIG, None, begun=process)
+            client = await open_client(CONFIG, None, prestarted=process)
             try:
                 os.kill(process.process.pid, signal.SIGKILL)
                 await until(lambda: client.info.epoch == 2, 30.0)
@@ -159,7 +159,7 @@ def test_prestarted_process_exit_is_reported_as_engine_death() -> None:
         async with begun() as process:
             process.process.kill()
             await process.process.wait()
-            await open_client(CONFIG, None, begun=process)
+            await open_client(CONFIG, None, prestarted=process)
 
     with pytest.raises(EngineDead, match="ended with exit code -9"):
         asyncio.run(main())
@@ -215,8 +215,8 @@ def test_modules_of_working_directory_are_not_imported(
 
 def test_framework_import_error_is_reported() -> None:
     async def main() -> None:
-        async with begun_process("nonesuch") as process:
-            await open_client(CONFIG, None, begun=process)
+        async with prestarted_process("nonesuch") as process:
+            await open_client(CONFIG, None, prestarted=process)
 
     with pytest.raises(PluginError, match="nonesuch"):
         asyncio.run(main())

@@ -102,7 +102,7 @@ def test_epoch_admits_one_suspect_at_a_time() -> None:
     ledger.admitted("abc")
     assert ledger.died("it burns") == []
     assert [spec.request_id for spec in ledger.resubmissions()] == ["a"]
-    assert [name in ledger.suspects_held for name in "abc"] == [False, True, True]
+    assert [name in ledger.held_suspects for name in "abc"] == [False, True, True]
     assert ledger.next_suspect() is None, "a got no token yet"
     ledger.deliver(Delta("a", (7,)))
     assert ledger.next_suspect() == B

@@ -13,7 +13,7 @@ import pytest
 
 from fd_core.errors import ConfigError
 from fd_core.kv.stores import disk
-from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.stores.contract import FailureReason, StoreError
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
 from fd_core.testing.stores import BackDoor, StoreSuite, lacks
@@ -44,13 +44,13 @@ class DiskDoor(BackDoor):
 
     @contextlib.contextmanager
     def fault(self, trouble):
-        if trouble is Trouble.FULL:
+        if trouble is FailureReason.FULL:
             with mounted(self._folder, "size=512k"):
                 yield
-        elif trouble is Trouble.READ_ONLY:
+        elif trouble is FailureReason.READ_ONLY:
             with mounted(self._folder, "ro"):
                 yield
-        elif trouble is Trouble.DENIED:
+        elif trouble is FailureReason.DENIED:
             with not_root(self._folder):
                 yield
         else:
@@ -181,7 +181,7 @@ def test_symlinks_out_of_the_folder_are_not_followed(tmp_path, link):
         try:
             assert call() != [b"secret"]
         except StoreError as error:
-            assert error.trouble is Trouble.MALFORMED
+            assert error.reason is FailureReason.MALFORMED
     assert store.longest_prefix([KEY], 100, 5) == 0
     assert [path.name for path in outside.iterdir()] == [f"{KEY.hex()}.kv"]
     assert (outside / f"{KEY.hex()}.kv").read_bytes() == b"secret"
@@ -250,7 +250,7 @@ def test_space_is_reserved_for_concurrent_writers(tmp_path):
     store = store_in(tmp_path / "kv", max_bytes=100)
     with pytest.raises(StoreError) as caught:
         store.put([(KEY, [b"x" * 40])], 5)
-    assert caught.value.trouble is Trouble.FULL
+    assert caught.value.reason is FailureReason.FULL
     assert store.put([(KEY, [b"x" * 20])], 5) == 1
 
 
@@ -281,7 +281,7 @@ def test_suspended_lock_holder_delays_others_up_to_deadline(tmp_path):
         start = time.monotonic()
         with pytest.raises(StoreError) as caught:
             store.put([(OTHER, [b"value"])], 0.2)
-        assert caught.value.trouble is Trouble.TIMEOUT
+        assert caught.value.reason is FailureReason.TIMEOUT
         assert time.monotonic() - start < 1.5
         assert store.get([KEY], 10, 1) == [b"value"]
     assert store.put([(OTHER, [b"value"])], 5) == 1
@@ -382,4 +382,4 @@ def test_file_in_place_of_folder_makes_store_unreachable(tmp_path):
     for call in (lambda: store.get([KEY], 10, 1), lambda: store.put([(KEY, [b"value"])], 1)):
         with pytest.raises(StoreError, match="not a folder") as caught:
             call()
-        assert caught.value.trouble is Trouble.UNREACHABLE
+        assert caught.value.reason is FailureReason.UNREACHABLE

@@ -13,7 +13,7 @@ from fd_core.effects.operations import Found, Loaded, LoadPaceMeasured, NotStore
 from fd_core.effects.port import CompletionQueue
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.stores.contract import KVStore, StoreError, StoreStats, Trouble
+from fd_core.kv.stores.contract import FailureReason, KVStore, StoreError, StoreStats
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import StoreLocation
 from fd_core.kv.tiers.offload import KVOffload, SealedStore
@@ -90,7 +90,7 @@ class ScriptedCache(KVCache):
 
 
 FAULTS = (
-    *Trouble,
+    *FailureReason,
     ValueError,
     MemoryError,
     "absent",
@@ -121,7 +121,7 @@ class ScriptedStore(KVStore):
         self.calls.append(method)
         fault = self.fault(method)
         self.within(method, timeout)
-        if isinstance(fault, Trouble):
+        if isinstance(fault, FailureReason):
             raise StoreError(fault, "secret words of the store")
         if isinstance(fault, type):
             raise fault("secret words of the store")

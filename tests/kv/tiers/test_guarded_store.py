@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from fd_core.effects.port import OnceLogger
-from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.stores.contract import FailureReason, StoreError
 from fd_core.kv.tiers.guarded_store import GuardedStore
 
 from .scripted import Clock, ScriptedStore
@@ -34,7 +34,7 @@ def test_result_passes_and_call_receives_deadline(guarded) -> None:
     assert guarded.call("get", 0.5, lambda store, timeout: timeout * 2) == 1.0
 
 
-@pytest.mark.parametrize("trouble", [Trouble.TIMEOUT, Trouble.UNREACHABLE])
+@pytest.mark.parametrize("trouble", [FailureReason.TIMEOUT, FailureReason.UNREACHABLE])
 @pytest.mark.law("5.5")
 def test_unreachable_store_opens_breaker_immediately(guarded, clock, trouble) -> None:
     assert guarded.call("get", 0.5, failing(StoreError(trouble, "secret"))) is None
@@ -49,14 +49,14 @@ def test_unreachable_store_opens_breaker_immediately(guarded, clock, trouble) ->
 
 def test_other_errors_are_tolerated_twice(guarded) -> None:
     for expected in ("closed", "closed", "open"):
-        guarded.call("put", 0.5, failing(StoreError(Trouble.FULL, "full")))
+        guarded.call("put", 0.5, failing(StoreError(FailureReason.FULL, "full")))
         assert guarded.state == expected
     assert guarded.errors == {"full": 3}
 
 
 def test_bad_key_does_not_open_breaker(guarded) -> None:
     for _ in range(5):
-        guarded.call("get", 0.5, failing(StoreError(Trouble.MALFORMED, "a list")))
+        guarded.call("get", 0.5, failing(StoreError(FailureReason.MALFORMED, "a list")))
     assert guarded.state == "closed" and guarded.errors == {"malformed": 5}
 
 
@@ -80,7 +80,7 @@ def test_hung_call_keeps_breaker_open_until_it_returns(guarded, clock) -> None:
         assert guarded.state == "open"
         clock.now += 60.0
         assert not guarded.ready()
-        raise StoreError(Trouble.TIMEOUT, "at last")
+        raise StoreError(FailureReason.TIMEOUT, "at last")
 
     assert guarded.call("get", 0.5, hang) is None
     assert guarded.errors == {"timeout": 1}
@@ -89,7 +89,7 @@ def test_hung_call_keeps_breaker_open_until_it_returns(guarded, clock) -> None:
 
 
 def test_probes_run_one_at_a_time(guarded, clock) -> None:
-    guarded.call("get", 0.5, failing(StoreError(Trouble.TIMEOUT, "")))
+    guarded.call("get", 0.5, failing(StoreError(FailureReason.TIMEOUT, "")))
     clock.now += 1.0
     seen = []
     guarded.call("get", 0.5, lambda store, timeout: seen.append((guarded.state, guarded.ready())))

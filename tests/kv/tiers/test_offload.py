@@ -10,7 +10,7 @@ import pytest
 
 from fd_core.effects.operations import Cancel, Found, Load, Loaded, LoadPaceMeasured, Lookup, NotStored, Save, Saved
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 
 from .scripted import BLOCK_BYTES, FAULTS, Rig, chain, content
 
@@ -103,7 +103,7 @@ def test_blocks_only_in_store_are_not_reported_in_host_tier() -> None:
 
 def test_unwritten_blocks_are_reported_once() -> None:
     rig = Rig(host_blocks=8, pending_bytes=2 * BLOCK_BYTES)
-    rig.store.fault = lambda method: Trouble.FULL
+    rig.store.fault = lambda method: FailureReason.FULL
     save(rig, 3, persist=True)
     assert [event for event in rig.news if isinstance(event, NotStored)] == [NotStored(KEYS[2:3]), NotStored(KEYS[:2])]
     rig.news.clear()
@@ -244,7 +244,7 @@ def test_open_breaker_prevents_store_calls() -> None:
     rig = Rig(host_blocks=4)
     save(rig, 2)
     rig.store.seed(KEYS[:4], rig.envelope)
-    rig.store.fault = lambda method: Trouble.UNREACHABLE
+    rig.store.fault = lambda method: FailureReason.UNREACHABLE
     assert look_up(rig) == [Found(3, 2, 2)]
     rig.store.fault = lambda method: None
     assert look_up(rig) == [Found(3, 2, 2)]
@@ -258,7 +258,7 @@ def test_open_breaker_prevents_store_calls() -> None:
 def test_store_with_failing_writes_is_still_read() -> None:
     rig = Rig(host_blocks=0)
     rig.store.seed(KEYS[:2], rig.envelope)
-    rig.store.fault = lambda method: Trouble.UNREACHABLE if method == "put" else None
+    rig.store.fault = lambda method: FailureReason.UNREACHABLE if method == "put" else None
     save(rig, 2, persist=True, keys=chain("new", 2))
     stats = rig.offload.stats()
     assert (stats.write_breaker, stats.breaker, stats.dropped_blocks) == ("open", "closed", 2)

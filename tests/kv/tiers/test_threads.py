@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fd_core.effects.operations import Cancel, Found, Load, Loaded, Lookup, Save, Saved
-from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.stores.contract import FailureReason, StoreError
 
 from .scripted import BLOCK_BYTES, FAULTS, Rig, chain, content
 
@@ -66,7 +66,7 @@ def test_stalled_store_delays_only_the_first_request() -> None:
 
     def stall(method, timeout):
         time.sleep(timeout)
-        raise StoreError(Trouble.TIMEOUT, "stalled")
+        raise StoreError(FailureReason.TIMEOUT, "stalled")
 
     rig.store.within = stall
     waited, engine = [], []

@@ -9,7 +9,7 @@ import pytest
 
 from fd_core.effects.port import OnceLogger
 from fd_core.effects.thread_loop import ThreadLoop
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.stats import TierStats
@@ -98,7 +98,7 @@ def test_full_queue_rejects_and_duplicates_are_skipped(writer) -> None:
     assert writer.offer(KEYS[0], content(KEYS[0])) and writer.pending_bytes == BLOCK_BYTES
 
 
-@pytest.mark.parametrize("fault", [Trouble.FULL, Trouble.TIMEOUT, ValueError, "huge number"])
+@pytest.mark.parametrize("fault", [FailureReason.FULL, FailureReason.TIMEOUT, ValueError, "huge number"])
 def test_failed_writes_are_dropped_and_counted(writer, store, guarded, counters, lost, fault) -> None:
     writer.offer(KEYS[1], content(KEYS[1]))
     writer.loop.run_one()
@@ -113,7 +113,7 @@ def test_failed_writes_are_dropped_and_counted(writer, store, guarded, counters,
 
 
 def test_open_breaker_rejects_and_drops_queued_blocks(writer, store, counters) -> None:
-    store.fault = lambda method: Trouble.UNREACHABLE
+    store.fault = lambda method: FailureReason.UNREACHABLE
     for key in KEYS[:4]:
         writer.offer(key, content(key))
     while writer.loop.run_one():

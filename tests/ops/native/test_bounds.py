@@ -63,7 +63,7 @@ def test_missing_adapter_is_rejected(native, adapter_slot):
     layer = LayerOn(native(), Geometry(adapters=True))
     places = layer.places.copy()
     places[3] = adapter_slot
-    layer.step = replace(layer.step, lora_places=adapter_rows(places, layer.ops)["lora_places"])
+    layer.step = replace(layer.step, lora_slots=adapter_rows(places, layer.ops)["lora_slots"])
     with pytest.raises(IndexError, match="adapter"):
         layer.run(layer.ops)
 

@@ -7,7 +7,7 @@ from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.native.pack import NativeOps
-from fd_core.ops.parallel import RanksApart
+from fd_core.ops.parallel import RankExchangeError
 from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
 from fd_core.testing.models.adapters import EVERYTHING, write_adapter
 from fd_core.testing.models.arrays import packed_weight
@@ -125,5 +125,5 @@ def test_missing_rank_is_named(native, tmp_path):
         if group.parallel.rank == 0:
             PagedDriver(model, ops, PROMPTS, 64).generate(1, 5)
 
-    with pytest.raises(RanksApart, match=r"rank 1 did not respond within 0\.3 s"):
-        on_ranks(2, work, patience=0.3)
+    with pytest.raises(RankExchangeError, match=r"rank 1 did not respond within 0\.3 s"):
+        on_ranks(2, work, timeout=0.3)

@@ -25,7 +25,7 @@ def test_events_are_forwarded_whole_for_any_chunking(seed: int, end: bytes) -> N
         passed += ready
         assert len(stream[:offset]) - len(passed) < 60 + 30
     assert passed + cutter.rest() == stream
-    assert cutter.done and not cutter.told_error
+    assert cutter.done and not cutter.error_forwarded
 
 
 def test_whole_events_are_forwarded_immediately() -> None:
@@ -46,6 +46,6 @@ def test_unterminated_event_has_bounded_buffer() -> None:
 def test_error_events_differ_from_text_about_errors() -> None:
     cutter = EventCutter()
     cutter.push(b'data: {"text": "an \\"error\\""}\n\n')
-    assert not cutter.told_error
+    assert not cutter.error_forwarded
     cutter.push(b'event: error\ndata: {"error": {}}\n\n')
-    assert cutter.told_error and not cutter.done
+    assert cutter.error_forwarded and not cutter.done

@@ -57,6 +57,7 @@ PROMISED = {
     "worker_requests_waiting": ("gauge", WORKER),
     "worker_selected": ("counter", WORKER),
     "worker_served": ("counter", WORKER),
+    "worker_reports_kv": ("gauge", WORKER),
     "worker_tells_kv": ("gauge", WORKER),
     "worker_unused": ("counter", WORKER),
 }

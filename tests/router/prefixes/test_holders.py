@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.router.prefix_index import Holders
-from fd_core.router.selection import Places
+from fd_core.router.selection import WorkerIndices
 from fd_core.router.workers import RouterWorker
 
 WORKERS = [RouterWorker(f"http://{number}", "mixed", number) for number in range(40)]
@@ -19,7 +19,7 @@ def leading(held: set[bytes]) -> int:
 
 @given(st.lists(st.tuples(st.integers(0, 39), st.integers(0, 6)), max_size=80), st.integers(0, 40))
 def test_prefixes_match_to_their_full_length(paths: list[tuple[int, int]], left: int) -> None:
-    slots = Places()
+    slots = WorkerIndices()
     holders, model = Holders(slots), dict.fromkeys(WORKERS, 0)
     for number, length in paths:
         worker = WORKERS[number]
@@ -39,7 +39,7 @@ def test_prefixes_match_to_their_full_length(paths: list[tuple[int, int]], left:
 
 @given(st.lists(st.tuples(st.integers(0, 39), st.sampled_from(KEYS), st.booleans()), max_size=120))
 def test_blocks_without_their_parents_do_not_count(changes: list[tuple[int, bytes, bool]]) -> None:
-    slots = Places()
+    slots = WorkerIndices()
     holders, model = Holders(slots), {worker: set[bytes]() for worker in WORKERS}
     for number, key, held in changes:
         worker = WORKERS[number]
@@ -51,7 +51,7 @@ def test_blocks_without_their_parents_do_not_count(changes: list[tuple[int, byte
 
 
 def test_lookup_stops_at_the_first_unheld_key() -> None:
-    slots, read_keys = Places(), []
+    slots, read_keys = WorkerIndices(), []
     slots.among(WORKERS[:2])
     holders = Holders(slots)
     holders.add(holders.bit(WORKERS[0]), KEYS[:2])
@@ -78,7 +78,7 @@ class Counted(dict[bytes, int]):
 def test_workers_with_equal_blocks_cost_one_lookup() -> None:
     looks = []
     for count in (1, 1000):
-        holders = Holders(Places())
+        holders = Holders(WorkerIndices())
         workers = [RouterWorker(f"http://{number}", "mixed", number) for number in range(count)]
         keys = [b"%d" % number for number in range(512)]
         for worker in workers:

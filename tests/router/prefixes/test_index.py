@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
-from fd_core.router.selection import Places
+from fd_core.router.selection import WorkerIndices
 from fd_core.router.workers import RouterWorker
 
 WORKERS = [RouterWorker(f"http://{name}", "mixed", number) for number, name in enumerate("abc")]
@@ -22,9 +22,9 @@ def keys(tokens: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
     return block_keys(HASHER, np.array(tokens, np.int32), salt)
 
 
-def slots() -> Places:
+def slots() -> WorkerIndices:
     """Return slots in the order of WORKERS."""
-    made = Places()
+    made = WorkerIndices()
     made.among(WORKERS)
     return made
 
@@ -49,7 +49,7 @@ def test_key_covers_all_tokens_up_to_its_block_and_the_salt() -> None:
 def test_index_matches_a_dictionary_of_prefixes(
     calls: list[tuple[str, RouterWorker, list[int], int]], query: list[int]
 ) -> None:
-    index = PrefixIndex(duration=10.0, capacity=1000, places=slots())
+    index = PrefixIndex(duration=10.0, capacity=1000, indices=slots())
     model: dict[tuple[RouterWorker, tuple[int, ...]], float] = {}
     now = 0.0
     for call, worker, tokens, passed in calls:
@@ -76,7 +76,7 @@ def test_index_matches_a_dictionary_of_prefixes(
 
 @given(st.lists(PROMPTS, max_size=20), st.integers(1, 6))
 def test_bounded_index_keeps_whole_paths_and_the_last_prompt(prompts: list[list[int]], capacity: int) -> None:
-    index = PrefixIndex(duration=10.0, capacity=capacity, places=slots())
+    index = PrefixIndex(duration=10.0, capacity=capacity, indices=slots())
     for tokens in prompts:
         index.record(WORKERS[0], keys(tokens), 0.0)
         assert index.blocks(WORKERS[0]) <= capacity
@@ -86,7 +86,7 @@ def test_bounded_index_keeps_whole_paths_and_the_last_prompt(prompts: list[list[
 
 
 def test_each_worker_gets_its_own_longest_prefix() -> None:
-    index = PrefixIndex(duration=10.0, capacity=100, places=slots())
+    index = PrefixIndex(duration=10.0, capacity=100, indices=slots())
     index.record(WORKERS[0], keys([1, 2, 3, 4, 5, 6]), 0.0)
     index.record(WORKERS[1], keys([1, 2, 3, 4]), 0.0)
     query = keys([1, 2, 3, 4, 5, 6, 7, 8])
@@ -94,7 +94,7 @@ def test_each_worker_gets_its_own_longest_prefix() -> None:
 
 
 def test_matching_does_not_extend_the_lifetime() -> None:
-    index = PrefixIndex(duration=10.0, capacity=100, places=slots())
+    index = PrefixIndex(duration=10.0, capacity=100, indices=slots())
     index.record(WORKERS[0], keys([1, 2]), 0.0)
     assert index.match(keys([1, 2]), 9.0)[0] == 1
     assert index.match(keys([1, 2]), 10.0)[0] == 0
@@ -114,7 +114,7 @@ class CountedKey(bytes):
 
 def looks(prompts: int, blocks: int) -> int:
     """Return the work to match and record a prompt of `blocks` blocks in an index of `prompts` prompts."""
-    index = PrefixIndex(duration=10.0, capacity=prompts * blocks, places=slots())
+    index = PrefixIndex(duration=10.0, capacity=prompts * blocks, indices=slots())
     chains = [[CountedKey(b"%d/%d" % (prompt, block)) for block in range(blocks)] for prompt in range(prompts)]
     for chain in chains:
         index.record(WORKERS[0], chain, 0.0)
@@ -132,7 +132,7 @@ def test_cost_depends_on_the_prompt_and_not_on_the_index() -> None:
 
 
 def test_matching_probes_few_blocks_of_a_long_prompt() -> None:
-    index = PrefixIndex(duration=10.0, capacity=10_000, places=slots())
+    index = PrefixIndex(duration=10.0, capacity=10_000, indices=slots())
     chain = [CountedKey(b"%d" % block) for block in range(8192)]
     index.record(WORKERS[0], chain[:5000], 0.0)
     CountedKey.looks = 0

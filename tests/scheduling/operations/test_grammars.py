@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from fd_core.effects.operations import Cancel, CompileGrammar, Found, GrammarReady, Lookup
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.types import FinishReason, RequestSpec, SamplingParams
 from tests.scheduling.driving import add, answer, next_plan, planned, take_effects
-from tests.scheduling.waiting.test_admissions import scheduler
+from tests.scheduling.waiting.test_admission_planner import scheduler
 
 
 def spec(name: str, grammar: str | None = "g", length: int = 20, first: int = 0) -> RequestSpec:
@@ -39,7 +39,7 @@ def test_request_waits_for_its_grammar_without_blocking_others() -> None:
 
 def test_request_waits_for_kv_and_grammar_in_any_order() -> None:
     for grammar_first in (True, False):
-        s = scheduler(keep=KeepKV())
+        s = scheduler(keep=OffloadSelection())
         add(s, spec("both"))
         compiling, lookup = take_effects(s)
         assert isinstance(compiling, CompileGrammar) and isinstance(lookup, Lookup)

@@ -10,7 +10,7 @@ import pytest
 from fd_core.config import Limits
 from fd_core.effects.operations import Cancel, Effect, Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.scheduling.contract import SchedulerSetup
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import Request, State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
@@ -27,10 +27,12 @@ LIMITS = Limits(
 )
 
 
-def scheduler(keep: KeepKV | None = None, **changes: int) -> ContinuousBatchingScheduler:
+def scheduler(keep: OffloadSelection | None = None, **changes: int) -> ContinuousBatchingScheduler:
     limits = msgspec.structs.replace(LIMITS, **changes)
     made = ContinuousBatchingScheduler(
-        SchedulerSetup(limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep or KeepKV())
+        SchedulerSetup(
+            limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep or OffloadSelection()
+        )
     )
     made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # override: early shortages
     return made
@@ -182,7 +184,7 @@ def test_failed_save_is_recomputed_without_lookup() -> None:
 
 def test_save_that_skipped_blocks_needs_a_lookup() -> None:
     """Blocks that the store is believed to hold are not saved again, so the completion does not locate them."""
-    s = scheduler(KeepKV(preempted=True, finished=True, persist=True), num_kv_blocks=10)
+    s = scheduler(OffloadSelection(preempted=True, finished=True, persist=True), num_kv_blocks=10)
     add(s, spec("before", 5, 1))
     s.complete(Found(effect_of(s, Lookup).operation, 0, 0))
     answer(s, planned(s))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fd_core.config import Limits
-from fd_core.effects.operations import Cancel, Fetch, Fetched, GiveUp, Send, Sent
+from fd_core.effects.operations import AbandonLease, Cancel, Fetch, Fetched, Send, Sent
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.operations.kv_transferring import TransferCounters
 from fd_core.scheduling.policies import Fcfs
@@ -94,7 +94,7 @@ def sends(s: ContinuousBatchingScheduler) -> list[Send]:
 def finish(s: ContinuousBatchingScheduler, request: Request, reason: FinishReason = FinishReason.LENGTH) -> None:
     """End a running request early by overriding its limit."""
     assert request.slot is not None
-    s.probe().residencies.finish(request.slot, request, reason)
+    s.probe().running_batch.finish(request.slot, request, reason)
 
 
 def compute(s: ContinuousBatchingScheduler, spec: RequestSpec) -> None:
@@ -602,7 +602,7 @@ def test_lease_aborted_while_waiting_is_cancelled_once() -> None:
     assert not s.abort("a")
     assert s.has_work, "its decode worker has not been notified yet"
     (effect,) = take_effects(s)
-    assert isinstance(effect, GiveUp)
+    assert isinstance(effect, AbandonLease)
     assert effect.lease == "lease of a"
     assert "abort" in effect.reason
     assert counters(s).given_up == 1
@@ -619,7 +619,7 @@ def test_lease_aborted_while_running_is_cancelled_on_release() -> None:
     assert not take_effects(s)
     answer(s, plan)
     (effect,) = take_effects(s)
-    assert isinstance(effect, GiveUp)
+    assert isinstance(effect, AbandonLease)
     s.complete(Sent(send.operation))
     assert is_idle(s)
 
@@ -633,7 +633,7 @@ def test_failed_lease_is_cancelled_and_stops_sending(reason: FinishReason) -> No
     assert before
     finish(s, request, reason)
     (effect,) = take_effects(s)
-    assert isinstance(effect, GiveUp)
+    assert isinstance(effect, AbandonLease)
     for send in before:
         s.complete(Sent(send.operation))
     assert is_idle(s)
@@ -657,13 +657,13 @@ def test_lease_ending_while_draining_is_cancelled_once() -> None:
         if not backs:
             s.probe().slots.num_tokens[old.slot] += 1
     assert [back.slot for back in backs] == [slot]
-    s.probe().residencies.finish(slot, s.probe().slots.request_in(slot), FinishReason.LENGTH)
+    s.probe().running_batch.finish(slot, s.probe().slots.request_in(slot), FinishReason.LENGTH)
     (effect,) = take_effects(s)
-    assert isinstance(effect, GiveUp)
+    assert isinstance(effect, AbandonLease)
     assert counters(s).given_up == 1
     s.probe().pool.answered(step.step)
     s.probe().pool.answered(plan.step)
-    s.probe().residencies.release(slot)
+    s.probe().running_batch.release(slot)
     assert not take_effects(s), "it is sent once"
     s.probe().pool.release(hostage, -1)
 

@@ -88,7 +88,7 @@ def test_tokens_delivered_to_slots_reach_the_buffers(
         for slot, tokens in enumerate(step):
             block[slot, : len(tokens)] = tokens
             expected[slot] += tokens
-        for slot in delivered.crowded(rows, STEP_TOKENS):
+        for slot in delivered.full_rows(rows, STEP_TOKENS):
             buffers[slot].take_delivered()
         delivered.append(rows, block[rows], np.array([len(step[slot]) for slot in rows], np.int32))
         assert [buffer.count for buffer in buffers] == [len(tokens) for tokens in expected]

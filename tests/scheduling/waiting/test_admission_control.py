@@ -15,7 +15,7 @@ from fd_core.config import Limits
 from fd_core.effects.operations import Effects, Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.contract import SchedulerSetup
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens
@@ -106,7 +106,11 @@ class Simulation:
         hasher = PrefixHasher(block_size=BLOCK, identity="m") if keep else None
         self.scheduler = ContinuousBatchingScheduler(
             SchedulerSetup(
-                limits=limits, policy=Fcfs(), victims=FewestTokens(), hasher=hasher, keep_kv=KeepKV() if keep else None
+                limits=limits,
+                policy=Fcfs(),
+                victims=FewestTokens(),
+                hasher=hasher,
+                keep_kv=OffloadSelection() if keep else None,
             )
         )
         self._outputs = {str(index): output for index, (_, output) in enumerate(requests)}
@@ -170,7 +174,7 @@ def test_every_resumed_run_fills_a_block(requests: list[tuple[int, int]], blocks
     simulation.run()
     assert simulation.generated == sum(output for _, output in requests)
     assert (
-        simulation.scheduler.probe().residencies.counters.preemptions <= len(requests) + simulation.generated // BLOCK
+        simulation.scheduler.probe().running_batch.counters.preemptions <= len(requests) + simulation.generated // BLOCK
     )
 
 
@@ -189,7 +193,7 @@ def _outcome(keep: bool, horizon: int | None) -> tuple[int, int]:
         if horizon is not None:
             simulation.scheduler.probe().control.return_cost.horizon = lambda *_: horizon  # type: ignore[method-assign]  # override
         steps += simulation.run()
-        preemptions += simulation.scheduler.probe().residencies.counters.preemptions
+        preemptions += simulation.scheduler.probe().running_batch.counters.preemptions
     return steps, preemptions
 
 

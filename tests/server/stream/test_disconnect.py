@@ -125,7 +125,7 @@ def test_block_is_cancelled_and_the_task_continues() -> None:
                 await asyncio.sleep(10)
             finally:
                 seen.append("cleaned")
-        seen.append(f"gone={client.gone}")
+        seen.append(f"gone={client.disconnected}")
         await asyncio.sleep(0)
         seen.append("continued")
         return seen

@@ -124,13 +124,13 @@ def test_waits_add_up_to_elapsed_time(events: list[tuple[int, float]]) -> None:
             account.begin_again()
         elif kind == 3:
             read = max(read, now[0] + seconds % 1)
-            account.tell(tuple(phases[0]) if seconds < 9 else None, read)
+            account.record(tuple(phases[0]) if seconds < 9 else None, read)
         elif kind == 4 and not first:
             read = max(read, now[0] + seconds % 1)
             account.first_token(read)
             first.append(read)
     before, between = account.end()
     assert min(before) >= 0 and min(between) >= 0
-    told_first = bool(first) and first[0] <= now[0]
-    assert sum(before) == pytest.approx((first[0] if told_first else now[0]) - 5.0)
+    first_delivered = bool(first) and first[0] <= now[0]
+    assert sum(before) == pytest.approx((first[0] if first_delivered else now[0]) - 5.0)
     assert sum(before) + sum(between) == pytest.approx(now[0] - 5.0)

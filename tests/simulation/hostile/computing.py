@@ -56,9 +56,9 @@ class _AdaptableNull(NullModel):
         return self
 
     def states(self, step: StepInput, cache: KVCache) -> Any:
-        if step.lora_places is not None:
+        if step.lora_slots is not None:
             begins = step.positions == 0
-            step = replace(step, token_ids=step.token_ids + _ADAPTED * np.where(begins, step.lora_places, 0))
+            step = replace(step, token_ids=step.token_ids + _ADAPTED * np.where(begins, step.lora_slots, 0))
         return super().states(step, cache)
 
 

@@ -17,23 +17,23 @@ from fd_core.backends.null import NullCache, running_hashes
 from fd_core.config import EngineConfig, Limits
 from fd_core.disagg.messages import (
     AbortLease,
-    Alive,
     Commit,
     Confirm,
     Credit,
     FromDecode,
     FromPrefill,
+    Heartbeat,
     KVPiece,
     Open,
     Refuse,
 )
 from fd_core.effects.operations import (
+    AbandonLease,
     Cancel,
     Completion,
     Effect,
     Fetch,
     Fetched,
-    GiveUp,
     Load,
     PrefillJobArrived,
     Save,
@@ -183,7 +183,7 @@ class LeaseWatch:
         if over:
             raise BrokenLaw("6.1", f"the {side} side uses lease {lease.name} after it ended")
         longest = lease.decode.longest + _MOMENT
-        if self.strict and (now - began > longest or now - last_received > lease.opening.silence + _MOMENT):
+        if self.strict and (now - began > longest or now - last_received > lease.opening.idle_timeout + _MOMENT):
             raise BrokenLaw(
                 "6.1", f"lease {lease.name} has not expired on the {side} side: {now - last_received:g} s of silence"
             )
@@ -231,7 +231,7 @@ class LeaseWatch:
                 raise BrokenLaw(
                     "6.2", f"lease {lease.name} is committed with {len(lease.sent_digests)} pieces: {message}"
                 )
-        elif isinstance(message, Alive):
+        elif isinstance(message, Heartbeat):
             engine.require_work(lease)
 
     def _on_decode_received(self, lease: _Lease, message: FromDecode | FromPrefill, lie: str) -> None:
@@ -317,7 +317,7 @@ class EngineWatch:
             case Load():
                 for block in effect.blocks.tolist():
                     self._fetch_into.pop(block, None)
-            case GiveUp(lease):
+            case AbandonLease(lease):
                 self.given_up.add(lease)
             case Cancel(operation):
                 self._cancelled.add(operation)
@@ -392,7 +392,7 @@ class EngineWatch:
         """Check that the engine works on a lease for which it sends heartbeats."""
         if lease.name in self._complete:
             return
-        if self.timeline.now - self._last_poll > lease.opening.silence + 1e-6:
+        if self.timeline.now - self._last_poll > lease.opening.idle_timeout + 1e-6:
             raise BrokenLaw("6.1", f"{self.worker} sends heartbeats for lease {lease.name}, but its engine is idle")
         waits = lease.name in self._arrived - self.given_up and not self._engine.num_in_flight
         if waits and prefill_request_id(lease.name) not in self._requests:
@@ -470,9 +470,11 @@ class EngineWatch:
             raise BrokenLaw("6.2", f"lease {lease.name} continued after a damaged piece until it expired")
         if not self.watch.strict:
             return
-        silent = lease.ended - lease.decode_received > lease.opening.silence - _MOMENT
+        silent = lease.ended - lease.decode_received > lease.opening.idle_timeout - _MOMENT
         long = lease.ended - lease.began > self.longest - _MOMENT
-        stuck = lease.ended - lease.committed > lease.opening.silence - _MOMENT and lease.landed < len(lease.wanted)
+        stuck = lease.ended - lease.committed > lease.opening.idle_timeout - _MOMENT and lease.landed < len(
+            lease.wanted
+        )
         if not (silent or long or stuck):
             raise BrokenLaw("6", f"lease {lease.name} expired despite messages: {answer.reason}")
         if self.watch.gentle and not long:

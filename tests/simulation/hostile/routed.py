@@ -50,10 +50,10 @@ _MEETINGS: Final = (("sick", "leaving"), ("sick", "leaving"), ("sick", "busy"), 
 
 def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
     """Return a world with the engines of `plan` in which most faults affect the routers."""
-    crowded = draw.random() < 0.3
-    topics = set(draw.choice(_MEETINGS) if crowded else draw.sample(_TOPICS, draw.randint(1, 4)))
+    full_rows = draw.random() < 0.3
+    topics = set(draw.choice(_MEETINGS) if full_rows else draw.sample(_TOPICS, draw.randint(1, 4)))
     paired = len(plan.configs) > 1
-    counts: dict[str, int] = {"mixed": 2 if crowded else draw.choice((2, 3, 3, 4))}
+    counts: dict[str, int] = {"mixed": 2 if full_rows else draw.choice((2, 3, 3, 4))}
     if paired:
         counts = {"prefill": 2, "decode": 2, "mixed": draw.choice((0, 0, 1))}
     publishes = draw.random() < (0.8 if "deaths" in topics else 0.4)
@@ -64,7 +64,7 @@ def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
         max_num_batched_tokens=64,
         num_kv_blocks=4 * plan.limits.blocks_per_seq,
     )
-    count = draw.randint(16, 24) if crowded else draw.randint(8, 14)
+    count = draw.randint(16, 24) if full_rows else draw.randint(8, 14)
     conversations = _conversations(draw, limits.max_model_len, count, hurried="leaving" in topics)
     salts = draw.choice((("",), ("", "ab", "ac"), ("ab", "ac")))
     adapters = draw.choice((("",), ("", *ADAPTERS)))

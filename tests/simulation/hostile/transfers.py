@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from fd_core.disagg.messages import Alive, Commit, Credit, FromPrefill, KVPiece, Open
+from fd_core.disagg.messages import Commit, Credit, FromPrefill, Heartbeat, KVPiece, Open
 from fd_core.simulation.clock.timeline import Network
 from fd_core.simulation.clock.virtual_loop import VirtualThreads
 from fd_core.simulation.storage.storage import Arrive, Message, TransferNetwork
@@ -46,7 +46,7 @@ class HostileTransfers(TransferNetwork):
         """Sender and lease of the last lost message."""
         self._chances = 0
 
-    def heard(self, worker: str, message: Message) -> None:
+    def received(self, worker: str, message: Message) -> None:
         lie = next((lie for forged, lie in self._lies if forged is message), "")
         self._log(f"{worker} receives {_short(message)}{' LIE ' + lie if lie else ''}")
         self._watch.on_received(worker, message[0], lie)
@@ -54,12 +54,14 @@ class HostileTransfers(TransferNetwork):
     def _leave(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
         self._log(f"{origin} sends {_short(message)}")
         self._watch.on_sent(origin, message[0])
-        self.said += 1
+        self.num_sent += 1
         for each, lie, later in self._treated(origin, message):
             if lie:
                 self._lies.append((each, lie))
-            for seconds in self.fate(self.said):
-                threads.tell(partial(self.network.send, origin, target, partial(arrive, each)), seconds + later)
+            for seconds in self.fate(self.num_sent):
+                threads.post_to_caller(
+                    partial(self.network.send, origin, target, partial(arrive, each)), seconds + later
+                )
 
     def _treated(self, origin: str, message: Message) -> Sequence[_Sent]:
         as_it_is = [(message, "", 0.0)]
@@ -109,7 +111,9 @@ class HostileTransfers(TransferNetwork):
                 tokens = self._watch.leases[lease].opening.job.num_tokens
                 yield (Commit(lease, tokens, bytes(16)), ()), "commit", 0.0
                 yield sent, "", 0.0
-            case "too_much_credit", Credit(lease=lease) | Alive(lease=lease) if not isinstance(message, FromPrefill):
+            case "too_much_credit", Credit(lease=lease) | Heartbeat(lease=lease) if not isinstance(
+                message, FromPrefill
+            ):
                 yield sent, "", 0.0
                 yield (Credit(lease, 2**31 - 1), ()), "", 0.0
             case "too_much_credit", KVPiece():

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 from fd_core.router.config import RouterConfig
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.engines.device import WrongKV
@@ -93,9 +93,9 @@ def test_texts_are_correct_under_store_faults(fault: str) -> None:
     def fail(store: SharedStore) -> None:
         match fault:
             case "dead":
-                store.trouble = Trouble.TIMEOUT
+                store.fault = FailureReason.TIMEOUT
             case "full":
-                store.write_trouble = Trouble.FULL
+                store.write_fault = FailureReason.FULL
             case "slow":
                 store.slowness = 500.0
             case "lost":

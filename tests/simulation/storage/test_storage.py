@@ -8,7 +8,7 @@ import pytest
 from fd_core.backends.null import NullCache
 from fd_core.effects.operations import Effect, Found, Load, Loaded, LoadPaceMeasured, Lookup, NotStored, Save, Saved
 from fd_core.effects.port import CompletionQueue
-from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.contract import FailureReason
 from fd_core.ops.contract import KVShape
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.clock.virtual_loop import VirtualThreads
@@ -126,11 +126,11 @@ def test_workers_share_store_bandwidth(timeline) -> None:
 def test_dead_store_delays_only_one_lookup(timeline) -> None:
     store = SharedStore(timeline)
     tiers = Tiers(timeline, store)
-    store.trouble = Trouble.TIMEOUT
+    store.fault = FailureReason.TIMEOUT
     assert tiers.after(0.5, Lookup(1, KEYS)) == [(0.25, Found(1, 0, 0))]
     assert tiers.after(0.5, Lookup(2, KEYS)) == [(0.5, Found(2, 0, 0))]
     assert tiers.port.stats().breaker == "open"
-    store.trouble = None
+    store.fault = None
     tiers.after(2.0)
     tiers.after(1.0, Save(3, KEYS[:1], ids(0), True))
     [(_, found)] = Tiers(timeline, store).after(1.0, Lookup(1, KEYS))
@@ -143,7 +143,7 @@ def test_store_faults_shorten_loads_but_never_corrupt(timeline, fault) -> None:
     one, other = Tiers(timeline, store), Tiers(timeline, store)
     one.cache.hashes[:4] = [[5], [6], [7], [8]]
     if fault == "full":
-        store.write_trouble = Trouble.FULL
+        store.write_fault = FailureReason.FULL
     completion = one.after(2.0, Save(1, KEYS[:4], ids(0, 1, 2, 3), True))
     assert any(isinstance(news, NotStored) for _, news in completion) == (fault == "full")
     if fault == "lost":

@@ -16,23 +16,23 @@ from typing import Any
 import pytest
 
 from fd_core.structured.compiler import VocabularyTable
-from fd_core.structured.grammar import Form, FormAsked, SchemaForm, TextForm
-from fd_core.structured.workers.messages import FormOutcome
+from fd_core.structured.grammar import GrammarConstraint, OutputConstraint, RequestedConstraint, SchemaConstraint
+from fd_core.structured.workers.messages import ConstraintOutcome
 from fd_core.structured.workers.pool import CompilePool, _TaskSlots
 from fd_core.text.fair_thread import CLIENT
 
 TABLE = VocabularyTable([bytes([each]) for each in range(256)] + [b""], [256], [256])
-LONG = TextForm("grammar", "start: T\nT: " + " & ".join(f"/(.*a{i}.*b.*)*/" for i in range(200)))
+LONG = GrammarConstraint("grammar", "start: T\nT: " + " & ".join(f"/(.*a{i}.*b.*)*/" for i in range(200)))
 """Grammar that takes far more CPU time than a task may."""
-DEEP = TextForm(
+DEEP = GrammarConstraint(
     "grammar", "\n".join(["start: r0", *(f'r{i}: r{i + 1} r{i + 1} | "a"' for i in range(3000)), 'r3000: "z"'])
 )
 """Grammar that overflows the library's stack."""
 
 
-def ordinary(name: str = "name") -> SchemaForm:
+def ordinary(name: str = "name") -> SchemaConstraint:
     schema = {"type": "object", "properties": {name: {"type": "string"}}, "required": [name]}
-    return SchemaForm(schema=schema)
+    return SchemaConstraint(schema=schema)
 
 
 def used(work: Any, **options: Any) -> Any:
@@ -50,10 +50,10 @@ def used(work: Any, **options: Any) -> Any:
     return asyncio.run(main())
 
 
-def run(pool: CompilePool, form: Form, client: str = "a") -> Coroutine[Any, Any, FormOutcome]:
-    async def one() -> FormOutcome:
+def run(pool: CompilePool, constraint: OutputConstraint, client: str = "a") -> Coroutine[Any, Any, ConstraintOutcome]:
+    async def one() -> ConstraintOutcome:
         CLIENT.set(client)
-        return await pool.run(FormAsked("field", form))
+        return await pool.run(RequestedConstraint("field", constraint))
 
     return one()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fd_core.ops.contract import SampleInput
-from fd_core.testing.kit.judging import _SeeingOps
+from fd_core.testing.kit.judging import _RecordingOps
 
 VOCAB = 20_000
 MARGIN = 1e-3
@@ -23,7 +23,7 @@ def rows(seed: int, **changes: float) -> SampleInput:
 @pytest.mark.parametrize("tilt", [-1.0, 1.0])
 def test_draws_from_logits_within_the_margin_are_accepted(filters: dict[str, float], tilt: float) -> None:
     """Errors in one direction shift the draw by many tokens if many are nearly as likely."""
-    ops, draw = _SeeingOps(), np.random.default_rng(7)
+    ops, draw = _RecordingOps(), np.random.default_rng(7)
     moved = 0
     for seed in range(40):
         logits = draw.normal(0.0, 1.0, (1, VOCAB)).astype(np.float32)
@@ -36,7 +36,7 @@ def test_draws_from_logits_within_the_margin_are_accepted(filters: dict[str, flo
 
 
 def test_draw_of_another_random_number_is_rejected() -> None:
-    ops, draw = _SeeingOps(), np.random.default_rng(7)
+    ops, draw = _RecordingOps(), np.random.default_rng(7)
     passed = 0
     for seed in range(100):
         logits = draw.normal(0.0, 1.0, (1, VOCAB)).astype(np.float32)
@@ -47,7 +47,7 @@ def test_draw_of_another_random_number_is_rejected() -> None:
 
 
 def test_filtered_token_is_rejected() -> None:
-    ops, logits = _SeeingOps(), np.zeros((1, 10), np.float32)
+    ops, logits = _RecordingOps(), np.zeros((1, 10), np.float32)
     logits[0, :3] = 5.0
     ops.sample(logits, rows(1, top_k=3))
     assert not any(ops.may_draw(token, MARGIN) for token in range(3, 10))

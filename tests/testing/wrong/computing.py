@@ -302,7 +302,7 @@ class WeighsAdaptersInsteadOfSelecting:
     def lora(self, y, x, lora):
         for index, delta in enumerate(lora.deltas, 1):
             if delta is not None:
-                mine = (lora.step.lora_places == index)[:, None]
+                mine = (lora.step.lora_slots == index)[:, None]
                 y = y + self.linear(self.linear(x, delta[0]), delta[1]) * mine.astype(np.float32)
         return y
 
@@ -316,5 +316,5 @@ class WeighsAdaptersInsteadOfSelecting:
 )
 class AppliesTheAdapterOfThePreviousToken:
     def lora(self, y, x, lora):
-        rows = adapter_rows(np.roll(lora.step.lora_places, 1), self)
+        rows = adapter_rows(np.roll(lora.step.lora_slots, 1), self)
         return super().lora(y, x, replace(lora, step=replace(lora.step, **rows)))

@@ -98,11 +98,11 @@ class WaitsForTheEndOfATag(HermesTools):
 class WaitsForTheWholeCall(HermesTools):
     held = ""
 
-    def say_arguments(self, text):
+    def emit_arguments(self, text):
         self.held += text
 
     def end_call(self):
-        super().say_arguments(self.held)
+        super().emit_arguments(self.held)
         self.held = ""
         super().end_call()
 
@@ -111,12 +111,12 @@ class WaitsForTheWholeCall(HermesTools):
 class WaitsForTheEndOfReasoning(QwenReasoning):
     held = ""
 
-    def say_reasoning(self, text):
+    def emit_reasoning(self, text):
         self.held += text
 
-    def say_read(self, *, cut=True):
-        super().say_reasoning(self.held)
-        super().say_read(cut=cut)
+    def emit_read(self, *, cut=True):
+        super().emit_reasoning(self.held)
+        super().emit_read(cut=cut)
 
 
 @breaks("8.2", "waiting:test_a_call_begins_before_its_arguments_are_there")
@@ -126,7 +126,7 @@ class BeginsACallWithItsArguments(HermesTools):
     def begin_call(self, name):
         self.name, self._open = name, True
 
-    def say_arguments(self, text):
+    def emit_arguments(self, text):
         self.held += text
         if len(self.held) > 12:
             self.say_all()
@@ -134,7 +134,7 @@ class BeginsACallWithItsArguments(HermesTools):
     def say_all(self):
         if self.name is not None:
             super().begin_call(self.name)
-        super().say_arguments(self.held)
+        super().emit_arguments(self.held)
         self.name, self.held = None, ""
 
     def end_call(self):
@@ -147,8 +147,8 @@ class BeginsACallWithItsArguments(HermesTools):
 
 @breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[lines]")
 class StripsContent(HermesTools):
-    def say_content(self, text):
-        super().say_content(text.strip())
+    def emit_content(self, text):
+        super().emit_content(text.strip())
 
 
 @breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[edges]")
@@ -159,14 +159,14 @@ class ReadsUpToANul(HermesTools):
 
 @breaks("8.3", "characters:test_an_answer_means_what_it_says[unicode]")
 class EmitsAsciiOnly(HermesTools):
-    def say_arguments(self, text):
-        super().say_arguments(text.encode("ascii", "ignore").decode())
+    def emit_arguments(self, text):
+        super().emit_arguments(text.encode("ascii", "ignore").decode())
 
 
 @breaks("8.3", "characters:test_half_a_marker_before_other_text_is_text")
 class LosesHalfAMarker(HermesTools):
-    def say_content(self, text):
-        super().say_content(text.replace("<tool_", ""))
+    def emit_content(self, text):
+        super().emit_content(text.replace("<tool_", ""))
 
 
 @breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[spaces]")
@@ -193,28 +193,28 @@ class BeginsACallWithEachDelta(HermesTools):
     def begin_call(self, name):
         self.name = name
 
-    def say_arguments(self, text):
+    def emit_arguments(self, text):
         super().begin_call(self.name)
-        super().say_arguments(text)
+        super().emit_arguments(text)
 
 
 @breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
 class RepeatsEarlierArguments(HermesTools):
     emitted = ""
 
-    def say_arguments(self, text):
+    def emit_arguments(self, text):
         self.emitted += text
-        super().say_arguments(self.emitted)
+        super().emit_arguments(self.emitted)
 
 
 @breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
 class LosesEmptyArguments(HermesTools):
     held = ""
 
-    def say_arguments(self, text):
+    def emit_arguments(self, text):
         self.held += text
         if self.held not in ("{", "{}"):
-            super().say_arguments(self.held)
+            super().emit_arguments(self.held)
             self.held = ""
 
     def end_call(self):
@@ -236,19 +236,19 @@ class EmitsEmptyContent(HermesTools):
 
 @breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
 class LosesReasoning(QwenReasoning):
-    def say_reasoning(self, text):
+    def emit_reasoning(self, text):
         pass
 
 
 @breaks("8.3", "characters:test_an_answer_means_what_it_says[unicode]")
 class KeepsTheMarkersOfReasoning(QwenReasoning):
-    def say_reasoning(self, text):
-        super().say_reasoning(text)
+    def emit_reasoning(self, text):
+        super().emit_reasoning(text)
         self.emitted = True
 
-    def say_read(self, *, cut=True):
-        self.say_content(self.end)
-        super().say_read(cut=cut)
+    def emit_read(self, *, cut=True):
+        self.emit_content(self.end)
+        super().emit_read(cut=cut)
 
 
 @breaks("8.3", "characters:test_two_answers_at_a_time_do_not_meet")
@@ -305,13 +305,13 @@ class CallsHalfAName(HermesTools):
 class LosesTheEndOfTheArguments(HermesTools):
     held = ""
 
-    def say_arguments(self, text):
+    def emit_arguments(self, text):
         text = self.held + text
         self.held = text[-1:]
-        super().say_arguments(text[:-1])
+        super().emit_arguments(text[:-1])
 
     def end_call(self):
-        super().say_arguments(self.held)
+        super().emit_arguments(self.held)
         self.held = ""
         super().end_call()
 
@@ -320,14 +320,14 @@ class LosesTheEndOfTheArguments(HermesTools):
 class LosesTheEndOfTheReasoning(QwenReasoning):
     held = ""
 
-    def say_reasoning(self, text):
+    def emit_reasoning(self, text):
         text = self.held + text
         self.held = text[-1:]
-        super().say_reasoning(text[:-1])
+        super().emit_reasoning(text[:-1])
 
-    def say_read(self, *, cut=True):
-        super().say_reasoning("" if self.at_end else self.held)
-        super().say_read(cut=cut)
+    def emit_read(self, *, cut=True):
+        super().emit_reasoning("" if self.at_end else self.held)
+        super().emit_read(cut=cut)
 
 
 # Markup and time ----------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class EmitsHalfAMarker(HermesTools):
 @breaks("8.5", "markup:test_markers_doubled_or_left_out_are_no_content")
 class KnowsOnlyTheBeginOfACall(HermesTools):
     def content_until(self, *begins):
-        return self.until(*begins, say=self._say_outside, space=True)
+        return self.until(*begins, say=self._emit_outside, space=True)
 
 
 @breaks("8.6", "time:test_time_is_linear_in_the_text")
@@ -396,8 +396,8 @@ class HasATriggerThatNeverOccurs(HermesTools):
 
 @breaks("8.3", "calls:test_what_a_grammar_makes_the_model_write_is_read[False]")
 class LosesBackslashes(HermesTools):
-    def say_arguments(self, text):
-        super().say_arguments(text.replace("\\", ""))
+    def emit_arguments(self, text):
+        super().emit_arguments(text.replace("\\", ""))
 
 
 @breaks("8.3", "calls:test_calls_follow_one_another")

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fd_core.effects.operations import NO_EFFECTS, Cancel, Fetch, Fetched, GiveUp, Loaded
+from fd_core.effects.operations import NO_EFFECTS, AbandonLease, Cancel, Fetch, Fetched, Loaded
 from fd_core.errors import ConfigError
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
@@ -113,7 +113,7 @@ class EndsAnAbortedRequestBeforeItsRelease(Changed):
         delta = super().abort(request_id)
         if request is not None and request.state is State.DRAINING and not hasattr(self, "has_ended"):
             self.has_ended = True
-            return self._output_side.end(request, FinishReason.ABORT)
+            return self._output_processor.end(request, FinishReason.ABORT)
         return delta
 
 
@@ -137,12 +137,12 @@ class ReassignsADrainingSlot(Changed):
     """A slot is free as soon as it is revoked; its request is requeued at once."""
 
     def change(self):
-        def revoke(residencies, right, slot, request, draft):
+        def revoke(running_batch, right, slot, request, draft):
             right(slot, request, draft)
-            if not request.abort_wanted:
-                self._admissions.wait(residencies.release(slot))
+            if not request.abort_requested:
+                self._admission_planner.enqueue(running_batch.release(slot))
 
-        instead(self._residencies, "revoke", revoke)
+        instead(self._running_batch, "revoke", revoke)
 
 
 @breaks("1.4", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
@@ -152,12 +152,12 @@ class ForgetsTokensReceivedWhileDraining(Plans):
     def change(self):
         self.had = {}
 
-        def preempt(residencies, right, slot, draft):
-            request = residencies.slots.request_in(slot)
+        def preempt(running_batch, right, slot, draft):
+            request = running_batch.slots.request_in(slot)
             self.had[request.spec.request_id] = request.num_tokens
             right(slot, draft)
 
-        instead(self._residencies, "preempt", preempt)
+        instead(self._running_batch, "preempt", preempt)
 
     def changed(self, plan):
         cut = tuple(
@@ -176,7 +176,7 @@ class AcceptsAnotherEpoch(Changed):
 @breaks("1.5", "signals:test_an_answer_that_comes_twice_is_dropped")
 class AppliesAnAnswerTwice(Changed):
     def commit(self, plan, output):
-        self._output_side._next_step = plan.step
+        self._output_processor._next_step = plan.step
         return super().commit(plan, output)
 
 
@@ -324,21 +324,21 @@ class AlwaysServesTheFirstSlots(Changed):
 @breaks("2.3", "budget:test_what_an_aborted_request_was_to_take_goes_to_others[0]")
 class ChargesAbortedRequests(Changed):
     def change(self):
-        def revoke(residencies, right, slot, request, draft):
-            draft.budget.take(int(request.abort_wanted))
+        def revoke(running_batch, right, slot, request, draft):
+            draft.budget.take(int(request.abort_requested))
             right(slot, request, draft)
 
-        instead(self._residencies, "revoke", revoke)
+        instead(self._running_batch, "revoke", revoke)
 
 
 @breaks("1.7", "signals:test_an_abort_while_running_takes_the_slot_back_and_delivers_what_was_in_flight[2]")
 class AbortsWhenBudgetIsLeft(Changed):
     def change(self):
-        def revoke(residencies, right, slot, request, draft):
-            if not request.abort_wanted or int(self._slots.running.sum()) < draft.budget.left:
+        def revoke(running_batch, right, slot, request, draft):
+            if not request.abort_requested or int(self._slots.running.sum()) < draft.budget.left:
                 right(slot, request, draft)
 
-        instead(self._residencies, "revoke", revoke)
+        instead(self._running_batch, "revoke", revoke)
 
 
 @breaks("2.6", "budget:test_planning_does_not_grow_with_what_waits[slots-10000-20]")
@@ -441,11 +441,11 @@ class SharesRejectedDrafts(Changed):
     """Registers blocks once they are computed, even if their drafts were rejected."""
 
     def change(self):
-        def settle(residencies, right, rows, upto):
+        def settle(running_batch, right, rows, upto):
             ahead = np.minimum(upto + 4, self._slots.num_tokens[rows])
             right(rows, ahead.astype(np.int32))
 
-        instead(self._residencies, "settle", settle)
+        instead(self._running_batch, "settle", settle)
 
 
 ASKED = "golden:test_what_is_asked_of_a_prompt_is_computed_though_its_kv_is_known"
@@ -499,19 +499,19 @@ class ComparesSaltPrefixes(Changed):
 @breaks("3.1", "signals:test_an_abort_between_two_chunks_of_a_prompt_takes_the_slot_back")
 class LeaksBlocksOfAbortedRequests(Changed):
     def change(self):
-        def give_up(residencies, right, slot, request):
-            if not request.abort_wanted:
+        def give_up(running_batch, right, slot, request):
+            if not request.abort_requested:
                 right(slot, request)
             else:
-                residencies.slots.num_blocks[slot] = 0
+                running_batch.slots.num_blocks[slot] = 0
 
-        instead(self._residencies, "_give_up_blocks", give_up)
+        instead(self._running_batch, "_give_up_blocks", give_up)
 
 
 @breaks("5.2", "storage:test_what_was_saved_is_loaded")
 class NeverLoads(Changed):
     def change(self):
-        right = self._admissions._offloading
+        right = self._admission_planner._offloading
 
         class Declining:
             worth_loading = staticmethod(lambda request, first, count: 0)
@@ -519,15 +519,15 @@ class NeverLoads(Changed):
             def __getattr__(self, name):
                 return getattr(right, name)
 
-        self._admissions._offloading = Declining()
+        self._admission_planner._offloading = Declining()
 
 
 @breaks("5.4", "storage:test_what_was_damaged_in_the_store_is_computed_and_stored_again[BADLY]")
 class TreatsDamagedKVAsStored(Changed):
     def complete(self, completion):
-        remembered = dict(self._offloading._remembered)
+        remembered = dict(self._offloading._stored_keys)
         super().complete(completion)
-        self._offloading._remembered.update(remembered)
+        self._offloading._stored_keys.update(remembered)
 
 
 @breaks("5.4", "storage:test_what_was_damaged_in_the_store_is_computed_and_stored_again[IN_PART]")
@@ -580,7 +580,7 @@ class FetchesThePromptOfAnotherEpochAgain(Changed):
             def __getattr__(self, name):
                 return getattr(transferring, name)
 
-        self._admissions._transferring = Asking()
+        self._admission_planner._transferring = Asking()
 
 
 @breaks("6.1", "pairs:test_an_abort_ends_the_lease_and_its_blocks_stay_until_it_is_over[WELL]")
@@ -602,31 +602,31 @@ class LeasesAllFreeBlocks(Changed):
 @breaks("6.2", "pairs:test_every_block_of_a_job_is_sent_once_when_it_is_settled[0-37-7]")
 class SendsABlockThatIsNotFull(Changed):
     def change(self):
-        def send(residencies, right, slot, request):
+        def send(running_batch, right, slot, request):
             if request.spec.prefill_job is not None:
                 upto = -(-int(self._slots.num_settled[slot]) // self.limits.block_size)
                 self._transferring.settled(request, self._slots.blocks(slot, upto=upto))
 
-        instead(self._residencies, "_send_settled", send)
+        instead(self._running_batch, "_send_settled", send)
 
 
 @breaks("6.2", "pairs:test_a_job_that_was_preempted_is_sent_on_behind_what_left[2-3]")
 class ResendsAJobFromTheStart(Changed):
     def change(self):
-        def preempt(residencies, right, slot, draft):
-            job = residencies.slots.request_in(slot).spec.prefill_job
+        def preempt(running_batch, right, slot, draft):
+            job = running_batch.slots.request_in(slot).spec.prefill_job
             if job is not None:
-                residencies.slots.request_in(slot).sent = job.held_blocks
+                running_batch.slots.request_in(slot).sent = job.held_blocks
             right(slot, draft)
 
-        instead(self._residencies, "preempt", preempt)
+        instead(self._running_batch, "preempt", preempt)
 
 
 @breaks("6.1", "pairs:test_a_job_that_is_aborted_is_given_up_once[runs]")
 class NeverAbandonsLeases(Changed):
     def change(self):
         def take(operations, right):
-            operations.effects[:] = [effect for effect in operations.effects if not isinstance(effect, GiveUp)]
+            operations.effects[:] = [effect for effect in operations.effects if not isinstance(effect, AbandonLease)]
             return right()
 
         instead(self._operations, "take", take)
@@ -707,14 +707,14 @@ class SavesUnsettledBlocks(Changed):
     """Saves every registered block, computed or not."""
 
     def change(self):
-        def save(residencies, right, slot, request):
-            residencies._prefixes.extend(request)
+        def save(running_batch, right, slot, request):
+            running_batch._prefixes.extend(request)
             count = min(len(request.chain), int(self._slots.num_blocks[slot]))
             if not count:
                 return None
             return self._offloading.save(request, request.chain[:count], self._slots.blocks(slot, upto=count))
 
-        instead(self._residencies, "_save", save)
+        instead(self._running_batch, "_save", save)
 
 
 @breaks("8", "budget:test_prompts_that_fit_enter_in_one_step")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fd_core.text.parsing.answer import AnswerParser
 from fd_core.text.parsing.contract import OutputParser
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, ReasoningDelta, joined
 from fd_core.text.parsing.formats.harmony import HarmonyReasoning, HarmonyTools
 from fd_core.text.parsing.formats.json_calls import DeepSeekTools, ErnieTools, HermesTools, LlamaJsonTools, MistralTools
 from fd_core.text.parsing.formats.pythonic import PythonicTools
@@ -69,7 +69,7 @@ def answer_of(events: list[Event]) -> Answer:
             texts[event.index] += event.text
     return Answer(
         "".join(event.text for event in events if isinstance(event, Content)),
-        "".join(event.text for event in events if isinstance(event, Thought)),
+        "".join(event.text for event in events if isinstance(event, ReasoningDelta)),
         [(names[index], texts[index] + ("" if index in ended else "…")) for index in sorted(names)],
     )
 

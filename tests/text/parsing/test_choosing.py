@@ -25,11 +25,11 @@ from fd_core.text.parsing.answer import ParserNames, parsers_for
     ],
 )
 def test_parsers_follow_the_chat_template(template: str, expected: ParserNames) -> None:
-    assert parsers_for(template, knows_tools=True) == expected
+    assert parsers_for(template, supports_tools=True) == expected
 
 
 def test_template_without_tools_gets_hermes_parser() -> None:
-    assert parsers_for("{{ messages }}", knows_tools=False) == ParserNames("hermes", None)
+    assert parsers_for("{{ messages }}", supports_tools=False) == ParserNames("hermes", None)
 
 
 def test_ernie_has_its_own_parsers() -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 from recorded import RECORDED, TOOL_PARSERS, TOOLS, parser
 
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, ReasoningDelta, joined
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.reader import Steps, TextReader
 from fd_core.text.parsing.thinking import QwenReasoning
@@ -33,7 +33,7 @@ def test_call_name_then_arguments_are_streamed() -> None:
 
 def test_reasoning_is_streamed_and_later_content_unchanged() -> None:
     reading = QwenReasoning("<think>\n")
-    assert list(reading.push("Hm <")) == [Thought("Hm")]
+    assert list(reading.push("Hm <")) == [ReasoningDelta("Hm")]
     assert list(reading.push("/think")) == []
     assert list(reading.push(">\n\nYes")) == [Content("Yes")]
     assert list(reading.push(' {"a": "<think>"} \n')) == [Content(' {"a": "<think>"} \n')]
@@ -44,7 +44,7 @@ class Dashes(TextReader):
 
     def run(self) -> Steps[None]:
         while marker := (yield from self.content_until("--", "--->", "=--=")):
-            self.say_reasoning(marker)
+            self.emit_reasoning(marker)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_first_and_longest_marker_wins_for_any_chunking(text: str, marks: list[s
         reading = Dashes()
         return joined([*(event for piece in pieces for event in reading.push(piece)), *reading.flush()])
 
-    assert [event.text for event in read(text) if isinstance(event, Thought)] == marks
+    assert [event.text for event in read(text) if isinstance(event, ReasoningDelta)] == marks
     for cut in range(len(text)):
         assert read(text[:cut], text[cut:]) == read(*text) == read(text)
 
@@ -64,9 +64,9 @@ def test_one_character_marker_is_found_immediately() -> None:
     class Bars(TextReader):
         def run(self) -> Steps[None]:
             while (yield from self.content_until("|")):
-                self.say_reasoning("|")
+                self.emit_reasoning("|")
 
-    assert list(Bars().push("a|")) == [Content("a"), Thought("|")]
+    assert list(Bars().push("a|")) == [Content("a"), ReasoningDelta("|")]
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)

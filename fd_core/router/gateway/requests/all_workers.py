@@ -16,7 +16,7 @@ from multidict import CIMultiDict
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import unavailable
 from fd_core.router.gateway.requests.forwarding import json_response, to_client, to_worker
-from fd_core.router.gateway.requests.relaying import TROUBLE, read_up_to
+from fd_core.router.gateway.requests.relaying import UPSTREAM_ERRORS, read_up_to
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.server.schemas.responses import AbortAnswer
@@ -67,7 +67,7 @@ async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: 
     try:
         async with state.session.head(url, headers=headers, timeout=_TIMEOUT, allow_redirects=False) as answer:
             return answer.status == 200
-    except TROUBLE:
+    except UPSTREAM_ERRORS:
         return False
 
 
@@ -79,7 +79,7 @@ async def abort(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
     """Return the ids that the workers aborted and those unknown to all; an error response if every worker failed."""
-    told = await _ask_all(state, path, body, headers, record, _TIMEOUT)
+    responses = await _broadcast(state, path, body, headers, record, _TIMEOUT)
     answers = []
     for each in told:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
@@ -96,12 +96,12 @@ async def change_adapters(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
     """Change adapters on every worker; return the first error response, if any. `ApiError` (503) if unreachable."""
-    told = await _ask_all(state, path, body, headers, record, aiohttp.ClientTimeout(total=300))
-    refused = [each for each in told if each.status != 200]
-    return _refusal(refused) if refused or not told else told[0]
+    responses = await _broadcast(state, path, body, headers, record, aiohttp.ClientTimeout(total=300))
+    refused = [each for each in responses if each.status != 200]
+    return _refusal(refused) if refused or not responses else responses[0]
 
 
-async def _ask_all(
+async def _broadcast(
     state: GatewayState,
     path: str,
     body: bytes,
@@ -119,15 +119,15 @@ async def _ask_all(
                 data = await read_up_to(answer.content, 4 << 20)
                 kept: CIMultiDict[str] = to_client(answer.headers, {"X-Request-Id": record.request_id})
                 return web.Response(body=data, status=answer.status, headers=kept)
-        except TROUBLE:
+        except UPSTREAM_ERRORS:
             return web.Response(status=503)
 
     return await asyncio.gather(*map(ask, _answering(state)))
 
 
-def _refusal(told: list[web.Response]) -> web.Response:
+def _refusal(responses: list[web.Response]) -> web.Response:
     """Return the error response of a worker. Raises `ApiError` (503) if none responded."""
-    for each in told:
+    for each in responses:
         if 400 <= each.status < 500:
             return each
     raise unavailable("no worker responded", "none_healthy", retry_after=1)

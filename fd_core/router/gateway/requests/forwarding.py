@@ -118,9 +118,9 @@ def to_worker(
     if record.key is not None:
         tenant = Tenant.of(record.key)
         headers[TENANT_HEADER] = sign_tenant(state.worker_secret, tenant, method, path, record.request_id)
-    if state.config.asks_for_keys:
+    if state.config.requires_keys:
         headers.popall("Authorization", None)
-    if state.config.asks_for_keys or "Authorization" in state.own_headers:
+    if state.config.requires_keys or "Authorization" in state.own_headers:
         headers.popall("X-Api-Key", None)
     headers.update(state.own_headers)
     return headers
@@ -140,7 +140,7 @@ def _without(given: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDi
     return CIMultiDict((name, value) for name, value in given.items() if name.lower() not in dropped)
 
 
-_NOT_TOLD: Final = "not_told"
+_NOT_REPORTED: Final = "not_told"
 """Outcome if the decode worker reports none: it does not support tickets, or ignores them."""
 _OUTCOMES: Final = frozenset(get_args(PrefillOutcome))
 
@@ -173,7 +173,7 @@ def ticket_headers(
 def outcome_of(headers: Mapping[str, str]) -> str:
     """Return the outcome of a pair's prefill side, from the headers of the decode worker's answer."""
     outcome = headers.get(OUTCOME_HEADER, "")
-    return outcome if outcome in _OUTCOMES else _NOT_TOLD
+    return outcome if outcome in _OUTCOMES else _NOT_REPORTED
 
 
 class _TryElsewhere(Exception):
@@ -230,7 +230,7 @@ class Exchange:
                 with chosen, contextlib.suppress(_TryElsewhere):
                     return await self._attempt(chosen)
                 chosen = self.attempts.next(time.monotonic(), random.random())  # noqa: S311  # no secret
-            self._took_nothing()
+            self._not_processed()
         except (asyncio.CancelledError, ConnectionError):
             self.state.metrics.counts.disconnects += 1
             raise
@@ -242,7 +242,7 @@ class Exchange:
         result = self.attempts.result
         return error_response(refusal(result), self.request.path) if isinstance(result, NoWorker) else result
 
-    def _took_nothing(self) -> None:
+    def _not_processed(self) -> None:
         if self.meter is not None:
             self.meter.whole(b"")
 
@@ -277,13 +277,13 @@ class Exchange:
                         self.attempts.prefilled(outcome, time.monotonic())
                     refused = await self._refused(response)
                     if refused is not None:
-                        self._took_nothing()
+                        self._not_processed()
                         return refused
                     done = self.request.path in _ENDS_WITH_DONE
                     answer = relaying.UpstreamAnswer(response, ends_with_done=done)
                     first = await answer.begin()
-            except (*relaying.TROUBLE, relaying.WorkerLost) as error:
-                if relaying.is_own_lack(error):
+            except (*relaying.UPSTREAM_ERRORS, relaying.WorkerLost) as error:
+                if relaying.is_resource_exhaustion(error):
                     raise unavailable("the router has no free connection", "no_connections", retry_after=1) from error
                 severe = isinstance(error, aiohttp.ClientConnectorError)
                 self.attempts.lost(time.monotonic(), severe=severe)
@@ -376,7 +376,7 @@ class Exchange:
             if not answer.is_stream:
                 request.protocol.force_close()
                 return out
-            if not answer.told_error:
+            if not answer.error_forwarded:
                 await out.write(error_event(lost(), request.path))
         else:
             self.attempts.ended(response.status, time.monotonic())

@@ -92,9 +92,9 @@ async def _within(
                 del timers[url]
 
 
-TROUBLE: Final = (aiohttp.ClientError, TimeoutError, OSError)
+UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, OSError)
 """Exceptions that a request to a worker may raise."""
-_LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+_RESOURCE_ERRNOS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Errors of the system for lack of descriptors, memory or ports."""
 _HELD_BYTES: Final = 1 << 20
 """A JSON answer up to this size is buffered, so that the request can be retried if the worker is lost."""
@@ -103,9 +103,9 @@ _MAX_HELD_BYTES: Final = 1 << 20
 """Larger events are passed on in pieces."""
 
 
-def is_own_lack(error: BaseException) -> bool:
+def is_resource_exhaustion(error: BaseException) -> bool:
     """Return True if no connection could be made for lack of local resources, which is not the worker's fault."""
-    return isinstance(error, OSError) and error.errno in _LACKS
+    return isinstance(error, OSError) and error.errno in _RESOURCE_ERRNOS
 
 
 class WorkerLost(Exception):
@@ -127,7 +127,7 @@ class EventCutter:
             return self._pass(chunk)
         border = len(self._edge)
         seen = self._edge + chunk
-        end = max(_behind(seen, b"\n\n"), _behind(seen, b"\r\n\r\n")) - border
+        end = max(_index_after(seen, b"\n\n"), _index_after(seen, b"\r\n\r\n")) - border
         if end > 0:
             ready = self._pass(chunk[:end])
             chunk = chunk[end:]
@@ -150,7 +150,7 @@ class EventCutter:
         return self._last.rstrip().endswith(_DONE)
 
     @property
-    def told_error(self) -> bool:
+    def error_forwarded(self) -> bool:
         """True if the last event passed on is an error. Generated text cannot look like one: its quotes are escaped."""
         last = self._last.rstrip().replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
         return b'"error"' in last
@@ -188,12 +188,12 @@ class UpstreamAnswer:
         return self._ended and not self.is_stream
 
     @property
-    def told_error(self) -> bool:
+    def error_forwarded(self) -> bool:
         """True if the answer ended with an error event of the worker."""
-        return self._cutter is not None and self._cutter.told_error
+        return self._cutter is not None and self._cutter.error_forwarded
 
     async def begin(self) -> bytes:
-        """Return the first bytes. Raises `WorkerLost` if a stream ends without any, and the errors in `TROUBLE`."""
+        """Return the first bytes. Raises `WorkerLost` if a stream ends without any, and `UPSTREAM_ERRORS`."""
         content = self._response.content
         if self._cutter is not None:
             while chunk := await content.readany():
@@ -220,7 +220,7 @@ class UpstreamAnswer:
             try:
                 chunk = await self._response.content.readany()
                 silence.stop()
-            except TROUBLE as error:
+            except UPSTREAM_ERRORS as error:
                 if cutter is not None and self._ends_with_done and cutter.done:
                     self._ended = True  # only the end of the connection is missing
                     return
@@ -247,7 +247,7 @@ async def read_up_to(content: aiohttp.StreamReader, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _behind(data: bytes, mark: bytes) -> int:
+def _index_after(data: bytes, mark: bytes) -> int:
     found = data.rfind(mark)
     return -1 if found < 0 else found + len(mark)
 

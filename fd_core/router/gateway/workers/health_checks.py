@@ -23,7 +23,7 @@ from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import ApiError, unavailable
 from fd_core.router.attempts import Unreached
-from fd_core.router.gateway.requests.relaying import TROUBLE, is_own_lack, read_up_to
+from fd_core.router.gateway.requests.relaying import UPSTREAM_ERRORS, is_resource_exhaustion, read_up_to
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
 from fd_core.server.api.admin import KV_EVENTS_PATH, OFFER_HEADER, WAIT_SECONDS
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _MAX_EVENT_BYTES: Final = 256 << 20
 """Limit of one answer, which may name all blocks that a worker holds, as token ids."""
 _EVENTS_TIMEOUT: Final = aiohttp.ClientTimeout(total=WAIT_SECONDS + 20.0, sock_read=WAIT_SECONDS + 5.0)
-_TOGETHER_SECONDS: Final = 0.02
+_EVENT_BATCH_SECONDS: Final = 0.02
 """Events within this time are fetched together."""
 _PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Backoff in seconds before each attempt; the last value applies to all further attempts."""
@@ -135,9 +135,9 @@ class HealthChecks:
                 role = answer.headers.get(ROLE_HEADER)
                 role = role if role is None or role in ROLES else "strange"
                 port = _port(answer.headers.get(KV_PORT_HEADER, ""))
-        except (*TROUBLE, ValueError) as error:
+        except (*UPSTREAM_ERRORS, ValueError) as error:
             why = f": {str(error) or type(error).__name__}"
-            if is_own_lack(error):
+            if is_resource_exhaustion(error):
                 if not self._lacks:
                     log.warning("cannot open connections for health checks (%s): worker states are unchanged", error)
                 self._lacks = True
@@ -174,8 +174,8 @@ class HealthChecks:
         if self._unreached.missed(worker.url, begun, now):
             patience = self._state.config.unreachable_seconds
             if cut := self._state.timeouts.expire_streams(worker, patience):
-                told = "worker %s unreachable by health checks for %g s: ended %d running answers"
-                log.warning(told, worker.url, patience, cut)
+                message = "worker %s unreachable by health checks for %g s: ended %d running answers"
+                log.warning(message, worker.url, patience, cut)
 
     def _complain(self, worker: RouterWorker, unfit: str) -> None:
         """Log once that a healthy worker cannot be used, and forget it when the worker can."""
@@ -249,7 +249,7 @@ async def _of(state: GatewayState, worker: RouterWorker, headers: Mapping[str, s
                 return ApiError(answer.status, "the workers do not accept this API key", code="invalid_api_key")
             if answer.status == 200:
                 return _models.decode(await read_up_to(answer.content, 1 << 20)).data
-    except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
+    except (*UPSTREAM_ERRORS, msgspec.MsgspecError, UnicodeDecodeError):
         pass
     return unavailable("no worker reported its models", "none_healthy", retry_after=1)
 
@@ -274,7 +274,7 @@ class _Follower:
             self._failures += 1
             try:
                 await self._listen(fingerprint)
-            except TROUBLE as error:
+            except UPSTREAM_ERRORS as error:
                 if self._failures > 1:  # a single failure is not reported: the worker may have just started
                     self._report(worker, f"no response ({type(error).__name__})")
             except ValueError as error:
@@ -283,7 +283,7 @@ class _Follower:
                 self._router.reported_kv.end(worker)
 
     async def _listen(self, fingerprint: str) -> None:
-        """Fetch the worker's blocks, then its events while they count. Raises `ValueError` or one of `TROUBLE`."""
+        """Fetch the worker's blocks, then its events while they count. Raises `ValueError` or `UPSTREAM_ERRORS`."""
         page = await self._ask(None)
         if page.reading != fingerprint:
             raise _Broken("its tokenizer or chat template differs from that of --tokenizer")
@@ -299,7 +299,7 @@ class _Follower:
                 await asyncio.sleep(0)  # requests have priority
             self._failures = 0
             self._report(self._worker, "")
-            await asyncio.sleep(_TOGETHER_SECONDS)
+            await asyncio.sleep(_EVENT_BATCH_SECONDS)
             page = await self._ask(page)
 
     async def _ask(self, last: KVPage | None) -> KVPage:
@@ -339,17 +339,17 @@ class KVFollowers:
             return
         if not state.router.uses_prefix(worker):
             return
-        follower = _Follower(state, worker, self._log_trouble)
+        follower = _Follower(state, worker, self._log_events_error)
         self._following.add(worker)
         task = state.supervisor.start("kv_events", partial(follower.run, fingerprint), part=worker.url)
         task.add_done_callback(lambda _: self._following.discard(worker))
 
-    def _log_trouble(self, worker: RouterWorker, trouble: str) -> None:
-        if trouble == self._logged.get(worker.url, ""):
+    def _log_events_error(self, worker: RouterWorker, error_text: str) -> None:
+        if error_text == self._logged.get(worker.url, ""):
             return
-        if trouble:
-            told = "KV events of worker %s cannot be used; falling back to the prefixes that it served: %s"
-            log.warning(told, worker.url, trouble)
+        if error_text:
+            message = "KV events of worker %s cannot be used; falling back to the prefixes that it served: %s"
+            log.warning(message, worker.url, error_text)
         else:
             log.info("KV events of worker %s can be used", worker.url)
-        self._logged[worker.url] = trouble
+        self._logged[worker.url] = error_text

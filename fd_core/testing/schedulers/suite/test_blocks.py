@@ -9,7 +9,7 @@ from fd_core.errors import BadRequest
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
-from fd_core.testing.schedulers.suite.test_signals import drains, long_ones, until_somebody_drains
+from fd_core.testing.schedulers.suite.test_signals import drains, long_ones, until_one_drains
 from fd_core.testing.stepping.texts import greedy
 
 
@@ -45,16 +45,16 @@ def test_matching_a_prefix_does_not_evict_it(target: SchedulerTarget) -> None:
 @pytest.mark.parametrize("depth", [2, 3])
 def test_one_victim_is_enough_while_its_blocks_are_fenced(target: SchedulerTarget, depth: int) -> None:
     driver = drive(target, *long_ones(4), depth=depth, caching=False)
-    stay = until_somebody_drains(driver, depth)
-    name, plan = stay.request.name, driver.plans[-1]
+    occupancy = until_one_drains(driver, depth)
+    name, plan = occupancy.request.name, driver.plans[-1]
     require(len(plan.revocations) == 1, "3.4", f"one block was missing, {len(plan.revocations)} preempted")
-    if not stay.in_flight:
+    if not occupancy.in_flight:
         lacks("the blocks of a victim are never fenced")
-    while drains(driver) == name and stay.revoked and driver.stay_of(name) is stay:
+    while drains(driver) == name and occupancy.revoked and driver.occupancy_of(name) is occupancy:
         following = driver.plan() if len(driver.in_flight) < depth else None
         if following is None:
             driver.answer()
-        elif driver.stay_of(name) is stay:
+        elif driver.occupancy_of(name) is occupancy:
             require(not following.revocations, "3.4", f"another victim, although the blocks of {name} will be freed")
     driver.run(depth)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import Priority
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
@@ -130,7 +130,7 @@ def test_decodes_are_left_out_in_rotation(target: SchedulerTarget, budget: int) 
         "max_model_len": 96,
         "max_num_batched_tokens": budget,
     }
-    driver = drive(target, keep=KeepKV(True, True, True), **room)
+    driver = drive(target, keep=OffloadSelection(True, True, True), **room)
     for index, prompt in enumerate([*prompts, prompt_of(94, 100)]):  # the last one evicts the others
         driver.submit(greedy(f"before{index}", prompt, 1))
         driver.run()
@@ -161,8 +161,12 @@ def test_what_an_aborted_request_was_to_take_goes_to_others(target: SchedulerTar
     budget = 3 * (1 + k) + 2
     driver = drive(target, *specs, k=k, num_kv_blocks=64, max_num_batched_tokens=budget)
     driver.run_until(lambda: not driver.in_flight and len(driver.texts.tokens) == 3)
-    stay = driver.stay_of("long")
-    require(stay is not None and stay.remaining > budget, "2.1", "the long prompt is not prefilled with the others")
+    occupancy = driver.occupancy_of("long")
+    require(
+        occupancy is not None and occupancy.remaining > budget,
+        "2.1",
+        "the long prompt is not prefilled with the others",
+    )
     driver.abort("r0")
     plan = driver.must_plan()
     total = plan.total_tokens

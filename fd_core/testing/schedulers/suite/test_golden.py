@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.testing.kit.law import require
 from fd_core.testing.schedulers.audit import WHERES
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
@@ -73,7 +73,7 @@ def test_what_is_asked_of_a_prompt_is_computed_though_its_kv_is_known(
     driver.run(depth)
 
 
-_KEPT = [None, KeepKV(), KeepKV(True, True, True), KeepKV(False, True, True)]
+_KEPT = [None, OffloadSelection(), OffloadSelection(True, True, True), OffloadSelection(False, True, True)]
 _ENDS = [OperationEnd.WELL, OperationEnd.WELL, OperationEnd.IN_PART, OperationEnd.BADLY]
 
 
@@ -103,7 +103,7 @@ class HostileOrders(RuleBasedStateMachine):
         k: int,
         wrong: float,
         caching: bool,
-        keep: KeepKV | None,
+        keep: OffloadSelection | None,
     ) -> None:
         self.depth = depth
         self.unused = list(many_specs())

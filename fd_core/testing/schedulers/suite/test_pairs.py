@@ -152,7 +152,7 @@ def test_a_job_that_was_preempted_is_sent_on_behind_what_left(
     sent: list[int] = []
 
     def watch(plan: StepPlan) -> None:
-        sent.extend(job.sent for each in plan.revocations if driver.auditor.stays[each.slot].request is job)
+        sent.extend(job.sent for each in plan.revocations if driver.auditor.occupancies[each.slot].request is job)
 
     driver.run(2, watch=watch)
     require(job.is_over, "6.2", "the job ended without a message on its lease")

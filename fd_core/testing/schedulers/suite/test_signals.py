@@ -8,11 +8,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID, MalformedOutput
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.schedulers.audit import Stay
+from fd_core.testing.schedulers.audit import Occupancy
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import PROMPTS, text_with_zero, whole_text
 from fd_core.testing.schedulers.tiers import OperationEnd
@@ -30,24 +30,28 @@ def long_ones(count: int, max_tokens: int = 44) -> list[RequestSpec]:
 
 def drains(driver: Driver) -> str | None:
     """Return the preempted request that is not released."""
-    names = [stay.request.name for stay in driver.auditor.stays.values() if stay.revoked and stay.request.end is None]
+    names = [
+        occupancy.request.name
+        for occupancy in driver.auditor.occupancies.values()
+        if occupancy.revoked and occupancy.request.end is None
+    ]
     return names[0] if names else None
 
 
-def until_somebody_drains(driver: Driver, depth: int) -> Stay:
+def until_one_drains(driver: Driver, depth: int) -> Occupancy:
     """Step until a request is preempted, with that plan in flight; skip the test if none ever is."""
     driver.run_until(lambda: drains(driver), depth)
-    stay = driver.stay_of(drains(driver) or lacks("the scheduler preempts nobody here"))
-    assert stay is not None
-    return stay
+    occupancy = driver.occupancy_of(drains(driver) or lacks("the scheduler preempts nobody here"))
+    assert occupancy is not None
+    return occupancy
 
 
-def until_one_drains_in_flight(driver: Driver, depth: int) -> Stay:
+def until_one_drains_in_flight(driver: Driver, depth: int) -> Occupancy:
     """The same with rows of the request in flight."""
-    stay = until_somebody_drains(driver, depth)
-    if not stay.in_flight:
+    occupancy = until_one_drains(driver, depth)
+    if not occupancy.in_flight:
         lacks("victims of this scheduler have no rows in flight")
-    return stay
+    return occupancy
 
 
 @pytest.mark.law("1.1", "1.2", "1.3", "1.4", "4")
@@ -79,7 +83,7 @@ def test_a_batch_that_is_aborted_as_a_whole_is_a_step(target: SchedulerTarget, d
     driver.run_until(lambda: len(driver.auditor.live) == 2 and driver.texts.tokens, depth)
     while len(driver.in_flight) >= depth:
         driver.answer()
-    running = [stay.request.name for stay in driver.auditor.live]
+    running = [occupancy.request.name for occupancy in driver.auditor.live]
     for name in running:
         driver.abort(name, name)
     plan = driver.plan()
@@ -146,7 +150,7 @@ def test_a_row_of_another_gen_is_dropped(target: SchedulerTarget) -> None:
     slot = int(answer.plan.slots[0])
     gens[slot] += 1
     deltas, _ = driver.scheduler.commit(answer.plan, replace(answer.output, gens=gens))
-    name = driver.auditor.stays[slot].request.name
+    name = driver.auditor.occupancies[slot].request.name
     told = [delta for delta in deltas if delta.request_id == name]
     require(not told, "1.5", f"{name} got {told}, which the runner computed for another gen")
     require(len(deltas) == len(answer.plan.slots) - 1, "1.5", "a row of the right gen was dropped")
@@ -172,7 +176,7 @@ def test_a_text_that_ends_while_it_drains_is_not_requeued(target: SchedulerTarge
     assert text[first] not in text[:first]
     last = [msgspec.structs.replace(spec, params=params) if spec.request_id == name else spec for spec in specs]
     driver = drive(target, *last, depth=depth)
-    again = until_somebody_drains(driver, depth).request.name
+    again = until_one_drains(driver, depth).request.name
     require(again == name, "1.1", "the same requests are planned differently")
     while driver.in_flight and name not in driver.texts.ends:
         driver.answer()
@@ -225,7 +229,7 @@ def test_an_abort_between_two_chunks_of_a_prompt_takes_the_slot_back(target: Sch
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_an_abort_while_draining_ends_with_the_release(target: SchedulerTarget, depth: int) -> None:
     driver = drive(target, *long_ones(3), depth=depth)
-    name = until_somebody_drains(driver, depth).request.name
+    name = until_one_drains(driver, depth).request.name
     driver.abort(name, name)
     require(name not in driver.texts.ends, "1.2", f"{name} ended before its slot was released")
     driver.answer_all()
@@ -247,11 +251,14 @@ def test_an_abort_after_the_end_and_of_nobody_is_ignored(target: SchedulerTarget
 def test_while_anything_is_open_there_is_work(target: SchedulerTarget, depth: int) -> None:
     """An engine sleeps without work, and its watchdog with it, so pending handshakes must count as work."""
     specs = [*long_ones(4), *(greedy(f"short{index}", PROMPTS[10 + index][:3], 5) for index in range(6))]
-    keep = None if "storage" in target.lacks else KeepKV(True, True, True)
+    keep = None if "storage" in target.lacks else OffloadSelection(True, True, True)
     driver = drive(target, depth=depth, keep=keep)
 
     def is_open() -> str:
-        names = [*sorted(driver.auditor.unfinished), *(str(stay) for stay in driver.auditor.stays.values())]
+        names = [
+            *sorted(driver.auditor.unfinished),
+            *(str(occupancy) for occupancy in driver.auditor.occupancies.values()),
+        ]
         return ", ".join([*names, *(type(each).__name__ for each in driver.tiers.pending)])
 
     def check(after: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fd_core.effects.operations import Load, LoadPaceMeasured, Lookup, PrefillPaceMeasured, Save
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
@@ -37,13 +37,13 @@ def run_ending(driver: Driver, how: OperationEnd, depth: int) -> None:
 def test_a_preempted_request_comes_back_whatever_storage_answers(
     target: SchedulerTarget, depth: int, how: OperationEnd
 ) -> None:
-    driver = drive(target, *long_ones(4), keep=KeepKV(), k=3, wrong=0.3, depth=depth)
+    driver = drive(target, *long_ones(4), keep=OffloadSelection(), k=3, wrong=0.3, depth=depth)
     run_ending(driver, how, depth)
 
 
 @pytest.mark.law("5.2")
 def test_what_was_saved_is_loaded(target: SchedulerTarget) -> None:
-    driver = drive(target, *long_ones(4), keep=KeepKV())
+    driver = drive(target, *long_ones(4), keep=OffloadSelection())
     driver.run()
     if not driver.auditor.preemptions:
         lacks("the scheduler preempts nobody here")
@@ -54,7 +54,7 @@ def test_what_was_saved_is_loaded(target: SchedulerTarget) -> None:
 def test_a_store_that_is_silent_keeps_nobody_else_waiting(target: SchedulerTarget) -> None:
     """A lookup and a save stay open until other requests have finished; then everything continues."""
     prompt = prompt_of(13)
-    driver = drive(target, greedy("first", prompt, 4), keep=KeepKV(True, True, True))
+    driver = drive(target, greedy("first", prompt, 4), keep=OffloadSelection(True, True, True))
     driver.run()
     driver.submit(*(greedy(f"r{index}", prompt_of(9, index), 8) for index in range(3)))
     silent = [each.operation for each in driver.tiers.pending if isinstance(each, Lookup)]
@@ -73,7 +73,7 @@ def test_a_store_that_is_silent_keeps_nobody_else_waiting(target: SchedulerTarge
 def test_an_abort_while_loading_keeps_the_blocks_until_the_load_is_over(
     target: SchedulerTarget, how: OperationEnd
 ) -> None:
-    driver = drive(target, *long_ones(4), keep=KeepKV(), depth=2)
+    driver = drive(target, *long_ones(4), keep=OffloadSelection(), depth=2)
     for _ in range(400):
         if any(each.loading for each in driver.auditor.requests.values()):
             break
@@ -115,7 +115,7 @@ def run_returning(driver: Driver, how: OperationEnd) -> None:
 @pytest.mark.law("5.4", "4")
 @pytest.mark.parametrize("how", [OperationEnd.IN_PART, OperationEnd.BADLY], ids=lambda how: how.name.lower())
 def test_what_was_damaged_in_the_store_is_computed_and_stored_again(target: SchedulerTarget, how: OperationEnd) -> None:
-    driver = drive(target, keep=KeepKV(True, True, True))
+    driver = drive(target, keep=OffloadSelection(True, True, True))
     run_returning(driver, how)
     if not (loads := driver.begun(Load)):
         lacks("the scheduler loads nothing here")
@@ -126,7 +126,7 @@ def test_what_was_damaged_in_the_store_is_computed_and_stored_again(target: Sche
 @pytest.mark.law("5.6")
 @pytest.mark.parametrize("loading_is_faster", [False, True])
 def test_kv_is_loaded_only_where_that_beats_computing_it(target: SchedulerTarget, *, loading_is_faster: bool) -> None:
-    driver = drive(target, keep=KeepKV(True, True, True))
+    driver = drive(target, keep=OffloadSelection(True, True, True))
     quick, slow = 1e-6, 1.0
     load, compute = (quick, slow) if loading_is_faster else (slow, quick)
     driver.tell(PrefillPaceMeasured(compute))
@@ -141,5 +141,5 @@ def test_kv_is_loaded_only_where_that_beats_computing_it(target: SchedulerTarget
 @pytest.mark.parametrize("wrong", [0.3, 1.0])
 def test_only_settled_blocks_are_saved(target: SchedulerTarget, wrong: float) -> None:
     specs = [greedy(f"r{index}", prompt_of(9, index % 2), 20, cache_salt=f"s{index % 3}") for index in range(6)]
-    driver = drive(target, *specs, keep=KeepKV(True, True, True), k=3, wrong=wrong, depth=2)
+    driver = drive(target, *specs, keep=OffloadSelection(True, True, True), k=3, wrong=wrong, depth=2)
     run_ending(driver, OperationEnd.WELL, 2)

@@ -16,7 +16,7 @@ from fd_core.backends.memory import available_memory
 from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.testing.kit.target import Target
-from fd_core.testing.stepping.stepper import ByHand
+from fd_core.testing.stepping.stepper import ManualDriver
 
 MEBI: Final = 2**20
 SLOTS = 5
@@ -76,7 +76,7 @@ def filled_cache(ops: Ops, size: int) -> KVCache:
     return cache
 
 
-def cycle(hand: ByHand) -> int:
+def cycle(hand: ManualDriver) -> int:
     """Admit, prefill in chunks, decode in varying batches, and revoke; return the number of steps."""
     for slot in range(SLOTS):
         hand.admit(slot, [(slot * 7 + place) % 90 for place in range(20)], **PARAMS[slot % len(PARAMS)])
@@ -91,7 +91,7 @@ def cycle(hand: ByHand) -> int:
 
 def test_memory_is_flat_over_thousands_of_steps(target: Target) -> None:
     with target.engine(**ROOM) as engine:
-        hand = ByHand(engine)
+        hand = ManualDriver(engine)
         steps = 0
         while steps < 600:
             steps += cycle(hand)

@@ -57,7 +57,7 @@ class _Text:
 
 
 @dataclass(slots=True)
-class _Stay:
+class _Occupancy:
     """A slot occupancy; token counts include the maximum of steps in flight."""
 
     text: _Text
@@ -94,11 +94,11 @@ class RandomPlans:
         self._device = make_device(self._runner, 2, "memory")
         self._step = 0
         self._gen = 0
-        self._stays: dict[int, _Stay] = {}
-        self._draining: dict[int, _Stay] = {}
+        self._stays: dict[int, _Occupancy] = {}
+        self._draining: dict[int, _Occupancy] = {}
         self._waiting = [_Text(spec) for spec in judge.specs.values()]
         self._owners: Counter[int] = Counter()
-        self._flying: deque[tuple[StepPlan, list[_Stay]]] = deque()
+        self._flying: deque[tuple[StepPlan, list[_Occupancy]]] = deque()
         self.seen: Counter[str] = Counter()
         """Counts of events, so that a test can assert that they occurred."""
 
@@ -113,7 +113,7 @@ class RandomPlans:
                 self._collect()
         finally:
             self._device.close()
-        texts = [*self._waiting, *(stay.text for stay in self._stays.values())]
+        texts = [*self._waiting, *(occupancy.text for occupancy in self._stays.values())]
         self._judge.check({text.spec.request_id: text.delivered for text in texts})
 
     def _submit(self) -> None:
@@ -121,20 +121,20 @@ class RandomPlans:
         revoked = self._revoke()
         admissions = self._admit()
         rows = [] if mode == "nothing" else self._rows(mode)
-        stays, columns, grants = [], [], []
-        for stay, count, draft in rows:
+        occupancies, columns, grants = [], [], []
+        for occupancy, count, draft in rows:
             own = count - draft
-            prefill = stay.computed < stay.admitted
-            start = stay.computed if prefill else stay.most - 1
-            done = not prefill or stay.computed + own == stay.admitted
-            grants += self._grow(stay, start + count)
-            stays.append(stay)
-            columns.append((stay.slot, stay.gen, start, count, draft, done))
-            stay.rows += 1
+            prefill = occupancy.computed < occupancy.admitted
+            start = occupancy.computed if prefill else occupancy.most - 1
+            done = not prefill or occupancy.computed + own == occupancy.admitted
+            grants += self._grow(occupancy, start + count)
+            occupancies.append(occupancy)
+            columns.append((occupancy.slot, occupancy.gen, start, count, draft, done))
+            occupancy.rows += 1
             if prefill:
-                stay.computed += own
+                occupancy.computed += own
             if done:
-                stay.flying.append(1 + draft)
+                occupancy.flying.append(1 + draft)
         size = self._limits.block_size
         shared = [
             BlockGrant(each.slot, 0, np.array(self._stays[each.slot].blocks[: each.computed // size], np.int32))
@@ -146,7 +146,7 @@ class RandomPlans:
             columns,
             admissions=tuple(admissions),
             grants=tuple(shared + grants),
-            revocations=tuple(Revocation(stay.slot, stay.gen) for stay in revoked),
+            revocations=tuple(Revocation(occupancy.slot, occupancy.gen) for occupancy in revoked),
         )
         self._step += 1
         self.seen[mode] += 1
@@ -155,16 +155,16 @@ class RandomPlans:
         self.seen["drafts"] += int(plan.num_drafts.sum())
         self.seen["revocations"] += len(revoked)
         self.seen["admissions"] += len(admissions)
-        self._flying.append((plan, stays))
+        self._flying.append((plan, occupancies))
         self._device.submit(plan)
 
-    def _revoke(self) -> list[_Stay]:
+    def _revoke(self) -> list[_Occupancy]:
         """Revoke slots: often none, sometimes one, rarely all."""
         share = self._rng.choice([0.0, 0.03, 1.0], p=[0.6, 0.385, 0.015])
-        chosen = [stay for stay in self._stays.values() if self._rng.random() < share]
-        for stay in chosen:
-            del self._stays[stay.slot]
-            self._draining[stay.slot] = stay
+        chosen = [occupancy for occupancy in self._stays.values() if self._rng.random() < share]
+        for occupancy in chosen:
+            del self._stays[occupancy.slot]
+            self._draining[occupancy.slot] = occupancy
         return chosen
 
     def _admit(self) -> list[Admission]:
@@ -182,15 +182,17 @@ class RandomPlans:
             self._waiting.remove(text)
             self._gen += 1
             known = np.array(text.tokens, np.int32)
-            stay = _Stay(text, slot, self._gen, len(known), len(shared) * limits.block_size, list(shared), len(shared))
+            occupancy = _Occupancy(
+                text, slot, self._gen, len(known), len(shared) * limits.block_size, list(shared), len(shared)
+            )
             self._owners.update(shared)
             # All of its blocks are reserved, and granted on growth.
             fresh = self._take(-(-text.longest // limits.block_size) - len(shared))
-            stay.blocks += fresh
-            self._stays[slot] = stay
+            occupancy.blocks += fresh
+            self._stays[slot] = occupancy
             self.seen["shared blocks"] += len(shared)
             admissions.append(
-                Admission(slot, stay.gen, known, len(text.spec.prompt), text.spec.params, (), stay.computed)
+                Admission(slot, occupancy.gen, known, len(text.spec.prompt), text.spec.params, (), occupancy.computed)
             )
         return admissions
 
@@ -207,34 +209,37 @@ class RandomPlans:
     def _shared_blocks(self, text: _Text) -> list[int]:
         """Return the blocks of another request that hold, or will hold, the same leading tokens."""
         size, known = self._limits.block_size, text.tokens
-        for stay in self._stays.values():
-            theirs, count = stay.text.tokens, 0
-            whole = min(stay.computed, len(known) - 1) // size
+        for occupancy in self._stays.values():
+            theirs, count = occupancy.text.tokens, 0
+            whole = min(occupancy.computed, len(known) - 1) // size
             while (
                 count < whole and theirs[count * size : (count + 1) * size] == known[count * size : (count + 1) * size]
             ):
                 count += 1
             if count:
-                return stay.blocks[:count]
+                return occupancy.blocks[:count]
         return []
 
-    def _grow(self, stay: _Stay, tokens: int) -> list[BlockGrant]:
+    def _grow(self, occupancy: _Occupancy, tokens: int) -> list[BlockGrant]:
         """Grant blocks for `tokens` tokens, sometimes more."""
         needed = -(-tokens // self._limits.block_size)
-        if needed <= stay.granted:
+        if needed <= occupancy.granted:
             return []
-        offset, stay.granted = stay.granted, min(needed + int(self._rng.integers(0, 3)), len(stay.blocks))
-        return [BlockGrant(stay.slot, offset, np.array(stay.blocks[offset : stay.granted], np.int32))]
+        offset, occupancy.granted = (
+            occupancy.granted,
+            min(needed + int(self._rng.integers(0, 3)), len(occupancy.blocks)),
+        )
+        return [BlockGrant(occupancy.slot, offset, np.array(occupancy.blocks[offset : occupancy.granted], np.int32))]
 
-    def _rows(self, mode: str) -> list[tuple[_Stay, int, int]]:
+    def _rows(self, mode: str) -> list[tuple[_Occupancy, int, int]]:
         """Choose (stay, tokens including drafts, drafts) within the budget."""
-        stays, rows = list(self._stays.values()), []
-        self._rng.shuffle(stays)
+        occupancies, rows = list(self._stays.values()), []
+        self._rng.shuffle(occupancies)
         left = self._limits.max_num_batched_tokens
-        for stay in stays:
-            prefill = stay.computed < stay.admitted
-            rest = stay.admitted - stay.computed
-            room = stay.text.longest - stay.most
+        for occupancy in occupancies:
+            prefill = occupancy.computed < occupancy.admitted
+            rest = occupancy.admitted - occupancy.computed
+            room = occupancy.text.longest - occupancy.most
             if left < 1 or (mode == "decodes" and prefill) or (not prefill and room < 1):
                 continue
             if mode in ("anything", "decodes") and self._rng.random() < 0.1:
@@ -250,14 +255,14 @@ class RandomPlans:
                 draft = int(self._rng.integers(0, min(self._limits.max_drafts, room - 1, left - 1) + 1))
                 draft = 0 if mode == "trickle" else draft
                 count = 1 + draft
-            rows.append((stay, count, draft))
+            rows.append((occupancy, count, draft))
             left -= count
             if mode == "one row":
                 break
         return rows
 
     def _collect(self) -> None:
-        plan, stays = self._flying.popleft()
+        plan, occupancies = self._flying.popleft()
         output = self._device.collect(self._watchdog)
         assert output.step == plan.step
         assert not output.errors
@@ -267,39 +272,43 @@ class RandomPlans:
         right[[back.slot for back in plan.revocations]] = Outcome.RELEASED
         wrong = np.flatnonzero(outcomes.kinds != right).tolist()
         assert not wrong, f"step {plan.step}, slots {wrong}: expected {right[wrong]}, got {outcomes.kinds[wrong]}"
-        for stay, samples, drafts in zip(stays, plan.samples.tolist(), plan.num_drafts.tolist(), strict=True):
-            stay.rows -= 1
+        for occupancy, samples, drafts in zip(
+            occupancies, plan.samples.tolist(), plan.num_drafts.tolist(), strict=True
+        ):
+            occupancy.rows -= 1
             if samples:
-                stay.flying.popleft()
-                count = int(outcomes.counts[stay.slot])
+                occupancy.flying.popleft()
+                count = int(outcomes.counts[occupancy.slot])
                 assert 1 <= count <= 1 + drafts, f"step {plan.step}: {count} tokens for {drafts} drafts"
-                begin = len(stay.text.delivered)
-                stay.text.delivered += outcomes.tokens[stay.slot, :count].tolist()
+                begin = len(occupancy.text.delivered)
+                occupancy.text.delivered += outcomes.tokens[occupancy.slot, :count].tolist()
                 self.seen["accepted"] += count - 1
-                self._check_scores(stay, output, begin, count)
+                self._check_scores(occupancy, output, begin, count)
         for back in plan.revocations:
             self._leave(self._draining.pop(back.slot))
-        for stay in [stay for stay in self._stays.values() if stay.text.ended and not stay.rows]:
-            del self._stays[stay.slot]
-            self._leave(stay)
+        for occupancy in [
+            occupancy for occupancy in self._stays.values() if occupancy.text.ended and not occupancy.rows
+        ]:
+            del self._stays[occupancy.slot]
+            self._leave(occupancy)
 
-    def _leave(self, stay: _Stay) -> None:
+    def _leave(self, occupancy: _Occupancy) -> None:
         """Free slot and blocks; a request that has not ended is queued again."""
-        assert not stay.rows
-        self._owners.subtract(stay.blocks)
+        assert not occupancy.rows
+        self._owners.subtract(occupancy.blocks)
         self._owners = +self._owners
-        if stay.text.ended:
-            self._judge.check({stay.text.spec.request_id: stay.text.delivered})
-            stay.text = _Text(stay.text.spec)
+        if occupancy.text.ended:
+            self._judge.check({occupancy.text.spec.request_id: occupancy.text.delivered})
+            occupancy.text = _Text(occupancy.text.spec)
             self.seen["ended"] += 1
-        self._waiting.append(stay.text)
+        self._waiting.append(occupancy.text)
 
-    def _check_scores(self, stay: _Stay, output: StepOutput, begin: int, count: int) -> None:
-        wanted, name = stay.text.spec.params.logprobs, stay.text.spec.request_id
-        if wanted is None or stay.text.delivered != self._judge.texts[name][: begin + count]:
+    def _check_scores(self, occupancy: _Occupancy, output: StepOutput, begin: int, count: int) -> None:
+        wanted, name = occupancy.text.spec.params.logprobs, occupancy.text.spec.request_id
+        if wanted is None or occupancy.text.delivered != self._judge.texts[name][: begin + count]:
             return
         assert output.logprobs is not None, f"{name} requested log-probabilities"
-        rows = np.flatnonzero(output.logprobs.slots == stay.slot)
+        rows = np.flatnonzero(output.logprobs.slots == occupancy.slot)
         columns = output.logprobs.columns[rows].tolist()
         assert columns[:count] == list(range(count)), f"{name}: scores of columns {columns} for {count} tokens"
         for column, row in enumerate(rows[:count].tolist()):

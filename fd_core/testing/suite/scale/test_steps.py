@@ -12,7 +12,7 @@ from fd_core.signals import Outcome
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import LONG_CASE, WIDE_CASE
-from fd_core.testing.stepping.stepper import ByHand
+from fd_core.testing.stepping.stepper import ManualDriver
 from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import RequestSpec, SamplingParams
 
@@ -45,7 +45,7 @@ WIDE: dict[str, Any] = {
 class Batch:
     """A batch with one request per slot, stepped manually; every prompt token may be a separate step."""
 
-    def __init__(self, hand: ByHand, judge: Judge) -> None:
+    def __init__(self, hand: ManualDriver, judge: Judge) -> None:
         self.hand, self.judge = hand, judge
         self.specs = [judge.specs[f"r{slot}"] for slot in range(SLOTS)]
         self.computed = [0] * SLOTS
@@ -89,7 +89,7 @@ def batch(target: Target) -> Iterator[Batch]:
     ]
     judge = Judge.of(target, "batch", LONG_CASE, specs, **MANY)
     with target.engine(case=LONG_CASE, **MANY) as engine:
-        hand = ByHand(engine)
+        hand = ManualDriver(engine)
         yield Batch(hand, judge)
         hand.close()
 

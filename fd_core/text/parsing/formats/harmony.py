@@ -69,10 +69,10 @@ class HarmonyTools(JsonCallReader):
             return
         builtin = recipient not in ("", "assistant") and not recipient.startswith(_FUNCTION)
         silent = builtin or channel == "analysis"
-        yield from self._body(self.say_reasoning if silent else self.say_content)
+        yield from self._body(self.emit_reasoning if silent else self.emit_content)
 
-    def _body(self, say: Callable[[str], None]) -> Steps[None]:
-        while (marker := (yield from self.until(*self.markers, say=say))) in (_CONSTRAIN, _MESSAGE):
+    def _body(self, emit: Callable[[str], None]) -> Steps[None]:
+        while (marker := (yield from self.until(*self.markers, emit=emit))) in (_CONSTRAIN, _MESSAGE):
             pass
         self.skip(-len(marker))
 

@@ -48,13 +48,13 @@ class JsonCallReader(ToolReader):
                 self.mark()
             opened = (yield from self.peek()) == "{"
             if not (yield from self.json_call(known=known)):
-                self.say_read(cut=opened or not known)
+                self.emit_read(cut=opened or not known)
                 return
             called = True
             yield from self.rest_of_call()
 
     def json_call(self, *, known: bool = False) -> Steps[bool]:
-        """Read one object; return True if it is a call. If not, the text that was read is kept for `say_read`.
+        """Read one object; return True if it is a call. If not, the text that was read is kept for `emit_read`.
 
         The call begins when its name is known; with `known`, for formats without a marker, when it is the name of a
         tool and arguments are there; then its first key must be one of a call. It ends with its arguments. If they are
@@ -81,7 +81,7 @@ class JsonCallReader(ToolReader):
             elif key in _ARGUMENTS and early is None:
                 if name is not None and not begun:
                     begun = self._begin(name)
-                value = yield from self._value(self.say_arguments if begun else self.drop, unquote=begun)
+                value = yield from self._value(self.emit_arguments if begun else self.drop, unquote=begun)
                 if not value.whole:
                     break
                 early = value.text
@@ -92,7 +92,7 @@ class JsonCallReader(ToolReader):
             if name is not None and not begun and (early is not None or not known):
                 begun = self._begin(name)
                 if early is not None:
-                    self.say_arguments(_unquoted(early))
+                    self.emit_arguments(_unquoted(early))
                     self.end_call()
             yield from self.space()
             if wrapped and (yield from self.literal("}")):
@@ -116,7 +116,7 @@ class JsonCallReader(ToolReader):
         """Read the text after an incomplete call as its arguments, up to the next marker or the end of a block."""
         if not self.call_open:
             return
-        if end := (yield from self.until(_FENCE, *self.markers, say=self.say_arguments, space=True)):
+        if end := (yield from self.until(_FENCE, *self.markers, emit=self.emit_arguments, space=True)):
             self.end_call()
             self.skip(-len(end))
 
@@ -127,7 +127,7 @@ class JsonCallReader(ToolReader):
 
     def json_value(self) -> Steps[bool]:
         """Emit one JSON value as the arguments of the open call; return True if it is complete."""
-        return (yield from self._value(self.say_arguments, unquote=True)).whole
+        return (yield from self._value(self.emit_arguments, unquote=True)).whole
 
     def _key(self) -> Steps[str | None]:
         key = yield from self._word()
@@ -145,7 +145,7 @@ class JsonCallReader(ToolReader):
             return None
         read: list[str] = []
         while True:
-            end = yield from self.until('"', "\\", *self.markers, say=read.append)
+            end = yield from self.until('"', "\\", *self.markers, emit=read.append)
             if end == '"':
                 return _string(f'"{"".join(read)}"')
             if end != "\\":
@@ -153,13 +153,13 @@ class JsonCallReader(ToolReader):
                 return None
             read += (end, (yield from self.take()))
 
-    def _value(self, say: Callable[[str], None], unquote: bool = False) -> Steps[_Value]:
+    def _value(self, emit: Callable[[str], None], unquote: bool = False) -> Steps[_Value]:
         """Read one value and emit it incrementally; `unquote`: emit an object within a string as the object."""
         read: list[str] = []
 
-        def tell(text: str) -> None:
+        def forward(text: str) -> None:
             read.append(text)
-            say(text)
+            emit(text)
 
         first = yield from self.peek()
         if first not in _OPENING:
@@ -169,40 +169,40 @@ class JsonCallReader(ToolReader):
                 read.append((yield from self.match(_SCALAR)))
                 whole = bool(read[0]) and bool((yield from self.peek()))
             text = "".join(read)
-            say(_unquoted(text) if unquote else text)
+            emit(_unquoted(text) if unquote else text)
             return _Value(text, whole)
         depth = 0
         while True:
-            yield from self._run(_INSIDE, tell)
+            yield from self._run(_INSIDE, forward)
             character = yield from self.peek()
             if character in ("", "<", "`"):
                 return _Value("".join(read), False)
             if character == '"':
-                if not (yield from self._read_string(tell)):
+                if not (yield from self._read_string(forward)):
                     return _Value("".join(read), False)
                 continue
             self.skip(1)
-            tell(character)
+            forward(character)
             depth += 1 if character in _OPENING else -1
             if depth == 0:
                 return _Value("".join(read), True)
 
-    def _read_string(self, tell: Callable[[str], None]) -> Steps[str]:
+    def _read_string(self, forward: Callable[[str], None]) -> Steps[str]:
         """Read a string with its quotes; return its last character, empty if it is incomplete."""
-        tell((yield from self.take()))
+        forward((yield from self.take()))
         while True:
-            yield from self._run(_IN_STRING, tell)
+            yield from self._run(_IN_STRING, forward)
             character = yield from self.take()
-            tell(character)
+            forward(character)
             if character == "\\":
-                tell((yield from self.take()))
+                forward((yield from self.take()))
             elif character in ('"', ""):
                 return character
 
-    def _run(self, pattern: re.Pattern[str], tell: Callable[[str], None]) -> Steps[None]:
+    def _run(self, pattern: re.Pattern[str], forward: Callable[[str], None]) -> Steps[None]:
         """Emit the longest match of `pattern`."""
         while (yield from self.peek()) and (text := self.here(pattern)):
-            tell(text)
+            forward(text)
 
 
 def _string(text: str) -> str | None:
@@ -306,7 +306,7 @@ class MistralTools(JsonCallReader):
             yield from self.match(_NAME)
             between = yield from self.literal(_ARGS)
         if not name or not between:
-            self.say_read()
+            self.emit_read()
             return
         if between == "{":
             self.skip(-1)
@@ -344,7 +344,7 @@ class DeepSeekTools(JsonCallReader):
             name = behind if behind.strip() else name
         self.skip(-len(marker))
         if not name.strip() or not marker:
-            self.say_read()
+            self.emit_read()
             return
         yield from self.named_call(name.strip(), *_FENCES)
         yield from self.skip_all(*_FENCES)

@@ -66,7 +66,7 @@ class PythonicTools(ToolReader):
         if called and not opened:
             self.go_back()
         else:
-            self.say_read(cut=explicit or self._half_a_call)
+            self.emit_read(cut=explicit or self._half_a_call)
 
     def _call(self, explicit: bool) -> Steps[bool]:
         """Read one call; False, with the position still marked, if there is none."""
@@ -81,7 +81,7 @@ class PythonicTools(ToolReader):
         while True:
             yield from self.space()
             if (yield from self.literal(")", "]")):
-                self.say_arguments("}" if said == ", " else "{}")
+                self.emit_arguments("}" if said == ", " else "{}")
                 self.end_call()
                 return True
             key = yield from self.match(_KEY)
@@ -89,14 +89,14 @@ class PythonicTools(ToolReader):
             if not key or not (yield from self.literal("=")):
                 break
             yield from self.space()
-            self.say_arguments(f"{said}{json.dumps(key, ensure_ascii=False)}: ")
+            self.emit_arguments(f"{said}{json.dumps(key, ensure_ascii=False)}: ")
             said = ", "
             if not (yield from self._value(0)):
                 break
             yield from self.space()
             yield from self.literal(",")
         # It is incomplete: the following text is treated as its arguments.
-        if end := (yield from self.until(")]", *self.markers, say=self.say_arguments)):
+        if end := (yield from self.until(")]", *self.markers, emit=self.emit_arguments)):
             self.end_call()
             self.skip(-len(end) if end in self.markers else 0)
         return False
@@ -110,37 +110,37 @@ class PythonicTools(ToolReader):
             return depth < _MAX_DEPTH and (yield from self._collection(depth))
         word = yield from self.match(_WORD)
         if self.at_end:  # the digits so far are certain, but a word may still continue
-            self.say_arguments(word if word[:1] in "-0123456789" else "")
+            self.emit_arguments(word if word[:1] in "-0123456789" else "")
             return False
         number = _WORDS.get(word) or _number(word)
-        self.say_arguments(word if number is None else number)
+        self.emit_arguments(word if number is None else number)
         return number is not None
 
     def _collection(self, depth: int) -> Steps[bool]:
         opened = yield from self.take()
         closing = _BRACKETS[opened]
-        self.say_arguments("{" if opened == "{" else "[")
+        self.emit_arguments("{" if opened == "{" else "[")
         between = ""
         while True:
             yield from self.space()
             if (yield from self.literal(closing)):
-                self.say_arguments("}" if opened == "{" else "]")
+                self.emit_arguments("}" if opened == "{" else "]")
                 return True
             first = yield from self.peek()
             if not first:
                 return False
             bare = opened == "{" and first not in ("'", '"')  # JSON's keys are strings, Python's may be numbers
-            self.say_arguments(between + '"' * bare)
+            self.emit_arguments(between + '"' * bare)
             between = ", "
             if not (yield from self._value(depth + 1)):
                 return False
-            self.say_arguments('"' * bare)
+            self.emit_arguments('"' * bare)
             yield from self.space()
             if opened == "{":
                 if not (yield from self.literal(":")):
                     return False
                 yield from self.space()
-                self.say_arguments(": ")
+                self.emit_arguments(": ")
                 if not (yield from self._value(depth + 1)):
                     return False
                 yield from self.space()
@@ -150,20 +150,20 @@ class PythonicTools(ToolReader):
     def _string(self) -> Steps[bool]:
         quote = yield from self.take()
         plain = re.compile(rf"[^\\{quote}]+")
-        self.say_arguments('"')
+        self.emit_arguments('"')
         while True:
             if text := self.here(plain):
-                self.say_arguments(escaped(text))
+                self.emit_arguments(escaped(text))
             character = yield from self.take()
             if character == "\\":
-                self.say_arguments(escaped((yield from self._escape())))
+                self.emit_arguments(escaped((yield from self._escape())))
             elif character == quote:
-                self.say_arguments('"')
+                self.emit_arguments('"')
                 return True
             elif not character:
                 return False
             else:
-                self.say_arguments(escaped(character))
+                self.emit_arguments(escaped(character))
 
     def _escape(self) -> Steps[str]:
         """Return the text that the escape after a backslash stands for."""

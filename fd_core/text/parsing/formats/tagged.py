@@ -30,16 +30,16 @@ class TaggedCallReader(ToolReader):
     def arguments_of(self, tool: str) -> Steps[None]:
         """Emit the arguments of a call that has begun."""
         said, before = "{", self.tagged.before_key
-        while (marker := (yield from self.until(before, *self.ends, say=self.drop))) == before:
+        while (marker := (yield from self.until(before, *self.ends, emit=self.drop))) == before:
             key = yield from self.key()
             if key is None:
                 continue
-            self.say_arguments(f"{said}{json.dumps(key, ensure_ascii=False)}: ")
+            self.emit_arguments(f"{said}{json.dumps(key, ensure_ascii=False)}: ")
             if not (yield from self._value(tool, key)):
                 return
             said = ", "
         if marker:
-            self.say_arguments("}" if said == ", " else "{}")
+            self.emit_arguments("}" if said == ", " else "{}")
             self.end_call()
             self.skip(-len(marker))
 
@@ -48,9 +48,9 @@ class TaggedCallReader(ToolReader):
         schema, ends = self.tools.get(tool, {}), self.tagged.ends
         kinds = kinds_of(parameter_schema(schema, key), schema)
         if kinds == {"string"}:
-            self.say_arguments('"')
-            closed = yield from self.until(*ends, say=lambda text: self.say_arguments(escaped(text)))
-            self.say_arguments('"' if closed else "")
+            self.emit_arguments('"')
+            closed = yield from self.until(*ends, emit=lambda text: self.emit_arguments(escaped(text)))
+            self.emit_arguments('"' if closed else "")
             return bool(closed)
         value, closed = yield from self.text_until(*ends)
         quotes = _Quotes() if value.lstrip()[:1] in ("[", "{", '"') else None
@@ -59,7 +59,7 @@ class TaggedCallReader(ToolReader):
             value += closed + more
             closed = again
         if closed:  # an incomplete value of another type is ambiguous
-            self.say_arguments(json_of(value, kinds))
+            self.emit_arguments(json_of(value, kinds))
         return bool(closed)
 
 
@@ -110,7 +110,7 @@ class GlmTools(TaggedCallReader):
                 self.begin_call(name)
                 yield from self.arguments_of(name)
             else:
-                self.say_read()
+                self.emit_read()
 
     def key(self) -> Steps[str | None]:
         """Return the key, and read the beginning of its value."""
@@ -151,7 +151,7 @@ class QwenCoderTools(TaggedCallReader):
                 self.begin_call(name)
                 yield from self.arguments_of(name)
             else:
-                self.say_read()
+                self.emit_read()
 
     def key(self) -> Steps[str | None]:
         """Return the key, and read the line break after it."""

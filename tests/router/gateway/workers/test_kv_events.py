@@ -102,7 +102,7 @@ async def test_gateway_tracks_the_blocks_of_a_worker() -> None:
             shown = (await live.status())["workers"][0]
             assert shown["held_blocks"] == 0 and shown["kv_events"] == 5
             metrics = (await live.get("/metrics"))[1].decode()
-            assert f'fdcore_router_worker_tells_kv{{role="mixed",worker="{worker.url}"}} 1.0' in metrics
+            assert f'fdcore_router_worker_reports_kv{{role="mixed",worker="{worker.url}"}} 1.0' in metrics
             assert f'fdcore_router_worker_kv_events_total{{role="mixed",worker="{worker.url}"}} 5.0' in metrics
         assert set(worker.requested) == {f"Bearer {SECRET}"}
 
@@ -254,7 +254,7 @@ def test_evicted_blocks_of_real_servers_get_no_credit(tmp_path: Path) -> None:
     with ExitStack() as stack:
         stack.enter_context(running(log, *route))
         stack.enter_context(running(tmp_path / "worker", *serve))
-        until(lambda: value(url, "fdcore_router_worker_tells_kv") == 1, log)
+        until(lambda: value(url, "fdcore_router_worker_reports_kv") == 1, log)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
         def credit(prompt: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Slot occupancy: a request in a slot, from its admission to the release of the slot (`Residencies`).
+"""Slot occupancy: a request in a slot, from its admission to the release of the slot (`RunningBatch`).
 
 Ownership: a running or loading slot owns the blocks in its table. A preempted, aborted or finished slot returns its
 blocks to the pool, fenced by the last step that touches them and pinned while they are copied. A draining slot owns
@@ -58,7 +58,7 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
 
 
 @dataclass
-class Residencies:
+class RunningBatch:
     """Slots with their requests and blocks; owned by one scheduler."""
 
     slots: SlotTable
@@ -71,7 +71,7 @@ class Residencies:
     _times: PhaseClock
     _on_end: Callable[[Request, FinishReason], None]
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
-    arrived: list[int] = field(default_factory=list)
+    kv_loaded: list[int] = field(default_factory=list)
     """Slots whose KV arrived; the next plan notifies the runner of them."""
 
     def load(self, slot: int, phase: Phase) -> None:
@@ -106,7 +106,7 @@ class Residencies:
         if request.spec.prefill_job is not None:
             self._send_settled(slot, request)
 
-    def arrive(self, request: Request, num_tokens: int, num_cached: int) -> None:
+    def finish_load(self, request: Request, num_tokens: int, num_cached: int) -> None:
         """Apply loaded KV of the leading `num_tokens`; compute the rest. No prefill for it computed `num_cached`."""
         slot = slot_of(request)
         request.advance(Event.LOADED)
@@ -115,7 +115,7 @@ class Residencies:
         if not request.announced:
             self._prefixes.announce(request, arrived, len(self._prefixes.keys(request)))
         self.run(slot, request, num_tokens, num_cached)
-        self.arrived.append(slot)
+        self.kv_loaded.append(slot)
 
     def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
         """Register the blocks that are complete now that the KV of slots `rows` is settled below `upto` int32[n]."""
@@ -144,23 +144,23 @@ class Residencies:
         upto = int(self.slots.num_registered[slot])
         self._transferring.settled(request, self.slots.blocks(slot, upto=upto))
 
-    def preempt(self, slot: int, draft: PlanBuilder) -> None:
+    def preempt(self, slot: int, builder: PlanBuilder) -> None:
         """Preempt a running slot because blocks ran out; its request waits again once the slot is released."""
         request = self.slots.request_in(slot)
         request.preemptions += 1
         self._times.enter(request.times, Phase.PREEMPTED)
         self.counters.preemptions += 1
-        draft.preempted = True
+        builder.preempted = True
         if self._offloading.keep.preempted:
             request.save = self._save(slot, request)
-        self.revoke(slot, request, draft)
+        self.revoke(slot, request, builder)
 
-    def revoke(self, slot: int, request: Request, draft: PlanBuilder) -> None:
+    def revoke(self, slot: int, request: Request, builder: PlanBuilder) -> None:
         """Stop a running slot; it stays occupied until its -9, its blocks go to the pool, fenced."""
         request.advance(Event.REVOKE)
         self._give_up_blocks(slot, request)
         self.slots.drain(slot)
-        draft.revoke(slot, int(self.slots.gen[slot]))
+        builder.revoke(slot, int(self.slots.gen[slot]))
 
     def finish(self, slot: int, request: Request, reason: FinishReason) -> None:
         """Free the slot of a request that delivered its last token: a running one at once, a draining one on its -9."""
@@ -189,7 +189,7 @@ class Residencies:
         self.slots.vacate(slot)
         if request.ended is not None:
             request.advance(Event.RELEASED_ENDED)
-        elif request.abort_wanted:
+        elif request.abort_requested:
             request.advance(Event.RELEASED_ABORTED)
             self._on_end(request, FinishReason.ABORT)
         else:
@@ -200,8 +200,8 @@ class Residencies:
         """Free slot and request at once, since the runner was never notified of them, and the blocks when their
         operation ends.
         """
-        self._offloading.leave(request)
-        self._transferring.leave(request)
+        self._offloading.cancel(request)
+        self._transferring.cancel(request)
         request.advance(Event.ABORT_LOADING)
         slot = slot_of(request)
         self._give_up_blocks(slot, request)

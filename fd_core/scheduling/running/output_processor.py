@@ -20,7 +20,7 @@ from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.running.drafts import DraftControl
-from fd_core.scheduling.running.residencies import Residencies, slot_of
+from fd_core.scheduling.running.running_batch import RunningBatch, slot_of
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.signals import Outcome
 from fd_core.types import Delta, FinishReason, IntArray, LogprobRows, StepOutput, StepPlan, TokenLogprobs
@@ -50,13 +50,13 @@ class OutputCounters(msgspec.Struct, kw_only=True):
 
 
 @dataclass
-class OutputSide:
+class OutputProcessor:
     """Applies outputs to the slots of one scheduler, in step order."""
 
     _slots: SlotTable
     _pool: BlockPool
     _drafts: DraftControl
-    _residencies: Residencies
+    _running_batch: RunningBatch
     _times: PhaseClock
     _on_released: Callable[[Request], None]
     """Called with each request whose slot was released and that did not end."""
@@ -73,36 +73,36 @@ class OutputSide:
         deltas: list[Delta] = []
         slots = self._slots
         # Indexing with arrays of another integer type is several times slower.
-        places = plan.slots.astype(np.intp)
+        indices = plan.slots.astype(np.intp)
         # Rows whose slot still runs the same request on both sides.
-        same_runner = output.gens[places] == plan.gens
-        current = same_runner & (slots.delivering_gen[places] == plan.gens)
+        same_runner = output.gens[indices] == plan.gens
+        current = same_runner & (slots.delivering_gen[indices] == plan.gens)
         rows: _Rows = _ALL
-        if (num_current := int(np.count_nonzero(current))) < len(places):
-            stale = len(places) - int(np.count_nonzero(same_runner))
+        if (num_current := int(np.count_nonzero(current))) < len(indices):
+            stale = len(indices) - int(np.count_nonzero(same_runner))
             self.counters.stale_outputs += stale
-            self.counters.overrun_rows += len(places) - stale - num_current
+            self.counters.overrun_rows += len(indices) - stale - num_current
             rows = current.nonzero()[0]
-            places = places[rows]
+            indices = indices[rows]
         if output.errors:
             rows = np.arange(len(plan.slots))[rows]
-            healthy = outcomes.kinds[places] != Outcome.ERROR
-            failed = set(places[~healthy].tolist())
+            healthy = outcomes.kinds[indices] != Outcome.ERROR
+            failed = set(indices[~healthy].tolist())
             deltas = [self._fail(slot, message) for slot, message in output.errors if slot in failed]
-            rows, places = rows[healthy], places[healthy]
-        counts, samples = outcomes.counts[places], plan.samples[rows]
+            rows, indices = rows[healthy], indices[healthy]
+        counts, samples = outcomes.counts[indices], plan.samples[rows]
         delivers = counts > 0
         if np.count_nonzero(unasked := delivers > samples):
-            raise signals.MalformedOutput(f"slot {places[unasked][0]} carries tokens that no row of the step samples")
+            raise signals.MalformedOutput(f"slot {indices[unasked][0]} carries tokens that no row of the step samples")
         if output.prompt_logprobs is not None or output.pooled is not None:
-            self._collect(output, places)
-        all_deliver = np.count_nonzero(delivers) == len(places)
-        asked, given = (places, counts) if all_deliver else (places[delivers], counts[delivers])
+            self._collect(output, indices)
+        all_deliver = np.count_nonzero(delivers) == len(indices)
+        asked, given = (indices, counts) if all_deliver else (indices[delivers], counts[delivers])
         delivered, ended = self._append(asked, given, outcomes.tokens, output.logprobs)
         # Settle blocks before ending requests: the blocks that a last step completes are registered like any others.
-        self._settle(plan, rows, places, counts, all_deliver)
+        self._settle(plan, rows, indices, counts, all_deliver)
         for slot, request, reason in ended:
-            self._residencies.finish(slot, request, reason)
+            self._running_batch.finish(slot, request, reason)
         deltas += delivered
         if output.drafts_ready is not None:
             # Slots that were scheduled again since this step hold newer drafts; those of an earlier gen hold none.
@@ -147,8 +147,8 @@ class OutputSide:
             cells = [*zip(block[:, 0].tolist(), strict=False)]
         else:
             cells = [*struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)]
-        places = rows.tolist()
-        names = [slots.names[slot] for slot in places]
+        indices = rows.tolist()
+        names = [slots.names[slot] for slot in indices]
         # Most rows continue and deliver only tokens; the deltas of the others are replaced below.
         deltas = [*map(Delta, names, cells)]
         if logprobs is None and (width == 1 or min(given_out) == width):
@@ -156,7 +156,7 @@ class OutputSide:
         else:
             rest = [*range(len(names))]
         for index in rest:
-            slot, count, delivered = places[index], given_out[index], cells[index]
+            slot, count, delivered = indices[index], given_out[index], cells[index]
             request = slots.request_in(slot)
             token_ids = delivered if count == width else delivered[:count]
             reason = None
@@ -193,7 +193,7 @@ class OutputSide:
             self._drafts.observe(rows_of[sampled], drafted[sampled], accepted[sampled])
             rejected = np.where(sampled, drafted - accepted, 0)
             # Rejected drafts and their KV do not exist.
-            slots.take_back(rows_of, rejected)
+            slots.rollback_drafts(rows_of, rejected)
         if slots.num_draining:
             still = slots.running[rows_of]
             rows = np.arange(len(plan.slots))[rows][still]
@@ -203,7 +203,7 @@ class OutputSide:
             if self._drafts.possible or not all_deliver:
                 # The last token delivered has no KV yet.
                 upto = np.where(sampled, slots.num_tokens[rows_of] - 1, upto).astype(np.int32)
-            self._residencies.settle(rows_of, upto)
+            self._running_batch.settle(rows_of, upto)
 
     def _acknowledge(self, plan: StepPlan, outcomes: signals.Outcomes, output: StepOutput) -> list[Delta]:
         """Match every -9 with the preemption or abort that it acknowledges."""
@@ -220,7 +220,7 @@ class OutputSide:
                 self.counters.stale_outputs += 1
                 continue
             ended_before = slots.request_in(slot).ended is not None
-            request = self._residencies.release(slot)
+            request = self._running_batch.release(slot)
             if request.ended is None:
                 self._on_released(request)
             elif not ended_before:
@@ -229,7 +229,7 @@ class OutputSide:
 
     def _fail(self, slot: int, message: str) -> Delta:
         request = self._slots.request_in(slot)
-        self._residencies.finish(slot, request, FinishReason.ERROR)
+        self._running_batch.finish(slot, request, FinishReason.ERROR)
         return msgspec.structs.replace(self.end(request, FinishReason.ERROR), error=message)
 
     def _delta(
@@ -244,14 +244,14 @@ class OutputSide:
         if token_ids and not request.delivered_first:
             self._slots.deliver_first(slot_of(request))
             cached, prefill = request.cached_tokens, request.prefill
-            phases = None if reason else self._times.told(request.times)
+            phases = None if reason else self._times.durations(request.times)
         if token_ids and request.prompt_logprobs is not None:
             scores, request.prompt_logprobs = request.prompt_logprobs.delivered(), None
         if token_ids and request.pooled is not None:
             pooled = request.pooled.delivered()
         if reason is not None:
             self.counters.finished[reason] += 1
-            phases = self._times.told(request.times)
+            phases = self._times.durations(request.times)
         return Delta(
             request_id=request_id,
             token_ids=token_ids,

@@ -30,7 +30,7 @@ from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.prefixes import Prefixes
 from fd_core.scheduling.requests import Event, Request
 from fd_core.scheduling.running.plan import PlanBuilder
-from fd_core.scheduling.running.residencies import Residencies
+from fd_core.scheduling.running.running_batch import RunningBatch
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.scheduling.waiting.admission_control import AdmissionControl
 from fd_core.scheduling.waiting.queue import WaitingQueue
@@ -40,14 +40,14 @@ _MAX_PARKED: Final = 256
 """Waiting requests that one plan parks; later plans consider the others."""
 _MAX_SHARED: Final = 1 << 14
 """Blocks of known prefixes that one plan assigns to new requests: they cost the plan time, and the step no token."""
-_PATIENCE: Final = 16
+_MAX_PREFIX_WAIT_STEPS: Final = 16
 """Steps that a request waits for a prefix beyond twice the steps that its prefill takes alone."""
 _RETRY_STEPS: Final = 16
 """Steps after which the head of the queue is considered again although no block was freed."""
 
 
 @dataclass
-class Admissions:
+class AdmissionPlanner:
     """The waiting requests of one scheduler, and their admission to slots."""
 
     _limits: Limits
@@ -60,14 +60,14 @@ class Admissions:
     _transferring: KVTransferring
     _operations: Operations
     _control: AdmissionControl
-    _residencies: Residencies
+    _running_batch: RunningBatch
     _times: PhaseClock
-    _impatient: set[int] = field(default_factory=set)
+    _prefix_wait_expired: set[int] = field(default_factory=set)
     """Requests, by arrival, whose prefix wait expired and that compute the prefix themselves."""
     _blocked: tuple[int, int, int] | None = None
     """Arrival of the head of the queue that did not fit, blocks freed by then, and the step."""
 
-    def wait(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
         """Enqueue a request, new or after a preemption."""
         self._prefixes.extend(request)
         grammar = request.spec.params.grammar
@@ -83,33 +83,33 @@ class Admissions:
         else:
             self._waiting.park(request, operation)
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Remove a waiting request that was aborted."""
         self._waiting.remove(request)
-        self._offloading.leave(request)
+        self._offloading.cancel(request)
         self._operations.cancel(request.compiling)
         request.compiling = None
-        self._impatient.discard(request.arrival)
+        self._prefix_wait_expired.discard(request.arrival)
 
-    def admit(self, draft: PlanBuilder, step: int) -> None:
+    def admit(self, builder: PlanBuilder, step: int) -> None:
         """Move waiting requests into free slots while budget, slots and blocks allow."""
         if not len(self._waiting):
             return
         for late in self._waiting.expire(step):
-            self._impatient.add(late.arrival)
+            self._prefix_wait_expired.add(late.arrival)
         pool, prefixes, size = self._pool, self._prefixes, self._limits.block_size
         self._control.bound = None
         slot = self._slots.free_slot()
         matched = nothing = np.empty(0, np.int32)
         parked = shared = 0
-        while draft.budget.left and slot is not None and parked < _MAX_PARKED and shared < _MAX_SHARED:
+        while builder.budget.left and slot is not None and parked < _MAX_PARKED and shared < _MAX_SHARED:
             request = self._waiting.first()
             if request is None:
                 return
             if self._blocked is not None:
                 arrival, freed, since = self._blocked
                 if request.arrival == arrival and freed == pool.num_freed and step - since < _RETRY_STEPS:
-                    self._times.line_waits_for(Phase.BLOCKS)
+                    self._times.set_queue_phase(Phase.BLOCKS)
                     return
             if request.compiling is not None:
                 self._waiting.park(request, request.compiling)
@@ -131,21 +131,21 @@ class Admissions:
             if blocks is None:
                 pool.release(matched, -1)
                 self._blocked = (request.arrival, pool.num_freed, step)
-                self._times.line_waits_for(Phase.BLOCKS)
+                self._times.set_queue_phase(Phase.BLOCKS)
                 return
-            self._enter(slot, request, keys, matched, blocks, draft)
+            self._enter(slot, request, keys, matched, blocks, builder)
             shared += len(matched)
             slot = self._slots.free_slot()
-        self._times.line_waits_for(Phase.SLOT if slot is None else Phase.BUDGET)
+        self._times.set_queue_phase(Phase.SLOT if slot is None else Phase.BUDGET)
 
     def _park_for_prefix(self, request: Request, keys: Sequence[bytes], step: int) -> bool:
         """Park a request if running requests are about to compute blocks of its prefix."""
-        awaited = None if request.arrival in self._impatient else self._prefixes.awaited(keys)
+        awaited = None if request.arrival in self._prefix_wait_expired else self._prefixes.awaited(keys)
         if awaited is None:
             return False
         key, blocks = awaited
         steps = -(-blocks * self._limits.block_size // self._limits.max_num_batched_tokens)
-        self._waiting.park(request, key, step + _PATIENCE + 2 * steps)
+        self._waiting.park(request, key, step + _MAX_PREFIX_WAIT_STEPS + 2 * steps)
         return True
 
     def _park_for_lookup(self, request: Request, keys: Sequence[bytes]) -> bool:
@@ -153,7 +153,7 @@ class Admissions:
         if self._transferring.wants(request):
             return False
         # The device may have had the whole prefix when the request began to wait, and evicted it since.
-        lookup = self._offloading.ask(request, keys)
+        lookup = self._offloading.start_lookup(request, keys)
         if lookup is None:
             return False
         self._waiting.park(request, lookup)
@@ -166,12 +166,12 @@ class Admissions:
         keys: Sequence[bytes],
         matched: IntArray,
         blocks: IntArray,
-        draft: PlanBuilder,
+        builder: PlanBuilder,
     ) -> None:
         """Move a request into a slot: it computes at once, or waits there for its KV from outside the device."""
-        residencies, first, queued = self._residencies, len(matched), request.waits_as or request.queued()
+        running_batch, first, queued = self._running_batch, len(matched), request.queued_view or request.queued()
         self._waiting.remove(request)
-        self._impatient.discard(request.arrival)
+        self._prefix_wait_expired.discard(request.arrival)
         self._blocked = None
         self._slots.occupy(slot, request, matched, blocks)
         self._policy.admitted(queued)
@@ -180,19 +180,19 @@ class Admissions:
         transferring = self._transferring
         if transferring.paired and transferring.wants(request) and transferring.worth_fetching(request, first):
             # Requests with the same prefix do not wait for a fetch: they may compute before it ends.
-            residencies.load(slot, Phase.TRANSFER)
+            running_batch.load(slot, Phase.TRANSFER)
             upto = -(-(request.num_tokens - 1) // self._limits.block_size)
             transferring.fetch(request, slot, self._slots.blocks(slot, first, upto), first)
             return
         self._prefixes.announce(request, first, len(keys))
         count = self._offloading.worth_loading(request, first, len(keys)) if request.stored else 0
         if count:
-            residencies.load(slot, Phase.STORE)
+            running_batch.load(slot, Phase.STORE)
             loaded = self._slots.blocks(slot, first, first + count)
             self._offloading.load(request, slot, keys[first : first + count], loaded)
             return
         request.advance(Event.ADMIT)
         cached = first * self._limits.block_size
-        residencies.run(slot, request, cached, cached)
-        draft.admit(slot, request, self._slots)
-        draft.add_row(slot, draft.budget.take(request.num_tokens - cached))
+        running_batch.run(slot, request, cached, cached)
+        builder.admit(slot, request, self._slots)
+        builder.add_row(slot, builder.budget.take(request.num_tokens - cached))

@@ -51,7 +51,7 @@ def _make_store(text: str) -> KVStore:
     return installed_plugins().load(STORE, location.scheme)(location)
 
 
-class Census(NamedTuple):
+class ResourceSnapshot(NamedTuple):
     """Resources of a process, sampled before and after a case to find leaks."""
 
     descriptors: list[str]
@@ -60,13 +60,13 @@ class Census(NamedTuple):
     threads: list[str]
 
 
-def census() -> Census:
+def resource_snapshot() -> ResourceSnapshot:
     """Return the resources of this process; descriptors and mappings only if /proc exists."""
     gc.collect()
     threads = sorted(thread.name for thread in threading.enumerate())
     own = Path("/proc/self")
     if not own.exists():
-        return Census([], [], threads)
+        return ResourceSnapshot([], [], threads)
     descriptors = []
     for entry in (own / "fd").iterdir():
         try:
@@ -75,7 +75,7 @@ def census() -> Census:
             continue  # the descriptor of the listing itself
     lines = [line.split(maxsplit=5) for line in (own / "maps").read_text().splitlines()]
     mapped = [line[5] for line in lines if len(line) == 6 and "s" in line[1]]
-    return Census(sorted(descriptors), sorted(mapped), threads)
+    return ResourceSnapshot(sorted(descriptors), sorted(mapped), threads)
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -113,7 +113,7 @@ def read(stream: IO[bytes]) -> bytes | None:
     return encoded if len(encoded) == length else None
 
 
-class _Far:
+class _Remote:
     def __init__(self) -> None:
         self._made: dict[int, Any] = {}
 
@@ -142,7 +142,7 @@ class _Far:
             case "forget", *_:
                 del self._made[number]
             case "census", *_:
-                return census()
+                return resource_snapshot()
             case _:
                 getattr(target, method)(*arguments)
         return None
@@ -157,12 +157,12 @@ def serve() -> None:
     """Serve calls of connectors in this process, the remote one of the kit, until its input ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of the connector must not mix with the responses
-    far = _Far()
+    far = _Remote()
     while (encoded := read(sys.stdin.buffer)) is not None:
         write(answers, far.answer(msgspec.msgpack.decode(encoded, type=Call)))
 
 
-class FarSide:
+class RemoteProcess:
     """Another process with connectors."""
 
     def __init__(self) -> None:
@@ -188,10 +188,10 @@ class FarSide:
         return answer.value
 
     def make(self, recipe: Recipe) -> contract.Connector:
-        return _FarConnector(self, self.ask("make", 0, *recipe), recipe)
+        return _RemoteConnector(self, self.ask("make", 0, *recipe), recipe)
 
-    def census(self) -> Census:
-        return Census(*self.ask("census", 0))
+    def resource_snapshot(self) -> ResourceSnapshot:
+        return ResourceSnapshot(*self.ask("census", 0))
 
     def kill(self) -> None:
         self._process.kill()
@@ -211,25 +211,27 @@ class FarSide:
             self._process.kill()
 
 
-class _FarConnector(contract.Connector):
-    def __init__(self, side: FarSide, number: int, recipe: Recipe) -> None:
+class _RemoteConnector(contract.Connector):
+    def __init__(self, side: RemoteProcess, number: int, recipe: Recipe) -> None:
         super().__init__(recipe.settings())
         self._side, self._number = side, number
 
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> contract.KVInbox:
         limits = pieces.start, pieces.stop, window, value_bytes
-        return _FarInbox(self._side, *self._side.ask("open_inbox", self._number, lease, *limits))
+        return _RemoteInbox(self._side, *self._side.ask("open_inbox", self._number, lease, *limits))
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> contract.KVOutbox:
-        return _FarOutbox(self._side, self._side.ask("open_outbox", self._number, lease, address, window, value_bytes))
+        return _RemoteOutbox(
+            self._side, self._side.ask("open_outbox", self._number, lease, address, window, value_bytes)
+        )
 
     def close(self) -> None:
         self._side.ask("close", self._number)
         self._side.ask("forget", self._number)
 
 
-class _FarInbox(contract.KVInbox):
-    def __init__(self, side: FarSide, number: int, address: bytes) -> None:
+class _RemoteInbox(contract.KVInbox):
+    def __init__(self, side: RemoteProcess, number: int, address: bytes) -> None:
         self._side, self._number, self.address = side, number, address
 
     def take(self, index: int, reference: bytes, frames: Sequence[contract.Bytes]) -> contract.Bytes:
@@ -243,8 +245,8 @@ class _FarInbox(contract.KVInbox):
         self._side.ask("close", self._number)
 
 
-class _FarOutbox(contract.KVOutbox):
-    def __init__(self, side: FarSide, number: int) -> None:
+class _RemoteOutbox(contract.KVOutbox):
+    def __init__(self, side: RemoteProcess, number: int) -> None:
         self._side, self._number = side, number
 
     def put(self, index: int, parts: Sequence[contract.Bytes]) -> contract.PutResult:

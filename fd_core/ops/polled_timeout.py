@@ -9,7 +9,7 @@ _MOST_SECONDS: Final = 0.6
 """Maximum time counted between two polls; polls are more frequent unless this process was suspended."""
 
 
-class Patience:
+class PolledTimeout:
     """Timeout of a peer in seconds, checked by polling.
 
     The clock continues while a machine or all of its processes are paused, which must not count as silence of the peer.
@@ -23,7 +23,7 @@ class Patience:
         """Restart the timeout after a sign of life."""
         self._waited, self._last = 0.0, time.monotonic()
 
-    def is_over(self) -> bool:
+    def expired(self) -> bool:
         """Poll the clock; return True if the timeout has expired."""
         now = time.monotonic()
         self._waited, self._last = self._waited + min(now - self._last, _MOST_SECONDS), now

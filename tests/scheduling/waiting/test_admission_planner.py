@@ -12,7 +12,7 @@ import pytest
 from fd_core.config import Limits
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.scheduling.contract import SchedulerSetup
-from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import Request, State
 from fd_core.scheduling.running.drafts import DraftControl
@@ -24,7 +24,7 @@ from tests.scheduling.test_scheduler import HASHER
 
 
 def scheduler(
-    keep: KeepKV | None = None, drafts: DraftControl | None = None, **changes: int
+    keep: OffloadSelection | None = None, drafts: DraftControl | None = None, **changes: int
 ) -> ContinuousBatchingScheduler:
     values = {
         "max_num_seqs": 4,
@@ -223,7 +223,7 @@ def test_prefix_wait_ends_when_computing_request_is_preempted() -> None:
 
 
 def test_prefix_wait_ends_when_loading_request_is_aborted() -> None:
-    s = scheduler(KeepKV())
+    s = scheduler(OffloadSelection())
     loading, request = add(s, spec("a")), add(s, spec("b"))
     for effect in take_effects(s):
         assert isinstance(effect, Lookup)
@@ -239,7 +239,7 @@ def test_prefix_wait_ends_when_loading_request_is_aborted() -> None:
 
 @pytest.mark.parametrize(("loaded", "start"), [(4, 16), (2, 8), (0, 0)])
 def test_prefix_wait_covers_rest_after_short_load(loaded: int, start: int) -> None:
-    s = scheduler(KeepKV())
+    s = scheduler(OffloadSelection())
     loading, request = add(s, spec("a")), add(s, spec("b"))
     for effect in take_effects(s):
         assert isinstance(effect, Lookup)
@@ -285,7 +285,7 @@ def test_first_of_two_computing_requests_ends_prefix_wait() -> None:
     planned(s)
     assert (third.state, s.probe().waiting.num_parked) == (State.WAITING, 1)
     # The outputs between the prefill of `a` and this step do not matter here.
-    s.probe().residencies.settle(prefill.slots[-1:].astype(int), prefill.starts[-1:] + prefill.num_tokens[-1:])
+    s.probe().running_batch.settle(prefill.slots[-1:].astype(int), prefill.starts[-1:] + prefill.num_tokens[-1:])
     assert s.probe().waiting.num_parked == 0
     assert start_of(planned(s), third) == 16
 
@@ -333,7 +333,7 @@ def waits_for_a_prefix(s: ContinuousBatchingScheduler) -> None:
 
 
 def waits_for_a_lookup(s: ContinuousBatchingScheduler) -> None:
-    s.probe().offloading.keep = KeepKV()
+    s.probe().offloading.keep = OffloadSelection()
     add(s, spec("a"))
     assert s.probe().waiting.num_parked == 1
 
@@ -343,7 +343,7 @@ def waits_for_its_save(s: ContinuousBatchingScheduler) -> None:
     answer(s, planned(s))
     add(s, spec("a", 24))
     answer(s, planned(s))
-    s.probe().offloading.keep = KeepKV()
+    s.probe().offloading.keep = OffloadSelection()
     pool = s.probe().pool
     hostage = pool.allocate(pool.num_free)
     plan = planned(s)
