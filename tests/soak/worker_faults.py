@@ -13,11 +13,7 @@ from typing import Final, Literal, get_args
 
 from tests.soak.cluster import Cluster, Node
 
-<<<<<<< HEAD:tests/soak/worker_faults.py
 __all__ = ["KINDS", "SHORT", "UNREACHABLE_SECONDS", "Executed", "Kind", "WorkerFault", "inject_all", "plan"]
-=======
-__all__ = ["KINDS", "SHORT", "UNREACHABLE_SECONDS", "Executed", "FailureReason", "Kind", "plan", "work_off"]
->>>>>>> main:tests/soak/troubles.py
 
 Kind = Literal["kill", "stop", "hang", "kill_engine", "drain"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -32,13 +28,8 @@ _BUSY_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-<<<<<<< HEAD:tests/soak/worker_faults.py
 class WorkerFault:
     """One fault of one worker, by its number."""
-=======
-class FailureReason:
-    """One thing that befalls one worker, by its number."""
->>>>>>> main:tests/soak/troubles.py
 
     kind: Kind
     worker: int
@@ -61,23 +52,14 @@ class Executed:
 
 def plan(
     roles: Sequence[str], seed: int, *, kinds: Sequence[Kind] = KINDS, rounds: int = 1
-<<<<<<< HEAD:tests/soak/worker_faults.py
 ) -> dict[str, list[WorkerFault]]:
     """Return for each role every kind of fault, `rounds` times, in random order and for random workers."""
-=======
-) -> dict[str, list[FailureReason]]:
-    """Return for each role every kind of trouble, `rounds` times over, in an order and for workers by chance."""
->>>>>>> main:tests/soak/troubles.py
     rng = random.Random(seed)
     lanes = {}
     for role in sorted(set(roles)):
         those = [number for number, each in enumerate(roles) if each == role]
         lane = [
-<<<<<<< HEAD:tests/soak/worker_faults.py
             WorkerFault(kind, rng.choice(those), rng.uniform(*_SECONDS.get(kind, _SECONDS_AWAY)))
-=======
-            FailureReason(kind, rng.choice(those), rng.uniform(*_SECONDS.get(kind, _SECONDS_AWAY)))
->>>>>>> main:tests/soak/troubles.py
             for kind in kinds * rounds
         ]
         rng.shuffle(lane)
@@ -85,13 +67,8 @@ def plan(
     return lanes
 
 
-<<<<<<< HEAD:tests/soak/worker_faults.py
 async def inject_all(
     lane: Sequence[WorkerFault], cluster: Cluster, done: Executed, begins: Callable[[float], Awaitable[None]]
-=======
-async def work_off(
-    lane: Sequence[FailureReason], cluster: Cluster, done: Executed, begins: Callable[[float], Awaitable[None]]
->>>>>>> main:tests/soak/troubles.py
 ) -> None:
     """Inject all faults of one role into its workers, one after the other.
 

@@ -64,9 +64,9 @@ class WithoutSampleAnswer(ReasoningParser):
 @pytest.mark.parametrize(
     ("cls", "kind", "words"),
     [
-        (WithoutSample, TOOL_PARSER, "the sample of the tool parser mine has no 'weather'"),
-        (WithoutSampleAnswer, REASONING_PARSER, "the sample of the reasoning parser mine has no 'I look.'"),
-        (type("HasAForm", (HermesTools,), {"sample": "CALL weather in Rome"}), TOOL_PARSER, "has no 'now'"),
+        (WithoutSample, TOOL_PARSER, "the sample of the tool parser mine lacks 'weather'"),
+        (WithoutSampleAnswer, REASONING_PARSER, "the sample of the reasoning parser mine lacks 'I look.'"),
+        (type("HasAForm", (HermesTools,), {"sample": "CALL weather in Rome"}), TOOL_PARSER, "lacks 'now'"),
     ],
 )
 def test_parser_without_samples_is_rejected(monkeypatch, cls, kind, words):

@@ -129,16 +129,16 @@ class BeginsACallWithItsArguments(HermesTools):
     def emit_arguments(self, text):
         self.held += text
         if len(self.held) > 12:
-            self.say_all()
+            self.emit_all()
 
-    def say_all(self):
+    def emit_all(self):
         if self.name is not None:
             super().begin_call(self.name)
         super().emit_arguments(self.held)
         self.name, self.held = None, ""
 
     def end_call(self):
-        self.say_all()
+        self.emit_all()
         super().end_call()
 
 
@@ -342,7 +342,7 @@ class EmitsHalfAMarker(HermesTools):
 @breaks("8.5", "markup:test_markers_doubled_or_left_out_are_no_content")
 class KnowsOnlyTheBeginOfACall(HermesTools):
     def content_until(self, *begins):
-        return self.until(*begins, say=self._emit_outside, space=True)
+        return self.until(*begins, emit=self._emit_outside, space=True)
 
 
 @breaks("8.6", "time:test_time_is_linear_in_the_text")
