@@ -283,7 +283,7 @@ class ClusterController:
         pause = 0.0 if worked else min(limits.first_pause * 2 ** (group.failures - 1), limits.longest_pause)
         group.not_before = max(group.not_before, now + pause)
         hopeless = end.code in _OWN_FAULT and not group.served
-        said = f"{process.name} {end.reason}"
+        event = f"{process.name} {end.reason}"
         if not hopeless and group.failures <= limits.max_failures:
             yield ClusterNote(f"{event}; restarting in {pause:g} s", bad=True)
             return

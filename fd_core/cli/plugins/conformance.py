@@ -93,11 +93,11 @@ def conformance(
     flag = kit.option.replace("--fd-", "--")
     named = targets if backends else [word for name in targets for word in (flag, name)]
     words = ["fdcore", "conformance", *named, *(("-k", expression) if expression else ()), *(("--quick",) * quick)]
-    console, told = Console(), time.monotonic()
+    console, last_printed = Console(), time.monotonic()
     with console.status("starting") as status:
 
         def progress(target: str, done: int, failed: int) -> None:
-            nonlocal told
+            nonlocal last_printed
             state = f"{target}: {done} tests{f', {failed} failed' if failed else ''}"
             status.update(state)
             # Without a terminal there is no status line, so print progress lines.

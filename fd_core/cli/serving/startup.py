@@ -119,11 +119,11 @@ def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, ar
         calls = parsers_for(with_tools.source, with_tools.supports_tools, architecture)
         fits = calls._replace(reasoning=parsers_for(template.source or with_tools.source, True, architecture).reasoning)
     loaded: list[Any] = []
-    said = []
+    descriptions = []
     for kind, asked, fitting in ((TOOL_PARSER, tools, fits.tools), (REASONING_PARSER, reasoning, fits.reasoning)):
         name = {"auto": fitting, "none": None}.get(asked, asked)
         loaded.append(None if name is None else installed_plugins().load(kind, name))
-        said.append((name or "none") + (" (fits the chat template)" if asked == "auto" and name else ""))
+        descriptions.append((name or "none") + (" (fits the chat template)" if asked == "auto" and name else ""))
         if asked == "auto" and name is None:
             descriptions[-1] = f"none: no {kind.word} is known for this chat template; set one with {kind.flag}"
     return ChosenParsers(Parsers(*loaded), *descriptions)

@@ -55,7 +55,7 @@ class TorchGroup(RankGroup):
 
     @classmethod
     def open(cls, size: int, timeout: float, host: str = "127.0.0.1") -> TorchGroup:
-        """Open a rendezvous as rank 0, at an address of this machine that the other ranks reach; they get `rendezvous`."""
+        """Open a rendezvous as rank 0, at an address that the other ranks reach; they get `rendezvous`."""
         store, port = _listening(host)
         return cls(Parallel(0, size), RankRendezvous(host, port, secrets.token_hex(8)), store, timeout)
 

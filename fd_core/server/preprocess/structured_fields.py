@@ -47,7 +47,7 @@ def check_logprobs(top: int | None, max_tokens: Sequence[int], n: int, context: 
     if total > most:
         raise invalid(
             f"logprobs: {len(max_tokens) * n} texts of up to {max(max_tokens)} tokens with {1 + top} "
-            f"log-probabilities each are {total}; at most {most} are allowed per response: lower logprobs or max_tokens",
+            f"log-probabilities each are {total}; at most {most} are allowed per response: lower one of them",
             "logprobs",
         )
 

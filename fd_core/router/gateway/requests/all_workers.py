@@ -81,12 +81,12 @@ async def abort(
     """Return the ids that the workers aborted and those unknown to all; an error response if every worker failed."""
     responses = await _broadcast(state, path, body, headers, record, _TIMEOUT)
     answers = []
-    for each in told:
+    for each in responses:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             if each.status == 200 and isinstance(each.body, bytes):
                 answers.append(_decoder.decode(each.body))
     if not answers:
-        return _refusal(told)
+        return _refusal(responses)
     aborted = dict.fromkeys(each for answer in answers for each in answer.aborted)
     missing = dict.fromkeys(each for answer in answers for each in answer.not_found if each not in aborted)
     return json_response(AbortAnswer(list(aborted), list(missing)))
