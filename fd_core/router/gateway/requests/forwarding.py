@@ -293,13 +293,13 @@ class Exchange:
             self.body = b""  # no other worker needs it
             self.share.release()
             self.state.metrics.first_byte.observe(time.monotonic() - self.arrived)
-            told = self._to_client(response)
+            kept = self._to_client(response)
             if answer.whole:
                 if self.meter is not None:
                     self.meter.whole(first)
                 self.attempts.ended(response.status, time.monotonic())
-                return web.Response(body=first, status=response.status, headers=told)
-            return await self._stream(selection, response, answer, first, told)
+                return web.Response(body=first, status=response.status, headers=kept)
+            return await self._stream(selection, response, answer, first, kept)
         finally:
             if response is not None:
                 response.close()
@@ -355,7 +355,7 @@ class Exchange:
     ) -> web.StreamResponse:
         """Relay the answer; if it is cut off, end it with an error event or by closing the connection."""
         request = self.request
-        out = web.StreamResponse(status=response.status, headers=headers)
+        out = web.StreamResponse(status=response.status, headers=kept)
         if not answer.is_stream:
             out.content_length = response.content_length
         if self.state.drain.leaving:
