@@ -355,7 +355,7 @@ class Exchange:
     ) -> web.StreamResponse:
         """Relay the answer; if it is cut off, end it with an error event or by closing the connection."""
         request = self.request
-        out = web.StreamResponse(status=response.status, headers=kept)
+        out = web.StreamResponse(status=response.status, headers=headers)
         if not answer.is_stream:
             out.content_length = response.content_length
         if self.state.drain.leaving:
