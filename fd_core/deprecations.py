@@ -83,7 +83,7 @@ _RENAMED: Final[Mapping[str, Mapping[str, str]]] = {
 
 def _old_names(owner: str) -> dict[str, OldName]:
     names = _RENAMED[owner].items()
-    return {old: OldName(f"{owner}.{old}", f"use {new}", since="0.1", until="0.4") for old, new in names}
+    return {old: OldName(f"{owner}.{old}", f"use {new}", since="0.2", until="0.5") for old, new in names}
 
 
 _OLD_METRICS: Final = {
@@ -95,7 +95,7 @@ _OLD_METRICS: Final = {
 
 OLD_NAMES: Final[tuple[OldName, ...]] = (
     *(old for owner in _RENAMED for old in _old_names(owner).values()),
-    *(OldName(name, instead, since="0.1", until="0.4") for name, instead in _OLD_METRICS.items()),
+    *(OldName(name, instead, since="0.2", until="0.5") for name, instead in _OLD_METRICS.items()),
 )
 """All old names that still work."""
 

@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "deprecations": set(),
     "errors": set(),
     "types": {"errors"},
-    "config": {"errors", "types"},
+    "config": {"deprecations", "errors", "types"},
     "http": BASE,
     "signals": {"types"},
     "hookspecs": set(),

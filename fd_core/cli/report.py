@@ -39,10 +39,10 @@ def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             from fd_core.plugins import blamed_on_file
 
-            if (told := blamed_on_file(error)) is None:
+            if (file_error := blamed_on_file(error)) is None:
                 raise
-            print_error(told)
-            raise typer.Exit(told.exit_code) from None
+            print_error(file_error)
+            raise typer.Exit(file_error.exit_code) from None
 
     return command
 

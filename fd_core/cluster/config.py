@@ -251,13 +251,13 @@ def worker_spec(
     group = config.worker_groups[group_name]
     settings = {key.replace("_", "-"): value for key, value in group.settings.items()}
     # Workers may publish the prefixes that they hold, as workers do that register themselves.
-    tells_of_kv = settings.get("enable-prefix-caching", True) and settings.get("data-parallel-size", 1) == 1
+    reports_kv = settings.get("enable-prefix-caching", True) and settings.get("data-parallel-size", 1) == 1
     arguments = (
         *("serve", config.model, "--host", NODE_ADDRESS, "--port", "0", "--role", group.role),
         *("--drain-seconds", str(config.drain_seconds)),
         *(() if "batch-api" in group.settings else ("--no-batch-api",)),
         *(("--transfer-host", NODE_ADDRESS) if group.role == "prefill" else ()),
-        *(("--kv-events",) if tells_of_kv else ()),
+        *(("--kv-events",) if reports_kv else ()),
     )
     shared = {
         f"{CONTENT}ROUTER_SECRET_FILE": own.router,

@@ -160,8 +160,8 @@ class RouterAdmin:
     async def register(self, url: str, role: Role, instance: str, now: float, serves: Callable[[], bool]) -> str:
         """Register a worker that still `serves`, unless registered recently; return the error, if any."""
         async with self._one_at_a_time:
-            told, at = self._registered.get(url, ("", 0.0))
-            if not serves() or (told == instance and now - at < _REREGISTER_SECONDS):
+            registered, at = self._registered.get(url, ("", 0.0))
+            if not serves() or (registered == instance and now - at < _REREGISTER_SECONDS):
                 return ""
             trouble = await self._post("register", {"url": url, "role": role, "instance": instance})
             if not trouble:
@@ -266,7 +266,7 @@ class Deployment:
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until `stop`, then drain and end every process; `on_ready` is called once the groups are ready."""
-        told, hurried = False, False
+        announced, hurried = False, False
         try:
             async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
                 self._session = session
@@ -283,8 +283,8 @@ class Deployment:
                         self._scale(now)
                         if self._registering is None or self._registering.done():
                             self._registering = self._spawn(self._register())
-                    if not told and self.controller.complete and await self._serves():
-                        told = True
+                    if not announced and self.controller.complete and await self._serves():
+                        announced = True
                         on_ready()
                     await asyncio.sleep(0.25)
                 if self._tasks:  # operations that have begun complete
@@ -344,7 +344,9 @@ class Deployment:
         for held in list(self.held.values()):
             process = held.process
             if process is not None and held.end is None and (code := process.exit_code()) is not None:
-                held.end = controller.ProcessEnd(code, _in_one_line(process.reason(), said=code in range(1, NODE_LOST)))
+                held.end = controller.ProcessEnd(
+                    code, _in_one_line(process.reason(), exited=code in range(1, NODE_LOST))
+                )
 
     def _perform(self, actions: Iterable[controller.ClusterAction]) -> None:
         for action in actions:
@@ -384,11 +386,11 @@ class Deployment:
             await asyncio.sleep(_ASK_SECONDS)
 
     def _read_announcement(self, held: ProcessHandle, process: LaunchedProcess) -> None:
-        said = (process.announced() or "").split()
-        if not said:
+        addresses = (process.announced() or "").split()
+        if not addresses:
             return
         # A process that listens on all addresses does not know the one that others connect to.
-        url, *admin = (each.replace("//localhost:", f"//{process.address}:") for each in said)
+        url, *admin = (each.replace("//localhost:", f"//{process.address}:") for each in addresses)
         held.url = url
         if held.group == ROUTERS and admin:
             held.admin = RouterAdmin(self._session, admin[0], self._secrets.router)
@@ -433,11 +435,11 @@ class Deployment:
                     )
                     if (
                         trouble
-                        and (said := f"registering {held.name} with {router} failed: {trouble}")
+                        and (message := f"registering {held.name} with {router} failed: {trouble}")
                         not in self._logged_errors
                     ):
-                        self._logged_errors.add(said)
-                        log.warning("%s", said)
+                        self._logged_errors.add(message)
+                        log.warning("%s", message)
 
     def _scale(self, now: float) -> None:
         if now < self._next_scaling or not self.controller.complete:
@@ -469,7 +471,7 @@ class Deployment:
             log.error("%s: %s", type(error).__name__, error)
 
 
-def _in_one_line(reason: str, *, said: bool) -> str:
-    """Return how a process ended, with its last output (`said`) if it ended by itself."""
+def _in_one_line(reason: str, *, exited: bool) -> str:
+    """Return how a process ended, with its last output if it `exited` by itself."""
     how, *lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["ended"]
-    return f"{how}; last output: {lines[-1]}" if said and lines else how
+    return f"{how}; last output: {lines[-1]}" if exited and lines else how

@@ -211,11 +211,11 @@ class Runner:
         if self.drafter is not None:
             return "a drafter needs the last tokens on the host"
         batch = self.batch
-        behind = (batch.unsettled[plan.slots] > 0) & (batch.gen[plan.slots] == plan.gens)
-        if not behind.any():
+        pending = (batch.unsettled[plan.slots] > 0) & (batch.gen[plan.slots] == plan.gens)
+        if not pending.any():
             return None
-        slots = plan.slots[behind]
-        if (plan.num_tokens - plan.num_drafts)[behind].max() > 1 or (
+        slots = plan.slots[pending]
+        if (plan.num_tokens - plan.num_drafts)[pending].max() > 1 or (
             self.limits.max_drafts and batch.unsettled[slots].max() > 1
         ):
             return "a row computes several tokens that are not on the host yet"

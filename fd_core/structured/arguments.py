@@ -83,7 +83,7 @@ class _Values:
 
     def fields(self, schema: Any, location: str) -> _Fields | None:
         """Return the properties that an object may have; None if its schema has further constraints."""
-        if not isinstance(schema, Mapping) or not _OBJECT.issuperset(_told(schema)):
+        if not isinstance(schema, Mapping) or not _OBJECT.issuperset(_keywords_of(schema)):
             return None
         known, more = schema.get("properties"), schema.get("additionalProperties")
         if more is None:
@@ -102,7 +102,7 @@ class _Values:
         schema = referred(self.root, self.root)
         found = self.fields(schema, self.location) if schema.get("type", "object") == "object" else None
         if found is None:
-            other = next((word for word in _told(schema) if word not in _OBJECT), "type")
+            other = next((word for word in _keywords_of(schema) if word not in _OBJECT), "type")
             raise wrong(f"{self.location}.{other}", "it cannot be enforced in the call format of this model")
         return found
 
@@ -116,11 +116,11 @@ class _Values:
         found = referred(schema, self.root)
         if found is False or (found == {} and schema not in ({}, True)):
             raise wrong(location, "no value matches it, or its $ref is dangling")
-        if isinstance(schema, Mapping) and found is not schema and not _REFERENCE.issuperset(_told(schema)):
+        if isinstance(schema, Mapping) and found is not schema and not _REFERENCE.issuperset(_keywords_of(schema)):
             raise wrong(location, "$ref cannot be combined with other keywords in the call format of this model")
         found = {} if found is True else found
         inner = found.get("allOf")
-        if isinstance(inner, list) and len(inner) == 1 and _LIST_OF_ONE.issuperset(_told(found)):
+        if isinstance(inner, list) and len(inner) == 1 and _LIST_OF_ONE.issuperset(_keywords_of(found)):
             return self.follow(inner[0], f"{location}.allOf[0]")
         return found
 
@@ -137,7 +137,7 @@ class _Values:
             rest = [each for each in values if not isinstance(each, str) and kind_of(each) in kinds]
             return [{**schema, "enum": texts}] * bool(texts), [{**schema, "enum": rest}] * bool(rest)
         if union is not None:
-            if not _UNION.issuperset(_told(schema)):
+            if not _UNION.issuperset(_keywords_of(schema)):
                 return self._whole(schema, location)
             strings: list[Mapping[str, Any]] = []
             others: list[Any] = []
@@ -205,7 +205,7 @@ class _Values:
         return f"/{'' if begins else '(?s:.*)'}({slashed(inner)}){'' if ends else '(?s:.*)'}/"
 
 
-def _told(schema: Mapping[str, Any]) -> set[str]:
+def _keywords_of(schema: Mapping[str, Any]) -> set[str]:
     return {word for word in schema if not word.startswith("x-")}
 
 
@@ -353,7 +353,7 @@ class KeywordGrammar(_Values):
                 yield from self._other({**schema, "type": each}, location, level)
         elif listed is None and kind in _PYTHON_WORDS:
             yield _PYTHON_WORDS[kind]
-        elif kind == "array" and _ARRAY.issuperset(_told(schema)) and level < _MAX_LEVELS:
+        elif kind == "array" and _ARRAY.issuperset(_keywords_of(schema)) and level < _MAX_LEVELS:
             item = self.value(schema.get("items", {}), f"{location}.items", level + 1)
             yield f'"[" ({item} (", " {item})*)? "]"'
         elif kind == "object" and level < _MAX_LEVELS and (fields := self.fields(schema, location)):
@@ -377,11 +377,11 @@ class KeywordGrammar(_Values):
 
 def _with_commas(lark: LarkText, parts: Sequence[tuple[str, bool]], another: str | None) -> str:
     """Return the expression of `parts` in order, some of them required, then of more of `another`, with commas."""
-    behind = f'(", " {another})*' if another else ""
-    first = f"({another} {behind})?" if another else ""  # no part before it
+    following = f'(", " {another})*' if another else ""
+    first = f"({another} {following})?" if another else ""  # no part before it
     for rule, needed in reversed(parts):
-        after = lark.rule(behind) if behind else ""
+        after = lark.rule(following) if following else ""
         alone = f"{rule} {after}"
         first = alone if needed else lark.rule(f"{alone} | {first}" if first else f"({alone})?")
-        behind = f'", " {rule} {after}' if needed else f'(", " {rule})? {after}'
+        following = f'", " {rule} {after}' if needed else f'(", " {rule})? {after}'
     return first

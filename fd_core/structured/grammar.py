@@ -55,13 +55,13 @@ def _amid_text(lark: LarkText, calls: Sequence[RequestedCall], markers: Sequence
     opening = calls[0].form.opening
     if opening:
         return lark.rule(f"{lark.text_up_to(opening, without=markers)} {_inner(lark, calls, True)}")
-    behind: dict[str, list[str]] = {}
+    rest_by_trigger: dict[str, list[str]] = {}
     for each in calls:
         trigger, begin = each.form.trigger, each.form.begin
         rest = lark.spelled(begin.removeprefix(trigger))
-        behind.setdefault(trigger, []).append(f"{rest} {_rest_of_call(lark, each)}")
+        rest_by_trigger.setdefault(trigger, []).append(f"{rest} {_rest_of_call(lark, each)}")
     return lark.either(
-        f"{lark.text_up_to(trigger, without=markers)} {lark.either(rest)}" for trigger, rest in behind.items()
+        f"{lark.text_up_to(trigger, without=markers)} {lark.either(rest)}" for trigger, rest in rest_by_trigger.items()
     )
 
 

@@ -241,11 +241,11 @@ class TokenMatcher:
 
     def _return_to(self, location: _Position) -> None:
         """Undo the tokens pushed since the text was at `location`."""
-        behind = len(self._tokens) - location.in_grammar
+        num_excess = len(self._tokens) - location.in_grammar
         self._position = location
         del self._tokens[location.in_grammar :]
-        if self._grammar is not None and behind and not self._grammar.is_error():
-            self._grammar.rollback(behind)
+        if self._grammar is not None and num_excess and not self._grammar.is_error():
+            self._grammar.rollback(num_excess)
 
 
 def _fallback(pattern: Sequence[int]) -> tuple[int, ...]:

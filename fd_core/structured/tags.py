@@ -51,7 +51,7 @@ def _unfit(location: str, words: str) -> BadRequest:
 
 class _Tag(NamedTuple):
     begin: str
-    behind: str
+    rest: str
     """The expression of the text after `begin`."""
     location: str
 
@@ -106,8 +106,8 @@ class _Formats:
         if not isinstance(end, str):
             raise _unfit(f"{location}.end", "must be a text")
         schema = require_schema(schema, f"{location}.schema")
-        behind = f"{self._lark.json(schema)} {self._lark.spelled(end)}"
-        return _Tag(_text(given.get("begin"), f"{location}.begin"), behind, location)
+        rest = f"{self._lark.json(schema)} {self._lark.spelled(end)}"
+        return _Tag(_text(given.get("begin"), f"{location}.begin"), rest, location)
 
     def triggered(
         self, tags: Sequence[_Tag], given: Mapping[str, Any], location: str, ends: Sequence[str], last: bool
@@ -119,9 +119,9 @@ class _Formats:
             trigger = max((each for each in triggers if tag.begin.startswith(each)), key=len, default=None)
             if trigger is None:
                 raise _unfit(f"{tag.location}.begin", "must start with one of the triggers")
-            begun[trigger].append(f"{self._lark.spelled(tag.begin.removeprefix(trigger))} {tag.behind}")
+            begun[trigger].append(f"{self._lark.spelled(tag.begin.removeprefix(trigger))} {tag.rest}")
         excludes = _texts(given.get("excludes"), f"{location}.excludes", optional=True)
-        first = [f"{self._lark.spelled(tag.begin)} {tag.behind}" for tag in tags]
+        first = [f"{self._lark.spelled(tag.begin)} {tag.rest}" for tag in tags]
         needed, once = (_flag(given, name, location) for name in ("at_least_one", "stop_after_first"))
         return self._amid_text(begun, excludes, first if needed else [], once, location, ends, last)
 
@@ -198,7 +198,7 @@ class _Formats:
 
     def _one_tag(self, given: Mapping[str, Any], location: str, ends: Sequence[str], last: bool) -> str:
         tag = self._tag(given, location, last and not ends)
-        return f"{self._lark.spelled(tag.begin)} {tag.behind} {self._end(ends)}"
+        return f"{self._lark.spelled(tag.begin)} {tag.rest} {self._end(ends)}"
 
     def _triggered(self, given: Mapping[str, Any], location: str, ends: Sequence[str], last: bool) -> str:
         return self.triggered(self._tags(given, location), given, location, ends, last)
@@ -208,7 +208,7 @@ class _Formats:
         if not isinstance(separator, str):
             raise _unfit(f"{location}.separator", "must be a text")
         needed, once = (_flag(given, name, location) for name in ("at_least_one", "stop_after_first"))
-        tag = self._lark.either(f"{self._lark.spelled(tag.begin)} {tag.behind}" for tag in self._tags(given, location))
+        tag = self._lark.either(f"{self._lark.spelled(tag.begin)} {tag.rest}" for tag in self._tags(given, location))
         tags = tag if once else f"{tag} ({self._lark.spelled(separator)} {tag})*"
         return f"{tags if needed else f'({tags})?'} {self._end(ends)}"
 
@@ -265,9 +265,9 @@ class _Formats:
         if once and first:
             return f"{lark.either(first)} {self._end(ends)}"
         one = lark.either(
-            f"{lark.text_up_to(trigger, without=excludes)} {lark.either(behind)}"
-            for trigger, behind in begun.items()
-            if behind
+            f"{lark.text_up_to(trigger, without=excludes)} {lark.either(rest)}"
+            for trigger, rest in begun.items()
+            if rest
         )
         rest = self._free(excludes, location, ends, last)
         if once:

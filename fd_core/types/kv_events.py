@@ -84,7 +84,7 @@ class Recorder:
         self._limit = limit
         self._events: list[KVEvent] = []
         self._size = 0
-        self._told: set[bytes] = set()
+        self._announced: set[bytes] = set()
         """Keys in `Stored` events and in no later `Removed` event."""
 
     def take(self) -> tuple[KVEvent, ...]:
@@ -102,29 +102,29 @@ class Recorder:
         holds: Callable[[bytes], bool],
     ) -> None:
         """Record blocks `first` to `upto` of the path `chain` that became known to the pool, which `holds` keys."""
-        new = [index for index in range(first, upto) if chain[index] not in self._told and holds(chain[index])]
+        new = [index for index in range(first, upto) if chain[index] not in self._announced and holds(chain[index])]
         if not new:
             return
         start, end = new[0], new[-1] + 1
-        while start and chain[start - 1] not in self._told:
+        while start and chain[start - 1] not in self._announced:
             start -= 1
         keys = tuple(chain[start:end])
         part = np.ascontiguousarray(tokens[start * block_size : end * block_size], f"<i{TOKEN_BYTES}").tobytes()
-        self._told.update(keys)
+        self._announced.update(keys)
         self._note(Stored(chain[start - 1] if start else BEGINNING, keys, part), len(keys))
         self.removed([key for key in keys if not holds(key)])
 
     def removed(self, keys: Sequence[bytes]) -> None:
         """Record that the pool evicted `keys`."""
-        gone = tuple(key for key in keys if key in self._told)
+        gone = tuple(key for key in keys if key in self._announced)
         if gone:
-            self._told.difference_update(gone)
+            self._announced.difference_update(gone)
             self._note(Removed(gone), len(gone))
 
     def cleared(self) -> None:
         """Record that the pool evicted everything."""
         self._events, self._size = [Cleared()], 1
-        self._told.clear()
+        self._announced.clear()
 
     def _note(self, event: KVEvent, size: int) -> None:
         self._events.append(event)

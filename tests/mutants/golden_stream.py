@@ -248,7 +248,7 @@ MUTANTS = (
     mutant(
         "matcher-does-not-roll-back",
         "4: a mask is a function of the grammar and of the tokens before the position",
-        (MATCHER, "            self._grammar.rollback(behind)\n", "            pass\n"),
+        (MATCHER, "            self._grammar.rollback(num_excess)\n", "            pass\n"),
     ),
     mutant(
         "grammar-mask-skips-the-first-draft",

@@ -198,13 +198,13 @@ def shown_status(status: DeploymentStatus) -> Iterator[str]:
     """Yield the lines that describe a deployment to users."""
     yield f"{status.model}: {status.not_ready or 'ready'}"
     for name, group in status.groups.items():
-        said = [f"{group.ready} of {group.target} ready"]
+        parts = [f"{group.ready} of {group.target} ready"]
         if group.role != "router":
-            said += [f"{group.running} running", f"{group.waiting} waiting", f"{group.kv_usage:.0%} of KV in use"]
+            parts += [f"{group.running} running", f"{group.waiting} waiting", f"{group.kv_usage:.0%} of KV in use"]
         if group.ttft_seconds is not None:
-            said.append(f"p90 time to first token {group.ttft_seconds:g} s")
+            parts.append(f"p90 time to first token {group.ttft_seconds:g} s")
         if group.reason:
-            said.append(f"given up: {group.reason}")
-        yield f"{name} ({group.role}): {', '.join(said)}"
+            parts.append(f"given up: {group.reason}")
+        yield f"{name} ({group.role}): {', '.join(parts)}"
         for each in group.processes:
             yield f"  {each.name}  {each.phase} for {each.seconds:.0f} s  {each.url} {each.node}".rstrip()

@@ -62,13 +62,13 @@ def _phases_summary(read: TraceContents) -> str:
     from fd_core.types import PHASE_NAMES
 
     entries = [entry.phases or () for position in read.positions for entry in position.line.finished]
-    told = [phases for phases in entries if len(phases) == len(PHASE_NAMES)]
-    if not told:
+    timed = [phases for phases in entries if len(phases) == len(PHASE_NAMES)]
+    if not timed:
         return ""
-    means = [sum(column) / len(told) / 1e6 for column in zip(*told, strict=True)]
+    means = [sum(column) / len(timed) / 1e6 for column in zip(*timed, strict=True)]
     waits = sorted(zip(means[1:], PHASE_NAMES[1:], strict=True), key=lambda each: -each[0])
     shown = ", ".join(f"{name} {mean:.3f} s" for mean, name in waits if mean > 0) or "nothing"
-    return f"{len(told):,} requests: mean time computing {means[0]:.3f} s, waiting for {shown}"
+    return f"{len(timed):,} requests: mean time computing {means[0]:.3f} s, waiting for {shown}"
 
 
 def _kv_summary(read: TraceContents) -> str:

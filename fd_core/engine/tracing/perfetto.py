@@ -165,18 +165,18 @@ def _cells(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
     chunks = [dict(position.line.chunks) for position in positions]
     for slot in range(trace.num_slots):
         bounds = np.flatnonzero(breaks[slot]).tolist()
-        for first, behind in pairwise(bounds):
+        for first, after in pairwise(bounds):
             kind = KINDS[kinds[slot, first]]
             if kind not in _SHOWN_KINDS:
                 continue
-            figures: dict[str, Any] = {"steps": behind - first}
+            figures: dict[str, Any] = {"steps": after - first}
             if kind == "prefill":
                 figures = {"tokens": chunks[first].get(slot, 0)}
             name = kind
             if kind == "loading":  # a load ends in one of these steps, or in the next one
-                loads = chain.from_iterable(position.line.loads for position in positions[first : behind + 1])
+                loads = chain.from_iterable(position.line.loads for position in positions[first : after + 1])
                 name = next((f"loading {load.request_id}" for load in loads if load.slot == slot), kind)
-            yield _slice(_SLOTS, slot + 1, name, "slot", clock.began[first], clock.ended[behind - 1], figures)
+            yield _slice(_SLOTS, slot + 1, name, "slot", clock.began[first], clock.ended[after - 1], figures)
 
 
 def _operations(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:

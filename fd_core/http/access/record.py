@@ -52,8 +52,8 @@ class Tenant(NamedTuple):
 def sign_tenant(secret: bytes, tenant: Tenant, method: str, path: str, request_id: str) -> str:
     """Return the header of one request; `secret` is the SHA-256 of the worker's key, `path` the decoded path."""
     limit = tenant.tokens_per_minute
-    said = f"{tenant.owner} {'admin' if tenant.admin else 'user'} {'' if limit is None else limit}"
-    return f"{said} {_mac(secret, said, method, path, request_id)}"
+    text = f"{tenant.owner} {'admin' if tenant.admin else 'user'} {'' if limit is None else limit}"
+    return f"{text} {_mac(secret, text, method, path, request_id)}"
 
 
 def read_tenant(secret: bytes | None, header: bytes, method: str, path: str, request_id: str) -> Tenant | None:
@@ -69,8 +69,8 @@ def read_tenant(secret: bytes | None, header: bytes, method: str, path: str, req
     return Tenant(owner, right == "admin", int(limit) if limit else None)
 
 
-def _mac(secret: bytes, *said: str) -> str:
-    text = b"".join(len(raw).to_bytes(4, "little") + raw for raw in (each.encode("utf-8", "replace") for each in said))
+def _mac(secret: bytes, *parts: str) -> str:
+    text = b"".join(len(raw).to_bytes(4, "little") + raw for raw in (each.encode("utf-8", "replace") for each in parts))
     return hmac.new(secret, b"fd_core tenant" + text, hashlib.sha256).hexdigest()
 
 

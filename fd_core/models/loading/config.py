@@ -154,10 +154,10 @@ def read_vector_settings(path: Path | None) -> VectorSettings:
         isinstance(judge, list) and len(judge) == 2 and all(isinstance(each, str) for each in judge)
     ):
         raise ModelError(f"{path}/config.json: classifier_from_token must be two tokens: no and yes")
-    said = tuple(judge) if judge is not None else None
+    labels = tuple(judge) if judge is not None else None
     modules = path / "modules.json"
     if not modules.is_file():
-        return VectorSettings(judge=said)
+        return VectorSettings(judge=labels)
     pooling: Literal["last", "mean"] | None = None
     normalize = False
     try:
@@ -177,7 +177,7 @@ def read_vector_settings(path: Path | None) -> VectorSettings:
             )
     if pooling is None:
         raise ModelError(f"{modules} names no module for pooling")
-    return VectorSettings(pooling=pooling, normalize=normalize, judge=said)
+    return VectorSettings(pooling=pooling, normalize=normalize, judge=labels)
 
 
 def _pooling(file: Path, folder: Path) -> Literal["last", "mean"]:

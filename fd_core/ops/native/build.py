@@ -158,12 +158,12 @@ def _run(command: list[str | Path]) -> None:
     except subprocess.TimeoutExpired:
         raise BuildError(f"the C++ sources did not compile within {_COMPILE_SECONDS:.0f} s") from None
     if done.returncode != 0:
-        said = done.stdout + done.stderr
-        if os.strerror(errno.ENOSPC) in said:
+        output = done.stdout + done.stderr
+        if os.strerror(errno.ENOSPC) in output:
             raise BuildError(
                 f"no disk space to compile them in {library_folder()} and {tempfile.gettempdir()}; "
                 "remove files there, or set FD_CACHE and TMPDIR to folders on another disk"
             )
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
         first = next((line for line in lines if "error:" in line), lines[-1] if lines else "no message")
         raise BuildError(f"the C++ sources did not compile: {first}")

@@ -90,8 +90,8 @@ class Penalties:
             return None
         slots, columns = slots[rows], columns[rows]
         draft_rows = np.repeat(np.arange(len(rows), dtype=np.int32), columns)
-        behind = np.arange(len(draft_rows)) - (np.cumsum(columns) - columns)[draft_rows]
-        places = (positions[rows] - columns)[draft_rows] + behind
+        offsets = np.arange(len(draft_rows)) - (np.cumsum(columns) - columns)[draft_rows]
+        places = (positions[rows] - columns)[draft_rows] + offsets
         return PenaltyInput(
             rows=rows,
             counts=None,
@@ -136,21 +136,21 @@ class Bans:
         """`begin` is the position after the prompt, where the generated text begins."""
         self._begin = begin
         self._always: list[int] = []
-        self.behind: dict[int, list[tuple[list[int], int]]] = {}
+        self.after_token: dict[int, list[tuple[list[int], int]]] = {}
         """By the second to last token: the sequence without its last token, and that token."""
         for *before, last in sequences:
             if before:
-                self.behind.setdefault(before[-1], []).append((before, last))
+                self.after_token.setdefault(before[-1], []).append((before, last))
             else:
                 self._always.append(last)
 
     def at(self, position: int, tokens: IntArray) -> IntArray:
         """Return the tokens int32[n] that are banned at `position`, given the preceding `tokens`."""
         banned = self._always
-        if self.behind and position > self._begin:
+        if self.after_token and position > self._begin:
             banned = banned + [
                 last
-                for before, last in self.behind.get(int(tokens[position - 1]), ())
+                for before, last in self.after_token.get(int(tokens[position - 1]), ())
                 if position - len(before) >= self._begin
                 and tokens[position - len(before) : position].tolist() == before
             ]
@@ -267,7 +267,7 @@ class Sampler:
 
     def reads_text(self, slots: IntArray) -> bool:
         """Return True if sampling for one of `slots` depends on tokens of its text, other than through counts."""
-        readers = [slot for slot, extras in self._extras.items() if extras.bans.behind]
+        readers = [slot for slot, extras in self._extras.items() if extras.bans.after_token]
         return bool(readers) and bool(np.isin(readers, slots).any())
 
     def gather(self, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray) -> SamplingWork:

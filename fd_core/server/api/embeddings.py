@@ -40,7 +40,7 @@ _BEFORE: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
-_BEHIND: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """Suffix of the prompt that Qwen3-Reranker was trained on, after a pair."""
 router = APIRouter(route_class=DirectRoute)
 EMBEDDINGS: Final = BodyFormat(pooling.EmbeddingRequest, POOLED)
@@ -141,7 +141,7 @@ class PooledTexts:
                 field,
             )
         texts = [
-            f"{_BEFORE}<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}{_BEHIND}"
+            f"{_BEFORE}<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}{_AFTER}"
             for query, document in pairs
         ]
         prompts = await cancel_on_disconnect(self._request, read_texts(self._state, texts, field, add_special=False))

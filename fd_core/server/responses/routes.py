@@ -77,17 +77,19 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 def _assistant_message(answer: schemas.ResponseAnswer) -> Message:
     """Return the part of a conversation that an answer adds: one message of the assistant."""
-    said = Message(role="assistant", content="")
+    message = Message(role="assistant", content="")
     for item in answer.output:
         if item["type"] == "message":
-            said.content = f"{said.content}" + "".join(part["text"] for part in item["content"])
+            message.content = f"{message.content}" + "".join(part["text"] for part in item["content"])
         elif item["type"] == "reasoning":
-            said.reasoning_content = (said.reasoning_content or "") + "".join(part["text"] for part in item["content"])
+            message.reasoning_content = (message.reasoning_content or "") + "".join(
+                part["text"] for part in item["content"]
+            )
         else:
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
-            said.tool_calls = [*(said.tool_calls or ()), call]
-    return said
+            message.tool_calls = [*(message.tool_calls or ()), call]
+    return message
 
 
 def _not_kept(response_id: str) -> ApiError:
@@ -123,12 +125,12 @@ class _ResponsesFormat(response_format.AnswerFormat):
         return self._event("response.created", response=answer) + self._event("response.in_progress", response=answer)
 
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
-        said = b"".join(self._spelled(step) for step in self._writer.write(chunk.events))
+        spelled = b"".join(self._spelled(step) for step in self._writer.write(chunk.events))
         if chunk.finish_reason is None:
-            return said
+            return spelled
         self._status = _status(chunk.finish_reason, chunk.stop_reason)
         self._reasoning_tokens = choice.reasoning_tokens
-        return said + b"".join(self._spelled(step) for step in self._writer.close())
+        return spelled + b"".join(self._spelled(step) for step in self._writer.close())
 
     def last(self, usage: Usage) -> bytes:
         answer = self._complete(usage)

@@ -78,8 +78,8 @@ class WaitAccount:
         if phases is None:
             self._seconds[self._reason] += elapsed
         else:
-            told = self._last_phases or (0.0,) * len(phases)
-            for number, (seconds, before) in enumerate(zip(phases, told, strict=True)):
+            previous = self._last_phases or (0.0,) * len(phases)
+            for number, (seconds, before) in enumerate(zip(phases, previous, strict=True)):
                 if seconds > before:
                     # Exclude phases that the engine reported but the client has not read yet.
                     spent = min(seconds - before, elapsed)

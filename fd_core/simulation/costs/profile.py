@@ -160,8 +160,8 @@ class CostProfile(_Strict, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         """Name and origin, to be shown with every result."""
-        said = "calculated, never measured" if self.origin == "calculated" else "measured"
-        return f"{self.name} ({said})"
+        origin = "calculated, never measured" if self.origin == "calculated" else "measured"
+        return f"{self.name} ({origin})"
 
     @property
     def bytes_per_block(self) -> int:

@@ -181,12 +181,12 @@ def page_report(asked: PlanAsked, runs: Mapping[PlanTrial, ReportedRun], answer:
     kept = kept or [run for run in runs.values() if run.setting in shown]
     if best is not None:
         kept.sort(key=lambda run: run.setting != best.plan)
-    said = {"what limits": answer.limit.words if answer.limit else "nothing was tried"}
+    facts = {"what limits": answer.limit.words if answer.limit else "nothing was tried"}
     return Report(
         title=f"Plan: {_headline(answer)}",
         runs=tuple(kept),
         slo=slo,
-        settings={**said, "workload": asked.workload, "runs": str(answer.runs)},
+        settings={**facts, "workload": asked.workload, "runs": str(answer.runs)},
         command=asked.command,
     )
 

@@ -52,20 +52,20 @@ def demand_of(workload: Workload) -> Demand:
     for conversation in workload:
         at = conversation.at
         begin = at if begin is None else begin
-        said = length = 0
+        prefix = length = 0
         for number, turn in enumerate(itertools.islice(conversation.turns, _MOST_REQUESTS - len(rows))):
-            said, length = (0, 0) if turn.fresh else (said, length)
+            prefix, length = (0, 0) if turn.fresh else (prefix, length)
             new = 0
             for piece in turn.adds:
                 length += piece.tokens
-                said = hash((said, piece.seed, piece.tokens))
-                new += 0 if said in seen else piece.tokens
-                seen.add(said)
+                prefix = hash((prefix, piece.seed, piece.tokens))
+                new += 0 if prefix in seen else piece.tokens
+                seen.add(prefix)
             asked = math.inf if turn.max_tokens is None else turn.max_tokens
             answer = min(asked, turn.answer.tokens)
             rows.append((new, length, 0 if turn.patience is not None else answer, number == 0))
             length += 0 if turn.patience is not None else int(answer)
-            said = hash((said, turn.answer.seed, turn.answer.tokens))
+            prefix = hash((prefix, turn.answer.seed, turn.answer.tokens))
         if len(rows) >= _MOST_REQUESTS:
             break
     new_tokens, prompts, output, first = np.array(rows, np.float64).reshape(-1, 4).T

@@ -176,8 +176,8 @@ def _print_comparison(values: dict[str, float | str], comparison: SettingsCompar
     for name in ("", first, *others):
         table.add_column(Text(name), justify="right" if name else "left")
     differences = {(each.setting, each.figure): each for each in comparison.differences}
-    told = {each.figure for each in comparison.differences if each.verdict in ("better", "worse")}
-    for name in [name for name, each in FIGURES.items() if name in USUAL_FIGURES or (each.rare and name in told)]:
+    decided = {each.figure for each in comparison.differences if each.verdict in ("better", "worse")}
+    for name in [name for name, each in FIGURES.items() if name in USUAL_FIGURES or (each.rare and name in decided)]:
         figure, base = FIGURES[name], comparison.figures[first].get(name)
         if base is None or not _is_shown(figure, [comparison.figures[each].get(name) for each in comparison.settings]):
             continue

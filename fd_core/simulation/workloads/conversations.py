@@ -159,13 +159,15 @@ class MadeContents(Contents):
         seeds, closed = draws.seeds("texts"), settings.arrivals == "closed"
         limits, patience = _limits(settings, draws), _patience(settings, draws)
         for prefix, count in zip(self._prefixes(settings, draws), turns, strict=False):
-            said: list[UserTurn] = []
+            conversation: list[UserTurn] = []
             for turn in range(count):
                 prompt, output = next(lengths)
                 new = Piece(next(seeds), next(added) if turn and added is not None else prompt)
                 answer, pause = Piece(next(seeds), output), next(think) if turn or closed else 0.0
-                said.append(UserTurn((new,) if turn else (*prefix, new), answer, pause, next(limits), next(patience)))
-            yield tuple(said)
+                conversation.append(
+                    UserTurn((new,) if turn else (*prefix, new), answer, pause, next(limits), next(patience))
+                )
+            yield tuple(conversation)
 
     def _lengths(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[int, int]]:
         if self._pairs is None:

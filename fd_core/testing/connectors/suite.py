@@ -217,11 +217,11 @@ class ConnectorSuite:
     def test_values_stay_as_they_are_until_they_are_done(self, open_both: OpenBoth) -> None:
         inbox, outbox = open_both()
         sent = {index: value_of(index, 5000) for index in PIECES[:WINDOW]}
-        told = {index: put(outbox, index, value) for index, value in sent.items()}
-        taken = {index: inbox.take(index, *told[index]) for index in reversed(sent)}
+        announced = {index: put(outbox, index, value) for index, value in sent.items()}
+        taken = {index: inbox.take(index, *announced[index]) for index in reversed(sent)}
         for index, value in sent.items():
             assert bytes(taken.pop(index)) == value, f"piece {index} changed before `done`"
-            inbox.done(index, told[index].reference)
+            inbox.done(index, announced[index].reference)
 
     @pytest.mark.law("6.2")
     def test_a_whole_prompt_arrives(self, open_both: OpenBoth) -> None:
@@ -397,13 +397,15 @@ class ConnectorSuite:
         del held
 
     @pytest.mark.law("6.3")
-    @pytest.mark.parametrize("told", [0, 2, WINDOW], ids=lambda told: f"{told} of {WINDOW} pieces announced")
-    def test_the_prefill_side_is_killed(self, recipe: Recipe, doomed: RemoteProcess, told: int) -> None:
+    @pytest.mark.parametrize(
+        "announced", [0, 2, WINDOW], ids=lambda announced: f"{announced} of {WINDOW} pieces announced"
+    )
+    def test_the_prefill_side_is_killed(self, recipe: Recipe, doomed: RemoteProcess, announced: int) -> None:
         decode = recipe.make()
         inbox, outbox = _opened(decode, doomed.make(recipe))
         there = [put(outbox, index, value_of(index, 1000)) for index in PIECES[:WINDOW]]
         doomed.kill()
-        for index, each in zip(PIECES, there[:told], strict=False):
+        for index, each in zip(PIECES, there[:announced], strict=False):
             with suppress(ConnectorError):
                 assert bytes(inbox.take(index, *each)) == value_of(index, 1000)
                 inbox.done(index, each.reference)

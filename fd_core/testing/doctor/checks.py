@@ -315,7 +315,7 @@ def _sample(ops: Ops, size: Size, **columns: Any) -> Prepared:
     return Prepared(lambda: ops.sample(device, parameters), logits.nbytes, lambda found: found)
 
 
-def _told(ops: Ops, size: Size, method: str) -> Prepared:
+def _scored(ops: Ops, size: Size, method: str) -> Prepared:
     logits = _logits(size)
     device, tokens = ops.from_host(logits), ops.from_host(np.arange(len(logits), dtype=np.int32))
     if method == "ranks":
@@ -415,8 +415,8 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("write_rows", _write_rows, exact=True)
     yield OpCheck("penalize", _penalize, exact=True)
     yield OpCheck("mask_logits", _mask_logits, exact=True)
-    yield OpCheck("logprobs", partial(_told, method="logprobs"))
-    yield OpCheck("ranks", partial(_told, method="ranks"), exact=True)
+    yield OpCheck("logprobs", partial(_scored, method="logprobs"))
+    yield OpCheck("ranks", partial(_scored, method="ranks"), exact=True)
     yield OpCheck("verify", _verify, exact=True)
     for method in ("attention_inputs", "project_residual", "mlp_inputs", "logits"):
         yield OpCheck(method, partial(_fusion, method=method))

@@ -120,8 +120,8 @@ class ParserTarget:
             yield SampleAnswer(sample, tools, content, reasoning, calls if self.kind is TOOL_PARSER else ())
         if (form := self.form(words.tool)) is not None:
             content = words.content if form.anywhere else ""
-            told = calls if form.between is not None else calls[:1]
-            yield SampleAnswer(content + self.written(form, told), tools, content, "", told)
+            expected = calls if form.between is not None else calls[:1]
+            yield SampleAnswer(content + self.written(form, expected), tools, content, "", expected)
 
     def written(self, form: CallForm, calls: Sequence[tuple[str, Any]], *, ascii_only: bool = False) -> str:
         """Return calls as forced by a grammar; `form` is that of one of them."""

@@ -124,8 +124,8 @@ def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: 
         ):
             if run.add(event):
                 progress(target, len(run.results), run.failed)
-        said = (folder / "output").read_text(errors="replace")
-    return run.card(kit, target, said, time.monotonic() - started)
+        output = (folder / "output").read_text(errors="replace")
+    return run.card(kit, target, output, time.monotonic() - started)
 
 
 def _command(kit: Kit, target: str, expression: str | None, quick: bool, folder: Path) -> list[str]:
@@ -171,8 +171,8 @@ class _Run:
                 return True
         return False
 
-    def card(self, kit: Kit, target: str, said: str, seconds: float) -> Card:
-        """Return the card of the run; `said` is the output of its process."""
+    def card(self, kit: Kit, target: str, output: str, seconds: float) -> Card:
+        """Return the card of the run; `output` is the output of its process."""
         error, running, code, silent = None, self.running, self.code, self.silent
         if silent or code < 0:
             how = "timed out" if silent else f"ended the process with signal {-code}"
@@ -182,9 +182,11 @@ class _Run:
                 )
             error = f"{'a test' if running is None else running.test} {how}; later tests were not run"
         elif code not in (0, 1):
-            lines = [line for line in said.splitlines() if line.strip()]
-            told = [line.strip("! ").removeprefix("_pytest.outcomes.Exit: ") for line in lines if line.startswith("!")]
-            error = (told or lines or ["pytest could not be run"])[-1]
+            lines = [line for line in output.splitlines() if line.strip()]
+            reasons = [
+                line.strip("! ").removeprefix("_pytest.outcomes.Exit: ") for line in lines if line.startswith("!")
+            ]
+            error = (reasons or lines or ["pytest could not be run"])[-1]
         about = {} if self.about is None else msgspec.structs.asdict(self.about)
         return _card_of(
             kit,

@@ -175,7 +175,7 @@ class Auditor:
         self._in_flight: dict[int, _InFlight] = {}
         self._content: list[list[int | None]] = [[None] * limits.block_size for _ in range(limits.num_kv_blocks)]
         """Content of settled KV by block and offset; None if it is not settled."""
-        self._left_behind: dict[int, str] = {}
+        self._stale_blocks: dict[int, str] = {}
         """Blocks without KV because a load or a transfer did not fill them, and the rule that a request that uses them
         breaks."""
         self._operations: dict[int, Operation] = {}
@@ -353,7 +353,7 @@ class Auditor:
             block = occupancy.table[position // size]
             if self._content[block][position % size] != request.mark(position):
                 broken(
-                    self._left_behind.get(block, "5.3" if request.spec.cache_salt else "3.5"),
+                    self._stale_blocks.get(block, "5.3" if request.spec.cache_salt else "3.5"),
                     f"{occupancy} reuses position {position} of block {block}, which has no settled KV of its text "
                     f"under its salt",
                 )
@@ -386,7 +386,7 @@ class Auditor:
             held = self.operating()
             require(block not in held, "3.2", f"{occupancy} was granted block {block}, which an operation holds")
             self._content[block] = [None] * self.limits.block_size
-            self._left_behind.pop(block, None)
+            self._stale_blocks.pop(block, None)
 
     def _revoke(self, slot: int, gen: int) -> None:
         occupancy = self.occupancies.get(slot)
@@ -513,7 +513,7 @@ class Auditor:
             require(not taken & set(blocks), "3.2", f"operation {load.operation} writes blocks {name}")
         for block in blocks:
             self._content[block] = [None] * self.limits.block_size
-        self._left_behind.update(dict.fromkeys(blocks, rule))
+        self._stale_blocks.update(dict.fromkeys(blocks, rule))
         request.loading = load
         return request
 
@@ -552,7 +552,7 @@ class Auditor:
                 size, request = self.limits.block_size, self.requests[load.request_id]
                 first = {key: index for index, key in enumerate(load.keys)}
                 for key, block in zip(load.keys[:count], load.blocks.tolist(), strict=False):
-                    self._left_behind.pop(block, None)
+                    self._stale_blocks.pop(block, None)
                     # A key identifies one KV; the positions before the last one are of the same text.
                     ends = range(first[key] * size + size - 1, len(request.tokens), size)
                     known = self._named.get(key)
@@ -570,9 +570,9 @@ class Auditor:
         request.prefill = outcome
         for place, block in enumerate(fetch.blocks.tolist(), fetch.job.held_blocks):
             if outcome != "transferred":
-                self._left_behind[block] = "6.3"
+                self._stale_blocks[block] = "6.3"
                 continue
-            del self._left_behind[block]
+            del self._stale_blocks[block]
             known = [request.mark(at) for at in range(place * size, min((place + 1) * size, fetch.job.num_tokens))]
             self._content[block] = [*known, *[None] * (size - len(known))]
 

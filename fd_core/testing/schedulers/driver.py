@@ -205,10 +205,14 @@ class Driver:
         self.audit()
         for name, request in self.auditor.requests.items():
             right = whole_text(request.spec)[len(request.spec.delivered) :]
-            told, end = self.texts.tokens.get(name, []), self.texts.ends.get(name)
-            require(told == right[: len(told)], "4", f"{name}: expected {right[: len(told)]}, got {told}")
+            delivered, end = self.texts.tokens.get(name, []), self.texts.ends.get(name)
+            require(
+                delivered == right[: len(delivered)],
+                "4",
+                f"{name}: expected {right[: len(delivered)]}, got {delivered}",
+            )
             if end in (FinishReason.STOP, FinishReason.LENGTH):
-                require(told == right, "4", f"{name} ended after {len(told)} of {len(right)} tokens")
+                require(delivered == right, "4", f"{name} ended after {len(delivered)} of {len(right)} tokens")
             require(end is not FinishReason.ABORT or request.abort_requested, "1.7", f"{name} was not aborted")
         return self.texts
 

@@ -44,7 +44,7 @@ class TextReader(abc.ABC):
         self._events: list[Event] = []
         self._calls = 0
         self.call_open = self._arguments = self._after_call = False
-        self._space_behind = ""
+        self._trailing_space = ""
         """White space after a marker, which is content if content follows."""
         self.space_before = ""
         """White space that `until` treated as part of the last marker."""
@@ -150,7 +150,7 @@ class TextReader(abc.ABC):
             if read.strip(SPACE):
                 self.emit_content(_patterns(self.markers)[0].sub("", read) if self.markers else read)
             else:
-                self._space_behind = read
+                self._trailing_space = read
         self.forget()
 
     def peek(self) -> Steps[str]:
@@ -248,7 +248,7 @@ class TextReader(abc.ABC):
         Other markers of the format are dropped. So is, after a call, the rest of its end: white space alone,
         closing brackets and half a marker.
         """
-        before, self._space_behind = self._space_behind, ""
+        before, self._trailing_space = self._trailing_space, ""
         while True:
             marker = yield from self.until(*begins, *self.markers, emit=self._emit_outside, space=True, before=before)
             if not marker or marker in begins:

@@ -293,13 +293,13 @@ class Exchange:
             self.body = b""  # no other worker needs it
             self.share.release()
             self.state.metrics.first_byte.observe(time.monotonic() - self.arrived)
-            told = self._to_client(response)
+            kept = self._to_client(response)
             if answer.whole:
                 if self.meter is not None:
                     self.meter.whole(first)
                 self.attempts.ended(response.status, time.monotonic())
-                return web.Response(body=first, status=response.status, headers=told)
-            return await self._stream(selection, response, answer, first, told)
+                return web.Response(body=first, status=response.status, headers=kept)
+            return await self._stream(selection, response, answer, first, kept)
         finally:
             if response is not None:
                 response.close()

@@ -156,8 +156,8 @@ class HealthChecks:
         if offers:
             self._on_offer(after)
         if state is not before or after != worker:
-            told = "" if after == worker else ", as a new process"
-            log.info("worker %s is %s%s%s", after.url, state.value, told, "" if ok else why)
+            suffix = "" if after == worker else ", as a new process"
+            log.info("worker %s is %s%s%s", after.url, state.value, suffix, "" if ok else why)
         self._complain(after, "" if member is None else member.unfit)
         if reached:
             # A worker that responds at all, even as unhealthy, may still finish its running requests.
@@ -192,8 +192,8 @@ def _state(member: Member | None) -> WorkerState:
     return WorkerState.GONE if member is None else member.state
 
 
-def _port(said: str) -> int | None:
-    return int(said) if said.isascii() and said.isdecimal() and len(said) <= 5 and 0 < int(said) < 65536 else None
+def _port(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) < 65536 else None
 
 
 class _ModelList(msgspec.Struct):

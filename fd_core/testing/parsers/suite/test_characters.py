@@ -24,8 +24,10 @@ PLAIN = {
 def require_all(target: ParserTarget, text: str) -> None:
     for pieces in ([text], list(text)):
         meaning = meaning_of(target.read(*pieces))
-        said = meaning.content + meaning.reasoning
-        require(said == text and not meaning.calls, "8.3", f"text {said!r} and calls {meaning.calls} from {text!r}")
+        content = meaning.content + meaning.reasoning
+        require(
+            content == text and not meaning.calls, "8.3", f"text {content!r} and calls {meaning.calls} from {text!r}"
+        )
 
 
 @pytest.mark.law("8.3")
@@ -54,7 +56,7 @@ def test_two_answers_at_a_time_do_not_meet(target: ParserTarget) -> None:
         found: tuple[list[Event], list[Event]] = ([], [])
         turns = [target.listen(*each.text, tools=each.tools) for each in (one, other)]
         for both in zip_longest(*turns, fillvalue=[]):
-            for said, events in zip(found, both, strict=True):
-                said.extend(events)
-        for answer, said in zip((one, other), found, strict=True):
-            answer.require_of(meaning_of(joined(said)))
+            for content, events in zip(found, both, strict=True):
+                content.extend(events)
+        for answer, content in zip((one, other), found, strict=True):
+            answer.require_of(meaning_of(joined(content)))

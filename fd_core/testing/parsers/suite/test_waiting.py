@@ -11,10 +11,10 @@ from fd_core.text.parsing.events import CallBegun
 
 def require_prompt(target: ParserTarget, text: str) -> None:
     """Push text without markup, character by character; text is released once it cannot be a marker."""
-    said = ""
+    emitted = ""
     for end, events in enumerate(target.listen(*text), 1):
-        said += text_of(events)
-        held = text[len(said) : end].lstrip()
+        emitted += text_of(events)
+        held = text[len(emitted) : end].lstrip()
         may_begin = any(marker.startswith(held) for marker in target.markers)
         require(not held or may_begin, "8.2", f"{held!r} is held back in {text[:end]!r}, but cannot begin a marker")
 
@@ -36,10 +36,10 @@ def test_what_became_no_marker_goes_out_at_once(target: ParserTarget) -> None:
 def test_no_part_of_an_answer_waits_for_its_end(target: ParserTarget) -> None:
     """Push 300 characters of content, of reasoning, or of an argument, one by one."""
     for kind, answer, begin in target.long_answers(300):
-        said = 0
+        emitted = 0
         for end, events in enumerate(target.listen(*answer.text, tools=answer.tools), 1 - begin):
-            said += text_of(events, kind).count("x")
-            late = min(end, 300) - said
+            emitted += text_of(events, kind).count("x")
+            late = min(end, 300) - emitted
             require(late <= target.patience, "8.2", f"{late} characters are held back, each a {kind.__name__}")
 
 

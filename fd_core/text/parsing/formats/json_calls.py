@@ -340,8 +340,8 @@ class DeepSeekTools(JsonCallReader):
         name, marker = yield from self.text_until(*self.markers)
         if marker == _SEP:  # V3 writes the type of the tool first, V3.1 has its arguments here
             yield from self.skip_all(_SEP)
-            behind, marker = yield from self.text_until("\n", "{", _FENCE, *self.markers)
-            name = behind if behind.strip() else name
+            name_line, marker = yield from self.text_until("\n", "{", _FENCE, *self.markers)
+            name = name_line if name_line.strip() else name
         self.skip(-len(marker))
         if not name.strip() or not marker:
             self.emit_read()

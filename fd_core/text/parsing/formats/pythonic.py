@@ -77,11 +77,11 @@ class PythonicTools(ToolReader):
             return False
         self.forget()
         self.begin_call(name)
-        said = "{"
+        prefix = "{"
         while True:
             yield from self.space()
             if (yield from self.literal(")", "]")):
-                self.emit_arguments("}" if said == ", " else "{}")
+                self.emit_arguments("}" if prefix == ", " else "{}")
                 self.end_call()
                 return True
             key = yield from self.match(_KEY)
@@ -89,8 +89,8 @@ class PythonicTools(ToolReader):
             if not key or not (yield from self.literal("=")):
                 break
             yield from self.space()
-            self.emit_arguments(f"{said}{json.dumps(key, ensure_ascii=False)}: ")
-            said = ", "
+            self.emit_arguments(f"{prefix}{json.dumps(key, ensure_ascii=False)}: ")
+            prefix = ", "
             if not (yield from self._value(0)):
                 break
             yield from self.space()

@@ -29,17 +29,17 @@ class TaggedCallReader(ToolReader):
 
     def arguments_of(self, tool: str) -> Steps[None]:
         """Emit the arguments of a call that has begun."""
-        said, before = "{", self.tagged.before_key
+        prefix, before = "{", self.tagged.before_key
         while (marker := (yield from self.until(before, *self.ends, emit=self.drop))) == before:
             key = yield from self.key()
             if key is None:
                 continue
-            self.emit_arguments(f"{said}{json.dumps(key, ensure_ascii=False)}: ")
+            self.emit_arguments(f"{prefix}{json.dumps(key, ensure_ascii=False)}: ")
             if not (yield from self._value(tool, key)):
                 return
-            said = ", "
+            prefix = ", "
         if marker:
-            self.emit_arguments("}" if said == ", " else "{}")
+            self.emit_arguments("}" if prefix == ", " else "{}")
             self.end_call()
             self.skip(-len(marker))
 
