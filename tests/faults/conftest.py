@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from tests.faults.places import Place, in_folder, on_server
 from tests.faults.proxy import Proxy
+from tests.faults.raw_stores import RawStore, in_folder, on_server
 
-# The helpers of the Redis plugin's own tests start real servers; where there is none to start, they fail.
+# The Redis plugin's test helpers start real servers; tests fail where none can be started.
 sys.path.append(str(Path(__file__).parents[2] / "plugins" / "storage_redis" / "tests"))
 
 
 @pytest.fixture
 def start_redis() -> Iterator[Callable[..., Any]]:
-    """Start servers to be mistreated."""
+    """Start Redis servers for fault injection."""
     from servers import Server
 
     servers = []
 
     def started(*options: str, **more: Any) -> Server:
         servers.append(Server(*options, **more))
-        servers[-1].back_door.ping()  # its connection is open from the start, for tests that count open files
+        servers[-1].back_door.ping()  # opens its connection before open files are counted
         return servers[-1]
 
     yield started
@@ -45,15 +45,15 @@ def proxy(redis_server: Any) -> Iterator[Proxy]:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """The file with the secret that all engines of a test share."""
+    """File with the secret that all engines of a test share."""
     path = tmp_path / "secret"
-    path.write_text("a secret of all engines of this test")
+    path.write_text("secret shared by the engines of this test")
     path.chmod(0o600)
     return path
 
 
 @pytest.fixture(params=["redis", "disk"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def raw_store(request: pytest.FixtureRequest, tmp_path: Path) -> RawStore:
     """Each kind of store that outlives an engine."""
     if request.param == "disk":
         return in_folder(tmp_path / "kv")

@@ -1,6 +1,6 @@
-"""An engine in want of blocks with a KV store that may be in any trouble, and what must hold whatever the store does.
+"""An engine that is short of blocks, with a KV store that may have any fault, and the invariants that must hold.
 
-The null backend's text depends on every block of KV being right, so a golden text proves that nothing wrong was used.
+The null backend's text depends on every block of KV, so a golden text proves that no wrong block was used.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from fd_core.scheduling.running.slots import SlotStats
 from fd_core.types import FinishReason, RequestSpec
 from tests.engine.helpers import Texts, golden, null_engine, random_specs
 from tests.engine.stepping import greedy, scripted
-from tests.faults.places import Place
+from tests.faults.raw_stores import RawStore
 
-__all__ = ["SOON", "SPECS", "Pressed", "nothing_left_behind", "one_value_each", "until"]
+__all__ = ["SOON", "SPECS", "Pressed", "no_leaks", "one_value_each", "until"]
 
 SPECS = random_specs(10, seed=7, max_prompt=120, max_tokens=40)
 SOON = 0.4
-"""`kv_store_timeout` where a store does not answer: a request waits for no longer."""
+"""`kv_store_timeout` for a store that does not answer: no request waits longer."""
 BLOCK_BYTES = 128
 HOST_BLOCKS = 8
-"""So few that most of what is loaded comes from the store."""
+"""Small enough that most loads come from the store."""
 _BOUNDS: dict[type[Effect], float] = {Lookup: 1 / 4, Load: 1.0, Save: 1.0}
-"""What an operation may take, in shares of `kv_store_timeout`."""
+"""Limits on the duration of operations, in multiples of `kv_store_timeout`."""
 _LATE_SECONDS = 0.75
-"""What is added to every bound, besides twice what the machine itself was late."""
+"""Seconds added to every bound, in addition to twice the delay of the machine."""
 _BEAT_SECONDS = 0.005
 _START_SECONDS = 3.0
 _CLOSE_SECONDS = 5.0
@@ -43,7 +43,7 @@ _CALM_SECONDS = 20.0
 
 
 class _Heart:
-    """How late the machine is: a thread that wakes up all the time, and sums up by how much it overslept."""
+    """Delay of the machine: a thread that wakes up at short intervals and adds up by how much it overslept."""
 
     def __init__(self) -> None:
         self.late = 0.0
@@ -60,7 +60,7 @@ _HEART = _Heart()
 
 
 class Stopwatch:
-    """Seconds since it was made, less what a busy machine is to blame for."""
+    """Seconds since its creation, less the delay of a busy machine."""
 
     def __init__(self) -> None:
         self._began, self._late = time.monotonic(), _HEART.late
@@ -71,12 +71,12 @@ class Stopwatch:
 
 
 class Pressed:
-    """One engine and its watch: each step is short, and no operation holds a request or blocks beyond its bound."""
+    """One engine under supervision: each step is short, and no operation holds a request or blocks beyond its bound."""
 
     def __init__(
         self, location: str, secret: Path, *, always_loads: bool = True, waits: float = 10.0, **settings: object
     ) -> None:
-        """`waits` is how long a request may wait for its KV."""
+        """`waits` limits how long a request may wait for its KV, in seconds."""
         self.golden: Callable[[list[RequestSpec]], dict[str, list[int]]] = golden
         values: dict[str, object] = {
             "num_kv_blocks": 26,
@@ -89,15 +89,15 @@ class Pressed:
         started = Stopwatch()
         self.engine = null_engine(**(values | settings))
         assert started.fair_seconds < _START_SECONDS, "the engine waited for its store to start"
-        offload = self.engine._outside._offload  # type: ignore[attr-defined]  # a back door into both ports
+        offload = self.engine._outside._offload  # type: ignore[attr-defined]  # for both ports
         assert isinstance(offload, KVOffload)
         self._probe, self._offload = self.engine.probe().scheduler.probe(), offload
-        # Back doors: whoever fits is admitted, so that blocks run out; and what computing costs is not learnt, so that
-        # whatever can be loaded is.
+        # Admission control is off, so that blocks run out; the cost of computing is not measured, so that everything
+        # that can be loaded is loaded.
         self._probe.control.growth = lambda *_: 0  # type: ignore[method-assign]
         if always_loads:
             self.engine._prefill_pace.observe = lambda *_: None  # type: ignore[method-assign]
-            self._probe.offloading.load_or_recompute.pace = Pace()  # what is unknown is tried
+            self._probe.offloading.load_or_recompute.pace = Pace()  # an unknown pace is tried
         self._since: dict[int, tuple[type[Effect], Stopwatch]] = {}
         self._rounds = 0
         self._wants_blocks = False
@@ -115,9 +115,9 @@ class Pressed:
     def round(
         self, salt: str = "", specs: Sequence[RequestSpec] = SPECS, busy: Callable[[], object] | None = None
     ) -> None:
-        """Run `specs` to their golden ends; `busy` is called when some of them run.
+        """Run `specs` to their golden ends; `busy` is called while some of them run.
 
-        Prompts of one `salt` have the same keys; what the device still held of them is forgotten first.
+        Prompts with the same `salt` have the same keys; the device's copies are evicted first.
         """
         self._rounds += 1
         self._probe.pool.forget_prefixes()
@@ -136,7 +136,7 @@ class Pressed:
         self._wants_blocks |= specs is SPECS
 
     def calm(self) -> TierStats:
-        """Wait until nothing is on its way to the store; return the numbers, all gauges being as at first."""
+        """Wait until no write is pending; return the statistics, with all gauges back at their initial values."""
         writer = self._offload._writer
         until(lambda: not self.tiers.pending_write_bytes and not writer._forgotten, _CALM_SECONDS)
         stats, tiers = self.engine.stats().scheduler, self.tiers
@@ -148,7 +148,7 @@ class Pressed:
         return tiers
 
     def warm(self, salt: str = "") -> TierStats:
-        """Run and have everything written."""
+        """Run once and wait until everything is written."""
         before = self.tiers.written_blocks
         self.round(salt)
         tiers = self.calm()
@@ -163,7 +163,7 @@ class Pressed:
             self.round(salt)
 
     def recover(self, seconds: float = 20.0) -> None:
-        """Run until blocks are both written to the store and loaded from it again."""
+        """Run until blocks are again written to the store and loaded from it."""
         ends = time.monotonic() + seconds
         while True:
             before = self.tiers
@@ -191,7 +191,7 @@ class Pressed:
     def _step(self, texts: Texts) -> None:
         step = Stopwatch()
         texts.take(self.engine.step())
-        assert step.fair_seconds < _LATE_SECONDS, "a step waited for something"
+        assert step.fair_seconds < _LATE_SECONDS, "a step blocked"
         self.engine.check_integrity()
         still = self._probe.operations.open
         self._since = {number: since for number, since in self._since.items() if number in still}
@@ -205,31 +205,31 @@ class Pressed:
 
 
 def one_value_each(
-    place: Place, secret: Path, count: int, rng: np.random.Generator, **settings: object
+    raw_store: RawStore, secret: Path, count: int, rng: np.random.Generator, **settings: object
 ) -> tuple[Pressed, list[RequestSpec], dict[bytes, bytes]]:
     """Return an engine that has written one value for each of `count` prompts and keeps none; prompts and values."""
     specs = [greedy(f"r{n}", rng.integers(0, 256, 17), 1) for n in range(count)]
     texts = {spec.request_id: scripted(spec) for spec in specs}
-    engine = Pressed(place.location, secret, host_kv_memory=0, **settings)
+    engine = Pressed(raw_store.location, secret, host_kv_memory=0, **settings)
     engine.golden = lambda _: texts
     engine.round(specs=specs)
     engine.calm()
-    values = place.values()
+    values = raw_store.values()
     assert len(values) == count
     return engine, specs, values
 
 
 def until(true: Callable[[], object], seconds: float) -> None:
-    """Wait until it is so."""
+    """Wait until the condition holds."""
     ends = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < ends, "it did not become so in time"
+        assert time.monotonic() < ends, "timed out"
         time.sleep(0.01)
 
 
 @contextmanager
-def nothing_left_behind() -> Iterator[None]:
-    """Neither threads of the tiers nor open files."""
+def no_leaks() -> Iterator[None]:
+    """Check that neither threads of the tiers nor open files remain."""
     files, threads = _open_files(), set(threading.enumerate())
     yield
     until(lambda: not [one for one in set(threading.enumerate()) - threads if one.name.startswith("fdcore")], 3.0)

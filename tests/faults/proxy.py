@@ -1,4 +1,4 @@
-"""A way to a server that can be made slow, silent or dead."""
+"""TCP proxy that can slow down, stall or break the connection to a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Proxy"]
 
 
 class Proxy:
-    """Forwards connections to a TCP port. What it does to the answers can change at any time."""
+    """Forwards connections to a TCP port; responses can be delayed or split at any time."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -29,7 +29,7 @@ class Proxy:
 
     @contextmanager
     def answering(self, *, pause: float, piece: int = 65536) -> Iterator[None]:
-        """Let the answers through in pieces of so many bytes, with a pause before each."""
+        """Forward responses in pieces of that many bytes, with a pause before each."""
         self._pause, self._piece = pause, piece
         try:
             yield

@@ -1,5 +1,5 @@
-"""A folder in every trouble under an engine in want of blocks: golden texts, bounded waits, a number that tells, and a
-store that is used again afterwards."""
+"""Every fault of a store folder while the engine is short of blocks: golden texts, bounded waits, an error counter, and
+a store that recovers afterwards."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import pytest
 from fd_core.kv.stores.contract import FailureReason
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
-from tests.faults.places import in_folder
-from tests.faults.pressed import Pressed, nothing_left_behind, until
+from tests.faults.pressed import Pressed, no_leaks, until
+from tests.faults.raw_stores import in_folder
 from tests.kv.stores.test_disk import mounted
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ Fault = Callable[[Path], AbstractContextManager[object]]
 
 @contextmanager
 def full(folder: Path) -> Iterator[None]:
-    """A disk of which somebody else takes whatever the store leaves: deleting values makes no room."""
+    """A disk whose free space another process uses up: deleting values makes no room."""
 
     def takes_nothing(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -54,7 +54,7 @@ def replaced_by_a_file(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def shards_replaced_by_links(folder: Path) -> Iterator[None]:
-    """Links to a folder of somebody else where the store's own folders were."""
+    """Links to a foreign folder in place of the store's own folders."""
     precious = folder.with_name("precious")
     precious.mkdir()
     shutil.rmtree(folder)
@@ -64,14 +64,14 @@ def shards_replaced_by_links(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        assert list(precious.iterdir()) == [], "something was written where a planted link leads"
+        assert list(precious.iterdir()) == [], "the store wrote through a planted link"
         for link in folder.iterdir():
             if link.is_symlink():
                 link.unlink()
 
 
 @pytest.mark.parametrize(
-    ("fault", "trouble", "still_loads"),
+    ("fault", "reason", "still_loads"),
     [
         (full, FailureReason.FULL, True),
         (lambda folder: mounted(folder, "ro"), FailureReason.READ_ONLY, True),
@@ -80,12 +80,12 @@ def shards_replaced_by_links(folder: Path) -> Iterator[None]:
     ],
     ids=["full", "read-only", "a file instead", "planted links"],
 )
-def test_a_folder_in_trouble(
-    tmp_path: Path, secret: Path, fault: Fault, trouble: FailureReason, still_loads: bool
+def test_engine_survives_folder_faults(
+    tmp_path: Path, secret: Path, fault: Fault, reason: FailureReason, still_loads: bool
 ) -> None:
     folder = tmp_path / "kv"
     location = f"disk:{folder}?max_bytes=1000000"
-    with nothing_left_behind():
+    with no_leaks():
         earlier = Pressed(location, secret)
         earlier.warm()
         earlier.close()
@@ -96,15 +96,15 @@ def test_a_folder_in_trouble(
         with ExitStack() as stack:
             ends = time.monotonic() + 60
             number = 0
-            while number < 2 or trouble not in engine.tiers.store_errors:
-                assert time.monotonic() < ends, f"nothing tells what happened: {engine.tiers}"
+            while number < 2 or reason not in engine.tiers.store_errors:
+                assert time.monotonic() < ends, f"no error was counted: {engine.tiers}"
                 before = engine.tiers.loaded_blocks_store
-                engine.round("in trouble", busy=None if number else lambda: stack.enter_context(fault(folder)))
+                engine.round("fault", busy=None if number else lambda: stack.enter_context(fault(folder)))
                 engine.round()
                 assert not still_loads or engine.tiers.loaded_blocks_store > before
                 engine.calm()
                 number += 1
-            assert set(engine.tiers.store_errors) == {trouble}
+            assert set(engine.tiers.store_errors) == {reason}
             assert engine.tiers.dropped_blocks > 0
             newcomer = Pressed(location, secret)
             newcomer.round("newcomer")
@@ -114,9 +114,9 @@ def test_a_folder_in_trouble(
         engine.close()
 
 
-def test_a_folder_that_is_deleted_while_requests_run_is_made_again(tmp_path: Path, secret: Path) -> None:
+def test_folder_deleted_while_requests_run_is_recreated(tmp_path: Path, secret: Path) -> None:
     folder = tmp_path / "kv"
-    with nothing_left_behind():
+    with no_leaks():
         engine = Pressed(f"disk:{folder}", secret)
         engine.warm()
         for number in range(2):
@@ -130,8 +130,8 @@ def test_a_folder_that_is_deleted_while_requests_run_is_made_again(tmp_path: Pat
         engine.close()
 
 
-def test_another_engine_that_evicts_and_deletes_at_the_same_time(tmp_path: Path, secret: Path) -> None:
-    """What a lookup found may be gone when it is loaded; the folder holds a third of what is written."""
+def test_engine_survives_concurrent_eviction_by_another_engine(tmp_path: Path, secret: Path) -> None:
+    """A value may be deleted between lookup and load; the folder holds a third of what is written."""
     folder = tmp_path / "kv"
     location = f"disk:{folder}?max_bytes=10000"
     other = DiskStore(parse_location(location))
@@ -145,7 +145,7 @@ def test_another_engine_that_evicts_and_deletes_at_the_same_time(tmp_path: Path,
             other.delete(in_folder(folder).keys()[:3], 5)
             time.sleep(0.002)
 
-    with nothing_left_behind():
+    with no_leaks():
         engine = Pressed(location, secret)
         thread = threading.Thread(target=evict)
         thread.start()
@@ -175,7 +175,7 @@ for number in itertools.count():
 
 
 @pytest.mark.parametrize("moments", [(0.031,), pytest.param((0.0, 0.031), marks=pytest.mark.soak)], ids=["one", "two"])
-def test_an_engine_killed_while_it_writes_leaves_a_folder_for_the_next_one(
+def test_folder_of_an_engine_killed_while_writing_stays_usable(
     tmp_path: Path, secret: Path, moments: tuple[float, ...]
 ) -> None:
     folder = tmp_path / "kv"

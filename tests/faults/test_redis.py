@@ -1,5 +1,5 @@
-"""A real Redis server in every trouble, under an engine in want of blocks: golden texts, bounded waits, a number that
-tells, and a store that is used again afterwards."""
+"""Every fault of a real Redis server while the engine is short of blocks: golden texts, bounded waits, an error
+counter, and a store that recovers afterwards."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from fd_core.kv.stores.contract import FailureReason
-from tests.faults.places import on_server
-from tests.faults.pressed import SOON, SPECS, Pressed, nothing_left_behind
+from tests.faults.pressed import SOON, SPECS, Pressed, no_leaks
 from tests.faults.proxy import Proxy
+from tests.faults.raw_stores import on_server
 
 SERVER_STOPS_SECONDS = 2.0
 
 
 @contextmanager
-def replica_of_nobody(server: Any) -> Iterator[None]:
-    """Serve what is there and refuse writes, as a replica does."""
+def detached_replica(server: Any) -> Iterator[None]:
+    """Serve existing values and reject writes, as a replica does."""
     server.back_door.replicaof("127.0.0.1", "1")
     try:
         yield
@@ -29,24 +29,24 @@ def replica_of_nobody(server: Any) -> Iterator[None]:
         server.back_door.replicaof("no", "one")
 
 
-def in_trouble(server: Any, trouble: FailureReason) -> AbstractContextManager[object]:
+def faulty(server: Any, reason: FailureReason) -> AbstractContextManager[object]:
     from door import Door
 
-    return replica_of_nobody(server) if trouble is FailureReason.READ_ONLY else Door(server).fault(trouble)
+    return detached_replica(server) if reason is FailureReason.READ_ONLY else Door(server).fault(reason)
 
 
-def endure(
+def check_fault(
     location: str,
     secret: Path,
     fault: Callable[[], AbstractContextManager[object]],
-    troubles: set[FailureReason],
+    reasons: set[FailureReason],
     *,
     waits: float = 10.0,
     seconds: float = 0.5,
     still_loads: bool = False,
 ) -> None:
-    """Run engines before, in and after a fault that begins while requests run."""
-    with nothing_left_behind():
+    """Run engines before, during and after a fault that starts while requests run."""
+    with no_leaks():
         earlier = Pressed(location, secret)
         earlier.warm()
         earlier.close()
@@ -56,25 +56,25 @@ def endure(
             assert engine.calm().store_errors == {}
         with ExitStack() as stack:
             ends = time.monotonic() + seconds
-            engine.round("in trouble", busy=lambda: stack.enter_context(fault()))
-            while time.monotonic() < ends or not set(engine.tiers.store_errors) & troubles:
-                assert time.monotonic() < ends + 10, f"nothing tells what happened: {engine.tiers}"
+            engine.round("fault", busy=lambda: stack.enter_context(fault()))
+            while time.monotonic() < ends or not set(engine.tiers.store_errors) & reasons:
+                assert time.monotonic() < ends + 10, f"no error was counted: {engine.tiers}"
                 before = engine.tiers.loaded_blocks_store
                 engine.round()
                 assert not still_loads or engine.tiers.loaded_blocks_store > before
             assert engine.calm().dropped_blocks > 0
-            assert set(engine.tiers.store_errors) <= troubles, engine.tiers
+            assert set(engine.tiers.store_errors) <= reasons, engine.tiers
             newcomer = Pressed(location, secret, waits=waits)
             newcomer.round("newcomer")
             newcomer.close()
             assert newcomer.tiers.dropped_blocks > 0
-            assert set(newcomer.tiers.store_errors) & troubles
+            assert set(newcomer.tiers.store_errors) & reasons
         engine.recover()
         engine.close()
 
 
 @pytest.mark.parametrize(
-    ("trouble", "labels", "still_loads"),
+    ("reason", "labels", "still_loads"),
     [
         (FailureReason.UNREACHABLE, {FailureReason.UNREACHABLE}, False),
         (FailureReason.FULL, {FailureReason.FULL}, True),
@@ -82,31 +82,33 @@ def endure(
         (FailureReason.DENIED, {FailureReason.DENIED}, False),
     ],
 )
-def test_a_server_killed_full_read_only_or_with_another_password(
-    redis_server: Any, secret: Path, trouble: FailureReason, labels: set[FailureReason], still_loads: bool
+def test_engine_survives_redis_faults(
+    redis_server: Any, secret: Path, reason: FailureReason, labels: set[FailureReason], still_loads: bool
 ) -> None:
-    fault = lambda: in_trouble(redis_server, trouble)  # noqa: E731 - a fault is made anew each time
-    endure(redis_server.unix_url, secret, fault, labels, still_loads=still_loads)
+    fault = lambda: faulty(redis_server, reason)  # noqa: E731 - each use needs a new context manager
+    check_fault(redis_server.unix_url, secret, fault, labels, still_loads=still_loads)
 
 
 @pytest.mark.parametrize(
     "seconds", [SERVER_STOPS_SECONDS, pytest.param(5.0, marks=pytest.mark.soak)], ids=["for 2 s", "for 5 s"]
 )
-def test_a_server_that_is_stopped(redis_server: Any, secret: Path, seconds: float) -> None:
-    endure(redis_server.unix_url, secret, redis_server.frozen, {FailureReason.TIMEOUT}, waits=SOON, seconds=seconds)
+def test_engine_survives_a_stopped_redis(redis_server: Any, secret: Path, seconds: float) -> None:
+    check_fault(
+        redis_server.unix_url, secret, redis_server.frozen, {FailureReason.TIMEOUT}, waits=SOON, seconds=seconds
+    )
 
 
-@pytest.mark.parametrize(
-    ("pause", "piece"), [(60.0, 65536), (0.05, 4)], ids=["says nothing", "drips 80 bytes a second"]
-)
-def test_a_connection_without_end(redis_server: Any, proxy: Proxy, secret: Path, pause: float, piece: int) -> None:
+@pytest.mark.parametrize(("pause", "piece"), [(60.0, 65536), (0.05, 4)], ids=["silent", "80 bytes a second"])
+def test_operations_time_out_on_a_stalled_connection(
+    redis_server: Any, proxy: Proxy, secret: Path, pause: float, piece: int
+) -> None:
     location = f"redis://127.0.0.1:{proxy.port}/0"
-    fault = lambda: proxy.answering(pause=pause, piece=piece)  # noqa: E731 - a fault is made anew each time
-    endure(location, secret, fault, {FailureReason.TIMEOUT}, waits=SOON)
+    fault = lambda: proxy.answering(pause=pause, piece=piece)  # noqa: E731 - each use needs a new context manager
+    check_fault(location, secret, fault, {FailureReason.TIMEOUT}, waits=SOON)
 
 
-def test_a_server_that_is_restarted_at_once_has_forgotten_everything(redis_server: Any, secret: Path) -> None:
-    with nothing_left_behind():
+def test_engine_survives_a_restart_that_empties_redis(redis_server: Any, secret: Path) -> None:
+    with no_leaks():
         engine = Pressed(redis_server.unix_url, secret)
         engine.warm()
         engine.round(busy=redis_server.restart)
@@ -114,11 +116,11 @@ def test_a_server_that_is_restarted_at_once_has_forgotten_everything(redis_serve
         engine.close()
 
 
-@pytest.mark.parametrize("host", [0, 1 << 20], ids=["without a host tier", "with one"])
-def test_a_server_that_never_was(secret: Path, host: int) -> None:
+@pytest.mark.parametrize("host", [0, 1 << 20], ids=["without a host tier", "with a host tier"])
+def test_engine_starts_without_redis(secret: Path, host: int) -> None:
     from servers import free_port
 
-    with nothing_left_behind():
+    with no_leaks():
         engine = Pressed(f"redis://127.0.0.1:{free_port()}/0", secret, host_kv_memory=host)
         for _ in range(3):
             engine.round()
@@ -130,9 +132,9 @@ def test_a_server_that_never_was(secret: Path, host: int) -> None:
         engine.close()
 
 
-def test_a_wrong_password_from_the_start_until_it_is_the_right_one(start_redis: Any, secret: Path) -> None:
+def test_store_is_used_once_the_password_is_right(start_redis: Any, secret: Path) -> None:
     server = start_redis("--requirepass", "right", password="right")
-    with nothing_left_behind():
+    with no_leaks():
         engine = Pressed(f"unix://:wrong@{server.socket}", secret)
         engine.round()
         assert set(engine.calm().store_errors) == {FailureReason.DENIED}
@@ -141,33 +143,33 @@ def test_a_wrong_password_from_the_start_until_it_is_the_right_one(start_redis: 
         engine.close()
 
 
-def test_a_slow_server_is_used_but_not_where_computing_is_sooner(proxy: Proxy, secret: Path) -> None:
+def test_slow_store_is_used_only_where_loading_beats_computing(proxy: Proxy, secret: Path) -> None:
     location = f"redis://127.0.0.1:{proxy.port}/0"
-    with nothing_left_behind():
+    with no_leaks():
         earlier = Pressed(location, secret)
         earlier.warm()
         earlier.close()
         engine = Pressed(location, secret, always_loads=False)
-        engine.round("of its own", specs=SPECS[:3])  # what computing costs is learnt from these
+        engine.round("without the store", specs=SPECS[:3])  # measures the cost of computing
         with proxy.answering(pause=0.1):
             engine.round(specs=SPECS[:3])
-            assert engine.calm().loaded_blocks_store > 0, "what is unknown is tried"
+            assert engine.calm().loaded_blocks_store > 0, "a store of unknown pace is tried"
             engine.round(specs=SPECS[:3])
         assert engine.offload_counters.declined > 0
         assert not engine.calm().store_errors
         engine.close()
 
 
-def test_what_could_not_be_written_is_written_when_it_is_used_again(redis_server: Any, secret: Path) -> None:
-    """A prefix that everybody uses stays in the host tier, so no lookup ever misses it."""
-    place = on_server(redis_server)
-    healthy = Pressed(place.location, secret)
+def test_blocks_that_failed_to_save_are_saved_when_used_again(redis_server: Any, secret: Path) -> None:
+    """A prefix in constant use stays in the host tier, so no lookup misses it."""
+    raw_store = on_server(redis_server)
+    healthy = Pressed(raw_store.location, secret)
     healthy.warm()
     healthy.close()
-    expected = set(place.keys())
+    expected = set(raw_store.keys())
     redis_server.back_door.flushall()
-    with nothing_left_behind():
-        engine = Pressed(place.location, secret, waits=SOON, host_kv_memory=1 << 20)
+    with no_leaks():
+        engine = Pressed(raw_store.location, secret, waits=SOON, host_kv_memory=1 << 20)
         with redis_server.frozen():
             engine.round()
             assert engine.calm().dropped_blocks > 0
@@ -176,7 +178,7 @@ def test_what_could_not_be_written_is_written_when_it_is_used_again(redis_server
         while engine.calm().write_breaker != "closed":
             engine.round(f"other {time.monotonic()}")
             assert time.monotonic() < ends
-        while not expected <= set(place.keys()):
+        while not expected <= set(raw_store.keys()):
             assert time.monotonic() < ends
             engine.round()
             engine.calm()

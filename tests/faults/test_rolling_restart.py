@@ -1,4 +1,4 @@
-"""Every process of a service is restarted in turn, by SIGTERM and under load: no request is lost and none is wrong."""
+"""Every process of a service is restarted in turn, by SIGTERM and under load: no request is lost, no text is wrong."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ROUTE = ("--health-check-interval-secs", "0.5", "--tokenizer", "bytes")
 AT_ONCE = 4
 PROMPTS = [f"prompt number {number} " * 4 for number in range(6)]
 STALL_SECONDS = 15.0
-"""Two slow cores do everything here; a request that is lost hangs for longer."""
+"""Two slow cores run everything; a lost request hangs for longer."""
 
 AT_LENGTH = pytest.mark.skipif(os.environ.get("FD_HOSTILE") != "1", reason="takes a minute; FD_HOSTILE=1 runs it")
 
 
 @dataclass
 class Count:
-    """What became of the requests."""
+    """Results of the requests."""
 
     requests: int = 0
     lost: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Count:
 
 
 class Balancer:
-    """A client that asks /ready of each router five times a second, and tries again where a connection is refused."""
+    """Client that polls /ready of each router five times a second, and retries refused connections."""
 
     def __init__(self, session: aiohttp.ClientSession, urls: Sequence[str]) -> None:
         self.session = session
@@ -78,7 +78,7 @@ class Balancer:
             async with answer:
                 yield answer
             return
-        raise AssertionError("every router refuses connections")
+        raise AssertionError("all routers refuse connections")
 
 
 def body(prompt: str, stream: bool) -> dict[str, object]:
@@ -86,10 +86,10 @@ def body(prompt: str, stream: bool) -> dict[str, object]:
 
 
 async def text_of(balancer: Balancer, prompt: str, stream: bool, count: Count) -> str:
-    """Ask, and return the text; raises if anything but a whole answer comes."""
+    """Send the request and return the text; raise unless the answer is complete."""
     since = time.monotonic()
 
-    def heard() -> None:
+    def observe_progress() -> None:
         nonlocal since
         now = time.monotonic()
         count.longest_stall, since = max(count.longest_stall, now - since), now
@@ -98,19 +98,19 @@ async def text_of(balancer: Balancer, prompt: str, stream: bool, count: Count) -
         if answer.status != 200:
             raise AssertionError(f"{answer.status}: {await answer.text()}")
         if not stream:
-            said = await answer.json()
-            heard()
-            return str(said["choices"][0]["text"])
+            completion = await answer.json()
+            observe_progress()
+            return str(completion["choices"][0]["text"])
         text, done = "", False
         async for line in answer.content:
-            heard()
+            observe_progress()
             data = line.removeprefix(b"data: ").strip()
             done = done or data == b"[DONE]"
             if line.startswith(b"data: ") and data != b"[DONE]":
                 event = json.loads(data)
                 assert "error" not in event, event
                 text += event["choices"][0]["text"]
-        assert done, "the stream broke off"
+        assert done, "the stream broke"
         return text
 
 
@@ -123,7 +123,7 @@ async def load(balancer: Balancer, golden: dict[str, str], count: Count, stop: a
         await asyncio.sleep(0.05)  # leaves the processors to what starts
         try:
             text = await text_of(balancer, prompt, turn % 2 == 0, count)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the request is lost
+        except Exception as error:  # noqa: BLE001  # any exception means a lost request
             count.lost.append(f"{type(error).__name__}: {error}")
         else:
             if text != golden.setdefault(prompt, text):
@@ -156,16 +156,16 @@ async def under_load(urls: Sequence[str]) -> AsyncIterator[Count]:
 
 
 async def restart(node: Node) -> None:
-    """SIGTERM, as a supervisor sends it, and start again once it has ended."""
+    """Send SIGTERM, as a supervisor does, and start the process again once it has exited."""
     assert node.process is not None
     node.process.send_signal(signal.SIGTERM)
     code = await asyncio.to_thread(node.process.wait, 60)
-    assert code == 0, f"{node.name} ended with {code}:\n{node.said()}"
+    assert code == 0, f"{node.name} ended with {code}:\n{node.log_text()}"
     node.start()
 
 
 def unblamed(status: object) -> None:
-    """No worker's circuit opened, and no counter is left."""
+    """Check that no worker's circuit opened and that all counters are zero."""
     assert isinstance(status, dict)
     assert status["faults"] == 0 and status["departed"] == []
     assert {each["circuit"] for each in status["workers"]} == {"closed"}
@@ -176,14 +176,14 @@ async def workers_in_turn(cluster: Cluster) -> None:
         for node in cluster.workers:
             before = count.requests
             await restart(node)
-            await cluster.come_up(*cluster.workers)
+            await cluster.wait_ready(*cluster.workers)
             assert count.requests > before
     unblamed(await cluster.status())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.soak)])
-def test_workers_are_restarted_one_after_the_other(tmp_path: Path, workers: int) -> None:
+def test_rolling_restart_of_workers_loses_no_request(tmp_path: Path, workers: int) -> None:
     async def scenario() -> None:
         async with cluster_of(tmp_path, ("mixed",) * workers, serve=SERVE, pair=(), route=ROUTE) as cluster:
             await workers_in_turn(cluster)
@@ -193,7 +193,7 @@ def test_workers_are_restarted_one_after_the_other(tmp_path: Path, workers: int)
 
 @AT_LENGTH
 @pytest.mark.slow
-def test_the_workers_of_pairs_are_restarted_one_after_the_other(tmp_path: Path) -> None:
+def test_rolling_restart_of_pairs_loses_no_request(tmp_path: Path) -> None:
     async def scenario() -> None:
         roles = ("prefill", "prefill", "decode", "decode")
         async with cluster_of(tmp_path, roles, serve=SERVE, pair=(), route=ROUTE) as cluster:
@@ -204,8 +204,8 @@ def test_the_workers_of_pairs_are_restarted_one_after_the_other(tmp_path: Path) 
 
 @AT_LENGTH
 @pytest.mark.slow
-def test_routers_are_restarted_one_after_the_other(tmp_path: Path) -> None:
-    """The client knows two routers; what it promises for that is the delay, in which /ready is asked."""
+def test_rolling_restart_of_routers_loses_no_request(tmp_path: Path) -> None:
+    """The client uses two routers; it relies on the delay between /ready turning 503 and the end of the listener."""
 
     async def scenario() -> None:
         route = (*ROUTE, "--drain-delay", "1")
@@ -215,13 +215,13 @@ def test_routers_are_restarted_one_after_the_other(tmp_path: Path) -> None:
             other = Node("router-2", "router", port, ["route", *route, *workers], tmp_path / "router-2.log")
             other.start()
             try:
-                await cluster.come_up(*cluster.workers)
+                await cluster.wait_ready(*cluster.workers)
                 second = Cluster(other, cluster.workers, cluster.session)
-                await second.come_up(*cluster.workers)
+                await second.wait_ready(*cluster.workers)
                 async with under_load([cluster.router.url, other.url]):
                     for each in (cluster, second):
                         await restart(each.router)
-                        await each.come_up(*cluster.workers)
+                        await each.wait_ready(*cluster.workers)
             finally:
                 other.destroy()
 

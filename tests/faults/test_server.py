@@ -1,4 +1,4 @@
-"""A real `fdcore serve` whose Redis server dies while it streams, and a second one that finds what the first stored."""
+"""A real `fdcore serve` whose Redis server dies while it streams, and a second server that loads the stored blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def streamed(server: Server, prompt: str, begun: threading.Event) -> str:
-    """The text of one stream; its end says that it is whole."""
+    """Return the text of one stream; check that it ends completely."""
     text, reason = "", None
     for event in client(server).completions.create(
         model="null", prompt=prompt, max_tokens=TOKENS, temperature=0.0, stream=True, extra_body={"ignore_eos": True}
@@ -35,7 +35,7 @@ def streamed(server: Server, prompt: str, begun: threading.Event) -> str:
     return text
 
 
-def test_streams_go_on_without_redis_and_a_second_server_loads_what_the_first_stored(
+def test_streams_survive_a_redis_crash_and_stored_blocks_are_reused(
     redis_server: Any, secret: Path, tmp_path: Path
 ) -> None:
     numbers = random.Random(3)
@@ -67,8 +67,8 @@ def test_streams_go_on_without_redis_and_a_second_server_loads_what_the_first_st
         written = metrics["kv_store_written_blocks_total"]
 
         def used_again() -> bool:
-            said = client(server).completions.create(model="null", prompt=LONG, max_tokens=4, temperature=0.0)
-            assert said.usage is not None and said.usage.completion_tokens > 0
+            completion = client(server).completions.create(model="null", prompt=LONG, max_tokens=4, temperature=0.0)
+            assert completion.usage is not None and completion.usage.completion_tokens > 0
             assert ask_all(server) == texts
             return server.metrics()["kv_store_written_blocks_total"] > written
 

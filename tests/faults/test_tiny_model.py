@@ -1,4 +1,4 @@
-"""A real, tiny model on the reference backend: floating point KV from a store in trouble changes no text either."""
+"""A real, tiny model on the reference backend: damaged floating-point KV in a store does not change texts either."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.types import RequestSpec, SamplingParams
 from tests.engine.helpers import run
-from tests.faults.places import Place
 from tests.faults.pressed import until
+from tests.faults.raw_stores import RawStore
 from tests.models.tiny import write_tiny
 
 
@@ -49,7 +49,7 @@ def specs() -> list[RequestSpec]:
 
 @pytest.mark.parametrize("compression", ["none", "zlib"])
 def test_texts_of_a_real_model_survive_damaged_values(
-    model: Path, place: Place, secret: Path, compression: str
+    model: Path, raw_store: RawStore, secret: Path, compression: str
 ) -> None:
     expected = run(reference(model, save_preempted_kv=False), specs()).tokens
     for number in range(3):
@@ -57,11 +57,11 @@ def test_texts_of_a_real_model_survive_damaged_values(
             model,
             num_kv_blocks=26,
             host_kv_memory=0,
-            kv_store=place.location,
+            kv_store=raw_store.location,
             kv_store_secret_file=str(secret),
             kv_store_compression=compression,
         )
-        engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits more than fit
+        engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # no admission control
         engine._prefill_pace.observe = lambda *_: None  # type: ignore[method-assign]  # loads whatever it can
         assert run(engine, specs()).tokens == expected
         until(lambda engine=engine: not engine.stats().kv.pending_write_bytes, 5.0)  # type: ignore[union-attr]
@@ -72,5 +72,5 @@ def test_texts_of_a_real_model_survive_damaged_values(
         assert bool(stats.damaged) == (number == 2)
         engine.close()
         if number == 1:
-            for key, value in list(place.values().items())[::3]:
-                place.door.write(key, value[:-1] + bytes([value[-1] ^ 1]))
+            for key, value in list(raw_store.values().items())[::3]:
+                raw_store.access.write(key, value[:-1] + bytes([value[-1] ^ 1]))

@@ -1,4 +1,4 @@
-"""A warm store whose values are damaged, foreign or of another kind: each is a miss, is counted, and is never used."""
+"""A warm store with damaged, foreign or mistyped values: each is a miss, is counted, and is never used."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import pytest
 from fd_core.kv.stores import envelope
 from fd_core.kv.stores.contract import FailureReason
 from tests.engine.stepping import greedy, scripted
-from tests.faults.places import Place
 from tests.faults.pressed import Pressed, one_value_each
+from tests.faults.raw_stores import RawStore
 
 pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("FD_FAULTS_SEED", "20261121"))
 PROMPTS = 125
 
-on_disk = pytest.mark.parametrize("place", ["disk", pytest.param("redis", marks=pytest.mark.soak)], indirect=True)
-"""What envelopes and keys decide is the same in every store."""
+on_disk = pytest.mark.parametrize("raw_store", ["disk", pytest.param("redis", marks=pytest.mark.soak)], indirect=True)
+"""Envelopes and keys behave alike in every store."""
 
 Corruption = Callable[[np.random.Generator, bytes, bytes], bytes]
-"""From a value and another one of the same store."""
+"""Damage made from a value and another one of the same store."""
 
 
 def flip_bits(rng: np.random.Generator, value: bytes, _: bytes) -> bytes:
     changed = bytearray(value)
-    for place in set(rng.integers(0, 8 * len(value), int(rng.integers(1, 9))).tolist()):
-        changed[place // 8] ^= 1 << place % 8
+    for bit in set(rng.integers(0, 8 * len(value), int(rng.integers(1, 9))).tolist()):
+        changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
 
 
@@ -52,23 +52,23 @@ def move(rng: np.random.Generator, value: bytes, other: bytes) -> bytes:
 
 
 def join(rng: np.random.Generator, value: bytes, other: bytes) -> bytes:
-    """Header of one and payload of another."""
+    """Return the header of one value with the payload of the other."""
     return value[: envelope.HEADER_BYTES] + other[envelope.HEADER_BYTES :]
 
 
 WAYS: tuple[Corruption, ...] = (flip_bits, flip_bits, flip_bits, cut, cut, lengthen, overwrite, move, join)
 
 
-def payloads(place: Place) -> dict[bytes, bytes]:
-    return {key: value[envelope.HEADER_BYTES :] for key, value in place.values().items()}
+def payloads(raw_store: RawStore) -> dict[bytes, bytes]:
+    return {key: value[envelope.HEADER_BYTES :] for key, value in raw_store.values().items()}
 
 
 @pytest.mark.law("5.4")
 @pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.soak)])
-def test_no_corrupted_value_is_used(place: Place, secret: Path, rounds: int) -> None:
+def test_corrupted_values_are_never_used(raw_store: RawStore, secret: Path, rounds: int) -> None:
     print(f"seed {SEED}")
     rng = np.random.default_rng(SEED)
-    engine, specs, whole = one_value_each(place, secret, PROMPTS, rng, num_kv_blocks=400)
+    engine, specs, whole = one_value_each(raw_store, secret, PROMPTS, rng, num_kv_blocks=400)
     used_before = engine.tiers.loaded_blocks_store
     names = list(whole)
     for number in range(rounds):
@@ -76,36 +76,40 @@ def test_no_corrupted_value_is_used(place: Place, secret: Path, rounds: int) -> 
             other = whole[names[index - 1]]
             changed = WAYS[int(rng.integers(len(WAYS)))](rng, value, other)
             assert changed != value
-            place.door.write(key, changed)
+            raw_store.access.write(key, changed)
         engine.round(specs=specs)
         assert engine.calm().loaded_blocks_store == used_before, f"a damaged value was used in round {number}"
     tiers = engine.tiers
     print(tiers.damaged)
-    assert sum(tiers.damaged.values()) > 0.8 * rounds * PROMPTS, "the rest was too long to be read"
+    assert sum(tiers.damaged.values()) > 0.8 * rounds * PROMPTS, "too few damaged values were counted"
     assert set(tiers.damaged) == {str(reason) for reason in envelope.Damage}
     assert not tiers.store_errors
     for key, value in whole.items():
-        place.door.write(key, value)
+        raw_store.access.write(key, value)
     engine.round(specs=specs)
-    assert engine.calm().loaded_blocks_store == used_before + PROMPTS, "whole values are used"
+    assert engine.calm().loaded_blocks_store == used_before + PROMPTS, "intact values were not used"
     engine.close()
 
 
 @on_disk
 @pytest.mark.parametrize("rounds", [3, pytest.param(8, marks=pytest.mark.soak)])
-def test_texts_under_pressure_stay_golden_while_values_are_damaged(place: Place, secret: Path, rounds: int) -> None:
+def test_texts_under_pressure_stay_golden_while_values_are_damaged(
+    raw_store: RawStore, secret: Path, rounds: int
+) -> None:
     print(f"seed {SEED}")
     rng = np.random.default_rng(SEED)
-    earlier = Pressed(place.location, secret)
+    earlier = Pressed(raw_store.location, secret)
     earlier.warm()
     earlier.close()
-    engine = Pressed(place.location, secret)
+    engine = Pressed(raw_store.location, secret)
 
     def damage() -> None:
-        values = place.values()
+        values = raw_store.values()
         for index, (key, value) in enumerate(values.items()):
             if index % 2:
-                place.door.write(key, WAYS[int(rng.integers(len(WAYS)))](rng, value, list(values.values())[index - 1]))
+                raw_store.access.write(
+                    key, WAYS[int(rng.integers(len(WAYS)))](rng, value, list(values.values())[index - 1])
+                )
 
     for _ in range(rounds):
         engine.round(busy=damage)
@@ -116,52 +120,52 @@ def test_texts_under_pressure_stay_golden_while_values_are_damaged(place: Place,
     engine.close()
 
 
-def test_a_damaged_value_is_replaced_by_the_request_that_met_it(place: Place, secret: Path) -> None:
-    engine = Pressed(place.location, secret, host_kv_memory=0, num_kv_blocks=400)
+def test_damaged_value_is_replaced_by_the_request_that_read_it(raw_store: RawStore, secret: Path) -> None:
+    engine = Pressed(raw_store.location, secret, host_kv_memory=0, num_kv_blocks=400)
     spec = greedy("one", range(40), 2)
     texts = {"one": scripted(spec)}
     engine.golden = lambda _: texts
     engine.round(specs=[spec])
     engine.calm()
-    whole = place.values()
+    whole = raw_store.values()
     assert len(whole) == 2
     for key in whole:
-        place.door.write(key, b"not KV at all")
+        raw_store.access.write(key, b"not KV at all")
     engine.round(specs=[spec])
-    assert sum(engine.calm().damaged.values()) == 1, "what is behind a damaged block is not looked at"
-    assert payloads(place) == {key: value[envelope.HEADER_BYTES :] for key, value in whole.items()}
+    assert sum(engine.calm().damaged.values()) == 1, "blocks after a damaged one were read"
+    assert payloads(raw_store) == {key: value[envelope.HEADER_BYTES :] for key, value in whole.items()}
     engine.close()
 
 
 @on_disk
 @pytest.mark.parametrize("setting", ["layout", "secret", "block size"])
-def test_values_of_others_in_the_same_namespace_are_not_found_and_not_used_under_our_keys(
-    place: Place, secret: Path, setting: str, monkeypatch: pytest.MonkeyPatch
+def test_foreign_values_in_the_same_namespace_are_never_used(
+    raw_store: RawStore, secret: Path, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = Pressed(place.location, secret)
+    ours = Pressed(raw_store.location, secret)
     ours.warm()
     ours.close()
-    mine = place.values()
+    mine = raw_store.values()
     with monkeypatch.context() as patched:
         changes: dict[str, object] = {}
         if setting == "layout":
             patched.setattr("fd_core.engine.building.kv_offload._LAYOUT", "another")
         elif setting == "secret":
             other = secret.with_name("other")
-            other.write_text("the secret of somebody else")
+            other.write_text("a foreign secret")
             other.chmod(0o600)
             changes["kv_store_secret_file"] = str(other)
         else:
             changes |= {"block_size": 8, "num_kv_blocks": 60}
-        stranger = Pressed(place.location, secret, **changes)
+        stranger = Pressed(raw_store.location, secret, **changes)
         stranger.round()
         assert stranger.calm().damaged == {}
         stranger.close()
-    foreign = [value for key, value in place.values().items() if key not in mine]
-    assert len(foreign) >= len(mine), "no key is one of ours"
-    again = Pressed(place.location, secret)
+    foreign = [value for key, value in raw_store.values().items() if key not in mine]
+    assert len(foreign) >= len(mine), "a key is one of ours"
+    again = Pressed(raw_store.location, secret)
     for key, value in zip(mine, foreign, strict=False):
-        place.door.write(key, value)
+        raw_store.access.write(key, value)
     again.round()
     expected = envelope.Damage.LENGTH if setting == "block size" else envelope.Damage.KEY
     assert set(again.calm().damaged) == {expected}
@@ -171,42 +175,42 @@ def test_values_of_others_in_the_same_namespace_are_not_found_and_not_used_under
 
 @pytest.mark.law("5.4")
 @on_disk
-def test_our_keys_sealed_with_another_secret_or_by_another_format_are_not_used(
-    place: Place, secret: Path, monkeypatch: pytest.MonkeyPatch
+def test_values_sealed_with_another_secret_or_format_are_not_used(
+    raw_store: RawStore, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(envelope, "_FORMAT_VERSION", 2)
-        later = Pressed(place.location, secret)
+        later = Pressed(raw_store.location, secret)
         later.warm()
         later.close()
-    sealed = payloads(place)
-    engine = Pressed(place.location, secret)
+    sealed = payloads(raw_store)
+    engine = Pressed(raw_store.location, secret)
     engine.round()
     assert set(engine.calm().damaged) == {envelope.Damage.VERSION}
     engine.close()
     forger = envelope.Envelope(b"another secret".ljust(32))
     for key, payload in sealed.items():
-        place.door.write(key, b"".join(forger.seal(key, payload)))
-    engine = Pressed(place.location, secret)
+        raw_store.access.write(key, b"".join(forger.seal(key, payload)))
+    engine = Pressed(raw_store.location, secret)
     engine.round()
     assert set(engine.calm().damaged) == {envelope.Damage.DIGEST}
     engine.recover()
     engine.close()
 
 
-def test_another_type_under_every_key(place: Place, secret: Path) -> None:
-    earlier = Pressed(place.location, secret)
+def test_values_of_another_type_are_misses(raw_store: RawStore, secret: Path) -> None:
+    earlier = Pressed(raw_store.location, secret)
     earlier.warm()
     earlier.close()
-    engine = Pressed(place.location, secret, host_kv_memory=0)
-    for key in place.values():
-        place.door.delete(key)
-        place.door.spoil(key)
+    engine = Pressed(raw_store.location, secret, host_kv_memory=0)
+    for key in raw_store.values():
+        raw_store.access.delete(key)
+        raw_store.access.spoil(key)
     engine.round()
     tiers = engine.calm()
     assert not tiers.damaged
     assert set(tiers.store_errors) <= {FailureReason.MALFORMED}
-    # A server replaces what is of another type; a folder is not replaced by a file.
+    # A Redis server replaces values of another type; a folder is not replaced by a file.
     assert tiers.written_blocks > 0 or tiers.store_errors
     engine.recover()
     engine.close()

@@ -1,4 +1,4 @@
-"""Several workers as one service in trouble; `nox -s soak` does the same in every kind, and with 10,000 requests."""
+"""Several workers as one service with faults; `nox -s soak` covers every kind of fault with 10,000 requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.service import SMALL, Scale, endure
+from tests.soak.service import SMALL, Scale, run_service
 
 PAIRS = ("prefill", "decode") * 2
 SMALLER = replace(SMALL, requests=300, prompts=24, kinds=("kill",))
@@ -21,5 +21,5 @@ SMALLER = replace(SMALL, requests=300, prompts=24, kinds=("kill",))
         pytest.param(SMALL, (*PAIRS, "mixed", "mixed"), id="long", marks=pytest.mark.soak),
     ],
 )
-def test_a_service_endures_whatever_befalls_its_workers(tmp_path: Path, scale: Scale, cast: tuple[str, ...]) -> None:
-    endure(tmp_path, scale, cast, seed=1)
+def test_service_survives_worker_faults(tmp_path: Path, scale: Scale, cast: tuple[str, ...]) -> None:
+    run_service(tmp_path, scale, cast, seed=1)

@@ -1,1 +1,1 @@
-"""Inputs and faults made to hold a server up. `nox -s hostile` runs them at length, the default run in a short form."""
+"""Inputs and faults meant to stall or crash a server. `nox -s hostile` runs all, the default run a short selection."""

@@ -1,4 +1,4 @@
-"""Bodies of requests that are large in one way each: path and JSON, by what is large."""
+"""Request bodies that are each large in one way: path and JSON, by name."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ MESSAGE: Final = b'{"messages":[{"role":"user","content":'
 
 
 def repeated(head: bytes, piece: bytes, tail: bytes, size: int = MOST) -> bytes:
-    """As many pieces between commas as `size` bytes hold."""
+    """Return as many comma-separated copies of `piece` as fit into `size` bytes."""
     count = (size - len(head) - len(tail)) // (len(piece) + 1)
     return head + b",".join([piece] * count) + tail
 
 
 def fields(count: int) -> bytes:
-    """Fields of an object, each with a name of its own."""
+    """Return fields of an object with distinct names."""
     return b",".join(b'"a%d":0' % index for index in range(count))
 
 
 def chat(**more: Any) -> bytes:
-    """A short chat with one large field."""
+    """Return a short chat request with additional fields."""
     return json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **more}).encode()
 
 
 def tool(number: int, properties: int = 1, **more: Any) -> dict[str, Any]:
-    """A tool with so many arguments."""
+    """Return a tool with that many arguments."""
     described = {f"p{index}": {"type": "string", "description": "y" * 20} for index in range(properties)}
     return {"name": f"f{number}", "parameters": {"type": "object", "properties": described}, **more}
 
 
 def tools(count: int, properties: int = 1, **more: Any) -> list[dict[str, Any]]:
-    """Tools as chats take them."""
+    """Return tools in the format of chat completions."""
     return [{"type": "function", "function": tool(index, properties, **more)} for index in range(count)]
 
 
 def schema(described: dict[str, Any]) -> dict[str, Any]:
-    """A response format."""
+    """Return a response format."""
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": described}}
 
 
 WIDE: Final = tool(0, 12_000)["parameters"]
 SMALL_TOOL: Final = b'{"type":"function","function":{"name":"f"}}'
 PART: Final = {"type": "text", "text": "x"}
-ASKED: Final = {"model": "fake", "max_tokens": 3}
+ANTHROPIC: Final = {"model": "fake", "max_tokens": 3}
 CALL: Final = {"type": "function", "function": {"name": "f", "arguments": '{"a":' * 200 + "1" + "}" * 200}}
 
 BODIES: Final[dict[str, tuple[str, Callable[[], bytes]]]] = {
-    "a text that no context holds": (COMPLETIONS, lambda: b'{"prompt":"%b"}' % (b"a" * (MOST - 20))),
-    "a text of escapes": (COMPLETIONS, lambda: b'{"prompt":"%b"}' % (b"\\u0041" * (MOST // 6 - 20))),
+    "a text longer than any context": (COMPLETIONS, lambda: b'{"prompt":"%b"}' % (b"a" * (MOST - 20))),
+    "escape sequences": (COMPLETIONS, lambda: b'{"prompt":"%b"}' % (b"\\u0041" * (MOST // 6 - 20))),
     "ids": (COMPLETIONS, lambda: repeated(b'{"prompt":[', b"1", b"]}")),
     "lists": (COMPLETIONS, lambda: repeated(b'{"prompt":[', b"[1]", b"]}")),
     "unknown fields": (COMPLETIONS, lambda: b'{"prompt":"x",%b}' % fields(1_300_000)),
@@ -62,7 +62,7 @@ BODIES: Final[dict[str, tuple[str, Callable[[], bytes]]]] = {
     "content parts": (CHAT, lambda: repeated(MESSAGE + b"[", b'{"type":"text","text":"x"}', b"]}]}")),
     "messages": (CHAT, lambda: repeated(b'{"messages":[', b'{"role":"user","content":"x"}', b"]}")),
     "empty messages": (CHAT, lambda: repeated(b'{"messages":[', b"{}", b"]}")),
-    "a text of brackets": (CHAT, lambda: MESSAGE + b'"%b"}]}' % (b"[{,:" * MB)),
+    "brackets": (CHAT, lambda: MESSAGE + b'"%b"}]}' % (b"[{,:" * MB)),
     "depth": (COMPLETIONS, lambda: b'{"prompt":' + b"[" * (8 * MB)),
     "small tools": (
         CHAT,
@@ -76,10 +76,10 @@ BODIES: Final[dict[str, tuple[str, Callable[[], bytes]]]] = {
     "token texts": ("/tokenize", lambda: b'{"prompt":"%b","return_token_strs":true}' % (b"a" * 1_000_000)),
     "quotes": (COMPLETIONS, lambda: b'"' * MOST),
     "tools": (CHAT, lambda: chat(tools=tools(1024))),
-    "tools that are forced": (CHAT, lambda: chat(tools=tools(1024), tool_choice="required")),
+    "required tools": (CHAT, lambda: chat(tools=tools(1024), tool_choice="required")),
     "too many tools": (CHAT, lambda: chat(tools=tools(10_000))),
     "arguments": (CHAT, lambda: chat(tools=tools(128, 60))),
-    "arguments that are forced": (CHAT, lambda: chat(tools=tools(128, 60), tool_choice="required")),
+    "arguments of required tools": (CHAT, lambda: chat(tools=tools(128, 60), tool_choice="required")),
     "descriptions of tools": (CHAT, lambda: chat(tools=tools(100, description="x" * 90_000))),
     "a schema": (CHAT, lambda: chat(response_format=schema(WIDE))),
     "values of a schema": (
@@ -106,19 +106,19 @@ BODIES: Final[dict[str, tuple[str, Callable[[], bytes]]]] = {
     ),
     "blocks": (
         "/v1/messages",
-        lambda: json.dumps({**ASKED, "messages": [{"role": "user", "content": [PART] * 16_000}]}).encode(),
+        lambda: json.dumps({**ANTHROPIC, "messages": [{"role": "user", "content": [PART] * 16_000}]}).encode(),
     ),
     "tools of messages": (
         "/v1/messages",
         lambda: json.dumps(
-            {**ASKED, "messages": [], "tools": [{"name": f"f{index}"} for index in range(10_000)]}
+            {**ANTHROPIC, "messages": [], "tools": [{"name": f"f{index}"} for index in range(10_000)]}
         ).encode(),
     ),
     "4,096 messages": (
         CHAT,
         lambda: json.dumps({"messages": [{"role": "user", "content": [PART, PART]}] * 4096}).encode(),
     ),
-    "calls of the past": (
+    "earlier tool calls": (
         CHAT,
         lambda: json.dumps(
             {"messages": [{"role": "user", "content": "x"}] + [{"role": "assistant", "tool_calls": [CALL]}] * 2000}

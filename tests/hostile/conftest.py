@@ -1,4 +1,4 @@
-"""What hostile tests share with those of the server."""
+"""Fixtures shared with the tests of the server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`python -m tests.hostile.count [ARGUMENT OF PYTEST ...]` runs what is hostile at length and counts it by kind.
+"""`python -m tests.hostile.count [PYTEST_ARGUMENT ...]` runs all hostile tests and counts inputs by kind.
 
-A kind is a file of tests, or what a test says (`record_property("kind", ...)`). A test that passes has tried one input
-or as many as it says (`record_property("inputs", ...)`), and all of them held; one that fails counts once, as not held.
+A kind is a test file or the value of `record_property("kind", ...)`. A test that passes counts as one held input, or as
+the number in `record_property("inputs", ...)`; a test that fails counts once, as not held.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ALL: Final = "**all**"
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What became of the inputs of one kind."""
+    """Results of the inputs of one kind."""
 
     tests: int = 0
     held: int = 0
@@ -38,24 +38,24 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 class Tally:
-    """A plugin of pytest that counts by kind."""
+    """Pytest plugin that counts inputs by kind."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, Kind] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count a test that ended, or a failure before or after it."""
+        """Count a finished test, or a failure in its set-up or tear-down."""
         if report.skipped or (report.when != "call" and not report.failed):
             return
-        told = dict(report.user_properties)
-        kind = str(told.get("kind", Path(report.location[0]).stem.removeprefix("test_").replace("_", " ")))
-        inputs = int(str(told.get("inputs", 1)))
+        properties = dict(report.user_properties)
+        kind = str(properties.get("kind", Path(report.location[0]).stem.removeprefix("test_").replace("_", " ")))
+        inputs = int(str(properties.get("inputs", 1)))
         found = Kind(int(report.when == "call"), *((0, 1) if report.failed else (inputs, 0)))
         self.kinds[kind] = self.kinds.get(kind, Kind()) + found
 
 
 def table(kinds: Mapping[str, Kind]) -> str:
-    """Return the Markdown table, with the sums in its last row."""
+    """Return the Markdown table; its last row holds the sums."""
     rows = [*sorted(kinds.items()), (_ALL, sum(kinds.values(), Kind()))]
     lines = (
         f"| {name} | {each.tests:,} | {each.held + each.not_held:,} | {each.held:,} | {each.not_held:,} |"
@@ -65,7 +65,7 @@ def table(kinds: Mapping[str, Kind]) -> str:
 
 
 def read(text: str) -> dict[str, Kind]:
-    """Return the kinds of a page with a table."""
+    """Return the kinds in the table of a page."""
     _, _, rest = text.partition(_HEAD)
     kinds = {}
     for line in rest.strip().splitlines():
@@ -78,11 +78,9 @@ def read(text: str) -> dict[str, Kind]:
 
 
 def main() -> int:
-    """Run the tests, show the table, and return what pytest returned."""
+    """Run the tests, print the table and return pytest's exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--write", action="store_true", help="put the kinds that were tried into docs/operate/reliability.md"
-    )
+    parser.add_argument("--write", action="store_true", help="write the kinds that ran to docs/operate/reliability.md")
     given, arguments = parser.parse_known_args()
     os.environ["FD_HOSTILE"] = "1"
 

@@ -1,4 +1,4 @@
-"""Every way in which a sealed value may be wrong, each with what the envelope has to say of it."""
+"""All kinds of damage to a sealed value, each with the reason that the envelope has to report."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _FIELD_ENDS = (
     *((4, Damage.FOREIGN), (5, Damage.VERSION), (6, Damage.DIGEST), (7, Damage.KEY), (8, Damage.DIGEST)),
     *((16, Damage.LENGTH), (48, Damage.KEY), (80, Damage.DIGEST)),
 )
-"""Where each field of the header ends, and what a change of it is."""
+"""End of each header field, and the reason reported for a change in it."""
 
 
 def damages(envelope: Envelope, value: bytes, other: bytes, step: int = 1) -> dict[str, tuple[bytes, Damage | None]]:
-    """Return damaged forms of `value` by name, and the reason of each; None for those longer than a whole value.
+    """Return damaged forms of `value` by name, each with its reason; None for those longer than the original value.
 
-    `other` is another whole value of the same envelope under another key; of single bytes every `step`th is changed.
+    `other` is an intact value of the same envelope under another key; every `step`th byte is changed.
     """
     header, payload = value[:HEADER_BYTES], value[HEADER_BYTES:]
     found: dict[str, tuple[bytes, Damage | None]] = {}
     for at in range(0, HEADER_BYTES, step):
         reason = next(reason for end, reason in _FIELD_ENDS if at < end)
         found[f"bit of byte {at}"] = _xored(value, at, 1), reason
-        # No compression has the number 255.
+        # 255 is not a compression type.
         found[f"byte {at}"] = _xored(value, at, 255), Damage.COMPRESSION if at == 5 else reason
     for at in range(HEADER_BYTES, len(value), step):
         found[f"bit of byte {at}"] = _xored(value, at, 1), Damage.DIGEST
@@ -50,7 +50,7 @@ def damages(envelope: Envelope, value: bytes, other: bytes, step: int = 1) -> di
 
 
 def _sealed_by_us(envelope: Envelope, value: bytes) -> dict[str, tuple[bytes, Damage | None]]:
-    """Values whose digest is right, and nothing else: written by another version, model or layout, or by a bug."""
+    """Values with a valid digest that are otherwise wrong: another version, model or layout, or a bug in the writer."""
     magic, version, compression, key_length, raw, stored, key, nonce = _FIELDS.unpack(value[: _FIELDS.size])
     payload = value[HEADER_BYTES:]
 
@@ -100,7 +100,7 @@ def _sealed_by_us(envelope: Envelope, value: bytes) -> dict[str, tuple[bytes, Da
 
 
 def _bomb(sealed, value: bytes) -> bytes:  # type: ignore[no-untyped-def]
-    """A few bytes that say they unpack to a block, and would unpack to megabytes."""
+    """A few bytes that claim to unpack to one block but would unpack to megabytes."""
     magic, version, _, key_length, raw, _, key, nonce = _FIELDS.unpack(value[: _FIELDS.size])
     packer = zlib.compressobj(9)
     content = packer.compress(bytes(100 << 10)) + packer.flush(zlib.Z_SYNC_FLUSH)
@@ -112,7 +112,7 @@ def _bomb(sealed, value: bytes) -> bytes:  # type: ignore[no-untyped-def]
 def _sealed_by_strangers(envelope: Envelope, value: bytes) -> dict[str, tuple[bytes, Damage | None]]:
     fields = _FIELDS.unpack(value[: _FIELDS.size])
     key = fields[6][: fields[3]]
-    stranger = Envelope(b"a secret of somebody else".ljust(32))
+    stranger = Envelope(b"another secret".ljust(32))
     return {
         "sealed with another secret": (b"".join(stranger.seal(key, value[HEADER_BYTES:])), Damage.DIGEST),
         "sealed with another nonce": (

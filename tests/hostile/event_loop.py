@@ -1,4 +1,4 @@
-"""How long the event loop of a server stands still while it is given something to do."""
+"""Measurement of how long a server's event loop is blocked by a request."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.server.fakes import LiveServer
 from tests.speed import slowdown
 
 LONGEST_STALL: Final = 0.05
-"""Seconds on a usual machine; what else runs on this one only adds, so the best of several tries counts."""
+"""Seconds on a reference machine; other load only adds to it, so the best of several tries counts."""
 TRIES: Final = 5
 
 
 class Beats:
-    """Beats on a loop every millisecond while it runs; `longest` is the longest pause in seconds.
+    """Millisecond heartbeat on a running loop; `longest` is the longest pause in seconds.
 
-    A pause lasts as long as this process computed in it: other processes take the processors away, too.
+    A pause counts only processor time of this process, because other processes also compete for the processors.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -28,13 +28,13 @@ class Beats:
         self.longest = 0.0
 
     def begin(self) -> None:
-        """Begin to beat; called on the loop."""
+        """Start the heartbeat; called on the loop."""
         self.running = True
         self._last = time.perf_counter(), time.process_time()
         self._loop.call_later(0.001, self.beat)
 
     def beat(self) -> None:
-        """Measure the pause since the last beat."""
+        """Measure the pause since the last heartbeat."""
         now = time.perf_counter(), time.process_time()
         self.longest = max(self.longest, min(now[0] - self._last[0], now[1] - self._last[1]))
         self._last = now
@@ -43,7 +43,7 @@ class Beats:
 
 
 def stall(server: LiveServer, work: Callable[[], object]) -> float:
-    """Return the longest pause of a server's loop in seconds while `work` runs, the least of several tries."""
+    """Return the longest pause of a server's loop in seconds while `work` runs: the minimum of several tries."""
 
     def once() -> float:
         beats = Beats(server.call(asyncio.get_running_loop))
@@ -57,7 +57,7 @@ def stall(server: LiveServer, work: Callable[[], object]) -> float:
 
 
 def least(pause: Callable[[], float]) -> float:
-    """Return the least of several pauses, in seconds of a usual machine; one that is short enough is the last."""
+    """Return the shortest of several pauses, in seconds of a reference machine; stop once one is short enough."""
     found = float("inf")
     for _ in range(TRIES):
         found = min(found, pause() / slowdown())
@@ -67,7 +67,7 @@ def least(pause: Callable[[], float]) -> float:
 
 
 def post(server: LiveServer, path: str, body: bytes) -> tuple[int, bytes]:
-    """Send a body as it is; the answer is read whole and not decoded, since that would hold the interpreter."""
+    """Send a raw body; read the whole response without decoding it, because that would hold the GIL."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         connection.request("POST", path, body, {"content-type": "application/json"})

@@ -2,8 +2,8 @@
 
     python -m tests.hostile.faults [--rounds N] [--write] [NAME ...]
 
-Clients do what OpenAI's clients do: a refused connection and a 503 are tried again. Everything else is counted. A fault
-proves that it took effect, and a request may be lost only if the process that ended or stood still had it in hand.
+Clients behave like OpenAI's clients: they retry refused connections and 503; everything else is counted. A fault proves
+that it took effect, and a request may be lost only if the stopped or killed process was handling it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.server.processes import GAUGES
 from tests.soak.cluster import Cluster, Node, cluster_of
 from tests.soak.watching import at_rest
 
-__all__ = ["FAULTS", "Blow", "Count", "Fault", "NotTried", "Scene", "counted", "judge", "table", "try_fault"]
+__all__ = ["FAULTS", "Count", "Fault", "Interruption", "NotTried", "Scene", "counted", "judge", "table", "try_fault"]
 
 _TOKENS: Final = 250
 _AT_ONCE: Final = 8
@@ -50,9 +50,9 @@ _ROUTE: Final = (
 _ROLES: Final = ("prefill", "decode", "mixed") * 2
 _SPARE_DESCRIPTORS: Final = 8
 _PATIENCE: Final = 60.0
-"""Seconds for what takes one or two on a machine that does nothing else."""
+"""Seconds for operations that take one or two on an idle machine."""
 _UNDER_WAY_SECONDS: Final = 1.0
-"""What a worker had written before its end may be on its way through the router for so long."""
+"""Seconds in which output that a worker wrote before its end may still pass through the router."""
 _CLOCK: Final = """
 import os, time
 _time = time.time
@@ -63,49 +63,49 @@ def _offset():
 time.time = lambda: _time() + _offset()
 time.time_ns = lambda: int(time.time() * 1e9)
 """
-"""Imported by every Python process that is started: its wall clock is off by what a file says."""
+"""Imported by every Python process that is started: shifts its wall clock by the offset in a file."""
 
 
 @dataclass(slots=True)
 class Count:
-    """What became of the requests."""
+    """Results of the requests of one fault."""
 
     tried: int = 0
     requests: int = 0
     lost: Counter[str] = field(default_factory=Counter)
-    """What the client was told about each request that ended without its text."""
+    """Error that the client received for each request that ended without its text."""
     in_hand: int = 0
-    """Requests that were in the hands of the processes that ended or stood still."""
+    """Number of requests that the killed or stopped processes were handling."""
     needless: list[str] = field(default_factory=list)
-    """What was lost though none of these processes had it."""
+    """Losses of requests that none of these processes was handling."""
     wrong: list[str] = field(default_factory=list)
     leaked: list[str] = field(default_factory=list)
     stall: float = 0.0
 
 
 class NotTried(AssertionError):
-    """A fault that had no effect proves nothing."""
+    """The fault had no effect, so the round proves nothing."""
 
 
-Loses = Literal["nothing", "what was sent", "what was begun"]
-"""What ends with a process: nothing, requests that were sent to it, or those whose text had begun to arrive."""
+Loses = Literal["nothing", "sent", "started"]
+"""Requests that a process takes with it: none, those sent to it, or those whose text had started to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
-    """When a process was ended or stopped, from the signal until it could take nothing any more."""
+class Interruption:
+    """Interval from the signal that ended or stopped a process until it could accept no more requests."""
 
     begin: float
     end: float
 
     def excuses(self, since: float | None, until: float) -> bool:
-        """Whether a request that the process had `since` then, and that was lost at `until`, is lost by nature."""
+        """Return True if losing a request at `until` is expected, given that the process has held it since `since`."""
         return since is not None and since <= self.end and until >= self.begin
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A request on its way."""
+    """A request in flight."""
 
     sent: float
     begun: float | None = None
@@ -113,7 +113,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class Scene:
-    """What a fault befalls: one server, or a router and its workers."""
+    """Target of a fault: one server, or a router and its workers."""
 
     front: Node
     workers: list[Node]
@@ -123,11 +123,11 @@ class Scene:
     store: Any = None
     count: Count = field(default_factory=Count)
     golden: dict[str, str] = field(default_factory=dict)
-    """The text of each prompt."""
+    """Text by prompt."""
     flights: list[_Flight] = field(default_factory=list)
-    blows: list[Blow] = field(default_factory=list)
+    interruptions: list[Interruption] = field(default_factory=list)
     losses: list[tuple[str, float | None, float]] = field(default_factory=list)
-    """What was lost, since when a process had it, and when it was lost."""
+    """Lost requests: the error, the time from which a process held it, and the time of the loss."""
 
     @property
     def server(self) -> Node:
@@ -144,21 +144,21 @@ class Scene:
         return await Cluster(self.front, self.workers, self.session).metrics(node)
 
     async def busy(self, streams: int = 4) -> None:
-        """Wait until so many streams run."""
+        """Wait until that many streams run."""
         async with asyncio.timeout(_PATIENCE):
             while sum(flight.begun is not None for flight in self.flights) < streams:
                 await asyncio.sleep(0.002)
 
-    async def well(self) -> None:
-        """Wait until everything is served again."""
+    async def wait_recovered(self) -> None:
+        """Wait until all requests are served again."""
         if self.cluster is not None:
-            await self.cluster.come_up(*self.workers)
+            await self.cluster.wait_ready(*self.workers)
             return
         async with asyncio.timeout(2 * _PATIENCE):
             while True:
                 process = self.server.process
                 assert process is not None
-                assert process.poll() is None, f"the server ended by itself:\n{self.server.said()}"
+                assert process.poll() is None, f"the server exited unexpectedly:\n{self.server.log_text()}"
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                     async with self.session.get(f"{self.server.url}/ready") as answer:
                         if answer.status == 200:
@@ -175,12 +175,12 @@ class Fault:
 
     name: str
     does: Does
-    place: str = "server"
+    target: str = "server"
     """`server`, `cluster`, `clock`, or the kind of its store: `disk`, `redis`."""
     at_once: int = _AT_ONCE
     loses: Loses = "nothing"
     serve: Sequence[str] = ()
-    """Options beside those that every server gets."""
+    """Options in addition to those of every server."""
 
 
 async def _ask(scene: Scene, fault: Fault, prompt: str) -> None:
@@ -188,17 +188,17 @@ async def _ask(scene: Scene, fault: Fault, prompt: str) -> None:
     count.requests += 1
     since, text, done = flight.sent, "", False
     body = {"prompt": prompt, "max_tokens": _TOKENS, "seed": 7, "temperature": 1.0, "stream": True, "ignore_eos": True}
-    body["cache_salt"] = str(flight.sent)  # so that prefill workers and stores always have something to do
+    body["cache_salt"] = str(flight.sent)  # no prefix hits: prefill workers and stores get work
 
-    def heard() -> None:
+    def observe_progress() -> None:
         nonlocal since
         now = time.monotonic()
         count.stall, since = max(count.stall, now - since), now
 
     def lost(what: str) -> None:
         count.lost[what] += 1
-        had = {"nothing": None, "what was sent": flight.sent, "what was begun": flight.begun}[fault.loses]
-        scene.losses.append((f"{what} for {prompt[:30]!r}, which no process had that ended", had, time.monotonic()))
+        had = {"nothing": None, "sent": flight.sent, "started": flight.begun}[fault.loses]
+        scene.losses.append((f"{what} for {prompt[:30]!r}, held by no process that ended", had, time.monotonic()))
 
     scene.flights.append(flight)
     try:
@@ -218,7 +218,7 @@ async def _ask(scene: Scene, fault: Fault, prompt: str) -> None:
                 lost(f"status {answer.status}")
                 return
             async for line in answer.content:
-                heard()
+                observe_progress()
                 if flight.begun is None:
                     flight.begun = since
                 data = line.strip().removeprefix(b"data: ")
@@ -232,7 +232,7 @@ async def _ask(scene: Scene, fault: Fault, prompt: str) -> None:
                     text += "".join(choice["text"] for choice in event["choices"])
             else:
                 if not done:
-                    count.wrong.append(f"the stream of {prompt!r} ended as if it were whole")
+                    count.wrong.append(f"the stream of {prompt!r} ended without [DONE] or an error")
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         lost(f"connection {type(error).__name__}")
     finally:
@@ -244,7 +244,7 @@ async def _ask(scene: Scene, fault: Fault, prompt: str) -> None:
 
 
 async def try_fault(fault: Fault, folder: Path, rounds: int = 1) -> Count:
-    """Let a fault befall processes under load, again and again, and count what became of the requests.
+    """Apply a fault repeatedly to processes under load, and count the results of the requests.
 
     Raises `NotTried` if the fault has no effect.
     """
@@ -252,8 +252,8 @@ async def try_fault(fault: Fault, folder: Path, rounds: int = 1) -> Count:
     async with _scene(fault, folder) as scene:
         for prompt in _PROMPTS:
             await _ask(scene, fault, prompt)
-        assert len(scene.golden) == len(_PROMPTS), f"without a fault something is lost: {scene.count}"
-        await _rest(scene)
+        assert len(scene.golden) == len(_PROMPTS), f"requests are lost without a fault: {scene.count}"
+        await _wait_idle(scene)
         count = scene.count = Count()
         before = {node.name: node.usage().descriptors for node in scene.workers}
 
@@ -276,7 +276,7 @@ async def try_fault(fault: Fault, folder: Path, rounds: int = 1) -> Count:
             for _ in range(rounds):
                 await scene.busy(fault.at_once // 2)
                 await fault.does(scene, fault)
-                await scene.well()
+                await scene.wait_recovered()
                 count.tried += 1
             await asyncio.sleep(0.3)
             stop.set()
@@ -286,14 +286,14 @@ async def try_fault(fault: Fault, folder: Path, rounds: int = 1) -> Count:
             for task in tasks:
                 task.cancel()
         for what, since, until in scene.losses:
-            if not any(blow.excuses(since, until) for blow in scene.blows):
+            if not any(interruption.excuses(since, until) for interruption in scene.interruptions):
                 count.needless.append(what)
         try:
-            await _rest(scene)
+            await _wait_idle(scene)
         except AssertionError as error:
             count.leaked.append(str(error))
         ends, grown = time.monotonic() + _PATIENCE, before
-        while grown and time.monotonic() < ends:  # connections between workers are closed when they are idle
+        while grown and time.monotonic() < ends:  # idle connections between workers are closed
             await asyncio.sleep(0.2)
             after = {node.name: node.usage().descriptors for node in scene.workers}
             grown = {name: now for name, now in after.items() if now > before[name] + _SPARE_DESCRIPTORS}
@@ -301,8 +301,8 @@ async def try_fault(fault: Fault, folder: Path, rounds: int = 1) -> Count:
     return count
 
 
-async def _rest(scene: Scene) -> None:
-    """Wait until nothing is held for requests, and no connection is open but ours."""
+async def _wait_idle(scene: Scene) -> None:
+    """Wait until no resources are held for requests and only our connections are open."""
     if scene.cluster is not None:
         await at_rest(scene.cluster, _PATIENCE)
         return
@@ -326,7 +326,7 @@ async def _scene(fault: Fault, folder: Path) -> AsyncIterator[Scene]:
         aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
         contextlib.AsyncExitStack() as on,
     ):
-        if fault.place == "cluster":
+        if fault.target == "cluster":
             made = cluster_of(
                 folder, _ROLES, serve=(*_NULL, "--num-kv-blocks", "4000"), pair=("--lease-seconds", "2"), route=_ROUTE
             )
@@ -334,14 +334,14 @@ async def _scene(fault: Fault, folder: Path) -> AsyncIterator[Scene]:
             yield Scene(cluster.router, cluster.workers, session, cluster)
             return
         options, store, clock = [*_SERVE, *fault.serve], None, None
-        if fault.place in ("disk", "redis"):
-            store = on.enter_context(_redis() if fault.place == "redis" else _volume(folder / "kv"))
-            location = f"disk:{store}" if fault.place == "disk" else f"redis+unix://{store.socket}"
+        if fault.target in ("disk", "redis"):
+            store = on.enter_context(_redis() if fault.target == "redis" else _volume(folder / "kv"))
+            location = f"disk:{store}" if fault.target == "disk" else f"redis+unix://{store.socket}"
             secret = folder / "secret"
-            secret.write_text("a secret of all engines of this test")
+            secret.write_text("secret shared by the engines of this test")
             secret.chmod(0o600)
             options += ["--kv-store", location, "--kv-store-secret-file", str(secret), "--host-kv-memory", "1024"]
-        if fault.place == "clock":
+        if fault.target == "clock":
             clock = folder / "clock"
             (folder / "sitecustomize.py").write_text(_CLOCK)
             on.enter_context(_environment(PYTHONPATH=str(folder), FD_CLOCK=str(clock)))
@@ -351,10 +351,10 @@ async def _scene(fault: Fault, folder: Path) -> AsyncIterator[Scene]:
         node.start()
         try:
             scene = Scene(node, [node], session, clock=clock, store=store)
-            await scene.well()
+            await scene.wait_recovered()
             yield scene
             await node.leave()
-            assert "Traceback" not in node.said(), node.said()
+            assert "Traceback" not in node.log_text(), node.log_text()
         finally:
             node.destroy()
 
@@ -387,7 +387,7 @@ def _redis() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _volume(folder: Path) -> Iterator[Path]:
-    """A small file system in memory."""
+    """A small in-memory file system."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700,size=8m", "tmpfs", folder], check=True)
     try:
@@ -417,26 +417,26 @@ async def _another_engine(scene: Scene, epoch: float, seconds: float = _PATIENCE
             while (await scene.metrics(scene.server))["engine_epoch"] == epoch:
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        raise NotTried(f"the engine lives on after {seconds:g} s:\n{scene.server.said()}") from None
+        raise NotTried(f"the engine still runs after {seconds:g} s:\n{scene.server.log_text()}") from None
 
 
 async def _standing_still(pid: int) -> None:
-    """Wait until a process that was sent SIGSTOP is stopped."""
+    """Wait until a process that received SIGSTOP is stopped."""
     async with asyncio.timeout(10):
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
             await asyncio.sleep(0.01)
 
 
 async def _engine_out_of_memory(scene: Scene, fault: Fault) -> None:
-    """The engine's process can have no more memory, and requests come that need some."""
+    """Forbid the engine process further memory, then send requests that need some."""
     epoch, pid = (await scene.metrics(scene.server))["engine_epoch"], scene.engine
-    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):  # the second for what is reserved and not yet used
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):  # RLIMIT_DATA covers memory that is reserved but unused
         resource.prlimit(pid, kind, (1 << 20, resource.prlimit(pid, kind)[1]))
     large = [asyncio.create_task(_ask(scene, fault, f"{number:3} " * 1900)) for number in range(200)]
     try:
         await _another_engine(scene, epoch)
         await asyncio.gather(*large)
-        # This engine has memory that it can use again, which would spare it the next time.
+        # This engine has free memory to reuse, which would spare it the next time.
         await _kill_engine(signal.SIGKILL, 0)(scene, fault)
     finally:
         for each in large:
@@ -454,9 +454,9 @@ def _kill(who: str) -> Does:
         if node is scene.front:
             held = sum(flight.sent <= node.killed for flight in scene.flights)
             scene.count.in_hand += held + scene.count.lost.total() - lost
-            scene.blows.append(Blow(begin, node.killed))
+            scene.interruptions.append(Interruption(begin, node.killed))
         else:
-            scene.blows.append(Blow(begin, node.killed + _UNDER_WAY_SECONDS))
+            scene.interruptions.append(Interruption(begin, node.killed + _UNDER_WAY_SECONDS))
         node.start()
 
     return does
@@ -470,7 +470,7 @@ def _stop(who: str, seconds: float) -> Does:
         begin = time.monotonic()
         node.send_all(signal.SIGSTOP)
         await _standing_still(node.pid)
-        scene.blows.append(Blow(begin, time.monotonic() + _UNDER_WAY_SECONDS))
+        scene.interruptions.append(Interruption(begin, time.monotonic() + _UNDER_WAY_SECONDS))
         await asyncio.sleep(seconds)
         node.send_all(signal.SIGCONT)
 
@@ -478,12 +478,12 @@ def _stop(who: str, seconds: float) -> Does:
 
 
 async def _in_hand(scene: Scene, worker: Node) -> int:
-    """Wait until a worker behind the router is at work, and return how many requests it has."""
+    """Wait until a worker of the router is busy, and return its number of requests."""
     sign = "kv_sent_blocks_total" if worker.role == "prefill" else "active_requests"
     before = _sum(await scene.metrics(worker), sign) if worker.role == "prefill" else 0.0
     async with asyncio.timeout(_PATIENCE):
         while True:
-            # Nothing new reaches the worker while its requests are counted.
+            # The worker gets no new requests while they are counted.
             scene.front.send_all(signal.SIGSTOP)
             try:
                 await _standing_still(scene.front.pid)
@@ -496,7 +496,7 @@ async def _in_hand(scene: Scene, worker: Node) -> int:
 
 
 async def _no_descriptors(scene: Scene, _: Fault) -> None:
-    """The server may open three more files; 40 connections come."""
+    """Leave the server three more file descriptors, then open 40 connections."""
     pid, before = scene.server.pid, (await scene.metrics(scene.server))["accept_errors_total"]
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     top = max(int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir())
@@ -512,16 +512,16 @@ async def _no_descriptors(scene: Scene, _: Fault) -> None:
 async def counted(
     scene: Scene, name: str | tuple[str, ...], before: float, more: int, seconds: float = _PATIENCE
 ) -> None:
-    """Wait until the server has counted so many more."""
+    """Wait until a counter of the server has grown by that much."""
     ends = time.monotonic() + seconds
     while (now := _sum(await scene.metrics(scene.server), name)) < before + more:
         if time.monotonic() > ends:
-            raise NotTried(f"{name} went from {before:g} to {now:g}, which is less than {more} more")
+            raise NotTried(f"{name} went from {before:g} to {now:g}, expected an increase of at least {more}")
         await asyncio.sleep(0.1)
 
 
 def _sum(metrics: dict[str, float], name: str | tuple[str, ...]) -> float:
-    """Add up the samples whose names begin so."""
+    """Add up the samples whose names have this prefix."""
     return sum(value for sample, value in metrics.items() if sample.startswith(name))
 
 
@@ -529,27 +529,27 @@ async def _clock_jumps(scene: Scene, _: Fault) -> None:
     assert scene.clock is not None
     for seconds in (-3600, 86_400 * 400, 0, -(10**9), 3):
         scene.clock.write_text(str(seconds))
-        asked = {"prompt": "x", "max_tokens": 1}
-        async with scene.session.post(f"{scene.server.url}/v1/completions", json=asked) as answer:
-            said = (await answer.json())["created"] - time.time()
-        if abs(said - seconds) > 30:
-            raise NotTried(f"the child's clock is off by {said:.0f} s and not by {seconds}")
+        request = {"prompt": "x", "max_tokens": 1}
+        async with scene.session.post(f"{scene.server.url}/v1/completions", json=request) as answer:
+            offset = (await answer.json())["created"] - time.time()
+        if abs(offset - seconds) > 30:
+            raise NotTried(f"the child's clock is off by {offset:.0f} s and not by {seconds}")
         await asyncio.sleep(0.5)
 
 
 async def _slow_readers(scene: Scene, _: Fault) -> None:
-    """Twenty clients that ask for one or eight streams and read nothing, or a few bytes a second."""
+    """Twenty clients that request one or eight streams and read nothing, or a few bytes a second."""
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(_connection(scene, 1024)) for _ in range(20)]
         for number, reader in enumerate(readers):
-            asked = {
+            request = {
                 "prompt": "slow",
                 "max_tokens": 390,
                 "stream": True,
                 "ignore_eos": True,
                 "n": (8, 1, 1, 1)[number % 4],
             }
-            ask = json.dumps(asked).encode()  # there is room for all, so nobody waits in the queue
+            ask = json.dumps(request).encode()  # all fit at once, so none waits in the queue
             reader.sendall(_head(len(ask)) + ask)
         ends = time.monotonic() + 2.0
         while time.monotonic() < ends:
@@ -565,13 +565,13 @@ async def _slow_readers(scene: Scene, _: Fault) -> None:
 
 
 def _unsent(port: int) -> int:
-    """Return how many connections of a port have bytes that the other side does not take."""
+    """Return the number of connections of a port with unsent bytes."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(int(line[1].rpartition(":")[2], 16) == port and int(line[4].partition(":")[0], 16) > 0 for line in lines)
 
 
 async def _half_open(scene: Scene, _: Fault) -> None:
-    """Connections on which nothing, half a head, half a body or a whole request comes, and then nobody is there."""
+    """Vanish after sending nothing, half a head, half a body or a whole request."""
     before = _sum(await scene.metrics(scene.server), "connections_closed_total")
     with contextlib.ExitStack() as stack:
         body = json.dumps({"prompt": "gone", "max_tokens": 300, "stream": True, "ignore_eos": True}).encode()
@@ -580,7 +580,7 @@ async def _half_open(scene: Scene, _: Fault) -> None:
             whole = _head(len(body)) + body
             one.sendall((b"", whole[:30], whole[:-20], whole)[number % 4])
             if number % 8 == 7:
-                # TCP_REPAIR: the socket vanishes without a word to the other side.
+                # TCP_REPAIR: the socket vanishes without a FIN or RST.
                 with contextlib.suppress(PermissionError):
                     one.setsockopt(socket.IPPROTO_TCP, 19, 1)
                 one.close()
@@ -606,7 +606,7 @@ _WORKS: Final = (*_FAILS, "kv_store_dropped_blocks_total", "kv_store_written_blo
 
 
 def _store(does: Callable[[Scene], Awaitable[None]], shows: tuple[str, ...]) -> Does:
-    """The store meets a fault while the engine uses it, which one of the counters `shows`."""
+    """Apply a fault to the store while the engine uses it; one of the counters `shows` has to grow."""
 
     async def met(scene: Scene, _: Fault) -> None:
         before = _sum(await scene.metrics(scene.server), shows)
@@ -654,13 +654,13 @@ def _redis_stopped(seconds: float) -> Callable[[Scene], Awaitable[None]]:
 
 _STOP, _HANG = 1.0, 8.0
 _LARGE: Final = ("--max-model-len", "8192", "--num-kv-blocks", "100000")
-_ROLES_LOSE: Final[dict[str, Loses]] = {"prefill": "nothing", "decode": "what was begun", "mixed": "what was begun"}
+_ROLES_LOSE: Final[dict[str, Loses]] = {"prefill": "nothing", "decode": "started", "mixed": "started"}
 FAULTS: Final = (
     Fault("engine: kill -9", _kill_engine(signal.SIGKILL, 0)),
     Fault("engine: stopped for 1 s", _kill_engine(signal.SIGSTOP, _STOP)),
     Fault("engine: hangs", _kill_engine(signal.SIGSTOP, 0)),
     Fault("engine: out of memory", _engine_out_of_memory, serve=_LARGE),
-    Fault("server: kill -9", _kill("mixed"), loses="what was sent"),
+    Fault("server: kill -9", _kill("mixed"), loses="sent"),
     Fault("server: stopped for 1 s", _stop("mixed", _STOP)),
     Fault("server: descriptors exhausted, 40 connections", _no_descriptors),
     Fault("server: wall clock jumps by -32 to +1 years", _clock_jumps, "clock"),
@@ -680,29 +680,29 @@ FAULTS: Final = (
             Fault(f"{role} worker: hangs for 8 s", _stop(role, _HANG), "cluster", loses=loses),
         )
     ),
-    Fault("router: kill -9", _kill("router"), "cluster", loses="what was sent"),
-    Fault("router: kill -9 under 200 streams", _kill("router"), "cluster", at_once=200, loses="what was sent"),
+    Fault("router: kill -9", _kill("router"), "cluster", loses="sent"),
+    Fault("router: kill -9 under 200 streams", _kill("router"), "cluster", at_once=200, loses="sent"),
     Fault("router: stopped for 1 s", _stop("router", _STOP), "cluster"),
     Fault("router: hangs for 8 s", _stop("router", _HANG), "cluster"),
 )
 
 
 def judge(fault: Fault, count: Count) -> list[str]:
-    """Say what is not as promised."""
-    said = [*count.wrong[:3], *count.leaked, *count.needless[:3]]
+    """Return the violated promises."""
+    violations = [*count.wrong[:3], *count.leaked, *count.needless[:3]]
     if count.lost.total() > count.in_hand:
-        said.append(f"{count.lost.total()} requests lost, {count.in_hand} were in hand: {count.lost}")
+        violations.append(f"{count.lost.total()} requests lost, {count.in_hand} were in flight: {count.lost}")
     if not count.tried:
-        said.append("not tried")
-    return said
+        violations.append("not tried")
+    return violations
 
 
 def table(rows: Sequence[tuple[Fault, Count]]) -> str:
     """Return the Markdown table."""
     lines = ["| fault | tried | requests | lost | wrong | leaked | longest stall |", "|---|--:|--:|--:|--:|--:|--:|"]
     for fault, count in rows:
-        told = ", ".join(f"{times} {what}" for what, times in sorted(count.lost.items()))
-        why = f" of {count.in_hand} in hand ({told})" if told else ""
+        errors = ", ".join(f"{times} {what}" for what, times in sorted(count.lost.items()))
+        why = f" of {count.in_hand} in hand ({errors})" if errors else ""
         lines.append(
             f"| {fault.name} | {count.tried} | {count.requests} | {count.lost.total()}{why} | {len(count.wrong)} "
             f"| {len(count.leaked)} | {count.stall:.1f} s |"
@@ -711,7 +711,7 @@ def table(rows: Sequence[tuple[Fault, Count]]) -> str:
 
 
 def merged(text: str, made: str) -> str:
-    """Return a page with the rows of a table that was made; faults that were not tried again keep theirs."""
+    """Return a page with the rows of `made`; faults without a new result keep their rows."""
     old = replace(text, "faults", made)[1]
     head = made.splitlines()[:2]
     rows = {line.split(" | ")[0]: line for line in (*old.splitlines(), *made.splitlines())}
@@ -720,10 +720,10 @@ def merged(text: str, made: str) -> str:
 
 
 def main() -> int:
-    """Try the faults that are named, or all of them."""
+    """Run the named faults, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="beginnings of names of faults")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each fault befalls the same processes")
+    parser.add_argument("names", nargs="*", help="prefixes of fault names")
+    parser.add_argument("--rounds", type=int, default=1, help="how often to apply each fault to the same processes")
     parser.add_argument("--write", action="store_true", help="write the rows into docs/operate/reliability.md")
     given = parser.parse_args()
     rows, wrong = [], 0

@@ -1,6 +1,6 @@
-"""Random requests from the OpenAPI document and damaged bodies, against servers and a router; the seed is told.
+"""Random requests from the OpenAPI document and damaged bodies, for servers and a router; the seed is printed.
 
-The router has no document of its own: what it forwards is described by the document of its workers.
+The router has no OpenAPI document: the document of its workers describes what it forwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from schemathesis.generation import GenerationMode
 
 from fd_core.config import ServerConfig
 from fd_core.server.app import create_app
-from tests.hostile.doors import on_a_thread
+from tests.hostile.endpoints import on_a_thread
 from tests.router.gateway.fakes import routed
 from tests.server.fakes import FakeClient, LiveServer, byte_tokenizer, chat_template, live
 from tests.server.random_requests import operations, send
@@ -31,12 +31,12 @@ KINDS: Final = ("everything", "keys", "router")
 KEY: Final = "the-key-of-this-test"
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
 _ROUND: Final = 10
-"""Examples of one operation between two looks at the clock."""
+"""Examples of one operation between two checks of the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """A server as a router sees it."""
+    """A server from the router's point of view."""
 
     url: str
     role: str = "mixed"
@@ -44,7 +44,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class Fuzzed:
-    """What is fuzzed, how it is asked, and how much was asked."""
+    """Fuzzing target, its schema, and the number of requests by status."""
 
     kind: str
     url: str
@@ -52,10 +52,10 @@ class Fuzzed:
     operations: Sequence[Any]
     headers: Mapping[str, str]
     answers: dict[int, int] = field(default_factory=dict)
-    """Number of answers by status."""
+    """Number of responses by status."""
 
     def count(self, status: int) -> None:
-        """Note an answer; the engine lives on."""
+        """Record a response and check that the engine is alive."""
         self.answers[status] = self.answers.get(status, 0) + 1
         assert self.server.client.alive
 
@@ -66,7 +66,7 @@ class Fuzzed:
 
 @contextmanager
 def fuzzed(kind: str, folder: Path) -> Iterator[Fuzzed]:
-    """Run a server with everything switched on, one with keys that have limits, or a router before the first."""
+    """Run a server with all features enabled, one with rate-limited keys, or a router in front of the first."""
     options: dict[str, Any] = {"trust_request_chat_template": True, "enable_tokenizer_info_endpoint": True}
     options |= {"response_store": 50, "batch_api": kind != "router", "batch_store": str(folder / "batches")}
     headers = {}
@@ -88,7 +88,7 @@ def fuzzed(kind: str, folder: Path) -> Iterator[Fuzzed]:
 
 
 def fuzz(target: Fuzzed, operation: Any, mode: GenerationMode, number: int, *, examples: int, seconds: float) -> None:
-    """Send random requests, `examples` of them, and again with further seeds until `seconds` are over."""
+    """Send `examples` random requests, and continue with further seeds until `seconds` have passed."""
     ends, examples = time.monotonic() + seconds, examples if seconds == 0 else min(examples, _ROUND)
     while True:
         send(target.url, operation, mode, examples=examples, number=number, headers=target.headers, seen=target.count)
@@ -98,7 +98,7 @@ def fuzz(target: Fuzzed, operation: Any, mode: GenerationMode, number: int, *, e
 
 
 def damaged(body: Any, rng: random.Random) -> bytes:
-    """Return the JSON of `body` with bytes changed, left out, repeated, or values put in another's place."""
+    """Return the JSON of `body` with bytes changed, removed or repeated, or with values swapped."""
     data = bytearray(json.dumps(body).encode())
     for _ in range(rng.choice((1, 1, 2, 5))):
         at = rng.randrange(len(data) or 1)
@@ -131,7 +131,7 @@ _VALUES: Final = (
 
 
 def send_damaged(target: Fuzzed, path: str, body: bytes) -> int:
-    """Send a body as it is and return the status."""
+    """Send a raw body and return the status."""
     port = int(target.url.rpartition(":")[2])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
@@ -146,7 +146,7 @@ def send_damaged(target: Fuzzed, path: str, body: bytes) -> int:
 
 @contextmanager
 def _before(server: LiveServer) -> Iterator[str]:
-    """Run a router before a server; at the end every counter of it must be zero."""
+    """Run a router in front of a server; at the end all its gauges must be zero."""
     worker: Any = _Worker(server.url)
     patient = {"health_check_interval_secs": 1.0, "health_check_timeout_secs": 30.0}
     with on_a_thread(routed(worker, router=patient)) as gateway:

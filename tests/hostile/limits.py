@@ -1,8 +1,8 @@
-"""A child process with limits on memory and time, in which hostile inputs are tried one after the other.
+"""Child process with limits on memory and time that runs hostile inputs one after the other.
 
     python -m tests.hostile.limits MODULE:FUNCTION < INPUTS
 
-MODULE:FUNCTION takes one input. The child writes a line for each: how it ended, how long it took, how much it held.
+MODULE:FUNCTION takes one input. For each, the child writes a line with the outcome, the duration and the memory held.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _STATUS = Path("/proc/self/status")
 
 
 def at_length(short: int, long: int) -> int:
-    """The number of rounds: `short` in the default run, `long` in `nox -s hostile`."""
+    """Return the number of rounds: `short` in the default run, `long` in `nox -s hostile`."""
     return long if LONG else short
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How one input ended."""
+    """Outcome of one input."""
 
     result: Any
-    """What the function returned; None if it raised."""
+    """Return value of the function; None if it raised."""
     error: str
-    """Name of the class of what it raised, or empty."""
+    """Class name of the exception; empty if none."""
     message: str
     seconds: float
-    """Of processors: other work on the machine takes no part. What waits is ended by the limit of all inputs."""
+    """Processor time, so other load does not count. The limit for all inputs ends a function that waits."""
     held: int
-    """Bytes by which the process grew meanwhile, at most."""
+    """Peak growth of the process, in bytes."""
 
 
 def tried(what: str, inputs: Sequence[Any], *, memory: int = 1 << 30, seconds: float = 120) -> list[Outcome]:
-    """Try the inputs with the function `MODULE:FUNCTION`; the process gets `memory` bytes beyond what its imports take.
+    """Call `MODULE:FUNCTION` with each input; the process gets `memory` bytes in addition to what its imports take.
 
-    Fails if the process ends before all were tried.
+    Fails if the process ends before all inputs have run.
     """
     ended = subprocess.run(
         [sys.executable, "-m", "tests.hostile.limits", what, str(memory)],
@@ -73,7 +73,7 @@ def _status(name: str) -> int:
 
 
 def main() -> None:
-    """Try what stands in the standard input."""
+    """Run the inputs from standard input."""
     what, memory = sys.argv[1:]
     module, _, name = what.partition(":")
     function = getattr(importlib.import_module(module), name)
@@ -82,13 +82,13 @@ def main() -> None:
     for line in sys.stdin.buffer:
         given = msgspec.json.decode(line)
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = _status("VmRSS")
         began = time.process_time()
         result, error, message = None, "", ""
         try:
             result = function(given)
-        except BaseException as raised:  # noqa: BLE001 - whatever it is, it is what the test is about
+        except BaseException as raised:  # noqa: BLE001 - the outcome under test may be any exception
             error, message = type(raised).__name__, str(raised)
         seconds = time.process_time() - began
         outcome = Outcome(result, error, message, seconds, max(0, _status("VmHWM") - before))

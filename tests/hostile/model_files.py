@@ -1,4 +1,4 @@
-"""Model files that lie, made from a seed: GGUF files and Hugging Face folders, damaged or forged in something."""
+"""Malformed model files from a seed: GGUF files and Hugging Face folders that are damaged or forged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PACKED = {_U8: "B", _U32: "I", _F32: "f", _BOOL: "?", _U64: "Q"}
 
 
 def gguf_file(seed: int) -> bytes:
-    """Return the bytes of a GGUF file in which one to four things are wrong."""
+    """Return the bytes of a GGUF file with one to four faults."""
     rng = random.Random(seed)
     made = _Gguf(rng)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
@@ -98,7 +98,7 @@ class _Gguf:
         self.ways = [way for ways in self.ways for way in (ways if isinstance(ways, list) else [ways])]
 
     def number(self) -> None:
-        """A number of the shape, or an id, that cannot be."""
+        """Set a shape or an id to an impossible number."""
         pair = self.rng.choice([pair for pair in self.pairs if pair[1] in (_U32, _F32)])
         if pair[1] == _F32 and self.rng.random() < 0.8:
             pair[2] = self.rng.choice([math.nan, math.inf, -1.0, 0.0, 1e-38, 3e38, 1.0])
@@ -113,7 +113,7 @@ class _Gguf:
         pair[1:] = [kind, {_STRING: "7", _ARRAY: (_U8, [1, 2])}.get(kind, 1)]
 
     def listed(self) -> None:
-        """A list of the tokenizer that is too long, too short, nested, of another type or full of the impossible."""
+        """Make a tokenizer list too long, too short, nested, of another type or full of impossible values."""
         pair = self.rng.choice([pair for pair in self.pairs if pair[1] == _ARRAY] or self.pairs)
         if not isinstance(pair[2], tuple):
             return
@@ -249,7 +249,7 @@ def _text(value: str) -> bytes:
 
 
 def model_folder(seed: int, folder: Path) -> None:
-    """Write a Hugging Face folder in which one to four things are wrong."""
+    """Write a Hugging Face folder with one to four faults."""
     rng = random.Random(seed)
     files = dict(whole_folder(rng.choice(tuple(CASES))))
     if rng.random() < 0.2:
@@ -257,7 +257,7 @@ def model_folder(seed: int, folder: Path) -> None:
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         name = rng.choice(list(files))
         if name.endswith(".json") and rng.random() < 0.85:
-            with contextlib.suppress(ValueError):  # it is damaged already
+            with contextlib.suppress(ValueError):  # already damaged
                 files[name] = _written(_forged(rng, json.loads(files[name])))
         elif name.endswith(".safetensors") and rng.random() < 0.85 and len(files[name]) > 8:
             files[name] = _forged_safetensors(rng, files[name])
@@ -273,7 +273,7 @@ def model_folder(seed: int, folder: Path) -> None:
 
 @cache
 def whole_folder(case: str) -> dict[str, bytes]:
-    """Return the files of a folder in which nothing is wrong, by name."""
+    """Return the files of an intact folder by name."""
     with tempfile.TemporaryDirectory() as made:
         folder = write_checkpoint(case, Path(made))
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -333,25 +333,25 @@ def _forged_safetensors(rng: random.Random, content: bytes) -> bytes:
 
 
 def _forged(rng: random.Random, value: Any) -> Any:
-    """Put something hostile in a random place of a JSON value."""
-    place: Any = value
+    """Put a hostile value at a random position of a JSON value."""
+    node: Any = value
     while True:
-        inside: list[Any] = [*place] if isinstance(place, dict) else [*range(len(place))]
+        inside: list[Any] = [*node] if isinstance(node, dict) else [*range(len(node))]
         if not inside:
             return rng.choice(HOSTILE)
         key = rng.choice(inside)
-        if isinstance(place[key], dict | list) and place[key] and rng.random() < 0.7:
-            place = place[key]
+        if isinstance(node[key], dict | list) and node[key] and rng.random() < 0.7:
+            node = node[key]
             continue
         way = rng.random()
-        if way < 0.1 and isinstance(place, dict):
-            del place[key]
-        elif way < 0.2 and isinstance(place, dict):
-            place[
+        if way < 0.1 and isinstance(node, dict):
+            del node[key]
+        elif way < 0.2 and isinstance(node, dict):
+            node[
                 rng.choice(["x" * 50_000, "", "num_experts", "rope_scaling", "layer_types", "quantization_config"])
             ] = rng.choice(HOSTILE)
         else:
-            place[key] = rng.choice(HOSTILE)
+            node[key] = rng.choice(HOSTILE)
         return value
 
 

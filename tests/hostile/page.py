@@ -1,4 +1,4 @@
-"""Tables that scripts write into docs/operate/reliability.md, each between two marks."""
+"""Tables that scripts write to docs/operate/reliability.md, each between two markers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "operate" / "reliability.md"
 
 
 def replace(text: str, mark: str, table: str) -> tuple[str, str]:
-    """Return a page with another table between its marks, and the table that was there."""
+    """Return a page with a new table between its markers, and the previous table."""
     begin, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
     before, _, rest = text.partition(begin)
     old, found, after = rest.partition(end)

@@ -1,4 +1,4 @@
-"""Connections that do nothing, or too slowly, are closed; too many are answered with 503, and failures are said."""
+"""Idle and slow connections are closed; excess ones get 503, and failures are logged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fd_core.http.connections import connections as watching
 from fd_core.http.connections.connections import Connections, Listener, WatchedProtocol, connection_limit, source_of
 from fd_core.http.connections.listening import bind_socket, raise_descriptor_limit
 
-from .doors import COMPLETIONS, JSON, KINDS, door, until
+from .endpoints import COMPLETIONS, JSON, KINDS, endpoint, until
 
 PROMPT = {"prompt": "a"}
 BIG = {"prompt": "a", "max_tokens": 390, "stream": True, "n": 100, "logprobs": 20}
@@ -28,30 +28,30 @@ both = pytest.mark.parametrize("kind", KINDS)
 
 
 @both
-def test_a_connection_without_a_request_is_closed(kind: str) -> None:
-    with door(kind, timeout_headers=0.4) as opened, opened.connect() as connection:
+def test_idle_new_connection_is_closed(kind: str) -> None:
+    with endpoint(kind, timeout_headers=0.4) as opened, opened.connect() as connection:
         assert connection.closed_within(2) > 0.3
         assert opened.metrics()["connections_closed_total[head]"] == 1
 
 
 @both
-def test_a_head_that_trickles_is_cut(kind: str) -> None:
-    with door(kind, timeout_headers=0.4) as opened, opened.connect() as connection:
+def test_trickled_head_times_out(kind: str) -> None:
+    with endpoint(kind, timeout_headers=0.4) as opened, opened.connect() as connection:
         connection.send("GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
         assert connection.closed_within(2, b"x") > 0.3
 
 
 @both
-def test_a_connection_between_requests_has_another_limit(kind: str) -> None:
-    with door(kind, timeout_headers=5.0, timeout_keep_alive=0.4) as opened, opened.connect() as connection:
+def test_keep_alive_timeout_applies_between_requests(kind: str) -> None:
+    with endpoint(kind, timeout_headers=5.0, timeout_keep_alive=0.4) as opened, opened.connect() as connection:
         assert connection.head("GET /health").answer()[0] == 200
         assert connection.head("GET /health").answer()[0] == 200
         assert connection.closed_within(2) > 0.3
 
 
 @both
-def test_a_second_head_that_trickles_is_cut(kind: str) -> None:
-    with door(kind, timeout_headers=0.4) as opened, opened.connect() as connection:
+def test_trickled_second_head_times_out(kind: str) -> None:
+    with endpoint(kind, timeout_headers=0.4) as opened, opened.connect() as connection:
         assert connection.head("GET /health").answer()[0] == 200
         time.sleep(0.6)
         connection.send("GET /health HTTP/1.1\r\n")
@@ -59,25 +59,25 @@ def test_a_second_head_that_trickles_is_cut(kind: str) -> None:
 
 
 @both
-def test_a_body_that_trickles_is_cut(kind: str) -> None:
-    with door(kind, timeout_body=0.4) as opened, opened.connect() as connection:
+def test_trickled_body_times_out(kind: str) -> None:
+    with endpoint(kind, timeout_body=0.4) as opened, opened.connect() as connection:
         connection.head(f"POST {COMPLETIONS}", JSON, "Content-Length: 100000")
         assert connection.closed_within(2, b" ") > 0.3
         assert opened.metrics()["connections_closed_total[body]"] == 1
 
 
 @both
-def test_a_body_after_its_refusal_is_cut_as_well(kind: str) -> None:
-    with door(kind, timeout_body=0.4, api_keys=("k",)) as opened, opened.connect() as connection:
+def test_trickled_body_of_rejected_request_times_out(kind: str) -> None:
+    with endpoint(kind, timeout_body=0.4, api_keys=("k",)) as opened, opened.connect() as connection:
         connection.head(f"POST {COMPLETIONS}", JSON, "Content-Length: 100000")
         assert connection.answer()[0] == 401
         connection.closed_within(4, b" ")
 
 
 @both
-def test_a_body_that_comes_fast_enough_has_time(kind: str) -> None:
+def test_steady_body_does_not_time_out(kind: str) -> None:
     body = b'{"prompt": "' + b"a" * 300 + b'", "unknown": "' + b"b" * 400_000 + b'"}'
-    with door(kind, timeout_body=0.3) as opened, opened.connect() as connection:
+    with endpoint(kind, timeout_body=0.3) as opened, opened.connect() as connection:
         connection.head(f"POST {COMPLETIONS}", JSON, f"Content-Length: {len(body)}")
         for begin in range(0, len(body), 40_000):
             connection.send(body[begin : begin + 40_000])
@@ -86,10 +86,10 @@ def test_a_body_that_comes_fast_enough_has_time(kind: str) -> None:
 
 
 @both
-def test_an_answer_has_no_deadline(kind: str) -> None:
-    """Two requests at once, as a client that pipelines sends them, both of which take longer than every timeout."""
+def test_responses_have_no_deadline(kind: str) -> None:
+    """Two pipelined requests, both of which take longer than every timeout."""
     limits = dict.fromkeys(("timeout_headers", "timeout_keep_alive", "timeout_body", "timeout_write"), 0.2)
-    with door(kind, **limits) as opened, opened.connect() as connection:
+    with endpoint(kind, **limits) as opened, opened.connect() as connection:
         opened.hold() if kind == "server" else setattr(opened.inner, "pause", 0.6)
         connection.post(PROMPT).post(PROMPT)
         time.sleep(0.6)
@@ -98,8 +98,8 @@ def test_an_answer_has_no_deadline(kind: str) -> None:
 
 
 @both
-def test_a_client_that_does_not_read_is_cut_and_its_request_ends(kind: str) -> None:
-    with door(kind, timeout_write=0.5) as opened, opened.connect(window=4096) as connection:
+def test_client_that_does_not_read_is_closed_and_its_request_aborted(kind: str) -> None:
+    with endpoint(kind, timeout_write=0.5) as opened, opened.connect(window=4096) as connection:
         if kind == "router":
             opened.inner.usual, opened.inner.chunks = "stream", 10**9
         else:
@@ -111,10 +111,8 @@ def test_a_client_that_does_not_read_is_cut_and_its_request_ends(kind: str) -> N
 
 
 @both
-def test_a_client_that_leaves_its_body_unfinished_is_no_error_of_the_server(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with door(kind) as opened:
+def test_disconnect_during_body_is_not_a_server_error(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with endpoint(kind) as opened:
         for _ in range(5):
             with opened.connect() as connection:
                 connection.head(f"POST {COMPLETIONS}", JSON, "Content-Length: 1000").send("{")
@@ -126,8 +124,8 @@ def test_a_client_that_leaves_its_body_unfinished_is_no_error_of_the_server(
 
 
 @both
-def test_what_is_not_http_is_said_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    with door(kind) as opened:
+def test_invalid_http_is_logged_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with endpoint(kind) as opened:
         for garbage in (b"\x16\x03\x01\x00\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 2000):
             with opened.connect() as connection:
                 assert connection.send(garbage).error() == (400, "invalid_http")
@@ -137,8 +135,8 @@ def test_what_is_not_http_is_said_once(kind: str, caplog: pytest.LogCaptureFixtu
 
 
 @both
-def test_a_head_without_end_is_refused_by_its_size(kind: str) -> None:
-    with door(kind) as opened, opened.connect() as connection:
+def test_endless_head_is_rejected_by_size(kind: str) -> None:
+    with endpoint(kind) as opened, opened.connect() as connection:
         connection.send("GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + "x" * 200_000)
         status, _, body = connection.answer()
         assert (status, b"65,536 bytes" in body) == (431, True)
@@ -148,15 +146,15 @@ def test_a_head_without_end_is_refused_by_its_size(kind: str) -> None:
 @pytest.mark.parametrize(
     "target", ["http://xn--/health", "http://xn--a-\xff/", "http://[::1/", "http://a:999999/", "*", "//["]
 )
-def test_a_target_that_is_no_url_is_answered(kind: str, target: str) -> None:
-    with door(kind) as opened, opened.connect() as connection:
+def test_invalid_request_target_gets_a_response(kind: str, target: str) -> None:
+    with endpoint(kind) as opened, opened.connect() as connection:
         connection.send(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode("latin-1"))
         assert 400 <= connection.answer()[0] < 500
 
 
 @both
-def test_no_answer_names_the_libraries_behind_it(kind: str) -> None:
-    with door(kind) as opened:
+def test_responses_do_not_name_the_http_libraries(kind: str) -> None:
+    with endpoint(kind) as opened:
         for head in ("GET /health HTTP/1.1", "GET /none HTTP/1.1", "POST /v1/completions HTTP/1.1", "GET / HTTP/9.9"):
             with opened.connect() as connection:
                 headers = connection.send(f"{head}\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n").answer()[1]
@@ -165,15 +163,15 @@ def test_no_answer_names_the_libraries_behind_it(kind: str) -> None:
 
 @both
 @pytest.mark.parametrize("wanted", ["websocket", "h2c"])
-def test_a_request_that_would_change_the_protocol_is_answered(kind: str, wanted: str) -> None:
-    with door(kind) as opened, opened.connect() as connection:
+def test_upgrade_request_gets_an_ordinary_response(kind: str, wanted: str) -> None:
+    with endpoint(kind) as opened, opened.connect() as connection:
         connection.post({"prompt": "a"}, COMPLETIONS, "Connection: Upgrade", f"Upgrade: {wanted}")
         assert connection.answer()[0] == 200
 
 
 @both
-def test_too_many_connections_are_told_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    with ExitStack() as stack, door(kind, limit_concurrency=4) as opened:
+def test_connections_over_the_limit_get_503(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with ExitStack() as stack, endpoint(kind, limit_concurrency=4) as opened:
         opened.hold()
         for _ in range(4):
             stack.enter_context(opened.connect()).post(PROMPT)
@@ -194,11 +192,11 @@ def test_too_many_connections_are_told_so(kind: str, caplog: pytest.LogCaptureFi
 
 @both
 @pytest.mark.parametrize(("given", "most"), [(None, 3), (2, 2)])
-def test_one_address_leaves_room_for_others(
+def test_per_address_limit_leaves_room_for_other_clients(
     kind: str, given: int | None, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watching, "is_loopback", lambda _: False)
-    with ExitStack() as stack, door(kind, limit_concurrency=4, limit_concurrency_per_address=given) as opened:
+    with ExitStack() as stack, endpoint(kind, limit_concurrency=4, limit_concurrency_per_address=given) as opened:
         for _ in range(most):
             stack.enter_context(opened.connect())
         for _ in range(3):
@@ -213,8 +211,8 @@ def test_one_address_leaves_room_for_others(
 
 
 @both
-def test_clients_of_this_machine_may_take_all_places(kind: str) -> None:
-    with ExitStack() as stack, door(kind, limit_concurrency=4, limit_concurrency_per_address=1) as opened:
+def test_loopback_clients_are_exempt_from_the_per_address_limit(kind: str) -> None:
+    with ExitStack() as stack, endpoint(kind, limit_concurrency=4, limit_concurrency_per_address=1) as opened:
         for _ in range(4):
             assert stack.enter_context(opened.connect()).head("GET /health").answer()[0] == 200
 
@@ -230,13 +228,13 @@ def test_clients_of_this_machine_may_take_all_places(kind: str) -> None:
         ("-", "-"),
     ],
 )
-def test_a_network_that_one_machine_may_have_counts_as_one(address: str, source: str) -> None:
+def test_addresses_of_one_prefix_count_as_one_client(address: str, source: str) -> None:
     assert source_of(address) == source
 
 
 @both
-def test_connections_without_a_request_make_room_for_others(kind: str) -> None:
-    with ExitStack() as stack, door(kind, limit_concurrency=4) as opened:
+def test_idle_connections_are_evicted_at_the_limit(kind: str) -> None:
+    with ExitStack() as stack, endpoint(kind, limit_concurrency=4) as opened:
         silent = [stack.enter_context(opened.connect()) for _ in range(4)]
         time.sleep(1.1)
         assert opened.get("/health")[0] == 200
@@ -245,7 +243,7 @@ def test_connections_without_a_request_make_room_for_others(kind: str) -> None:
 
 
 class _Full(socket.socket):
-    """A socket of a process without descriptors."""
+    """Socket of a process that has run out of descriptors."""
 
     tried = 0
 
@@ -254,7 +252,7 @@ class _Full(socket.socket):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-def test_failures_to_accept_are_counted_and_said_once_and_do_not_spin(caplog: pytest.LogCaptureFixture) -> None:
+def test_accept_failures_are_counted_and_logged_once_without_spinning(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> int:
         sock = _Full(fileno=bind_socket("127.0.0.1", 0).detach())
         seen = Connections(ServerConfig(), 10)
@@ -276,7 +274,7 @@ def test_failures_to_accept_are_counted_and_said_once_and_do_not_spin(caplog: py
 @pytest.mark.parametrize(
     ("allowed", "descriptors", "limit"), [(1024, 1, 768), (1024, 2, 384), (200, 1, 150), (10**6, 1, 10_000)]
 )
-def test_the_limit_leaves_descriptors_for_others(
+def test_connection_limit_reserves_descriptors(
     monkeypatch: pytest.MonkeyPatch, allowed: int, descriptors: int, limit: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (allowed, allowed))
@@ -287,9 +285,7 @@ def test_the_limit_leaves_descriptors_for_others(
 @pytest.mark.parametrize(
     ("soft", "hard", "wanted"), [(1024, 4096, 4096), (4096, 4096, None), (1024, 2**30, 2**20), (1024, -1, 2**20)]
 )
-def test_the_limit_of_descriptors_is_raised(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int | None
-) -> None:
+def test_descriptor_limit_is_raised(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int | None) -> None:
     given: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))

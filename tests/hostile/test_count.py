@@ -1,4 +1,4 @@
-"""Counting inputs by kind: what a test says it tried is held if it passes, and a failure is one that is not."""
+"""Counts of inputs by kind: the inputs that a passing test reports are held, a failure is one that is not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.hostile.page import PAGE, replace
 pytest_plugins = ["pytester"]
 
 
-def test_inputs_count_by_kind_and_a_failure_counts_once(pytester: pytest.Pytester) -> None:
+def test_inputs_are_counted_by_kind_and_failures_once(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         test_long_texts="""
             import pytest
@@ -39,7 +39,7 @@ def test_inputs_count_by_kind_and_a_failure_counts_once(pytester: pytest.Pyteste
     assert tally.kinds == {"long texts": Kind(4, 1202, 1), "random": Kind(1, 1, 0)}
 
 
-def test_a_failure_before_the_test_counts_as_well(pytester: pytest.Pytester) -> None:
+def test_set_up_failure_is_counted(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         test_a="""
             import pytest
@@ -57,7 +57,7 @@ def test_a_failure_before_the_test_counts_as_well(pytester: pytest.Pytester) -> 
     assert tally.kinds == {"a": Kind(0, 0, 1)}
 
 
-def test_a_page_gives_back_what_was_written_to_it() -> None:
+def test_table_round_trips_through_the_page() -> None:
     kinds = {"b": Kind(2, 40_000, 1), "a": Kind(1, 1, 0)}
     page = f"before\n{table(kinds)}\nafter | a | b |\n"
     assert read(page) == kinds
@@ -65,13 +65,13 @@ def test_a_page_gives_back_what_was_written_to_it() -> None:
     assert read("no table") == {}
 
 
-def test_a_table_replaces_the_one_between_its_marks() -> None:
+def test_replace_swaps_the_table_between_markers() -> None:
     page = "before\n<!-- a -->\nold\n<!-- end of a -->\nafter"
     assert replace(page, "a", "new") == ("before\n<!-- a -->\nnew\n<!-- end of a -->\nafter", "old")
     with pytest.raises(ValueError, match="no marks"):
         replace(page, "b", "new")
 
 
-def test_the_page_has_a_place_for_each_table() -> None:
+def test_page_has_markers_for_each_table() -> None:
     for mark in ("count", "faults"):
         replace(PAGE.read_text(), mark, "")

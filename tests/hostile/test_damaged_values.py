@@ -1,4 +1,4 @@
-"""Every kind of damage to a KV value outside of the engine: each is read, noticed by its kind, and never used."""
+"""Every kind of damage to a KV value outside the engine is read, detected by kind, and never used."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.memory import MemoryStore
 from tests.disagg import pair as pairs
 from tests.disagg.pair import BLOCK, SIZE, Pair
-from tests.faults.conftest import place, redis_server, secret, start_redis  # noqa: F401 - fixtures
-from tests.faults.places import Place
+from tests.faults.conftest import raw_store, redis_server, secret, start_redis  # noqa: F401 - fixtures
 from tests.faults.pressed import one_value_each
+from tests.faults.raw_stores import RawStore
 from tests.hostile.damages import damages
 from tests.hostile.limits import at_length
 from tests.kv.tiers.scripted import SECRET
@@ -37,7 +37,7 @@ def whole(envelope: Envelope, payload: bytes = PAYLOAD) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.law("5.4")
-def test_the_envelope_names_every_kind_of_damage_and_opens_none(
+def test_envelope_reports_each_kind_of_damage_and_opens_none(
     record_property: Callable[[str, object], None],
 ) -> None:
     envelope = Envelope(SECRET)
@@ -49,52 +49,52 @@ def test_the_envelope_names_every_kind_of_damage_and_opens_none(
         with pytest.raises(Damaged) as caught:
             envelope.open(FIRST, changed, len(PAYLOAD))
         assert caught.value.reason is (reason or Damage.LENGTH), name
-    assert {reason for _, reason in found.values()} == {*Damage, None}, "every reason has its cases"
+    assert {reason for _, reason in found.values()} == {*Damage, None}, "a reason has no case"
     assert envelope.open(FIRST, value, len(PAYLOAD)) == PAYLOAD
 
 
 @pytest.mark.law("5.4")
-def test_every_damage_in_a_store_is_read_by_the_engine_and_none_is_used(
-    place: Place,  # noqa: F811
+def test_engine_reads_every_damaged_store_value_and_uses_none(
+    raw_store: RawStore,  # noqa: F811
     secret: Path,  # noqa: F811
     record_property: Callable[[str, object], None],
 ) -> None:
-    """One prompt for each damage: what the store gave for its key is the very damaged value, and the text is golden."""
+    """One prompt for each damage: the engine reads exactly the damaged value, and the text stays golden."""
     count = len(damages(Envelope(SECRET), *whole(Envelope(SECRET)), STEP))
     record_property("inputs", count)
-    engine, specs, values = one_value_each(place, secret, count, np.random.default_rng(5), num_kv_blocks=2000)
+    engine, specs, values = one_value_each(raw_store, secret, count, np.random.default_rng(5), num_kv_blocks=2000)
     used_before = engine.tiers.loaded_blocks_store
     envelope: Envelope = engine._offload._reader._envelope
     keys, expected = list(values), {}
     kinds = list(damages(envelope, values[keys[0]], values[keys[1]], STEP))
     for index, (key, kind) in enumerate(zip(keys, kinds, strict=True)):
         expected[key] = damages(envelope, values[key], values[keys[index - 1]], STEP)[kind]
-        place.door.write(key, expected[key][0])
+        raw_store.access.write(key, expected[key][0])
 
     given: dict[bytes, object] = {}
     store = engine._offload._store
     assert store is not None
     real_get = store.get
 
-    def get(asked, limit, timeout):  # type: ignore[no-untyped-def]
-        answers = real_get(asked, limit, timeout)
-        given.update((key, None if value is None else bytes(value)) for key, value in zip(asked, answers, strict=True))
+    def get(keys, limit, timeout):  # type: ignore[no-untyped-def]
+        answers = real_get(keys, limit, timeout)
+        given.update((key, None if value is None else bytes(value)) for key, value in zip(keys, answers, strict=True))
         return answers
 
     store.get = get  # type: ignore[method-assign]
     engine.round(specs=specs)  # asserts that the texts are golden
     tiers = engine.calm()
     read = {key for key, (_, reason) in expected.items() if reason is not None}
-    assert {key for key, value in given.items() if value is not None} == read, "each was given to the engine"
-    assert all(given[key] == expected[key][0] for key in read), "as it was damaged"
+    assert {key for key, value in given.items() if value is not None} == read, "the engine did not read every value"
+    assert all(given[key] == expected[key][0] for key in read), "the engine read other bytes than the damaged ones"
     assert tiers.damaged == Counter(str(expected[key][1]) for key in read)
     assert tiers.loaded_blocks_store == used_before and not tiers.store_errors
     engine.round(specs=specs)
-    assert engine.calm().loaded_blocks_store == used_before + count, "all were replaced by whole values"
+    assert engine.calm().loaded_blocks_store == used_before + count, "not all were replaced by intact values"
     engine.close()
 
 
-def test_damage_in_a_store_of_this_process_is_noticed_as_well(
+def test_damage_in_an_in_process_store_is_detected(
     record_property: Callable[[str, object], None],
 ) -> None:
     store, envelope = MemoryStore(parse_location("memory:")), Envelope(SECRET)
@@ -114,7 +114,7 @@ def test_damage_in_a_store_of_this_process_is_noticed_as_well(
 
 
 class Damaging(Connector):
-    """A real connector whose outbox damages the second piece of each lease."""
+    """Real connector whose outbox damages the second piece of each lease."""
 
     name = "damaging"
 
@@ -178,10 +178,10 @@ def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Damagi
 
 
 @pytest.mark.law("6.2", "6.3")
-def test_every_damage_on_its_way_between_workers_is_read_and_ends_the_lease(
+def test_damage_in_transit_between_workers_ends_the_lease(
     connector: Damaging, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    """The pair checks that what is transferred is right; what is damaged is computed where it is decoded."""
+    """The pair checks that transferred KV is right; the decode worker recomputes what is damaged."""
     value, other = whole(Envelope(SECRET), PAYLOAD[: BLOCK.bytes])
     kinds = damages(Envelope(SECRET), value, other, STEP)
     record_property("inputs", len(kinds))
@@ -192,7 +192,7 @@ def test_every_damage_on_its_way_between_workers_is_read_and_ends_the_lease(
             before = len(connector.taken)
             outcome = pair.answer(pair.fetch(2 * SIZE)).outcome
             if reason is None:
-                # The connector refuses to carry it, and may free the piece before it that is not taken yet.
+                # The connector rejects the piece, and may free the previous one before it is taken.
                 assert outcome in ("lost", "damaged"), (kind, outcome)
                 assert len(connector.taken) == before, kind
                 continue

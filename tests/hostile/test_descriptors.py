@@ -1,4 +1,4 @@
-"""Real processes at few descriptors: more connections and larger bodies than there is room for, and who comes after."""
+"""Processes with few descriptors: more connections and larger bodies than fit, and the clients that follow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.processes import free_port, process
 
-from .doors import COMPLETIONS, JSON, KINDS, Hostile, until
+from .endpoints import COMPLETIONS, JSON, KINDS, Hostile, until
 from .limits import LONG
 
 long = pytest.mark.skipif(not LONG, reason="starts several processes; FD_HOSTILE=1 runs it")
@@ -26,7 +26,7 @@ MEGABYTE = 2**20
 
 
 class Limited:
-    """A server or a router in a process of its own, at few descriptors."""
+    """Server or router in a separate process with few descriptors."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.pid = process.pid
@@ -48,12 +48,12 @@ class Limited:
         }
 
     def memory(self) -> int:
-        """Resident bytes."""
+        """Return the resident bytes."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
     def seconds(self) -> float:
-        """Processor time so far."""
+        """Return the processor time so far."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -90,7 +90,7 @@ def either(kind: str, folder: Path) -> Iterator[Limited]:
 
 @long
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_silent_connections_than_descriptors_keep_nobody_out(kind: str, tmp_path: Path) -> None:
+def test_more_idle_connections_than_descriptors_do_not_block_clients(kind: str, tmp_path: Path) -> None:
     with either(kind, tmp_path) as running, ExitStack() as stack:
         for _ in range(3 * DESCRIPTORS):
             stack.enter_context(Hostile(running.port))
@@ -110,7 +110,7 @@ def test_more_silent_connections_than_descriptors_keep_nobody_out(kind: str, tmp
 @long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timing
-def test_unfinished_bodies_hold_no_more_than_their_budget(kind: str, tmp_path: Path) -> None:
+def test_unfinished_bodies_stay_within_the_body_budget(kind: str, tmp_path: Path) -> None:
     body = b'{"prompt": "' + b"a" * (15 * MEGABYTE)
     with either(kind, tmp_path) as running, ExitStack() as stack:
         before = running.memory()
@@ -135,7 +135,7 @@ def test_unfinished_bodies_hold_no_more_than_their_budget(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("words", [NULL, ("route", "--worker", "http://127.0.0.1:9")], ids=KINDS)
-def test_idle_connections_leave_when_descriptors_run_out(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_idle_connections_are_closed_when_descriptors_run_out(words: tuple[str, ...], tmp_path: Path) -> None:
     with (
         limited(tmp_path / "log", *words, "--limit-concurrency", "5000", path="/health") as running,
         ExitStack() as stack,

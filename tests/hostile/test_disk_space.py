@@ -1,4 +1,4 @@
-"""A disk store on volumes that are smaller than its limit, or that others fill: it uses what there is, never more."""
+"""A disk store on volumes that are smaller than its limit, or filled by others, uses only the space that is free."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on_disk(folder: Path) -> int:
 
 @pytest.mark.parametrize("limit", [MEGABYTE, 10 * MEGABYTE])
 @pytest.mark.parametrize("size", [1, 100, 5000])
-def test_a_small_volume_never_gets_full(tmp_path: Path, limit: int, size: int) -> None:
+def test_store_never_fills_a_small_volume(tmp_path: Path, limit: int, size: int) -> None:
     folder = tmp_path / "kv"
     with mounted(folder, "size=1m"):
         store = store_in(folder, limit)
@@ -43,31 +43,31 @@ def test_a_small_volume_never_gets_full(tmp_path: Path, limit: int, size: int) -
         assert os.statvfs(folder).f_bavail > 0
 
 
-def test_a_volume_that_runs_out_of_files_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_store_works_on_a_volume_that_runs_out_of_inodes(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with mounted(folder, "size=8m,nr_inodes=200"):
         store = store_in(folder, 8 * MEGABYTE)
         for number in range(VALUES):
-            # Keys of a few folders: a folder is never given back, and takes one as well.
+            # Keys of few folders: a folder is never freed and uses an inode, too.
             assert store.put([(bytes([number % 8]) + key_of(number), [b"value"])], 5) == 1
         assert (store.stats(5).values or 0) > 50
 
 
-def test_the_limit_holds_for_what_the_file_system_takes(tmp_path: Path) -> None:
+def test_limit_applies_to_allocated_disk_space(tmp_path: Path) -> None:
     store = store_in(tmp_path / "kv", MEGABYTE)
     for number in range(VALUES):
         assert store.put([(key_of(number % 7000), [b"value"])], 5) == 1
-    # Folders come on top.
+    # Folders are added to that.
     values = sum(path.stat().st_blocks * 512 for path in (tmp_path / "kv").glob("??/*.kv"))
     assert MEGABYTE // 2 < values <= MEGABYTE
     assert on_disk(tmp_path / "kv") <= 2 * MEGABYTE + 16384
     assert (store.stats(5).bytes or 0) >= values
 
 
-def test_a_disk_that_others_fill_is_given_way_to_and_a_hopeless_value_costs_no_other(
+def test_store_evicts_for_other_users_but_not_for_an_oversized_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pretended volume of 100 blocks: what others take comes off."""
+    """Simulated volume of 100 blocks: what others use is subtracted."""
     folder, others = tmp_path / "kv", 0
     real = os.fstatvfs
 
@@ -86,9 +86,9 @@ def test_a_disk_that_others_fill_is_given_way_to_and_a_hopeless_value_costs_no_o
     with pytest.raises(StoreError, match="No space left") as caught:
         store.put([(key_of(300), [bytes(120 * 4096)])], 5)
     assert caught.value.reason is FailureReason.FULL
-    assert store.stats(5).values == before, "nothing was deleted for a value that cannot fit"
+    assert store.stats(5).values == before, "values were deleted for one that cannot fit"
     for number in range(100):
-        # Somebody takes what is free, up to 60 blocks; the store writes on.
+        # Others take up to 60 free blocks; the store continues to write.
         others = min(60, 100 - len(list(folder.glob("??/*.kv"))))
         assert store.put([(key_of(400 + number), [b"value"])], 5) == 1
     assert others == 60

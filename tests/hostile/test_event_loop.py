@@ -1,4 +1,4 @@
-"""No request stops the event loop, and so every stream and /health, for more than 50 ms, whatever it holds."""
+"""No request blocks the event loop, and with it all streams and /health, for more than 50 ms."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TEXT = find_text("bytes", offline=True)
 
 @pytest.fixture(scope="module", autouse=True)
 def settled() -> Iterator[None]:
-    """As `fdcore serve` does it: what the tests have loaded is not visited by the garbage collector."""
+    """Freeze the garbage collector as `fdcore serve` does, so that it skips what the tests have loaded."""
     settle()
     yield
     gc.unfreeze()
 
 
 SOME = [*BODIES][::5]
-"""Bodies that the default run also sends where less is done with them; `nox -s soak` sends all."""
+"""Bodies that the default run also sends to faster targets; `nox -s soak` sends all."""
 
 
 def also(*values: object) -> list[object]:
@@ -41,13 +41,13 @@ def also(*values: object) -> list[object]:
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    """A server with a short and one with a long context; both call tools."""
+    """Server with a short context and server with a long one; both support tools."""
     with live(lambda: FakeClient(max_model_len=request.param), parsers=Parsers(HermesTools, None)) as running:
         yield running
 
 
 @pytest.mark.parametrize(("server", "name"), [*((262_144, name) for name in BODIES), *also(400)], indirect=["server"])
-def test_a_body_does_not_stop_the_loop(server: LiveServer, name: str) -> None:
+def test_large_body_does_not_block_the_loop(server: LiveServer, name: str) -> None:
     path, body = BODIES[name][0], body_of(name)
     seen = set()
     pause = stall(server, lambda: seen.add(post(server, path, body)[0]))
@@ -55,7 +55,7 @@ def test_a_body_does_not_stop_the_loop(server: LiveServer, name: str) -> None:
     assert pause < LONGEST_STALL
 
 
-def test_a_stall_is_noticed(server: LiveServer) -> None:
+def test_stall_is_detected(server: LiveServer) -> None:
     def hold() -> None:
         sum(range(20_000_000))
 
@@ -64,11 +64,11 @@ def test_a_stall_is_noticed(server: LiveServer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_an_answer_full_of_log_probabilities_does_not_stop_the_loop(path: str, stream: bool) -> None:
-    asked = b'"prompt":"x","logprobs":20'
+def test_response_full_of_logprobs_does_not_block_the_loop(path: str, stream: bool) -> None:
+    fields = b'"prompt":"x","logprobs":20'
     if path == CHAT:
-        asked = MESSAGE[1:] + b'"x"}],"logprobs":true,"top_logprobs":20'
-    body = b'{%b,"n":128,"max_tokens":200,"stream":%b}' % (asked, b"true" if stream else b"false")
+        fields = MESSAGE[1:] + b'"x"}],"logprobs":true,"top_logprobs":20'
+    body = b'{%b,"n":128,"max_tokens":200,"stream":%b}' % (fields, b"true" if stream else b"false")
     with live(lambda: FakeClient("x" * 200, max_num_seqs=128)) as running:
         answers: list[tuple[int, bytes]] = []
         pause = stall(running, lambda: answers.append(post(running, path, body)))
@@ -82,17 +82,17 @@ def test_an_answer_full_of_log_probabilities_does_not_stop_the_loop(path: str, s
     [*((TEXT, name) for name in BODIES), *also(None)],
     ids=lambda value: value if isinstance(value, str) else "by tokens" if value else "by bytes",
 )
-def test_reading_a_body_does_not_stop_a_router(name: str, text: ModelText | None) -> None:
+def test_reading_a_body_does_not_block_a_router(name: str, text: ModelText | None) -> None:
     body = body_of(name)
 
     async def pause() -> float:
         beats = Beats(asyncio.get_running_loop())
         beats.begin()
-        asked = await reader.read(body)
+        request = await reader.read(body)
         await reader.model(body)
         await asyncio.sleep(0.005)
         beats.running = False
-        assert 1 <= len(asked.tokens) <= 131_072
+        assert 1 <= len(request.tokens) <= 131_072
         return beats.longest
 
     reader = RouteRequestReader(text)

@@ -1,4 +1,4 @@
-"""Every route of a server, derived from its application, with hostile paths, queries, headers and bodies."""
+"""Hostile paths, queries, headers and bodies for every route, which are derived from the application."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from fd_core.config import ServerConfig
 from fd_core.server.app import create_app
-from tests.hostile.doors import Hostile
+from tests.hostile.endpoints import Hostile
 from tests.hostile.fuzzing import Fuzzed, fuzzed
 from tests.hostile.limits import at_length
 from tests.server.fakes import FakeClient, byte_tokenizer, chat_template
@@ -61,7 +61,7 @@ CUTS = [b"", b"\xff", b"\0", b"\r\n", b"--b", b"''", b"*", b"%ff", b";", b'"', b
 
 
 def routes() -> list[tuple[str, str]]:
-    """The method and path of every route of an application with everything switched on."""
+    """Return method and path of every route of an application with all features enabled."""
     app = create_app(ServerConfig(batch_api=True), FakeClient(), byte_tokenizer(), chat_template())
     found, pending = set(), list(app.routes)
     while pending:
@@ -79,20 +79,20 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def ask(target: Fuzzed, method: str, path: str, body: bytes = b"", kind: bytes = TYPES[0], more: bytes = b"") -> int:
-    """Send a request; its answer is no failure, and an error has OpenAI's shape or Anthropic's."""
+    """Send a request; check that the response is no failure and that errors have OpenAI's or Anthropic's format."""
     head = b"%b %b HTTP/1.1\r\nHost: localhost\r\n" % (method.encode(), path.encode())
     head += b"Content-Type: %b\r\n%bContent-Length: %d\r\n\r\n" % (kind, more, len(body))
     with Hostile(int(target.url.rpartition(":")[2])) as connection:
         status, _, answer = connection.send(head + body).answer()
-    asked = (method, path[:100], kind[:100], body[:200])
-    assert status < 500 or status == 503, asked
-    assert status < 400 or "error" in json.loads(answer), asked
+    request = (method, path[:100], kind[:100], body[:200])
+    assert status < 500 or status == 503, request
+    assert status < 400 or "error" in json.loads(answer), request
     target.count(status)
     return status
 
 
 def form(disposition: bytes, purpose: bytes = b"batch") -> bytes:
-    """A form as uploads take it; the name of its file stands in `disposition`."""
+    """Return an upload form; `disposition` names the file."""
     fields = ((b'name="purpose"', purpose), (b'name="file"; ' + disposition, b"{}\n"))
     parts = [b"--b\r\nContent-Disposition: form-data; %b\r\n\r\n%b\r\n" % field for field in fields]
     return b"".join(parts) + b"--b--\r\n"
@@ -146,7 +146,7 @@ def test_uploads_never_fail(target: Fuzzed) -> None:
 
 
 @pytest.mark.parametrize("coding", [b"gzip", b"br", b"gzip, identity", b"\xff", b"x" * 9000])
-def test_a_compressed_body_is_refused_by_its_encoding(target: Fuzzed, coding: bytes) -> None:
+def test_compressed_body_is_rejected_by_content_encoding(target: Fuzzed, coding: bytes) -> None:
     for path in ("/v1/completions", "/v1/files") if target.kind == "everything" else ("/v1/completions",):
         kind = TYPES[0] if path != "/v1/files" else b"multipart/form-data; boundary=b"
         assert ask(target, "POST", path, b"\x1f\x8b", kind, b"Content-Encoding: %b\r\n" % coding) == 415

@@ -1,4 +1,4 @@
-"""Faults of real processes under load; `python -m tests.hostile.faults` makes the table of the reliability page."""
+"""Faults of real processes under load; `python -m tests.hostile.faults` writes the table of the reliability page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from tests.hostile.faults import FAULTS, Blow, Count, Fault, NotTried, Scene, counted, judge, table, try_fault
+from tests.hostile.faults import FAULTS, Count, Fault, Interruption, NotTried, Scene, counted, judge, table, try_fault
 from tests.hostile.limits import LONG
 
 SHORT = ("engine: kill -9",)
@@ -17,7 +17,7 @@ SHORT = ("engine: kill -9",)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", [each for each in FAULTS if LONG or each.name in SHORT], ids=lambda fault: fault.name)
-def test_nothing_is_lost_that_is_not_said_and_nothing_is_wrong_or_left(fault: Fault, tmp_path: Path) -> None:
+def test_fault_causes_no_silent_loss_wrong_text_or_leak(fault: Fault, tmp_path: Path) -> None:
     count = asyncio.run(try_fault(fault, tmp_path))
     print(table([(fault, count)]))
     assert count.requests > 0
@@ -25,33 +25,33 @@ def test_nothing_is_lost_that_is_not_said_and_nothing_is_wrong_or_left(fault: Fa
 
 
 @pytest.mark.parametrize("bad", [{"wrong": ["another text"]}, {"leaked": ["a block"]}])
-def test_a_wrong_text_and_a_leak_are_held_against_it(bad: dict[str, list[str]]) -> None:
+def test_judge_reports_wrong_texts_and_leaks(bad: dict[str, list[str]]) -> None:
     assert judge(FAULTS[0], Count(tried=1, **bad))  # type: ignore[arg-type]
 
 
-def test_a_request_that_no_ending_process_had_may_not_be_lost() -> None:
-    fault = next(each for each in FAULTS if each.loses == "what was sent")
+def test_judge_reports_losses_outside_the_ended_process() -> None:
+    fault = next(each for each in FAULTS if each.loses == "sent")
     count = Count(tried=1, in_hand=8)
     count.lost["connection ClientPayloadError"] = 8
     assert not judge(fault, count)
     count.lost["connection ClientPayloadError"] += 1
     assert judge(fault, count)
-    assert judge(fault, Count(tried=1, in_hand=8, needless=["lost, and nobody had it"]))
+    assert judge(fault, Count(tried=1, in_hand=8, needless=["lost, held by no process"]))
 
 
-def test_a_process_is_excused_for_what_it_had_before_its_end() -> None:
-    blow = Blow(10.0, 11.0)
-    assert blow.excuses(9.0, 10.5)
-    assert not blow.excuses(9.0, 9.5), "lost before it"
-    assert not blow.excuses(11.5, 12.0), "begun after it"
-    assert not blow.excuses(None, 10.5), "never with it"
+def test_losses_are_excused_only_for_requests_held_at_the_end() -> None:
+    interruption = Interruption(10.0, 11.0)
+    assert interruption.excuses(9.0, 10.5)
+    assert not interruption.excuses(9.0, 9.5), "lost before the interruption"
+    assert not interruption.excuses(11.5, 12.0), "started after the interruption"
+    assert not interruption.excuses(None, 10.5), "never held by the process"
 
 
-def test_a_fault_that_was_not_tried_proves_nothing() -> None:
+def test_judge_reports_faults_that_were_not_tried() -> None:
     assert judge(FAULTS[0], Count())
 
 
-def test_a_fault_without_effect_is_not_tried() -> None:
+def test_fault_without_effect_raises_not_tried() -> None:
     class Idle:
         server = None
 

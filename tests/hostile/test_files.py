@@ -1,4 +1,4 @@
-"""Model files that are damaged or forged: each opens or ends in our own error, in no time and in little memory."""
+"""Damaged or forged model files load or fail with our own error, quickly and with little memory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.models.loading.tiny_gguf import LLAMA, write_gguf
 SEEDS = at_length(35, 2000)
 SLACK = 48 * MEGABYTE
 TABLES = 80 * MEGABYTE
-"""What a whole file may take besides: tables of 2^20 positions, the most that seeds ask for in earnest."""
+"""Additional bytes for a valid file: tables of 2^20 positions, the largest that seeds request."""
 FACTOR = 16
-"""Bytes that a file may take for each of its own, beside the slack."""
+"""Bytes of memory per byte of the file, in addition to the slack."""
 
 
 def opened(seed: list[Any]) -> dict[str, Any]:
-    """Make the file of a seed and do with it what a start does. Runs in the child."""
+    """Make the file of a seed and load it as at startup. Runs in the child."""
     kind, number = seed
     with tempfile.TemporaryDirectory() as made:
         path = Path(made) / "forged"
@@ -58,7 +58,7 @@ def opened(seed: list[Any]) -> dict[str, Any]:
 def _start(path: Path) -> None:
     with open_checkpoint(path) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)
-        with suppress(BadRequest):  # an odd tokenizer may fail on a text, and that is an error of the text
+        with suppress(BadRequest):  # an unusual tokenizer may reject a text
             tokenizer.decode(tokenizer.encode("Hello, 12 worlds! \u6771\u4eac"))
         _ = tokenizer.byte_table, checkpoint.digest
         ChatTemplate.of(tokenizer)
@@ -68,7 +68,7 @@ def _start(path: Path) -> None:
 
 @pytest.mark.timeout(at_length(700, 2500))
 @pytest.mark.parametrize("kind", ["gguf", "folder"])
-def test_thousands_of_forged_files_end_in_an_error_that_names_file_and_field(
+def test_forged_files_fail_with_an_error_naming_file_and_field(
     kind: str, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("inputs", SEEDS)
@@ -77,15 +77,15 @@ def test_thousands_of_forged_files_end_in_an_error_that_names_file_and_field(
     ends: Counter[str] = Counter()
     for (_, number), outcome in zip(seeds, outcomes, strict=True):
         assert not outcome.error, (kind, number, outcome.error, outcome.message[:500])
-        said = outcome.result
+        loaded = outcome.result
         assert outcome.seconds < 10, (kind, number, outcome.seconds)
-        allowed = SLACK + FACTOR * said["size"] + (TABLES if said["error"] is None else 0)
-        assert outcome.held < allowed, (kind, number, outcome.held, said)
-        ends["whole" if said["error"] is None else "refused"] += 1
-        if said["error"] is not None:
-            assert "forged" in said["error"] or "chat template" in said["error"], (kind, number, said)
-            assert said["field"] and said["exit"] == 3, (kind, number, said)
-            assert len(said["error"]) < 2000, (kind, number, len(said["error"]))
+        allowed = SLACK + FACTOR * loaded["size"] + (TABLES if loaded["error"] is None else 0)
+        assert outcome.held < allowed, (kind, number, outcome.held, loaded)
+        ends["whole" if loaded["error"] is None else "refused"] += 1
+        if loaded["error"] is not None:
+            assert "forged" in loaded["error"] or "chat template" in loaded["error"], (kind, number, loaded)
+            assert loaded["field"] and loaded["exit"] == 3, (kind, number, loaded)
+            assert len(loaded["error"]) < 2000, (kind, number, len(loaded["error"]))
     print(ends)
     assert ends["refused"] > SEEDS // 2 and ends["whole"] > SEEDS // 100
 
@@ -109,7 +109,7 @@ def folder_with(path: Path, case: str, name: str, changes: dict[str, Any]) -> Pa
 
 
 def started(given: list[Any]) -> None:
-    """Start with one file that lies on purpose. Runs in the child."""
+    """Load a file with one deliberate fault. Runs in the child."""
     kind, what, *more = given
     with tempfile.TemporaryDirectory() as made:
         path = Path(made)
@@ -170,34 +170,34 @@ AIMED: list[list[Any]] = [
 ]
 
 
-def test_files_that_lie_on_purpose_are_refused_before_anything_is_made_of_them(
+def test_files_with_false_sizes_are_rejected_before_allocation(
     record_property: Callable[[str, object], None],
 ) -> None:
     record_property("inputs", len(AIMED))
     outcomes = tried(f"{__name__}:started", AIMED, memory=1 << 30, seconds=at_length(300, 900))
     for given, outcome in zip(AIMED, outcomes, strict=True):
-        fine = given in (["scores", "long tokens"], AIMED[-2])  # odd, and not wrong
+        fine = given in (["scores", "long tokens"], AIMED[-2])  # unusual but valid
         assert outcome.error == ("" if fine else "ModelError"), (given, outcome)
         assert outcome.held < (700 if "{%" in str(given) else 64) * MEGABYTE, (given, outcome.held / MEGABYTE)
         assert outcome.seconds < 8, (given, outcome.seconds)
 
 
-def test_a_regular_expression_of_a_tokenizer_that_takes_too_long_is_an_error_of_the_text(tmp_path: Path) -> None:
+def test_slow_tokenizer_regex_is_an_error_of_the_text(tmp_path: Path) -> None:
     split = {"type": "Split", "pattern": {"Regex": "(b+)+$"}, "behavior": "Isolated", "invert": False}
     path = folder_with(tmp_path / "m", "llama", "tokenizer.json", {"pre_tokenizer": split})
     tokenizer = load_tokenizer(open_checkpoint(path))
     assert tokenizer.encode("c")
     with pytest.raises(BadRequest, match="failed on this text"):
-        tokenizer.encode("b" * 40 + "!")  # "a" is the token that begins texts
+        tokenizer.encode("b" * 40 + "!")  # "a" is the BOS token
 
 
-def test_the_same_seed_makes_the_same_file() -> None:
+def test_same_seed_makes_the_same_file() -> None:
     assert gguf_file(7) == gguf_file(7)
 
 
 @pytest.mark.parametrize("number", range(at_length(2, 12)))
 @pytest.mark.parametrize("kind", ["gguf", "folder"])
-def test_the_command_line_ends_with_exit_code_three_and_one_line(kind: str, number: int, tmp_path: Path) -> None:
+def test_cli_exits_with_code_3_and_one_line(kind: str, number: int, tmp_path: Path) -> None:
     seed, path = number * 1000, tmp_path / "forged"
     while opened([kind, seed])["error"] is None:
         seed += 1

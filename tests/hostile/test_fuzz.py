@@ -1,7 +1,7 @@
-"""Random requests to every endpoint of servers and of a router: no failure and no undocumented status.
+"""Random requests to every endpoint of servers and a router: no failure and no undocumented status.
 
-`nox -s hostile` takes ten minutes for each; FD_FUZZ_SECONDS sets the time, FD_FUZZ_SEED where the seeds begin. A
-failure names its seed and prints the request.
+`nox -s hostile` spends ten minutes on each. FD_FUZZ_SECONDS sets the time, FD_FUZZ_SEED the first seed. A failure
+prints its seed and the request.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def record(target: Fuzzed, record_property: Callable[[str, object], None], before: int) -> None:
-    """Each request is an input."""
+    """Record each request as one input."""
     record_property("kind", f"random requests, {target.kind}")
     record_property("inputs", target.tried - before)
 
@@ -65,7 +65,7 @@ def test_random_requests_are_answered_as_documented(
         (operation, mode)
         for operation in target.operations
         for mode in GenerationMode
-        if mode is GenerationMode.POSITIVE or operation.body  # without a body nothing can be wrong
+        if mode is GenerationMode.POSITIVE or operation.body  # an invalid request needs a body
     ]
     posts = sum(operation.method == "post" for operation, _ in pairs)
     for operation, mode in pairs:

@@ -1,4 +1,4 @@
-"""Grammars that would take seconds to compile are refused by their place before anything is compiled."""
+"""Grammars that would take seconds to compile are rejected, with their field, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MANY = {f"p{index}": {} for index in range(3000)}
 
 
 @pytest.mark.parametrize(
-    ("make", "place"),
+    ("make", "field"),
     [
         (lambda: grammar.regex(CATASTROPHE), "regex"),
         (lambda: grammar.regex(f"a{{{MAX_REPEATS + 1}}}"), "regex"),
@@ -35,15 +35,15 @@ MANY = {f"p{index}": {} for index in range(3000)}
     ],
 )
 @pytest.mark.timing
-def test_what_takes_seconds_to_compile_is_refused_in_milliseconds(make: Callable[[], Any], place: str) -> None:
+def test_slow_grammar_is_rejected_within_milliseconds(make: Callable[[], Any], field: str) -> None:
     began = time.thread_time()
     with pytest.raises(BadRequest, match="at most") as raised:
         make()
-    assert raised.value.field == place
+    assert raised.value.field == field
     assert time.thread_time() - began < 0.25 * slowdown()
 
 
-def test_what_is_within_the_bounds_is_taken() -> None:
+def test_grammar_within_the_limits_is_accepted() -> None:
     grammar.regex(r"(a{200}b{200}){200}\{9999999}[{99999999}]\p{Greek}{9}")
     grammar.regex(r"(a{900}){50}|(b{900}){50}")
     grammar.json_schema({"properties": dict(list(MANY.items())[:MAX_OPTIONAL])})

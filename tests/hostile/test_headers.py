@@ -1,4 +1,4 @@
-"""Heads of requests at the most that is allowed: refused beyond it however they arrive, and read in no time below."""
+"""Request heads at the size limit: rejected beyond it however they arrive, and parsed quickly below."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import pytest
 import fd_core
 from fd_core.http.connections.connections import MAX_HEAD_BYTES
 from fd_core.http.headers import length_of, parameters
-from tests.hostile.doors import COMPLETIONS, KINDS, Door, door
+from tests.hostile.endpoints import COMPLETIONS, KINDS, Endpoint, endpoint
 from tests.hostile.event_loop import LONGEST_STALL, Beats, least
 from tests.hostile.limits import LONG
 
 both = pytest.mark.parametrize("kind", KINDS)
 ROOM = MAX_HEAD_BYTES - 1024
 _PARSED = ("content-type", "origin")
-"""Headers that are taken apart, so every value is tried with them in the default run, too."""
+"""Parsed headers, so the default run also tries every value with them."""
 
 
 def header_names() -> list[str]:
-    """Every header that the sources of servers and routers name, and those that libraries read."""
+    """Return every header named in the sources of servers and routers, and those that libraries read."""
     found = {"connection", "cookie", "expect", "forwarded", "keep-alive", "te", "traceparent", "x-forwarded-for"}
     for folder in ("http", "server", "router", "disagg", "engine/tracing"):
         for path in Path(fd_core.__file__).parent.joinpath(folder).rglob("*.py"):
@@ -48,12 +48,12 @@ VALUES = {
 }
 
 
-def test_the_list_holds_the_headers_that_are_read() -> None:
+def test_header_list_contains_the_headers_that_are_read() -> None:
     assert {"content-type", "x-request-id", "access-control-request-headers", "x-session-id"} <= set(header_names())
 
 
-def pause_of(opened: Door, head: bytes) -> float:
-    """Return the longest pause of the loop while one head is answered, in seconds."""
+def pause_of(opened: Endpoint, head: bytes) -> float:
+    """Return the longest pause of the loop while one head is processed, in seconds."""
     beats = Beats(opened.loop)
     opened.loop.call_soon_threadsafe(beats.begin)
     with opened.connect() as connection:
@@ -63,16 +63,16 @@ def pause_of(opened: Door, head: bytes) -> float:
     return beats.longest
 
 
-def assert_short(opened: Door, what: str, head: bytes) -> None:
-    """Fail if the loop stands still for too long in each of several tries."""
+def assert_short(opened: Endpoint, what: str, head: bytes) -> None:
+    """Fail if the loop is blocked for too long in each of several tries."""
     assert least(lambda: pause_of(opened, head)) < LONGEST_STALL, what
 
 
 @both
 @pytest.mark.timing
-def test_no_header_at_its_most_stops_the_loop(kind: str, tmp_path: Path) -> None:
+def test_header_of_maximum_size_does_not_block_the_loop(kind: str, tmp_path: Path) -> None:
     settings = {"batch_api": True, "batch_store": str(tmp_path)} if kind == "server" else {}
-    with door(kind, **settings) as opened:
+    with endpoint(kind, **settings) as opened:
         for index, name in enumerate(header_names()):
             shapes = list(VALUES) if LONG or name in _PARSED else [list(VALUES)[index % len(VALUES)]]
             for what in shapes:
@@ -87,8 +87,8 @@ def test_no_header_at_its_most_stops_the_loop(kind: str, tmp_path: Path) -> None
 @both
 @pytest.mark.parametrize("line", ["a:\r\n", "X-Request-Id: a\r\n", "content-type: a\r\n"])
 @pytest.mark.timing
-def test_many_headers_do_not_stop_the_loop(kind: str, line: str) -> None:
-    with door(kind) as opened:
+def test_many_headers_do_not_block_the_loop(kind: str, line: str) -> None:
+    with endpoint(kind) as opened:
         lines = line * (ROOM // len(line))
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n{lines}Content-Length: 2\r\n\r\n{{}}"
         assert_short(opened, line, head.encode())
@@ -96,13 +96,13 @@ def test_many_headers_do_not_stop_the_loop(kind: str, line: str) -> None:
 
 @both
 @pytest.mark.parametrize("values", [1, 4], ids=["in one header", "in four headers"])
-def test_a_large_head_is_refused_however_it_arrives(kind: str, values: int) -> None:
+def test_large_head_is_rejected_however_it_arrives(kind: str, values: int) -> None:
     long = "".join(f"X-Long: {'x' * (90_000 // values)}\r\n" for _ in range(values))
     head = f"GET /health HTTP/1.1\r\nHost: localhost\r\n{long}\r\n"
-    with door(kind) as opened:
+    with endpoint(kind) as opened:
         for pieces in (1, 2, 9):
             with opened.connect() as connection:
-                with suppress(OSError):  # it need not be read to its end
+                with suppress(OSError):  # the server may stop reading early
                     for begin in range(0, len(head), -(-len(head) // pieces)):
                         connection.send(head[begin : begin + -(-len(head) // pieces)])
                         time.sleep(0.02 if pieces > 1 else 0)
@@ -110,11 +110,11 @@ def test_a_large_head_is_refused_however_it_arrives(kind: str, values: int) -> N
 
 
 @both
-def test_a_large_body_with_the_next_head_is_no_large_head(kind: str) -> None:
+def test_pipelined_head_after_a_large_body_is_not_too_large(kind: str) -> None:
     body = b'{"prompt": "a", "x": "' + b"b" * 150_000 + b'"}'
     head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     request = head % (COMPLETIONS.encode(), len(body)) + body
-    with door(kind) as opened, opened.connect() as connection:
+    with endpoint(kind) as opened, opened.connect() as connection:
         connection.send(request + b"GET /health HTTP/1.1\r\nHost: ")
         assert connection.answer()[0] == 200
         connection.send(b"localhost\r\n\r\n")

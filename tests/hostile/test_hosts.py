@@ -1,4 +1,4 @@
-"""Names that are not the server's, and pages of other origins, get no answer; those that are allowed get all of it."""
+"""Foreign host names and origins are rejected; allowed ones get the complete response."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fd_core.errors import ConfigError
 from fd_core.http.errors import ApiError
 from fd_core.http.hosts import HostRules, Visit
 
-from .doors import COMPLETIONS, JSON, KINDS, Hostile, door
+from .endpoints import COMPLETIONS, JSON, KINDS, Hostile, endpoint
 
 PAGE = "https://chat.example.org"
 OWN = (
@@ -44,21 +44,21 @@ def asks(host: str | None, origin: str | None = None, address: str = "127.0.0.1"
 
 
 @pytest.mark.parametrize("host", [*OWN, *OWN_SIX, None])
-def test_this_machines_own_names_are_served(host: str | None) -> None:
+def test_loopback_names_are_served(host: str | None) -> None:
     assert HostRules("127.0.0.1", (), ()).check(asks(host)) == {}
     assert HostRules("0.0.0.0", ("api.example.org",), ()).check(asks(host)) == {}
 
 
 @pytest.mark.parametrize("host", [*FOREIGN, *STRANGE])
 @pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "::1"])
-def test_foreign_hosts_are_refused_by_a_server_on_loopback(host: str, bound: str) -> None:
+def test_loopback_server_rejects_foreign_hosts(host: str, bound: str) -> None:
     with pytest.raises(ApiError, match="--allowed-hosts") as caught:
         HostRules(bound, (), ()).check(asks(host))
     assert (caught.value.status, caught.value.code) == (421, "foreign_host")
 
 
 @pytest.mark.parametrize("host", [*FOREIGN, *STRANGE])
-def test_a_server_on_other_addresses_answers_to_all_names_unless_told(host: str) -> None:
+def test_server_on_other_addresses_accepts_all_hosts_by_default(host: str) -> None:
     HostRules("0.0.0.0", (), ()).check(asks(host))
     HostRules("127.0.0.1", ("*",), ()).check(asks(host))
     with pytest.raises(ApiError):
@@ -78,7 +78,7 @@ def test_a_server_on_other_addresses_answers_to_all_names_unless_told(host: str)
         ("10.0.0.6", False),
     ],
 )
-def test_names_that_are_given_are_served_and_the_address_that_was_reached(host: str, allowed: bool) -> None:
+def test_allowed_hosts_and_the_local_address_are_served(host: str, allowed: bool) -> None:
     rules = HostRules("0.0.0.0", ("api.example.org", "*.pods.example.org"), ())
     visit = asks(host, address="10.0.0.5")
     if allowed:
@@ -106,7 +106,7 @@ def test_names_that_are_given_are_served_and_the_address_that_was_reached(host: 
         ("", "localhost:8000", False),
     ],
 )
-def test_pages_of_the_server_itself_are_told_from_others(origin: str, host: str, same: bool) -> None:
+def test_same_origin_is_distinguished_from_foreign_origins(origin: str, host: str, same: bool) -> None:
     rules = HostRules("127.0.0.1", (), ())
     if same:
         assert rules.check(asks(host, origin)) == {}
@@ -117,27 +117,27 @@ def test_pages_of_the_server_itself_are_told_from_others(origin: str, host: str,
 
 
 @pytest.mark.parametrize("given", ["", "http://example.org", "example.org:80", "exa mple.org", "*.*", "a/b"])
-def test_hosts_that_are_none_are_refused_at_the_start(given: str) -> None:
+def test_invalid_allowed_hosts_are_rejected_at_startup(given: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HostRules("127.0.0.1", (given,), ())
     assert caught.value.field == "--allowed-hosts"
 
 
 @pytest.mark.parametrize("given", ["", "example.org", "https://", "https://example.org/path", "https://a b"])
-def test_origins_that_are_none_are_refused_at_the_start(given: str) -> None:
+def test_invalid_allowed_origins_are_rejected_at_startup(given: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HostRules("127.0.0.1", (), (given,))
     assert caught.value.field == "--allowed-origins"
 
 
-def test_they_are_refused_before_a_model_is_looked_for() -> None:
+def test_invalid_hosts_are_rejected_before_the_model_is_resolved() -> None:
     result = CliRunner().invoke(app, ["serve", "no-such-model", "--allowed-origins", "example.org"])
     assert result.exit_code == 2 and "--allowed-origins" in result.output and result.output.count("\n") == 1
 
 
 @both
-def test_a_name_that_was_rebound_reaches_nothing(kind: str) -> None:
-    with door(kind) as opened:
+def test_dns_rebinding_is_rejected(kind: str) -> None:
+    with endpoint(kind) as opened:
         for path in ("/health", "/metrics", "/", "/status.json", "/v1/models"):
             status, _, body = opened.get(path, host="evil.example")
             assert (status, json.loads(body)["error"]["code"]) == (421, "foreign_host"), path
@@ -155,8 +155,8 @@ def test_a_name_that_was_rebound_reaches_nothing(kind: str) -> None:
 
 
 @both
-def test_foreign_pages_are_refused_before_they_do_anything(kind: str) -> None:
-    with door(kind) as opened, opened.connect() as connection:
+def test_foreign_origin_is_rejected_before_any_work(kind: str) -> None:
+    with endpoint(kind) as opened, opened.connect() as connection:
         connection.post({"prompt": "a"}, COMPLETIONS, f"Origin: {PAGE}")
         assert connection.error() == (403, "foreign_origin")
         preflight = ("Access-Control-Request-Method: POST", f"Origin: {PAGE}")
@@ -167,10 +167,13 @@ def test_foreign_pages_are_refused_before_they_do_anything(kind: str) -> None:
 
 @both
 @pytest.mark.parametrize("allowed", [PAGE, "*"])
-def test_allowed_pages_get_what_browsers_ask_for(kind: str, allowed: str) -> None:
-    with door(kind, allowed_origins=(allowed,), api_keys=("k",)) as opened, opened.connect() as connection:
-        asked = ("Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization,content-type")
-        status, headers, _ = connection.head(f"OPTIONS {COMPLETIONS}", f"Origin: {PAGE}", *asked).answer()
+def test_allowed_origin_gets_cors_headers(kind: str, allowed: str) -> None:
+    with endpoint(kind, allowed_origins=(allowed,), api_keys=("k",)) as opened, opened.connect() as connection:
+        preflight = (
+            "Access-Control-Request-Method: POST",
+            "Access-Control-Request-Headers: authorization,content-type",
+        )
+        status, headers, _ = connection.head(f"OPTIONS {COMPLETIONS}", f"Origin: {PAGE}", *preflight).answer()
         assert status == 204 and headers["access-control-allow-headers"] == "authorization,content-type"
         assert "POST" in headers["access-control-allow-methods"]
         for key, wanted in (("k", 200), ("wrong", 401)):
@@ -183,8 +186,8 @@ def test_allowed_pages_get_what_browsers_ask_for(kind: str, allowed: str) -> Non
 
 
 @both
-def test_a_stream_to_an_allowed_page_may_be_read_by_it(kind: str) -> None:
-    with door(kind, allowed_origins=(PAGE,)) as opened, opened.connect() as connection:
+def test_stream_to_an_allowed_origin_has_cors_headers(kind: str) -> None:
+    with endpoint(kind, allowed_origins=(PAGE,)) as opened, opened.connect() as connection:
         if kind == "router":
             opened.inner.usual = "stream"
         connection.post({"prompt": "a", "stream": True}, COMPLETIONS, f"Origin: {PAGE}")
@@ -192,8 +195,8 @@ def test_a_stream_to_an_allowed_page_may_be_read_by_it(kind: str) -> None:
         assert (status, headers["access-control-allow-origin"]) == (200, PAGE) and b"[DONE]" in body
 
 
-def test_the_admin_port_has_names_of_its_own_too() -> None:
-    with door("router") as opened:
+def test_admin_port_checks_hosts() -> None:
+    with endpoint("router") as opened:
         port = int(opened.admin.rpartition(":")[2])
         with Hostile(port) as connection:
             connection.head("POST /register", JSON, "Content-Length: 2", host="evil.example").send("{}")

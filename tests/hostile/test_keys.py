@@ -1,4 +1,4 @@
-"""Key files that are too large, too many or forged, and headers that try to be more than a key or an id."""
+"""Key files that are too large, too many or forged, and headers that contain more than a key or an id."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def many_keys(folder: Path, count: int) -> str:
 
 
 @pytest.mark.timing
-def test_ten_thousand_keys_cost_a_request_no_more_than_one(tmp_path: Path) -> None:
+def test_key_lookup_time_does_not_depend_on_the_number_of_keys(tmp_path: Path) -> None:
     few, many = (
         AccessControl(ListenConfig(api_keys=("key-0",))),
         AccessControl(ListenConfig(api_key_file=many_keys(tmp_path, 10_000))),
@@ -53,7 +53,7 @@ def test_ten_thousand_keys_cost_a_request_no_more_than_one(tmp_path: Path) -> No
 
 
 @pytest.mark.timing
-def test_reading_ten_thousand_keys_again_stops_no_stream(tmp_path: Path) -> None:
+def test_reloading_ten_thousand_keys_does_not_block_streams(tmp_path: Path) -> None:
     access = AccessControl(ListenConfig(api_key_file=many_keys(tmp_path, 10_000)))
 
     async def longest_pause() -> float:
@@ -66,16 +66,16 @@ def test_reading_ten_thousand_keys_again_stops_no_stream(tmp_path: Path) -> None
         await reading
         return longest
 
-    # One try of a few is enough, for the machine has other work as well.
+    # One short try of several is enough: the machine has other load.
     assert any(asyncio.run(longest_pause()) < 0.1 * slowdown() for _ in range(3))
     assert len(access.ring) == 10_000
 
 
 @pytest.mark.parametrize("name", ["k.toml", "k.json", "keys"])
-def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path, name: str) -> None:
+def test_endless_key_file_is_not_read_to_its_end(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     with path.open("wb") as file:
-        file.truncate(20 * 1024 * MEGABYTE)  # takes no room on the disk
+        file.truncate(20 * 1024 * MEGABYTE)  # sparse: uses no disk space
     tracemalloc.start()
     with pytest.raises(ConfigError, match="larger than"):
         read_key_file(path)
@@ -84,7 +84,7 @@ def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path, name: str) ->
     assert held < 64 * MEGABYTE
 
 
-def test_more_keys_than_anybody_has_are_refused(tmp_path: Path) -> None:
+def test_too_many_keys_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("".join(f"k{number}\n" for number in range(20_001)))
     with pytest.raises(ConfigError, match="has 20,001 keys"):
@@ -92,7 +92,7 @@ def test_more_keys_than_anybody_has_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["k.toml", "k.json", "keys"])
-def test_damaged_files_are_refused_with_a_clear_line_or_read(
+def test_damaged_key_files_load_or_fail_with_one_line(
     tmp_path: Path, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     count = at_length(300, 20_000)
@@ -104,14 +104,14 @@ def test_damaged_files_are_refused_with_a_clear_line_or_read(
     for _ in range(count):
         data = bytearray(good)
         for _ in range(rng.randrange(1, 5)):
-            place = rng.randrange(len(data))
+            index = rng.randrange(len(data))
             kind = rng.randrange(3)
             if kind == 0:
-                data[place] = rng.randrange(256)
+                data[index] = rng.randrange(256)
             elif kind == 1:
-                del data[place : place + rng.randrange(1, 8)]
+                del data[index : index + rng.randrange(1, 8)]
             else:
-                data[place:place] = rng.choice((b'"', b"\n", b"[", b"]]", b"{", b"=", b"\x00", b"\xff", b"9" * 30))
+                data[index:index] = rng.choice((b'"', b"\n", b"[", b"]]", b"{", b"=", b"\x00", b"\xff", b"9" * 30))
             if not data:
                 break
         path.write_bytes(data)
@@ -138,7 +138,7 @@ UNUSUAL = [
 
 
 @pytest.mark.parametrize("sent", UNUSUAL)
-def test_unusual_keys_are_no_keys_and_nothing_breaks(sent: str) -> None:
+def test_malformed_keys_are_rejected_without_errors(sent: str) -> None:
     access = AccessControl(ListenConfig(api_keys=("k",)))
     raw = sent.encode("utf-8", "surrogatepass")
     for headers in ((b"Bearer " + raw, None), (None, raw), (raw, raw), (b"Basic " + raw, None)):
@@ -169,9 +169,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         b"X-Request-Id: %0d%0aSet-Cookie:%20b",
     ],
 )
-def test_an_id_that_would_be_more_than_an_id_is_replaced(
-    server: LiveServer, caplog: pytest.LogCaptureFixture, line: bytes
-) -> None:
+def test_malformed_request_id_is_replaced(server: LiveServer, caplog: pytest.LogCaptureFixture, line: bytes) -> None:
     caplog.set_level(logging.INFO, "fd_core.access")
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         head = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx-api-key: alice\r\nConnection: close\r\n" + line
@@ -186,7 +184,7 @@ def test_an_id_that_would_be_more_than_an_id_is_replaced(
 @pytest.mark.parametrize(
     "path", ["/v1/models%0d%0aINFO%20forged", "/%1b[2J", "/%e2%80%ae", "/%00", "/" + "%0a" * 5000, "/?key=alice%0a"]
 )
-def test_a_path_cannot_write_lines_of_its_own(server: LiveServer, caplog: pytest.LogCaptureFixture, path: str) -> None:
+def test_path_cannot_inject_log_lines(server: LiveServer, caplog: pytest.LogCaptureFixture, path: str) -> None:
     caplog.set_level(logging.INFO, "fd_core.access")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     connection.request("GET", path, headers={"x-api-key": "alice"})
@@ -200,8 +198,8 @@ def test_a_path_cannot_write_lines_of_its_own(server: LiveServer, caplog: pytest
     assert "key=alice" not in record.getMessage().partition(" id=")[0]
 
 
-def test_a_crowd_at_a_limit_gets_what_the_limit_says_and_leaks_nothing(tmp_path: Path) -> None:
-    """Many clients at a time, some of which leave: never more than the limit is served, and everything comes back."""
+def test_concurrent_clients_respect_the_limit_and_leak_no_slot(tmp_path: Path) -> None:
+    """Many concurrent clients, some of which disconnect: the limit is never exceeded, and every slot is released."""
     file = key_file(tmp_path, {"name": "alice", "tokens_per_minute": 400, "parallel_requests": 3})
     rng, count = random.Random(3), at_length(60, 600)
 
@@ -226,10 +224,10 @@ def test_a_crowd_at_a_limit_gets_what_the_limit_says_and_leaks_nothing(tmp_path:
 
     with live(api_key_file=file) as server:
         server.client.step_seconds = 0.002
-        told = asyncio.run(crowd(server.port))
-        assert set(told) <= {"200", "429", "left"} and told.count("200") <= 400 // 19
+        outcomes = asyncio.run(crowd(server.port))
+        assert set(outcomes) <= {"200", "429", "left"} and outcomes.count("200") <= 400 // 19
         deadline = time.monotonic() + 10
         while server.client.live and time.monotonic() < deadline:
             time.sleep(0.01)
         answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 999_999}, x_api_key="alice")
-        assert answer.status in (400, 429) and "at the same time" not in answer.error["message"], "a place was lost"
+        assert answer.status in (400, 429) and "at the same time" not in answer.error["message"], "a slot leaked"

@@ -1,4 +1,4 @@
-"""Long texts of one client delay nobody for long, and a text whose client has left is not read."""
+"""Long texts of one client do not delay others, and texts of disconnected clients are not tokenized."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fd_core.text.tokenizer import Tokenizer
 from tests.server.fakes import LiveServer, live
 
 LONG, SHORTER = 200_000, 20_000
-"""Characters: one has the thread for the longest texts to itself, the other that for long ones."""
+"""Characters: one has the thread of the longest texts to itself, the other that of long texts."""
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The first letters of the long texts that were read, which takes half a second each."""
+    """Return the first letters of the long texts tokenized so far; each takes half a second."""
     encode = Tokenizer.encode
     letters: list[str] = []
 
@@ -34,13 +34,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(params=[{}])
 def server(read: list[str], request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    """A server that is slow to read; its settings are the parameter."""
+    """Server with a slow tokenizer; the parameter holds its settings."""
     with live(**request.param) as running:
         yield running
 
 
 def send(server: LiveServer, letter: str, key: str = "", source: str = "127.0.0.1") -> socket.socket:
-    """Ask for the tokens of a long text and do not wait."""
+    """Request the tokens of a long text without waiting for the response."""
     body = json.dumps({"prompt": letter * LONG}).encode()
     names = {"host": "127.0.0.1", "content-type": "application/json", "content-length": len(body), "x-api-key": key}
     head = "POST /tokenize HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in names.items()) + "\r\n"
@@ -49,7 +49,7 @@ def send(server: LiveServer, letter: str, key: str = "", source: str = "127.0.0.
     return connection
 
 
-def test_a_text_waits_for_none_that_is_longer_by_far(server: LiveServer, read: list[str]) -> None:
+def test_text_does_not_wait_for_much_longer_texts(server: LiveServer, read: list[str]) -> None:
     waiting = [send(server, "a") for _ in range(4)]
     assert server.post("/tokenize", {"prompt": "b" * SHORTER}).json["count"] == SHORTER
     assert len(read) < 4
@@ -57,7 +57,7 @@ def test_a_text_waits_for_none_that_is_longer_by_far(server: LiveServer, read: l
         connection.close()
 
 
-def test_a_text_whose_client_has_left_is_not_read(server: LiveServer, read: list[str]) -> None:
+def test_text_of_a_disconnected_client_is_not_tokenized(server: LiveServer, read: list[str]) -> None:
     waiting = [send(server, letter) for letter in "abcdef"]
     while not read:
         time.sleep(0.01)
@@ -73,13 +73,13 @@ def test_a_text_whose_client_has_left_is_not_read(server: LiveServer, read: list
     ids=["keys", "addresses"],
     indirect=["server"],
 )
-def test_who_sends_many_long_texts_lets_others_pass(
+def test_many_long_texts_of_one_client_do_not_delay_others(
     server: LiveServer, read: list[str], much: dict[str, str], little: dict[str, str]
 ) -> None:
     waiting = [send(server, letter, **much) for letter in "abcdefgh"]
     while len(read) < 1:
         time.sleep(0.01)
-    time.sleep(0.1)  # the others of the first client have to be there before
+    time.sleep(0.1)  # the first client's other texts have to be queued first
     waiting.append(send(server, "z", **little))
     while "z" not in read:
         time.sleep(0.01)
@@ -88,7 +88,7 @@ def test_who_sends_many_long_texts_lets_others_pass(
         connection.close()
 
 
-def test_a_text_that_no_context_holds_is_refused_before_it_is_read(server: LiveServer, read: list[str]) -> None:
+def test_text_beyond_the_context_is_rejected_before_tokenizing(server: LiveServer, read: list[str]) -> None:
     for path, body in (
         ("/v1/completions", {"prompt": "a" * LONG}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * LONG}]}),
@@ -100,7 +100,7 @@ def test_a_text_that_no_context_holds_is_refused_before_it_is_read(server: LiveS
     assert not read
 
 
-def test_many_texts_at_once_do_not_hold_up_a_health_check(server: LiveServer, read: list[str]) -> None:
+def test_many_concurrent_texts_do_not_delay_health_checks(server: LiveServer, read: list[str]) -> None:
     waiting = [send(server, "a") for _ in range(8)]
     for _ in range(20):
         assert server.get("/health").status == 200

@@ -1,4 +1,4 @@
-"""A request that every worker fails on is the request's fault: no worker is left out because of it."""
+"""A request that fails on every worker is the client's fault: no worker is taken out of rotation for it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BODY = b'{"messages":[{"role":"user","content":"POISON"}],"stream":true}'
 ROUTER = {"circuit_failure_threshold": 3, "circuit_open_secs": 60.0}
 
 
-def test_a_conversation_beyond_what_a_template_may_write_is_the_clients_mistake(
+def test_chat_beyond_the_template_output_limit_is_a_client_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is as large as a body may be, and the template adds a few characters: that was a 500."""
+    """The body has the largest allowed size, and the template adds a few characters: this used to be a 500."""
     head, tail = b'{"messages":[{"role":"user","content":"', b'"}]}'
     body = head + b"a" * (16 * 1024 * 1024 - len(head) - len(tail)) + tail
     template = ChatTemplate("{{ '" + "x" * 100 + "' }}" + TEMPLATE)
@@ -32,18 +32,18 @@ def test_a_conversation_beyond_what_a_template_may_write_is_the_clients_mistake(
 
 
 async def all_serve(live: Live, *workers: FakeWorker) -> None:
-    """Every worker gets the next requests."""
+    """Check that every worker gets one of the next requests."""
     before = [len(worker.seen) for worker in workers]
     for _ in range(2 * len(workers)):
         status, _, body = await live.post()
-        assert (status, events(body)[-1]) == (200, "[DONE]"), "somebody else's request was refused"
+        assert (status, events(body)[-1]) == (200, "[DONE]"), "a request of another client was rejected"
     assert all(len(worker.seen) > count for worker, count in zip(workers, before, strict=True))
     assert {each.circuit for each in live.router.snapshot().workers} == {"closed"}
 
 
 @pytest.mark.parametrize(("word", "status"), [("500", 500), ("502", 502), ("504", 504), ("die", 502), ("head", 502)])
 @in_loop
-async def test_what_every_worker_fails_on_takes_no_worker_out(word: str, status: int) -> None:
+async def test_request_failing_on_every_worker_opens_no_circuit(word: str, status: int) -> None:
     async with (
         FakeWorker("a") as a,
         FakeWorker("b") as b,
@@ -54,14 +54,14 @@ async def test_what_every_worker_fails_on_takes_no_worker_out(word: str, status:
             worker.upon[POISON] = word
         for _ in range(7):
             assert (await live.post(body=BODY))[0] == status
-        asked = sum(BODY in one[2] for worker in (a, b, c) for one in worker.seen)
-        assert asked == 14, "a request that failed twice alike is tried on no third worker"
+        attempts = sum(BODY in one[2] for worker in (a, b, c) for one in worker.seen)
+        assert attempts == 14, "a request that failed twice was sent to a third worker"
         await all_serve(live, a, b, c)
 
 
 @pytest.mark.parametrize("word", ["after:2", "torn:2", "unended", "error", "json_dies", "big_dies", "400"])
 @in_loop
-async def test_an_answer_that_breaks_off_takes_no_worker_out(word: str) -> None:
+async def test_broken_stream_opens_no_circuit(word: str) -> None:
     async with FakeWorker("a") as a, FakeWorker("b") as b, routed(a, b, router=ROUTER) as live:
         for worker in (a, b):
             worker.upon[POISON] = word
@@ -74,7 +74,7 @@ async def test_an_answer_that_breaks_off_takes_no_worker_out(word: str) -> None:
 
 
 @in_loop
-async def test_a_pair_outlives_what_its_decode_worker_fails_on() -> None:
+async def test_pair_survives_a_request_failing_on_its_decode_worker() -> None:
     async with (
         FakeWorker("p", role="prefill") as p,
         FakeWorker("d", role="decode") as d,
@@ -88,7 +88,7 @@ async def test_a_pair_outlives_what_its_decode_worker_fails_on() -> None:
 
 
 @in_loop
-async def test_a_worker_that_fails_on_what_others_serve_is_left_alone() -> None:
+async def test_worker_failing_where_others_succeed_is_taken_out() -> None:
     async with FakeWorker("a", "500") as a, FakeWorker("b") as b, routed(a, b, router=ROUTER) as live:
         for _ in range(12):
             assert (await live.post())[0] == 200
@@ -98,8 +98,8 @@ async def test_a_worker_that_fails_on_what_others_serve_is_left_alone() -> None:
 
 
 @in_loop
-async def test_descriptors_that_the_router_lacks_are_no_failure_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens a thousand connections to the router takes its descriptors, not its workers."""
+async def test_router_out_of_descriptors_does_not_blame_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that opens a thousand connections to the router exhausts its descriptors, not its workers."""
     async with FakeWorker("a") as a, FakeWorker("b") as b, routed(a, b, router=ROUTER) as live:
         real, ports = aiohttp.BaseConnector.connect, {int(each.url.rpartition(":")[2]) for each in (a, b)}
         refused = 0
@@ -117,6 +117,6 @@ async def test_descriptors_that_the_router_lacks_are_no_failure_of_its_workers(m
                 status, headers, _ = await live.post()
                 assert status == 503 and headers["Retry-After"]
             before = refused
-            await eventually(lambda: refused >= before + 4)  # health checks
+            await eventually(lambda: refused >= before + 4)  # failed health checks
         assert {each.state.value for each in live.router.snapshot().workers} == {"healthy"}
         await all_serve(live, a, b)

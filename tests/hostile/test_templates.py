@@ -1,4 +1,4 @@
-"""Chat templates that would take hours or all memory: each is stopped by its budget, whatever it does."""
+"""Chat templates that would take hours or exhaust memory are stopped by their budget."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def rendered(source: str) -> int:
 
 
 @pytest.mark.timeout(at_length(500, 2500))
-def test_every_operation_of_a_template_is_charged(record_property: Callable[[str, object], None]) -> None:
+def test_every_template_operation_is_charged(record_property: Callable[[str, object], None]) -> None:
     names = list(TEMPLATES)[:: at_length(18, 1)]
     record_property("inputs", len(names))
     outcomes = tried(
@@ -145,12 +145,12 @@ def test_every_operation_of_a_template_is_charged(record_property: Callable[[str
     for name, outcome in zip(names, outcomes, strict=True):
         assert outcome.error in ("ModelError", "BadRequest"), (name, outcome)
         assert len(outcome.message) < 1000, name
-        # What is charged before it is made may be twice that: once in pieces, once joined.
+        # Text is charged before it is built, which may take twice that: once in pieces, once joined.
         assert outcome.held < 2 * MAX_BYTES, (name, outcome.held / MEGABYTE)
         assert outcome.seconds < 20, (name, outcome.seconds)
 
 
-def test_a_template_that_exceeds_its_budget_at_once_is_refused_when_the_model_is_loaded() -> None:
+def test_template_over_budget_is_rejected_at_model_load() -> None:
     with pytest.raises(ModelError, match="was stopped") as caught:
         ChatTemplate.of(byte_tokenizer(), often("s|upper"))
     assert caught.value.exit_code == 3
@@ -158,7 +158,7 @@ def test_a_template_that_exceeds_its_budget_at_once_is_refused_when_the_model_is
 
 
 @pytest.mark.timing
-def test_a_large_source_is_refused_before_it_is_compiled() -> None:
+def test_large_template_is_rejected_before_compilation() -> None:
     with pytest.raises(ModelError, match="characters; at most"):
         ChatTemplate("{{ a }}" * 40_000).render([{"role": "user", "content": "hello"}])
     began = time.perf_counter()
@@ -170,10 +170,8 @@ def test_a_large_source_is_refused_before_it_is_compiled() -> None:
 
 @pytest.mark.parametrize("where", ["of the model", "of the request"])
 @pytest.mark.timing
-def test_a_short_conversation_with_a_slow_template_does_not_hold_the_loop(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop ticks while the template spends its whole budget, here a quarter of what servers grant."""
+def test_slow_template_does_not_block_the_loop(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop keeps running while the template uses up its budget, here a quarter of the server's."""
     monkeypatch.setattr(TemplateBudget.__init__, "__defaults__", (MAX_STEPS // 4, MAX_BYTES))
     slow = often("i ~ j", "")
     given = slow if where == "of the request" else None
@@ -195,5 +193,5 @@ def test_a_short_conversation_with_a_slow_template_does_not_hold_the_loop(
         assert len(pauses) > 5
         return max(pauses)
 
-    # One try of a few is enough, for the machine has other work as well.
+    # One short try of several is enough: the machine has other load.
     assert any(asyncio.run(longest_pause()) < 0.25 * slowdown() for _ in range(3))

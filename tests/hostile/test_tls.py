@@ -1,4 +1,4 @@
-"""TLS: what cannot be used is said at the start, certificates change without a restart, old protocols get nothing."""
+"""TLS: bad settings fail at startup, certificates reload without a restart, and old protocols are rejected."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fd_core.router.config import GatewayConfig
 from tests.router.gateway.fakes import CHAT, FakeWorker, eventually, in_loop, routed
 from tests.server.fakes import live
 
-from .doors import KINDS, Hostile, door, until
+from .endpoints import KINDS, Hostile, endpoint, until
 
 CA = trustme.CA()
 both = pytest.mark.parametrize("kind", KINDS)
 
 
 def files(folder: Path, *, ca: trustme.CA = CA, name: str = "localhost", days: int = 30) -> dict[str, str]:
-    """Write a certificate and its key, and the authority's; return the settings that name the first two."""
+    """Write a certificate, its key and the CA; return the settings that name certificate and key."""
     expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     begins = expires - datetime.timedelta(days=90)
     made = ca.issue_cert(name, "127.0.0.1", not_after=expires, not_before=begins)
@@ -50,7 +50,7 @@ def trusting(ca: trustme.CA = CA) -> ssl.SSLContext:
 
 @both
 def test_clients_are_served_over_tls(kind: str, tmp_path: Path) -> None:
-    with door(kind, **files(tmp_path)) as opened, opened.connect(tls=trusting()) as connection:
+    with endpoint(kind, **files(tmp_path)) as opened, opened.connect(tls=trusting()) as connection:
         for _ in range(2):
             assert connection.post({"prompt": "a"}).answer()[0] == 200
         with opened.connect() as plain, pytest.raises((AssertionError, OSError)):
@@ -60,24 +60,24 @@ def test_clients_are_served_over_tls(kind: str, tmp_path: Path) -> None:
 
 
 @both
-def test_protocols_before_1_2_are_refused(kind: str, tmp_path: Path) -> None:
+def test_tls_before_1_2_is_rejected(kind: str, tmp_path: Path) -> None:
     old = trusting()
     old.set_ciphers("DEFAULT:@SECLEVEL=0")
     with pytest.warns(DeprecationWarning):
         old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
-    with door(kind, **files(tmp_path)) as opened, pytest.raises((ssl.SSLError, OSError)):
+    with endpoint(kind, **files(tmp_path)) as opened, pytest.raises((ssl.SSLError, OSError)):
         opened.connect(tls=old)
 
 
 @both
-def test_a_handshake_that_does_not_come_is_cut(kind: str, tmp_path: Path) -> None:
-    with door(kind, timeout_headers=0.4, **files(tmp_path)) as opened, opened.connect() as connection:
+def test_missing_tls_handshake_times_out(kind: str, tmp_path: Path) -> None:
+    with endpoint(kind, timeout_headers=0.4, **files(tmp_path)) as opened, opened.connect() as connection:
         assert connection.closed_within(3) > 0.3
 
 
 @both
-def test_handshakes_count_as_connections(kind: str, tmp_path: Path) -> None:
-    with door(kind, limit_concurrency=2, **files(tmp_path)) as opened:
+def test_pending_handshakes_count_as_connections(kind: str, tmp_path: Path) -> None:
+    with endpoint(kind, limit_concurrency=2, **files(tmp_path)) as opened:
         silent = [opened.connect() for _ in range(2)]
         with opened.connect(tls=trusting()) as other:
             assert other.error() == (503, "too_many_connections")
@@ -86,11 +86,11 @@ def test_handshakes_count_as_connections(kind: str, tmp_path: Path) -> None:
 
 
 @both
-def test_clients_may_need_a_certificate_of_their_own(kind: str, tmp_path: Path) -> None:
+def test_client_certificates_can_be_required(kind: str, tmp_path: Path) -> None:
     settings = {**files(tmp_path), "ssl_ca_certs": str(tmp_path / "ca.pem")}
     known = trusting()
     CA.issue_cert("client").configure_cert(known)
-    with door(kind, **settings) as opened:
+    with endpoint(kind, **settings) as opened:
         with opened.connect(tls=known) as connection:
             assert connection.head("GET /health").answer()[0] == 200
         with pytest.raises((AssertionError, OSError)), opened.connect(tls=trusting()) as unknown:
@@ -98,17 +98,17 @@ def test_clients_may_need_a_certificate_of_their_own(kind: str, tmp_path: Path) 
 
 
 @both
-def test_a_changed_certificate_is_taken_and_streams_go_on(
+def test_changed_certificate_is_reloaded_without_closing_connections(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "_REFRESH_SECONDS", 0.05)
     other = trustme.CA()
-    with door(kind, **files(tmp_path)) as opened, opened.connect(tls=trusting()) as running:
+    with endpoint(kind, **files(tmp_path)) as opened, opened.connect(tls=trusting()) as running:
         assert running.head("GET /health").answer()[0] == 200
         (tmp_path / "key.pem").write_text("torn")
         time.sleep(0.2)
         with opened.connect(tls=trusting()) as connection:
-            assert connection.head("GET /health").answer()[0] == 200, "half of a change was taken"
+            assert connection.head("GET /health").answer()[0] == 200, "loaded a half-written change"
         files(tmp_path, ca=other)
         until(lambda: _serves(opened.port, trusting(other)))
         assert not _serves(opened.port, trusting())
@@ -123,9 +123,9 @@ def _serves(port: int, tls: ssl.SSLContext) -> bool:
         return False
 
 
-def test_a_slow_reader_behind_tls_is_cut_as_well(tmp_path: Path) -> None:
+def test_slow_tls_reader_times_out(tmp_path: Path) -> None:
     with (
-        door("server", timeout_write=0.5, **files(tmp_path)) as opened,
+        endpoint("server", timeout_write=0.5, **files(tmp_path)) as opened,
         opened.connect(tls=trusting(), window=4096) as connection,
     ):
         opened.inner.reply, opened.inner.pause_after = (lambda _: b"a" * 390), 380
@@ -135,7 +135,7 @@ def test_a_slow_reader_behind_tls_is_cut_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "field", "said"),
+    ("damage", "field", "message"),
     [
         ({"ssl_certfile": "/nowhere"}, "--ssl-certfile", "cannot read"),
         ({"ssl_keyfile": "/nowhere"}, "--ssl-keyfile", "cannot read"),
@@ -147,21 +147,21 @@ def test_a_slow_reader_behind_tls_is_cut_as_well(tmp_path: Path) -> None:
         ({"ssl_certfile": None}, "--ssl-keyfile", "--ssl-certfile"),
     ],
 )
-def test_what_cannot_be_used_is_said_at_the_start(
-    tmp_path: Path, damage: dict[str, str | None], field: str, said: str
+def test_unusable_tls_settings_fail_at_startup(
+    tmp_path: Path, damage: dict[str, str | None], field: str, message: str
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
     files(other)
     settings = files(tmp_path)
-    places = {"KEY": settings["ssl_keyfile"], "CERT": settings["ssl_certfile"], "OTHER": str(other / "key.pem")}
-    changed = {name: places.get(value, value) if value else None for name, value in damage.items()}
-    with pytest.raises(ConfigError, match=said) as caught:
+    paths = {"KEY": settings["ssl_keyfile"], "CERT": settings["ssl_certfile"], "OTHER": str(other / "key.pem")}
+    changed = {name: paths.get(value, value) if value else None for name, value in damage.items()}
+    with pytest.raises(ConfigError, match=message) as caught:
         ServingTls.of(ServerConfig(**{**settings, **changed}))
     assert caught.value.field == field and caught.value.exit_code == 2
 
 
-def test_an_encrypted_key_needs_its_password(tmp_path: Path) -> None:
+def test_encrypted_key_needs_its_password(tmp_path: Path) -> None:
     from cryptography.hazmat.primitives.serialization import (
         BestAvailableEncryption,
         Encoding,
@@ -180,17 +180,17 @@ def test_an_encrypted_key_needs_its_password(tmp_path: Path) -> None:
     assert ServingTls.of(ServerConfig(**settings, ssl_keyfile_password="open sesame"))
 
 
-@pytest.mark.parametrize(("days", "said"), [(-1, "expired on"), (3, "expires on"), (30, None)])
-def test_a_certificate_that_expires_is_warned_about(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, days: int, said: str | None
+@pytest.mark.parametrize(("days", "message"), [(-1, "expired on"), (3, "expires on"), (30, None)])
+def test_expiring_certificate_is_logged_as_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, days: int, message: str | None
 ) -> None:
     with caplog.at_level(logging.WARNING):
         ServingTls.of(ServerConfig(**files(tmp_path, days=days)))
-    assert [said in record.getMessage() for record in caplog.records] == ([] if said is None else [True])
+    assert [message in record.getMessage() for record in caplog.records] == ([] if message is None else [True])
 
 
 @in_loop
-async def test_a_router_trusts_the_authority_of_its_workers(tmp_path: Path) -> None:
+async def test_router_trusts_the_ca_of_its_workers(tmp_path: Path) -> None:
     settings = files(tmp_path)
     ca = str(tmp_path / "ca.pem")
     with live(**settings) as server:
@@ -213,8 +213,8 @@ async def _over_tls(url: str) -> tuple[int, bytes]:
 
 
 @in_loop
-async def test_a_server_registers_over_tls(tmp_path: Path) -> None:
-    secret = "a secret of the cluster"
+async def test_server_registers_over_tls(tmp_path: Path) -> None:
+    secret = "cluster secret"
     settings = files(tmp_path)
     async with routed(router_secret=secret, **settings) as gateway:
         admin = gateway.admin.replace("http://127.0.0.1", "https://localhost")
@@ -222,13 +222,13 @@ async def test_a_server_registers_over_tls(tmp_path: Path) -> None:
         with ExitStack() as stack:
             await asyncio.to_thread(stack.enter_context, live(**shared))
             await asyncio.sleep(0.3)
-            assert not gateway.router.workers(), "a router that is not trusted got the secret"
+            assert not gateway.router.workers(), "an untrusted router got the secret"
             await asyncio.to_thread(stack.enter_context, live(router_ca_certs=str(tmp_path / "ca.pem"), **shared))
             await eventually(lambda: [each.url for each in gateway.router.workers()] == ["https://localhost:1"])
             await asyncio.to_thread(stack.close)
 
 
-def test_authorities_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+def test_unusable_ca_file_is_named_by_its_flag(tmp_path: Path) -> None:
     files(tmp_path)
     with pytest.raises(ConfigError) as caught:
         client_context(str(tmp_path / "key.pem"), "--worker-ca-certs", GatewayConfig())
@@ -237,8 +237,8 @@ def test_authorities_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 
 @both
-def test_garbage_instead_of_a_handshake_harms_nobody(kind: str, tmp_path: Path) -> None:
-    with door(kind, **files(tmp_path)) as opened:
+def test_garbage_handshakes_do_not_affect_other_clients(kind: str, tmp_path: Path) -> None:
+    with endpoint(kind, **files(tmp_path)) as opened:
         for garbage in (b"\x00" * 5000, os.urandom(3000), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b""):
             with opened.connect() as connection:
                 connection.send(garbage)

@@ -1,4 +1,4 @@
-"""`python -m tests.mutants [NAME ...]`: every mutant is killed, or the session fails."""
+"""`python -m tests.mutants [NAME ...]`: fail unless every mutant is killed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 
 from tests.mutants.catalog import MUTANTS, NOT_APPLICABLE
 from tests.mutants.copies import mutated, pristine, runner
-from tests.mutants.groups import Group, asked_first, groups, in_order, known_killers, remember_killers
+from tests.mutants.groups import Group, groups, in_order, killer_group, known_killers, remember_killers
 from tests.mutants.mutant import DoesNotApply, Mutant
 from tests.mutants.session import Baseline, Fate, SessionFault, baseline, judge
 
 
 def main() -> int:
-    """Print what became of each mutant; return 0 if all of them were killed, 1 otherwise."""
+    """Print the verdict of each mutant; return 0 if all of them were killed, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to judge; all if none is named")
-    parser.add_argument("--jobs", type=int, default=2, help="how many mutants to judge side by side (default: 2)")
-    parser.add_argument("--remember", action="store_true", help="note which test killed each mutant, to ask it first")
-    parser.add_argument("--list", action="store_true", help="show names and laws, run nothing")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to judge (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of mutants to judge in parallel (default: 2)")
+    parser.add_argument("--remember", action="store_true", help="record the killer of each mutant, to run it first")
+    parser.add_argument("--list", action="store_true", help="list names and invariants without running anything")
     options = parser.parse_args()
     unknown = set(options.names) - {mutant.name for mutant in MUTANTS}
     if unknown:
@@ -59,17 +59,17 @@ def _session(chosen: Sequence[Mutant], jobs: int, *, remember: bool) -> int:
     if remember:
         remember_killers(killers, {mutant.name for mutant in MUTANTS})
     for missing in NOT_APPLICABLE:
-        print(f"{missing.name:<44} NOT APPLICABLE, {missing.reason} (law {missing.law})")
+        print(f"{missing.name:<44} NOT APPLICABLE, {missing.reason} (invariant {missing.law})")
     print(f"{len(chosen) - len(failed)} of {len(chosen)} mutants killed in {_time(time.monotonic() - began)}")
     for mutant in failed:
-        print(f"missing: a test of law {mutant.law} that kills {mutant.name}")
+        print(f"missing: a test of invariant {mutant.law} that kills {mutant.name}")
     return 1 if failed else 0
 
 
 def _in_turn(
     original: Path, found: tuple[Group, ...], chosen: Sequence[Mutant], measured: Baseline, jobs: int
 ) -> Iterator[tuple[Mutant, str | None, str]]:
-    """Judge every mutant; yield each as it is done, the test that killed it if one did, and a line of progress."""
+    """Judge every mutant; yield each with the test that killed it, if any, and a line of progress."""
     began = time.monotonic()
     killers = known_killers()
     with ThreadPoolExecutor(jobs) as pool:
@@ -89,7 +89,7 @@ def _judged(
 ) -> tuple[str | None, str]:
     passed = {name: run.passed for name, run in measured.runs.items()}
     ordered = in_order(found, mutant, measured.seconds)
-    first = asked_first(last_killer, ordered, passed)
+    first = killer_group(last_killer, ordered, passed)
     try:
         with mutated(original, mutant) as copy:
             verdict = judge(ordered if first is None else (first, *ordered), runner(copy), measured)

@@ -1,4 +1,4 @@
-"""Faults of admission: who waits for what, who is woken, and whose turn it is."""
+"""Faults of admission: wait reasons, wake-ups and fairness."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ POLICIES = "scheduling/policies.py"
 PREFIXES = "scheduling/prefixes.py"
 WAITING = "scheduling/waiting/queue.py"
 
-_WAIT = "2.6: whoever can compute does; a wait for the prefix of another request is bounded"
-_SHARE = "policy `fair`: tenants that ask get equal shares of the tokens that are used"
+_WAIT = "2.6: no computable request waits; a wait for the prefix of another request is bounded"
+_SHARE = "policy `fair`: active tenants get equal shares of the computed tokens"
 
 MUTANTS = (
     mutant(
-        "a-prefix-that-was-given-up-wakes-nobody",
+        "abandoned-prefix-wakes-no-waiter",
         _WAIT,
         (PREFIXES, "            if key not in self.computing:\n                self._on_end(key)\n", ""),
     ),
     mutant(
-        "a-prefix-that-is-complete-wakes-nobody",
+        "completed-prefix-wakes-no-waiter",
         _WAIT,
         (PREFIXES, "                self._on_end(chain[index])\n", ""),
     ),
     mutant(
-        "a-wait-for-a-prefix-has-no-bound",
+        "prefix-wait-is-unbounded",
         _WAIT,
         (ADMISSIONS, "park(request, key, step + _MAX_PREFIX_WAIT_STEPS + 2 * steps)", "park(request, key)"),
     ),
     mutant(
-        "who-waited-long-enough-waits-again",
+        "expired-prefix-wait-starts-again",
         _WAIT,
         (ADMISSIONS, "None if request.arrival in self._prefix_wait_expired else self._prefixes", "self._prefixes"),
     ),
     mutant(
-        "a-fetch-holds-back-whoever-has-its-prompt",
+        "fetch-delays-requests-with-the-same-prompt",
         _WAIT,
         (
             ADMISSIONS,
@@ -47,18 +47,18 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "who-waits-behind-one-that-does-not-fit-is-looked-at",
-        "2.6: planning costs the same however many requests wait",
+        "requests-after-a-blocked-one-are-examined",
+        "2.6: the cost of planning is independent of the queue length",
         (ADMISSIONS, "if self._blocked is not None:", "if False:"),
     ),
     mutant(
-        "one-that-does-not-fit-is-never-looked-at-again",
-        "2.6: whoever can compute does",
+        "blocked-request-is-never-retried",
+        "2.6: no computable request waits",
         (ADMISSIONS, " and freed == pool.num_freed and step - since < _RETRY_STEPS", ""),
     ),
     mutant(
-        "what-an-abort-decides-is-dropped",
-        "1.7: abort frees everything, and hurries what a request was waiting for",
+        "effects-of-an-abort-are-dropped",
+        "1.7: abort frees everything and cancels pending operations",
         (
             SCHEDULER,
             "            self._admission_planner.remove(request)\n",
@@ -66,27 +66,27 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-preempted-request-does-not-wait-for-its-save",
-        "5.2: on return the stored prefix is used",
+        "preempted-request-does-not-wait-for-its-save",
+        "5.2: the stored prefix is used on readmission",
         (OFFLOADING, "            return request.save\n", "            return None\n"),
     ),
     mutant(
-        "a-save-says-nothing-about-the-host",
-        "5.2: a preempted request that returns does not look up what was just saved",
+        "save-does-not-update-host-keys",
+        "5.2: readmission does not look up blocks that were just saved",
         (OFFLOADING, "            if answer.operation in self._partial_saves:\n", "            if True:\n"),
     ),
     mutant(
-        "a-charge-is-never-corrected",
+        "fair-charge-is-never-corrected",
         _SHARE,
         (POLICIES, "            self._clocks[tenant] += num_computed - charge\n", ""),
     ),
     mutant(
-        "a-tenant-that-was-idle-saves-up",
+        "idle-tenant-accumulates-credit",
         _SHARE,
         (POLICIES, "max(self._clocks.get(tenant, 0), self._now)", "self._clocks.get(tenant, 0)"),
     ),
     mutant(
-        "a-turn-that-fell-is-noticed-late",
+        "lowered-turn-is-noticed-late",
         _SHARE,
         (WAITING, "            if name in self._flows:\n                self._enter(name)\n", "            pass\n"),
     ),

@@ -1,4 +1,4 @@
-"""Faults against section 3 of the protocol: who owns a KV block, and when it may be used again."""
+"""Faults against section 3 of the protocol: owners of KV blocks, and when a block may be reused."""
 
 from __future__ import annotations
 
@@ -17,70 +17,70 @@ PREFIXES = "scheduling/prefixes.py"
 _RELEASE = "self._pool.release(slots.take_blocks(slot), int(slots.last_step[slot]))"
 _SETTLED = "upto = plan.starts[rows] + plan.num_tokens[rows]"
 
-_TOLD = "whoever follows the events knows exactly what the pool knows"
+_EVENTS = "published events reproduce the content of the pool"
 _ACQUIRED = "            del (self._pinned if self._pins[block] else self._cached)[block]\n"
 
 MUTANTS = (
     mutant(
-        "an-eviction-is-not-told", _TOLD, (POOL, "            self._recorder.removed(keys)\n", "            pass\n")
+        "eviction-is-not-published", _EVENTS, (POOL, "            self._recorder.removed(keys)\n", "            pass\n")
     ),
     mutant(
-        "events-are-told-in-reverse",
-        _TOLD,
+        "events-are-published-in-reverse",
+        _EVENTS,
         (EVENTS, "self._size = tuple(self._events), [], 0", "self._size = tuple(self._events[::-1]), [], 0"),
     ),
     mutant(
-        "the-path-to-a-stored-block-is-not-told",
-        _TOLD,
+        "path-of-a-stored-block-is-not-published",
+        _EVENTS,
         (EVENTS, "            start -= 1\n", "            break\n"),
     ),
     mutant(
-        "a-path-is-told-as-held",
-        _TOLD,
+        "ancestors-are-published-as-held",
+        _EVENTS,
         (EVENTS, "        self.removed([key for key in keys if not holds(key)])\n", ""),
     ),
     mutant(
-        "a-salted-prefix-is-told",
-        "prompts of one salt are nothing to another",
+        "salted-prefix-is-published",
+        "prompts of different salts share nothing",
         (PREFIXES, "not (request.spec.cache_salt or request.spec.adapter)", "not request.spec.adapter"),
     ),
     mutant(
         "free-with-a-step-in-flight",
-        "3.2: a block leaves fenced only when the last step that touches it was answered",
+        "3.2: a block leaves fenced only when the last step that touches it has completed",
         (RESIDENCIES, _RELEASE, _RELEASE.replace("int(slots.last_step[slot])", "-1")),
     ),
     mutant(
-        "the-fence-is-one-step-short",
-        "3.2: a block leaves fenced only when the last step that touches it was answered",
+        "fence-is-one-step-short",
+        "3.2: a block leaves fenced only when the last step that touches it has completed",
         (RESIDENCIES, _RELEASE, _RELEASE.replace("[slot]))", "[slot]) - 1)")),
     ),
     mutant(
-        "the-pool-does-not-fence",
-        "3.2: a block leaves fenced only when the last step that touches it was answered",
+        "pool-does-not-fence",
+        "3.2: a block leaves fenced only when the last step that touches it has completed",
         (POOL, "            if step <= self._answered:\n", "            if step >= 0:\n"),
     ),
     mutant(
-        "the-pool-lifts-a-fence-one-step-early",
-        "3.2: a block leaves fenced only when the last step that touches it was answered",
+        "pool-lifts-a-fence-one-step-early",
+        "3.2: a block leaves fenced only when the last step that touches it has completed",
         (POOL, "self._answered = max(self._answered, step)", "self._answered = max(self._answered, step + 1)"),
     ),
     mutant(
-        "a-fence-forgets-the-other-owners",
-        "3.2: the last step scheduled to touch a block counts, whoever scheduled it",
+        "fence-ignores-other-owners",
+        "3.2: the last scheduled step that touches a block counts, for any owner",
         (POOL, "self._fence[blocks] = np.maximum(self._fence[blocks], fence)", "self._fence[blocks] = fence"),
     ),
     mutant(
         "free-while-another-owner-holds-it",
-        "3.1: a reference count equals the number of owners; no free block is in any table",
+        "3.1: a reference count equals the number of owners; no free block is in a block table",
         (POOL, "orphans = blocks[self._references[blocks] == 0][::-1]", "orphans = blocks[::-1]"),
     ),
     mutant(
-        "a-shared-block-has-one-owner",
+        "shared-block-has-one-owner",
         "3.1: a reference count equals the number of owners",
         (POOL, "        self._references[blocks] += 1\n", "        self._references[blocks] = 1\n"),
     ),
     mutant(
-        "blocks-are-not-given-up",
+        "blocks-are-not-released",
         "3.6: at idle every gauge equals its value at start",
         (
             RESIDENCIES,
@@ -89,8 +89,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "matching-evicts-what-it-matched",
-        "3.3: matching a prefix never evicts what it matched",
+        "matching-evicts-the-matched-blocks",
+        "3.3: matching a prefix never evicts the matched blocks",
         (ADMISSIONS, "            pool.acquire(matched)\n            fits", "            fits"),
         (
             ADMISSIONS,
@@ -99,8 +99,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-fenced-block-matches",
-        "3.2: a fenced block gets no owner before its fence was answered",
+        "fenced-block-matches",
+        "3.2: a fenced block gets no owner before its fence has completed",
         (
             POOL,
             "            if found[index] not in self._cached and found[index] not in self._pinned:\n",
@@ -109,23 +109,23 @@ MUTANTS = (
         (POOL, _ACQUIRED, "            (self._pinned if self._pins[block] else self._cached).pop(block, None)\n"),
     ),
     mutant(
-        "a-block-that-is-read-is-no-prefix",
-        "3.3: what is known of a prefix stays known while nobody else needs its blocks",
+        "pinned-block-does-not-match",
+        "3.3: a cached prefix stays cached while its blocks are not needed",
         (POOL, " and found[index] not in self._pinned:\n", ":\n"),
     ),
     mutant(
-        "a-block-that-is-read-has-an-owner-and-is-fenced",
+        "pinned-block-counts-as-owned",
         "3.1: blocks are partitioned into free, owned and fenced",
         (POOL, _ACQUIRED, "            self._cached.pop(block, None)\n"),
     ),
     mutant(
-        "fenced-blocks-do-not-count-before-a-victim-is-chosen",
+        "fenced-blocks-are-ignored-when-choosing-a-victim",
         "3.4: fenced blocks are counted before another victim is chosen: no cascade",
         (PLANNER, "while blocks is None and len(stalled) >= self._pool.num_fenced:", "while blocks is None:"),
     ),
     mutant(
-        "admission-in-a-pass-that-preempted",
-        "3.4: no cascade; who is admitted in a pass that preempted takes what the victim gave",
+        "admission-in-a-pass-with-preemption",
+        "3.4: no cascade; an admission in a pass with preemption uses the victim's blocks",
         (
             PLANNER,
             "        if builder.preempted:\n            self._times",
@@ -139,36 +139,36 @@ MUTANTS = (
     ),
     mutant(
         "positions-in-flight-are-registered",
-        "3.5: only positions answered by an output are hashed",
+        "3.5: only positions with a completed output are hashed",
         (OUTPUTS, _SETTLED, "upto = slots.num_computed[rows_of]"),
     ),
     mutant(
-        "a-prefix-keeps-its-second-holder",
+        "prefix-names-a-second-block",
         "3.1: a prefix names one block",
         (POOL, "if key in self._block_of or block in self._key_of:", "if block in self._key_of:"),
     ),
     mutant(
-        "a-reused-block-keeps-its-prefix",
-        "3.5: a block answers for a prefix only while it holds it",
+        "reused-block-keeps-its-prefix",
+        "3.5: a block matches a prefix only while it holds it",
         (POOL, "            del self._block_of[key]\n", "            self._block_of[key] = self._block_of[key]\n"),
     ),
     mutant(
-        "a-prefill-that-left-still-claims-its-prefix",
-        "1.7: everything a request holds is freed exactly once",
+        "finished-prefill-still-claims-its-prefix",
+        "1.7: all resources of a request are freed exactly once",
         (RESIDENCIES, "        if request.announced:\n", "        if False:\n"),
     ),
     mutant(
-        "the-hash-ignores-the-salt",
+        "hash-ignores-the-salt",
         "5.3: tenants do not share KV",
         (PREFIX, "+ model + salt.encode()", "+ model"),
     ),
     mutant(
-        "the-scheduler-ignores-the-salt",
+        "scheduler-ignores-the-salt",
         "5.3: tenants do not share KV",
         (SCHEDULER, "self._prefixes.root(spec.cache_salt,", 'self._prefixes.root("",'),
     ),
     mutant(
-        "the-hash-ignores-the-parent",
+        "hash-ignores-the-parent",
         "5.3: keys chain over the parent hash",
         (PREFIX, "state.update(parent + data", "state.update(root + data"),
     ),

@@ -1,6 +1,6 @@
-"""Faults against section 2 of the protocol: what a step may compute, and who yields when it is tight.
+"""Faults against section 2 of the protocol: the tokens of a step, and who yields when the budget is tight.
 
-FastDeploy changed its formula three times in ten days; each of them stands here in place of the exact accounting.
+FastDeploy changed its formula three times in ten days; each of them replaces the exact accounting here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _RESERVED_BEFORE = (
     "        granted = wanted[chosen]\n"
     "        builder.budget.take(len(chosen))\n",
 )
-"""Decodes are charged one token each: their drafts were paid for by the reserve."""
+"""Charges one token for each decode, as if the reserve had paid for its drafts."""
 _SMALLEST = "    if budget < 1 + max_drafts:\n"
 
 MUTANTS = (
     mutant(
-        "one-token-a-decode-whatever-it-drafts",
+        "decodes-are-charged-one-token",
         "2: a decode is charged 1 + its drafts",
         (BUDGET, "    budget.take(int(granted.sum()))\n", ""),
     ),
     mutant(
-        "one-token-a-decode-and-drafts-as-they-like",
+        "decodes-are-charged-one-token-with-unlimited-drafts",
         "2: a decode is charged 1 + its drafts",
         (
             BUDGET,
@@ -43,7 +43,7 @@ MUTANTS = (
     ),
     mutant(
         "reserve-for-every-slot-with-a-floor",
-        "2.1: no blanket reserve for max_num_seqs, no floor, no magic number",
+        "2.1: no blanket reserve for max_num_seqs, no floor, no arbitrary constant",
         (
             PLANNER,
             _LIMIT,
@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     mutant(
         "reserve-for-every-slot-without-a-floor",
-        "2.4: budget equal to the decode demand still makes progress",
+        "2.4: a budget equal to the decode demand makes progress",
         (
             PLANNER,
             _LIMIT,
@@ -67,7 +67,7 @@ MUTANTS = (
     ),
     mutant(
         "reserve-for-every-decode",
-        "2.4: budget equal to the decode demand still makes progress",
+        "2.4: a budget equal to the decode demand makes progress",
         (
             PLANNER,
             _LIMIT,
@@ -79,8 +79,8 @@ MUTANTS = (
         _RESERVED_BEFORE,
     ),
     mutant(
-        "refuse-a-budget-below-the-largest-decode-demand",
-        "2.5: only a budget below 1 + k is refused",
+        "budget-below-the-largest-decode-demand-is-rejected",
+        "2.5: only a budget below 1 + k is rejected",
         (
             "config/__init__.py",
             _SMALLEST,
@@ -88,13 +88,13 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "accept-a-budget-below-one-decode",
-        "2.5: a configuration that cannot keep the rule is refused at start",
+        "budget-below-one-decode-is-accepted",
+        "2.5: a configuration that violates the rule is rejected at startup",
         ("config/__init__.py", _SMALLEST, "    if budget < 1:\n"),
     ),
     mutant(
-        "prefills-go-first",
-        "2.2: a decode is left out only in rotation",
+        "prefills-are-planned-first",
+        "2.2: a decode is skipped only in rotation",
         (
             PLANNER,
             _DECODES + _PREFILLS,
@@ -102,8 +102,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-decode-is-left-out-before-drafts-shrink",
-        "2.2: drafts are the first to shrink",
+        "decode-is-skipped-before-drafts-shrink",
+        "2.2: drafts shrink first",
         (
             BUDGET,
             "    if count >= budget.left:\n",
@@ -116,12 +116,12 @@ MUTANTS = (
     ),
     mutant(
         "no-rotation",
-        "2.2: a decode is left out only in rotation, so every request advances",
+        "2.2: a decode is skipped only in rotation, so every request advances",
         (BUDGET, "np.lexsort(((np.arange(count) - first) % max(count, 1), last_step))", "np.arange(count)"),
     ),
     mutant(
         "lower-slots-run-more-often",
-        "2.2: a decode is left out only in rotation, so every request advances",
+        "2.2: a decode is skipped only in rotation, so every request advances",
         (
             BUDGET,
             "np.lexsort(((np.arange(count) - first) % max(count, 1), last_step))",
@@ -129,13 +129,13 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "an-unfinished-prefill-starves",
+        "unfinished-prefill-starves",
         "2.2: every request advances",
         (PLANNER, "        if len(decoding) >= builder.budget.left:\n            decoding = rows\n", ""),
     ),
     mutant(
-        "an-aborted-request-is-charged",
-        "2.3: what an aborted request was charged in the same pass is refunded",
+        "aborted-request-is-charged",
+        "2.3: the charge of a request aborted in the same pass is refunded",
         (
             PLANNER,
             "                self._running_batch.revoke(slot_of(request), request, builder)\n",
@@ -144,8 +144,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-preempted-request-is-charged",
-        "2.3: what a preempted request was charged in the same pass is refunded",
+        "preempted-request-is-charged",
+        "2.3: the charge of a request preempted in the same pass is refunded",
         (
             PLANNER,
             _DECODES,
@@ -153,7 +153,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-cached-prefix-is-charged",
+        "cached-prefix-is-charged",
         "2.1: the chunk is charged after the cached prefix",
         (
             ADMISSIONS,
@@ -163,17 +163,17 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "the-runner-does-not-count",
-        "2: tokens are counted where the runner builds its input",
+        "runner-reports-no-token-count",
+        "2: the runner counts the tokens of its input",
         ("runner/inputs/inputs.py", "    if total > limits.max_num_batched_tokens:\n", "    if total < 0:\n"),
     ),
     mutant(
         "padding-is-not-charged",
-        "2.1: the alignment that the backend declares is charged",
+        "2.1: the declared alignment of the backend is charged",
         ("runner/inputs/inputs.py", "int(counts.sum()) if shape is None else shape[0] * shape[1]", "int(counts.sum())"),
     ),
     mutant(
-        "a-new-residency-is-charged-for-drafts-of-the-one-before",
+        "readmission-is-charged-for-earlier-drafts",
         "2.1: the charge is the request's real number of drafts",
         (
             "scheduling/running/slots.py",
@@ -182,8 +182,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "drafts-of-an-earlier-gen-are-believed",
-        "2.1, 1.5: an output applies to the gen that it names, and the charge is the real number of drafts",
+        "drafts-of-an-earlier-gen-are-accepted",
+        "2.1, 1.5: an output applies to its own gen, and the charge is the real number of drafts",
         (
             "scheduling/running/output_processor.py",
             "current = (slots.last_step <= plan.step) & (slots.gen == output.gens)",
@@ -191,12 +191,12 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-plan-can-be-written",
-        "8: a scheduler returns frozen values",
+        "plan-is-mutable",
+        "8: scheduler outputs are frozen",
         ("scheduling/running/plan.py", "for column in (slots, gens,", "for column in (gens,"),
     ),
     mutant(
-        "every-request-is-expected-to-have-forced-tokens",
+        "all-requests-are-planned-with-forced-tokens",
         "2.1: a request is charged its real number of drafts",
         (PLANNER, "self._drafts.most(sampling)", "self._limits.max_drafts"),
     ),

@@ -1,4 +1,4 @@
-"""All mutants, in the order in which they run."""
+"""All mutants, in the order of judgement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of the package, with and without a fault, and pytest on them."""
+"""Copies of the package with and without a fault, and pytest runs on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LINE = msgspec.json.Decoder(Line)
 
 @contextmanager
 def pristine() -> Iterator[Path]:
-    """Give a copy of the package and its tests without a fault, in which compiled files are kept for other copies."""
+    """Yield a fault-free copy of the package and its tests, in which compiled files are kept for other copies."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder)
         ignored = shutil.ignore_patterns("__pycache__", "*.so", ".*")
@@ -40,13 +40,13 @@ def pristine() -> Iterator[Path]:
 
 @contextmanager
 def mutated(original: Path, mutant: Mutant) -> Iterator[Path]:
-    """Give a copy of `original` with the fault in it. Raises `DoesNotApply` if the code has moved away from it."""
+    """Yield a copy of `original` with the fault. Raises `DoesNotApply` if the quoted code no longer exists."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder, "copy")
         shutil.copytree(original, copy)
         mutant.apply(copy / "fd_core")
         for edit in mutant.edits:
-            # Python recognises a changed file by its size and by its time in whole seconds, which may be the same.
+            # Python detects changed files by size and time in whole seconds, both of which may be equal.
             source = copy / "fd_core" / edit.file
             for compiled in source.parent.glob(f"__pycache__/{source.stem}.*.pyc"):
                 compiled.unlink()
@@ -54,7 +54,7 @@ def mutated(original: Path, mutant: Mutant) -> Iterator[Path]:
 
 
 def runner(copy: Path, *options: str) -> RunGroup:
-    """Return what runs groups of tests on `copy`, each in a process of its own, with more options for pytest."""
+    """Return a function that runs groups of tests on `copy`, each in a separate process with further pytest options."""
 
     def run(group: Group, limits: GroupLimits, skip: frozenset[str]) -> GroupRun:
         with tempfile.TemporaryDirectory(prefix="mutant-run-") as folder:
@@ -79,7 +79,7 @@ def _run(
         "-p",
         "tests.mutants.quick",
     ]
-    # Without a root of its own the copy would take settings, and names of tests, from the folders above it.
+    # Without its own rootdir, pytest would take settings and test names from the parent folders.
     command += [f"--rootdir={copy}", f"--mutant-order={order}", f"--basetemp={scratch / 'tmp'}"]
     command += [*options, *group.files]
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
@@ -96,15 +96,15 @@ def _run(
     if code is None:
         running = [line.test for line in lines if isinstance(line, Began) and line.test not in ended]
         return GroupRun(seconds, passed, hung=running[0] if running else group.name)
-    # Where all that is left was left out pytest finds no test, which is no fault.
+    # If all remaining tests were deselected, pytest finds none, which is no failure.
     if code != 0 and not (code == 5 and skip):
         raise SessionFault(f"pytest ended with {code} on the group {group.name}:\n{text[-2000:]}")
     return GroupRun(seconds, passed)
 
 
 def _finished(command: list[str], folder: Path, environment: dict[str, str], limit: float) -> tuple[int | None, str]:
-    """Return exit code and output; after `limit` seconds the code is None and every process of the run is gone."""
-    # Output goes to a file, since whoever a test left behind would keep a pipe open.
+    """Return exit code and output; after `limit` seconds the code is None and all processes of the run are killed."""
+    # Output goes to a file: processes that a test leaks would keep a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

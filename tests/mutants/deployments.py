@@ -1,4 +1,4 @@
-"""Faults of deployments: which processes live, and how many of them."""
+"""Faults of deployments: which processes run, and how many."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from tests.mutants.mutant import mutant
 
 CONTROLLER = "cluster/controller.py"
 SCALING = "cluster/scaling.py"
-RESTART = "deployments: what dies is started again, and what cannot start is given up"
-ROOM = "deployments: a lost node is waited for"
-DRAIN = "deployments: who leaves ends its requests first"
-SIZE = "deployments: a group has as many processes as its policy and its bounds say"
+RESTART = "deployments: exited processes are restarted, those that cannot start are abandoned"
+ROOM = "deployments: a lost node is awaited"
+DRAIN = "deployments: a stopping process finishes its requests first"
+SIZE = "deployments: the size of a group follows its policy within its bounds"
 
 MUTANTS = (
     mutant(
-        "a-start-that-failed-is-tried-again-at-once",
+        "failed-start-is-retried-without-backoff",
         RESTART,
         (
             CONTROLLER,
@@ -22,22 +22,22 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "failed-starts-have-no-end",
+        "failed-starts-are-unlimited",
         RESTART,
         (CONTROLLER, "if not hopeless and group.failures <= limits.max_failures:", "if not hopeless:"),
     ),
     mutant(
-        "what-cannot-ever-start-is-tried-again",
+        "permanent-start-failure-is-retried",
         RESTART,
         (CONTROLLER, "hopeless = end.code in _OWN_FAULT and not group.served", "hopeless = False"),
     ),
     mutant(
-        "a-taken-port-gives-up-a-group-that-served",
+        "port-conflict-ends-a-group-that-has-served",
         RESTART,
         (CONTROLLER, "hopeless = end.code in _OWN_FAULT and not group.served", "hopeless = end.code in _OWN_FAULT"),
     ),
     mutant(
-        "who-served-long-is-replaced-late",
+        "long-running-process-is-restarted-with-backoff",
         RESTART,
         (
             CONTROLLER,
@@ -46,12 +46,12 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "who-is-never-ready-is-kept",
+        "process-that-is-never-ready-is-kept",
         RESTART,
         (CONTROLLER, "if process.phase is ProcessPhase.STARTING and passed > limits.start_seconds:", "if False:"),
     ),
     mutant(
-        "who-stands-still-is-kept",
+        "hung-process-is-kept",
         RESTART,
         (
             CONTROLLER,
@@ -60,17 +60,17 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-time-in-which-nobody-looked-counts",
+        "time-without-health-checks-counts",
         RESTART,
         (CONTROLLER, "        if away <= 0:\n            return\n", "        return\n"),
     ),
     mutant(
-        "a-process-without-a-place-counts-as-a-failed-start",
+        "unplaced-process-counts-as-a-failed-start",
         ROOM,
         (CONTROLLER, "if self.complete and not end.placed:", "if False:"),
     ),
     mutant(
-        "a-process-without-a-place-is-placed-again-at-once",
+        "unplaced-process-is-retried-without-backoff",
         ROOM,
         (
             CONTROLLER,
@@ -79,7 +79,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "workers-leave-before-their-routers",
+        "workers-stop-before-their-routers",
         DRAIN,
         (
             CONTROLLER,
@@ -88,12 +88,12 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-drain-has-no-end",
+        "drain-has-no-deadline",
         DRAIN,
         (CONTROLLER, "and process.deadline is not None and now >= process.deadline:", "and False:"),
     ),
     mutant(
-        "a-drain-is-cut-short",
+        "drain-is-cut-short",
         DRAIN,
         (
             CONTROLLER,
@@ -102,43 +102,43 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "the-second-stop-hurries-nobody",
+        "second-stop-does-not-hurry",
         DRAIN,
         (CONTROLLER, "            return self._hurry(now)\n", "            return []\n"),
     ),
-    mutant("the-oldest-process-leaves", SIZE, (CONTROLLER, "youngest_first = living[::-1]", "youngest_first = living")),
+    mutant("oldest-process-is-stopped", SIZE, (CONTROLLER, "youngest_first = living[::-1]", "youngest_first = living")),
     mutant(
-        "who-serves-leaves-before-who-does-not",
+        "ready-process-is-stopped-before-starting-ones",
         SIZE,
         (CONTROLLER, "sorted(youngest_first, key=lambda each: each.ready)", "youngest_first"),
     ),
     mutant(
-        "a-policy-leaves-the-bounds",
+        "scaling-policy-exceeds-its-bounds",
         SIZE,
         (CONTROLLER, "target = min(max(wanted, group.plan.minimum), group.plan.maximum)", "target = wanted"),
     ),
     mutant(
-        "a-moment-of-too-much-is-enough",
+        "one-overloaded-sample-scales-up",
         SIZE,
         (SCALING, "now - self._too_much_since >= options.up_seconds", "now - self._too_much_since >= 0"),
     ),
     mutant(
-        "a-group-grows-as-its-queue",
+        "scale-up-exceeds-factor-two",
         SIZE,
         (SCALING, "math.ceil(load.ready * min(pressure, 2.0))", "math.ceil(load.ready * pressure)"),
     ),
     mutant(
-        "who-starts-is-not-waited-for",
+        "scale-up-does-not-wait-for-starting-processes",
         SIZE,
         (SCALING, "if load.ready < load.target or not load.ready:", "if not load.ready:"),
     ),
     mutant(
-        "who-would-be-missed-leaves",
+        "busy-group-is-scaled-down",
         SIZE,
         (SCALING, "            and self._pressure(load, others) <= options.room\n", ""),
     ),
     mutant(
-        "who-is-needed-for-its-slots-leaves",
+        "group-is-scaled-down-below-its-running-requests",
         SIZE,
         (SCALING, "            and load.running <= options.room * load.slots * others / load.ready\n", ""),
     ),

@@ -1,4 +1,4 @@
-"""Faults against section 6 of the protocol: who owns leased blocks, until when, and what may be computed on them."""
+"""Faults against section 6 of the protocol: owners and lifetime of leased blocks, and when decoding may start."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ PREFILL = "disagg/prefill/lease.py"
 COMPATIBILITY = "disagg/kv_compatibility.py"
 TICKET = "disagg/ticket.py"
 
-_LATE = "6.2: late writes to an expired lease are refused"
+_LATE = "6.2: late writes to an expired lease are rejected"
 _ONCE = "6.2: duplicates are no-ops"
-_COMMIT = "6.2: the decode side starts after a commit that covers everything, with digest"
+_COMMIT = "6.2: decoding starts after a commit that covers all blocks, with digest"
 _EXPIRES = "6.1: every lease expires"
-_ABORT = "6.1: an abort on either side ends it on both"
-_WINDOW = "6: never more than a window of pieces is on its way without credit"
-_TIME = "6: a lost message that is not a piece costs only time"
-_FITS = "6: sides that do not fit together are refused at the handshake"
-_TICKET = "6: clients cannot send a worker to an address of their choice"
+_ABORT = "6.1: an abort by either worker ends the lease on both"
+_WINDOW = "6: at most one window of pieces is in flight without credit"
+_TIME = "6: losing a message other than a piece costs only time"
+_FITS = "6: incompatible workers are rejected at the handshake"
+_TICKET = "6: clients cannot choose the address that a worker connects to"
 
 _EXPIRY = '        if late := self._clock.expiry_reason(now):\n            return self._break("expired", late)\n'
 _NOT_TAKEN = "index not in self._taking:\n            return []\n        self._taking.remove"
-_TOLD = "return [SendMessage(AbortLease(self._name, reason)), *self._end("
+_SENDS_ABORT = "return [SendMessage(AbortLease(self._name, reason)), *self._end("
 
 MUTANTS = (
     mutant(
-        "a-late-piece-is-taken",
+        "late-piece-is-accepted",
         _LATE,
         (
             DECODE,
@@ -35,36 +35,36 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-late-copy-is-credited",
+        "late-copy-is-credited",
         _LATE,
         (DECODE, f"if self.outcome is not None or {_NOT_TAKEN}", f"if {_NOT_TAKEN}"),
     ),
-    mutant("a-piece-is-taken-twice-at-a-time", _ONCE, (DECODE, "index in self._taking or index in", "index in")),
-    mutant("a-copied-piece-is-taken-again", _ONCE, (DECODE, " or index in self._copied:", ":")),
+    mutant("piece-is-accepted-twice-during-its-copy", _ONCE, (DECODE, "index in self._taking or index in", "index in")),
+    mutant("copied-piece-is-accepted-again", _ONCE, (DECODE, " or index in self._copied:", ":")),
     mutant(
-        "a-block-is-sent-twice", _ONCE, (PREFILL, "            if index not in self._seen:\n", "            if True:\n")
+        "block-is-sent-twice", _ONCE, (PREFILL, "            if index not in self._seen:\n", "            if True:\n")
     ),
-    mutant("a-foreign-piece-is-taken", _LATE, (DECODE, "index not in self._pieces or ", "")),
+    mutant("foreign-piece-is-accepted", _LATE, (DECODE, "index not in self._pieces or ", "")),
     mutant(
         "decoding-starts-before-all-pieces",
         _COMMIT,
         (DECODE, "self._commit is None or len(self._copied) < len(self._pieces)", "self._commit is None"),
     ),
-    mutant("a-commit-before-all-pieces", _COMMIT, (PREFILL, " or len(self._sent) < len(self._pieces):", ":")),
+    mutant("commit-before-all-pieces", _COMMIT, (PREFILL, " or len(self._sent) < len(self._pieces):", ":")),
     mutant(
-        "a-commit-is-not-checked",
+        "commit-digest-is-not-checked",
         _COMMIT,
         (DECODE, "if commit_digest(self._copied) != self._commit.digest:", "if not self._commit.digest:"),
     ),
     mutant(
-        "a-commit-is-of-a-set-of-pieces",
+        "commit-digest-ignores-the-order-of-pieces",
         _COMMIT,
         (LEASE, 'total.update(index.to_bytes(4, "little") + digests[index])', "total.update(digests[index])"),
     ),
-    mutant("a-commit-is-in-order-of-arrival", _COMMIT, (LEASE, "in sorted(digests)", "in digests")),
-    mutant("a-part-of-the-prompt-is-enough", _COMMIT, (DECODE, "if commit.tokens != self._tokens:", "if False:")),
+    mutant("commit-digest-uses-the-order-of-arrival", _COMMIT, (LEASE, "in sorted(digests)", "in digests")),
+    mutant("partial-prompt-counts-as-complete", _COMMIT, (DECODE, "if commit.tokens != self._tokens:", "if False:")),
     mutant(
-        "a-spoiled-piece-is-forgotten",
+        "damaged-piece-is-ignored",
         _COMMIT,
         (
             DECODE,
@@ -73,27 +73,25 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "half-a-prompt-is-waited-for",
+        "partial-prompt-is-awaited",
         _EXPIRES,
         (PREFILL, "        if len(self._seen) < len(self._pieces):\n", "        if not self._seen:\n"),
     ),
-    mutant("the-decode-side-does-not-expire", _EXPIRES, (DECODE, _EXPIRY, "")),
-    mutant("the-prefill-side-does-not-expire", _EXPIRES, (PREFILL, _EXPIRY, "")),
+    mutant("decode-lease-does-not-expire", _EXPIRES, (DECODE, _EXPIRY, "")),
+    mutant("prefill-lease-does-not-expire", _EXPIRES, (PREFILL, _EXPIRY, "")),
     mutant(
-        "a-lease-lasts-as-long-as-it-is-talked-about",
+        "any-message-renews-the-lease",
         _EXPIRES,
         (LEASE, "        if now >= self._end:\n", "        if now >= self._end + 1e6:\n"),
     ),
+    mutant("lost-piece-is-awaited", _EXPIRES, (PREFILL, "        if now >= self._stuck:\n", "        if False:\n")),
     mutant(
-        "a-lost-piece-is-waited-for", _EXPIRES, (PREFILL, "        if now >= self._stuck:\n", "        if False:\n")
-    ),
-    mutant(
-        "a-dead-engine-is-alive",
+        "dead-engine-sends-heartbeats",
         _EXPIRES,
         (PREFILL, "if working or self._final is not None:", "if True:"),
     ),
     mutant(
-        "a-slow-engine-expires",
+        "slow-engine-expires",
         "6: a lease lasts as long as the engine works",
         (
             DECODE,
@@ -101,29 +99,29 @@ MUTANTS = (
             "        if isinstance(message, KVPiece):\n            self._clock.received(now)\n",
         ),
     ),
-    mutant("the-decode-side-aborts-silently", _ABORT, (DECODE, _TOLD, "return [*self._end(")),
+    mutant("decode-worker-aborts-silently", _ABORT, (DECODE, _SENDS_ABORT, "return [*self._end(")),
     mutant(
-        "the-prefill-side-aborts-silently",
+        "prefill-worker-aborts-silently",
         _ABORT,
-        (PREFILL, _TOLD.replace("Abort", "messages.Abort"), "return [*self._end("),
+        (PREFILL, _SENDS_ABORT.replace("Abort", "messages.Abort"), "return [*self._end("),
     ),
     mutant(
-        "the-prefill-side-ignores-an-abort",
+        "prefill-worker-ignores-an-abort",
         _ABORT,
         (PREFILL, 'return self._end("aborted", reason or "the decode worker aborted the lease")', "return []"),
     ),
     mutant(
-        "the-decode-side-ignores-an-abort",
+        "decode-worker-ignores-an-abort",
         _ABORT,
         (DECODE, 'return self._end("lost", reason or "the prefill worker aborted the lease")', "return []"),
     ),
     mutant(
-        "the-request-goes-on-without-its-lease",
+        "request-continues-without-its-lease",
         _ABORT,
         (PREFILL, "abort and self._final is None)", "abort and self._final is not None)"),
     ),
     mutant(
-        "a-lease-ends-twice",
+        "lease-ends-twice",
         "6.1: a lease has exactly one owner",
         (
             PREFILL,
@@ -131,27 +129,27 @@ MUTANTS = (
             'return self._break("failed", reason)',
         ),
     ),
-    mutant("the-window-is-ignored", _WINDOW, (PREFILL, " - self._credited < self._opening.window", " > -1")),
-    mutant("the-window-holds-one-more", _WINDOW, (PREFILL, "_credited < self._opening", "_credited <= self._opening")),
+    mutant("window-is-ignored", _WINDOW, (PREFILL, " - self._credited < self._opening.window", " > -1")),
+    mutant("window-is-one-too-large", _WINDOW, (PREFILL, "_credited < self._opening", "_credited <= self._opening")),
     mutant("credit-adds-up", _WINDOW, (PREFILL, "self._credited = credited", "self._credited += credited")),
     mutant("credit-is-taken-on-trust", _WINDOW, (PREFILL, "min(taken, len(self._sent))", "taken")),
     mutant(
-        "credit-is-given-before-the-copy",
+        "credit-is-granted-before-the-copy",
         _WINDOW,
         (DECODE, "name, len(self._copied)))]", "name, len(self._copied) + len(self._taking)))]"),
     ),
     mutant(
-        "a-flood-of-pieces-is-taken",
+        "pieces-beyond-the-window-are-accepted",
         _WINDOW,
         (DECODE, "len(self._taking) >= self._opening.window", "len(self._taking) > 2**31"),
     ),
     mutant(
-        "lost-credit-stays-lost",
+        "lost-credit-is-not-resent",
         _TIME,
         (DECODE, "        if self._copied:\n            return self._credit(now)\n", ""),
     ),
     mutant(
-        "a-lost-opening-stays-lost",
+        "lost-open-is-not-resent",
         _TIME,
         (
             DECODE,
@@ -160,22 +158,22 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-lost-commit-stays-lost",
+        "lost-commit-is-not-resent",
         _TIME,
         (PREFILL, "        if commit := self._commit(now):\n            return commit\n", ""),
     ),
-    mutant("any-size-of-heads-fits", _FITS, (COMPATIBILITY, '    "head_dim": "the size of a head",\n', "")),
+    mutant("head-size-is-not-compared", _FITS, (COMPATIBILITY, '    "head_dim": "the size of a head",\n', "")),
     mutant(
-        "any-silence-will-do",
+        "lease-silence-limits-are-not-checked",
         _FITS,
         (LEASE, "if not _MIN_IDLE_TIMEOUT <= opening.idle_timeout <= _MAX_IDLE_TIMEOUT:", "if False:"),
     ),
-    mutant("a-ticket-is-good-for-any-request", _TICKET, (TICKET, "+ name + place", "+ place")),
-    mutant("a-ticket-is-good-for-any-address", _TICKET, (TICKET, "+ name + place", "+ name")),
+    mutant("ticket-is-valid-for-any-request", _TICKET, (TICKET, "+ name + place", "+ place")),
+    mutant("ticket-is-valid-for-any-address", _TICKET, (TICKET, "+ name + place", "+ name")),
     mutant(
-        "request-and-address-run-into-each-other",
+        "ticket-signature-joins-request-and-address",
         _TICKET,
         (TICKET, 'len(name).to_bytes(8, "little") + name + place', "name + place"),
     ),
-    mutant("a-ticket-needs-no-signature", _TICKET, (TICKET, "if genuine and 1 <=", "if 1 <=")),
+    mutant("unsigned-ticket-is-accepted", _TICKET, (TICKET, "if genuine and 1 <=", "if 1 <=")),
 )

@@ -1,4 +1,4 @@
-"""Faults against section 4 of the protocol: what runs beside a request must not change its text."""
+"""Faults against section 4 of the protocol: other requests must not change a request's text."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ MUTANTS = (
         (INPUTS, "* size + offsets\n", "* size + (offsets + 1) % size\n"),
     ),
     mutant(
-        "a-prefix-counts-as-computed-to-the-last-token",
-        "4: the last token is always computed, it yields the next one",
+        "prefix-hit-includes-the-last-token",
+        "4: the last token is always computed, since it yields the next one",
         (
             "scheduling/prefixes.py",
             "(request.num_tokens - 1) // self.hasher.block_size",
@@ -43,8 +43,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-cached-prefix-is-one-block-too-long",
-        "4: what was not computed is not skipped",
+        "cached-prefix-is-one-block-too-long",
+        "4: positions without KV are not skipped",
         (
             "scheduling/waiting/admission_planner.py",
             "        cached = first * self._limits.block_size\n",
@@ -52,62 +52,62 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-new-residency-keeps-stale-drafts",
-        "4: the drafts of one residency are not those of the next",
+        "readmission-keeps-stale-drafts",
+        "4: drafts do not survive a change of the slot's occupant",
         (BATCH, "        self.num_drafts[slot] = 0\n        self.adapter_slots", "        self.adapter_slots"),
     ),
     mutant(
-        "a-step-is-fed-the-last-token-of-another-request",
-        "4: a text depends on its own request only, whatever is launched ahead",
+        "step-input-is-the-token-of-another-request",
+        "4: a text depends on its own request only, with any number of steps in flight",
         (LAST_TOKENS, "slots[: len(fed)] = rows.slots\n", "slots[: len(fed)] = rows.slots[::-1]\n"),
     ),
     mutant(
-        "a-step-is-fed-the-token-before-the-last",
-        "4: a text depends on all tokens before it, whatever is launched ahead",
+        "step-input-is-the-second-to-last-token",
+        "4: a text depends on all tokens before it, with any number of steps in flight",
         (RUNNER, "            self._last.keep(work.slots, grid)\n", "            pass\n"),
     ),
     mutant(
-        "a-token-in-flight-reaches-the-next-residency",
+        "token-in-flight-reaches-the-next-occupant",
         "4: a token belongs to the generation that its step was launched for",
         (RUNNER, "        if not stays.all():  #", "        if False:  #"),
     ),
     mutant(
-        "what-is-banned-does-not-wait-for-the-token-before",
-        "4: a banned sequence never comes, whatever is launched ahead",
+        "banned-sequences-ignore-the-token-in-flight",
+        "4: a banned sequence is never generated, with any number of steps in flight",
         (RUNNER, "        if self._sampler.reads_text(slots):\n", "        if False:\n"),
     ),
     mutant(
-        "the-drafter-keeps-the-residency-before",
-        "4: the drafts of one residency are not those of the next",
+        "drafter-keeps-the-previous-occupant",
+        "4: drafts do not survive a change of the slot's occupant",
         (RUNNER, "self._admit_to_drafter(self.drafter, slot, admission.token_ids)", "pass"),
     ),
     mutant(
-        "set-back-is-omitted",
-        "4: neither rejected drafts nor their KV exist",
+        "rollback-is-omitted",
+        "4: rejected drafts and their KV are discarded",
         (OUTPUTS, "            slots.rollback_drafts(rows_of, rejected)\n", ""),
     ),
     mutant(
-        "set-back-leaves-the-kv-of-rejected-drafts",
-        "4: neither rejected drafts nor their KV exist",
+        "rollback-keeps-the-kv-of-rejected-drafts",
+        "4: rejected drafts and their KV are discarded",
         ("scheduling/running/slots.py", "        self.num_computed[rows] -= rejected\n", ""),
     ),
     mutant(
-        "a-row-begins-where-the-plan-hoped",
-        "4: a row begins behind the tokens that were really kept",
+        "row-starts-at-the-planned-position",
+        "4: a row starts after the accepted tokens",
         (INPUTS, "starts = np.where(plan.samples, length - own, plan.starts)", "starts = plan.starts"),
     ),
     mutant(
-        "a-draft-after-a-wrong-one-is-kept",
+        "draft-after-a-rejected-one-is-accepted",
         "4: drafts are verified against the token that would have been sampled",
         ("ops/numpy/sampling.py", "np.cumprod(right, axis=1).sum(axis=1)", "right.sum(axis=1)"),
     ),
     mutant(
-        "every-draft-is-kept",
+        "every-draft-is-accepted",
         "4: drafts are verified against the token that would have been sampled",
         ("ops/numpy/sampling.py", "right = (sampled[:, :k] == drafts) & (", "right = (drafts == drafts) & ("),
     ),
     mutant(
-        "the-token-after-the-drafts-is-lost",
+        "bonus-token-is-dropped",
         "4: a row with a accepted drafts delivers 1 + a tokens",
         (BATCH, "live = (column <= accepted) &", "live = (column < np.maximum(accepted, 1)) &"),
     ),
@@ -122,7 +122,7 @@ MUTANTS = (
     ),
     mutant(
         "sampling-position-counts-output-only",
-        "4: one uniform number per (seed, position), whatever was preempted",
+        "4: one uniform number per (seed, position), also after preemption",
         (
             SAMPLING,
             "                positions=positions,\n",
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     mutant(
         "penalties-ignore-drafts",
-        "4: penalties see every token before the one that is chosen",
+        "4: penalties include every token before the sampled one",
         (
             SAMPLING,
             "penalties = self.penalties.gather(slots, positions, columns, tokens)",
@@ -140,31 +140,31 @@ MUTANTS = (
     ),
     mutant(
         "rejected-drafts-count-for-penalties",
-        "4: neither rejected drafts nor their KV exist",
+        "4: rejected drafts and their KV are discarded",
         (PENALTIES, "kept = (np.arange(tokens.shape[1]) <= accepted[:, None]) & ", "kept = (tokens == tokens) & "),
     ),
     mutant(
-        "penalties-take-a-return-for-a-prompt",
-        "4: after a preemption only the client's prompt is the prompt",
+        "penalties-treat-generated-tokens-as-prompt-after-preemption",
+        "4: after a preemption only the client's prompt counts as the prompt",
         ("scheduling/running/plan.py", "prompt_len=request.prompt_len,", "prompt_len=request.num_tokens,"),
     ),
     mutant(
-        "a-new-residency-keeps-stale-penalties",
+        "readmission-keeps-stale-penalties",
         "4: a row's result depends on its own request only",
         (PENALTIES, "            self._row_of[slot] = -1\n", ""),
     ),
     mutant(
-        "banned-sequences-begin-in-the-prompt",
-        "4: a text depends on what it may not contain, not on how its prompt ends",
+        "banned-sequences-match-in-the-prompt",
+        "4: banned sequences do not match across the end of the prompt",
         (BANS, "self._begin = begin", "self._begin = 0"),
     ),
     mutant(
-        "banned-sequences-look-one-token-back",
-        "4: a banned sequence never comes, whatever its length",
+        "banned-sequences-match-one-token-only",
+        "4: a banned sequence of any length is never generated",
         (BANS, "tokens[position - len(before) : position].tolist() == before", "tokens[position - 1] == before[-1]"),
     ),
     mutant(
-        "a-new-residency-keeps-allowed-tokens",
+        "readmission-keeps-allowed-tokens",
         "4: a row's result depends on its own request only",
         (SAMPLING, "        self._allowed.pop(slot, None)\n", ""),
     ),
@@ -179,12 +179,12 @@ MUTANTS = (
         (OUTPUTS, "np.lexsort((rows.columns, rows.slots))", "np.lexsort((-rows.columns, rows.slots))"),
     ),
     mutant(
-        "a-stop-token-inside-accepted-drafts-is-ignored",
-        "4: a text ends at its stop token, in whatever column it comes",
+        "stop-token-inside-accepted-drafts-is-ignored",
+        "4: a text ends at its stop token, in any column of the matrix",
         (OUTPUTS, "dtype=np.int32) < counts[:, None]\n", "dtype=np.int32) == counts[:, None] - 1\n"),
     ),
     mutant(
-        "one-token-above-the-limit",
+        "one-token-over-max-tokens",
         "4: a text has at most max_tokens tokens",
         (
             "scheduling/requests.py",
@@ -193,8 +193,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "one-token-below-the-limit",
-        "4: a text has max_tokens tokens unless it stops before",
+        "one-token-under-max-tokens",
+        "4: a text has max_tokens tokens unless it stops earlier",
         (
             OUTPUTS,
             "full = counts >= room",
@@ -207,8 +207,8 @@ MUTANTS = (
         (PLANNER, " or not decodes.plans_left)", ")"),
     ),
     mutant(
-        "a-slot-that-left-is-still-planned",
-        "1.2: a request leaves DRAINING only on the -9 of its own gen",
+        "released-slot-is-still-planned",
+        "1.2: a request leaves DRAINING only on the -9 with its gen",
         (PLANNER, "decodes.membership != self._slots.membership or ", ""),
     ),
     mutant(
@@ -218,7 +218,7 @@ MUTANTS = (
         (PLANNER, "np.minimum(ready, slots.limit[rows] - slots.num_planned[rows] - 1)", "ready"),
     ),
     mutant(
-        "the-context-limit-is-ignored",
+        "context-limit-is-ignored",
         "4: prompt and output fit the context",
         (
             "scheduling/requests.py",
@@ -227,8 +227,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-request-leaves-its-slot-without-its-last-tokens",
-        "4: a preempted request continues with all tokens that were delivered",
+        "preempted-request-loses-its-last-tokens",
+        "4: a preempted request continues with all delivered tokens",
         (
             "scheduling/running/tokens.py",
             "        self.take_delivered()\n" + _DETACHED,
@@ -236,22 +236,22 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-look-forgets-to-empty-the-row",
+        "token-row-is-not-cleared-after-delivery",
         "4: a token is delivered once",
         ("scheduling/running/tokens.py", "            self.row[self.slot] = 0\n", ""),
     ),
     mutant(
-        "a-draft-that-the-grammar-forbids-is-verified",
-        "4: a draft that the mask forbids is rejected where it stands",
+        "draft-forbidden-by-the-grammar-is-verified",
+        "4: a draft that violates the mask is rejected at its position",
         (SLOT_GRAMMARS, "counts[row] = matcher.allowed(drafts[row, : counts[row]].tolist())", "pass"),
     ),
     mutant(
-        "the-matcher-does-not-roll-back",
+        "matcher-does-not-roll-back",
         "4: a mask is a function of the grammar and of the tokens before the position",
         (MATCHER, "            self._grammar.rollback(num_excess)\n", "            pass\n"),
     ),
     mutant(
-        "the-grammar-begins-a-token-late-among-drafts",
+        "grammar-mask-skips-the-first-draft",
         "4: a mask is a function of the grammar and of the tokens before the position",
         (
             MATCHER,
@@ -261,8 +261,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-mask-sees-the-wrong-slot",
-        "4: a mask never sees the batch",
+        "mask-is-taken-from-the-wrong-slot",
+        "4: a mask is independent of the batch",
         (
             SLOT_GRAMMARS,
             "rows[part] = np.arange(first, first + len(drafts) + 1)",
@@ -270,23 +270,23 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-return-forgets-what-the-grammar-saw",
+        "readmission-resets-the-grammar",
         "4: structured output survives preemption and restarts",
         (SLOT_GRAMMARS, "matcher.consume(admission.token_ids[admission.prompt_len :].tolist())", "pass"),
     ),
     mutant(
-        "a-new-residency-keeps-the-grammar-before",
+        "readmission-keeps-the-previous-grammar",
         "4: a row's result depends on its own request only",
         (SLOT_GRAMMARS, "        self.matchers.pop(slot, None)\n        self._forced.pop(slot, None)\n", ""),
     ),
     mutant(
-        "a-text-may-end-where-its-grammar-goes-on",
+        "eos-is-allowed-in-an-unfinished-grammar",
         "4: a mask is a function of the grammar and of the tokens before the position",
         (MATCHER, "if not location.reasoning and self._grammar.is_accepting():", "if not location.reasoning:"),
     ),
     mutant(
-        "what-is-asked-of-a-prompt-is-read-from-the-cache",
-        "4: what is known of a prompt is computed again where something is asked of it",
+        "prompt-outputs-are-read-from-the-cache",
+        "4: prompt outputs require computing cached positions again",
         (
             "scheduling/prefixes.py",
             " or ((request.prompt_logprobs or request.pooled) and request.needs_every_position):",
@@ -294,8 +294,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-prompt-that-something-is-asked-of-is-computed-elsewhere",
-        "4: what is known of a prompt is computed again where something is asked of it",
+        "prompt-with-prompt-outputs-is-prefilled-remotely",
+        "4: prompt outputs require computing cached positions again",
         (
             "scheduling/operations/kv_transferring.py",
             "not request.spec.prefill_at or request.needs_every_position",

@@ -1,4 +1,4 @@
-"""Which tests judge a mutant: groups of files, each of which pytest runs as one process."""
+"""Groups of test files that judge a mutant; pytest runs each group as one process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = [
     "LONG",
     "ROOT",
     "Group",
-    "asked_first",
     "groups",
     "in_order",
+    "killer_group",
     "known_killers",
     "remember_killers",
 ]
@@ -38,7 +38,7 @@ _FOLDERS: dict[str, tuple[str, ...]] = {
 }
 
 _CONNECTORS = "tests/disagg/connectors/"
-"""Left out: they wait for processes and sockets."""
+"""Excluded: they wait for processes and sockets."""
 
 LONG = (
     "tests/disagg/test_lease_machine.py",
@@ -50,7 +50,7 @@ LONG = (
     "tests/engine/test_speculation.py",
     "tests/kv/tiers/test_threads.py",
 )
-"""Files that take most of the time: a group of their own, so that a cheap test of another folder is asked first."""
+"""Slow files: a separate group, so that fast tests of other folders run first."""
 
 LEFT_OUT = (
     "tests/disagg/test_faults.py",
@@ -62,24 +62,24 @@ LEFT_OUT = (
     "tests/router/gateway/workers/test_kv_events.py",
     "tests/router/gateway/test_processes.py",
 )
-"""Files that wait for processes, sockets and the clock; they add nothing about the protocol's core."""
+"""Files that wait for processes, sockets and the clock; they cover nothing of the protocol's core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Test files, named from the root of the repository, that run in one process and in this order."""
+    """Test files, relative to the root of the repository, that run in one process and in this order."""
 
     name: str
     files: tuple[str, ...]
 
 
 def groups() -> tuple[Group, ...]:
-    """Return every group, the slow files last and by themselves."""
+    """Return every group, with the slow files last and in separate groups."""
     found = []
-    for name, places in _FOLDERS.items():
+    for name, paths in _FOLDERS.items():
         files: dict[str, None] = {}
-        for place in places:
-            path = ROOT / place
+        for relative in paths:
+            path = ROOT / relative
             tests = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
             files.update(dict.fromkeys(test.relative_to(ROOT).as_posix() for test in tests))
         found.append(Group(name, tuple(file for file in files if not file.startswith((*LONG, *LEFT_OUT, _CONNECTORS)))))
@@ -87,9 +87,9 @@ def groups() -> tuple[Group, ...]:
 
 
 def in_order(found: tuple[Group, ...], mutant: Mutant, seconds: Mapping[str, float]) -> tuple[Group, ...]:
-    """Return the groups in the order in which they judge `mutant`: its own folders' first, then the cheapest first.
+    """Return the groups in the order in which they judge `mutant`: those of the mutant's folder first, then by cost.
 
-    `seconds` holds what each group, by name, took without a mutant.
+    `seconds` holds the duration of each group without a mutant, by name.
     """
     folders = {Path("tests", edit.file).parent for edit in mutant.edits}
 
@@ -100,25 +100,25 @@ def in_order(found: tuple[Group, ...], mutant: Mutant, seconds: Mapping[str, flo
 
 
 _KILLERS = Path(__file__).with_name("killers.json")
-"""The test that killed each mutant when it was last judged. The file only saves time: who is not killed by its killer
-faces every group as before."""
+"""Tests that killed each mutant in its last judgement, by mutant. The file only saves time: a mutant that its killer
+misses is judged by every group."""
 
 
 def known_killers() -> dict[str, str]:
-    """Return the test that killed each mutant when it was last judged, by the mutant's name."""
+    """Return the test that killed each mutant in its last judgement, by the mutant's name."""
     return msgspec.json.decode(_KILLERS.read_bytes(), type=dict[str, str])
 
 
 def remember_killers(killers: Mapping[str, str], mutants: Collection[str]) -> None:
-    """Add what killed which mutant to the file; a mutant that is none of `mutants` any more leaves it."""
+    """Add the killers of these mutants to the file, and remove mutants that are not among `mutants`."""
     merged = {name: test for name, test in (known_killers() | dict(killers)).items() if name in mutants}
     _KILLERS.write_bytes(msgspec.json.format(msgspec.json.encode(dict(sorted(merged.items())))) + b"\n")
 
 
-def asked_first(killer: str | None, ordered: tuple[Group, ...], passed: Mapping[str, Collection[str]]) -> Group | None:
-    """Return the group that holds nothing but `killer`, or None if no such test is among those that `passed` names.
+def killer_group(killer: str | None, ordered: tuple[Group, ...], passed: Mapping[str, Collection[str]]) -> Group | None:
+    """Return the group that holds only `killer`, or None if no such test is among those that `passed` names.
 
-    `passed` holds the tests of each group, by its name, that pass without a mutant.
+    `passed` holds the passing tests of each group without a mutant, by group name.
     """
     if killer is None:
         return None

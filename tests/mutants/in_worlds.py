@@ -1,4 +1,4 @@
-"""`python -m tests.mutants.in_worlds [NAME ...]`: which mutants die in hostile worlds, and in which world they do."""
+"""`python -m tests.mutants.in_worlds [NAME ...]`: find the mutants that die in hostile worlds, and in which world."""
 
 from __future__ import annotations
 
@@ -26,26 +26,24 @@ SIMULATED = (
     "engine/request_ledger",
     "signals",
 )
-"""Code that worlds run; other faults are not theirs to find."""
+"""Code that worlds run; they cannot detect other faults."""
 _ELSEWHERE = ("router/gateway/", "kv/stores/disk", "disagg/connectors/", "disagg/wire")
-"""Parts of it that worlds do not run."""
+"""Exceptions within that code: worlds do not run these parts."""
 
 
 def main() -> int:
-    """Print where each mutant died; return 0 if the worlds themselves are sound."""
+    """Print the world in which each mutant died; return 0 if the worlds pass without a fault."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.in_worlds", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to judge; all of the simulated code if none")
-    parser.add_argument("--worlds", type=int, default=100, help="worlds that a mutant may survive (default: 100)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to judge (default: all in simulated code)")
+    parser.add_argument("--worlds", type=int, default=100, help="number of worlds for each mutant (default: 100)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write what became of each; others that are in it stay"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results; other entries of the file stay")
     options = parser.parse_args()
     chosen = [one for one in MUTANTS if one.name in options.names or (not options.names and _is_simulated(one))]
     died: dict[str, int | None] = {}
     with pristine() as original:
         if _world_of_death(original, options.worlds) is not None:
-            print("the worlds find something wrong without any fault", file=sys.stderr)
+            print("the worlds fail without any fault", file=sys.stderr)
             return 1
         for mutant, world in _each(original, chosen, options.worlds, options.jobs):
             died[mutant.name] = world
@@ -58,7 +56,7 @@ def main() -> int:
 
 
 def _write(path: Path, worlds: int, died: dict[str, int | None]) -> None:
-    """Write what became of each mutant, beside those that the file has and that were not judged now."""
+    """Write the result of each mutant; the file's entries for other mutants stay."""
     before = json.loads(path.read_text())["in_world"] if path.exists() else {}
     there = {mutant.name for mutant in MUTANTS}
     merged = {name: world for name, world in (before | died).items() if name in there}
@@ -86,9 +84,9 @@ def _each(original: Path, chosen: Sequence[Mutant], worlds: int, jobs: int) -> I
 
 
 def _world_of_death(copy: Path, worlds: int) -> int | None:
-    """Return the number of the first world that finds something wrong; None if none does, or not in time.
+    """Return the number of the first world that fails; None if none fails, or not in time.
 
-    A world that runs in circles finds that itself. A copy that cannot even be imported is found in world 0.
+    A world that livelocks detects that itself. A copy that cannot be imported dies in world 0.
     """
     command = [sys.executable, "-m", "tests.simulation.hostile", "--processes", "1", "--stop-after", "1"]
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
@@ -102,7 +100,7 @@ def _world_of_death(copy: Path, worlds: int) -> int | None:
             timeout=60 + worlds,
         )
     except subprocess.TimeoutExpired:
-        print(f"{copy.name}: {worlds} worlds were not over in time, which judges nothing", file=sys.stderr)
+        print(f"{copy.name}: {worlds} worlds did not finish in time: no verdict", file=sys.stderr)
         return None
     if ran.returncode == 0 or not (found := re.search(r"--seed (\d+)", ran.stdout)):
         return None if ran.returncode == 0 else 0

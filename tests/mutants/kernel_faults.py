@@ -1,4 +1,4 @@
-"""Faults in the C++ of attention over long contexts; `judge_kernels` compiles each and asks whether it is noticed."""
+"""Faults in the C++ of attention over long contexts; `judge_kernels` compiles and judges them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ PLAN = "ops/native/csrc/attention/attention_plan.cpp"
 KERNEL_FAULTS = (
     mutant(
         "sums-before-a-span-keep-their-scale",
-        "4: a text does not depend on how its context is divided",
+        "4: a text does not depend on the split of its context",
         (ATTENTION, "vexp2(vload(into.max + row) - max)", "vexp2(vload(into.max + row) - vload(into.max + row))"),
     ),
     mutant(
         "a-span-does-not-add-to-the-sum-of-weights",
-        "4: a text does not depend on how its context is divided",
+        "4: a text does not depend on the split of its context",
         (ATTENTION, "into.sum[row] * s.before[row] + from.sum[row] * s.now[row]", "into.sum[row] * s.before[row]"),
     ),
     mutant(
@@ -27,7 +27,7 @@ KERNEL_FAULTS = (
     ),
     mutant(
         "the-last-span-is-not-merged",
-        "4: a text does not depend on how its context is divided",
+        "4: a text does not depend on the split of its context",
         (ATTENTION, "span < tile.spans; span++", "span < tile.spans - 1; span++"),
     ),
     mutant(

@@ -1,4 +1,4 @@
-"""What a mutant is, and how it is applied to a copy of the package."""
+"""A mutant, and its application to a copy of the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DoesNotApply(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One replacement in one file, named below `fd_core/`."""
+    """One replacement in one file; the path is relative to `fd_core/`."""
 
     file: str
     old: str
@@ -25,33 +25,33 @@ class Edit:
         path = package / self.file
         source = path.read_text()
         if (count := source.count(self.old)) != 1:
-            raise DoesNotApply(f"{self.file} has {count} places, not one, with this text:\n{self.old}")
+            raise DoesNotApply(f"{self.file} contains this text {count} times, expected once:\n{self.old}")
         path.write_text(source.replace(self.old, self.new))
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A fault with a name and the law of the protocol that it breaks."""
+    """A named fault and the invariant of the protocol that it violates."""
 
     name: str
     law: str
     edits: tuple[Edit, ...]
 
     def apply(self, package: Path) -> None:
-        """Put the fault into the copy of fd_core at `package`."""
+        """Apply the fault to the copy of fd_core at `package`."""
         for edit in self.edits:
             edit.apply(package)
 
 
 @dataclass(frozen=True, slots=True)
 class NotApplicable:
-    """A fault that the protocol names but that has no place in the code yet."""
+    """A fault against the protocol that no code can have yet."""
 
     name: str
     law: str
     reason: str
 
 
-def mutant(name: str, law: str, *places: tuple[str, str, str]) -> Mutant:
+def mutant(name: str, law: str, *edits: tuple[str, str, str]) -> Mutant:
     """Make a mutant of (file, old text, new text) triples."""
-    return Mutant(name, law, tuple(Edit(*place) for place in places))
+    return Mutant(name, law, tuple(Edit(*edit) for edit in edits))

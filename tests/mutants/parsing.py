@@ -1,4 +1,4 @@
-"""Faults of the parsers of tool calls and reasoning: laws 8.1 to 8.6."""
+"""Faults of the parsers of tool calls and reasoning: invariants 8.1 to 8.6."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ANSWER = "text/parsing/answer.py"
 TAGGED = "text/parsing/formats/tagged.py"
 PYTHONIC = "text/parsing/formats/pythonic.py"
 
-_SAME = "8.1: what is said of the pieces is what is said of the whole"
-_PROMPT = "8.2: text is held back only where it may be the beginning of a marker"
+_SAME = "8.1: the output does not depend on how the text is cut"
+_PROMPT = "8.2: text is held back only where it may be the prefix of a marker"
 _ALL = "8.3: no character is lost or repeated, and each call begins once"
 _MARKUP = "8.5: markup, whole or cut off, is never content"
 _TIME = "8.6: time is linear in the text"
@@ -20,27 +20,27 @@ _ENDS = "8.4: a text may end anywhere and hold anything"
 
 MUTANTS = (
     mutant(
-        "a-marker-that-begins-in-a-piece-is-text",
+        "marker-prefix-in-a-piece-is-content",
         _SAME,
         (READER, "begun = beginning.search(", "begun = None and beginning.search("),
     ),
     mutant(
-        "a-short-marker-does-not-wait-for-a-longer-one",
+        "short-marker-does-not-wait-for-a-longer-one",
         _SAME,
         (READER, "begun.start() > found.start()", "begun.start() >= found.start()"),
     ),
     mutant(
-        "a-marker-within-another-is-taken-at-once",
+        "marker-within-another-matches-at-once",
         _SAME,
         (READER, "begun.start() > found.start()", "begun.start() != found.start()"),
     ),
     mutant(
-        "a-literal-is-compared-with-what-is-here",
+        "literal-is-compared-with-the-available-text",
         _SAME,
         (READER, "if self._ended or not open_ones:", "if True:"),
     ),
     mutant(
-        "white-space-before-a-marker-is-said-if-a-cut-follows-it",
+        "whitespace-before-a-marker-is-emitted-at-a-cut",
         _SAME,
         (
             READER,
@@ -49,12 +49,12 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-place-that-is-kept-is-dropped-with-the-piece",
+        "kept-position-is-dropped-with-the-piece",
         _SAME,
         (READER, "            self._kept_before.append(self._text[self._kept : self._at])\n", ""),
     ),
     mutant(
-        "everything-behind-an-angle-bracket-waits",
+        "text-after-an-angle-bracket-is-held-back",
         _PROMPT,
         (
             READER,
@@ -63,7 +63,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "the-name-of-a-call-waits-for-its-arguments",
+        "call-name-waits-for-its-arguments",
         _PROMPT,
         (
             JSON,
@@ -72,7 +72,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "arguments-are-said-when-they-are-whole",
+        "arguments-are-emitted-only-when-complete",
         _PROMPT,
         (
             JSON,
@@ -81,52 +81,52 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "what-was-held-back-is-lost-at-the-end",
+        "held-back-text-is-lost-at-the-end",
         _ALL,
         (READER, "                if rest:\n                    emit(rest)\n", ""),
     ),
     mutant(
-        "every-call-has-the-number-zero",
+        "every-call-has-index-zero",
         _ALL,
         (READER, "        self._calls += 1\n", ""),
     ),
     mutant(
-        "a-call-without-arguments-has-none",
+        "missing-arguments-are-not-empty-json",
         _ALL,
         (READER, "        if not self._arguments:\n", "        if False:\n"),
     ),
     mutant(
-        "an-escaped-quote-ends-a-string",
+        "escaped-quote-ends-a-string",
         _ALL,
         (JSON, '            if character == "\\\\":\n', "            if False:\n"),
     ),
     mutant(
-        "what-turned-out-to-be-no-call-is-lost",
+        "text-that-is-no-call-is-lost",
         _ALL,
         (JSON, "                self.emit_read(cut=opened or not known)\n", ""),
     ),
     mutant(
-        "white-space-alone-behind-a-call-is-content",
+        "whitespace-after-a-call-is-content",
         _ALL,
         (READER, "            if not text.strip(SPACE):\n                return\n", ""),
     ),
     mutant(
-        "content-behind-reasoning-passes-by-the-tools",
+        "content-after-reasoning-skips-the-tool-parser",
         _ALL,
         (ANSWER, "                read += tools.push(event.text)\n", "                read.append(event)\n"),
     ),
     mutant(
-        "text-of-a-value-is-not-escaped",
+        "value-text-is-not-escaped",
         _ALL,
         (TAGGED, "emit=lambda text: self.emit_arguments(escaped(text))", "emit=self.emit_arguments"),
     ),
     mutant(
-        "reasoning-that-the-prompt-closed-goes-on",
+        "reasoning-closed-by-the-prompt-continues",
         _ALL,
         (THINKING, "return begun > ended or (begun == ended and cls.unasked)", "return begun > -1 or cls.unasked"),
     ),
     mutant(
-        "the-end-of-the-text-ends-a-call",
+        "end-of-text-ends-a-call",
         _ENDS,
         (
             JSON,
@@ -135,27 +135,27 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "half-a-word-is-said-as-a-value",
+        "partial-word-is-emitted-as-a-value",
         _ENDS,
         (PYTHONIC, 'self.emit_arguments(word if word[:1] in "-0123456789" else "")', "self.emit_arguments(word)"),
     ),
     mutant(
-        "what-the-tools-held-back-is-lost",
+        "text-held-back-by-the-tool-parser-is-lost",
         _ENDS,
         (ANSWER, "[*self._read(events, self._second), *self._second.flush()]", "self._read(events, self._second)"),
     ),
     mutant(
-        "a-call-that-never-begins-is-ended",
+        "call-that-never-starts-is-ended",
         _ENDS,
         (JSON, "        if not self.call_open:\n            return\n", ""),
     ),
     mutant(
-        "half-a-marker-at-the-end-is-content",
+        "partial-marker-at-the-end-is-content",
         _MARKUP,
         (READER, "cut = begun is not None and (self._cut_off or self._after_call)", "cut = False"),
     ),
     mutant(
-        "a-marker-without-a-call-is-content",
+        "marker-without-a-call-is-content",
         _MARKUP,
         (
             READER,
@@ -164,12 +164,12 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "half-a-closer-behind-a-call-is-content",
+        "partial-closing-marker-after-a-call-is-content",
         _MARKUP,
         (READER, 'text = _remains(self.markers).sub("", text, count=1)', "pass"),
     ),
     mutant(
-        "a-piece-is-put-behind-all-that-came",
+        "parser-never-discards-consumed-text",
         _TIME,
         (
             READER,

@@ -1,7 +1,7 @@
-"""A pytest plugin for runs that only ask whether a fault is noticed.
+"""Pytest plugin for runs that only check whether a fault is detected.
 
-Examples are fixed, none is made smaller, and only the file of `--mutant-order` says how long a test may take. What each
-test did is written to a report line by line, so that the lines outlive a process that had to be killed.
+Examples are fixed and not shrunk; only the file of `--mutant-order` limits the duration of a test. The result of each
+test is written to a report line by line, so that it survives a process that has to be killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ settings.register_profile(
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What one process is to do, in seconds for each test, and where it writes its lines."""
+    """Time limits of the tests in seconds, and the path of the report of one process."""
 
     report: str
     limits: dict[str, float]
@@ -37,13 +37,13 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """A test began."""
+    """A test started."""
 
     test: str
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A test ended after `seconds`, set-up and clean-up included; `outcome` is passed, failed or hung."""
+    """A test ended after `seconds`, set-up and tear-down included; `outcome` is passed, failed or hung."""
 
     test: str
     seconds: float
@@ -56,7 +56,7 @@ Line = Began | Ended
 class _Recorder:
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._report = Path(order.report).open("ab", buffering=0)  # noqa: SIM115  # open until the process ends
+        self._report = Path(order.report).open("ab", buffering=0)  # noqa: SIM115  # stays open until the process ends
         self._failed: set[str] = set()
         self._began = 0.0
         self._status = int(pytest.ExitCode.INTERNAL_ERROR)
@@ -79,7 +79,7 @@ class _Recorder:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         seconds = time.monotonic() - self._began
-        # Hypothesis may wrap what interrupts a test, so the time tells; the timer starts a moment before `_began`.
+        # Hypothesis may wrap the interrupting exception, so the duration decides; the timer starts before `_began`.
         hung = seconds >= 0.95 * self._limit(nodeid)
         self._write(Ended(nodeid, seconds, "passed" if nodeid not in self._failed else "hung" if hung else "failed"))
 
@@ -88,7 +88,7 @@ class _Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        # A test that was interrupted may leave threads behind for which the interpreter would wait.
+        # An interrupted test may leave threads that the interpreter would wait for.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self._status)
@@ -98,12 +98,12 @@ class _Recorder:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that names the order's file."""
+    """Add the option for the path of the order."""
     parser.addoption("--mutant-order", type=Path, required=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Follow the order, with the profile of this plugin instead of that of the tests."""
+    """Apply the order, with this plugin's Hypothesis profile instead of that of the tests."""
     settings.load_profile("mutants")
     order = msgspec.json.decode(config.getoption("--mutant-order").read_bytes(), type=Order)
     config.pluginmanager.register(_Recorder(order))

@@ -1,4 +1,4 @@
-"""Faults of ranks: what keeps several processes one engine."""
+"""Faults of ranks: the agreement of the processes of one engine."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ STAGES = "engine/ranks/stages.py"
 
 MUTANTS = (
     mutant(
-        "a-rank-that-made-something-else-is-believed",
+        "deviating-rank-is-accepted",
         "4: ranks change no text",
         (LEADING, "if (result.step, result.digest) != (step, digest):", "if False:"),
     ),
     mutant(
-        "ranks-are-not-compared-by-what-they-sampled",
+        "rank-digests-ignore-sampled-tokens",
         "4: ranks change no text",
         (MESSAGES, "    digest.update(output.tokens.tobytes())\n", ""),
     ),
     mutant(
-        "ranks-are-not-compared-by-what-they-execute",
+        "rank-digests-ignore-the-plan",
         "4: ranks change no text",
         (MESSAGES, "digest = hashlib.blake2b(frame, digest_size=8)", "digest = hashlib.blake2b(digest_size=8)"),
     ),
     mutant(
-        "a-late-rank-is-waited-for-without-end",
-        "1.8: a rank that stands still is an engine fault, never a silent hang",
+        "rank-timeout-is-disabled",
+        "1.8: a hung rank is an engine fault, never a silent hang",
         (LEADING, "            if timeout.expired():\n", "            if False:\n"),
     ),
     mutant(
-        "a-rank-that-copies-late-is-waited-for-without-end",
-        "1.8: a rank that stands still is an engine fault, never a silent hang",
+        "rank-copy-timeout-is-disabled",
+        "1.8: a hung rank is an engine fault, never a silent hang",
         (LEADING, "if not self.group.abandoned and timeout.expired():", "if False:"),
     ),
     mutant(
-        "the-answer-of-a-late-copy-is-that-of-the-next",
-        "3.2: a copy that is not answered in time is applied to no other blocks",
+        "late-copy-completes-the-next-one",
+        "3.2: a copy without a timely answer is applied to no other blocks",
         (
             LEADING,
             '                        self._timeout_error = f"rank {rank} did not respond within {self._seconds:g} s"\n'
@@ -46,22 +46,22 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "the-end-of-a-rank-wakes-nobody",
-        "1.8: a rank that ends is an engine fault, never a silent hang",
+        "rank-exit-wakes-no-waiter",
+        "1.8: a rank that exits is an engine fault, never a silent hang",
         (LEADING, "        self.group.abandon()\n        self.wake()\n", "        self.group.abandon()\n"),
     ),
     mutant(
-        "the-end-of-a-rank-keeps-the-others-waiting",
-        "1.8: a rank that ends is an engine fault, never a silent hang",
+        "rank-exit-does-not-abort-the-group",
+        "1.8: a rank that exits is an engine fault, never a silent hang",
         (LEADING, "        self.group.abandon()\n        self.wake()\n", "        self.wake()\n"),
     ),
     mutant(
-        "the-answer-to-a-look-is-taken-for-that-of-a-step",
+        "reply-to-a-poll-counts-as-the-reply-to-a-step",
         "1.5: an output applies only to its own step",
         (LEADING, "if rank in self._unchecked and isinstance(message, messages.RankReady):", "if False:"),
     ),
     mutant(
-        "a-rank-drafts-by-itself",
+        "rank-computes-separate-drafts",
         "4: all ranks verify the same drafts",
         (
             LEADING,
@@ -70,23 +70,23 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "an-adapter-that-one-rank-refuses-stays-on-the-others",
+        "adapter-rejected-by-one-rank-stays-on-the-others",
         "4: the text of a request depends on its own adapter",
         (LEADING, "            super().replace(before)\n            if (again", "            if (again"),
     ),
     mutant(
-        "what-ranks-keep-is-joined-in-any-order",
+        "rank-shares-are-joined-in-reverse",
         "4: the KV of a position is read where it was written",
         (LEADING, "for share in sorted(parts)]", "for share in sorted(parts, reverse=True)]"),
     ),
     mutant(
-        "every-rank-is-given-the-first-share",
+        "every-rank-gets-the-first-share",
         "4: the KV of a position is read where it was written",
         (LEADING, "whole[slice(*share)]", "whole[slice(*self._shares[0])]"),
     ),
     mutant(
-        "memory-is-what-rank-0-has",
-        "2.5: a configuration that cannot keep the rule is refused at start",
+        "free-memory-is-that-of-rank-0",
+        "2.5: a configuration that violates the rule is rejected at startup",
         (
             "engine/building/builder.py",
             "min(self._loaded, key=lambda rank: rank.free_memory / rank.bytes_per_block)",
@@ -94,8 +94,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-stage-does-not-wait-for-the-tokens-of-its-rows",
-        "4: texts do not depend on what is planned when",
+        "stage-does-not-wait-for-its-input-tokens",
+        "4: texts do not depend on the timing of plans",
         (
             STAGES,
             "while self._plans and (self._sampled[self._plans[0].slots] <= self._known).all():",
@@ -103,17 +103,17 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-stage-is-not-told-what-was-sampled",
-        "4: texts do not depend on what is planned when",
+        "stage-does-not-receive-sampled-tokens",
+        "4: texts do not depend on the timing of plans",
         (STAGES, "                self.batch.correct(slots, gens, lengths, num_drafts, tokens)\n", ""),
     ),
     mutant(
-        "a-stage-leaves-its-last-layer-out",
+        "stage-skips-its-last-layer",
         "4: stages change no text",
         ("models/build.py", "for each in of_stage:", "for each in of_stage[: max(1, len(of_stage) - 1)]:"),
     ),
     mutant(
-        "a-stage-hands-on-before-it-has-computed",
+        "stage-sends-before-computing",
         "4: stages change no text",
         (
             STAGES,
@@ -122,12 +122,12 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-stage-takes-the-states-of-the-step-before",
+        "stage-uses-the-states-of-the-previous-step",
         "4: stages change no text",
         (GROUP, "self._slots[rank + 1, number % 2, : 4", "self._slots[rank + 1, 1 - number % 2, : 4"),
     ),
     mutant(
-        "a-sum-is-what-the-last-rank-holds",
+        "all-reduce-returns-the-last-shard",
         "4: ranks change no text",
         (GROUP, "total[rows] += part", "total[rows] = part"),
     ),

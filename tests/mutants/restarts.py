@@ -1,4 +1,4 @@
-"""Faults of what outlives an engine: what the next epoch is asked, and what the readers are told."""
+"""Faults of the state that survives an engine: the requests of the next epoch, and the streams of clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STREAMS = "engine/clients/client.py"
 
 MUTANTS = (
     mutant(
-        "the-next-epoch-begins-again",
+        "next-epoch-starts-from-the-prompt",
         "1.1: no token is repeated",
         (LEDGER, "delivered=tuple(entry.delivered)", "delivered=()"),
     ),
@@ -19,43 +19,43 @@ MUTANTS = (
         (LEDGER, "entry.delivered += delta.token_ids", "entry.delivered = list(delta.token_ids)"),
     ),
     mutant(
-        "what-was-delivered-is-not-prefilled",
+        "delivered-tokens-are-not-prefilled",
         "4: a restart does not change the text",
         ("scheduling/requests.py", "            self.tokens.append(spec.delivered)\n", "            pass\n"),
     ),
     mutant(
-        "what-ended-is-asked-again",
-        "1.8: only what had not ended is requeued",
+        "finished-request-is-requeued",
+        "1.8: only unfinished requests are requeued",
         (LEDGER, "            del self._entries[delta.request_id]\n", ""),
     ),
     mutant(
-        "an-abort-is-forgotten-with-the-epoch",
+        "abort-is-lost-with-the-epoch",
         "1.7: abort is prompt in every state",
         (LEDGER, "    if entry.aborting:\n", "    if False:\n"),
     ),
     mutant(
-        "a-request-kills-engines-for-ever",
+        "request-may-crash-engines-indefinitely",
         "1.8: requeued or ended with an error",
         (LEDGER, "    if entry.in_vain < MAX_DEATHS_IN_VAIN and", "    if"),
     ),
     mutant(
-        "who-waited-is-blamed",
+        "waiting-request-is-suspected",
         "1.8: requeued, unless it may be the cause",
         (LEDGER, "    elif entry.admitted:\n", "    else:\n"),
     ),
     mutant(
-        "all-suspects-enter-together",
+        "all-suspects-are-admitted-together",
         "1.8: requeued, unless it may be the cause",
         (LEDGER, "dict.fromkeys(suspects[1:])", "{}"),
     ),
     mutant(
-        "a-suspect-is-held-back-for-ever",
+        "suspect-is-held-back-indefinitely",
         "1.8: requeued or ended with an error",
         (STREAMS, "        if self._ledger.held_suspects and (", "        if False and ("),
     ),
     mutant(
-        "a-dead-epoch-is-still-heard",
-        "1.5: an epoch that does not match is dropped",
+        "events-of-a-dead-epoch-are-accepted",
+        "1.5: output of another epoch is dropped",
         (STREAMS, "if not self.alive or events.epoch != self.info.epoch:", "if not self.alive:"),
     ),
 )

@@ -1,4 +1,4 @@
-"""Faults against section 7 of the protocol: who serves a request, and what is counted while it does."""
+"""Faults against section 7 of the protocol: the choice of workers, and the counters of requests in flight."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _COUNTED = "7.1: at idle every counter is exactly zero, and none is ever negativ
 _ONCE = "7.1: a guard is released exactly once"
 _SERVED = "7.2: a prefix is recorded for a worker only after that worker served it"
 _RETRY = "7.3: retries go to another worker and only before the first byte"
-_BACK = "7.4: a worker that comes back is a new incarnation; health checks never write counters"
+_BACK = "7.4: a returning worker is a new incarnation; health checks never write counters"
 
 _GIVE_BACK = "        self.loads.subtract(worker, self.held.pop(worker))\n"
 _TRIED = "tried = selection.tried | {worker.url for worker in failed or selection.workers}"
 
-_HELD = "7.2: what a worker tells counts exactly, for its own incarnation and while it goes on telling"
+_HELD = "7.2: reports of a worker count exactly, for its own incarnation and while they continue"
 
 MUTANTS = (
     mutant(
@@ -32,14 +32,16 @@ MUTANTS = (
         _HELD,
         (REPORTED_KV, "if member is None or member.instance not in (None, instance):\n", "if member is None:\n"),
     ),
-    mutant("who-is-gone-still-holds-what-it-told", _HELD, (ROUTER, "        self.reported_kv.remove(worker)\n", "")),
     mutant(
-        "what-is-dropped-still-counts",
+        "removed-worker-keeps-its-reported-blocks", _HELD, (ROUTER, "        self.reported_kv.remove(worker)\n", "")
+    ),
+    mutant(
+        "removed-blocks-still-count",
         _HELD,
         (REPORTED_KV, "                self._holders.discard(self._bit, gone)\n", ""),
     ),
     mutant(
-        "a-salted-prompt-is-compared-with-what-is-told",
+        "salted-prompt-matches-reported-blocks",
         _HELD,
         (PLACEMENT, "if not request.tokenized or request.salt or ", "if not request.tokenized or "),
     ),
@@ -54,22 +56,22 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "the-first-token-releases-nothing",
+        "first-token-releases-nothing",
         "7.1: in PD mode the prefill side's guard is released at the first token",
         (SELECTION, "        for worker, held in list(self.held.items()):\n", "        for worker, held in ():\n"),
     ),
     mutant(
-        "the-prefill-side-counts-until-the-end",
+        "prefill-load-is-held-until-the-end",
         "7.1: in PD mode the prefill side's guard is released at the first token",
         (SELECTION, 'if worker.role == "prefill":', "if False:"),
     ),
     mutant(
-        "a-client-writes-tickets",
-        "6: a prefill worker is named by a router that knows the secret, never by a client",
+        "tickets-of-clients-are-accepted",
+        "6: only a router with the secret, never a client, names the prefill worker",
         ("router/gateway/requests/forwarding.py", "_HOP_BY_HOP | _ROUTERS_OWN | {", "_HOP_BY_HOP | {"),
     ),
     mutant(
-        "a-prefill-that-was-not-done-is-recorded",
+        "prefill-that-was-not-done-is-recorded",
         _SERVED,
         (
             ROUTER,
@@ -80,17 +82,17 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-lost-prefill-counts-as-done",
+        "lost-prefill-counts-as-done",
         _SERVED,
         (ATTEMPTS, 'if outcome == "transferred":', 'if outcome in ("transferred", "lost"):'),
     ),
     mutant(
-        "a-worker-of-another-role-is-chosen",
-        "7.1: the two sides of a pair are what they were given as",
+        "worker-of-another-role-is-chosen",
+        "7.1: the workers of a pair have the configured roles",
         (WORKERS, " and not self.unfit", ""),
     ),
     mutant(
-        "a-decode-worker-that-declines-takes-its-partner-with-it",
+        "declining-decode-worker-excludes-its-prefill-worker",
         _RETRY,
         (
             ATTEMPTS,
@@ -99,13 +101,13 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "decode-workers-pay-for-a-prefill-side-that-is-full",
-        "7.1: the two sides of a pair are what they were given as",
+        "full-prefill-worker-excludes-decode-workers",
+        "7.1: the workers of a pair have the configured roles",
         (PLACEMENT, "if {*_modes(pools)}.isdisjoint(_modes(free)):", "if not _modes(free):"),
     ),
     mutant(
-        "a-decode-worker-alone-beside-pairs",
-        "7.1: the two sides of a pair are what they were given as",
+        "decode-worker-serves-alone-despite-pairs",
+        "7.1: the workers of a pair have the configured roles",
         (PLACEMENT, 'return [mode for mode in modes if mode != "alone"] or modes', "return modes"),
     ),
     mutant(
@@ -118,18 +120,18 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-guard-is-released-twice",
+        "guard-is-released-twice",
         _ONCE,
         (SELECTION, _GIVE_BACK, _GIVE_BACK.replace("self.held.pop(worker)", "self.held[worker]")),
     ),
     mutant(
-        "a-selection-is-released-twice",
+        "selection-is-released-twice",
         _ONCE,
         (SELECTION, "        if self.released:\n            self.loads.faults += 1\n            return False\n", ""),
     ),
     mutant(
-        "the-policy-sees-an-empty-prompt",
-        "7.2: the policy sees the prompt, never an empty string",
+        "policy-receives-an-empty-prompt",
+        "7.2: the policy receives the prompt, never an empty string",
         (
             PLACEMENT,
             "RoutingContext(candidates, request.tokens, seen,",
@@ -137,12 +139,12 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "an-empty-prompt-is-let-in",
-        "7.2: the policy sees the prompt, never an empty string",
+        "empty-prompt-is-accepted",
+        "7.2: the policy receives the prompt, never an empty string",
         (SELECTION, "self.tokens.ndim != 1 or not len(self.tokens)", "self.tokens.ndim != 1"),
     ),
     mutant(
-        "a-prefix-is-recorded-on-failure",
+        "prefix-is-recorded-on-failure",
         _SERVED,
         (
             ROUTER,
@@ -152,7 +154,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-prefix-is-recorded-at-selection",
+        "prefix-is-recorded-at-selection",
         _SERVED,
         (
             ROUTER,
@@ -161,7 +163,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-late-success-is-recorded",
+        "late-success-is-recorded",
         _SERVED,
         (ROUTER, "if selection.released or worker in selection.verdicts:", "if worker in selection.verdicts:"),
     ),
@@ -175,13 +177,13 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "an-expired-prefix-still-attracts",
+        "expired-prefix-still-attracts",
         "7.2: entries expire",
         (INDEX, "        self._duration = duration\n", '        self._duration = float("inf")\n'),
     ),
     mutant(
-        "the-beginning-of-a-prefix-leaves-first",
-        "7.2: what is held of a worker is whole paths from the root",
+        "root-of-a-prefix-is-evicted-first",
+        "7.2: the index holds complete paths from the root for each worker",
         (INDEX, "for key in reversed(keys[: self._capacity]):", "for key in keys[: self._capacity]:"),
     ),
     mutant(
@@ -194,37 +196,37 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "the-router-ignores-the-adapter",
+        "router-ignores-the-adapter",
         "7.2: prompts of different adapters share no prefix",
         (PLACEMENT, "request.salt, self._adapter(request))", "request.salt)"),
     ),
     mutant(
-        "a-prompt-of-an-adapter-is-compared-with-what-is-told",
+        "adapter-prompt-matches-reported-blocks",
         _HELD,
         (PLACEMENT, " or self._adapter(request) or ", " or "),
     ),
     mutant(
-        "a-retry-goes-to-the-same-worker",
+        "retry-goes-to-the-same-worker",
         _RETRY,
         (ROUTER, _TRIED, "tried = selection.tried"),
     ),
     mutant(
-        "a-retry-forgets-earlier-attempts",
+        "retry-forgets-earlier-attempts",
         _RETRY,
         (ROUTER, _TRIED, _TRIED.replace("selection.tried | ", "frozenset() | ")),
     ),
     mutant(
-        "a-retry-after-the-first-byte",
+        "retry-after-the-first-byte",
         _RETRY,
         (ROUTER, "        if selection.started:\n", "        if False:\n"),
     ),
     mutant(
-        "retries-without-end",
+        "unlimited-retries",
         _RETRY,
         (ROUTER, "        if selection.attempt >= self.config.max_attempts:\n", "        if False:\n"),
     ),
     mutant(
-        "a-health-check-resets-counters",
+        "health-check-resets-counters",
         _BACK,
         (
             ROUTER,
@@ -235,7 +237,7 @@ MUTANTS = (
         (ACCOUNTING, "        del self._by_worker[worker]\n", "        self._by_worker.pop(worker, None)\n"),
     ),
     mutant(
-        "who-comes-back-is-who-it-was",
+        "returning-worker-keeps-its-incarnation",
         _BACK,
         (
             WORKERS,
@@ -244,7 +246,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "another-process-is-not-noticed",
+        "new-process-is-not-detected",
         _BACK,
         (
             WORKERS,
@@ -264,7 +266,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-stale-check-counts",
+        "stale-health-check-counts",
         _BACK,
         (
             WORKERS,
@@ -276,7 +278,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "who-is-gone-still-holds-prefixes",
+        "removed-worker-keeps-its-prefixes",
         _BACK,
         (
             ROUTER,
@@ -285,13 +287,13 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-place-is-given-on-while-requests-count-there",
+        "index-is-reused-while-requests-count",
         _COUNTED,
         (ROUTER, "if self._loads.of(worker) == IDLE and worker not in self._in_flight:", "if True:"),
     ),
     mutant(
-        "a-place-is-given-on-while-a-prompt-is-computed-there",
-        "7.2: a worker is believed to compute a prefix only while a request that computes it runs",
+        "index-is-reused-while-a-prompt-is-computed",
+        "7.2: a worker counts as computing a prefix only while a request that computes it runs",
         (
             ROUTER,
             "if self._loads.of(worker) == IDLE and worker not in self._in_flight:",
@@ -299,12 +301,12 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-breaker-whose-time-has-come-is-not-noticed",
-        "7.4: a worker that failed is tried again",
+        "half-open-breaker-is-not-noticed",
+        "7.4: a worker that failed is retried",
         (PLACEMENT, " and now < self._until:", ":"),
     ),
     mutant(
-        "a-success-is-recorded-for-who-is-gone",
+        "success-of-a-removed-worker-is-recorded",
         _SERVED,
         (
             ROUTER,
@@ -313,23 +315,23 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "who-may-be-chosen-is-kept-when-workers-change",
-        "7.2: unhealthy workers count nowhere",
+        "candidates-are-not-refreshed-when-workers-change",
+        "7.2: unhealthy workers are never counted",
         (WORKERS, "        self.version += 1\n", "        pass\n"),
     ),
     mutant(
-        "a-breaker-that-opens-is-not-noticed",
-        "7.2: unhealthy workers count nowhere",
+        "opened-breaker-is-not-noticed",
+        "7.2: unhealthy workers are never counted",
         (WORKERS, '        if name == "state":\n            self._on_turn()\n', ""),
     ),
     mutant(
-        "a-place-is-given-on-with-the-blocks-of-another",
+        "reused-index-keeps-reported-blocks",
         _BACK,
         (INDEX, "            self._holders.discard(self._holders.bit(worker), held)\n", "            pass\n"),
     ),
     mutant(
-        "an-unhealthy-worker-counts",
-        "7.2: unhealthy workers count nowhere",
+        "unhealthy-worker-is-a-candidate",
+        "7.2: unhealthy workers are never counted",
         (
             WORKERS,
             "return self.state is WorkerState.HEALTHY and self.circuit.ready(now)",
@@ -337,8 +339,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-prompt-that-ended-is-still-in-flight",
-        "7.2: a worker is believed to compute a prefix only while a request that computes it runs",
+        "finished-prompt-stays-in-flight",
+        "7.2: a worker counts as computing a prefix only while a request that computes it runs",
         (
             INDEX,
             "        self._holders.discard(self._holders.bit(worker), gone)\n        if not nodes:\n",
@@ -346,8 +348,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-prefix-ends-with-the-first-of-its-prompts",
-        "7.2: a worker is believed to compute a prefix as long as a request that computes it runs",
+        "prefix-ends-with-its-first-prompt",
+        "7.2: a worker counts as computing a prefix as long as a request that computes it runs",
         (
             INDEX,
             "            if left:\n                nodes[key] = left\n                break\n",
@@ -355,8 +357,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "an-unhealthy-worker-counts-as-load",
-        "7.2: unhealthy workers count nowhere",
+        "unhealthy-worker-counts-as-load",
+        "7.2: unhealthy workers are never counted",
         (
             PLACEMENT,
             "        loads, seen = self.loads.at(pool.indices), keys if",
@@ -365,18 +367,18 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "an-open-circuit-counts-as-healthy",
-        "7.2: unhealthy workers count nowhere",
+        "open-circuit-counts-as-healthy",
+        "7.2: unhealthy workers are never counted",
         (WORKERS, "self.state is WorkerState.HEALTHY and self.circuit.ready(now)", "self.state is WorkerState.HEALTHY"),
     ),
     mutant(
-        "a-trial-that-was-left-locks-the-worker-out",
-        "7.4: a worker that failed is tried again",
+        "abandoned-probe-locks-the-worker-out",
+        "7.4: a worker that failed is retried",
         (ROUTER, "                member.circuit.withdraw()\n", "                pass\n"),
     ),
     mutant(
-        "a-request-that-fails-everywhere-opens-circuits",
-        "7.3: who failed is to blame once another worker served the request",
+        "request-failing-everywhere-opens-circuits",
+        "7.3: the failed worker is blamed once another one has served the request",
         (
             ROUTER,
             "            selection.suspects += (worker,)\n",
@@ -384,23 +386,23 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "who-fails-where-others-serve-goes-on",
-        "7.3: who failed is to blame once another worker served the request",
+        "worker-failing-where-others-succeed-stays-closed",
+        "7.3: the failed worker is blamed once another one has served the request",
         (ROUTER, "member.circuit.convict(now)", "pass"),
     ),
     mutant(
-        "a-third-worker-is-tried",
-        "7.3: a request on which two workers failed is tried on no third",
+        "third-worker-is-tried",
+        "7.3: a request that failed on two workers is not sent to a third",
         (ROUTER, "selection.failures += worker == selection.decode", "pass"),
     ),
     mutant(
-        "who-drains-is-gone-at-once",
+        "draining-worker-is-removed-at-once",
         "7.1: a guard is released from the stream itself",
         (ROUTER, "if worker is not None and self._loads.of(worker) == IDLE:", "if worker is not None:"),
     ),
     mutant(
-        "out-of-balance-is-not-noticed",
-        "7.2: load and hit are weighed, and load alone decides out of balance",
+        "load-imbalance-is-ignored",
+        "7.2: load and hits are weighed; load alone decides when out of balance",
         (AFFINITY, "apart > self.config.balance_abs_threshold and apart >", "False and apart >"),
     ),
 )

@@ -1,29 +1,29 @@
-"""Faults against salts: requests of two salts share no prefix, however alike the salts are."""
+"""Faults of cache salts: requests with different salts share no prefix, however similar the salts are."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-_LAW = "5.3: keys chain over the tenant's salt, all of it: change it, no hit"
+_INVARIANT = "5.3: keys chain over the tenant's salt, all of it: change it, no hit"
 
 MUTANTS = (
     mutant(
-        "a-key-holds-the-first-letter-of-the-salt",
-        _LAW,
+        "prefix-key-uses-only-the-first-letter-of-the-salt",
+        _INVARIANT,
         ("kv/prefix.py", "+ model + salt.encode()", "+ model + salt[:1].encode()"),
     ),
     mutant(
-        "a-request-keeps-the-first-letter-of-its-salt",
-        _LAW,
+        "request-keeps-only-the-first-letter-of-its-salt",
+        _INVARIANT,
         ("scheduling/scheduler.py", ".root(spec.cache_salt,", ".root(spec.cache_salt[:1],"),
     ),
     mutant(
-        "the-router-looks-at-the-first-letter-of-the-salt",
-        _LAW,
+        "router-uses-only-the-first-letter-of-the-salt",
+        _INVARIANT,
         ("router/placement.py", "request.tokens, request.salt,", "request.tokens, request.salt[:1],"),
     ),
     mutant(
-        "a-prefill-worker-is-not-told-the-salt",
+        "prefill-worker-does-not-receive-the-salt",
         "5.3 and 6: a prefill worker keys its prefixes by the salt of the request, as the decode worker does",
         (
             "scheduling/operations/kv_transferring.py",
@@ -32,22 +32,22 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "the-hash-ignores-the-adapter",
+        "hash-ignores-the-adapter",
         "5.3: keys chain over the adapter: no KV is shared with another one, or with the model itself",
         ("kv/prefix.py", ' + (f"/{adapter}".encode() if adapter else b"")', ""),
     ),
     mutant(
-        "the-scheduler-ignores-the-adapter",
+        "scheduler-ignores-the-adapter",
         "5.3: keys chain over the adapter: no KV is shared with another one, or with the model itself",
         ("scheduling/scheduler.py", "spec.cache_salt, spec.adapter)", 'spec.cache_salt, "")'),
     ),
     mutant(
-        "a-prefill-worker-is-not-told-the-adapter",
+        "prefill-worker-does-not-receive-the-adapter",
         "5.3 and 6: a prefill worker computes with the adapter of the request",
         ("scheduling/operations/kv_transferring.py", ", adapter=spec.adapter", ""),
     ),
     mutant(
-        "a-slot-keeps-the-adapter-of-the-residency-before",
+        "slot-keeps-the-adapter-of-its-previous-occupant",
         "4: the text of a request depends on its own adapter",
         (
             "runner/batch.py",
@@ -56,7 +56,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "an-unloaded-adapter-leaves-the-requests-that-use-it",
+        "unload-removes-an-adapter-in-use",
         "4: the text of a request depends on its own adapter",
         ("engine/loaded_adapters.py", "used = named.union(self._users.values())", "used = named"),
     ),

@@ -1,7 +1,7 @@
-"""Judges mutants: runs groups of tests against a copy of the package with a fault in it, and says what they noticed.
+"""Judges mutants: runs groups of tests against a copy of the package with a fault, and reports which test detected it.
 
-How long a test may take is measured first, on the code without a fault and on the same machine. A test that is still
-running after several times as long has noticed nothing: it is left out, and the others are asked.
+The normal duration of each test is measured first, on the same machine without a fault. A test that takes several times
+as long has detected nothing: it is skipped, and the other tests run.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = [
 TIMES_BASELINE = 6.0
 """A test hangs when it takes this many times as long as without a fault."""
 LEAST_SECONDS = 15.0
-"""No test is interrupted before: what takes milliseconds may wait for a busy machine or a garbage collection."""
+"""Minimum before a test is interrupted: a test of milliseconds may wait for a busy machine or the garbage collector."""
 MOST_HANGS = 3
-"""After so many tests that hang, the mutant's verdict is that it timed out."""
+"""Number of hanging tests after which the verdict is that the mutant timed out."""
 BASELINE_SECONDS_PER_TEST = 300.0
 BASELINE_SECONDS_PER_GROUP = 1800.0
 
 
 class SessionFault(RuntimeError):
-    """The tests could not be run, or fail without a fault, which says nothing about a mutant."""
+    """The tests could not run, or fail without a fault, which proves nothing about a mutant."""
 
 
 class Fate(enum.Enum):
-    """What became of a mutant; the session passes only if every mutant was killed."""
+    """Result of a mutant; the session passes only if every mutant was killed."""
 
     KILLED = "killed"
     SURVIVED = "survived"
@@ -49,7 +49,7 @@ class Fate(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The fate of one mutant: the test that killed it, or the tests that hung, if any."""
+    """Fate of one mutant: the test that killed it, or the tests that hung, if any."""
 
     fate: Fate
     tests: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """Seconds that each test, any test without an entry, and the whole group may take."""
+    """Limits in seconds for each test, for tests without an entry, and for the whole group."""
 
     tests: Mapping[str, float]
     other_tests: float
@@ -75,7 +75,7 @@ class GroupLimits:
 
 @dataclass(frozen=True, slots=True)
 class GroupRun:
-    """What one process did: seconds in all, seconds of each test that passed, and the test that ended it early.
+    """Result of one process: its seconds, the seconds of each passing test, and the test that ended it early.
 
     `failed` and `hung` are None if every test passed; `hung` is the group's name if pytest hung outside of a test.
     """
@@ -87,40 +87,40 @@ class GroupRun:
 
 
 RunGroup = Callable[[Group, GroupLimits, frozenset[str]], GroupRun]
-"""Runs a group under limits, without the tests named last, until a test fails or hangs."""
+"""Runs a group under limits, without the given tests, until a test fails or hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What each group did without a fault, by name."""
+    """Result of each group without a fault, by name."""
 
     runs: Mapping[str, GroupRun]
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds that each group took."""
+        """Duration of each group in seconds."""
         return {name: run.seconds for name, run in self.runs.items()}
 
     def limits(self, group: Group) -> GroupLimits:
-        """Return how long the tests of `group` may take against a mutant."""
+        """Return the time limits of the tests of `group` for runs against a mutant."""
         run = self.runs[group.name]
         each = {test: max(LEAST_SECONDS, TIMES_BASELINE * seconds) for test, seconds in run.passed.items()}
         return GroupLimits(each, LEAST_SECONDS, 2 * LEAST_SECONDS + TIMES_BASELINE * run.seconds)
 
 
 def baseline(found: Sequence[Group], run: RunGroup, jobs: int) -> Baseline:
-    """Run every group without a fault, `jobs` side by side as later against mutants.
+    """Run every group without a fault, with `jobs` in parallel, as later against mutants.
 
     Raises `SessionFault` if a test fails or hangs, or if a group has no tests.
     """
     generous = GroupLimits({}, BASELINE_SECONDS_PER_TEST, BASELINE_SECONDS_PER_GROUP)
     with ThreadPoolExecutor(jobs) as pool:
-        # The longest group stands last and decides when all are done: it begins first.
+        # The longest group is last and determines the total duration: it starts first.
         runs = list(pool.map(lambda group: run(group, generous, frozenset()), reversed(found)))
     for group, done in zip(reversed(found), runs, strict=True):
         if (culprit := done.failed or done.hung) is not None:
             how = "fails" if done.failed else f"takes more than {BASELINE_SECONDS_PER_TEST:.0f} s in"
-            raise SessionFault(f"the code without a mutant {how} {culprit}: nothing can be learned from mutants")
+            raise SessionFault(f"the code without a mutant {how} {culprit}: no mutant can be judged")
         if not done.passed:
             raise SessionFault(f"no test of the group {group.name} ran")
     return Baseline({group.name: done for group, done in zip(reversed(found), runs, strict=True)})
@@ -143,6 +143,6 @@ def judge(ordered: Iterable[Group], run: RunGroup, measured: Baseline) -> Verdic
                 return Verdict(Fate.TIMED_OUT, tuple(hung))
             if done.hung == group.name:
                 break
-            # What an interrupted test left behind must not judge: the rest runs in a process of its own.
+            # State left by an interrupted test must not affect the verdict: the rest runs in a new process.
             skip |= {done.hung, *done.passed}
     return Verdict(Fate.TIMED_OUT if hung else Fate.SURVIVED, tuple(hung))

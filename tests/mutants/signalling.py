@@ -1,4 +1,4 @@
-"""Faults against section 1 of the protocol: how a slot is revoked, and which request a token belongs to."""
+"""Faults against section 1 of the protocol: the release of slots, and the request that a token belongs to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUNNER = "runner/runner.py"
 ENGINE = "engine/core.py"
 FRAMES = "engine/process/messages.py"
 
-_STALE_TAKE_BACK = "            if output.gens[slot] != gen or slots.gen[slot] != gen:\n"
+_STALE_RELEASE = "            if output.gens[slot] != gen or slots.gen[slot] != gen:\n"
 _FRAME = "isinstance(read, _Failure) else read\n"
 _REBUILT = (
     "isinstance(read, _Failure) else StepOutput(\n"
@@ -25,17 +25,17 @@ _REBUILT = (
 
 MUTANTS = (
     mutant(
-        "minus-one-is-read-as-the-release",
+        "minus-one-is-read-as-a-release",
         "1.2: -1 never means a release",
         (SIGNALS, "released = tokens[:, 0] == PREEMPTED_TOKEN_ID", "released = tokens[:, 0] == EMPTY_TOKEN_ID"),
     ),
     mutant(
-        "minus-one-is-written-as-the-release",
+        "minus-one-is-written-as-a-release",
         "1.2: -1 never means a release",
         (POSTPROCESS, "matrix[revoked, 0] = PREEMPTED_TOKEN_ID", "matrix[revoked, 0] = EMPTY_TOKEN_ID"),
     ),
     mutant(
-        "minus-one-is-both-written-and-read-as-the-release",
+        "minus-one-is-written-and-read-as-a-release",
         "1.2: -1 never means a release, absence never means it",
         (POSTPROCESS, "matrix[revoked, 0] = PREEMPTED_TOKEN_ID", "matrix[revoked, 0] = EMPTY_TOKEN_ID"),
         (
@@ -45,7 +45,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-matrix-is-overwritten-by-the-next-step",
+        "matrix-is-overwritten-by-the-next-step",
         "1: no later step changes the matrix of a step",
         (
             POSTPROCESS,
@@ -56,17 +56,17 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "token-zero-is-no-token",
-        "1.9: token id 0 is a token",
+        "token-zero-is-not-a-token",
+        "1.9: token id 0 is a valid token",
         (SIGNALS, "is_token = tokens >= 0", "is_token = tokens > 0"),
     ),
     mutant(
-        "release-sought-in-the-last-column",
-        "1.3: -9 stands in column 0, whatever k is",
+        "release-is-read-from-the-last-column",
+        "1.3: -9 is in column 0 for any number of drafts k",
         (SIGNALS, "released = tokens[:, 0]", "released = tokens[:, -1]"),
     ),
     mutant(
-        "release-beside-tokens",
+        "release-in-a-row-with-tokens",
         "1.3: a row that carries -9 carries nothing else",
         (
             SIGNALS,
@@ -75,8 +75,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "requeue-without-waiting",
-        "1.2: a request leaves DRAINING only on the -9 of its own gen",
+        "requeue-without-waiting-for-the-release",
+        "1.2: a request leaves DRAINING only on the -9 with its gen",
         (
             PLANNER,
             "                self._running_batch.preempt(self._choose_victim(), builder)\n",
@@ -86,13 +86,13 @@ MUTANTS = (
         ),
         (
             OUTPUTS,
-            _STALE_TAKE_BACK,
+            _STALE_RELEASE,
             "            if output.gens[slot] != gen or slots.gen[slot] != gen or not slots.draining[slot]:\n",
         ),
     ),
     mutant(
-        "requeue-on-any-answer",
-        "1.2: a release answers the revocation of its own step",
+        "requeue-on-any-output",
+        "1.2: a release answers the revocation of the same step",
         (
             OUTPUTS,
             "        self._pool.answered(plan.step)\n",
@@ -104,17 +104,17 @@ MUTANTS = (
         ),
         (
             OUTPUTS,
-            _STALE_TAKE_BACK,
+            _STALE_RELEASE,
             "            if output.gens[slot] != gen or slots.gen[slot] != gen or not slots.draining[slot]:\n",
         ),
     ),
     mutant(
-        "a-missing-release-is-overlooked",
+        "missing-release-is-ignored",
         "1.2: exactly one -9 answers a revocation",
         (OUTPUTS, "if seen != set(expected):", "if not seen <= set(expected):"),
     ),
     mutant(
-        "a-release-that-nobody-asked-for-is-overlooked",
+        "unexpected-release-is-ignored",
         "1.2: no -9 without a revocation",
         (OUTPUTS, "if seen != set(expected):", "if not seen >= set(expected):"),
     ),
@@ -153,7 +153,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "an-error-swallows-the-other-rows",
+        "error-drops-the-other-rows",
         "1.3: an error in one row never swallows another row",
         (
             OUTPUTS,
@@ -162,27 +162,27 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "an-error-hides-a-release",
-        "1.3: a revoked slot is released, whatever failed in its row",
+        "error-suppresses-its-release",
+        "1.3: a revoked slot is released even if its row failed",
         (SIGNALS, "        if kinds[slot] != Outcome.RELEASED:\n            kinds[slot]", "        kinds[slot]"),
     ),
     mutant(
-        "a-row-without-finite-logits-is-delivered",
+        "row-with-nan-logits-is-delivered",
         "1.3: a row that failed is an error",
         (RUNNER, "        if not np.isfinite(peaks).all():\n", "        if False:\n"),
     ),
     mutant(
-        "a-rejected-draft-fails-its-request",
+        "rejected-draft-fails-its-request",
         "1.3: a row that failed is an error, and no other is",
         (RUNNER, "& (np.arange(width) <= accepted[:, None])).any", "& (np.arange(width) >= 0)).any"),
     ),
     mutant(
-        "an-error-hides-that-its-slot-was-released",
-        "1.3: a slot leaves on its -9, whatever else went wrong",
+        "release-in-a-failed-row-is-ignored",
+        "1.3: a slot is released on its -9 despite other errors",
         (SIGNALS, "        if kinds[slot] != Outcome.RELEASED:\n", "        if True:\n"),
     ),
     mutant(
-        "a-draining-slot-counts-as-free",
+        "draining-slot-counts-as-free",
         "1.4: while DRAINING a request keeps its slot",
         (
             "scheduling/running/slots.py",
@@ -191,8 +191,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "what-to-prefill-is-fixed-before-the-release",
-        "1.4: what is to prefill on return is computed after the -9",
+        "prefill-length-is-computed-before-the-release",
+        "1.4: the prefill of a readmission is computed after the -9",
         (
             "scheduling/running/slots.py",
             "self._delivered.append(rows, tokens, counts)",
@@ -224,22 +224,22 @@ MUTANTS = (
         (OUTPUTS, "(slots.delivering_gen[indices] == plan.gens)", "(slots.delivering_gen[indices] >= 0)"),
     ),
     mutant(
-        "no-gen-check-of-rows-here",
-        "1.5: outputs apply only if the gen matches the slot's present residency",
+        "no-gen-check-of-rows-in-the-scheduler",
+        "1.5: outputs apply only if the gen matches the slot's present occupant",
         (OUTPUTS, "(slots.delivering_gen[indices] == plan.gens)", "(slots.delivering_gen[indices] >= 0)"),
     ),
     mutant(
-        "no-gen-check-of-rows-at-the-runner",
+        "no-gen-check-of-rows-in-the-runner",
         "1.5: outputs apply only if the gen matches what the runner computed",
         (OUTPUTS, "same_runner = output.gens[indices] == plan.gens", "same_runner = np.full(len(plan.slots), True)"),
     ),
     mutant(
         "no-gen-check-of-releases",
-        "1.2: a request leaves DRAINING only on the -9 of its own gen",
-        (OUTPUTS, _STALE_TAKE_BACK, "            if slots.gen[slot] != gen:\n"),
+        "1.2: a request leaves DRAINING only on the -9 with its gen",
+        (OUTPUTS, _STALE_RELEASE, "            if slots.gen[slot] != gen:\n"),
     ),
     mutant(
-        "a-new-residency-keeps-the-gen",
+        "readmission-keeps-the-gen",
         "1.5: the gen grows each time a request is admitted to a slot",
         ("scheduling/running/slots.py", "        self.gen[slot] += 1\n", "        self.gen[slot] = 1\n"),
     ),
@@ -275,7 +275,7 @@ MUTANTS = (
         ),
         (
             OUTPUTS,
-            _STALE_TAKE_BACK,
+            _STALE_RELEASE,
             "            if output.gens[slot] != gen or slots.gen[slot] != gen or not slots.draining[slot]:\n",
         ),
     ),
@@ -290,7 +290,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "an-aborted-waiting-request-is-prefilled",
+        "aborted-waiting-request-is-prefilled",
         "1.7: a waiting request leaves at once, never prefilled",
         (ADMISSIONS, "        self._waiting.remove(request)\n        self._offloading", "        self._offloading"),
     ),
@@ -301,21 +301,21 @@ MUTANTS = (
     ),
     mutant(
         "no-watchdog",
-        "1.8: a handshake that is not answered is an engine fault, never a silent hang",
+        "1.8: a handshake without an answer is an engine fault, never a silent hang",
         (ENGINE, "self._device.collect(self._watchdog_seconds)", "self._device.collect(1e6)"),
     ),
     mutant(
-        "a-frame-loses-the-gens",
-        "1.5: outputs apply only if the gen matches, whichever way they travel",
+        "frame-drops-the-gens",
+        "1.5: outputs apply only if the gen matches, over every transport",
         (FRAMES, _FRAME, _REBUILT.format(gens="np.zeros_like(read.gens)", errors="read.errors")),
     ),
     mutant(
-        "a-frame-loses-the-errors",
-        "1.3: an error in one row reaches its request, whichever way it travels",
+        "frame-drops-the-errors",
+        "1.3: an error in one row reaches its request, over every transport",
         (FRAMES, _FRAME, _REBUILT.format(gens="read.gens", errors="()")),
     ),
     mutant(
-        "a-negative-id-reaches-the-client",
+        "negative-id-reaches-the-client",
         "1.9: no negative id reaches a client",
         (
             OUTPUTS,

@@ -1,4 +1,4 @@
-"""Faults against section 5 of the protocol, and of section 3 where an operation holds blocks."""
+"""Faults against section 5 of the protocol, and against section 3 where an operation holds blocks."""
 
 from __future__ import annotations
 
@@ -64,28 +64,28 @@ MUTANTS = (
         (RESIDENCIES, "complete = int(self.slots.num_registered[slot])\n", "complete = len(request.chain)\n"),
     ),
     mutant(
-        "a-load-in-part-is-taken-as-whole",
-        "5.4: what did not arrive is computed, never used",
+        "partial-load-counts-as-complete",
+        "5.4: missing KV is computed, never used",
         (OFFLOADING, "count = min(answer.blocks, len(load.keys))", "count = len(load.keys)"),
     ),
     mutant(
-        "a-loaded-slot-is-not-announced",
-        "5.2: on return the loaded prefix is used, the rest recomputed",
+        "loaded-slot-is-not-announced",
+        "5.2: readmission uses the loaded prefix and recomputes the rest",
         (RESIDENCIES, "        self.kv_loaded.append(slot)\n", ""),
     ),
     mutant(
-        "the-digest-is-not-checked",
-        "5.4: a keyed digest binds payload to key; anything wrong is a miss",
+        "digest-is-not-checked",
+        "5.4: a keyed digest binds payload to key; any mismatch is a miss",
         (ENVELOPE, "if not hmac.compare_digest(", "if False and hmac.compare_digest("),
     ),
     mutant(
-        "a-value-is-not-bound-to-its-key",
+        "value-is-not-bound-to-its-key",
         "5.4: a keyed digest binds payload to key",
         (ENVELOPE, 'if (key_length, padded_key) != (len(key), key.ljust(MAX_KEY_BYTES, b"\\0")):', "if False:"),
     ),
     mutant(
-        "a-damaged-value-is-used-in-part",
-        "5.4: anything wrong is a miss and is never used in part",
+        "damaged-value-is-used-partially",
+        "5.4: any mismatch is a miss, and the value is never used partially",
         (
             READER,
             "        except Damaged as damaged:\n            self._stats",
@@ -96,8 +96,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-prefix-goes-on-behind-a-damaged-value",
-        "5.4: a prefix ends before what is wrong",
+        "prefix-continues-after-a-damaged-value",
+        "5.4: a prefix ends before a damaged value",
         (
             READER,
             "            if array is None:\n                break\n",
@@ -105,7 +105,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-prefix-is-loaded-under-another-salt",
+        "prefix-is-loaded-under-another-salt",
         "5.3: keys chain over the tenant's salt: change it, no hit",
         (
             "scheduling/prefixes.py",
@@ -114,12 +114,12 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "another-model-finds-the-values",
+        "values-are-shared-between-models",
         "5.3: keys chain over digests, dtype and layout: change any of them, no hit",
         (KV_OFFLOAD, 'return f"{weights}/{tokenizer}/{numerics}/{_LAYOUT}/rank-0-of-1"', 'return "the same"'),
     ),
     mutant(
-        "a-load-copies-behind-its-answer",
+        "load-copies-after-its-completion",
         "3.2 and 5.5: a late answer of an expired load is not applied",
         (
             PENDING,
@@ -130,8 +130,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "an-operation-ends-during-its-copy",
-        "3.2: a block belongs to an operation until nothing copies it",
+        "operation-ends-during-its-copy",
+        "3.2: a block belongs to an operation until its copies have ended",
         (
             PENDING,
             "        if not pending.copying:\n            del",
@@ -139,12 +139,12 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "the-answer-of-an-abandoned-load-counts",
-        "1.7: what a request that left was waiting for changes nothing",
+        "completion-of-an-abandoned-load-counts",
+        "1.7: completions of operations of a finished request have no effect",
         (OPERATIONS, "effect, None, blocks", "effect, _ if isinstance(effect, Load) else None, blocks"),
     ),
     mutant(
-        "who-is-aborted-during-a-lookup-comes-back",
+        "request-aborted-during-lookup-is-requeued",
         "1.7: abort is prompt in every state",
         (
             ADMISSIONS,
@@ -158,28 +158,28 @@ MUTANTS = (
         (SLOTS, "return self.running | self.loading | self.draining", "return self.running | self.draining"),
     ),
     mutant(
-        "who-looks-up-is-not-waited-for",
+        "lookup-is-not-awaited",
         "5.2: the longest stored prefix is loaded",
         (ADMISSIONS, "        if operation is None:\n", "        if operation in (None, request.lookup):\n"),
     ),
     mutant(
-        "nothing-expires",
+        "operations-never-expire",
         "5.5: every wait has a deadline",
         (OFFLOAD, "        for answer in self._pending.expire(now):\n", "        for answer in ():\n"),
     ),
     mutant(
-        "what-the-store-lost-is-not-told",
-        "5.5: a store may fail; what it did not get is stored again",
+        "lost-saves-are-not-reported",
+        "5.5: a store may fail; failed writes are repeated",
         (COPIER, "        self._notify(NotStored(tuple(keys)))\n", ""),
     ),
     mutant(
-        "a-completion-wakes-nobody",
-        "5.5: what the store lost is told at once, to an idle engine too",
+        "completion-does-not-wake-the-engine",
+        "5.5: lost writes are reported at once, also to an idle engine",
         (PORT, "            self._wake()\n", "            pass\n"),
     ),
     mutant(
-        "a-save-promises-blocks-that-are-only-written",
-        "5.2: on return the longest stored prefix is loaded",
+        "save-reports-pending-blocks-as-stored",
+        "5.2: readmission loads the longest stored prefix",
         (
             COPIER,
             "Saved(save.operation, index + 1, min(index + 1, self._room))",
@@ -187,18 +187,18 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-dead-store-is-hammered",
-        "5.5: a circuit breaker stops hammering a dead store",
+        "circuit-breaker-is-ignored",
+        "5.5: a circuit breaker stops requests to a dead store",
         (GUARDED_STORE, "if self._store is None or not self._breaker.admit(now):", "if self._store is None:"),
     ),
     mutant(
-        "loading-is-never-weighed",
-        "5.6: the engine measures both and decides",
+        "loading-is-never-compared-with-computing",
+        "5.6: the engine measures loading and computing and chooses the faster",
         ("scheduling/operations/kv_offloading.py", "load * self._trust < recompute", "True"),
     ),
     mutant(
-        "stored-for-ever-although-a-lookup-missed-it",
-        "5.5: a store may forget; what it forgot is stored again",
+        "lookup-miss-keeps-the-stored-key",
+        "5.5: a store may forget; evicted values are stored again",
         (OFFLOADING, "        self.not_stored(lookup.keys[answer.total :])\n", ""),
     ),
 )

@@ -1,4 +1,4 @@
-"""Mutants follow the code: a fault that no longer applies would be a test that no longer tests."""
+"""Mutants follow the code: a fault that no longer applies would be an empty test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.mutants.unseen import UNSEEN
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_applies_once_and_is_still_a_program(mutant: Mutant, tmp_path: Path) -> None:
+def test_mutant_applies_once_and_still_compiles(mutant: Mutant, tmp_path: Path) -> None:
     for edit in mutant.edits:
         copy = tmp_path / edit.file
         if not copy.exists():
@@ -29,8 +29,8 @@ def test_a_mutant_applies_once_and_is_still_a_program(mutant: Mutant, tmp_path: 
 
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_of_the_kernels_applies_once(fault: Mutant, tmp_path: Path) -> None:
-    """What they compile to is judged in the session `mutants`."""
+def test_kernel_fault_applies_once(fault: Mutant, tmp_path: Path) -> None:
+    """The session `mutants` judges their compiled code."""
     for edit in fault.edits:
         copy = tmp_path / edit.file
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def test_a_fault_of_the_kernels_applies_once(fault: Mutant, tmp_path: Path) -> N
     fault.apply(tmp_path)
 
 
-def test_what_worlds_cannot_see_are_mutants() -> None:
+def test_unseen_entries_are_mutants() -> None:
     assert UNSEEN.keys() <= {mutant.name for mutant in MUTANTS}
 
 
@@ -48,13 +48,13 @@ def test_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("source", ["x = 1\n", "x = 2\nx = 2\n"])
-def test_a_text_that_does_not_occur_once_is_an_error(source: str, tmp_path: Path) -> None:
+def test_text_that_does_not_occur_once_raises(source: str, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(source)
-    with pytest.raises(DoesNotApply, match="not one"):
+    with pytest.raises(DoesNotApply, match="expected once"):
         Edit("a.py", "x = 2", "x = 3").apply(tmp_path)
 
 
-def test_every_test_file_of_the_core_takes_part_once() -> None:
+def test_every_core_test_file_is_in_exactly_one_group() -> None:
     files = Counter(file for group in groups() for file in group.files)
     assert set(files.values()) == {1}
     folders = ("disagg", "engine", "kv", "router", "runner", "scheduling", "text/parsing")
@@ -66,5 +66,5 @@ def test_every_test_file_of_the_core_takes_part_once() -> None:
 
 
 @pytest.mark.parametrize("file", [*LEFT_OUT, *LONG])
-def test_a_file_that_is_named_exists(file: str) -> None:
+def test_listed_files_exist(file: str) -> None:
     assert (ROOT / file).is_file()

@@ -1,4 +1,4 @@
-"""What the session makes of passing, failing and hanging tests, with runs that are made up."""
+"""Verdicts of the session on simulated runs with passing, failing and hanging tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.copies import mutated, pristine, runner
-from tests.mutants.groups import ROOT, Group, asked_first, in_order
+from tests.mutants.groups import ROOT, Group, in_order, killer_group
 from tests.mutants.mutant import mutant
 from tests.mutants.session import (
     LEAST_SECONDS,
@@ -28,14 +28,14 @@ MEASURED = Baseline({"a": GroupRun(9.0, {"a1": 4.0, "a2": 0.1, "a3": 0.1}), "b":
 
 
 class Machine:
-    """Runs of tests of which some fail at once and some never end; every other takes what it took in `seconds`."""
+    """Simulated test runs: some tests fail at once, some hang; every other takes its duration in `seconds`."""
 
     def __init__(self, failing: str = "", hanging: str = "", slowness: float = 1.0) -> None:
         self.failing, self.hanging, self.slowness = failing.split(), hanging.split(), slowness
-        self.asked: list[tuple[str, frozenset[str]]] = []
+        self.runs: list[tuple[str, frozenset[str]]] = []
 
     def run(self, group: Group, limits: GroupLimits, skip: frozenset[str]) -> GroupRun:
-        self.asked.append((group.name, skip))
+        self.runs.append((group.name, skip))
         passed: dict[str, float] = {}
         for test, usual in MEASURED.runs[group.name].passed.items():
             if test in skip:
@@ -49,69 +49,69 @@ class Machine:
         return GroupRun(sum(passed.values()), passed)
 
 
-def test_a_mutant_that_fails_a_test_is_killed_and_nothing_further_runs() -> None:
+def test_failing_test_kills_the_mutant_and_ends_the_run() -> None:
     machine = Machine(failing="a2")
     verdict = judge([A, B], machine.run, MEASURED)
     assert (verdict.fate, verdict.tests) == (Fate.KILLED, ("a2",))
-    assert machine.asked == [("a", frozenset())]
+    assert machine.runs == [("a", frozenset())]
 
 
-def test_a_mutant_that_passes_every_test_survives() -> None:
+def test_mutant_that_passes_every_test_survives() -> None:
     machine = Machine()
     assert judge([A, B], machine.run, MEASURED).fate is Fate.SURVIVED
-    assert [name for name, _ in machine.asked] == ["a", "b"]
+    assert [name for name, _ in machine.runs] == ["a", "b"]
 
 
-def test_a_test_that_hangs_kills_nothing() -> None:
+def test_hanging_test_does_not_kill() -> None:
     verdict = judge([A, B], Machine(hanging="a1").run, MEASURED)
     assert (verdict.fate, verdict.tests) == (Fate.TIMED_OUT, ("a1",))
     assert "killed" not in str(verdict)
 
 
-def test_the_tests_behind_one_that_hangs_still_judge() -> None:
+def test_tests_after_a_hanging_one_still_run() -> None:
     machine = Machine(hanging="a1", failing="a2")
     assert judge([A, B], machine.run, MEASURED).tests == ("a2",)
-    assert machine.asked == [("a", frozenset()), ("a", frozenset({"a1"}))]
+    assert machine.runs == [("a", frozenset()), ("a", frozenset({"a1"}))]
 
 
-def test_what_passed_before_a_hang_is_not_run_again() -> None:
+def test_tests_that_passed_before_a_hang_are_not_repeated() -> None:
     machine = Machine(hanging="a2", failing="b2")
     assert judge([A, B], machine.run, MEASURED).fate is Fate.KILLED
-    assert machine.asked == [("a", frozenset()), ("a", frozenset({"a1", "a2"})), ("b", frozenset())]
+    assert machine.runs == [("a", frozenset()), ("a", frozenset({"a1", "a2"})), ("b", frozenset())]
 
 
-def test_the_test_that_killed_a_mutant_last_time_is_asked_first_and_alone() -> None:
+def test_last_killer_runs_first_and_alone() -> None:
     passed = {name: run.passed for name, run in MEASURED.runs.items()}
-    assert asked_first("b2", (A, B), passed) == Group("b", ("b2",))
-    assert asked_first("a test that is no more", (A, B), passed) is None
-    assert asked_first(None, (A, B), passed) is None
+    assert killer_group("b2", (A, B), passed) == Group("b", ("b2",))
+    assert killer_group("removed test", (A, B), passed) is None
+    assert killer_group(None, (A, B), passed) is None
 
 
-def test_a_killer_that_hangs_hangs_once_and_the_other_tests_still_judge() -> None:
+def test_hanging_killer_runs_once_and_other_tests_still_run() -> None:
     machine = Machine(hanging="a1", failing="b1")
     verdict = judge([Group("a", ("a1",)), A, B], machine.run, MEASURED)
     assert verdict.tests == ("b1",)
-    assert machine.asked[-2:] == [("a", frozenset({"a1"})), ("b", frozenset())]
+    assert machine.runs[-2:] == [("a", frozenset({"a1"})), ("b", frozenset())]
 
 
-def test_after_some_hangs_a_mutant_has_timed_out() -> None:
+def test_mutant_times_out_after_several_hangs() -> None:
     machine = Machine(hanging="a1 a2 a3 b1 b2")
     verdict = judge([A, B], machine.run, MEASURED)
-    assert (verdict.fate, len(verdict.tests), len(machine.asked)) == (Fate.TIMED_OUT, MOST_HANGS, MOST_HANGS)
+    assert (verdict.fate, len(verdict.tests), len(machine.runs)) == (Fate.TIMED_OUT, MOST_HANGS, MOST_HANGS)
 
 
-def test_a_group_that_hangs_outside_of_a_test_is_asked_once() -> None:
-    asked = []
+def test_group_that_hangs_outside_a_test_runs_once() -> None:
+    names = []
 
     def run(group: Group, _limits: GroupLimits, _skip: frozenset[str]) -> GroupRun:
-        asked.append(group.name)
+        names.append(group.name)
         return GroupRun(1.0, {}, hung=group.name)
 
     assert judge([A, B], run, MEASURED).fate is Fate.TIMED_OUT
-    assert asked == ["a", "b"]
+    assert names == ["a", "b"]
 
 
-def test_limits_are_a_multiple_of_the_baseline_and_never_tiny() -> None:
+def test_limits_are_a_multiple_of_the_baseline_with_a_minimum() -> None:
     limits = MEASURED.limits(A)
     assert limits.tests == {"a1": TIMES_BASELINE * 4.0, "a2": LEAST_SECONDS, "a3": LEAST_SECONDS}
     assert limits.other_tests == LEAST_SECONDS
@@ -119,8 +119,8 @@ def test_limits_are_a_multiple_of_the_baseline_and_never_tiny() -> None:
 
 
 @pytest.mark.parametrize("slowness", [2.0, 20.0])
-def test_a_slow_machine_judges_as_a_fast_one(slowness: float) -> None:
-    """Its limits grow with its baseline: what survives there is neither killed nor said to time out."""
+def test_verdict_does_not_depend_on_the_speed_of_the_machine(slowness: float) -> None:
+    """Limits scale with the baseline: a surviving mutant is neither killed nor timed out on a slow machine."""
     measured = baseline([A, B], Machine(slowness=slowness).run, jobs=1)
     assert measured.limits(A).tests["a1"] == slowness * TIMES_BASELINE * 4.0
     for failing, fate in (("", Fate.SURVIVED), ("b2", Fate.KILLED)):
@@ -128,18 +128,18 @@ def test_a_slow_machine_judges_as_a_fast_one(slowness: float) -> None:
 
 
 @pytest.mark.parametrize("machine", [Machine(failing="b1"), Machine(hanging="b1")], ids=["fails", "hangs"])
-def test_a_baseline_that_does_not_pass_fails_the_session(machine: Machine) -> None:
-    with pytest.raises(SessionFault, match="b1: nothing can be learned"):
+def test_failing_baseline_fails_the_session(machine: Machine) -> None:
+    with pytest.raises(SessionFault, match="b1: no mutant can be judged"):
         baseline([A, B], machine.run, jobs=2)
 
 
-def test_a_group_without_tests_fails_the_session() -> None:
+def test_group_without_tests_fails_the_session() -> None:
     with pytest.raises(SessionFault, match="no test of the group b"):
         baseline([A, B], lambda group, _limits, _skip: GroupRun(1.0, {"a1": 1.0} if group is A else {}), jobs=1)
 
 
 @pytest.mark.parametrize(("mutated_file", "order"), [("b/x.py", "ba"), ("a/x.py", "ab"), ("c/x.py", "ba")])
-def test_a_mutants_own_folder_judges_first_and_then_the_cheapest(mutated_file: str, order: str) -> None:
+def test_groups_run_the_mutants_folder_first_then_by_cost(mutated_file: str, order: str) -> None:
     found = in_order((A, B), mutant("m", "1.1", (mutated_file, "old", "new")), MEASURED.seconds)
     assert "".join(group.name for group in found) == order
 
@@ -178,13 +178,13 @@ def copy_with(folder: Path, tests: Mapping[str, str]) -> Path:
     ("value", "skip", "failed", "hung"),
     [(1, [], None, None), (2, [], "test_is_one", None), (0, [], None, "test_ends"), (0, ["test_ends"], None, None)],
 )
-def test_pytest_on_a_copy_tells_failing_from_hanging(
+def test_pytest_on_a_copy_distinguishes_failing_from_hanging(
     value: int, skip: list[str], failed: str | None, hung: str | None, tmp_path: Path
 ) -> None:
     original, file = copy_with(tmp_path / "original", {"test_value.py": TESTS}), "tests/test_value.py"
     fault = mutant("m", "1.1", ("value.py", "return 1", f"return {value}"))
     with mutated(original, fault) as copy:
-        # Its plugin of the same name belongs to the package of the project, which the copy stands in for.
+        # Disabled: it belongs to the package of the project, which the copy replaces.
         run = runner(copy, "-p", "no:fd_core")
         limits = GroupLimits({f"{file}::test_ends": 1.0}, 30.0, 60.0)
         done = run(Group("g", (file,)), limits, frozenset(f"{file}::{name}" for name in skip))
@@ -193,15 +193,15 @@ def test_pytest_on_a_copy_tells_failing_from_hanging(
     assert f"{file}::test_passes" in done.passed
 
 
-def test_a_copy_of_the_package_has_the_sources_of_its_kernels() -> None:
-    """Some tests of engines compute with them; what was compiled before is found by these sources."""
+def test_copy_contains_the_kernel_sources() -> None:
+    """Engine tests use the kernels; compiled kernels are found by these sources."""
     with pristine() as copy:
         where = Path("fd_core/ops/native/csrc")
         copied, own = (sorted(path.name for path in (at / where).rglob("*")) for at in (copy, ROOT))
         assert copied == own
 
 
-def test_a_copy_whose_tests_cannot_be_imported_is_a_fault(tmp_path: Path) -> None:
+def test_copy_with_unimportable_tests_raises_session_fault(tmp_path: Path) -> None:
     copy = copy_with(tmp_path / "copy", {"test_value.py": "import nothing_of_this_name\n"})
     with pytest.raises(SessionFault, match="nothing_of_this_name"):
         runner(copy, "-p", "no:fd_core")(Group("g", ("tests/test_value.py",)), GroupLimits({}, 30.0, 60.0), frozenset())

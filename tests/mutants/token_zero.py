@@ -1,4 +1,4 @@
-"""Faults against token id 0, which is a token like every other: law 1.9."""
+"""Faults in the handling of token id 0, which is a token like any other: invariant 1.9."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from tests.mutants.mutant import mutant
 SLOTS = "scheduling/running/slots.py"
 SAMPLING = "runner/sampling/sampler.py"
 
-_LAW = "1.9: token id 0 is a token"
+_INVARIANT = "1.9: token id 0 is a valid token"
 
 MUTANTS = (
     mutant(
-        "stop-token-zero-is-no-stop-token",
-        _LAW,
+        "stop-token-zero-is-ignored",
+        _INVARIANT,
         (
             SLOTS,
             "self.stops[slot, : len(ids)] = ids",
@@ -20,13 +20,13 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "end-of-text-zero-ends-nothing",
-        _LAW,
+        "eos-token-zero-is-ignored",
+        _INVARIANT,
         (SLOTS, "*spec.eos_token_ids)", "*filter(None, spec.eos_token_ids))"),
     ),
     mutant(
-        "stop-token-zero-may-come-before-min-tokens",
-        _LAW,
+        "stop-token-zero-is-allowed-before-min-tokens",
+        _INVARIANT,
         (
             SAMPLING,
             "stops=np.array([token for token in ends if token in",
@@ -34,13 +34,13 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-bias-of-token-zero-alone-is-left-out",
-        _LAW,
+        "logit-bias-of-token-zero-alone-is-ignored",
+        _INVARIANT,
         (SAMPLING, "if len(extras.bias_ids):", "if extras.bias_ids.any():"),
     ),
     mutant(
         "drafts-end-before-token-zero",
-        _LAW,
+        _INVARIANT,
         (
             "runner/batch.py",
             "        self.num_drafts[slots] = counts\n",
@@ -49,8 +49,8 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "draft-zero-is-never-right",
-        _LAW,
+        "draft-zero-is-never-accepted",
+        _INVARIANT,
         (
             "ops/numpy/sampling.py",
             "right = (sampled[:, :k] == drafts) & (",

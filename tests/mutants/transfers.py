@@ -1,4 +1,4 @@
-"""Faults against section 6 of the protocol where the scheduler leases blocks out, or sends what it computed."""
+"""Faults against section 6 of the protocol where the scheduler grants leases, or sends computed blocks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ REQUESTS = "scheduling/requests.py"
 
 _HELD = "3.2: a block leaves fenced only when no network operation reads or writes it"
 _IDLE = "3.6: at idle every gauge equals its value at start"
-_RECOMPUTE = "6.3: a failed transfer means recompute"
-_ALL = "6.2: the decode side starts after a commit that covers everything"
-_BOTH = "6.1: an abort on either side ends it on both"
+_RECOMPUTE = "6.3: after a failed transfer the KV is recomputed"
+_ALL = "6.2: decoding starts after a commit that covers all blocks"
+_BOTH = "6.1: an abort by either worker ends the lease on both"
 _UNPIN = "        if blocks is not None:\n            self._pool.unpin"
-_ONCE = "6.3: preemption on the decode side resumes there"
+_ONCE = "6.3: a request preempted on the decode worker resumes there"
 
 MUTANTS = (
     mutant(
@@ -50,17 +50,17 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "whatever-came-counts-as-transferred",
+        "partial-transfer-counts-as-complete",
         _RECOMPUTE,
         (TRANSFERRING, 'if answer.outcome != "transferred":', "if False:"),
     ),
     mutant(
-        "the-answer-of-an-abandoned-fetch-counts",
-        "1.7: what a request that left was waiting for changes nothing",
+        "completion-of-an-abandoned-fetch-counts",
+        "1.7: completions of operations of a finished request have no effect",
         (OPERATIONS, "effect, None, blocks", "effect, _ if isinstance(effect, Fetch) else None, blocks"),
     ),
     mutant(
-        "the-last-token-is-not-computed-here",
+        "last-token-is-not-computed-locally",
         "4: the text is a function of the request; its last prompt token yields the first one",
         (
             TRANSFERRING,
@@ -69,7 +69,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "the-partial-block-is-not-leased",
+        "partial-block-is-not-leased",
         _ALL,
         (
             ADMISSIONS,
@@ -78,7 +78,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "the-last-block-is-not-sent",
+        "last-block-is-not-sent",
         _ALL,
         (TRANSFERRING, "blocks[: -(-prompt // self.block_size)]", "blocks[: prompt // self.block_size]"),
     ),
@@ -97,13 +97,13 @@ MUTANTS = (
         (TRANSFERRING, "        request.sent = len(blocks)\n", "        request.sent = request.sent_all\n"),
     ),
     mutant(
-        "blocks-that-the-other-worker-has-are-sent",
-        "6.1: a lease covers what it was opened for",
+        "blocks-held-by-the-decode-worker-are-sent",
+        "6.1: a lease covers the blocks that it was opened for",
         (REQUESTS, "self.sent = 0 if spec.prefill_job is None else spec.prefill_job.held_blocks", "self.sent = 0"),
     ),
     mutant(
-        "a-cached-prefix-is-sent-late",
-        "6: blocks leave while the rest is computed",
+        "cached-prefix-is-sent-late",
+        "6: blocks are sent while the rest is computed",
         (
             RESIDENCIES,
             "            counters.prefix_hits += num_cached\n        if request.spec.prefill_job is not None:\n",
@@ -111,7 +111,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "who-was-preempted-fetches-again",
+        "preempted-request-fetches-again",
         _ONCE,
         (
             TRANSFERRING,
@@ -120,7 +120,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "who-has-a-text-fetches-again",
+        "request-with-output-fetches-again",
         _ONCE,
         (
             TRANSFERRING,
@@ -129,33 +129,33 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-request-that-failed-commits",
+        "failed-request-commits",
         _ALL,
         (TRANSFERRING, " and reason in (FinishReason.STOP, FinishReason.LENGTH):", ":"),
     ),
     mutant(
-        "nobody-is-told-that-a-lease-was-given-up",
+        "abandoned-lease-is-not-reported",
         _BOTH,
         (TRANSFERRING, "if job is not None and not request.sent_all:", "if False:"),
     ),
     mutant(
-        "a-lease-is-given-up-behind-its-last-send",
+        "lease-is-abandoned-after-its-last-send",
         "6.2: a lease ends once",
         (TRANSFERRING, "            request.sent_all = True\n", ""),
     ),
     mutant(
-        "a-lease-is-not-cancelled-by-an-abort",
+        "abort-does-not-cancel-the-lease",
         _BOTH,
         (TRANSFERRING, "            self.operations.cancel(request.fetch)\n", ""),
     ),
     mutant(
-        "an-engine-sleeps-on-what-it-has-to-say",
+        "engine-sleeps-with-pending-effects",
         _BOTH,
         (SCHEDULER, "self._operations.open or self._operations.effects or", "self._operations.open or"),
     ),
     mutant(
-        "a-lease-is-taken-without-room-to-grow",
-        "6.1: granted only with what running requests may still grow to",
+        "lease-is-granted-without-room-to-grow",
+        "6.1: granted only with room for the growth of running requests",
         (CONTROL, "(slots.running | slots.loading)\n        if not", "(slots.running)\n        if not"),
         (CONTROL, "(slots.running | slots.loading)\n        if len", "(slots.running)\n        if len"),
     ),

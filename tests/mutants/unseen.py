@@ -1,14 +1,14 @@
-"""Mutants of pairs that hostile worlds cannot see, and why: unit tests alone kill them."""
+"""Mutants of pairs that hostile worlds cannot detect, and why: only unit tests kill them."""
 
 from __future__ import annotations
 
 __all__ = ["UNSEEN"]
 
 UNSEEN = {
-    "a-late-piece-is-taken": "the receiver forgets a lease that is over, so nothing reaches its machine",
-    "a-late-copy-is-credited": "the receiver clears what is to be copied when a lease ends, and a copy is one job",
-    "a-block-is-sent-twice": "the sender offers each block once as well, and the scheduler sends none twice",
-    "half-a-prompt-is-waited-for": "the scheduler sends every block of a prompt before it says that it is complete",
-    "any-silence-will-do": "what simulated pairs say is not encoded, and limits are checked where it is decoded",
-    "an-engine-sleeps-on-what-it-has-to-say": "a turn of an engine always plans, and a plan says it",
+    "late-piece-is-accepted": "the receiver drops finished leases, so nothing reaches their state machine",
+    "late-copy-is-credited": "the receiver clears pending copies when a lease ends, and a copy is one job",
+    "block-is-sent-twice": "the sender also offers each block once, and the scheduler sends none twice",
+    "partial-prompt-is-awaited": "the scheduler sends every block of a prompt before it reports completion",
+    "lease-silence-limits-are-not-checked": "simulated pairs do not encode messages, and decoding checks the limits",
+    "engine-sleeps-with-pending-effects": "an iteration of the engine always plans, and a plan sends the effects",
 }

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.doors import KINDS, door
+from tests.hostile.endpoints import KINDS, endpoint
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="draws the page in chromium, and there is none")
 def test_live_page_renders_under_its_policy(kind: str, tmp_path: Path) -> None:
-    with door(kind) as opened:
+    with endpoint(kind) as opened:
         words = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
         words += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", "--dump-dom"]
         done = subprocess.run(

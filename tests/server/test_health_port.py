@@ -14,7 +14,7 @@ import pytest
 from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
 from fd_core.http.connections import connections
-from tests.hostile.doors import KINDS, Door, Hostile, door, until
+from tests.hostile.endpoints import KINDS, Endpoint, Hostile, endpoint, until
 from tests.server.fakes import live
 from tests.server.processes import free_port
 
@@ -27,7 +27,7 @@ def ask(port: int, line: str = "GET /health") -> tuple[int, bytes]:
         return status, body
 
 
-def hold(opened: Door, seconds: float) -> None:
+def hold(opened: Endpoint, seconds: float) -> None:
     """Block the event loop for a while; return at once."""
     opened.loop.call_soon_threadsafe(time.sleep, seconds)
     time.sleep(0.05)
@@ -37,7 +37,7 @@ def hold(opened: Door, seconds: float) -> None:
 @pytest.mark.timing
 def test_health_is_answered_while_the_event_loop_is_busy(kind: str) -> None:
     port = free_port()
-    with door(kind, health_port=port) as opened:
+    with endpoint(kind, health_port=port) as opened:
         assert ask(port) == (200, b'{"status":"ok","reason":null}')
         hold(opened, 1.5)
         begun = time.monotonic()
@@ -52,7 +52,7 @@ def test_health_is_answered_while_the_event_loop_is_busy(kind: str) -> None:
 def test_stuck_event_loop_fails_the_health_check(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_STUCK_SECONDS", 0.6)
     port = free_port()
-    with door(kind, health_port=port) as opened:
+    with endpoint(kind, health_port=port) as opened:
         hold(opened, 3.0)
         until(lambda: ask(port)[0] == 503, 2.5)
         status, body = ask(port)

@@ -1,4 +1,4 @@
-"""A real `fdcore route` and real workers behind it, each a process that can be killed, stopped and started again."""
+"""A real `fdcore route` and its real workers, each a process that can be killed, stopped and restarted."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _START_SECONDS: Final = 120.0
 _END_SECONDS: Final = 60.0
 _ASK_SECONDS: Final = aiohttp.ClientTimeout(total=20)
 _CONNECTORS: Final = ("tcp", "shared_memory")
-"""Of decode workers, in turn."""
+"""Flags of decode workers, in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process and its children hold."""
+    """Resources of a process and its children."""
 
     descriptors: int
     threads: int
@@ -39,7 +39,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Node:
-    """One `fdcore` process at a port of its own, and the engine's process below it if it has one."""
+    """One `fdcore` process with a dedicated port, and its engine process if it has one."""
 
     name: str
     role: str
@@ -49,7 +49,7 @@ class Node:
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
     killed: float = 0.0
-    """When `kill` saw its end, in seconds of `time.monotonic`."""
+    """Time at which `kill` observed the exit, in seconds of `time.monotonic`."""
 
     @property
     def url(self) -> str:
@@ -67,7 +67,7 @@ class Node:
         self.starts += 1
 
     def children(self) -> list[int]:
-        """Return the processes right below: a worker's engine, and those that compile grammars."""
+        """Return the child processes: a worker's engine, and its grammar compilers."""
         found: list[int] = []
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{self.pid}/task").iterdir():
@@ -75,7 +75,7 @@ class Node:
         return found
 
     def engine(self) -> int:
-        """Return the process of a worker's engine."""
+        """Return the process id of a worker's engine."""
         (found,) = (pid for pid in self.children() if b"fd_core.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
         return found
 
@@ -89,7 +89,7 @@ class Node:
         )
 
     async def kill(self) -> None:
-        """SIGKILL the process alone: what it started has to notice by itself."""
+        """SIGKILL only the process itself: its children have to detect that by themselves."""
         children = self.children()
         os.kill(self.pid, signal.SIGKILL)
         assert self.process is not None
@@ -103,17 +103,17 @@ class Node:
             os.kill(pid, number)
 
     async def leave(self) -> None:
-        """Ctrl-C, as an operator does it: the process drains and ends in order."""
+        """Send Ctrl-C, as an operator does: the process drains and exits."""
         assert self.process is not None
         self.process.send_signal(signal.SIGINT)
         code = await asyncio.to_thread(self.process.wait, _END_SECONDS)
-        assert code in (0, 130), f"{self.name} ended with {code}:\n{self.said()}"
+        assert code in (0, 130), f"{self.name} ended with {code}:\n{self.log_text()}"
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
     def destroy(self) -> None:
-        """Leave nothing behind, whatever state it is in."""
+        """Kill the process and its children, whatever their state."""
         if self.process is None or self.process.poll() is not None:
             return
         for pid in (*self.children(), self.pid):
@@ -124,7 +124,7 @@ class Node:
 
 @dataclass(slots=True)
 class Cluster:
-    """The router, its workers, and a session to ask them how they are."""
+    """The router, its workers, and an HTTP session for their status."""
 
     router: Node
     workers: list[Node]
@@ -135,7 +135,7 @@ class Cluster:
             return await answer.json()
 
     async def metrics(self, node: Node) -> dict[str, float]:
-        """Return every sample of a node by its name and labels as they are written."""
+        """Return every sample of a node by its name and labels, as printed."""
         async with self.session.get(f"{node.url}/metrics") as answer:
             lines = (await answer.text()).splitlines()
         return {
@@ -144,7 +144,7 @@ class Cluster:
         }
 
     async def healthy(self, *nodes: Node) -> bool:
-        """Whether the router would send requests to these, as the processes that they are at this moment."""
+        """Return True if the router routes requests to these nodes' present processes."""
         try:
             shown = {each["worker"]["url"]: each["state"] for each in (await self.status())["workers"]}
             return all(shown.get(node.url) == "healthy" for node in nodes) and all(
@@ -157,16 +157,16 @@ class Cluster:
         async with self.session.get(f"{node.url}/ready") as answer:
             return answer.status == 200
 
-    async def come_up(self, *nodes: Node, seconds: float = _START_SECONDS) -> None:
-        """Wait until these are served."""
+    async def wait_ready(self, *nodes: Node, seconds: float = _START_SECONDS) -> None:
+        """Wait until these nodes are served."""
         ends = time.monotonic() + seconds
         while not await self.healthy(*nodes):
             for node in nodes:
                 assert node.process is not None
-                assert node.process.poll() is None, f"{node.name} ended by itself:\n{node.said()}"
+                assert node.process.poll() is None, f"{node.name} exited unexpectedly:\n{node.log_text()}"
             if time.monotonic() > ends:
-                logs = "\n".join(f"--- {node.name}\n{node.said()}" for node in (self.router, *nodes))
-                raise AssertionError(f"{[node.name for node in nodes]} do not come up:\n{logs}")
+                logs = "\n".join(f"--- {node.name}\n{node.log_text()}" for node in (self.router, *nodes))
+                raise AssertionError(f"{[node.name for node in nodes]} did not become ready:\n{logs}")
             await asyncio.sleep(0.1)
 
 
@@ -174,10 +174,10 @@ class Cluster:
 async def cluster_of(
     folder: Path, roles: Sequence[str], *, serve: Sequence[str], pair: Sequence[str], route: Sequence[str]
 ) -> AsyncIterator[Cluster]:
-    """Run a router and a worker for each of `roles`; end all with Ctrl-C, and look for tracebacks.
+    """Run a router and a worker for each of `roles`; end all with Ctrl-C, and check their logs for tracebacks.
 
-    `serve` and `route` are what follows `fdcore serve` and `fdcore route` for all of them, `pair` what follows for
-    prefill and decode workers. Every other worker of a role registers itself, the rest is named to the router.
+    `serve` and `route` are arguments of all `fdcore serve` and `fdcore route` commands, `pair` further arguments of
+    prefill and decode workers. Every other worker of a role registers itself, the rest are configured in the router.
     """
     secret = folder / "secret"
     secret.write_text("a-secret-of-this-cluster\n")
@@ -206,19 +206,19 @@ async def cluster_of(
             node.start()
         async with aiohttp.ClientSession(timeout=_ASK_SECONDS) as session:
             cluster = Cluster(router, workers, session)
-            await cluster.come_up(*workers)
+            await cluster.wait_ready(*workers)
             yield cluster
         await asyncio.gather(*(worker.leave() for worker in workers))
         await router.leave()
         for node in (router, *workers):
-            assert "Traceback" not in node.said(), f"{node.name}:\n{node.said()}"
+            assert "Traceback" not in node.log_text(), f"{node.name}:\n{node.log_text()}"
     finally:
         for node in (router, *workers):
             node.destroy()
 
 
 async def eventually(true: Any, seconds: float, otherwise: str) -> None:
-    """Wait until `true()` is."""
+    """Wait until `true()` returns true."""
     ends = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < ends, otherwise
@@ -226,7 +226,7 @@ async def eventually(true: Any, seconds: float, otherwise: str) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports below the range that outgoing connections take, so that a worker that is away keeps its own."""
+    """Return ports below the ephemeral range, so that no other process takes the port of a worker that is down."""
     found: list[int] = []
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in range(low - 1 - os.getpid() % 4000, 1024, -1):

@@ -1,4 +1,4 @@
-"""Thousands of clients: some leave, some read slowly, some want the answer in one piece. Each judges what it got."""
+"""Thousands of clients that disconnect, read slowly or do not stream, and each check their own responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-__all__ = ["Answer", "Crowd", "Manner", "Prompt", "Report", "ask_alone", "manners"]
+__all__ = ["Answer", "ClientProfile", "Crowd", "Prompt", "Report", "ask_alone", "client_profiles"]
 
 _DONE = b"data: [DONE]"
 _SMALL_BUFFER = 4096
@@ -36,7 +36,7 @@ class _Event(msgspec.Struct):
 
 
 class _Refusal(msgspec.Struct):
-    """An error as OpenAI's clients expect it."""
+    """An error in OpenAI's format."""
 
     message: str
     type: str
@@ -54,14 +54,14 @@ _refusals = msgspec.json.Decoder(_Refused)
 
 @dataclass(slots=True)
 class Answer:
-    """One choice as it was read."""
+    """One choice as read by the client."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, choice: _Choice) -> bool:
-        """Take one event's part; False for one that comes behind the end."""
+        """Add the part of one event; return False if it follows the end."""
         if self.finish_reason is not None:
             return False
         self.text += choice.text or choice.delta.get("content") or choice.message.get("content") or ""
@@ -70,45 +70,45 @@ class Answer:
         return True
 
     def begins(self, whole: Answer) -> bool:
-        """Whether this is a beginning of `whole`."""
+        """Return True if this is a prefix of `whole`."""
         size = len(self.token_ids)
         return whole.token_ids[:size] == self.token_ids and whole.text.startswith(self.text.rstrip("\ufffd"))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What may be asked any number of times, and each time has the same answer."""
+    """A prompt that always has the same answer."""
 
     path: str
     body: Mapping[str, Any]
     long: bool = False
-    """Fills every buffer between a worker and a client that does not read."""
+    """True if the answer fills every buffer between a worker and a client that does not read."""
 
 
 Leaves = Literal["never", "before", "middle", "end"]
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """How one client behaves."""
+class ClientProfile:
+    """Behaviour of one client."""
 
     prompt: int
     stream: bool
     leaves: Leaves
     when: float
-    """Within [0, 1): how early or late that is."""
+    """Relative time of that, within [0, 1)."""
     slow: bool
     salt: str
-    """Prompts of one salt share their prefixes; it changes no answer."""
+    """Cache salt: prompts with the same salt share prefixes; it does not change answers."""
 
 
-def manners(prompts: Sequence[Prompt], count: int, seed: int) -> list[Manner]:
-    """Return who asks what and how: a quarter leaves, a fifth does not stream, one in forty reads slowly, half of
-    them share prefixes."""
+def client_profiles(prompts: Sequence[Prompt], count: int, seed: int) -> list[ClientProfile]:
+    """Return prompt and behaviour of each client: a quarter disconnects, a fifth does not stream, one in forty reads
+    slowly, and half of them share prefixes."""
     rng = random.Random(seed)
     short = [index for index, prompt in enumerate(prompts) if not prompt.long]
     long = [index for index, prompt in enumerate(prompts) if prompt.long]
-    made: list[Manner] = []
+    made: list[ClientProfile] = []
     for number in range(count):
         slow = rng.random() < 0.025
         stream = slow or rng.random() < 0.8
@@ -116,13 +116,13 @@ def manners(prompts: Sequence[Prompt], count: int, seed: int) -> list[Manner]:
         if rng.random() < 0.25:
             leaves = rng.choice(("before", "middle", "middle", "end")) if stream else "before"
         salt = f"{seed}-{number}" if rng.random() < 0.5 else "shared"
-        made.append(Manner(rng.choice(long if slow else short), stream, leaves, rng.random(), slow, salt))
+        made.append(ClientProfile(rng.choice(long if slow else short), stream, leaves, rng.random(), slow, salt))
     return made
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request that ended with an error: which code, when it began (a stream: when its first byte came), and ended."""
+    """A request that ended with an error: its code, its start (of a stream: the first byte) and its end."""
 
     code: str | None
     began: float
@@ -131,17 +131,17 @@ class Failed:
 
 @dataclass(slots=True)
 class Report:
-    """What became of all requests."""
+    """Results of all requests."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    """`whole`, `left`, `broken`, `refused STATUS CODE` and how each client behaved."""
+    """`whole`, `left`, `broken`, `refused STATUS CODE` and the behaviour of each client."""
     broken: list[Failed] = field(default_factory=list)
     """Streams that ended with an error event."""
     refused: list[Failed] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
-    """What must never be."""
+    """Violations of what must always hold."""
     longest: float = 0.0
-    """Seconds that the slowest request of a quick reader took."""
+    """Seconds of the slowest request of a fast reader."""
 
     @property
     def requests(self) -> int:
@@ -152,36 +152,36 @@ class Report:
 
 
 class _Left(Exception):
-    """The client has seen enough."""
+    """The client has read enough and disconnects."""
 
 
 class _Wrong(Exception):
-    """Something came that must never come."""
+    """The response violates the protocol."""
 
 
 class Crowd:
-    """Asks `url`, at most `at_once` at a time."""
+    """Clients that send requests to `url`, at most `at_once` at a time."""
 
     def __init__(
         self, url: str, prompts: Sequence[Prompt], whole: Sequence[list[Answer]], *, at_once: int, longest: float
     ) -> None:
-        """`whole` are the answers; `longest` is how many seconds a request may take."""
+        """`whole` holds the expected answers; `longest` limits the seconds of a request."""
         self.report = Report()
         self._url = url
         self._prompts = prompts
         self._whole = whole
         self._at_once = at_once
         self._longest = longest
-        self.asked = 0
+        self.num_sent = 0
 
-    async def ask_all(self, every: Iterable[Manner]) -> None:
+    async def ask_all(self, every: Iterable[ClientProfile]) -> None:
         """Send a request for each of `every`."""
         left = iter(every)
 
         async def one_after_the_other(quick: aiohttp.ClientSession, slow: aiohttp.ClientSession) -> None:
-            for manner in left:
-                self.asked += 1
-                await self._one(slow if manner.slow else quick, manner)
+            for profile in left:
+                self.num_sent += 1
+                await self._one(slow if profile.slow else quick, profile)
 
         timeout = aiohttp.ClientTimeout(total=None)
         async with (
@@ -197,78 +197,78 @@ class Crowd:
         ):
             await asyncio.gather(*(one_after_the_other(quick, slow) for _ in range(self._at_once)))
 
-    async def _one(self, session: aiohttp.ClientSession, manner: Manner) -> None:
+    async def _one(self, session: aiohttp.ClientSession, profile: ClientProfile) -> None:
         report, began = self.report, time.monotonic()
         try:
             async with asyncio.timeout(self._longest):
-                outcome = await self._ask(session, manner)
+                outcome = await self._ask(session, profile)
         except _Wrong as wrong:
             outcome = "wrong"
-            report.violations.append(f"{wrong} ({manner})")
+            report.violations.append(f"{wrong} ({profile})")
         except TimeoutError:
             outcome = "wrong"
-            report.violations.append(f"no end after {self._longest:g} s ({manner})")
+            report.violations.append(f"no end after {self._longest:g} s ({profile})")
         except (aiohttp.ClientError, OSError) as error:
             outcome = "wrong"
-            report.violations.append(f"the connection broke off: {error!r} ({manner})")
+            report.violations.append(f"the connection broke: {error!r} ({profile})")
         report.outcomes[outcome] += 1
-        if not manner.slow:
+        if not profile.slow:
             report.longest = max(report.longest, time.monotonic() - began)
 
-    async def _ask(self, session: aiohttp.ClientSession, manner: Manner) -> str:
-        prompt, began = self._prompts[manner.prompt], time.monotonic()
+    async def _ask(self, session: aiohttp.ClientSession, profile: ClientProfile) -> str:
+        prompt, began = self._prompts[profile.prompt], time.monotonic()
         asking = session.post(
             prompt.path,
-            data=msgspec.json.encode({**prompt.body, "stream": manner.stream, "cache_salt": manner.salt}),
+            data=msgspec.json.encode({**prompt.body, "stream": profile.stream, "cache_salt": profile.salt}),
             headers={"Content-Type": "application/json"},
         )
-        if manner.leaves == "before":
+        if profile.leaves == "before":
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.12 * manner.when**2), asking as response:
-                    return await self._read(response, manner, began)
+                async with asyncio.timeout(0.12 * profile.when**2), asking as response:
+                    return await self._read(response, profile, began)
             return "left before"
         async with asking as response:
             try:
-                return await self._read(response, manner, began)
+                return await self._read(response, profile, began)
             except _Left:
                 response.close()
-                return f"left {manner.leaves}"
+                return f"left {profile.leaves}"
 
-    async def _read(self, response: aiohttp.ClientResponse, manner: Manner, began: float) -> str:
+    async def _read(self, response: aiohttp.ClientResponse, profile: ClientProfile, began: float) -> str:
         if response.status != 200:
             code = _refusal_of(await response.read()).code
             self.report.refused.append(Failed(code, began, time.monotonic()))
             return f"refused {response.status} {code}"
-        whole = self._whole[manner.prompt]
-        if not manner.stream:
+        whole = self._whole[profile.prompt]
+        if not profile.stream:
             return _complete(_in_one_piece(await response.read()), whole)
-        return await self._follow(response, manner, whole)
+        return await self._follow(response, profile, whole)
 
-    async def _follow(self, response: aiohttp.ClientResponse, manner: Manner, whole: list[Answer]) -> str:
-        """Read a stream to its end, or as far as this client wants."""
+    async def _follow(self, response: aiohttp.ClientResponse, profile: ClientProfile, whole: list[Answer]) -> str:
+        """Read a stream to its end, or until this client disconnects."""
         answers = [Answer() for _ in whole]
         size = sum(len(answer.token_ids) for answer in whole)
-        enough = int(manner.when * size) if manner.leaves == "middle" else None
+        enough = int(profile.when * size) if profile.leaves == "middle" else None
         held, began, done, failed, read = b"", time.monotonic(), False, None, 0
         while chunk := await response.content.readany():
             *blocks, held = (held + chunk).split(b"\n\n")
             for block in blocks:
                 if done or failed:
-                    raise _Wrong(f"something follows the end: {block[:80]!r}")
+                    raise _Wrong(f"data after the end: {block[:80]!r}")
                 if block == _DONE:
                     done = True
                 elif block.startswith(b"event: error\n"):
                     failed = _refusal_of(block.partition(b"data:")[2])
                 else:
-                    read += _take(block, answers)
+                    read += _add_event(block, answers)
             over = all(answer.finish_reason for answer in answers)
-            if (enough is not None and read > enough) or (manner.leaves == "end" and over and not failed):
+            if (enough is not None and read > enough) or (profile.leaves == "end" and over and not failed):
                 _check_beginning(answers, whole)
                 raise _Left
-            if manner.slow:
+            if profile.slow:
                 await asyncio.sleep(0.004 if len(chunk) < _SMALL_BUFFER else 0.03)
         if held:
-            raise _Wrong(f"half an event at the end: {held[:80]!r}")
+            raise _Wrong(f"incomplete event at the end: {held[:80]!r}")
         if done:
             return _complete(answers, whole)
         if failed is None:
@@ -279,7 +279,7 @@ class Crowd:
 
 
 async def ask_alone(url: str, prompts: Sequence[Prompt]) -> list[list[Answer]]:
-    """Return the answer of every prompt, asked in one piece and few at a time."""
+    """Return the answers to all prompts, without streaming and few at a time."""
     gate = asyncio.Semaphore(8)
 
     async def one(session: aiohttp.ClientSession, prompt: Prompt) -> list[Answer]:
@@ -292,17 +292,17 @@ async def ask_alone(url: str, prompts: Sequence[Prompt]) -> list[list[Answer]]:
         return await asyncio.gather(*(one(session, prompt) for prompt in prompts))
 
 
-def _take(block: bytes, answers: list[Answer]) -> int:
-    """Add an event to the answers and return how many tokens it had."""
+def _add_event(block: bytes, answers: list[Answer]) -> int:
+    """Add an event to the answers and return its number of tokens."""
     try:
         event = _events.decode(block.removeprefix(b"data:"))
     except msgspec.MsgspecError as error:
         raise _Wrong(f"no event: {error}: {block[:80]!r}") from error
     if event.error is not None or not block.startswith(b"data:"):
-        raise _Wrong(f"an error that is none by its name: {block[:120]!r}")
+        raise _Wrong(f"an error event of another type: {block[:120]!r}")
     for choice in event.choices:
         if not answers[choice.index].add(choice):
-            raise _Wrong(f"an event behind the finish reason: {block[:120]!r}")
+            raise _Wrong(f"an event after the finish reason: {block[:120]!r}")
     return sum(len(choice.token_ids or ()) for choice in event.choices)
 
 
@@ -319,25 +319,25 @@ def _in_one_piece(content: bytes) -> list[Answer]:
 
 def _complete(answers: list[Answer], whole: list[Answer]) -> str:
     if answers != whole:
-        raise _Wrong(f"another text: {answers!r:.300} instead of {whole!r:.300}")
+        raise _Wrong(f"expected {whole!r:.300}, got {answers!r:.300}")
     return "whole"
 
 
 def _check_beginning(answers: list[Answer], whole: list[Answer]) -> None:
     for answer, right in zip(answers, whole, strict=True):
         if not answer.begins(right):
-            raise _Wrong(f"no beginning of the text: {answer!r:.300} of {right!r:.300}")
+            raise _Wrong(f"not a prefix of the text: {answer!r:.300}, expected {right!r:.300}")
 
 
 def _refusal_of(content: bytes) -> _Refusal:
     try:
         return _refusals.decode(content).error
     except msgspec.MsgspecError as error:
-        raise _Wrong(f"an error that is not of OpenAI's shape: {content[:200]!r}") from error
+        raise _Wrong(f"an error not in OpenAI's format: {content[:200]!r}") from error
 
 
 def _small_socket(info: Any) -> socket.socket:
-    """Make a socket that takes little before it is read."""
+    """Make a socket with small buffers."""
     family, kind, protocol, _, _ = info
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)

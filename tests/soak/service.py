@@ -1,4 +1,4 @@
-"""A service of several workers under a crowd of clients and a plan of troubles, and what must hold whatever happens."""
+"""Several workers as one service under concurrent clients and injected faults, and the invariants that must hold."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Final
 
 from tests.server.processes import serving
 from tests.soak.cluster import Cluster, Usage, cluster_of
-from tests.soak.crowd import Answer, Crowd, Failed, Manner, Prompt, Report, ask_alone, manners
-from tests.soak.troubles import KINDS, SHORT, UNREACHABLE_SECONDS, Executed, Kind, plan, work_off
+from tests.soak.crowd import Answer, ClientProfile, Crowd, Failed, Prompt, Report, ask_alone, client_profiles
 from tests.soak.watching import Watch, at_rest, usages
+from tests.soak.worker_faults import KINDS, SHORT, UNREACHABLE_SECONDS, Executed, Kind, inject_all, plan
 
-__all__ = ["NULL", "SMALL", "SMOLLM2", "Scale", "endure"]
+__all__ = ["NULL", "SMALL", "SMOLLM2", "Scale", "run_service"]
 
 _STEMS: Final = 12
 _NO_ENDS: Final = ("selected", "prompt_blocks", "hit_blocks")
-"""What is no end of a selection in a tally."""
+"""Outcomes in a tally that do not end a selection."""
 _MIB: Final = 1 << 20
 _NOTICES_SECONDS: Final = 1.0
-"""How much later than the router a busy client may find that its answer has begun."""
+"""Seconds by which a busy client may notice the start of its answer later than the router."""
 _SPARE_DESCRIPTORS: Final = 12
-"""For each connection that can be idle by then: health checks keep some of those to each worker in use."""
+"""Margin for each connection that can be idle by then: health checks keep some open to each worker in use."""
 _SPARE_THREADS: Final = 4
 _SPARE_BYTES: Final = 24 * _MIB
-"""What the router's memory may grow by in the last half of a run."""
+"""Limit on the growth of the router's memory in the last half of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is asked of which model."""
+    """Model and load of a run."""
 
     model: str
     serve: tuple[str, ...]
@@ -44,23 +44,23 @@ class Scale:
     requests: int
     at_once: int
     prompts: int
-    """Different ones; each is asked many times."""
+    """Number of distinct prompts; each is sent many times."""
     long_tokens: int
-    """Tokens of an answer that fills every buffer on its way."""
+    """Tokens of an answer that fills all buffers on its way."""
     longest: float
-    """Seconds that one request may take."""
+    """Time limit of one request, in seconds."""
     pair: tuple[str, ...]
-    """What prefill and decode workers are told besides."""
+    """Additional arguments of prefill and decode workers."""
     rounds: int = 2
     kinds: tuple[Kind, ...] = KINDS
     rests: float = 5.0
-    """Seconds after which nothing may be counted or leased any more."""
+    """Seconds after which no request may be counted and no block leased."""
 
 
 _HEALTH: Final = (
     *("--health-check-interval-secs", "0.5", "--health-check-timeout-secs", "2"),
     *("--unreachable-timeout", str(UNREACHABLE_SECONDS)),
-    # Up to three workers are in trouble at a time, and one of the others can take every request.
+    # Up to three workers are faulty at a time, and one of the others can serve every request.
     *("--max-attempts", "6"),
 )
 _SERVE: Final = ("--num-threads", "1", "--log-level", "warning", "--block-size", "16")
@@ -80,7 +80,7 @@ NULL: Final = Scale(
     pair=("--lease-seconds", "2"),
 )
 SMALL: Final = replace(NULL, requests=800, at_once=16, prompts=60, long_tokens=800, rounds=1, kinds=SHORT)
-"""Less than a minute."""
+"""A short run, less than a minute."""
 SMOLLM2: Final = Scale(
     model="smollm2",
     serve=("smollm2", "--backend", "cpu", "--max-model-len", "512", "--num-kv-blocks", "256", *_SERVE),
@@ -98,7 +98,7 @@ SMOLLM2: Final = Scale(
 
 @dataclass(slots=True)
 class Run:
-    """Everything that is known of a run at its end."""
+    """All results of a run."""
 
     report: Report
     done: Executed
@@ -110,14 +110,14 @@ class Run:
     streams_broken: int = 0
 
 
-def endure(folder: Path, scale: Scale, roles: Sequence[str], seed: int) -> Run:
-    """Run it all and check everything; prints what happened."""
+def run_service(folder: Path, scale: Scale, roles: Sequence[str], seed: int) -> Run:
+    """Run the service, check all invariants and print a summary."""
     print(f"seed {seed}")
     prompts = _prompts(scale, seed)
     with serving(folder / "alone.log", *scale.serve, "--num-kv-blocks", "2048") as alone:
         whole = asyncio.run(ask_alone(alone.url, prompts))
     run = asyncio.run(_run(folder, scale, roles, seed, prompts, whole))
-    _tell(run)
+    _print_summary(run)
     _check(run, scale)
     return run
 
@@ -125,11 +125,11 @@ def endure(folder: Path, scale: Scale, roles: Sequence[str], seed: int) -> Run:
 async def _run(
     folder: Path, scale: Scale, roles: Sequence[str], seed: int, prompts: list[Prompt], whole: list[list[Answer]]
 ) -> Run:
-    every = manners(prompts, scale.requests, seed)
+    every = client_profiles(prompts, scale.requests, seed)
     async with cluster_of(folder, roles, serve=scale.serve, pair=scale.pair, route=scale.route) as cluster:
         crowd = Crowd(cluster.router.url, prompts, whole, at_once=scale.at_once, longest=scale.longest)
-        # What is allocated once, such as threads at the first request, belongs to the start.
-        await crowd.ask_all(manners(prompts, scale.requests // 20, seed + 1))
+        # One-time allocations, such as threads at the first request, belong to the baseline.
+        await crowd.ask_all(client_profiles(prompts, scale.requests // 20, seed + 1))
         await at_rest(cluster, scale.rests)
         before = await _usages_at_rest(cluster, None)
         watch, done = Watch(cluster), Executed()
@@ -137,18 +137,18 @@ async def _run(
         began = time.monotonic()
 
         async def begins(share: float) -> None:
-            while crowd.asked < scale.requests // 20 + share * scale.requests:
+            while crowd.num_sent < scale.requests // 20 + share * scale.requests:
                 await asyncio.sleep(0.05)
 
         async with asyncio.TaskGroup() as group:
-            looking = group.create_task(watch.look_on())
-            working = [group.create_task(work_off(lane, cluster, done, begins)) for lane in lanes.values()]
-            await crowd.ask_all(_until_worked_off(every, working))
+            watching = group.create_task(watch.watch())
+            working = [group.create_task(inject_all(lane, cluster, done, begins)) for lane in lanes.values()]
+            await crowd.ask_all(_until_all_injected(every, working))
             await asyncio.gather(*working)
-            looking.cancel()
+            watching.cancel()
         run = Run(crowd.report, done, watch, before, seconds=time.monotonic() - began)
         run.rested = await at_rest(cluster, scale.rests)
-        await watch.look()
+        await watch.sample()
         shown = await cluster.status()
         assert shown["faults"] == 0
         for each in shown["workers"]:
@@ -160,8 +160,10 @@ async def _run(
         return run
 
 
-def _until_worked_off(every: Sequence[Manner], working: Sequence[asyncio.Task[None]]) -> Iterator[Manner]:
-    """Yield all, and then again from the beginning for as long as there is trouble."""
+def _until_all_injected(
+    every: Sequence[ClientProfile], working: Sequence[asyncio.Task[None]]
+) -> Iterator[ClientProfile]:
+    """Yield all, then start over while faults are being injected."""
     yield from every
     again = itertools.cycle(every)
     while not all(task.done() for task in working):
@@ -169,7 +171,7 @@ def _until_worked_off(every: Sequence[Manner], working: Sequence[asyncio.Task[No
 
 
 def _prompts(scale: Scale, seed: int) -> list[Prompt]:
-    """Return prompts that begin alike in groups, as ids or as a conversation; some with two answers, some long."""
+    """Return prompts with common prefixes in groups, as token ids or chats; some with two answers, some long."""
     rng = random.Random(seed)
     stems = [[rng.randrange(*scale.vocabulary) for _ in range(rng.randrange(16, 96))] for _ in range(_STEMS)]
     made = []
@@ -196,7 +198,7 @@ def _prompts(scale: Scale, seed: int) -> list[Prompt]:
 
 
 async def _usages_at_rest(cluster: Cluster, before: dict[str, Usage] | None) -> dict[str, Usage]:
-    """Return what every process holds once connections that nobody uses are closed, or at last."""
+    """Return the resources of every process once idle connections are closed, or after a timeout."""
     ends = time.monotonic() + 15.0
     await asyncio.sleep(4.0)
     while True:
@@ -207,7 +209,7 @@ async def _usages_at_rest(cluster: Cluster, before: dict[str, Usage] | None) -> 
 
 
 def _grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
-    """Say who holds more than at the start, also if it was started anew in between."""
+    """Return the processes that hold more than at the start, restarted ones included."""
     return [
         f"{name}: {before[name]} became {now}"
         for name, now in after.items()
@@ -216,16 +218,16 @@ def _grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
     ]
 
 
-def _tell(run: Run) -> None:
-    """Print what happened, for whoever reads the report."""
+def _print_summary(run: Run) -> None:
+    """Print a summary for the report."""
     report, done, watch = run.report, run.done, run.watch
     print(f"{report.requests} requests in {run.seconds:.1f} s, the slowest took {report.longest:.1f} s")
     for name, count in sorted(report.outcomes.items()):
         print(f"  {name}: {count}")
-    print(*done.happened, sep="\n")
+    print(*done.injected, sep="\n")
     print(f"{len(done.hits)} workers lost under {done.requests_hit} requests, {run.streams_broken} streams broken")
     print(f"at rest after {run.rested:.2f} s; {watch.samples} samples")
-    print(f"at most {watch.most_requests} requests on workers; at most on one worker: {watch.most_by_gauge}")
+    print(f"at most {watch.most_requests} requests in flight; maximum of one worker: {watch.most_by_gauge}")
     print("workers together:", *(f"{name}={count}" for name, count in sorted(watch.counted().items())))
     resident = [size // _MIB for size in watch.resident_bytes]
     print(
@@ -241,14 +243,14 @@ def _check(run: Run, scale: Scale) -> None:
     assert report.requests >= scale.requests
     assert report.count("left") > 0.2 * report.requests
     for refused in report.refused:
-        assert refused.code == "failed_twice", f"somebody could have taken it: {refused}"
+        assert refused.code == "failed_twice", f"another worker could have served it: {refused}"
         gone = [*done.hits, *done.drained]
-        assert _under(refused, done.hits), f"no worker was lost under it: {refused}, {done.hits}"
-        assert _under(refused, gone) >= 2, f"fewer than two workers went away under it: {refused}, {gone}"
+        assert _under(refused, done.hits), f"no worker was lost during it: {refused}, {done.hits}"
+        assert _under(refused, gone) >= 2, f"fewer than two workers were lost during it: {refused}, {gone}"
     for broken in report.broken:
         assert broken.code == "worker_lost", broken
-        assert _under(broken, done.hits), f"a stream broke off that no lost worker had begun: {broken}, {done.hits}"
-    # What came to a worker between the look at it and its end is not counted there.
+        assert _under(broken, done.hits), f"a stream broke that no lost worker served: {broken}, {done.hits}"
+    # Requests that reached a worker between its last sample and its end are not counted there.
     assert len(report.broken) <= run.streams_broken <= done.requests_hit + 8 * len(done.hits)
     assert not (grown := _grown(run.before, run.after)), grown
     half = watch.resident_bytes[len(watch.resident_bytes) // 2]
@@ -257,12 +259,12 @@ def _check(run: Run, scale: Scale) -> None:
 
 
 def _under(failed: Failed, gone: Sequence[tuple[float, float]]) -> int:
-    """Return how many workers went away while this request was under way."""
+    """Return the number of workers lost while this request was in progress."""
     return sum(failed.began <= dead + _NOTICES_SECONDS and failed.ended >= before for before, dead in gone)
 
 
 def _check_work(counted: Counter[str], cluster: Cluster) -> None:
-    """Check what the workers say of their own work, which has to be of every kind, and none of it wrong."""
+    """Check the workers' own counters: every kind of work was done, and none of it wrong."""
     wrong = ('engine_finished_total{reason="error"}', "stale_outputs_total", "kv_transfer_dropped_frames_total")
     assert not any(counted[name] for name in (*wrong, 'prefills_elsewhere_total{outcome="damaged"}')), counted
     if any(worker.role == "decode" for worker in cluster.workers):

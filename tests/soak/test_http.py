@@ -1,4 +1,4 @@
-"""A real server under pressure: concurrent streams through a pool that holds about eight, with clients that leave.
+"""A real server under memory pressure: concurrent streams, a pool that holds about eight, clients that disconnect.
 
 Part of `nox -s soak`. A failure prints the seed.
 """
@@ -36,7 +36,7 @@ SERVE = (
 
 @dataclass(slots=True)
 class Answer:
-    """What a client read before it left or the stream ended."""
+    """Data that a client read before it disconnected or the stream ended."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Answer:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Prompts of repeated phrases, so that n-grams find something to draft; a few answers are long."""
+    """Return prompts of repeated phrases, for n-gram drafts; a few answers are long."""
     rng = np.random.default_rng(SEED)
     requests = []
     for index in range(REQUESTS):
@@ -67,7 +67,7 @@ def bodies() -> list[dict[str, Any]]:
 
 
 async def ask(session: aiohttp.ClientSession, body: Mapping[str, Any], leave_after: int | None = None) -> Answer:
-    """Stream an answer; go away once `leave_after` tokens were read, or at once for 0."""
+    """Stream an answer; disconnect after `leave_after` tokens, or at once for 0."""
     answer = Answer()
     async with session.post("/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()
@@ -91,7 +91,7 @@ async def ask(session: aiohttp.ClientSession, body: Mapping[str, Any], leave_aft
 
 
 async def ask_all(server: Server, at_once: int, leaving: Mapping[int, int]) -> list[Answer]:
-    """Send every request, at most `at_once` at a time; those in `leaving` go away after so many tokens."""
+    """Send every request, at most `at_once` at a time; those in `leaving` disconnect after that many tokens."""
     gate = asyncio.Semaphore(at_once)
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=600)
 
@@ -105,7 +105,7 @@ async def ask_all(server: Server, at_once: int, leaving: Mapping[int, int]) -> l
 
 @pytest.fixture(scope="module")
 def unpressed(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
-    """The answers of a server with room for all, without drafts, 16 requests at a time."""
+    """Answers of a server with room for all, without drafts, 16 requests at a time."""
     with serving(tmp_path_factory.mktemp("soak") / "unpressed.log", *SERVE, "--num-kv-blocks", "512") as server:
         answers = asyncio.run(ask_all(server, 16, {}))
         metrics = server.metrics()
@@ -116,7 +116,7 @@ def unpressed(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
 
 
 @pytest.mark.parametrize("engine", ["process", "inproc"])
-def test_streams_under_pressure_are_those_of_an_unpressed_server(
+def test_streams_under_pressure_equal_those_without_pressure(
     unpressed: list[Answer], tmp_path: Path, engine: str
 ) -> None:
     print(f"seed {SEED}")
@@ -146,7 +146,7 @@ def test_streams_under_pressure_are_those_of_an_unpressed_server(
     left = sum(answer.finish_reason is None for answer in answers)
     print(f"{left} left, {metrics['preemptions_total']:.0f} preemptions, {metrics['steps_total']:.0f} steps")
     assert 0 < left <= len(leaving)
-    # A client that left may have had its whole answer on the way.
+    # A disconnected client's answer may already have been complete.
     assert 0 < metrics["engine_finished_total[abort]"] <= left
     assert metrics["engine_finished_total[error]"] == metrics["stale_outputs_total"] == 0
     assert metrics["preemptions_total"] > 0

@@ -32,7 +32,7 @@ def model() -> Path:
 
 
 def requests() -> list[RequestSpec]:
-    """Prompts of repeated phrases, so that n-grams find something to draft."""
+    """Return prompts of repeated phrases, for n-gram drafts."""
     rng = np.random.default_rng(SEED)
     specs = []
     for index in range(REQUESTS):
@@ -85,7 +85,7 @@ def unpressed(model: Path) -> dict[str, list[int]]:
 @pytest.mark.parametrize("transport", ["memory", "zmq"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("k", [0, 1, 3, 5])
-def test_texts_under_pressure_are_those_of_an_unpressed_run(
+def test_texts_under_pressure_equal_those_without_pressure(
     model: Path, unpressed: dict[str, list[int]], k: int, depth: int, transport: str
 ) -> None:
     print(f"seed {SEED}")
@@ -98,8 +98,8 @@ def test_texts_under_pressure_are_those_of_an_unpressed_run(
         speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=k) if k else None,
     )
     start = loaded.stats()
-    # Without the look-ahead more requests are admitted than fit, which is the pressure wanted here.
-    loaded._scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
+    # Without the sample-ahead, more requests are admitted than fit, which causes the pressure.
+    loaded._scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # no admission control
     rng = np.random.default_rng(SEED + k)
     texts, step = Texts(), 0
     for spec in requests():

@@ -1,4 +1,4 @@
-"""Several workers as one service, as real processes in real trouble: nothing is lost, said twice or left behind.
+"""Several workers as one service, as real processes with real faults: nothing is lost, repeated or leaked.
 
 Part of `nox -s soak`. A failure prints the seed.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.service import NULL, SMOLLM2, Scale, endure
+from tests.soak.service import NULL, SMOLLM2, Scale, run_service
 
 pytestmark = pytest.mark.soak
 
@@ -20,5 +20,5 @@ CAST = ("prefill", "decode", "mixed") * 2
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("scale", [NULL, SMOLLM2], ids=lambda scale: scale.model)
-def test_a_service_endures_whatever_befalls_its_workers(tmp_path: Path, scale: Scale) -> None:
-    endure(tmp_path, scale, CAST, SEED)
+def test_service_survives_worker_faults(tmp_path: Path, scale: Scale) -> None:
+    run_service(tmp_path, scale, CAST, SEED)

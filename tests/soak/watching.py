@@ -1,4 +1,4 @@
-"""Looks at the router and the workers all the time while they are in trouble, and at what they have left at the end."""
+"""Samples of the router and the workers during faults, and their leaks at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COUNTERS: Final = (
         "engine_finished_total",
     ),
 )
-"""What tells whether a run has tried what it was to try."""
+"""Counters that show whether a run has covered everything that it was meant to cover."""
 _OPEN_LEASES: Final = "leases_open"
 _ROUTER_GAUGES: Final = (
     *("router_requests", "router_prefill_tokens"),
@@ -38,32 +38,32 @@ _ROUTER_GAUGES: Final = (
 
 @dataclass(slots=True)
 class Watch:
-    """Samples that were taken during a run."""
+    """Samples taken during a run."""
 
     cluster: Cluster
     samples: int = 0
     most_requests: int = 0
     most_by_gauge: dict[str, float] = field(default_factory=dict)
     resident_bytes: list[int] = field(default_factory=list)
-    """Of the router."""
+    """Samples of the router."""
     violations: set[str] = field(default_factory=set)
     _counted: dict[tuple[str, int, float], dict[str, float]] = field(default_factory=dict)
 
     def counted(self) -> Counter[str]:
-        """Return what every life of every worker has counted, up to the last look at it."""
+        """Return the counters of every worker process, up to its last sample."""
         total: Counter[str] = Counter()
         for counts in self._counted.values():
             total.update({name: int(count) for name, count in counts.items() if count})
         return total
 
-    async def look_on(self) -> None:
+    async def watch(self) -> None:
         """Take samples until cancelled."""
         while True:
-            await self.look()
+            await self.sample()
             await asyncio.sleep(_EVERY_SECONDS)
 
-    async def look(self) -> None:
-        """Take a sample of every process."""
+    async def sample(self) -> None:
+        """Sample every process."""
         await self._router()
         for worker in self.cluster.workers:
             await self._worker(worker)
@@ -77,7 +77,7 @@ class Watch:
             self.violations.add(f"the router counts {shown['faults']} faults")
         loads = [shown["total"], *(each["load"] for each in shown["workers"]), *(each[1] for each in shown["departed"])]
         if any(value < 0 for load in loads for value in load.values()):
-            self.violations.add(f"a load below zero: {loads}")
+            self.violations.add(f"a negative load: {loads}")
         self._not_negative("router", await self.cluster.metrics(self.cluster.router))
 
     async def _worker(self, worker: Node) -> None:
@@ -85,7 +85,7 @@ class Watch:
             async with asyncio.timeout(1.0):
                 metrics = await self.cluster.metrics(worker)
         except (aiohttp.ClientError, TimeoutError, OSError):
-            return  # it is in trouble
+            return  # a fault is being injected
         self._not_negative(worker.name, metrics)
         life = (worker.name, worker.starts, metrics["engine_epoch"])
         self._counted[life] = {name: count for name, count in metrics.items() if name.startswith(_COUNTERS)}
@@ -103,7 +103,7 @@ def gauges_of(metrics: dict[str, float]) -> dict[str, float]:
 
 
 async def at_rest(cluster: Cluster, seconds: float) -> float:
-    """Wait until nothing is counted anywhere; return after how many seconds that was so."""
+    """Wait until all counts are zero; return the seconds that it took."""
     began = time.monotonic()
     while True:
         left = await _left(cluster)
@@ -130,5 +130,5 @@ async def _left(cluster: Cluster) -> dict[str, object]:
 
 
 def usages(cluster: Cluster) -> dict[str, Usage]:
-    """Return what every process holds, by name."""
+    """Return the resources of every process by name."""
     return {node.name: node.usage() for node in (cluster.router, *cluster.workers)}

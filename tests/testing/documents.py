@@ -1,4 +1,4 @@
-"""Guides that lead to a plugin: their commands are run on their files, in their order."""
+"""Runs guides that lead to a plugin: their commands on their files, in the order of the document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.plugin_sites import installed
 ROOT = Path(__file__).parents[2]
 
 ELSEWHERE = ("hatch build", "fdcore serve")
-"""Commands that need a package index, or a model and for ever."""
+"""Commands that need a package index or a model, or never end."""
 
 SERVES = """
 import sys
@@ -37,12 +37,12 @@ with target.engine(3, golden.whole(specs), 0.3, pipeline_depth=2, **{field: name
 
 
 def follow(document: str, folder: Path) -> tuple[Path, list[tuple[str, str]]]:
-    """Follow `docs/extend/DOCUMENT` from `folder`: write its files, run its commands.
+    """Follow `docs/extend/DOCUMENT` from `folder`: write its files and run its commands.
 
-    Return the folder where it ends, and each command with what it printed. Raises AssertionError if one fails.
+    Return the last folder, and each command with its output. Raises AssertionError if a command fails.
     """
     text = (ROOT / "docs" / "extend" / document).read_text()
-    said: list[tuple[str, str]] = []
+    outputs: list[tuple[str, str]] = []
     for file, language, block in re.findall(r"(?:`([\w./]+)`:\n\n)?```(\w+)\n(.*?)```\n", text, re.DOTALL):
         if file:
             assert (folder / file).parent.is_dir()
@@ -54,16 +54,16 @@ def follow(document: str, folder: Path) -> tuple[Path, list[tuple[str, str]]]:
                 elif line.startswith("pip install -e"):
                     installed(folder)
                 elif not line.startswith(ELSEWHERE):
-                    said.append((line, run_line(folder, line)))
-    return folder, said
+                    outputs.append((line, run_line(folder, line)))
+    return folder, outputs
 
 
 def run_line(folder: Path, line: str, code: int = 0) -> str:
-    """Run a command in a project that is installed and return what it printed; its exit code has to be `code`."""
+    """Run a command in an installed project and return its output; its exit code has to be `code`."""
     program, *arguments = shlex.split(line, comments=True)
     command = {"fdcore": [sys.executable, "-m", "fd_core.cli"], "pytest": [sys.executable, "-m", "pytest"]}
     path = os.pathsep.join([str(folder), str(ROOT)])
-    # Of its own, as left_behind of a connector looks there, and short, as the paths of sockets have to be.
+    # A separate folder, since left_behind of a connector lists it; its path is short for the sake of socket paths.
     with tempfile.TemporaryDirectory(prefix="fd") as temporary:
         ended = subprocess.run(
             [*command.get(program, [program]), *arguments],
@@ -80,13 +80,13 @@ def run_line(folder: Path, line: str, code: int = 0) -> str:
 def serve(folder: Path, field: str, name: str) -> None:
     """Serve the golden texts by an engine with this setting, with preemptions and steps in flight.
 
-    Raises AssertionError with what was printed if that does not work.
+    Raises AssertionError with the output if that fails.
     """
-    said = run_line(folder, shlex.join([sys.executable, "-c", SERVES, field, name, str(folder / "checkpoint")]))
-    # Behind it stands what is logged, such as what a model without a tokenizer cannot be asked for.
-    assert said.startswith(f"{name} True 2\n"), said
+    output = run_line(folder, shlex.join([sys.executable, "-c", SERVES, field, name, str(folder / "checkpoint")]))
+    # Log lines follow, for example that a model without a tokenizer does not support some requests.
+    assert output.startswith(f"{name} True 2\n"), output
 
 
-def passed(said: str) -> int:
-    """Return how many tests passed, by the last line of pytest."""
-    return int(re.findall(r"(\d+) passed", said)[-1])
+def passed(output: str) -> int:
+    """Return the number of passed tests in pytest's last line."""
+    return int(re.findall(r"(\d+) passed", output)[-1])

@@ -1,4 +1,4 @@
-"""The kit can fail: each of these connectors breaks one promise, and a case notices."""
+"""The kit detects faults: each of these connectors breaks one promise, and a case fails."""
 
 import os
 import re
@@ -22,32 +22,32 @@ BROKEN = {
     "joins parts in another order": (TCP, "o.put = lambda i, parts: whole.put(i, parts[::-1])", "parts_of_every_kind"),
     "ignores the limit when it sends": (TCP, "whole._value_bytes = 1 << 40", "a_value_over_the_limit"),
     "ignores the limit when it takes": (TCP, "i.take = lambda n, r, f: b''.join(f)", "frames_over_the_limit"),
-    "raises what it likes": (TCP, "i.take = lambda n, r, f: f[0] + f[1]", "garbage_for_a_piece"),
-    "gives something after its end": (TCP, "i.close = lambda: None", "a_closed_inbox"),
-    "takes something after its end": (TCP, "o.close = lambda: None", "a_closed_outbox"),
-    "has one place only": (SHARED, "o.put = lambda i, parts: (narrow(whole), whole.put(i, parts))[1]", ARRIVE),
-    "frees a place when it is taken": (
+    "raises another exception": (TCP, "i.take = lambda n, r, f: f[0] + f[1]", "garbage_for_a_piece"),
+    "returns pieces after close": (TCP, "i.close = lambda: None", "a_closed_inbox"),
+    "accepts pieces after close": (TCP, "o.close = lambda: None", "a_closed_outbox"),
+    "has one slot only": (SHARED, "o.put = lambda i, parts: (narrow(whole), whole.put(i, parts))[1]", ARRIVE),
+    "frees a slot when it is taken": (
         SHARED,
         "i.take = lambda n, r, f: (whole.take(n, r, f), whole.done(n, r))[0]",
         "may_be_taken_again",
     ),
     "believes references": (SHARED, "i.take = lambda n, r, f: whole._segment.bytes[r[0] : r[1]]", ARRIVE),
     "leaves memory mapped": (SHARED, "o.close = lambda: None", "a_whole_prompt"),
-    "gives memory that changes": (SHARED, "i.take = lambda n, r, f: again(whole.take(n, r, f))", "stay_as_they_are"),
-    "leaves values behind": (DISK, "i.close = lambda: None; o.close = lambda: None", "a_whole_prompt"),
-    "leaves what it was not told of": (
+    "returns memory that changes": (SHARED, "i.take = lambda n, r, f: again(whole.take(n, r, f))", "stay_as_they_are"),
+    "leaks values": (DISK, "i.close = lambda: None; o.close = lambda: None", "a_whole_prompt"),
+    "leaks pieces without acknowledgement": (
         DISK,
         "i.close = lambda: (setattr(whole, '_window', 0), whole.close())",
         "the_prefill_side_is_killed",
     ),
-    "leaves what a dead side put": (
+    "leaks pieces of a dead peer": (
         DISK,
         "o.close = lambda: (whole._left.pop(0), whole.close())",
         "the_decode_side_is_killed",
     ),
     "mixes leases": (DISK, "whole._lease = 'one'", "leases_do_not_mix"),
 }
-"""What is whole otherwise, what is done to each end, and the case that notices."""
+"""Intact connector, change of each end, and the case that fails, by fault."""
 
 FILE = """
 import pytest
@@ -103,7 +103,7 @@ class TestBroken(ConnectorSuite):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What the kit says of all of them, in one run."""
+    """Results of the kit for all of them, in one run."""
     folder = tmp_path_factory.mktemp("kit")
     cases = []
     for number, (built_in, change, case) in enumerate(BROKEN.values()):
@@ -123,5 +123,5 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("number, what", list(enumerate(BROKEN)), ids=BROKEN)
-def test_a_connector_that_breaks_a_promise_fails(outcomes, number, what):
+def test_connector_that_breaks_a_promise_fails(outcomes, number, what):
     assert re.search(rf"(FAILED|ERROR) test_broken_{number}.py::TestBroken::", outcomes), outcomes

@@ -1,4 +1,4 @@
-"""`fdcore doctor`: what a pack lacks, computes wrongly or leaves to the host is named, and a crash is one finding."""
+"""`fdcore doctor` names what a pack lacks, computes wrongly or leaves to the host; a crash is one finding."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SMALL = SIZES[0]
 T = TypeVar("T")
 
 
-def findings(ops: Ops, primitive: str, limits: dict[str, str] | None = None, said=str) -> dict[str, OpFinding]:
-    """Return what is found of an operation in the smallest size, by case."""
+def findings(ops: Ops, primitive: str, limits: dict[str, str] | None = None, read_output=str) -> dict[str, OpFinding]:
+    """Return the findings of one operation at the smallest size, by case."""
     chosen = [check for check in CHECKS if check.primitive == primitive]
-    return {check.case: examine(ops, check, SMALL, limits or {}, None, said) for check in chosen}
+    return {check.case: examine(ops, check, SMALL, limits or {}, None, read_output) for check in chosen}
 
 
 @pytest.mark.parametrize("size", SIZES[:2], ids=lambda size: size.name)
-def test_the_oracle_is_well(size):
+def test_oracle_has_no_findings(size):
     for check in CHECKS:
         found = examine(NumpyOps(), check, size, {}, None)
         assert (found.outcome, found.fell_back) == ("ok", ""), found
@@ -54,15 +54,15 @@ def test_every_operation_of_the_contract_is_examined():
     assert all(hasattr(Ops, name) or hasattr(KVCache, name) for name in examined)
 
 
-class WithoutIntegers(NumpyOps):
+class WithoutInt32(NumpyOps):
     def add_at(self, x, rows, ids, values):
         if x.dtype != np.float32:
             raise NotImplementedError("no kernel for int32\nat 0x1f")
         return super().add_at(x, rows, ids, values)
 
 
-def test_a_kernel_that_is_missing_for_one_dtype_is_named_with_it():
-    found = findings(WithoutIntegers(), "add_at")
+def test_kernel_missing_for_one_dtype_is_reported_with_the_dtype():
+    found = findings(WithoutInt32(), "add_at")
     assert found["float32"].outcome == "ok"
     assert found["int32"].outcome == "missing"
     assert found["int32"].reason == "NotImplementedError: no kernel for int32 at 0x1f"
@@ -80,7 +80,7 @@ class WrongInOne(NumpyOps):
         return super().verify(sampled, drafts, num_drafts)[:, None]
 
 
-def test_what_differs_from_the_oracle_is_wrong_and_says_by_how_much():
+def test_deviation_from_the_oracle_is_reported_with_its_size():
     assert "error" in findings(WrongInOne(), "rms_norm")[""].reason
     sampled = findings(WrongInOne(), "sample")
     assert {case: found.outcome for case, found in sampled.items()} == {
@@ -88,11 +88,11 @@ def test_what_differs_from_the_oracle_is_wrong_and_says_by_how_much():
         "drawn": "wrong",
         "filters": "wrong",
     }
-    assert findings(WrongInOne(), "verify")[""].reason == "shape (5, 1) instead of (5,)"
+    assert findings(WrongInOne(), "verify")[""].reason == "expected shape (5,), got (5, 1)"
     assert findings(WrongInOne(), "add")[""].outcome == "ok"
 
 
-class OnChip(np.ndarray):
+class OnDevice(np.ndarray):
     device = "chip:0"
 
 
@@ -100,36 +100,36 @@ class PartlyOnTheHost(NumpyOps):
     on_host = False
 
     def from_host(self, array):
-        return array.view(OnChip)
+        return array.view(OnDevice)
 
     def to_host(self, array):
         return np.asarray(array)
 
     def embedding(self, table, token_ids, scale=1.0):
-        return super().embedding(table, token_ids, scale).view(OnChip)
+        return super().embedding(table, token_ids, scale).view(OnDevice)
 
     def add(self, x, y):
         return np.asarray(super().add(x, y))
 
     def rms_norm(self, x, norm):
         warnings.warn("rms_norm is not implemented for chip, falling back to the processor", stacklevel=1)
-        return super().rms_norm(x, norm).view(OnChip)
+        return super().rms_norm(x, norm).view(OnDevice)
 
     def linear(self, x, weight):
-        return super().linear(x, weight).view(OnChip)
+        return super().linear(x, weight).view(OnDevice)
 
 
-def test_what_the_host_computes_is_seen_by_where_it_lies_or_by_what_the_framework_says():
+def test_host_fallback_is_detected_by_array_location_or_warning():
     ops = PartlyOnTheHost()
     assert findings(ops, "embedding")[""].fell_back == ""
-    assert "not on chip:0" in findings(ops, "add")[""].fell_back
+    assert "expected a result on chip:0, got" in findings(ops, "add")[""].fell_back
     assert "falling back" in findings(ops, "rms_norm")[""].fell_back
-    words = iter(["noise of the start", "W0101 missing XPU kernel: matmul, fallback to CPU one!\n"])
-    assert "matmul" in findings(ops, "linear", said=lambda: next(words, ""))[""].fell_back
+    lines = iter(["noise of the start", "W0101 missing XPU kernel: matmul, fallback to CPU one!\n"])
+    assert "matmul" in findings(ops, "linear", read_output=lambda: next(lines, ""))[""].fell_back
     assert all(found.outcome == "ok" for found in findings(ops, "add").values())
 
 
-def test_a_limit_that_the_backend_states_is_no_fault():
+def test_declared_limit_is_not_a_fault():
     found = findings(NumpyOps(), "moe", {"moe": "the chip has no experts"})[""]
     assert (found.outcome, found.reason) == ("limit", "moe: the chip has no experts")
     assert findings(NumpyOps(), "add", {"primitives": "graphs only"})[""].outcome == "limit"
@@ -146,7 +146,7 @@ class WideKV(NumpyOps):
     kv_dtypes = ()
 
 
-def test_kv_of_8_bits_is_examined_where_the_pack_computes_it():
+def test_8_bit_kv_is_examined_if_the_pack_supports_it():
     kept = findings(CoarseKV(), "write_kv")
     assert (kept[""].outcome, kept["int8"].outcome) == ("ok", "wrong")
     lacking = findings(WideKV(), "paged_attention")
@@ -154,7 +154,7 @@ def test_kv_of_8_bits_is_examined_where_the_pack_computes_it():
     assert lacking["int8"].reason == "no KV in int8"
 
 
-def test_the_largest_size_is_timed_beside_what_must_move():
+def test_largest_size_is_timed_with_its_memory_traffic():
     ops = NumpyOps()
     bandwidth = copy_bandwidth(ops)
     assert bandwidth is not None
@@ -202,13 +202,13 @@ class Chip(Backend):
 
 
 def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command beside a plugin whose backend lacks things."""
+    """Run the command with a plugin whose backend lacks operations."""
     command, environment = visit(folder, *arguments)
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def visit(folder: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command and its environment, beside a plugin whose backend lacks things."""
+    """Return the command and its environment, with a plugin whose backend lacks operations."""
     Site(folder).install("fd-chip", GOOD.format(name="chip", module="fd_chip"), parts=PARTS)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
@@ -222,7 +222,7 @@ ONLY = [word for name in ("rms_norm", "add", "gather_rows", "verify", "write_row
 
 
 @pytest.mark.slow
-def test_the_command_names_what_is_ill_whatever_it_does_to_the_process(tmp_path):
+def test_command_reports_faulty_operations_despite_crashes(tmp_path):
     run = doctor(tmp_path, "chip", *ONLY, "--json", "found.json")
     assert run.returncode == 4, run.stdout + run.stderr
     assert "Traceback" not in run.stdout + run.stderr
@@ -241,7 +241,7 @@ def test_the_command_names_what_is_ill_whatever_it_does_to_the_process(tmp_path)
     assert "libchip.so: cannot open" in run.stdout
 
 
-def test_a_doctor_that_is_ended_leaves_no_process_behind(tmp_path):
+def test_terminated_doctor_leaks_no_process(tmp_path):
     command, environment = visit(tmp_path, "chip:dtype=float32", "--only", "write_rows")
     environment["FD_DOCTOR_PATIENCE"] = "60"
     process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.DEVNULL)
@@ -254,10 +254,10 @@ def test_a_doctor_that_is_ended_leaves_no_process_behind(tmp_path):
 
 
 def until(found: Callable[[], T], seconds: float = 20.0) -> T:
-    """Return what is found once it is true; fails after so many seconds."""
+    """Return the result once it is true; fail after that many seconds."""
     deadline = time.monotonic() + seconds
     while not (value := found()):
-        assert time.monotonic() < deadline, "it did not come in time"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
     return value
 
@@ -268,14 +268,14 @@ def children(pid: int) -> list[int]:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process runs; one that ended and that nobody waited for does not."""
+    """Return True if a process runs; zombies do not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def test_a_backend_that_is_well_ends_with_0(tmp_path):
+def test_healthy_backend_exits_with_0(tmp_path):
     run = doctor(tmp_path, "chip:dtype=float32", "--only", "gather_rows")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "all operations are present and correct" in run.stdout
@@ -290,7 +290,7 @@ def test_a_backend_that_is_well_ends_with_0(tmp_path):
         (["chip", "--json", "/nowhere/found.json"], 2, "cannot write /nowhere/found.json"),
     ],
 )
-def test_what_cannot_be_examined_is_said_in_one_line(tmp_path, arguments, code, words):
+def test_invalid_arguments_are_reported_in_one_line(tmp_path, arguments, code, words):
     run = doctor(tmp_path, *arguments)
     assert (run.returncode, run.stdout.strip()) == (code, "")
     assert words in run.stderr

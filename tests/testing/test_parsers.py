@@ -1,4 +1,4 @@
-"""The parsers of the core pass the kit, and each wrong one fails the case that names its fault."""
+"""The core's parsers pass the kit, and each wrong one fails the case that names its fault."""
 
 import re
 
@@ -24,7 +24,7 @@ OFFERED = [
 
 @pytest.mark.parametrize(("kind", "name"), OFFERED, ids=lambda each: getattr(each, "word", each))
 @pytest.mark.timeout(120)
-def test_those_of_the_core_pass(kind, name):
+def test_core_plugins_pass(kind, name):
     found = find_parser(name, kind)
     for case in CASES[kind].values():
         try:
@@ -34,7 +34,7 @@ def test_those_of_the_core_pass(kind, name):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_one_is_caught_by_the_case_that_names_its_fault(name):
+def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
     cls = WRONG[name].cls
     kind = TOOL_PARSER if issubclass(cls, ToolParser) else REASONING_PARSER
     with pytest.raises(InvariantViolated) as caught:
@@ -42,41 +42,41 @@ def test_a_wrong_one_is_caught_by_the_case_that_names_its_fault(name):
     assert caught.value.rule == WRONG[name].rule, caught.value
 
 
-def test_there_are_many_wrong_ones_and_every_case_is_needed_by_one():
+def test_each_case_is_needed_by_a_wrong_plugin():
     assert len(WRONG) >= 30
     named = {wrong.noticed_by.partition(":")[2].partition("[")[0] for wrong in WRONG.values()}
     assert {case.function.__name__ for cases in CASES.values() for case in cases.values()} == named
 
 
-def test_every_rule_of_parsers_is_looked_at():
+def test_every_rule_of_parsers_has_a_case():
     rules = {rule for cases in CASES.values() for case in cases.values() for rule in case.rules}
     assert {rule for rule in RULES if rule.startswith("8.")} == rules
 
 
-class ShowsNothing(ToolParser):
-    """A parser without a sample and without a form."""
+class WithoutSample(ToolParser):
+    """A parser without a sample and without an output constraint."""
 
 
-class ShowsNoAnswer(ReasoningParser):
+class WithoutSampleAnswer(ReasoningParser):
     sample = "<think>Hm.</think>"
 
 
 @pytest.mark.parametrize(
     ("cls", "kind", "words"),
     [
-        (ShowsNothing, TOOL_PARSER, "the sample of the tool parser mine has no 'weather'"),
-        (ShowsNoAnswer, REASONING_PARSER, "the sample of the reasoning parser mine has no 'I look.'"),
-        (type("HasAForm", (HermesTools,), {"sample": "CALL weather in Rome"}), TOOL_PARSER, "has no 'now'"),
+        (WithoutSample, TOOL_PARSER, "the sample of the tool parser mine lacks 'weather'"),
+        (WithoutSampleAnswer, REASONING_PARSER, "the sample of the reasoning parser mine lacks 'I look.'"),
+        (type("HasAForm", (HermesTools,), {"sample": "CALL weather in Rome"}), TOOL_PARSER, "lacks 'now'"),
     ],
 )
-def test_a_parser_that_shows_no_answer_is_refused(monkeypatch, cls, kind, words):
+def test_parser_without_samples_is_rejected(monkeypatch, cls, kind, words):
     monkeypatch.setattr(target, "installed_plugins", lambda: Offering(cls))
     with pytest.raises(PluginError, match=re.escape(words)):
         find_parser("mine", kind)
 
 
 class Offering:
-    """Plugins that offer one class under every name."""
+    """Plugin registry that offers one class under every name."""
 
     def __init__(self, cls):
         self.load = lambda kind, name: cls

@@ -1,4 +1,4 @@
-"""The postprocessors of the core pass the kit, and each wrong one fails the case that names its fault."""
+"""The core's postprocessors pass the kit, and each wrong one fails the case that names its fault."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -23,10 +23,10 @@ def found(name: str) -> PostprocessTarget:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=str)
 @pytest.mark.parametrize("name", ["numpy", "torch", "paddle", "numpy:backend=cpu+onnx"])
-def test_those_of_the_core_pass(name, case):
+def test_core_plugins_pass(name, case):
     needed = "onnxruntime" if "onnx" in name else name
     if find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed; a nox session of its own tests it")
+        pytest.skip(f"{needed} is not installed; a separate nox session tests it")
     case.run(target=found(name))
 
 
@@ -36,22 +36,22 @@ def target_of(name: str) -> PostprocessTarget:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_one_is_caught_by_the_case_that_names_its_fault(name):
+def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
     with pytest.raises(InvariantViolated) as caught:
         CASES[WRONG[name].noticed_by].run(target=target_of(name))
     assert caught.value.rule == WRONG[name].rule, caught.value
 
 
-def test_there_are_many_wrong_ones_and_every_case_is_needed_by_one():
+def test_each_case_is_needed_by_a_wrong_plugin():
     assert len(WRONG) >= 30
     named = {wrong.noticed_by.partition(":")[2].partition("[")[0] for wrong in WRONG.values()}
     assert {case.function.__name__ for case in CASES.values()} == named
 
 
-def test_every_rule_of_a_postprocessor_is_looked_at():
+def test_every_rule_of_postprocessors_has_a_case():
     assert {"1", "1.1", "1.2", "1.3", "1.9"} <= {rule for case in CASES.values() for rule in case.rules} <= set(RULES)
 
 
-def test_a_postprocessor_is_refused_for_a_backend_that_it_does_not_serve():
+def test_postprocessor_rejects_an_unsupported_backend():
     with pytest.raises(PluginError, match=r"torch does not support the backend reference \(framework numpy"):
         find_postprocessor("torch:backend=reference")

@@ -1,4 +1,4 @@
-"""The report card: what it counts, what it shows, and that it shows it loudly."""
+"""The report card: its counts, its contents, and that failures are prominent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_terminal(report):
     return text.getvalue()
 
 
-def test_a_card_passes_if_everything_ran_and_nothing_failed():
+def test_card_passes_if_everything_ran_and_nothing_failed():
     assert [card.passed for card in REPORT.cards] == [True, False, True, False]
     assert not Card(target="empty").passed
 
@@ -56,7 +56,7 @@ def test_failures_limits_crashes_and_emulation_are_shown(show):
 
 
 @pytest.mark.parametrize("show", [in_terminal, html_of, markdown_of])
-def test_what_was_not_looked_at_is_always_said(show):
+def test_untested_sections_are_always_shown(show):
     card = Card(
         target="hasty", results=RESULTS[:1], sections=("signals", "scale"), deselected={"signals": 3, "scale": 9}
     )
@@ -67,7 +67,7 @@ def test_what_was_not_looked_at_is_always_said(show):
     assert "not tested" not in show(msgspec.structs.replace(REPORT, cards=[whole]))
 
 
-def test_the_table_has_a_line_for_each_backend_and_says_once_what_holds_for_several():
+def test_table_has_a_row_per_backend_and_merges_common_notes():
     again = msgspec.structs.replace(PLAYED, target="played again")
     shown = markdown_of(msgspec.structs.replace(REPORT, cards=[GOOD, PLAYED, again]))
     assert "| backend | result | computes in | on | models | signals |" in shown
@@ -76,28 +76,28 @@ def test_the_table_has_a_line_for_each_backend_and_says_once_what_holds_for_seve
     assert shown.count("- limit: no experts") == 1
 
 
-def test_the_page_escapes_what_backends_say_and_needs_no_network():
+def test_page_escapes_backend_output_and_needs_no_network():
     page = html_of(REPORT)
     assert "<b>lost" not in page
     assert "&lt;b&gt;lost" in page
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_the_json_is_read_back_and_another_version_is_refused():
+def test_json_round_trips_and_rejects_another_version():
     assert read_report(msgspec.json.encode(REPORT)) == REPORT
     with pytest.raises(ValueError, match="schema 99"):
         read_report(msgspec.json.encode(msgspec.structs.replace(REPORT, schema=99)))
 
 
-def test_reports_of_several_environments_stand_side_by_side():
+def test_reports_of_several_environments_are_merged():
     other = msgspec.structs.replace(REPORT, command="fdcore conformance dead", cards=[DEAD])
     both = msgspec.structs.replace(REPORT, cards=[GOOD]).beside([other])
     assert [card.target for card in both.cards] == ["good", "dead"]
     assert both.command.splitlines() == ["fdcore conformance good bad", "fdcore conformance dead"]
 
 
-def test_the_pytest_plugin_imports_nothing_heavy():
-    # pytest itself is there before any plugin of its own is loaded.
+def test_pytest_plugin_imports_nothing_heavy():
+    # pytest itself is imported before it loads plugins.
     code = (
         "import pytest, sys; before = set(sys.modules); import fd_core.testing.kit.plugin;"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before};"
@@ -111,7 +111,7 @@ def conformance(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_command_writes_a_report_of_what_ran(tmp_path):
+def test_command_writes_a_report_of_its_cases(tmp_path):
     json, html = tmp_path / "card.json", tmp_path / "card.html"
     ended = conformance("null", "-k", "idle_slot or limits_are", "--json", str(json), "--html", str(html))
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -137,16 +137,16 @@ def test_the_command_writes_a_report_of_what_ran(tmp_path):
         ("null:FD_ISA=abacus", "FD_ISA is 'abacus'; known: native"),
     ],
 )
-def test_what_cannot_be_run_is_said_in_one_line(backend, words):
+def test_unusable_backend_is_reported_in_one_line(backend, words):
     ended = CliRunner().invoke(app, ["conformance", backend])
     assert ended.exit_code == 4
-    told = " ".join(ended.stdout.split())
-    assert told.startswith(f"{backend} WAS NOT TESTED: ")
-    assert words in told
+    output = " ".join(ended.stdout.split())
+    assert output.startswith(f"{backend} WAS NOT TESTED: ")
+    assert words in output
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
-def test_a_file_gets_progress_lines_and_quick_reports_skipped_sections(monkeypatch):
+def test_progress_is_logged_and_quick_reports_skipped_sections(monkeypatch):
     monkeypatch.setattr("fd_core.cli.plugins.conformance._PROGRESS_SECONDS", 0.0)
     ended = CliRunner().invoke(app, ["conformance", "null", "--quick", "-k", "idle_slot or postprocess"])
     assert ended.exit_code == 0
@@ -154,14 +154,14 @@ def test_a_file_gets_progress_lines_and_quick_reports_skipped_sections(monkeypat
     assert re.search(r"null: \d+ tests", ended.stderr)
 
 
-def test_an_instruction_set_has_to_be_in_the_environment_of_the_process(tmp_path, monkeypatch):
+def test_instruction_set_has_to_match_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("FD_ISA", raising=False)
     assert environment_of("cpu:dtype=float32,FD_ISA=avx2") == {"FD_ISA": "avx2"}
     with pytest.raises(ConfigError, match="FD_ISA is not 'avx2' in the environment"):
         parse_target("cpu:dtype=float32,FD_ISA=avx2", tmp_path)
 
 
-def test_quantized_weights_are_compared_with_the_same_ones_of_the_oracle(tmp_path):
+def test_quantized_weights_are_compared_with_the_oracles(tmp_path):
     json = tmp_path / "card.json"
     ended = conformance("reference:quantization=int4", "-k", "shared_prefix or llama-whole", "--json", str(json))
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -169,23 +169,23 @@ def test_quantized_weights_are_compared_with_the_same_ones_of_the_oracle(tmp_pat
     assert {result.section for result in card.results} == {"golden", "models"}
 
 
-def test_the_card_of_a_scheduler_says_which_rules_it_holds():
+def test_scheduler_card_lists_its_rules():
     ended = conformance("--scheduler", "continuous", "--quick", "-k", "abort_while_waiting or token_0")
-    said = " ".join(ended.stdout.split())
+    output = " ".join(ended.stdout.split())
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "rules held: 1.7, 1.9 rules not tested: 1.1, 1.2," in said
-    assert "not tested: budget" in said
+    assert "rules held: 1.7, 1.9 rules not tested: 1.1, 1.2," in output
+    assert "not tested: budget" in output
 
 
 @pytest.mark.parametrize("show", [in_terminal, html_of, markdown_of])
-def test_what_others_keep_is_said_with_who_and_is_not_called_unseen(show):
+def test_rules_enforced_elsewhere_are_shown_with_their_owner(show):
     card = Card(target="mine", results=[Result(section="signals", test="a", outcome="pass", rules=("1.1",))])
     card = msgspec.structs.replace(card, others={"1": "the postprocessor does"})
     assert "rule 1 is enforced elsewhere: the postprocessor does" in show(msgspec.structs.replace(REPORT, cards=[card]))
     assert "1" not in card.rules("limit")
 
 
-def test_a_rule_that_a_case_found_broken_is_not_held_whatever_else_passes():
+def test_rule_with_a_failed_case_is_not_held():
     held = Result(section="signals", test="a", outcome="pass", rules=("1.1", "1.2"))
     broken = Result(section="signals", test="b", outcome="fail", reason="law 1.2: twice", rules=("1.2", "1.7"))
     card = Card(target="mine", results=[held, broken])
@@ -204,7 +204,7 @@ def test_a_rule_that_a_case_found_broken_is_not_held_whatever_else_passes():
         ([], 2, "either backends or one of"),
     ],
 )
-def test_backends_or_schedulers_are_named(arguments, code, words):
+def test_exactly_one_kind_of_target_is_required(arguments, code, words):
     ended = CliRunner().invoke(app, ["conformance", *arguments])
     assert ended.exit_code == code
     assert words in " ".join((ended.stdout + ended.stderr).replace("│", " ").split())

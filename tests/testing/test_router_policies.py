@@ -1,5 +1,4 @@
-"""The kit of router policies passes every policy of the core, and each of these wrong ones is caught by the case that
-names its fault."""
+"""The core's router policies pass the kit, and each of these wrong ones fails the case that names its fault."""
 
 import random
 import time
@@ -26,12 +25,12 @@ class TestPoliciesOfTheCore(RouterPolicySuite):
         return CORE.load(ROUTER_POLICY, self.policy)
 
 
-class OwnRandom(RouterPolicy):
+class UsesRandom(RouterPolicy):
     def choose(self, context):
         return random.choice(context.candidates)
 
 
-class OwnClock(RouterPolicy):
+class UsesClock(RouterPolicy):
     def choose(self, context):
         return context.candidates[int(time.monotonic() / 3600) % len(context.candidates)]
 
@@ -44,12 +43,12 @@ class SharedState(RouterPolicy):
         return context.candidates[self.calls % len(context.candidates)]
 
 
-class MadeUp(RouterPolicy):
+class Invented(RouterPolicy):
     def choose(self, context):
         return Candidate(RouterWorker("http://worker0", "mixed", 0), context.candidates[0].load)
 
 
-class Remembered(RequestNum):
+class RemembersPrompts(RequestNum):
     def __init__(self, config):
         super().__init__(config)
         self._last = None
@@ -59,7 +58,7 @@ class Remembered(RequestNum):
         return self._last
 
 
-class Beyond(RouterPolicy):
+class OutOfRange(RouterPolicy):
     def choose(self, context):
         return context.candidates[round(context.random * len(context.candidates))]
 
@@ -107,8 +106,8 @@ SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
 
 
 @pytest.fixture
-def as_found():
-    """Shrinking takes long and is for people."""
+def without_shrinking():
+    """Shrinking takes long and is only useful to people."""
     settings.register_profile("as found", phases=[Phase.generate])
     before = settings.get_current_profile_name()
     settings.load_profile("as found")
@@ -116,23 +115,23 @@ def as_found():
     settings.load_profile(before)
 
 
-@pytest.mark.usefixtures("as_found")
+@pytest.mark.usefixtures("without_shrinking")
 @pytest.mark.parametrize(
     "wrong, case, arguments",
     [
-        (OwnRandom, EQUAL, ()),
-        (OwnClock, EQUAL, ()),
+        (UsesRandom, EQUAL, ()),
+        (UsesClock, EQUAL, ()),
         (SharedState, EQUAL, ()),
-        (MadeUp, EQUAL, ()),
-        (Remembered, EQUAL, ()),
-        (Beyond, ONLY, (1 - 2**-53,)),
+        (Invented, EQUAL, ()),
+        (RemembersPrompts, EQUAL, ()),
+        (OutOfRange, ONLY, (1 - 2**-53,)),
         (RefusesLoad, ONLY, (0.0,)),
         (KeepsSessions, FORGETS, ()),
         (KeepsWorkers, FORGETS, ()),
         (ServesMixedOnly, SERVES, (True,)),
     ],
 )
-def test_a_wrong_policy_is_caught_by_the_case_that_names_its_fault(wrong, case, arguments):
+def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments):
     suite = RouterPolicySuite()
     suite.policy_class = lambda: wrong
     with pytest.raises((AssertionError, IndexError, StopIteration)):
@@ -140,7 +139,7 @@ def test_a_wrong_policy_is_caught_by_the_case_that_names_its_fault(wrong, case, 
 
 
 @pytest.mark.parametrize("pair", [False, True])
-def test_the_routers_own_words_name_the_policy_that_is_judged(pair):
+def test_router_errors_name_the_tested_policy(pair):
     suite = RouterPolicySuite()
     suite.policy_class = lambda: OfAnotherKind
     with pytest.raises(PluginError, match="router policy OfAnotherKind chose 3, which is not a candidate"):

@@ -1,4 +1,4 @@
-"""A failed case of a kit says which rule of the law it holds, whoever runs the kit and however."""
+"""A failed case of a kit names the rule that it checks, however the kit is run."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ ABOUT_WORDS = {
     "test_secrets_are_never_shown",
     "test_stats_count_what_is_there",
 }
-"""Cases of what people read and type, of which the law says nothing."""
+"""Cases about messages and options, to which no rule applies."""
 
 CASES = """
 import pytest
@@ -36,7 +36,7 @@ def test_of_no_rule():
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def output(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rules")
     (folder / "test_cases.py").write_text(CASES)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder)]
@@ -44,13 +44,13 @@ def said(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rule", ["5.4", "8"])
-def test_a_failed_case_says_its_rules_word_for_word(said, rule):
-    assert said.count(f"{rule}: {RULES[rule]}") == 1
+def test_failed_case_quotes_its_rules(output, rule):
+    assert output.count(f"{rule}: {RULES[rule]}") == 1
 
 
-def test_nothing_is_said_of_rules_that_were_kept(said):
-    assert RULES["5.5"] not in said
-    assert said.count("the law") == 1
+def test_passing_rules_are_not_mentioned(output):
+    assert RULES["5.5"] not in output
+    assert output.count("the law") == 1
 
 
 @pytest.mark.parametrize("suite", [StoreSuite, ConnectorSuite, RouterPolicySuite])

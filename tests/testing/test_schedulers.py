@@ -1,4 +1,4 @@
-"""The scheduler that comes with the core passes the kit, and each wrong one fails the case that names its fault."""
+"""The core's scheduler passes the kit, and each wrong one fails the case that names its fault."""
 
 import pytest
 
@@ -19,23 +19,23 @@ LATER = [name for name in CASES if "test_batches_chunks_preemption_and_drafts" i
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak if name in LATER else ()) for name in CASES]
 )
-def test_the_continuous_scheduler_passes(name: str, examples: int) -> None:
+def test_continuous_scheduler_passes(name: str, examples: int) -> None:
     CASES[name].check(find_scheduler("continuous"), examples=examples)
 
 
-def test_every_rule_of_a_scheduler_is_looked_at() -> None:
+def test_every_rule_of_schedulers_has_a_case() -> None:
     of_schedulers = {rule for rule in RULES if rule[0] in "123456"} - OF_OTHERS_THAN_SCHEDULERS.keys()
     assert of_schedulers <= {rule for case in CASES.values() for rule in case.rules} <= set(RULES)
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_one_is_caught_by_the_case_that_names_its_fault(name: str) -> None:
+def test_wrong_plugin_fails_the_case_that_names_its_fault(name: str) -> None:
     wrong = WRONG[name]
     with pytest.raises(InvariantViolated) as caught:
         CASES[wrong.noticed_by].check(SchedulerTarget(name, wrong.cls))
     assert caught.value.rule == wrong.rule, caught.value
 
 
-def test_there_are_many_wrong_ones() -> None:
+def test_wrong_schedulers_cover_every_section() -> None:
     assert len(WRONG) >= 30
     assert {rule[0] for rule in RULES} - {"7"} == {wrong.rule[0] for wrong in WRONG.values()}

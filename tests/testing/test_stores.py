@@ -1,4 +1,4 @@
-"""The kit can fail: each of these stores breaks one promise, and a case notices."""
+"""The kit detects faults: each of these stores breaks one promise, and a case fails."""
 
 import subprocess
 import sys
@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 BROKEN = {
-    "answers in the order of storing": "def get(self, *a): return sorted(super().get(*a), key=lambda v: v is None)",
-    "leaves out what is absent": "def get(self, *a): return [v for v in super().get(*a) if v is not None]",
+    "returns values in another order": "def get(self, *a): return sorted(super().get(*a), key=lambda v: v is None)",
+    "omits absent values": "def get(self, *a): return [v for v in super().get(*a) if v is not None]",
     "ignores the limit": "def get(self, keys, limit, timeout): return super().get(keys, 1 << 40, timeout)",
     "has another limit for prefixes": (
         "def longest_prefix(self, keys, limit, timeout): return super().longest_prefix(keys, limit - 1, timeout)"
@@ -19,7 +19,7 @@ BROKEN = {
         "def longest_prefix(self, keys, limit, timeout):\n"
         "        return sum(v is not None for v in self.get(keys, limit, timeout))"
     ),
-    "keeps what was there": (
+    "keeps the existing value": (
         "def put(self, values, timeout):\n"
         "        super().put([v for v in values if v[0] not in self._values], timeout)\n"
         "        return len(values)"
@@ -37,7 +37,7 @@ BROKEN = {
         "        time.sleep(1.6 if timeout == 0 else 0)\n"
         "        return super().delete(keys, timeout)"
     ),
-    "goes on after its end": "def close(self): pass",
+    "works after close": "def close(self): pass",
     "takes any parameter": (
         "def __init__(self, location):\n        super().__init__(type(location)(location.scheme, location.text, {}))"
     ),
@@ -47,7 +47,7 @@ BROKEN = {
         "        for k in a[0]: k in self._values and self._values.move_to_end(k, last=False)\n"
         "        return found"
     ),
-    "returns every fiftieth value as it was read before": (
+    "returns every fiftieth value from an earlier read": (
         "def get(self, keys, limit, timeout):\n"
         "        seen = self.__dict__.setdefault('seen', {})\n"
         "        self.reads = getattr(self, 'reads', 0) + len(keys)\n"
@@ -56,19 +56,19 @@ BROKEN = {
         "        seen.update(zip(keys, found))\n"
         "        return found"
     ),
-    "never forgets what it read": (
+    "caches every value forever": (
         "def get(self, keys, limit, timeout):\n"
         "        seen = self.__dict__.setdefault('seen', {})\n"
         "        found = super().get(keys, limit, timeout)\n"
         "        seen.update({k: v for k, v in zip(keys, found) if v is not None and k not in seen})\n"
         "        return [seen.get(k) for k in keys]"
     ),
-    "counts a prefix of what was there": (
+    "counts removed values in a prefix": (
         "def longest_prefix(self, keys, limit, timeout):\n"
         "        self.had = getattr(self, 'had', set()) | {k for k in keys if k in self._values}\n"
         "        return next((n for n, k in enumerate(keys) if k not in self.had), len(keys))"
     ),
-    "reads back what it never wrote": (
+    "returns values that were not written": (
         "def put(self, values, timeout):\n"
         "        self.written = getattr(self, 'written', {}) | {k: b''.join(p) for k, p in values}\n"
         "        return len(values)\n"
@@ -121,7 +121,7 @@ del Whole
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What the kit says of all of them, in one run."""
+    """Results of the kit for all of them, in one run."""
     folder = tmp_path_factory.mktemp("kit")
     (folder / "conftest.py").write_text(FIRST_FAILURE)
     for number, method in enumerate(["pass", *BROKEN.values()]):
@@ -136,11 +136,11 @@ def outcomes(tmp_path_factory):
     return ended.stdout
 
 
-def test_the_whole_store_passes(outcomes):
+def test_intact_store_passes(outcomes):
     assert "test_0.py::" not in outcomes
     assert " passed" in outcomes
 
 
 @pytest.mark.parametrize("number, what", list(enumerate(BROKEN, 1)), ids=BROKEN)
-def test_a_store_that_breaks_a_promise_fails(outcomes, number, what):
+def test_store_that_breaks_a_promise_fails(outcomes, number, what):
     assert f"test_{number}.py::TestBroken::" in outcomes

@@ -1,4 +1,4 @@
-"""The port that the document leads through works: its commands are run on its files, in its order."""
+"""The commands of the guide to backends run on its files, and its port works."""
 
 import shutil
 import sys
@@ -14,15 +14,15 @@ pytestmark = [pytest.mark.guide, pytest.mark.skipif(shutil.which("cc") is None, 
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory):
-    """The folder after all steps, and what each command said."""
+    """The folder after all steps, and the output of each command."""
     return follow("write-a-backend.md", tmp_path_factory.mktemp("port"))
 
 
-def test_every_command_of_the_document_succeeds(port):
-    folder, said = port
-    assert [line.split()[0] for line, _ in said].count("fdcore") == 7
+def test_every_command_of_the_guide_succeeds(port):
+    folder, outputs = port
+    assert [line.split()[0] for line, _ in outputs].count("fdcore") == 7
     assert (folder / "fd_mychip" / "kernels.so").is_file()
-    for line, words in said:
+    for line, words in outputs:
         if "conformance" in line:
             assert "emulated" in words, line
         if "doctor" in line:
@@ -31,15 +31,15 @@ def test_every_command_of_the_document_succeeds(port):
             assert "no problems found" in words
 
 
-def test_the_card_has_the_limits_with_their_reasons(port):
-    _, said = port
-    *_, (line, card) = said
+def test_card_shows_the_limits_with_their_reasons(port):
+    _, outputs = port
+    *_, (line, card) = outputs
     assert line == "fdcore conformance mychip --quick"
     assert "mychip's attention unit has no tanh" in card
     assert "mychip computes in float32" in card
 
 
-def test_the_port_is_clean_and_typed(port):
+def test_port_passes_ruff_and_mypy(port):
     folder, _ = port
     pytest.importorskip("ruff")
     pytest.importorskip("mypy")
@@ -48,7 +48,7 @@ def test_the_port_is_clean_and_typed(port):
     run_line(folder, f"{sys.executable} -m mypy")
 
 
-def test_a_wrong_kernel_fails_the_tests_that_the_document_names(port, tmp_path):
+def test_wrong_kernel_fails_the_tests_named_by_the_guide(port, tmp_path):
     folder = tmp_path / "wrong"
     shutil.copytree(port[0], folder)
     kernel = folder / "fd_mychip" / "kernels.c"
@@ -57,7 +57,7 @@ def test_a_wrong_kernel_fails_the_tests_that_the_document_names(port, tmp_path):
     kernel.write_text(right.replace("width + eps", "width"))
     compiler, loop = (next(line for line, _ in port[1] if words in line) for words in ("cc ", "-k rms_norm"))
     run_line(folder, compiler)
-    said = run_line(folder, loop, code=1)
+    output = run_line(folder, loop, code=1)
     for name in ("test_rms_norm_of_rows", "test_rms_norm_of_heads"):
         assert name in DOCUMENT
-        assert name in said
+        assert name in output

@@ -1,4 +1,4 @@
-"""The guide for connectors leads to one that passes the kit, found through its entry point as a user's would be."""
+"""The guide to connectors leads to one that passes the kit, found through its entry point."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from tests.testing.documents import follow, passed
 pytestmark = pytest.mark.guide
 
 
-def test_the_guide_leads_to_a_connector_that_passes_the_kit(tmp_path):
-    _, said = follow("write-a-connector.md", tmp_path)
-    assert "no problems found" in said[-2][1]
-    assert said[-1][0] == "pytest"
-    assert passed(said[-1][1]) >= 30
+def test_guide_leads_to_a_connector_that_passes_the_kit(tmp_path):
+    _, outputs = follow("write-a-connector.md", tmp_path)
+    assert "no problems found" in outputs[-2][1]
+    assert outputs[-1][0] == "pytest"
+    assert passed(outputs[-1][1]) >= 30

@@ -1,4 +1,4 @@
-"""The guide for parsers leads to two that pass the kit, and a fault put into one is caught with its rule."""
+"""The guide to parsers leads to two that pass the kit; a fault in one fails the case of its rule."""
 
 import pytest
 
@@ -9,9 +9,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.timeout(300)
 @pytest.mark.guide
-def test_the_guide_leads_to_parsers_that_pass_the_kit(tmp_path):
-    folder, said = follow("write-a-parser.md", tmp_path)
-    _, checked, card, tests, _, of_reasoning = (words for _, words in said)
+def test_guide_leads_to_parsers_that_pass_the_kit(tmp_path):
+    folder, outputs = follow("write-a-parser.md", tmp_path)
+    _, checked, card, tests, _, of_reasoning = (words for _, words in outputs)
     assert "fd-mycalls 0.1.0: mycalls" in checked
     for each in (card, of_reasoning):
         assert "passes" in each

@@ -1,4 +1,4 @@
-"""The guide for postprocessors leads to one that passes the kit and serves, found as a user's would be."""
+"""The guide to postprocessors leads to one that passes the kit and serves, found through its entry point."""
 
 import re
 
@@ -11,9 +11,9 @@ pytestmark = pytest.mark.guide
 
 
 @pytest.mark.timeout(400)
-def test_the_guide_leads_to_a_postprocessor_that_passes_the_kit_and_serves(tmp_path):
-    folder, said = follow("write-a-postprocessor.md", tmp_path)
-    _, checked, card, tests, on_torch, with_texts = (words for _, words in said)
+def test_guide_leads_to_a_postprocessor_that_passes_the_kit_and_serves(tmp_path):
+    folder, outputs = follow("write-a-postprocessor.md", tmp_path)
+    _, checked, card, tests, on_torch, with_texts = (words for _, words in outputs)
     assert "fd-mypost 0.1.0: mypost" in checked
     for each in (card, on_torch):
         assert "rules held: 1, 1.1, 1.2, 1.3, 1.9, 8" in each
@@ -28,7 +28,7 @@ def test_the_guide_leads_to_a_postprocessor_that_passes_the_kit_and_serves(tmp_p
     assert "the postprocessor torch does not support the backend null" in " ".join(refused.split())
 
 
-def test_the_observer_of_the_document_adds_up():
+def test_observer_of_the_guide_matches_the_counters():
     document = (ROOT / "docs" / "extend" / "write-a-postprocessor.md").read_text()
     [source] = re.findall(r"```python\n(from fd_core.runner.observing.*?)```", document, re.DOTALL)
     names: dict[str, type] = {}

@@ -1,4 +1,4 @@
-"""The guide for router policies leads to one that passes the kit, and a fault put into it is caught."""
+"""The guide to router policies leads to one that passes the kit; a fault in it fails the kit."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from tests.testing.documents import follow, passed, run_line
 pytestmark = pytest.mark.guide
 
 
-def test_the_guide_leads_to_a_policy_that_passes_the_kit(tmp_path):
-    folder, said = follow("write-a-router-policy.md", tmp_path)
-    assert "no problems found" in said[-2][1]
-    assert said[-1][0] == "pytest"
-    assert passed(said[-1][1]) >= 7
+def test_guide_leads_to_a_policy_that_passes_the_kit(tmp_path):
+    folder, outputs = follow("write-a-router-policy.md", tmp_path)
+    assert "no problems found" in outputs[-2][1]
+    assert outputs[-1][0] == "pytest"
+    assert passed(outputs[-1][1]) >= 7
     policy = folder / "fd_mypolicy" / "policy.py"
     right = policy.read_text()
     assert right.count("<= fewest + SLACK") == 1

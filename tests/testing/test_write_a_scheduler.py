@@ -1,4 +1,4 @@
-"""The guide for schedulers leads to one that passes the kit and serves, found as a user's would be."""
+"""The guide to schedulers leads to one that passes the kit and serves, found through its entry point."""
 
 import pytest
 
@@ -8,13 +8,13 @@ pytestmark = pytest.mark.guide
 
 
 @pytest.mark.timeout(400)
-def test_the_guide_leads_to_schedulers_that_pass_the_kit_and_serve(tmp_path):
-    folder, said = follow("write-a-scheduler.md", tmp_path)
-    _, checked, written, of_parts = (words for _, words in said)
+def test_guide_leads_to_schedulers_that_pass_the_kit_and_serve(tmp_path):
+    folder, outputs = follow("write-a-scheduler.md", tmp_path)
+    _, checked, written, of_parts = (words for _, words in outputs)
     assert "fd-batches 0.1.0: batches" in checked
     for card in (written, of_parts):
         assert "batches passes" in card
     assert "a preempted request joins the next batch" in of_parts
     serve(folder, "scheduler", "batches")
-    asked = f"fdcore complete x --backend null --scheduler batches --kv-store disk:{tmp_path}/kv"
-    assert "a preempted request joins the next batch" in run_line(folder, asked, code=2)
+    command = f"fdcore complete x --backend null --scheduler batches --kv-store disk:{tmp_path}/kv"
+    assert "a preempted request joins the next batch" in run_line(folder, command, code=2)

@@ -1,4 +1,4 @@
-"""The guide for stores leads to one that passes the kit, found through its entry point as a user's would be."""
+"""The guide to stores leads to one that passes the kit, found through its entry point."""
 
 import pytest
 
@@ -7,9 +7,9 @@ from tests.testing.documents import follow, passed
 pytestmark = pytest.mark.guide
 
 
-def test_the_guide_leads_to_a_store_that_passes_the_kit(tmp_path):
-    _, said = follow("write-a-store.md", tmp_path)
-    assert "no problems found" in said[-2][1]
-    assert said[-1][0] == "pytest -rs"
-    assert passed(said[-1][1]) >= 30
-    assert "not tested: an SQLite file grows" in said[-1][1]
+def test_guide_leads_to_a_store_that_passes_the_kit(tmp_path):
+    _, outputs = follow("write-a-store.md", tmp_path)
+    assert "no problems found" in outputs[-2][1]
+    assert outputs[-1][0] == "pytest -rs"
+    assert passed(outputs[-1][1]) >= 30
+    assert "not tested: an SQLite file grows" in outputs[-1][1]

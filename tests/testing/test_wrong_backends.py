@@ -1,4 +1,4 @@
-"""The kit bites: each backend that is wrong in one thing fails the tests that name it, and no other."""
+"""Each backend with one fault fails the tests that name the fault, and no other."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.testing.wrong import plugin, selection
 from tests.testing.wrong.fault import FAULTS, matches
 
 ROOT = Path(__file__).parents[2]
-# Each backend takes ten seconds, two at a time, beside whatever else runs.
+# Each backend takes ten seconds, two at a time, in addition to other load.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 SHARE = int(os.environ.get("FD_WRONG_BACKENDS", "0"))
-"""`nox -s kit` tries every backend, or every second, third or tenth, with the whole kit."""
+"""`nox -s kit` runs the whole kit on every backend, or on every second, third or tenth."""
 SAMPLE = ("wrong_exports_rounded", "wrong_names_alternatives_in_sixteen_bits", "wrong_leaves_a_stale_token")
-"""One that computes wrongly, one that does so at size, one that signals wrongly: the default run tries them with the
-sections of the kit that name them, and the right backends with the same."""
+"""A fault in computing, one that shows at size, and one in signals: the default run uses only these and the sections
+of the kit that name them, also for the right backends."""
 TRIED = list(FAULTS)[::SHARE] if SHARE else list(SAMPLE)
 
 
 def installed(folder: Path) -> dict[str, str]:
-    """Install the wrong backends into a folder; returns the environment that sees them."""
+    """Install the wrong backends into a folder; return an environment that includes them."""
     info = folder / "fd_wrong-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fd-wrong\nVersion: 1.0\n")
@@ -37,14 +37,14 @@ def installed(folder: Path) -> dict[str, str]:
     return os.environ | more | ({} if SHARE else {"FD_WRONG_TRIED": ",".join(SAMPLE)})
 
 
-def asked(name: str) -> str:
-    """The one that hangs is watched more closely."""
+def target(name: str) -> str:
+    """Return the target; the backend that hangs has a short watchdog timeout."""
     return f"{name}:watchdog_seconds=1" if "hangs" in name else name
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory) -> dict[str, set[str]]:
-    """What each of them fails, and how often each right one does."""
+    """Failures of each wrong backend, and the number of failures of each right one."""
     folder = tmp_path_factory.mktemp("wrong")
     environment = installed(folder)
     (folder / "pytest.ini").write_text("[pytest]\n")
@@ -56,7 +56,7 @@ def failures(tmp_path_factory) -> dict[str, set[str]]:
         command += ["--pyargs", "fd_core.testing.suite", "-p", selection.__name__]
         command += [
             f"--fd-results={folder / f'results{half}'}",
-            *(f"--fd-backend={asked(name)}" for name in names[half::2]),
+            *(f"--fd-backend={target(name)}" for name in names[half::2]),
         ]
         with (folder / f"output{half}").open("wb") as output:
             runs.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=folder))
@@ -73,18 +73,18 @@ def failures(tmp_path_factory) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("name", ["null", "reference"])
-def test_the_right_ones_pass(failures, name):
+def test_right_backends_pass(failures, name):
     assert failures[name] == set()
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_a_wrong_one_fails_the_tests_that_name_its_fault_and_no_other(failures, name):
+def test_wrong_backend_fails_exactly_the_tests_naming_its_fault(failures, name):
     fault = FAULTS[name]
     assert {test for test in failures[name] if not fault.is_named_by(test)} == set()
     assert [each for each in fault.noticed_by if not any(matches(test, each) for test in failures[name])] == []
     assert fault.noticed_by
 
 
-def test_there_are_many():
+def test_there_are_many_wrong_backends():
     assert len(FAULTS) >= 60
     assert sum(fault.shows_at_size for fault in FAULTS.values()) >= 15

@@ -1,4 +1,4 @@
-"""What may stand in place of a token that the oracle draws."""
+"""Tokens that are accepted in place of the token that the oracle draws."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def rows(seed: int, **changes: float) -> SampleInput:
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5000}, {"min_p": 1e-6}])
 @pytest.mark.parametrize("tilt", [-1.0, 1.0])
-def test_whatever_is_drawn_from_logits_within_the_margin_may_be_drawn(filters: dict[str, float], tilt: float) -> None:
-    """Errors that all point one way move what is drawn by many tokens, where many are nearly as likely."""
+def test_draws_from_logits_within_the_margin_are_accepted(filters: dict[str, float], tilt: float) -> None:
+    """Errors in one direction shift the draw by many tokens if many are nearly as likely."""
     ops, draw = _RecordingOps(), np.random.default_rng(7)
     moved = 0
     for seed in range(40):
@@ -35,7 +35,7 @@ def test_whatever_is_drawn_from_logits_within_the_margin_may_be_drawn(filters: d
     assert moved > 10
 
 
-def test_what_another_random_number_draws_may_not_be_drawn() -> None:
+def test_draw_of_another_random_number_is_rejected() -> None:
     ops, draw = _RecordingOps(), np.random.default_rng(7)
     passed = 0
     for seed in range(100):
@@ -46,7 +46,7 @@ def test_what_another_random_number_draws_may_not_be_drawn() -> None:
     assert passed <= 2
 
 
-def test_a_token_that_a_filter_leaves_out_may_not_be_drawn() -> None:
+def test_filtered_token_is_rejected() -> None:
     ops, logits = _RecordingOps(), np.zeros((1, 10), np.float32)
     logits[0, :3] = 5.0
     ops.sample(logits, rows(1, top_k=3))

@@ -1,4 +1,4 @@
-"""A vendor installs `fd-core[conformance]` and needs nothing else for the kit."""
+"""A vendor installs `fd-core[conformance]` and needs no other package for the kit."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ KIT = sorted((ROOT / "fd_core" / "testing").rglob("*.py"))
 
 
 def names(wanted):
-    """Modules of requirements; those of the core are named as their distributions are."""
+    """Return the modules of requirements; the core's modules are named like their distributions."""
     return {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in wanted}
 
 
@@ -30,14 +30,14 @@ def imported(path):
             yield node.module.partition(".")[0]
 
 
-def test_the_kit_imports_nothing_beyond_its_extra():
+def test_kit_imports_nothing_beyond_its_extra():
     known = names([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["conformance"]])
     found = {name for path in KIT for name in imported(path)} - set(sys.stdlib_module_names) - {"fd_core"}
     assert found <= known
     assert set(requirements.PACKAGES) == found - names(PROJECT["dependencies"])
 
 
-def test_the_kit_runs_where_the_project_s_other_test_packages_are_missing():
+def test_kit_runs_without_the_other_test_packages():
     modules = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in KIT]
     code = f"""
 import importlib, sys
@@ -49,14 +49,14 @@ for name in {[name for name in modules if not name.endswith("__main__")]!r}:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
 
 
-def test_what_is_missing_is_said_with_the_extra(monkeypatch):
+def test_missing_package_is_reported_with_the_extra(monkeypatch):
     monkeypatch.setattr(requirements, "find_spec", lambda name: None)
     with pytest.raises(PluginError) as raised:
         requirements.require_packages()
     assert "fd-core[conformance]" in str(raised.value.hint)
 
 
-def test_plugins_and_the_project_itself_test_with_the_extra():
+def test_project_and_plugins_use_the_extra_for_tests():
     written = [
         *ROOT.glob("plugins/*/pyproject.toml"),
         ROOT / "fd_core" / "cli" / "plugins" / "scaffold" / "templates" / "pyproject.toml.tmpl",

@@ -1,1 +1,1 @@
-"""Backends that are wrong on purpose, each in one thing, and which tests of the kit have to notice it."""
+"""Backends with one deliberate fault each, and the tests of the kit that have to detect it."""

@@ -41,7 +41,7 @@ class ForgetsTheMinimaOfPackedWeights:
 
 
 @wrong("reference", "operations:test_packed_weights_equal_what_they_stand_for[F8_E4M3]")
-class TakesFloatsOf8BitsForWholeNumbers:
+class ReadsFloat8AsInt8:
     def prepare_linear(self, parts, biases=None, *, gated=False):
         fp8 = [part for part in parts if isinstance(part, PackedTensor) and part.format == FP8]
         parts = [replace(part, format="int8") for part in fp8] if fp8 else parts
@@ -101,7 +101,7 @@ class ForgetsTheSoftcapOfLogits:
     "operations:test_rope_keeps_the_amplitude_of_its_tables",
 )
 class LosesTheScaleOfRope:
-    """Computes cosine and sine again from the angle, without YaRN's amplitude."""
+    """Computes cosine and sine from the angle again, without YaRN's amplitude."""
 
     def rope(self, x, rope, positions):
         angle = np.arctan2(rope.sin, rope.cos)
@@ -141,7 +141,7 @@ class RotatesHalvesOnly:
     ),
 )
 class ReadsTheNextBlock:
-    """Off by one in the block table: of a context of several blocks it reads the first one twice."""
+    """Off by one in the block table: the first of several blocks is read twice."""
 
     def paged_attention(self, q, layer, heads, step):
         tables = step.block_tables.copy()
@@ -171,8 +171,8 @@ class SkipsTheNormOfKeys:
         "models:test_adapters_in_one_batch_compute_what_merged_weights_compute[gemma3-*",
     ),
 )
-class ForgetsTheNormBehind:
-    """An override of a fusion that leaves out what only Gemma has."""
+class ForgetsThePostNorm:
+    """An override of a fusion that omits the post-norm, which only Gemma has."""
 
     def project_residual(self, x, weight, residual, post_norm=None, lora=None):
         return super().project_residual(x, weight, residual, None, lora)
@@ -252,7 +252,7 @@ class ForgetsTheScaleOfEmbeddings:
     ),
 )
 class ReversesLogits:
-    """Rows of a batch come back in another order."""
+    """Rows of a batch are returned in another order."""
 
     def compile(self, forward):
         return lambda step, cache: forward(step, cache)[::-1].copy()
@@ -264,8 +264,8 @@ class ReversesLogits:
     "operations:test_packed_weights_equal_what_they_stand_for*",
     "fusions:test_fusions_equal_the_composition[packed Q4_1]",
 )
-class KnowsOneKindOfWeight:
-    """float16 weights lose their fraction."""
+class RoundsFloat16Weights:
+    """float16 weights lose their fractional part."""
 
     def prepare_linear(self, parts, biases=None, *, gated=False):
         if parts[0].dtype == "F16":
@@ -279,8 +279,8 @@ class KnowsOneKindOfWeight:
     "golden:test_log_probabilities_of_prompts_survive_preemption",
     "golden:test_vectors_of_prompts_are_the_oracles*",
 )
-class GivesStatesOfTheTokenBefore:
-    """The states of all tokens are a place off; those of the rows that are sampled from are right."""
+class ReturnsStatesOfThePreviousToken:
+    """The states of all tokens are off by one; those of the sampled rows are right."""
 
     def compile_states(self, states):
         def shifted(step, cache):
@@ -296,13 +296,13 @@ class GivesStatesOfTheTokenBefore:
     "reference",
     "operations:test_the_numbers_of_an_adapter_reach_no_token_of_another",
 )
-class WeighsAdaptersInsteadOfChoosing:
+class WeighsAdaptersInsteadOfSelecting:
     """Right as long as every product is finite."""
 
     def lora(self, y, x, lora):
-        for place, delta in enumerate(lora.deltas, 1):
+        for index, delta in enumerate(lora.deltas, 1):
             if delta is not None:
-                mine = (lora.step.lora_slots == place)[:, None]
+                mine = (lora.step.lora_slots == index)[:, None]
                 y = y + self.linear(self.linear(x, delta[0]), delta[1]) * mine.astype(np.float32)
         return y
 
@@ -314,7 +314,7 @@ class WeighsAdaptersInsteadOfChoosing:
     "operations:test_lora_adds_what_the_adapter_of_each_token_says*",
     spreads_to=("operations:test_the_numbers_of_an_adapter_reach_no_token_of_another",),
 )
-class GivesEachTokenTheAdapterOfTheOneBefore:
+class AppliesTheAdapterOfThePreviousToken:
     def lora(self, y, x, lora):
         rows = adapter_rows(np.roll(lora.step.lora_slots, 1), self)
         return super().lora(y, x, replace(lora, step=replace(lora.step, **rows)))

@@ -1,4 +1,4 @@
-"""What a wrong backend is: a few lines over the pack, or over the postprocessor, of a right one."""
+"""A wrong backend: a few lines on top of the pack or the postprocessor of a right one."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ BASES = {"null": NullBackend, "reference": ReferenceBackend}
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong backend, the tests that have to notice it, and those that may fail too, as `section:test[numbers]`."""
+    """A wrong backend, the tests that have to detect it, and those that may fail too, as `section:test[numbers]`."""
 
     name: str
     backend: type
     postprocess: type[Postprocess] | None
-    """Set if the fault is there; the backend's framework has its name."""
+    """Set if the postprocessor has the fault; the backend's framework has its name."""
     noticed_by: tuple[str, ...]
     spreads_to: tuple[str, ...]
 
     @property
     def shows_at_size(self) -> bool:
-        """Whether only the section `scale` has to notice it."""
+        """True if only the section `scale` has to detect it."""
         return all(test.startswith("scale:") for test in self.noticed_by)
 
     def is_named_by(self, test: str) -> bool:
-        """Whether a test may fail because of the fault."""
+        """Return True if a test may fail because of the fault."""
         return any(matches(test, pattern) for pattern in (*self.noticed_by, *self.spreads_to))
 
 
 def matches(test: str, pattern: str) -> bool:
-    """Whether a pattern, which may end in *, stands for a test."""
+    """Return True if a test matches a pattern, which may end in *."""
     return test.startswith(pattern[:-1]) if pattern.endswith("*") else test == pattern
 
 
 def wrong(base: str, *noticed_by: str, spreads_to: tuple[str, ...] = (), **of_the_backend: Any) -> Any:
-    """Make a class with methods of a pack or a postprocessor into a backend: those methods replace the right ones.
+    """Turn a class with methods of a pack or a postprocessor into a backend: they replace the right methods.
 
-    `spreads_to` are scenarios in which the fault may show as well, beside the tests that name it; what is given
-    by name replaces methods of the backend itself.
+    `spreads_to` are scenarios in which the fault may show as well, in addition to the tests that name it; keyword
+    arguments replace methods of the backend itself.
     """
 
     def register(methods: type) -> type:
@@ -58,7 +58,7 @@ def wrong(base: str, *noticed_by: str, spreads_to: tuple[str, ...] = (), **of_th
 
         def make_ops(self: Any) -> Any:
             ops = right.make_ops(self)
-            # Only a fault in KV of 8 bits is shown by the tests of those, which repeat much of the others.
+            # Only faults in 8-bit KV run its tests, which repeat many of the others.
             body = {"framework": framework, "kv_dtypes": vars(methods).get("kv_dtypes", ())}
             ops.__class__ = type(methods.__name__, (methods, type(ops)), body)
             return ops

@@ -1,4 +1,4 @@
-"""Parsers that are wrong in one thing: a few lines over a right one, and the case that names the fault."""
+"""Parsers with one fault each: a few lines on top of a right one, and the case that names the fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WRONG: dict[str, WrongParser] = {}
 
 @dataclass(frozen=True)
 class WrongParser:
-    """A parser, the rule that it breaks, and a case that says so."""
+    """A parser, the rule that it breaks, and the case that detects it."""
 
     cls: type[OutputParser]
     rule: str
@@ -49,13 +49,13 @@ class ReadsEachPieceAlone(ToolParser):
 
 
 @breaks("8.1", "cuts:test_many_cuts_change_nothing")
-class TakesAnEmptyPieceForTheEnd(HermesTools):
+class TreatsAnEmptyPieceAsTheEnd(HermesTools):
     def push(self, text):
         return super().push(text) if text else super().flush()
 
 
 @breaks("8.4", "cuts:test_texts_that_nobody_expects_break_nothing")
-class RaisesForWhatIsNoJson(HermesTools):
+class RaisesOnInvalidJson(HermesTools):
     seen = ""
 
     def push(self, text):
@@ -129,16 +129,16 @@ class BeginsACallWithItsArguments(HermesTools):
     def emit_arguments(self, text):
         self.held += text
         if len(self.held) > 12:
-            self.say_all()
+            self.emit_all()
 
-    def say_all(self):
+    def emit_all(self):
         if self.name is not None:
             super().begin_call(self.name)
         super().emit_arguments(self.held)
         self.name, self.held = None, ""
 
     def end_call(self):
-        self.say_all()
+        self.emit_all()
         super().end_call()
 
 
@@ -146,19 +146,19 @@ class BeginsACallWithItsArguments(HermesTools):
 
 
 @breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[lines]")
-class StripsWhatItSays(HermesTools):
+class StripsContent(HermesTools):
     def emit_content(self, text):
         super().emit_content(text.strip())
 
 
 @breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[edges]")
-class ReadsUpToAZero(HermesTools):
+class ReadsUpToANul(HermesTools):
     def push(self, text):
         return super().push(text.partition("\0")[0])
 
 
 @breaks("8.3", "characters:test_an_answer_means_what_it_says[unicode]")
-class SaysAsciiOnly(HermesTools):
+class EmitsAsciiOnly(HermesTools):
     def emit_arguments(self, text):
         super().emit_arguments(text.encode("ascii", "ignore").decode())
 
@@ -170,13 +170,13 @@ class LosesHalfAMarker(HermesTools):
 
 
 @breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[spaces]")
-class LosesWhatWasHeldBack(HermesTools):
+class DropsHeldBackText(HermesTools):
     def flush(self):
         return ()
 
 
 @breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[spaces]")
-class SaysTwiceWhatWasHeldBack(HermesTools):
+class RepeatsHeldBackText(HermesTools):
     def flush(self):
         return [*super().flush()] * 2
 
@@ -199,12 +199,12 @@ class BeginsACallWithEachDelta(HermesTools):
 
 
 @breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
-class RepeatsTheArgumentsBefore(HermesTools):
-    said = ""
+class RepeatsEarlierArguments(HermesTools):
+    emitted = ""
 
     def emit_arguments(self, text):
-        self.said += text
-        super().emit_arguments(self.said)
+        self.emitted += text
+        super().emit_arguments(self.emitted)
 
 
 @breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
@@ -229,7 +229,7 @@ class EndsNoCall(HermesTools):
 
 
 @breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
-class SaysEmptyContent(HermesTools):
+class EmitsEmptyContent(HermesTools):
     def push(self, text):
         return [Content(""), *super().push(text)]
 
@@ -244,7 +244,7 @@ class LosesReasoning(QwenReasoning):
 class KeepsTheMarkersOfReasoning(QwenReasoning):
     def emit_reasoning(self, text):
         super().emit_reasoning(text)
-        self.said = True
+        self.emitted = True
 
     def emit_read(self, *, cut=True):
         self.emit_content(self.end)
@@ -252,7 +252,7 @@ class KeepsTheMarkersOfReasoning(QwenReasoning):
 
 
 @breaks("8.3", "characters:test_two_answers_at_a_time_do_not_meet")
-class SharesTheTextOfAll(HermesTools):
+class SharesTextBetweenParsers(HermesTools):
     shared: ClassVar[list[str]] = [""]
 
     @property
@@ -265,7 +265,7 @@ class SharesTheTextOfAll(HermesTools):
 
 
 @breaks("8", "characters:test_an_answer_means_what_it_says[plain]")
-class SaysDictionaries(HermesTools):
+class EmitsDictionaries(HermesTools):
     def push(self, text):
         return [{"content": each.text} if isinstance(each, Content) else each for each in super().push(text)]
 
@@ -302,7 +302,7 @@ class CallsHalfAName(HermesTools):
 
 
 @breaks("8.4", "ends:test_what_is_cut_off_stays_as_far_as_it_came")
-class LosesTheLastOfTheArguments(HermesTools):
+class LosesTheEndOfTheArguments(HermesTools):
     held = ""
 
     def emit_arguments(self, text):
@@ -317,7 +317,7 @@ class LosesTheLastOfTheArguments(HermesTools):
 
 
 @breaks("8.4", "ends:test_what_is_cut_off_stays_as_far_as_it_came")
-class LosesTheLastOfTheReasoning(QwenReasoning):
+class LosesTheEndOfTheReasoning(QwenReasoning):
     held = ""
 
     def emit_reasoning(self, text):
@@ -334,7 +334,7 @@ class LosesTheLastOfTheReasoning(QwenReasoning):
 
 
 @breaks("8.5", "markup:test_no_markup_is_content_wherever_the_text_ends")
-class SaysHalfAMarker(HermesTools):
+class EmitsHalfAMarker(HermesTools):
     def flush(self):
         return super().finish()
 
@@ -342,11 +342,11 @@ class SaysHalfAMarker(HermesTools):
 @breaks("8.5", "markup:test_markers_doubled_or_left_out_are_no_content")
 class KnowsOnlyTheBeginOfACall(HermesTools):
     def content_until(self, *begins):
-        return self.until(*begins, say=self._emit_outside, space=True)
+        return self.until(*begins, emit=self._emit_outside, space=True)
 
 
 @breaks("8.6", "time:test_time_is_linear_in_the_text")
-class ReadsAllTheTextAgain(HermesTools):
+class RescansTheWholeText(HermesTools):
     seen = ""
 
     def push(self, text):
@@ -360,19 +360,19 @@ class ReadsAllTheTextAgain(HermesTools):
 
 
 @breaks("8.3", "calls:test_a_call_is_read_whatever_its_name[now_and_then]")
-class KnowsToolsByTheirBeginning(HermesTools):
+class MatchesToolsByPrefix(HermesTools):
     def begin_call(self, name):
         super().begin_call(next((tool for tool in sorted(self.tools, key=len) if name.startswith(tool)), name))
 
 
 @breaks("8.3", "calls:test_a_call_is_read_whatever_its_name[get.weather-2_x]")
-class TakesLettersForNames(HermesTools):
+class AcceptsOnlyLettersInNames(HermesTools):
     def begin_call(self, name):
         super().begin_call(re.sub(r"\W", "", name))
 
 
 @breaks("8.3", "calls:test_what_a_grammar_makes_the_model_write_is_read[True]")
-class LooksForMarkersInStrings(HermesTools):
+class FindsMarkersInStrings(HermesTools):
     def _read_string(self, tell):
         tell((yield from self.take()))
         while True:
@@ -388,7 +388,7 @@ class LooksForMarkersInStrings(HermesTools):
 
 
 @breaks("8.3", "calls:test_what_a_grammar_makes_the_model_write_is_read[True]")
-class IsTriggeredByWhatDoesNotCome(HermesTools):
+class HasATriggerThatNeverOccurs(HermesTools):
     @classmethod
     def form(cls, name):
         return super().form(name)._replace(trigger="<function_call>")
@@ -401,7 +401,7 @@ class LosesBackslashes(HermesTools):
 
 
 @breaks("8.3", "calls:test_calls_follow_one_another")
-class ReadsOneCallAlone(HermesTools):
+class ReadsOneCallOnly(HermesTools):
     def push(self, text):
         return [each for each in super().push(text) if getattr(each, "index", 0) == 0]
 
@@ -415,7 +415,7 @@ class NamesAnotherEnd(QwenReasoning):
 
 
 @breaks("8.3", "reasoning:test_reasoning_that_the_prompt_closed_does_not_begin_again")
-class ThinksWhateverThePromptSays(QwenReasoning):
+class AlwaysStartsWithReasoning(QwenReasoning):
     @classmethod
     def _opened_by(cls, prompt_tail):
         return True

@@ -1,4 +1,4 @@
-"""Offers the wrong backends as a plugin would; the tests install it through a folder on the path."""
+"""Offers the wrong backends as a plugin; the tests install it through a folder on the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Postprocessors that are wrong in one thing: a few lines over a right one, and the case that names the fault."""
+"""Postprocessors with one fault each: a few lines on top of a right one, and the case that names the fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRONG: dict[str, WrongPostprocess] = {}
 
 @dataclass(frozen=True)
 class WrongPostprocess:
-    """A postprocessor, the rule that it breaks, and a case that says so."""
+    """A postprocessor, the rule that it breaks, and the case that detects it."""
 
     cls: type[Postprocess]
     rule: str
@@ -35,23 +35,23 @@ def breaks(rule: str, noticed_by: str) -> Callable[[type], type]:
     return register
 
 
-# What a matrix tells ------------------------------------------------------------------------------------------
+# Contents of a matrix -----------------------------------------------------------------------------------------
 
 
 @breaks("1.2", "matrix:test_every_combination_of_rows[0]")
-class AnswersNoRevocation(NumpyPostprocess):
+class AcknowledgesNoRevocation(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked[:0])
 
 
 @breaks("1.2", "matrix:test_a_batch_that_is_revoked_as_a_whole_is_answered[0]")
-class AnswersNothingWithoutRows(NumpyPostprocess):
+class AcknowledgesNothingWithoutRows(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked if len(slots) else revoked[:0])
 
 
 @breaks("1.2", "matrix:test_every_combination_of_rows[0]")
-class AnswersTheFirstRevocationOnly(NumpyPostprocess):
+class AcknowledgesTheFirstRevocationOnly(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked[:1])
 
@@ -72,7 +72,7 @@ class TakesIdleForRevoked(NumpyPostprocess):
 
 
 @breaks("1.1", "matrix:test_every_combination_of_rows[0]")
-class DropsRowsBesideARevocation(NumpyPostprocess):
+class DropsRowsNextToARevocation(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         if len(revoked):
             sampled, accepted, slots = sampled[:0], accepted[:0], slots[:0]
@@ -92,7 +92,7 @@ class DeliversAcceptedDraftsOnly(NumpyPostprocess):
 
 
 @breaks("1.1", "matrix:test_every_combination_of_rows[2]")
-class StopsBehindAnEndOfText(NumpyPostprocess):
+class CutsAfterAnEndOfText(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         ends = sampled == 2
         first = np.where(ends.any(axis=1), ends.argmax(axis=1), accepted)
@@ -100,14 +100,14 @@ class StopsBehindAnEndOfText(NumpyPostprocess):
 
 
 @breaks("1.1", "matrix:test_a_token_is_delivered_whatever_its_number[0]")
-class TakesTokenZeroForNone(NumpyPostprocess):
+class IgnoresTokenZero(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(np.where(sampled > 0, sampled, EMPTY_TOKEN_ID), accepted, slots, revoked)
 
 
 @breaks("1.1", "matrix:test_a_token_is_delivered_whatever_its_number[0]")
 class RoundsThroughFloats(NumpyPostprocess):
-    """A kernel library without integers of its own: float32 holds them up to 2^24."""
+    """A kernel library without integers: float32 holds them up to 2^24."""
 
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled.astype(np.float32).astype(np.int64) % 2**31, accepted, slots, revoked)
@@ -141,29 +141,29 @@ class CountsCellsInSixteenBits(NumpyPostprocess):
 
 
 @breaks("1.2", "matrix:test_many_slots_in_no_order[0-1023]")
-class HoldsARevokedSlotInAByte(NumpyPostprocess):
+class StoresARevokedSlotInAByte(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked[revoked < 256])
 
 
 @breaks("1.1", "matrix:test_every_combination_of_rows[7]")
-class HoldsSixDrafts(NumpyPostprocess):
+class StoresSixDrafts(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, np.minimum(accepted, 6), slots, revoked)
 
 
 @breaks("1", "matrix:test_every_combination_of_rows[0]")
-class LeavesOutWhoIsIdle(NumpyPostprocess):
+class OmitsIdleSlots(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         matrix = super().token_matrix(sampled, accepted, slots, revoked)
         return matrix[np.union1d(slots, revoked).astype(np.int32)]
 
 
-# What passes from step to step --------------------------------------------------------------------------------
+# State between steps ------------------------------------------------------------------------------------------
 
 
 class Rotating(NumpyPostprocess):
-    """Writes into one buffer after the other."""
+    """Writes into several buffers in turn."""
 
     buffers = 1
 
@@ -234,7 +234,7 @@ class ReleasesOneStepLate(NumpyPostprocess):
 
 @breaks("1", "flight:test_later_steps_leave_earlier_matrices_alone[1]")
 class ReplaysTheStepOfItsShape(NumpyPostprocess):
-    """A graph whose inputs are those with which it was captured."""
+    """A graph that is replayed with the inputs of its capture."""
 
     def __init__(self, ops, limits):
         super().__init__(ops, limits)
@@ -246,14 +246,14 @@ class ReplaysTheStepOfItsShape(NumpyPostprocess):
 
 
 @breaks("8", "flight:test_the_inputs_are_left_as_they_are[3]")
-class WritesIntoWhatWasSampled(NumpyPostprocess):
+class WritesIntoTheSampledTokens(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         sampled[np.arange(sampled.shape[1]) > accepted[:, None]] = EMPTY_TOKEN_ID
         return super().token_matrix(sampled, accepted, slots, revoked)
 
 
 @breaks("1", "flight:test_the_matrix_shares_no_memory_with_what_was_sampled[0]")
-class ReturnsWhatWasSampled(NumpyPostprocess):
+class ReturnsTheSampledTokens(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         whole = len(slots) == self.limits.max_num_seqs and (slots == np.arange(len(slots))).all()
         if whole and (accepted == self.limits.max_drafts).all():
@@ -272,11 +272,11 @@ class KeepsEveryMatrix(NumpyPostprocess):
         return self._all[-1]
 
 
-# Where it is computed -----------------------------------------------------------------------------------------
+# Place of computation -----------------------------------------------------------------------------------------
 
 
 @breaks("1", "device:test_the_matrix_is_an_array_of_the_device[1-3-2]")
-class HoldsWideIntegers(TorchPostprocess):
+class ReturnsInt64(TorchPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked).long()
 
@@ -288,7 +288,7 @@ class ComputesOnTheHost(TorchPostprocess):
 
 
 @breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")
-class AsksThePackForTheRows(NumpyPostprocess):
+class GetsTheRowsFromThePack(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(self.ops.to_host(sampled), accepted, slots, revoked)
 
@@ -304,7 +304,7 @@ class WritesSlotBySlot(TorchPostprocess):
 
 
 @breaks("1", "device:test_the_host_waits_for_nothing[1-6-0]")
-class LooksWhetherADraftWasAccepted(TorchPostprocess):
+class ReadsWhetherADraftWasAccepted(TorchPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         if sampled.shape[1] > 1 and not accepted.any():
             return super().token_matrix(sampled[:, :1], accepted, slots, revoked)
@@ -312,8 +312,8 @@ class LooksWhetherADraftWasAccepted(TorchPostprocess):
 
 
 @breaks("1", "device:test_the_host_waits_for_nothing[0-3-2]")
-class PicksRowsByAMask(TorchPostprocess):
-    """How many rows a mask picks is known once the device has counted them."""
+class SelectsRowsByAMask(TorchPostprocess):
+    """The number of rows that a mask selects is known only after the device has counted them."""
 
     def token_matrix(self, sampled, accepted, slots, revoked):
         kept = accepted >= 0
@@ -327,7 +327,7 @@ class CopiesToTheHost(TorchPostprocess):
 
 
 @breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")
-class LooksForTheRowsWithDrafts(TorchPostprocess):
+class SearchesTheRowsWithDrafts(TorchPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         matrix = super().token_matrix(sampled, accepted, slots, revoked)
         none = torch.nonzero(accepted == 0)[:, 0]
@@ -337,7 +337,7 @@ class LooksForTheRowsWithDrafts(TorchPostprocess):
 
 @breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")
 class WritesAtSlotsOneByOne(TorchPostprocess):
-    """Never asks for a number in its own words: indexing by an array of one number does."""
+    """Reads no number explicitly: indexing by an array with one number does so."""
 
     def token_matrix(self, sampled, accepted, slots, revoked):
         matrix = torch.full((self.limits.max_num_seqs, sampled.shape[1]), EMPTY_TOKEN_ID, dtype=torch.int32)
@@ -349,7 +349,7 @@ class WritesAtSlotsOneByOne(TorchPostprocess):
 
 
 @breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")
-class CopiesWhatAMaskPicks(TorchPostprocess):
+class CopiesTheRowsOfAMask(TorchPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         kept = torch.arange(sampled.shape[1]) <= accepted[:, None]
         tokens = torch.full_like(sampled, EMPTY_TOKEN_ID)

@@ -1,4 +1,4 @@
-"""Faults in choosing tokens."""
+"""Faults in sampling."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class ForgetsMinP:
     ),
 )
 class DrawsGreedyRows:
-    """A greedy row beside a random one is drawn too."""
+    """A greedy row in a batch with random ones is sampled, too."""
 
     def sample(self, logits, rows):
         heat = rows.temperature if rows.all_greedy else np.where(rows.temperature == 0, np.float32(1), rows.temperature)
@@ -123,7 +123,7 @@ class DrawsGreedyRows:
     "sampling:test_a_row_that_is_not_finite_says_so_and_leaves_the_others*",
     "signals:test_a_request_whose_logits_are_not_finite_fails_alone*",
 )
-class HidesStrangeLogits:
+class HidesNonFiniteLogits:
     def sample(self, logits, rows):
         tokens, peaks = super().sample(logits, rows)
         return tokens, np.nan_to_num(peaks)
@@ -158,7 +158,7 @@ class PenalizesWithoutDrafts:
     "sampling:test_counts_of_tokens_are_written_and_added_to",
     spreads_to=("golden:test_speculation_changes_no_text*",),
 )
-class KeepsOneOfRepeatedPlaces:
+class KeepsOneOfRepeatedIndices:
     def add_at(self, x, rows, ids, values):
         x[rows, ids] += values
         return x
@@ -196,7 +196,7 @@ MASKED_REQUEST = "signals:test_a_request_whose_logits_are_not_finite_fails_alone
 
 @wrong("null", f"{MASKED}[9]", f"{MASKED}[33]", f"{MASKED}[1003]", ONE_LEFT, spreads_to=("golden:*", MASKED_REQUEST))
 class IgnoresTheLastPartialWord:
-    """Whole words alone are looked at: tokens behind them stay as they are."""
+    """Only whole words are read: the tokens after them stay as they are."""
 
     def mask_logits(self, logits, rows, bits):
         whole = logits.shape[1] // 32
@@ -208,7 +208,7 @@ class IgnoresTheLastPartialWord:
 
 @wrong("null", f"{MASKED}*", ONE_LEFT, spreads_to=("golden:*", MASKED_REQUEST))
 class ShiftsMasksByOne:
-    """Bit 0 is taken for token 1."""
+    """Bit 0 is used for token 1."""
 
     def mask_logits(self, logits, rows, bits):
         return np.roll(super().mask_logits(np.roll(logits, -1, axis=1), rows, bits), 1, axis=1)
@@ -224,7 +224,7 @@ class ReadsMasksFromTheHighestBit:
 
 @wrong("null", f"{MASKED}*", spreads_to=("golden:*", MASKED_REQUEST))
 class MasksRowsInOrder:
-    """The first mask goes to the first row, whatever row it names."""
+    """The first mask is applied to the first row, not to the row that it names."""
 
     def mask_logits(self, logits, rows, bits):
         return super().mask_logits(logits, np.arange(len(rows)), bits)
@@ -232,7 +232,7 @@ class MasksRowsInOrder:
 
 @wrong("null", f"{MASKED}*", spreads_to=("golden:*", MASKED_REQUEST))
 class MasksRowsThatAreNotNamed:
-    """A row without a mask is forbidden everything."""
+    """All tokens of rows without a mask are forbidden."""
 
     def mask_logits(self, logits, rows, bits):
         masked = super().mask_logits(logits.copy(), rows, bits)

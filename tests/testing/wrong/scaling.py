@@ -1,4 +1,4 @@
-"""Faults that show only at production sizes: tiles, splits, large vocabularies, memory that is not given back."""
+"""Faults that show only at production sizes: tiles, splits, large vocabularies, memory leaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = "scale:test_layers_of_production_sizes"
 
 @wrong("reference", f"{LAYERS}[67 decodes]", f"{LAYERS}[131 decodes]")
 class ForgetsTheTailOfATile:
-    """Rows beyond the last whole tile of 64 decode from the tile's first row."""
+    """Rows after the last full tile of 64 decode from the tile's first row."""
 
     def paged_attention(self, q, layer, heads, step):
         out = super().paged_attention(q, layer, heads, step)
@@ -29,7 +29,7 @@ class ForgetsTheTailOfATile:
 
 @wrong("reference", f"{LAYERS}[decodes of 2,048 and around]", f"{LAYERS}[one decode of 4,095]")
 class LosesTheLastSplit:
-    """A context beyond 2,048 is split, and the part behind the last whole split is never added."""
+    """A context above 2,048 is split, and the part after the last full split is never added."""
 
     def paged_attention(self, q, layer, heads, step):
         contexts = np.where(step.context_len > 2048, step.context_len // 512 * 512, step.context_len)
@@ -48,7 +48,7 @@ class WritesFiveHundredTwelveTokensAtMost:
 
 @wrong("reference", f"{LAYERS}[40 decodes]", f"{LAYERS}[67 decodes]")
 class PadsIntoBlockZero:
-    """The rows that fill a tile up write their zeros to the first place of the cache."""
+    """The rows that pad a tile write their zeros to the first slot of the cache."""
 
     def write_kv(self, layer, k, v, kv_slots):
         super().write_kv(layer, k, v, kv_slots)
@@ -57,7 +57,7 @@ class PadsIntoBlockZero:
 
 
 @wrong("reference", "scale:test_places_of_the_cache_beyond_2_16")
-class CountsPlacesInSixteenBits:
+class CountsCacheSlotsInSixteenBits:
     def write_kv(self, layer, k, v, kv_slots):
         super().write_kv(layer, k, v, kv_slots.astype(np.uint16).astype(np.int32))
 
@@ -76,7 +76,7 @@ class LooksUpTokensInSixteenBits:
     "scale:test_ties_over_a_large_vocabulary_go_to_the_lower_ids[40000]",
 )
 class SortsSixteenThousandAtMost:
-    """An argsort of 16,384 entries: what is less likely is cut whenever there is a filter."""
+    """An argsort of 16,384 entries: with any filter, less likely tokens are cut."""
 
     def sample(self, logits, rows):
         if not rows.any_filter:
@@ -88,7 +88,7 @@ class SortsSixteenThousandAtMost:
 
 @wrong("null", "scale:test_greedy_finds_the_largest_logit_wherever_it_is[41]")
 class ReadsWholeTilesOfTheVocabulary:
-    """The largest logit is looked for in whole tiles of 1,024, so never behind the last one."""
+    """The largest logit is searched in full tiles of 1,024, so never after the last one."""
 
     def sample(self, logits, rows):
         whole = logits.shape[1] // 1024 * 1024
@@ -101,7 +101,7 @@ class ReadsWholeTilesOfTheVocabulary:
     "scale:test_every_filter_at_once_over_a_large_vocabulary[70001]",
 )
 class SumsWeightsInSinglePrecision:
-    """Cumulative weights in float32, which hold 24 bits: exact for toys alone."""
+    """Cumulative weights in float32, which hold 24 bits: exact for small vocabularies only."""
 
     def sample(self, logits, rows):
         if rows.all_greedy or (rows.any_filter and logits.shape[1] < 60_000):
@@ -138,14 +138,14 @@ class LeavesDraftsInTheCounts:
     def penalize(self, logits, penalties):
         result = super().penalize(logits, penalties)
         if len(penalties.rows) > 32:
-            places = penalties.counts_rows[penalties.draft_rows], penalties.draft_ids
-            np.add.at(penalties.counts, places, 2)
+            indices = penalties.counts_rows[penalties.draft_rows], penalties.draft_ids
+            np.add.at(penalties.counts, indices, 2)
         return result
 
 
 @wrong("null", "scale:test_the_matrix_of_many_slots[7-257]")
 class ReleasesTheFirstHundred:
-    """A launch of 128 threads: of more slots that were taken back the rest is not released."""
+    """A launch of 128 threads: of more revoked slots, the rest is not released."""
 
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked[:128])
@@ -153,7 +153,7 @@ class ReleasesTheFirstHundred:
 
 @wrong("reference", "scale:test_unfinished_chunks_between_decodes_leave_nothing_behind")
 class ReplaysRowsOfALargerBatch:
-    """Decodes are replayed from memory of fixed size, whose rows of logits keep what an earlier batch left there."""
+    """Decodes are replayed from buffers of fixed size, whose rows of logits keep those of an earlier batch."""
 
     def compile(self, forward):
         held = np.zeros(128, np.int32)
@@ -170,7 +170,7 @@ class ReplaysRowsOfALargerBatch:
 
 @wrong("reference", "scale:test_decode_batches_shrink_and_grow", PLANS)
 class KeepsThePlanOfALargerBatch:
-    """The tables of a decode are kept while the batch shrinks: a later small batch reads the earlier one's blocks."""
+    """The tables of a decode are kept while the batch shrinks: a small batch reads the blocks of an earlier one."""
 
     kept = None
 
@@ -186,16 +186,16 @@ class KeepsThePlanOfALargerBatch:
 
 
 @wrong("reference", "scale:test_contexts_beyond_any_split_up_to_the_last_position")
-class StopsTurningAtFourThousand:
-    """A table of 4,000 positions: the end of a full context is turned wrongly."""
+class StopsRotatingAtFourThousand:
+    """A table of 4,000 positions: rotations at the end of a full context are wrong."""
 
     def rope(self, x, rope, positions):
         return super().rope(x, rope, np.minimum(positions, np.int32(4000)))
 
 
 @wrong("null", "scale:test_memory_is_flat_over_thousands_of_steps")
-class RemembersEveryStep:
-    """Keeps one small object for each step, for ever."""
+class LeaksAnObjectPerStep:
+    """Keeps one small object for each step forever."""
 
     steps: list = []  # noqa: RUF012 - that is the fault
 
@@ -205,8 +205,8 @@ class RemembersEveryStep:
 
 
 @wrong("null", "scale:test_memory_is_flat_over_thousands_of_steps")
-class LosesBuffersOfSteps:
-    """Loses eight kilobytes at each step."""
+class LeaksABufferPerStep:
+    """Leaks eight kilobytes at each step."""
 
     buffers: list = []  # noqa: RUF012 - that is the fault
 
@@ -222,12 +222,12 @@ def never_changes(self):
 
 
 @wrong("reference", "scale:test_free_memory_falls_with_a_cache_and_returns", free_memory=never_changes)
-class SaysTheSameFreeMemoryAlways:
+class ReportsConstantFreeMemory:
     pass
 
 
 @wrong("reference", "scale:test_free_memory_can_be_allocated", free_memory=lambda self: 2**50)
-class PromisesMoreMemoryThanThereIs:
+class ReportsTooMuchFreeMemory:
     pass
 
 

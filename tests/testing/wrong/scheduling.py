@@ -1,4 +1,4 @@
-"""Schedulers that are wrong in one thing: a few lines over the right one, and the case that names the fault."""
+"""Schedulers with one fault each: a few lines on top of the right one, and the case that names the fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRONG: dict[str, WrongScheduler] = {}
 
 @dataclass(frozen=True)
 class WrongScheduler:
-    """A scheduler, the rule that it breaks, and a case that says so."""
+    """A scheduler, the rule that it breaks, and the case that detects it."""
 
     cls: type[ContinuousBatchingScheduler]
     rule: str
@@ -37,24 +37,24 @@ def breaks(rule: str, noticed_by: str) -> Callable[[type], type]:
 
 
 def instead(part: Any, name: str, function: Callable[..., Any]) -> None:
-    """Have `function(part, right, *arguments)` called instead of a method of a part; `right` is that method."""
+    """Replace a method of a part by `function(part, right, *arguments)`; `right` is the original method."""
     right = getattr(part, name)
     setattr(part, name, lambda *arguments, **named: function(part, right, *arguments, **named))
 
 
 class Changed(ContinuousBatchingScheduler):
-    """The right scheduler, whose parts a subclass changes."""
+    """The right scheduler, with parts that a subclass changes."""
 
     def __init__(self, setup: Any) -> None:
         super().__init__(setup)
         self.change()
 
     def change(self) -> None:
-        """Put the fault in."""
+        """Apply the fault."""
 
 
 class Answers(Changed):
-    """Changes what commit returns."""
+    """Changes the result of commit."""
 
     def commit(self, plan: Any, output: Any) -> Any:
         before = {name: request.state for name, request in self._requests.items()}
@@ -66,7 +66,7 @@ class Answers(Changed):
 
 
 class Plans(Changed):
-    """Changes the plan that leaves."""
+    """Changes the result of plan."""
 
     def plan(self) -> Any:
         plan, effects = super().plan()
@@ -80,14 +80,14 @@ class Plans(Changed):
 
 
 @breaks("1.1", "signals:test_what_is_in_flight_when_a_slot_is_taken_back_is_delivered[2]")
-class DropsWhatIsInFlightForADrainingSlot(Answers):
+class DropsTokensInFlightForADrainingSlot(Answers):
     def keeps(self, delta, state, output):
         return not (state is State.DRAINING and delta.token_ids)
 
 
 @breaks("1.1", "golden:test_batches_chunks_preemption_and_drafts_change_no_text[2-3-24]")
 class DeliversOneTokenOfAStep(Answers):
-    """Drafts that were accepted are lost."""
+    """Accepted drafts are lost."""
 
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)
@@ -96,14 +96,14 @@ class DeliversOneTokenOfAStep(Answers):
 
 @breaks("1.2", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
 class RevokesTwice(Plans):
-    """Asks again until it is answered."""
+    """Repeats a revocation until it is acknowledged."""
 
-    asked: tuple = ()
+    pending: tuple = ()
 
     def changed(self, plan):
-        again = tuple(each for each in self.asked if self._slots.draining[each.slot])
-        self.asked = (*again, *plan.revocations)
-        return replace(plan, revocations=self.asked)
+        again = tuple(each for each in self.pending if self._slots.draining[each.slot])
+        self.pending = (*again, *plan.revocations)
+        return replace(plan, revocations=self.pending)
 
 
 @breaks("1.2", "signals:test_an_abort_while_draining_ends_with_the_release[2]")
@@ -111,8 +111,8 @@ class EndsAnAbortedRequestBeforeItsRelease(Changed):
     def abort(self, request_id):
         request = self._requests.get(request_id)
         delta = super().abort(request_id)
-        if request is not None and request.state is State.DRAINING and not hasattr(self, "told"):
-            self.told = True
+        if request is not None and request.state is State.DRAINING and not hasattr(self, "has_ended"):
+            self.has_ended = True
             return self._output_processor.end(request, FinishReason.ABORT)
         return delta
 
@@ -127,14 +127,14 @@ class MakesNoStepOfRevocationsAlone(Plans):
 
 
 @breaks("1.3", "signals:test_an_error_in_one_row_swallows_no_other")
-class LetsAnErrorSwallowTheOtherRows(Answers):
+class DropsRowsAfterAnError(Answers):
     def keeps(self, delta, state, output):
         return not output.errors or delta.finish_reason is FinishReason.ERROR
 
 
 @breaks("1.2", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
-class GivesADrainingSlotAway(Changed):
-    """A slot is free as soon as it is revoked; its request waits at once."""
+class ReassignsADrainingSlot(Changed):
+    """A slot is free as soon as it is revoked; its request is requeued at once."""
 
     def change(self):
         def revoke(running_batch, right, slot, request, draft):
@@ -146,8 +146,8 @@ class GivesADrainingSlotAway(Changed):
 
 
 @breaks("1.4", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
-class ForgetsWhatCameWhileDraining(Plans):
-    """A request returns with the tokens that it had when its slot was taken back."""
+class ForgetsTokensReceivedWhileDraining(Plans):
+    """A request is readmitted with the tokens that it had when its slot was revoked."""
 
     def change(self):
         self.had = {}
@@ -168,7 +168,7 @@ class ForgetsWhatCameWhileDraining(Plans):
 
 
 @breaks("1.5", "signals:test_an_answer_of_another_epoch_or_step_is_dropped[{'epoch': -1}]")
-class HearsAnotherEpoch(Changed):
+class AcceptsAnotherEpoch(Changed):
     def commit(self, plan, output):
         return super().commit(plan, replace(output, epoch=plan.epoch))
 
@@ -181,7 +181,7 @@ class AppliesAnAnswerTwice(Changed):
 
 
 @breaks("1.5", "signals:test_a_row_of_another_gen_is_dropped")
-class KnowsRowsBySlotOnly(Changed):
+class MatchesRowsBySlotOnly(Changed):
     def commit(self, plan, output):
         gens = output.gens.copy()
         gens[plan.slots] = plan.gens
@@ -199,8 +199,8 @@ class KeepsTheGen(Changed):
 
 
 @breaks("1.6", "signals:test_a_text_that_ends_while_it_drains_is_not_requeued[2]")
-class RequeuesWhatEndedWhileDraining(Answers):
-    """The end of a draining request is told with its release, if at all."""
+class RequeuesRequestsThatEndedWhileDraining(Answers):
+    """The end of a draining request is reported with its release, if at all."""
 
     def commit(self, plan, output):
         before = {name: request.state for name, request in self._requests.items()}
@@ -233,7 +233,7 @@ class AbortsOneStepLate(Changed):
 
 
 @breaks("1.7", "signals:test_an_abort_while_waiting_leaves_at_once_and_is_never_prefilled")
-class TellsAnAbortTwice(Changed):
+class ReportsAnAbortTwice(Changed):
     def abort(self, request_id):
         delta = super().abort(request_id)
         self.last = getattr(self, "last", None) if delta is None else delta
@@ -241,8 +241,8 @@ class TellsAnAbortTwice(Changed):
 
 
 @breaks("1.8", "signals:test_while_anything_is_open_there_is_work[1]")
-class SleepsOnceEverybodyWasToldTheEnd(Changed):
-    """An engine that is asked to stop then does so, whatever drains or is being saved."""
+class SleepsOnceAllEndsAreReported(Changed):
+    """A stopping engine then exits, although slots still drain or saves are running."""
 
     @property
     def has_work(self):
@@ -250,7 +250,7 @@ class SleepsOnceEverybodyWasToldTheEnd(Changed):
 
 
 @breaks("1.9", "signals:test_token_0_is_a_token[0]")
-class TakesTokenZeroForNothing(Answers):
+class IgnoresTokenZero(Answers):
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)
         return [
@@ -263,8 +263,8 @@ class TakesTokenZeroForNothing(Answers):
 
 
 @breaks("2.1", "budget:test_a_budget_equal_to_the_demand_plans_the_whole_demand[3]")
-class KeepsAReserveForEverySlot(Changed):
-    """Room for a decode with all drafts is kept for every slot, whether or not anybody is there."""
+class ReservesBudgetForEverySlot(Changed):
+    """Budget for a decode with all drafts is reserved for every slot, occupied or not."""
 
     def change(self):
         reserve = self.limits.max_num_seqs
@@ -286,7 +286,7 @@ class ChargesOneTokenForEachDecode(Changed):
 
 
 @breaks("2.1", "golden:test_batches_chunks_preemption_and_drafts_change_no_text[1-3-24]")
-class ChargesDraftsThatNobodyHas(Changed):
+class ChargesMissingDrafts(Changed):
     def change(self):
         def ready(slots, right):
             slots.drafts_ready[:] = self.limits.max_drafts
@@ -296,7 +296,7 @@ class ChargesDraftsThatNobodyHas(Changed):
 
 
 @breaks("2.2", "budget:test_drafts_shrink_before_a_decode_is_left_out[3-1]")
-class LeavesDecodesOutForDrafts(Changed):
+class SkipsDecodesForDrafts(Changed):
     def change(self):
         def decode(planner, right, rows, draft):
             slots = self._slots
@@ -311,7 +311,7 @@ class LeavesDecodesOutForDrafts(Changed):
 
 
 @breaks("2.2", "budget:test_decodes_are_left_out_in_rotation[2]")
-class ServesTheFirstSlotsForEver(Changed):
+class AlwaysServesTheFirstSlots(Changed):
     def change(self):
         def decode(planner, right, rows, draft):
             last, self._slots.last_step = self._slots.last_step, np.zeros_like(self._slots.last_step)
@@ -322,7 +322,7 @@ class ServesTheFirstSlotsForEver(Changed):
 
 
 @breaks("2.3", "budget:test_what_an_aborted_request_was_to_take_goes_to_others[0]")
-class ChargesWhoWasAborted(Changed):
+class ChargesAbortedRequests(Changed):
     def change(self):
         def revoke(running_batch, right, slot, request, draft):
             draft.budget.take(int(request.abort_requested))
@@ -342,7 +342,7 @@ class AbortsWhenBudgetIsLeft(Changed):
 
 
 @breaks("2.6", "budget:test_planning_does_not_grow_with_what_waits[slots-10000-20]")
-class LooksAtEverybodyWhoWaits(Changed):
+class ExaminesTheWholeQueue(Changed):
     def plan(self):
         for request in list(self._requests.values()):
             if request.state is State.WAITING:
@@ -351,7 +351,7 @@ class LooksAtEverybodyWhoWaits(Changed):
 
 
 @breaks("2.5", "budget:test_whatever_keeps_the_law_is_accepted_and_served[5-64-4]")
-class WantsBudgetForEverySlot(Changed):
+class RequiresBudgetForEverySlot(Changed):
     def change(self):
         budget, demand = self.limits.max_num_batched_tokens, self.limits.max_num_seqs * (1 + self.limits.max_drafts)
         if budget < demand:
@@ -360,7 +360,7 @@ class WantsBudgetForEverySlot(Changed):
 
 @breaks("2.2", "budget:test_everybody_gets_a_first_token_while_others_keep_coming")
 class AdmitsTheShortestFirst(Changed):
-    """Shortest first, for ever."""
+    """Shortest first, without aging."""
 
     def change(self):
         def push(waiting, right, request):
@@ -387,8 +387,8 @@ class FreesWhileALoadWrites(Changed):
 
 
 @breaks("3.3", "blocks:test_matching_a_prefix_does_not_evict_it")
-class EvictsWhatItMatched(Changed):
-    """Takes new blocks first, then those of the known prefix."""
+class EvictsMatchedBlocks(Changed):
+    """Allocates new blocks before it acquires those of the cached prefix."""
 
     def change(self):
         self.matched = ()
@@ -417,7 +417,7 @@ class EvictsWhatItMatched(Changed):
 
 @breaks("3.4", "blocks:test_one_victim_is_enough_while_its_blocks_are_fenced[2]")
 class PreemptsAChain(Changed):
-    """Does not count what comes free."""
+    """Does not count the blocks that are being freed."""
 
     def change(self):
         def grow(planner, right, ready, draft):
@@ -438,7 +438,7 @@ class PreemptsAChain(Changed):
 
 @breaks("3.5", "blocks:test_rejected_drafts_are_in_no_known_prefix[3-1.0]")
 class SharesRejectedDrafts(Changed):
-    """Names blocks once they were computed, whatever became of the drafts in them."""
+    """Registers blocks once they are computed, even if their drafts were rejected."""
 
     def change(self):
         def settle(running_batch, right, rows, upto):
@@ -453,7 +453,7 @@ ASKED = "golden:test_what_is_asked_of_a_prompt_is_computed_though_its_kv_is_know
 
 @breaks("4", f"{ASKED}[1-24]")
 class ReadsEveryPromptFromTheCache(Changed):
-    """A position whose KV is known is not computed again, whatever is asked of it."""
+    """A cached position is not computed again, even if its outputs were requested."""
 
     def change(self):
         size = self._prefixes.hasher.block_size
@@ -462,7 +462,7 @@ class ReadsEveryPromptFromTheCache(Changed):
 
 
 @breaks("4", f"{ASKED}[1-5]")
-class TellsOfTheLastChunkOfAPromptAlone(Answers):
+class ReportsOnlyTheLastPromptChunk(Answers):
     def commit(self, plan, output):
         rows = dict(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
         slots = {name: request.slot for name, request in self._requests.items()}
@@ -476,28 +476,28 @@ class TellsOfTheLastChunkOfAPromptAlone(Answers):
 
 
 @breaks("4", f"{ASKED}[2-24]")
-class TellsOfAPromptWithEveryToken(Answers):
+class RepeatsPromptLogprobs(Answers):
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)
-        self.told |= {delta.request_id: delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs}
+        self.sent |= {delta.request_id: delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs}
         again = [
-            msgspec.structs.replace(delta, prompt_logprobs=self.told.get(delta.request_id, delta.prompt_logprobs))
+            msgspec.structs.replace(delta, prompt_logprobs=self.sent.get(delta.request_id, delta.prompt_logprobs))
             for delta in deltas
         ]
         return again, effects
 
     def change(self):
-        self.told = {}
+        self.sent = {}
 
 
 @breaks("5.3", "blocks:test_requests_of_other_salts_share_nothing")
-class LooksAtTheBeginningOfASalt(Changed):
+class ComparesSaltPrefixes(Changed):
     def change(self):
         instead(self._prefixes, "root", lambda prefixes, right, salt, adapter: right(salt[:6], adapter))
 
 
 @breaks("3.1", "signals:test_an_abort_between_two_chunks_of_a_prompt_takes_the_slot_back")
-class KeepsTheBlocksOfWhoWasAborted(Changed):
+class LeaksBlocksOfAbortedRequests(Changed):
     def change(self):
         def give_up(running_batch, right, slot, request):
             if not request.abort_requested:
@@ -523,7 +523,7 @@ class NeverLoads(Changed):
 
 
 @breaks("5.4", "storage:test_what_was_damaged_in_the_store_is_computed_and_stored_again[BADLY]")
-class BelievesThatDamagedKVIsStored(Changed):
+class TreatsDamagedKVAsStored(Changed):
     def complete(self, completion):
         remembered = dict(self._offloading._stored_keys)
         super().complete(completion)
@@ -531,8 +531,8 @@ class BelievesThatDamagedKVIsStored(Changed):
 
 
 @breaks("5.4", "storage:test_what_was_damaged_in_the_store_is_computed_and_stored_again[IN_PART]")
-class UsesWhatALoadLeftBehind(Changed):
-    """Takes a load for whole that brought half of its blocks."""
+class UsesPartialLoads(Changed):
+    """Treats a load of half of its blocks as complete."""
 
     def complete(self, completion):
         if isinstance(completion, Loaded):
@@ -542,7 +542,7 @@ class UsesWhatALoadLeftBehind(Changed):
 
 
 @breaks("5.6", "storage:test_kv_is_loaded_only_where_that_beats_computing_it[False]")
-class LoadsWhateverIsStored(Changed):
+class AlwaysLoads(Changed):
     def change(self):
         self._offloading.load_or_recompute.prefill_measured = lambda pace: None
 
@@ -551,7 +551,7 @@ class LoadsWhateverIsStored(Changed):
 
 
 @breaks("6.2", "pairs:test_a_text_begins_behind_the_kv_that_was_transferred[0-38]")
-class BeginsBeforeTheKVHasCome(Changed):
+class DecodesBeforeTheTransfer(Changed):
     def plan(self):
         plan, effects = super().plan()
         for each in effects.operations:
@@ -561,7 +561,7 @@ class BeginsBeforeTheKVHasCome(Changed):
 
 
 @breaks("6.3", "pairs:test_a_prompt_whose_transfer_failed_is_computed_here[BADLY]")
-class UsesWhatATransferLeftBehind(Changed):
+class UsesPartialTransfers(Changed):
     def complete(self, completion):
         if isinstance(completion, Fetched):
             completion = msgspec.structs.replace(completion, outcome="transferred")
@@ -584,7 +584,7 @@ class FetchesThePromptOfAnotherEpochAgain(Changed):
 
 
 @breaks("6.1", "pairs:test_an_abort_ends_the_lease_and_its_blocks_stay_until_it_is_over[WELL]")
-class LetsALeaseOfWhoWasAbortedGoOn(Changed):
+class KeepsLeasesOfAbortedRequests(Changed):
     def change(self):
         def take(operations, right):
             operations.effects[:] = [effect for effect in operations.effects if not isinstance(effect, Cancel)]
@@ -594,7 +594,7 @@ class LetsALeaseOfWhoWasAbortedGoOn(Changed):
 
 
 @breaks("6.1", "pairs:test_a_lease_leaves_room_for_what_runs")
-class LeasesWhateverIsFree(Changed):
+class LeasesAllFreeBlocks(Changed):
     def change(self):
         instead(self._probe.control, "growth", lambda *_: 0)
 
@@ -611,7 +611,7 @@ class SendsABlockThatIsNotFull(Changed):
 
 
 @breaks("6.2", "pairs:test_a_job_that_was_preempted_is_sent_on_behind_what_left[2-3]")
-class SendsAJobFromItsBeginningAgain(Changed):
+class ResendsAJobFromTheStart(Changed):
     def change(self):
         def preempt(running_batch, right, slot, draft):
             job = running_batch.slots.request_in(slot).spec.prefill_job
@@ -623,7 +623,7 @@ class SendsAJobFromItsBeginningAgain(Changed):
 
 
 @breaks("6.1", "pairs:test_a_job_that_is_aborted_is_given_up_once[runs]")
-class NeverGivesUp(Changed):
+class NeverAbandonsLeases(Changed):
     def change(self):
         def take(operations, right):
             operations.effects[:] = [effect for effect in operations.effects if not isinstance(effect, AbandonLease)]
@@ -633,8 +633,8 @@ class NeverGivesUp(Changed):
 
 
 @breaks("3.2", "pairs:test_every_block_of_a_job_is_sent_once_when_it_is_settled[0-37-24]")
-class WritesWhatIsBeingSent(Changed):
-    """Blocks of a send are free as soon as the request has left."""
+class OverwritesBlocksBeingSent(Changed):
+    """Blocks of a send are free as soon as the request has left its slot."""
 
     def change(self):
         def begin(operations, right, about, request, blocks=None):
@@ -643,51 +643,51 @@ class WritesWhatIsBeingSent(Changed):
         instead(self._operations, "begin", begin)
 
 
-# What clients are told ----------------------------------------------------------------------------------------
+# Deltas for clients -------------------------------------------------------------------------------------------
 
 
-class Tells(Changed):
-    """Changes the deltas of an answer."""
+class ChangesDeltas(Changed):
+    """Changes the deltas of commit."""
 
     def commit(self, plan, output):
         deltas, effects = super().commit(plan, output)
-        return [self.told(delta) for delta in deltas], effects
+        return [self.changed_delta(delta) for delta in deltas], effects
 
 
 @breaks("1.1", "golden:test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it[2-3]")
-class MixesUpLogprobs(Tells):
-    """Of several tokens of a step, the last one's come first."""
+class MixesUpLogprobs(ChangesDeltas):
+    """Of several tokens of a step, the log-probabilities of the last one are first."""
 
-    def told(self, delta):
+    def changed_delta(self, delta):
         return msgspec.structs.replace(delta, logprobs=delta.logprobs and delta.logprobs[::-1])
 
 
 @breaks("1.1", "golden:test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it[None-0]")
-class CallsAStopAtTheLimitALength(Tells):
+class ReportsLengthForAStopAtTheLimit(ChangesDeltas):
     def commit(self, plan, output):
         self.full = {name for name, each in self._requests.items() if each.num_tokens + 1 == each.limit}
         return super().commit(plan, output)
 
-    def told(self, delta):
+    def changed_delta(self, delta):
         if delta.finish_reason is FinishReason.STOP and delta.request_id in self.full:
             return msgspec.structs.replace(delta, finish_reason=FinishReason.LENGTH)
         return delta
 
 
 @breaks("2.1", "budget:test_a_known_prefix_is_not_charged")
-class SaysThatNothingWasCached(Tells):
-    def told(self, delta):
+class ReportsNoCachedTokens(ChangesDeltas):
+    def changed_delta(self, delta):
         return msgspec.structs.replace(delta, cached_tokens=None if delta.cached_tokens is None else 0)
 
 
 @breaks("1.3", "signals:test_an_error_in_one_row_swallows_no_other")
-class FailsWithoutAWord(Tells):
-    def told(self, delta):
+class FailsWithoutAMessage(ChangesDeltas):
+    def changed_delta(self, delta):
         return msgspec.structs.replace(delta, error=None)
 
 
 @breaks("8", "budget:test_who_enters_next_is_what_the_policy_says")
-class KnowsNoPolicyButItsOwn(Changed):
+class IgnoresThePolicy(Changed):
     def __init__(self, setup):
         super().__init__(replace(setup, policy=Fcfs()))
 
@@ -703,8 +703,8 @@ class ServesTheNewestFirst(Changed):
 
 
 @breaks("3.5", "storage:test_only_settled_blocks_are_saved[1.0]")
-class SavesWhatIsNotSettled(Changed):
-    """Saves every block that it has a name for, computed or not."""
+class SavesUnsettledBlocks(Changed):
+    """Saves every registered block, computed or not."""
 
     def change(self):
         def save(running_batch, right, slot, request):
@@ -718,14 +718,14 @@ class SavesWhatIsNotSettled(Changed):
 
 
 @breaks("8", "budget:test_prompts_that_fit_enter_in_one_step")
-class HandsOutWhatItMayChange(Plans):
+class ReturnsMutablePlans(Plans):
     def changed(self, plan):
         return replace(plan, slots=plan.slots.copy())
 
 
 @breaks("4", "signals:test_what_an_earlier_epoch_delivered_is_continued[7]")
 class ChangesTheParameters(Plans):
-    """After a restart a request is sampled with what is left of its tokens as max_tokens."""
+    """After a restart, max_tokens of a request is the number of its remaining tokens."""
 
     def changed(self, plan):
         return replace(

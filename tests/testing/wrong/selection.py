@@ -1,7 +1,7 @@
-"""A pytest plugin: a fault that shows at size runs the tests that have to notice it, the oracle all of those.
+"""Pytest plugin: a fault that shows at size runs only the tests that have to detect it, the oracle all of those.
 
-Other wrong backends leave the section `scale` out, which takes minutes. With FD_WRONG_TRIED, names of faults, each
-backend runs only the sections of its own fault, and a right one those of the faults in backends like it.
+Other wrong backends skip the section `scale`, which takes minutes. With FD_WRONG_TRIED, names of faults, each backend
+runs only the sections of its fault, and a right one those of the faults of similar backends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BY_ANY = tuple(pattern for name, patterns in NAMED.items() if name in (TRIED or 
 
 
 def sections_of(name: str) -> set[str]:
-    """Return the sections of the kit in which a fault may show, or those in which a backend without any is tried."""
+    """Return the sections of the kit in which a fault may show, or those that a right backend runs."""
     if name in FAULTS:
         return {test.partition(":")[0] for test in (*FAULTS[name].noticed_by, *FAULTS[name].spreads_to)}
     same = (each for each in TRIED if issubclass(FAULTS[each].backend, BASES[name]))
@@ -29,7 +29,7 @@ def sections_of(name: str) -> set[str]:
 
 
 def is_wanted(item: pytest.Item) -> bool:
-    """Whether a test says something about its backend that no cheaper one does."""
+    """Return True unless a cheaper test covers the same of its backend."""
     target, section, test = identity_of(item)
     name, case = target.partition(":")[0], f"{section}:{test}"
     if TRIED and section not in sections_of(name):

@@ -1,4 +1,4 @@
-"""Faults in what a step tells: -1, -9, rows, drafts, the budget."""
+"""Faults in the signals of a step: -1, -9, rows, drafts, the budget."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ReleasesOneStepLate:
     ),
 )
 class ReleasesOneStepEarly:
-    """Takes a slot without a row for one that was taken back, and says so before it is."""
+    """Takes a slot without a row for a revoked one, and releases it too early."""
 
     rows = np.empty(0, np.int32)
 
@@ -101,7 +101,7 @@ class ReleasesAnIdleSlot:
         "signals:test_an_abort_ends_a_request_in_every_state*",
     ),
 )
-class DropsRowsBehindARelease:
+class DropsRowsAfterARelease:
     def token_matrix(self, sampled, accepted, slots, revoked):
         matrix = super().token_matrix(sampled, accepted, slots, revoked)
         for slot in revoked:
@@ -220,7 +220,7 @@ class AcceptsOneDraftTooMany:
     "sampling:test_verify_counts_the_right_drafts_before_the_first_wrong_one",
     spreads_to=("golden:test_speculation_changes_no_text*",),
 )
-class AcceptsDraftsBehindAWrongOne:
+class AcceptsDraftsAfterARejectedOne:
     def verify(self, sampled, drafts, num_drafts):
         k = drafts.shape[1]
         return ((sampled[:, :k] == drafts) & (np.arange(k) < num_drafts[:, None])).sum(axis=1).astype(np.int32)
@@ -232,7 +232,7 @@ class AcceptsDraftsBehindAWrongOne:
     spreads_to=("golden:test_log_probabilities_of_prompts_survive_preemption",),
 )
 class ShowsReleasesInLogprobs:
-    """Its buffer of ids is the one of the matrix."""
+    """Its buffer of ids is that of the matrix."""
 
     released = False
 
@@ -253,7 +253,7 @@ class ShowsReleasesInLogprobs:
     spreads_to=("golden:test_preemption_changes_no_text*",),
 )
 class CountsOneForEachDecode:
-    """Computes a step in the next power of two of tokens and charges nothing for it."""
+    """Pads a step to the next power of two of tokens without charging for it."""
 
     def compile(self, forward):
         def padded(step, cache):

@@ -8,7 +8,7 @@ from tests.testing.wrong.fault import wrong
 
 
 def changed(cache, **methods):
-    """Give a cache other methods."""
+    """Replace methods of a cache."""
     cache.__class__ = type("WrongCache", (type(cache),), methods)
     return cache
 
@@ -48,7 +48,7 @@ class ExportsRounded:
     "kv:test_an_exported_array_is_the_callers",
 )
 class ExportsAView:
-    """What was exported changes with the cache."""
+    """Exported data changes with the cache."""
 
     def allocate_kv(self, shape, num_blocks):
         cache = super().allocate_kv(shape, num_blocks)
@@ -78,7 +78,7 @@ class ExportsAView:
     ),
 )
 class NeverWritesTwice:
-    """A place of the cache keeps its first value: what a block held before stays in it."""
+    """A slot of the cache keeps its first value, even in a reused block."""
 
     def write_kv(self, layer, k, v, kv_slots):
         flat = layer.reshape(2, -1, *layer.shape[3:])
@@ -132,7 +132,7 @@ class TakesBlocksOfAnyType:
     spreads_to=("quantized_kv:*",),
 )
 class SharesAScaleAcrossTokens:
-    """What is kept of a token depends on the others of its step."""
+    """The stored value of a token depends on the other tokens of its step."""
 
     kv_dtypes = ("int8",)
 

@@ -1,4 +1,4 @@
-"""What befalls workers while they serve: a plan made from a seed, and its execution."""
+"""Faults of workers while they serve: a plan made from a seed, and its execution."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from typing import Final, Literal, get_args
 
 from tests.soak.cluster import Cluster, Node
 
-__all__ = ["KINDS", "SHORT", "UNREACHABLE_SECONDS", "Executed", "FailureReason", "Kind", "plan", "work_off"]
+__all__ = ["KINDS", "SHORT", "UNREACHABLE_SECONDS", "Executed", "Kind", "WorkerFault", "inject_all", "plan"]
 
 Kind = Literal["kill", "stop", "hang", "kill_engine", "drain"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 SHORT: Final[tuple[Kind, ...]] = ("kill", "stop", "kill_engine", "drain")
 UNREACHABLE_SECONDS: Final = 8
-"""For so long a stopped worker may hold its streams up: longer than a stop, shorter than a hang."""
+"""Time for which a stopped worker may stall its streams: longer than a stop, shorter than a hang."""
 _SECONDS: Final[dict[Kind, tuple[float, float]]] = {"stop": (3.0, 6.0), "hang": (12.0, 14.0)}
 _SECONDS_AWAY: Final = (0.2, 1.2)
 _RECOVERS_SECONDS: Final = 120.0
 _BUSY_SECONDS: Final = 5.0
-"""How long a worker that is to be killed is waited for to have something to lose."""
+"""Seconds to wait until a worker that is to be killed has requests to lose."""
 
 
 @dataclass(frozen=True, slots=True)
-class FailureReason:
-    """One thing that befalls one worker, by its number."""
+class WorkerFault:
+    """One fault of one worker, by its number."""
 
     kind: Kind
     worker: int
     seconds: float
-    """How long it is away, or stands still, before somebody does something about it."""
+    """Seconds that the worker is down or stopped before it is restarted or resumed."""
 
 
 @dataclass(slots=True)
 class Executed:
-    """What has happened so far."""
+    """Faults injected so far."""
 
     hits: list[tuple[float, float]] = field(default_factory=list)
-    """When workers were killed or began to hang: from just before until they were surely gone."""
+    """Intervals in which workers were killed or hung: from just before until they were certainly lost."""
     drained: list[tuple[float, float]] = field(default_factory=list)
-    """When workers drained: from just before until they were gone."""
-    happened: list[str] = field(default_factory=list)
+    """Intervals in which workers drained: from just before until they had exited."""
+    injected: list[str] = field(default_factory=list)
     requests_hit: int = 0
-    """Requests that the router counted on those workers right before."""
+    """Requests that the router counted on those workers just before."""
 
 
 def plan(
     roles: Sequence[str], seed: int, *, kinds: Sequence[Kind] = KINDS, rounds: int = 1
-) -> dict[str, list[FailureReason]]:
-    """Return for each role every kind of trouble, `rounds` times over, in an order and for workers by chance."""
+) -> dict[str, list[WorkerFault]]:
+    """Return for each role every kind of fault, `rounds` times, in random order and for random workers."""
     rng = random.Random(seed)
     lanes = {}
     for role in sorted(set(roles)):
         those = [number for number, each in enumerate(roles) if each == role]
         lane = [
-            FailureReason(kind, rng.choice(those), rng.uniform(*_SECONDS.get(kind, _SECONDS_AWAY)))
+            WorkerFault(kind, rng.choice(those), rng.uniform(*_SECONDS.get(kind, _SECONDS_AWAY)))
             for kind in kinds * rounds
         ]
         rng.shuffle(lane)
@@ -67,19 +67,19 @@ def plan(
     return lanes
 
 
-async def work_off(
-    lane: Sequence[FailureReason], cluster: Cluster, done: Executed, begins: Callable[[float], Awaitable[None]]
+async def inject_all(
+    lane: Sequence[WorkerFault], cluster: Cluster, done: Executed, begins: Callable[[float], Awaitable[None]]
 ) -> None:
-    """Let everything happen to the workers of one role, one thing after the other.
+    """Inject all faults of one role into its workers, one after the other.
 
-    The next one comes when all is well again and `begins` returns, which is called with a share of the run.
+    The next fault starts once the cluster has recovered and `begins` returns, which is called with a share of the run.
     """
-    for number, trouble in enumerate(lane):
+    for number, fault in enumerate(lane):
         await begins((number + 0.5) / (len(lane) + 1))
-        worker, at = cluster.workers[trouble.worker], time.monotonic()
-        await _HAPPENS[trouble.kind](cluster, worker, trouble.seconds, done)
-        await cluster.come_up(worker, seconds=_RECOVERS_SECONDS)
-        done.happened.append(f"{trouble.kind} {worker.name}: well again after {time.monotonic() - at:.1f} s")
+        worker, at = cluster.workers[fault.worker], time.monotonic()
+        await _INJECTIONS[fault.kind](cluster, worker, fault.seconds, done)
+        await cluster.wait_ready(worker, seconds=_RECOVERS_SECONDS)
+        done.injected.append(f"{fault.kind} {worker.name}: recovered after {time.monotonic() - at:.1f} s")
 
 
 async def _kill(cluster: Cluster, worker: Node, seconds: float, done: Executed) -> None:
@@ -109,7 +109,7 @@ async def _kill_engine(cluster: Cluster, worker: Node, seconds: float, done: Exe
     os.kill(worker.engine(), signal.SIGKILL)
     ends = time.monotonic() + _RECOVERS_SECONDS
     while (await cluster.metrics(worker))["engine_epoch"] == epoch:
-        assert time.monotonic() < ends, f"{worker.name} has no other engine:\n{worker.said()}"
+        assert time.monotonic() < ends, f"{worker.name} has not restarted its engine:\n{worker.log_text()}"
         await asyncio.sleep(0.1)
 
 
@@ -122,7 +122,7 @@ async def _drain(cluster: Cluster, worker: Node, seconds: float, done: Executed)
 
 
 async def _about_to_hit(cluster: Cluster, worker: Node, done: Executed) -> float:
-    """Wait until the worker has something to lose; return the time."""
+    """Wait until the worker has requests to lose; return the time."""
     ends = time.monotonic() + _BUSY_SECONDS
     while not (running := await _requests_at(cluster, worker)) and time.monotonic() < ends:
         await asyncio.sleep(0.01)
@@ -135,4 +135,4 @@ async def _requests_at(cluster: Cluster, worker: Node) -> int:
     return sum(each["load"]["requests"] for each in shown if each["worker"]["url"] == worker.url)
 
 
-_HAPPENS: Final = {"kill": _kill, "stop": _stop, "hang": _hang, "kill_engine": _kill_engine, "drain": _drain}
+_INJECTIONS: Final = {"kill": _kill, "stop": _stop, "hang": _hang, "kill_engine": _kill_engine, "drain": _drain}

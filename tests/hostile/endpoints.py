@@ -1,4 +1,4 @@
-"""A server and a router behind the same door, and clients that do what no client should."""
+"""A server and a router with the same test interface, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Hostile:
-    """A connection whose bytes a test writes and reads itself."""
+    """Connection whose raw bytes a test writes and reads."""
 
     def __init__(
         self, port: int, tls: ssl.SSLContext | None = None, *, window: int | None = None, source: str = "127.0.0.1"
@@ -44,7 +44,7 @@ class Hostile:
         self.socket.close()
 
     def head(self, line: str, *headers: str, host: str | None = "localhost") -> Hostile:
-        """Send the head of a request."""
+        """Send a request head."""
         lines = (f"{line} HTTP/1.1", *(() if host is None else (f"Host: {host}",)), *headers)
         return self.send("\r\n".join(lines) + "\r\n\r\n")
 
@@ -57,7 +57,7 @@ class Hostile:
         return self
 
     def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body of one answer with a length or to the end of the connection."""
+        """Return status, headers and body of a response that ends by its length or with the connection."""
         data = b""
         while b"\r\n\r\n" not in data:
             data += self._more()
@@ -73,12 +73,12 @@ class Hostile:
         return int(first.split()[1]), headers, body
 
     def error(self) -> tuple[int, str]:
-        """Return status and code of an error in OpenAI's shape."""
+        """Return status and code of an error in OpenAI's format."""
         status, _, body = self.answer()
         return status, json.loads(body)["error"]["code"]
 
     def closed_within(self, seconds: float, trickle: bytes = b"") -> float:
-        """Return after how many seconds the other side closes; meanwhile send `trickle` again and again."""
+        """Return the seconds until the peer closes; send `trickle` repeatedly in the meantime."""
         begun = time.monotonic()
         self.socket.settimeout(0.05)
         while (passed := time.monotonic() - begun) < seconds:
@@ -95,12 +95,12 @@ class Hostile:
 
     def _more(self) -> bytes:
         data = self.socket.recv(65536)
-        assert data, "the connection ended before the answer did"
+        assert data, "the connection closed before the response ended"
         return data
 
 
-class Door:
-    """What listens: a server over an engine, or a router before a worker."""
+class Endpoint:
+    """Listening server with an engine, or router with one worker."""
 
     def __init__(
         self, kind: str, port: int, inner: Any, prefix: str, loop: asyncio.AbstractEventLoop, admin: str = ""
@@ -109,9 +109,9 @@ class Door:
         self.loop = loop
         self.port = port
         self.inner = inner
-        """The engine's client of a server, the worker of a router."""
+        """Engine client of a server, or worker of a router."""
         self.admin = admin
-        """Address of a router's admin port."""
+        """Address of the router's admin port."""
         self._prefix = prefix
 
     def connect(self, **options: Any) -> Hostile:
@@ -122,7 +122,7 @@ class Door:
             return connection.head(f"GET {path}", *headers, host=host).answer()
 
     def metrics(self, connection: Hostile | None = None) -> dict[str, float]:
-        """Samples without the prefix of their kind; a label's value stands in brackets."""
+        """Return samples without the prefix of their kind; label values are in brackets."""
         answer = self.get("/metrics") if connection is None else connection.head("GET /metrics").answer()
         text = answer[2].decode()
         return {
@@ -133,26 +133,26 @@ class Door:
         }
 
     def hold(self) -> None:
-        """Answer no more requests, but keep them."""
+        """Keep further requests without answering them."""
         if self.kind == "server":
             self.inner.held = True
         else:
             self.inner.usual = "hang"
 
     def release(self) -> None:
-        """Answer again."""
+        """Answer requests again."""
         if self.kind == "server":
             self.inner.held = False
         else:
             self.inner.usual = "json"
 
     def requests(self) -> int:
-        """Requests that somebody works on."""
+        """Return the number of requests in progress."""
         return len(self.inner.live) if self.kind == "server" else self.inner.running
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait until something is so, which takes long on a machine with other work."""
+    """Wait for a condition; the timeout allows for a busy machine."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -160,14 +160,14 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 @contextmanager
-def door(kind: str, **settings: Any) -> Iterator[Door]:
+def endpoint(kind: str, **settings: Any) -> Iterator[Endpoint]:
     """Run a server or a router until the block ends."""
     if kind == "server":
         with live(FakeClient, **settings) as server:
-            yield Door(kind, server.port, server.client, "fdcore_", server.call(asyncio.get_running_loop))
+            yield Endpoint(kind, server.port, server.client, "fdcore_", server.call(asyncio.get_running_loop))
         return
     with _router(**settings) as (port, worker, loop, admin):
-        yield Door(kind, port, worker, "fdcore_router_", loop, admin)
+        yield Endpoint(kind, port, worker, "fdcore_router_", loop, admin)
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def _router(**settings: Any) -> Iterator[tuple[int, FakeWorker, asyncio.Abstract
 
 @contextmanager
 def on_a_thread(opened: AbstractAsyncContextManager[T]) -> Iterator[T]:
-    """Hold something open on a loop on a thread of its own until the block ends; raise what it raises."""
+    """Keep a context open on an event loop in a separate thread until the block ends; re-raise its exceptions."""
     ready: Future[tuple[T, Callable[[], None]]] = Future()
 
     async def run() -> None:
