@@ -26,8 +26,12 @@ class Chip(Postprocess):
 CHIP = PARTS.format(rank=0, answer="Availability(True, 'it is here')")
 
 BROKEN = {
-    "oldcontract": ({"source": "FD_CONTRACT = 99"}, "built for contract 99; this fd_core implements 1", "that matches"),
-    "nocontract": ({"source": "x = 1"}, "fd_nocontract declares no FD_CONTRACT", "write FD_CONTRACT = 1 there"),
+    "oldcontract": (
+        {"source": "FD_CONTRACT = 99"},
+        "built for contract 99; this fd_core implements 1",
+        "install matching versions",
+    ),
+    "nocontract": ({"source": "x = 1"}, "fd_nocontract declares no FD_CONTRACT", "set FD_CONTRACT = 1 there"),
     "unknownhook": (
         {"source": HOOK + "fd_register_toasters(): ..."},
         "fd_register_toasters is not a hook; the hooks are fd_register_backends",
@@ -75,7 +79,7 @@ BROKEN = {
     ),
     "abstract": (
         {"source": GOOD, "parts": CHIP.replace("    def free_memory(self): ...\n", "")},
-        "fd_abstract_parts:Chip leaves free_memory open",
+        "fd_abstract_parts:Chip does not implement free_memory",
         "implement free_memory",
     ),
     "proberaises": (
@@ -115,7 +119,7 @@ BROKEN = {
     ),
     "othername": (
         {"source": GOOD, "parts": CHIP, "name": "chip"},
-        "fd_othername_parts:Chip calls itself 'chip'",
+        "fd_othername_parts:Chip has the name 'chip'",
         "set name = 'othername' in the class",
     ),
     "impostor": (

@@ -141,7 +141,7 @@ def test_device_without_a_probe_is_not_available(tmp_path, framework, setting):
     file = project / "fd_mychip" / "backend.py"
     file.write_text(re.sub(f'^{setting} = ".*"', f'{setting} = "npu"', file.read_text(), flags=re.MULTILINE))
     output = run(project, "-m", "fd_core.cli", "plugins", "check", "mychip")
-    assert "cannot run here: nothing looks for npu yet: write that in MychipBackend.probe" in output
+    assert "cannot run here: detection of npu is not implemented yet: add it to MychipBackend.probe" in output
 
 
 @pytest.mark.parametrize(

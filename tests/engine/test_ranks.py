@@ -349,7 +349,7 @@ socket.recv()
         ),
         (
             "send(RankLoaded(2**30, 1, (0, 1))); socket.recv(); send(RankReady()); socket.recv(); send(RankReady())\n"
-            "while (frame := socket.recv()) == LOOK: send(RankReady())\n"
+            "while (frame := socket.recv()) == LIVENESS_CHECK: send(RankReady())\n"
             "send(StepDigest(decode_order(frame).plan.step, b'else'))",
             EngineDead,
             "rank 1 computed a different result of step",
@@ -399,7 +399,7 @@ def test_rank_that_hangs_during_start_is_named(
         return started
 
     monkeypatch.setattr(SpawnLauncher, "start", noted)
-    stopped = "no sign" in words
+    stopped = "did not respond" in words
     monkeypatch.setattr(leading, "_LOAD_SECONDS", 60.0 if stopped else 0.5)
     with pytest.raises(EngineDead, match=words) as error:
         null_engine(watchdog_seconds=1.0 if stopped else 60.0, **TWO).close()

@@ -320,7 +320,7 @@ def test_failed_fork_counts_as_failed_start(monkeypatch: pytest.MonkeyPatch) -> 
             stream = client.submit(LONG)
             monkeypatch.setattr(process.EngineProcess, "begin", no_room)
             signal_to(client, signal.SIGKILL)
-            with pytest.raises(EngineDead, match="failed 3 times"):
+            with pytest.raises(EngineDead, match="failed to restart 3 times"):
                 async for _ in stream:
                     pass
 

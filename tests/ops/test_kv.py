@@ -3,7 +3,7 @@
 from fd_core.testing.suite.test_kv import (  # noqa: F401 -- the cases
     test_an_exported_array_is_the_callers,
     test_an_import_touches_its_blocks_alone,
-    test_blocks_come_back_bit_for_bit,
+    test_blocks_are_restored_bit_for_bit,
     test_blocks_of_another_type_are_refused,
     test_exported_blocks_are_keys_then_values_by_position,
 )
@@ -12,6 +12,6 @@ from fd_core.testing.suite.test_quantized_kv import (  # noqa: F401 -- the cases
     test_a_scale_that_a_block_held_before_does_not_matter,
     test_attention_reads_what_is_kept,
     test_fusions_keep_and_read_what_their_composition_does,
-    test_quantized_blocks_come_back_bit_for_bit,
-    test_what_is_kept_of_a_token_is_the_oracles,
+    test_quantized_blocks_are_restored_bit_for_bit,
+    test_stored_kv_equals_the_oracles,
 )

@@ -85,7 +85,7 @@ def test_page_escapes_backend_output_and_needs_no_network():
 
 def test_json_round_trips_and_rejects_another_version():
     assert read_report(msgspec.json.encode(REPORT)) == REPORT
-    with pytest.raises(ValueError, match="schema 99"):
+    with pytest.raises(ValueError, match="expected a report of schema 1, got 99"):
         read_report(msgspec.json.encode(msgspec.structs.replace(REPORT, schema=99)))
 
 
@@ -118,10 +118,10 @@ def test_command_writes_a_report_of_its_cases(tmp_path):
     [card] = read_report(json.read_bytes()).cards
     assert (card.target, card.dtype, card.emulated, card.error) == ("null", "float32", False, None)
     assert {result.function for result in card.results} == {
-        "test_an_idle_slot_says_nothing",
+        "test_idle_slot_is_empty",
         "test_limits_are_known_and_have_reasons",
     }
-    assert "an idle slot says nothing" in html.read_text()
+    assert "idle slot is empty" in html.read_text()
     assert "budget" in card.unseen
     assert "scale" in card.unseen
     assert any(words.startswith("lifetime (") for words in card.unseen)
@@ -130,7 +130,7 @@ def test_command_writes_a_report_of_its_cases(tmp_path):
 @pytest.mark.parametrize(
     ("backend", "words"),
     [
-        ("nosuch", "there is no backend called"),
+        ("nosuch", "unknown backend"),
         ("null:speed=9", "is not a setting"),
         ("null:max_num_seqs=x", "null:max"),
         ("null:dtype", "is not a setting"),

@@ -100,7 +100,7 @@ class OfAnotherKind(RouterPolicy):
 
 
 EQUAL = "test_it_chooses_a_candidate_and_equal_calls_give_equal_answers"
-ONLY = "test_the_only_candidate_is_chosen_whatever_it_carries"
+ONLY = "test_only_candidate_is_chosen_under_any_load"
 FORGETS = "test_it_forgets_workers_that_are_gone_and_requests_that_are_long_past"
 SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
 

@@ -13,7 +13,7 @@ from fd_core.testing.stores.suite import StoreSuite
 ABOUT_WORDS = {
     "test_a_store_works_without_being_opened",
     "test_an_unknown_parameter_is_named",
-    "test_opening_says_one_line_and_may_be_done_again",
+    "test_open_returns_one_line_and_is_repeatable",
     "test_secrets_are_never_shown",
     "test_stats_count_what_is_there",
 }

@@ -65,13 +65,13 @@ class LauncherSuite:
         node = next(node for node in launching.nodes() if node.id == process.node)
         assert node.alive and node.address == process.address
 
-    def test_its_own_words_say_why_it_ended(self, launching: Launcher) -> None:
+    def test_exit_reason_includes_its_output(self, launching: Launcher) -> None:
         (process,) = launching.start([self.spec("one", "fail", "the disk is full")])
         assert process.wait(self.patience) == process.exit_code() == 7
         assert "ended with exit code 7" in process.reason() and "the disk is full" in process.reason()
 
     @pytest.mark.parametrize(("method", "number"), [("terminate", signal.SIGTERM), ("kill", signal.SIGKILL)])
-    def test_it_is_ended_by_a_signal_and_says_by_which(
+    def test_exit_by_signal_is_reported_with_the_signal(
         self, launching: Launcher, method: str, number: signal.Signals
     ) -> None:
         (process,) = launching.start([self.spec("one")])
@@ -81,7 +81,7 @@ class LauncherSuite:
         assert f"was ended by {number.name}" in process.reason()
         getattr(process, method)()  # a no-op now
 
-    def test_the_address_of_its_node_is_told_to_it(self, launching: Launcher) -> None:
+    def test_process_receives_the_address_of_its_node(self, launching: Launcher) -> None:
         (process,) = launching.start([self.spec("one", "stay", NODE_ADDRESS, environment={"FD_SUITE_A": NODE_ADDRESS})])
         seen = self.seen(process)
         assert seen["arguments"] == [process.address] and seen["environment"] == {"FD_SUITE_A": process.address}
@@ -104,7 +104,7 @@ class LauncherSuite:
         (process,) = launching.start([self.spec("one", cores=1)])  # so the name and the CPU are free again
         self.seen(process)
 
-    def test_what_a_process_had_is_free_once_it_ended(self, launching: Launcher) -> None:
+    def test_resources_of_an_ended_process_are_free(self, launching: Launcher) -> None:
         every = next(iter(launching.nodes())).cores
         for _ in range(2):
             (process,) = launching.start([self.spec("one", cores=every)])

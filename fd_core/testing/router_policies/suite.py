@@ -124,7 +124,7 @@ class RouterPolicySuite:
 
     @pytest.mark.law("7.2")
     @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-53])
-    def test_the_only_candidate_is_chosen_whatever_it_carries(self, number: float) -> None:
+    def test_only_candidate_is_chosen_under_any_load(self, number: float) -> None:
         policy = self.new_policy()
         for load in (IDLE, WorkerLoad(10_000, 10_000, 10**9)):
             context = self.shown([(_worker(0, 0), load, 0)], number, "s")

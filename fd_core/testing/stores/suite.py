@@ -256,7 +256,7 @@ class StoreSuite:
         return store
 
     @pytest.mark.law("5.2")
-    def test_what_was_never_put_is_absent(self, store: KVStore, back_door: BackDoor) -> None:
+    def test_unwritten_key_is_absent(self, store: KVStore, back_door: BackDoor) -> None:
         assert store.get([A, B], LIMIT, TIMEOUT) == [None, None]
         assert store.longest_prefix([A, B], LIMIT, TIMEOUT) == 0
         assert store.delete([A, B], TIMEOUT) == 0
@@ -264,7 +264,7 @@ class StoreSuite:
 
     @pytest.mark.law("5.2")
     @pytest.mark.parametrize("length", [0, 1, 63, 720 * 1024, LIMIT])
-    def test_a_value_comes_back_byte_for_byte(self, store: KVStore, back_door: BackDoor, length: int) -> None:
+    def test_value_is_read_back_byte_for_byte(self, store: KVStore, back_door: BackDoor, length: int) -> None:
         value = value_of(A, length)
         assert store.put([(A, [value[: length // 3], value[length // 3 :]])], TIMEOUT) == 1
         assert back_door.read(A) == value
@@ -273,7 +273,7 @@ class StoreSuite:
 
     @pytest.mark.law("5.2")
     @pytest.mark.parametrize("length", [0, 1, 720 * 1024, LIMIT])
-    def test_what_others_wrote_is_read(self, store: KVStore, back_door: BackDoor, length: int) -> None:
+    def test_values_of_other_writers_are_read(self, store: KVStore, back_door: BackDoor, length: int) -> None:
         back_door.write(A, value_of(A, length))
         assert as_bytes(store.get([A], LIMIT, TIMEOUT)) == [value_of(A, length)]
         assert store.longest_prefix([A], LIMIT, TIMEOUT) == 1
@@ -385,7 +385,7 @@ class StoreSuite:
         assert bytes(held) == value_of(A, LIMIT)
 
     @pytest.mark.law("5.4")
-    def test_what_is_no_value_harms_nobody_else(self, store: KVStore, back_door: BackDoor) -> None:
+    def test_invalid_value_does_not_affect_others(self, store: KVStore, back_door: BackDoor) -> None:
         store.put([(B, [value_of(B)])], TIMEOUT)
         back_door.spoil(A)
         try:
@@ -527,7 +527,7 @@ class StoreSuite:
 
     @pytest.mark.law("5.5")
     @pytest.mark.parametrize("reason", [FailureReason.FULL, FailureReason.READ_ONLY])
-    def test_a_store_that_cannot_write_says_so_and_still_reads(
+    def test_read_only_store_reports_writes_and_still_reads(
         self, store: KVStore, back_door: BackDoor, reason: FailureReason
     ) -> None:
         store.put([(A, [value_of(A)])], TIMEOUT)
@@ -541,7 +541,7 @@ class StoreSuite:
 
     @pytest.mark.law("5.5")
     @pytest.mark.parametrize("reason", [FailureReason.UNREACHABLE, FailureReason.DENIED, FailureReason.TIMEOUT])
-    def test_a_store_out_of_reach_says_why_in_time(
+    def test_unreachable_store_reports_its_reason_in_time(
         self, store: KVStore, back_door: BackDoor, make_store: MakeStore, reason: FailureReason
     ) -> None:
         store.put([(A, [value_of(A)])], TIMEOUT)
@@ -577,7 +577,7 @@ class StoreSuite:
         assert store.get([A], LIMIT, TIMEOUT) == [None]
         assert store.put([(A, [value_of(A)])], TIMEOUT) == 1
 
-    def test_opening_says_one_line_and_may_be_done_again(self, store: KVStore) -> None:
+    def test_open_returns_one_line_and_is_repeatable(self, store: KVStore) -> None:
         for _ in range(2):
             line = store.open(TIMEOUT)
             assert line.strip() == line

@@ -75,7 +75,7 @@ def test_fusions_equal_the_composition(ops: Ops, require: Callable[..., None], n
             raise AssertionError(f"{fusion}: {error}") from error
 
 
-def test_the_residual_stream_is_one_sum_whoever_reads_it_first(ops: Ops) -> None:
+def test_residual_stream_is_one_sum_in_any_read_order(ops: Ops) -> None:
     """A pack may defer a sum to the next norm; it must be added once, also without a norm."""
     oracle = NumpyOps()
     seen = []
@@ -94,7 +94,7 @@ def test_the_residual_stream_is_one_sum_whoever_reads_it_first(ops: Ops) -> None
         assert_near(ops, ops.from_host(found), expected)
 
 
-def test_what_a_block_held_before_does_not_matter(ops: Ops, geometry: Geometry = GEOMETRIES["plain"][0]) -> None:
+def test_earlier_block_content_does_not_matter(ops: Ops, geometry: Geometry = GEOMETRIES["plain"][0]) -> None:
     """A NaN of a finished request must not reach the next owner of its block."""
     clean, dirty = (LayerOn(ops, geometry, [(13, 13)]) for _ in range(2))
     blocks = np.arange(dirty.cache.num_blocks, dtype=np.int32)

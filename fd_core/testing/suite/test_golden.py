@@ -108,7 +108,7 @@ def test_speculation_changes_no_text(target: Target, golden: Golden, k: int, wro
 
 
 @pytest.mark.parametrize("k", thorough_but([0, 3], 3))
-def test_what_a_request_bans_never_comes(target: Target, golden: Golden, k: int) -> None:
+def test_banned_tokens_are_never_generated(target: Target, golden: Golden, k: int) -> None:
     specs = [greedy(f"r{index}", [index, 5], 24, **limits_of(index)) for index in range(6)]
     free = [greedy(spec.request_id, spec.prompt, 24) for spec in specs]
     with target.engine(k, golden.whole(free), 0.0, **ROOM) as engine:
@@ -121,7 +121,7 @@ def test_what_a_request_bans_never_comes(target: Target, golden: Golden, k: int)
 
 @pytest.mark.parametrize("k", thorough_but([0, 3], 0))
 @pytest.mark.law("4")
-def test_forced_tokens_come_where_they_have_to_and_change_no_other(target: Target, golden: Golden, k: int) -> None:
+def test_forced_tokens_appear_in_place_and_change_no_others(target: Target, golden: Golden, k: int) -> None:
     """Combine masks with filters, penalties and log-probabilities, also in rows with drafts, by forcing the end of
     reasoning."""
     end = (11, 12, 11, 13)

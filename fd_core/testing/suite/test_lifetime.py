@@ -29,7 +29,7 @@ def test_limits_are_known_and_have_reasons(target: Target) -> None:
     assert all(len(reason) > 5 for reason in target.limits.values())
 
 
-def test_it_says_why_it_can_run_and_what_it_runs_on(target: Target) -> None:
+def test_probe_reports_availability_and_device(target: Target) -> None:
     probed = installed_plugins().offered(BACKEND)[target.name].probe()
     assert probed.available
     about = target.backend.describe()
@@ -88,7 +88,7 @@ def test_a_text_survives_a_crash_in_the_middle(target: Target, golden: Golden, r
     golden.check(specs, asyncio.run(asyncio.wait_for(main(), 180)))
 
 
-def test_a_closed_engine_leaves_no_cache_behind(target: Target) -> None:
+def test_closed_engine_frees_its_cache(target: Target) -> None:
     gone = []
     for _ in range(2):
         with target.engine() as engine:
@@ -100,7 +100,7 @@ def test_a_closed_engine_leaves_no_cache_behind(target: Target) -> None:
 
 
 @pytest.mark.fd_thorough
-def test_memory_comes_back_when_engines_close(target: Target, require: Callable[..., None]) -> None:
+def test_memory_is_freed_when_engines_close(target: Target, require: Callable[..., None]) -> None:
     """Fill caches of 24 MiB: two leaked ones are visible in the memory of the device or of this process."""
     require("kv_transfer")
     room: dict[str, Any] = {"block_size": 128, "max_model_len": 128}

@@ -142,7 +142,7 @@ def test_gated_linear_activates_the_gate(ops: Ops, values: Values, activation: A
     assert_near(ops, found, np.vectorize(ACTIVATIONS[activation])(x @ gate.T) * (x @ up.T))
 
 
-def test_gate_and_up_come_one_after_the_other(ops: Ops, values: Values) -> None:
+def test_gate_and_up_are_consecutive(ops: Ops, values: Values) -> None:
     """Adapters add to a gated weight's output before the activation."""
     x, gate, up = values(3, 5), values(21, 5), values(21, 5)
     both = ops.gate_up(activations(ops, x), ops.prepare_linear([raw(gate), raw(up)], gated=True))
@@ -165,7 +165,7 @@ def lora_of(ops: Ops, adapters: Sequence[Sequence[LowRank | None] | None], *, ga
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["stacked", "gated"])
-def test_lora_adds_what_the_adapter_of_each_token_says(ops: Ops, values: Values, gated: bool) -> None:
+def test_lora_adds_the_delta_of_each_tokens_adapter(ops: Ops, values: Values, gated: bool) -> None:
     """Parts have different ranks, and one adapter does not change a part."""
     y, x = values(5, 14), values(5, 12)
     first = [LowRank(values(rank, 12), values(7, rank)) for rank in (3, 2)]
@@ -370,6 +370,6 @@ def test_moe_adds_the_weighted_outputs_of_the_chosen_experts(
     assert_near(ops, ops.moe(activations(ops, x), experts, "silu"), np.stack(expected))
 
 
-def test_a_cache_that_does_not_fit_says_so(ops: Ops) -> None:
+def test_oversized_cache_is_reported(ops: Ops) -> None:
     with pytest.raises(MemoryError):
         ops.allocate_kv(KVShape(64, 64, 256, 64), 2**24)

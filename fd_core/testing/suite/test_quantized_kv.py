@@ -40,7 +40,7 @@ def narrow(target: Target, ops8: Ops) -> Target:
     return target.quantized()
 
 
-def test_quantized_blocks_come_back_bit_for_bit(ops8: Ops) -> None:
+def test_quantized_blocks_are_restored_bit_for_bit(ops8: Ops) -> None:
     cache = ops8.allocate_kv(SHAPE, 7)
     data = np.random.default_rng(0).integers(-128, 128, (3, 2, 2, 5, 3, 14)).astype(np.int8)  # any scale, including NaN
     data.flags.writeable = False
@@ -50,7 +50,7 @@ def test_quantized_blocks_come_back_bit_for_bit(ops8: Ops) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 9], ids=["one by one", "at once"])
-def test_what_is_kept_of_a_token_is_the_oracles(ops8: Ops, require: Callable[..., None], tokens: int) -> None:
+def test_stored_kv_equals_the_oracles(ops8: Ops, require: Callable[..., None], tokens: int) -> None:
     """Quantize also heads of zeros, with one large element, and with values so small that the scale underflows."""
     require("primitives")
     cache, slots = ops8.allocate_kv(SHAPE, 7), np.array([0, 1, 2, 3, 4, 30, 31, 15, 16], np.int32)
@@ -88,7 +88,7 @@ def test_fusions_keep_and_read_what_their_composition_does(ops8: Ops, require: C
 def test_a_scale_that_a_block_held_before_does_not_matter(ops8: Ops, require: Callable[..., None]) -> None:
     """A NaN scale must not reach the next owner of its block."""
     require("primitives")
-    test_fusions.test_what_a_block_held_before_does_not_matter(ops8, GEOMETRIES["plain"])
+    test_fusions.test_earlier_block_content_does_not_matter(ops8, GEOMETRIES["plain"])
 
 
 @pytest.mark.law("4")

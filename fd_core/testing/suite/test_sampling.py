@@ -89,7 +89,7 @@ def test_greedy_takes_the_lowest_id_on_a_tie(ops: Ops) -> None:
     assert sample(ops, logits, sample_input(2, temperature=0.0)).tolist() == [40, 0]
 
 
-def test_greedy_rows_stay_greedy_beside_random_ones(ops: Ops) -> None:
+def test_greedy_rows_stay_greedy_next_to_random_ones(ops: Ops) -> None:
     logits = np.tile(np.arange(50).astype(np.float32), (40, 1)) * np.float32(0.02)
     temperature = np.arange(40) % 2
     tokens = sample(ops, logits, sample_input(40, temperature=temperature, positions=np.arange(40)))
@@ -165,7 +165,7 @@ def test_a_row_does_not_depend_on_its_neighbours(ops: Ops) -> None:
     assert together.tolist() == np.concatenate(alone).tolist()
 
 
-def test_tokens_come_as_often_as_their_probability(ops: Ops) -> None:
+def test_token_frequencies_match_their_probabilities(ops: Ops) -> None:
     probabilities = np.array([0.5, 0.25, 0.125, 0.0625, 0.0625])
     draws = 20_000
     logits = np.tile(np.log(probabilities).astype(np.float32), (draws, 1))
@@ -191,7 +191,7 @@ def test_adds_to_single_logits_and_sums_repeated_places(ops: Ops) -> None:
     assert ops.to_host(result).tolist() == [[0, 0, 1.5], [-3, 0, 0]]
 
 
-def test_a_repetition_penalty_makes_logits_smaller_whatever_their_sign(ops: Ops) -> None:
+def test_repetition_penalty_lowers_logits_of_either_sign(ops: Ops) -> None:
     logits = np.array([[3, -3, 5], [0, 8, 2]], np.float32)
     seen = np.array([[1, 2, 0], [0, 3, 0]], np.int32)
     result = ops.penalize(ops.from_host(logits), on_device(ops, penalty_input(seen, repetition=[2, 4])))
@@ -360,7 +360,7 @@ def test_a_chosen_token_is_a_number_of_the_vocabulary(ops: Ops) -> None:
 
 @pytest.mark.parametrize("strange", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("columns", [{"temperature": 0.0}, {}, {"top_k": 7, "top_p": 0.9, "min_p": 0.1}])
-def test_a_row_that_is_not_finite_says_so_and_leaves_the_others(
+def test_non_finite_row_is_reported_without_affecting_others(
     ops: Ops, strange: float, columns: dict[str, float]
 ) -> None:
     """Fail a row with all logits -inf, or one other nonfinite logit; the peaks of other rows are exact."""

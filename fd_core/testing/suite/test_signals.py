@@ -61,7 +61,7 @@ def test_a_revocation_is_answered_in_its_own_step(target: Target, golden: Golden
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.3")
-def test_rows_beside_a_revocation_keep_their_tokens(target: Target, golden: Golden, k: int) -> None:
+def test_rows_next_to_a_revocation_keep_their_tokens(target: Target, golden: Golden, k: int) -> None:
     with manual_driver(target, golden, k, range(4)) as hand:
         hand.step(*((slot, 8) for slot in range(4)))
         drafts = int(k > 0)
@@ -87,7 +87,7 @@ def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.2")
-def test_an_idle_slot_says_nothing(target: Target, golden: Golden, k: int) -> None:
+def test_idle_slot_is_empty(target: Target, golden: Golden, k: int) -> None:
     with manual_driver(target, golden, k, [1, 2]) as hand:
         _, first = hand.step((1, 8), (2, 8))
         assert first.kinds.tolist() == [Outcome.EMPTY, Outcome.TOKENS, Outcome.TOKENS, Outcome.EMPTY]
@@ -96,7 +96,7 @@ def test_an_idle_slot_says_nothing(target: Target, golden: Golden, k: int) -> No
         assert third.kinds.tolist() == [Outcome.EMPTY, Outcome.EMPTY, Outcome.TOKENS, Outcome.EMPTY]
 
 
-def test_an_unfinished_chunk_says_nothing(target: Target, golden: Golden) -> None:
+def test_unfinished_chunk_delivers_nothing(target: Target, golden: Golden) -> None:
     with manual_driver(target, golden, slots=range(2)) as hand:
         _, first = hand.step((0, 5, False), (1, 8))
         assert first.kinds[:2].tolist() == [Outcome.EMPTY, Outcome.TOKENS]
@@ -214,7 +214,7 @@ def test_a_batch_that_is_preempted_as_a_whole_goes_on(target: Target, golden: Go
 
 @pytest.mark.parametrize("depth", thorough_but([2, 3], 2))
 @pytest.mark.law("1.1")
-def test_what_was_in_flight_at_a_preemption_is_delivered(target: Target, golden: Golden, depth: int) -> None:
+def test_tokens_in_flight_at_a_preemption_are_delivered(target: Target, golden: Golden, depth: int) -> None:
     specs = long_ones(3)
     with pressed(target, golden, specs) as stepper:
         assert stepper.plan_until(depth, State.DRAINING, "r2")

@@ -215,9 +215,9 @@ def test_two_threads_take_turns() -> None:
 def test_what_is_no_block_of_this_cache_is_refused() -> None:
     cache = cache_on(Processor(), "float32", 2)
     data = cache.export_blocks(ids(1, 2))
-    with pytest.raises(ValueError, match=r"exported blocks are float32\[2, .*holds float32\[1"):
+    with pytest.raises(ValueError, match=r"got blocks of float32\[2, .*expected float32\[1"):
         cache.import_blocks(ids(1), data)
-    with pytest.raises(ValueError, match="exported blocks are uint16"):
+    with pytest.raises(ValueError, match="got blocks of uint16"):
         cache.import_blocks(ids(1, 2), data.view(np.uint16))
 
 

@@ -170,7 +170,7 @@ def test_rows_beyond_the_workspace_are_chosen_in_parts() -> None:
 
 
 @pytest.mark.parametrize("columns", [{"temperature": 0.0}, {}, {"top_k": 7, "top_p": 0.9, "min_p": 0.1}])
-def test_a_row_that_is_not_finite_says_so_and_leaves_the_others(columns: dict[str, Any]) -> None:
+def test_non_finite_row_is_reported_without_affecting_others(columns: dict[str, Any]) -> None:
     logits, seeds = scattered(6, 3000, 6)
     given = sample_input(6, **seeds, **columns)
     expected = ORACLE.sample(logits, given)[0]

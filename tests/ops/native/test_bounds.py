@@ -82,7 +82,7 @@ def test_writes_outside_the_cache_are_rejected(layer, slot):
 
 
 def test_layer_and_heads_of_another_model_are_rejected(layer):
-    with pytest.raises(IndexError, match="layer 9"):
+    with pytest.raises(IndexError, match="expected a layer from 0 to 1, got 9"):
         layer.cache.layer(9)
     other = LayerOn(layer.ops, Geometry(d=32))
     with pytest.raises(IndexError, match="heads of another model"):
@@ -114,7 +114,7 @@ def test_masks_out_of_range_are_rejected(native):
     rows = torch.tensor([0, 3], dtype=torch.int32)
     with pytest.raises(IndexError, match="row of logits 3 at index 1 is not in 0 to 2"):
         ops.mask_logits(torch.zeros(3, 50), rows, bits)
-    with pytest.raises(ValueError, match="not those of 2 rows of 65 tokens"):
+    with pytest.raises(ValueError, match="do not match 2 rows of 65 tokens"):
         ops.mask_logits(torch.zeros(3, 65), rows, bits)
 
 

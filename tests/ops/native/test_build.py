@@ -27,7 +27,7 @@ def test_library_name_depends_on_flags():
 @pytest.mark.parametrize(
     ("variable", "value", "reason"),
     [
-        ("FD_ISA", "abacus", "FD_ISA is 'abacus'; known: native"),
+        ("FD_ISA", "abacus", "FD_ISA='abacus' is unknown; use one of native"),
         ("CXX", "/nowhere/c++", "no C++ compiler"),
         ("CXX", "false", "did not compile"),
     ],

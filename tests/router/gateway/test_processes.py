@@ -157,8 +157,8 @@ def test_router_with_a_pair(logs: Path) -> None:
     [
         ((), 2, "no workers are configured"),
         (("--worker", "ftp://x"), 2, "--worker"),
-        (("--worker", "http://x:1", "--prefill", "http://x:2"), 2, "there is no decode worker"),
-        (("--decode", "http://x:2"), 2, "there is no prefill worker"),
+        (("--worker", "http://x:1", "--prefill", "http://x:2"), 2, "a prefill worker needs a decode worker"),
+        (("--decode", "http://x:2"), 2, "a decode worker needs a prefill worker"),
         (("--prefill", "http://x:1", "--decode", "ftp://x"), 2, "--decode"),
         (("--prefill", "http://x:1", "--decode", "http://x:2", "--prefill-policy", "none"), 4, "none"),
         (("--worker", "http://x:1", "--tokenizer", "no-such-model"), 3, "no such model"),

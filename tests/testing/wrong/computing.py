@@ -128,8 +128,8 @@ class RotatesHalvesOnly:
     "operations:test_attention_reads_scattered_blocks*",
     "operations:test_attention_keeps_to_its_window*",
     "operations:test_attention_caps_its_scores*",
-    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
-    "signals:test_an_unfinished_chunk_says_nothing",
+    "signals:test_rows_next_to_a_revocation_keep_their_tokens*",
+    "signals:test_unfinished_chunk_delivers_nothing",
     "signals:test_a_slot_that_is_used_again_starts_anew",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
     "operations:test_later_steps_with_other_shapes_are_planned_anew",
@@ -183,12 +183,12 @@ class ForgetsThePostNorm:
     "fusions:test_fusions_equal_the_composition*",
     "models:test_a_model_computes_what_the_oracle_computes*",
     "models:test_adapters_in_one_batch_compute_what_merged_weights_compute*",
-    "operations:test_gate_and_up_come_one_after_the_other",
+    "operations:test_gate_and_up_are_consecutive",
     "operations:test_gated_linear_activates_the_gate*",
     "operations:test_packed_weights_equal_what_they_stand_for*",
     "operations:test_moe_adds_the_weighted_outputs_of_the_chosen_experts*",
-    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
-    "signals:test_an_unfinished_chunk_says_nothing",
+    "signals:test_rows_next_to_a_revocation_keep_their_tokens*",
+    "signals:test_unfinished_chunk_delivers_nothing",
     "signals:test_a_slot_that_is_used_again_starts_anew",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
     spreads_to=(
@@ -242,7 +242,7 @@ class ForgetsTheScaleOfEmbeddings:
 @wrong(
     "reference",
     "models:test_a_model_computes_what_the_oracle_computes*",
-    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
+    "signals:test_rows_next_to_a_revocation_keep_their_tokens*",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
     spreads_to=(
         "budget:*",
@@ -311,7 +311,7 @@ class WeighsAdaptersInsteadOfSelecting:
     "reference",
     "models:test_adapters_in_one_batch_compute_what_merged_weights_compute*",
     "fusions:test_fusions_equal_the_composition[adapters*",
-    "operations:test_lora_adds_what_the_adapter_of_each_token_says*",
+    "operations:test_lora_adds_the_delta_of_each_tokens_adapter*",
     spreads_to=("operations:test_the_numbers_of_an_adapter_reach_no_token_of_another",),
 )
 class AppliesTheAdapterOfThePreviousToken:

@@ -36,7 +36,7 @@ def breaks(rule: str, noticed_by: str) -> Callable[[type], type]:
 # Cuts ---------------------------------------------------------------------------------------------------------
 
 
-@breaks("8.1", "cuts:test_no_place_of_a_cut_changes_what_is_said[plain]")
+@breaks("8.1", "cuts:test_any_cut_of_the_text_gives_the_same_events[plain]")
 class ReadsEachPieceAlone(ToolParser):
     markers, form = HermesTools.markers, HermesTools.form
 
@@ -54,7 +54,7 @@ class TreatsAnEmptyPieceAsTheEnd(HermesTools):
         return super().push(text) if text else super().flush()
 
 
-@breaks("8.4", "cuts:test_texts_that_nobody_expects_break_nothing")
+@breaks("8.4", "cuts:test_malformed_texts_are_handled")
 class RaisesOnInvalidJson(HermesTools):
     seen = ""
 
@@ -68,7 +68,7 @@ class RaisesOnInvalidJson(HermesTools):
 # Waiting ------------------------------------------------------------------------------------------------------
 
 
-@breaks("8.2", "waiting:test_text_goes_out_as_it_comes")
+@breaks("8.2", "waiting:test_text_is_streamed_as_it_arrives")
 class WaitsForTheEndOfALine(HermesTools):
     held = ""
 
@@ -80,7 +80,7 @@ class WaitsForTheEndOfALine(HermesTools):
         return [*super().push(self.held), *super().flush()]
 
 
-@breaks("8.2", "waiting:test_what_became_no_marker_goes_out_at_once")
+@breaks("8.2", "waiting:test_text_that_is_no_marker_is_emitted_at_once")
 class WaitsForTheEndOfATag(HermesTools):
     held = ""
 
@@ -145,19 +145,19 @@ class BeginsACallWithItsArguments(HermesTools):
 # Characters ---------------------------------------------------------------------------------------------------
 
 
-@breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[lines]")
+@breaks("8.3", "characters:test_text_without_markers_is_emitted_unchanged[lines]")
 class StripsContent(HermesTools):
     def emit_content(self, text):
         super().emit_content(text.strip())
 
 
-@breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[edges]")
+@breaks("8.3", "characters:test_text_without_markers_is_emitted_unchanged[edges]")
 class ReadsUpToANul(HermesTools):
     def push(self, text):
         return super().push(text.partition("\0")[0])
 
 
-@breaks("8.3", "characters:test_an_answer_means_what_it_says[unicode]")
+@breaks("8.3", "characters:test_answer_is_parsed_to_its_meaning[unicode]")
 class EmitsAsciiOnly(HermesTools):
     def emit_arguments(self, text):
         super().emit_arguments(text.encode("ascii", "ignore").decode())
@@ -169,26 +169,26 @@ class LosesHalfAMarker(HermesTools):
         super().emit_content(text.replace("<tool_", ""))
 
 
-@breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[spaces]")
+@breaks("8.3", "characters:test_text_without_markers_is_emitted_unchanged[spaces]")
 class DropsHeldBackText(HermesTools):
     def flush(self):
         return ()
 
 
-@breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[spaces]")
+@breaks("8.3", "characters:test_text_without_markers_is_emitted_unchanged[spaces]")
 class RepeatsHeldBackText(HermesTools):
     def flush(self):
         return [*super().flush()] * 2
 
 
-@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+@breaks("8.3", "characters:test_answer_is_parsed_to_its_meaning[plain]")
 class CountsCallsFromOne(HermesTools):
     def __init__(self, tools):
         super().__init__(tools)
         self._calls = 1
 
 
-@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+@breaks("8.3", "characters:test_answer_is_parsed_to_its_meaning[plain]")
 class BeginsACallWithEachDelta(HermesTools):
     def begin_call(self, name):
         self.name = name
@@ -198,7 +198,7 @@ class BeginsACallWithEachDelta(HermesTools):
         super().emit_arguments(text)
 
 
-@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+@breaks("8.3", "characters:test_answer_is_parsed_to_its_meaning[plain]")
 class RepeatsEarlierArguments(HermesTools):
     emitted = ""
 
@@ -207,7 +207,7 @@ class RepeatsEarlierArguments(HermesTools):
         super().emit_arguments(self.emitted)
 
 
-@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+@breaks("8.3", "characters:test_answer_is_parsed_to_its_meaning[plain]")
 class LosesEmptyArguments(HermesTools):
     held = ""
 
@@ -222,25 +222,25 @@ class LosesEmptyArguments(HermesTools):
         super().end_call()
 
 
-@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+@breaks("8.3", "characters:test_answer_is_parsed_to_its_meaning[plain]")
 class EndsNoCall(HermesTools):
     def push(self, text):
         return [event for event in super().push(text) if not isinstance(event, CallEnded)]
 
 
-@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+@breaks("8.3", "characters:test_answer_is_parsed_to_its_meaning[plain]")
 class EmitsEmptyContent(HermesTools):
     def push(self, text):
         return [Content(""), *super().push(text)]
 
 
-@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+@breaks("8.3", "characters:test_answer_is_parsed_to_its_meaning[plain]")
 class LosesReasoning(QwenReasoning):
     def emit_reasoning(self, text):
         pass
 
 
-@breaks("8.3", "characters:test_an_answer_means_what_it_says[unicode]")
+@breaks("8.3", "characters:test_answer_is_parsed_to_its_meaning[unicode]")
 class KeepsTheMarkersOfReasoning(QwenReasoning):
     def emit_reasoning(self, text):
         super().emit_reasoning(text)
@@ -264,7 +264,7 @@ class SharesTextBetweenParsers(HermesTools):
         self.shared[0] = value
 
 
-@breaks("8", "characters:test_an_answer_means_what_it_says[plain]")
+@breaks("8", "characters:test_answer_is_parsed_to_its_meaning[plain]")
 class EmitsDictionaries(HermesTools):
     def push(self, text):
         return [{"content": each.text} if isinstance(each, Content) else each for each in super().push(text)]
@@ -273,7 +273,7 @@ class EmitsDictionaries(HermesTools):
 # Ends ---------------------------------------------------------------------------------------------------------
 
 
-@breaks("8.4", "ends:test_nothing_comes_of_nothing")
+@breaks("8.4", "ends:test_empty_input")
 class EndsEveryAnswerWithALine(HermesTools):
     def flush(self):
         return [*super().flush(), Content("\n")]
@@ -301,7 +301,7 @@ class CallsHalfAName(HermesTools):
         return [*events, *self._events]
 
 
-@breaks("8.4", "ends:test_what_is_cut_off_stays_as_far_as_it_came")
+@breaks("8.4", "ends:test_truncated_output_is_kept")
 class LosesTheEndOfTheArguments(HermesTools):
     held = ""
 
@@ -316,7 +316,7 @@ class LosesTheEndOfTheArguments(HermesTools):
         super().end_call()
 
 
-@breaks("8.4", "ends:test_what_is_cut_off_stays_as_far_as_it_came")
+@breaks("8.4", "ends:test_truncated_output_is_kept")
 class LosesTheEndOfTheReasoning(QwenReasoning):
     held = ""
 
@@ -359,19 +359,19 @@ class RescansTheWholeText(HermesTools):
 # Calls --------------------------------------------------------------------------------------------------------
 
 
-@breaks("8.3", "calls:test_a_call_is_read_whatever_its_name[now_and_then]")
+@breaks("8.3", "calls:test_calls_with_any_name_are_parsed[now_and_then]")
 class MatchesToolsByPrefix(HermesTools):
     def begin_call(self, name):
         super().begin_call(next((tool for tool in sorted(self.tools, key=len) if name.startswith(tool)), name))
 
 
-@breaks("8.3", "calls:test_a_call_is_read_whatever_its_name[get.weather-2_x]")
+@breaks("8.3", "calls:test_calls_with_any_name_are_parsed[get.weather-2_x]")
 class AcceptsOnlyLettersInNames(HermesTools):
     def begin_call(self, name):
         super().begin_call(re.sub(r"\W", "", name))
 
 
-@breaks("8.3", "calls:test_what_a_grammar_makes_the_model_write_is_read[True]")
+@breaks("8.3", "calls:test_grammar_constrained_output_is_parsed[True]")
 class FindsMarkersInStrings(HermesTools):
     def _read_string(self, tell):
         tell((yield from self.take()))
@@ -387,14 +387,14 @@ class FindsMarkersInStrings(HermesTools):
                 return character
 
 
-@breaks("8.3", "calls:test_what_a_grammar_makes_the_model_write_is_read[True]")
+@breaks("8.3", "calls:test_grammar_constrained_output_is_parsed[True]")
 class HasATriggerThatNeverOccurs(HermesTools):
     @classmethod
     def form(cls, name):
         return super().form(name)._replace(trigger="<function_call>")
 
 
-@breaks("8.3", "calls:test_what_a_grammar_makes_the_model_write_is_read[False]")
+@breaks("8.3", "calls:test_grammar_constrained_output_is_parsed[False]")
 class LosesBackslashes(HermesTools):
     def emit_arguments(self, text):
         super().emit_arguments(text.replace("\\", ""))

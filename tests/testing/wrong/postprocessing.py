@@ -99,13 +99,13 @@ class CutsAfterAnEndOfText(NumpyPostprocess):
         return super().token_matrix(sampled, np.minimum(accepted, first), slots, revoked)
 
 
-@breaks("1.1", "matrix:test_a_token_is_delivered_whatever_its_number[0]")
+@breaks("1.1", "matrix:test_token_of_any_id_is_delivered[0]")
 class IgnoresTokenZero(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(np.where(sampled > 0, sampled, EMPTY_TOKEN_ID), accepted, slots, revoked)
 
 
-@breaks("1.1", "matrix:test_a_token_is_delivered_whatever_its_number[0]")
+@breaks("1.1", "matrix:test_token_of_any_id_is_delivered[0]")
 class RoundsThroughFloats(NumpyPostprocess):
     """A kernel library without integers: float32 holds them up to 2^24."""
 
@@ -200,7 +200,7 @@ class SharesABufferOfItsShape(NumpyPostprocess):
         return shared
 
 
-@breaks("1.1", "flight:test_a_matrix_tells_of_its_own_step_alone[1]")
+@breaks("1.1", "flight:test_matrix_contains_only_its_step[1]")
 class LeavesAStaleToken(NumpyPostprocess):
     last = None
 
@@ -214,7 +214,7 @@ class LeavesAStaleToken(NumpyPostprocess):
         return matrix
 
 
-@breaks("1.1", "flight:test_a_matrix_tells_of_its_own_step_alone[8]")
+@breaks("1.1", "flight:test_matrix_contains_only_its_step[8]")
 class LeavesIdleRowsUnwritten(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         matrix = np.empty((self.limits.max_num_seqs, sampled.shape[1]), np.int32)
@@ -223,7 +223,7 @@ class LeavesIdleRowsUnwritten(NumpyPostprocess):
         return matrix
 
 
-@breaks("1.2", "flight:test_a_matrix_tells_of_its_own_step_alone[0]")
+@breaks("1.2", "flight:test_matrix_contains_only_its_step[0]")
 class ReleasesOneStepLate(NumpyPostprocess):
     late = np.empty(0, np.int32)
 

@@ -49,7 +49,7 @@ class TiesGoToTheHigherId:
     spreads_to=(
         "golden:test_batching_changes_no_text*",
         "golden:test_chunking_changes_no_text*",
-        "golden:test_forced_tokens_come_where_they_have_to_and_change_no_other*",
+        "golden:test_forced_tokens_appear_in_place_and_change_no_others*",
         "golden:test_speculation_changes_no_text*",
         "golden:test_the_size_of_blocks_changes_no_text*",
     ),
@@ -62,19 +62,19 @@ class IgnoresSeeds:
 @wrong(
     "null",
     "sampling:test_chooses_the_token_that_the_contract_defines",
-    "sampling:test_greedy_rows_stay_greedy_beside_random_ones",
+    "sampling:test_greedy_rows_stay_greedy_next_to_random_ones",
     "sampling:test_top_k_keeps_the_lower_id_on_a_tie",
     "sampling:test_min_p_leaves_out_what_is_much_less_likely",
     "sampling:test_seed_and_position_decide",
     "sampling:test_a_boundary_belongs_to_the_next_token",
     "sampling:test_a_large_vocabulary_with_every_filter",
-    "sampling:test_tokens_come_as_often_as_their_probability",
+    "sampling:test_token_frequencies_match_their_probabilities",
     "sampling:test_forbidden_tokens_are_never_drawn",
     "sampling:test_temperature_divides_logits*",
     spreads_to=(
         "golden:test_batching_changes_no_text*",
         "golden:test_chunking_changes_no_text*",
-        "golden:test_forced_tokens_come_where_they_have_to_and_change_no_other*",
+        "golden:test_forced_tokens_appear_in_place_and_change_no_others*",
         "golden:test_speculation_changes_no_text*",
         "golden:test_the_size_of_blocks_changes_no_text*",
     ),
@@ -97,7 +97,7 @@ class ForgetsMinP:
 
 @wrong(
     "null",
-    "sampling:test_greedy_rows_stay_greedy_beside_random_ones",
+    "sampling:test_greedy_rows_stay_greedy_next_to_random_ones",
     "sampling:test_a_large_vocabulary_with_every_filter",
     "sampling:test_a_row_does_not_depend_on_its_neighbours",
     spreads_to=(
@@ -105,7 +105,7 @@ class ForgetsMinP:
         "signals:test_a_request_whose_logits_are_not_finite_fails_alone*",
         "golden:test_batching_changes_no_text*",
         "golden:test_chunking_changes_no_text*",
-        "golden:test_forced_tokens_come_where_they_have_to_and_change_no_other*",
+        "golden:test_forced_tokens_appear_in_place_and_change_no_others*",
         "golden:test_speculation_changes_no_text*",
         "golden:test_the_size_of_blocks_changes_no_text*",
     ),
@@ -120,7 +120,7 @@ class DrawsGreedyRows:
 
 @wrong(
     "null",
-    "sampling:test_a_row_that_is_not_finite_says_so_and_leaves_the_others*",
+    "sampling:test_non_finite_row_is_reported_without_affecting_others*",
     "signals:test_a_request_whose_logits_are_not_finite_fails_alone*",
 )
 class HidesNonFiniteLogits:
@@ -131,7 +131,7 @@ class HidesNonFiniteLogits:
 
 @wrong(
     "null",
-    "sampling:test_a_repetition_penalty_makes_logits_smaller_whatever_their_sign",
+    "sampling:test_repetition_penalty_lowers_logits_of_either_sign",
     "sampling:test_penalties_are_those_of_the_definition*",
     "sampling:test_penalties_of_a_real_vocabulary_are_the_oracles",
 )

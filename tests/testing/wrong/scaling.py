@@ -151,7 +151,7 @@ class ReleasesTheFirstHundred:
         return super().token_matrix(sampled, accepted, slots, revoked[:128])
 
 
-@wrong("reference", "scale:test_unfinished_chunks_between_decodes_leave_nothing_behind")
+@wrong("reference", "scale:test_unfinished_chunks_between_decodes_leave_no_state")
 class ReplaysRowsOfALargerBatch:
     """Decodes are replayed from buffers of fixed size, whose rows of logits keep those of an earlier batch."""
 

@@ -79,7 +79,7 @@ class Plans(Changed):
 # Signals ------------------------------------------------------------------------------------------------------
 
 
-@breaks("1.1", "signals:test_what_is_in_flight_when_a_slot_is_taken_back_is_delivered[2]")
+@breaks("1.1", "signals:test_tokens_in_flight_at_a_revocation_are_delivered[2]")
 class DropsTokensInFlightForADrainingSlot(Answers):
     def keeps(self, delta, state, output):
         return not (state is State.DRAINING and delta.token_ids)
@@ -173,7 +173,7 @@ class AcceptsAnotherEpoch(Changed):
         return super().commit(plan, replace(output, epoch=plan.epoch))
 
 
-@breaks("1.5", "signals:test_an_answer_that_comes_twice_is_dropped")
+@breaks("1.5", "signals:test_repeated_output_is_dropped")
 class AppliesAnAnswerTwice(Changed):
     def commit(self, plan, output):
         self._output_processor._next_step = plan.step
@@ -321,7 +321,7 @@ class AlwaysServesTheFirstSlots(Changed):
         instead(self._planner, "_decode", decode)
 
 
-@breaks("2.3", "budget:test_what_an_aborted_request_was_to_take_goes_to_others[0]")
+@breaks("2.3", "budget:test_budget_of_an_aborted_request_goes_to_others[0]")
 class ChargesAbortedRequests(Changed):
     def change(self):
         def revoke(running_batch, right, slot, request, draft):
@@ -350,7 +350,7 @@ class ExaminesTheWholeQueue(Changed):
         return super().plan()
 
 
-@breaks("2.5", "budget:test_whatever_keeps_the_law_is_accepted_and_served[5-64-4]")
+@breaks("2.5", "budget:test_every_valid_budget_is_accepted_and_served[5-64-4]")
 class RequiresBudgetForEverySlot(Changed):
     def change(self):
         budget, demand = self.limits.max_num_batched_tokens, self.limits.max_num_seqs * (1 + self.limits.max_drafts)
@@ -373,7 +373,7 @@ class AdmitsTheShortestFirst(Changed):
 # Blocks -------------------------------------------------------------------------------------------------------
 
 
-@breaks("3.2", "blocks:test_a_block_that_a_step_in_flight_touches_is_granted_to_nobody[2]")
+@breaks("3.2", "blocks:test_block_in_use_by_a_step_in_flight_is_not_reallocated[2]")
 class FreesWithAStepInFlight(Changed):
     def change(self):
         instead(self._pool, "release", lambda pool, right, blocks, fence: right(blocks, -1))
@@ -448,7 +448,7 @@ class SharesRejectedDrafts(Changed):
         instead(self._running_batch, "settle", settle)
 
 
-ASKED = "golden:test_what_is_asked_of_a_prompt_is_computed_though_its_kv_is_known"
+ASKED = "golden:test_prompt_outputs_are_computed_despite_cached_kv"
 
 
 @breaks("4", f"{ASKED}[1-24]")
@@ -508,7 +508,7 @@ class LeaksBlocksOfAbortedRequests(Changed):
         instead(self._running_batch, "_give_up_blocks", give_up)
 
 
-@breaks("5.2", "storage:test_what_was_saved_is_loaded")
+@breaks("5.2", "storage:test_saved_blocks_are_loaded")
 class NeverLoads(Changed):
     def change(self):
         right = self._admission_planner._offloading
@@ -522,7 +522,7 @@ class NeverLoads(Changed):
         self._admission_planner._offloading = Declining()
 
 
-@breaks("5.4", "storage:test_what_was_damaged_in_the_store_is_computed_and_stored_again[BADLY]")
+@breaks("5.4", "storage:test_damaged_value_is_recomputed_and_stored_again[BADLY]")
 class TreatsDamagedKVAsStored(Changed):
     def complete(self, completion):
         remembered = dict(self._offloading._stored_keys)
@@ -530,7 +530,7 @@ class TreatsDamagedKVAsStored(Changed):
         self._offloading._stored_keys.update(remembered)
 
 
-@breaks("5.4", "storage:test_what_was_damaged_in_the_store_is_computed_and_stored_again[IN_PART]")
+@breaks("5.4", "storage:test_damaged_value_is_recomputed_and_stored_again[IN_PART]")
 class UsesPartialLoads(Changed):
     """Treats a load of half of its blocks as complete."""
 
@@ -550,7 +550,7 @@ class AlwaysLoads(Changed):
 # Pairs --------------------------------------------------------------------------------------------------------
 
 
-@breaks("6.2", "pairs:test_a_text_begins_behind_the_kv_that_was_transferred[0-38]")
+@breaks("6.2", "pairs:test_text_starts_after_the_transferred_kv[0-38]")
 class DecodesBeforeTheTransfer(Changed):
     def plan(self):
         plan, effects = super().plan()
@@ -593,7 +593,7 @@ class KeepsLeasesOfAbortedRequests(Changed):
         instead(self._operations, "take", take)
 
 
-@breaks("6.1", "pairs:test_a_lease_leaves_room_for_what_runs")
+@breaks("6.1", "pairs:test_lease_leaves_room_for_running_requests")
 class LeasesAllFreeBlocks(Changed):
     def change(self):
         instead(self._probe.control, "growth", lambda *_: 0)
@@ -610,7 +610,7 @@ class SendsABlockThatIsNotFull(Changed):
         instead(self._running_batch, "_send_settled", send)
 
 
-@breaks("6.2", "pairs:test_a_job_that_was_preempted_is_sent_on_behind_what_left[2-3]")
+@breaks("6.2", "pairs:test_preempted_job_resumes_after_the_blocks_already_sent[2-3]")
 class ResendsAJobFromTheStart(Changed):
     def change(self):
         def preempt(running_batch, right, slot, draft):
@@ -654,7 +654,7 @@ class ChangesDeltas(Changed):
         return [self.changed_delta(delta) for delta in deltas], effects
 
 
-@breaks("1.1", "golden:test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it[2-3]")
+@breaks("1.1", "golden:test_text_ends_at_its_stop_despite_later_drafts[2-3]")
 class MixesUpLogprobs(ChangesDeltas):
     """Of several tokens of a step, the log-probabilities of the last one are first."""
 
@@ -662,7 +662,7 @@ class MixesUpLogprobs(ChangesDeltas):
         return msgspec.structs.replace(delta, logprobs=delta.logprobs and delta.logprobs[::-1])
 
 
-@breaks("1.1", "golden:test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it[None-0]")
+@breaks("1.1", "golden:test_text_ends_at_its_stop_despite_later_drafts[None-0]")
 class ReportsLengthForAStopAtTheLimit(ChangesDeltas):
     def commit(self, plan, output):
         self.full = {name for name, each in self._requests.items() if each.num_tokens + 1 == each.limit}
@@ -686,7 +686,7 @@ class FailsWithoutAMessage(ChangesDeltas):
         return msgspec.structs.replace(delta, error=None)
 
 
-@breaks("8", "budget:test_who_enters_next_is_what_the_policy_says")
+@breaks("8", "budget:test_policy_determines_the_next_admission")
 class IgnoresThePolicy(Changed):
     def __init__(self, setup):
         super().__init__(replace(setup, policy=Fcfs()))
@@ -723,7 +723,7 @@ class ReturnsMutablePlans(Plans):
         return replace(plan, slots=plan.slots.copy())
 
 
-@breaks("4", "signals:test_what_an_earlier_epoch_delivered_is_continued[7]")
+@breaks("4", "signals:test_output_of_an_earlier_epoch_is_continued[7]")
 class ChangesTheParameters(Plans):
     """After a restart, max_tokens of a request is the number of its remaining tokens."""
 

@@ -28,7 +28,7 @@ class ForgetsReleasesWhenSpeculating:
 @wrong(
     "null",
     "signals:test_a_revocation_is_answered_in_its_own_step*",
-    "signals:test_an_idle_slot_says_nothing*",
+    "signals:test_idle_slot_is_empty*",
     "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered*",
     "signals:test_a_slot_that_is_used_again_starts_anew",
     spreads_to=(
@@ -48,8 +48,8 @@ class ReleasesOneStepLate:
 @wrong(
     "null",
     "signals:test_a_row_that_is_left_out_of_a_step_is_not_released",
-    "signals:test_an_idle_slot_says_nothing*",
-    "signals:test_an_unfinished_chunk_says_nothing",
+    "signals:test_idle_slot_is_empty*",
+    "signals:test_unfinished_chunk_delivers_nothing",
     spreads_to=(
         "budget:*",
         "golden:*",
@@ -71,13 +71,13 @@ class ReleasesOneStepEarly:
 @wrong(
     "null",
     "signals:test_a_row_that_is_left_out_of_a_step_is_not_released",
-    "signals:test_an_idle_slot_says_nothing*",
+    "signals:test_idle_slot_is_empty*",
     "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered*",
     spreads_to=(
         "budget:*",
         "golden:*",
         "kv:*",
-        "lifetime:test_a_closed_engine_leaves_no_cache_behind",
+        "lifetime:test_closed_engine_frees_its_cache",
         "signals:*",
     ),
 )
@@ -92,8 +92,8 @@ class ReleasesAnIdleSlot:
 @wrong(
     "null",
     "signals:test_a_revocation_is_answered_in_its_own_step*",
-    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
-    "signals:test_an_idle_slot_says_nothing*",
+    "signals:test_rows_next_to_a_revocation_keep_their_tokens*",
+    "signals:test_idle_slot_is_empty*",
     spreads_to=(
         "golden:test_preemption_changes_no_text*",
         "kv:test_texts_survive_a_preemption_whose_kv_is_restored*",
@@ -113,8 +113,8 @@ class DropsRowsAfterARelease:
 @wrong(
     "null",
     "signals:test_a_revocation_is_answered_in_its_own_step[3]",
-    "signals:test_rows_beside_a_revocation_keep_their_tokens[3]",
-    "signals:test_an_idle_slot_says_nothing[3]",
+    "signals:test_rows_next_to_a_revocation_keep_their_tokens[3]",
+    "signals:test_idle_slot_is_empty[3]",
     "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered[3]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-zmq]",
@@ -130,8 +130,8 @@ class ReleasesInEveryColumn:
 @wrong(
     "null",
     "signals:test_a_row_that_is_left_out_of_a_step_is_not_released",
-    "signals:test_an_idle_slot_says_nothing*",
-    "signals:test_an_unfinished_chunk_says_nothing",
+    "signals:test_idle_slot_is_empty*",
+    "signals:test_unfinished_chunk_delivers_nothing",
     spreads_to=(
         "budget:test_the_smallest_legal_budget_brings_everybody_to_the_end*",
         "golden:test_preemption_changes_no_text*",
@@ -180,12 +180,12 @@ class HangsOnAnEmptyBatch:
     "null",
     "sampling:test_chooses_the_token_that_the_contract_defines",
     "sampling:test_greedy_takes_the_lowest_id_on_a_tie",
-    "sampling:test_greedy_rows_stay_greedy_beside_random_ones",
+    "sampling:test_greedy_rows_stay_greedy_next_to_random_ones",
     "sampling:test_seed_and_position_decide",
     "sampling:test_a_large_vocabulary_with_every_filter",
     "sampling:test_a_row_does_not_depend_on_its_neighbours",
     "sampling:test_a_chosen_token_is_a_number_of_the_vocabulary",
-    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
+    "signals:test_rows_next_to_a_revocation_keep_their_tokens*",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
     spreads_to=(
         "budget:*",
@@ -287,7 +287,7 @@ class CountsOneForEachDecode:
         "budget:*",
         "golden:*",
         "kv:*",
-        "lifetime:test_a_closed_engine_leaves_no_cache_behind",
+        "lifetime:test_closed_engine_frees_its_cache",
         "signals:*",
     ),
 )

@@ -16,7 +16,7 @@ def changed(cache, **methods):
 @wrong(
     "reference",
     "fusions:test_fusions_equal_the_composition*",
-    "kv:test_blocks_come_back_bit_for_bit",
+    "kv:test_blocks_are_restored_bit_for_bit",
     "kv:test_an_import_touches_its_blocks_alone",
     "kv:test_an_exported_array_is_the_callers",
     spreads_to=(
@@ -34,7 +34,7 @@ class ImportsIntoTheNextBlock:
 
 @wrong(
     "reference",
-    "kv:test_blocks_come_back_bit_for_bit",
+    "kv:test_blocks_are_restored_bit_for_bit",
 )
 class ExportsRounded:
     def allocate_kv(self, shape, num_blocks):
@@ -65,9 +65,9 @@ class ExportsAView:
 @wrong(
     "reference",
     "fusions:test_fusions_equal_the_composition*",
-    "fusions:test_what_a_block_held_before_does_not_matter",
-    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
-    "signals:test_an_unfinished_chunk_says_nothing",
+    "fusions:test_earlier_block_content_does_not_matter",
+    "signals:test_rows_next_to_a_revocation_keep_their_tokens*",
+    "signals:test_unfinished_chunk_delivers_nothing",
     "signals:test_a_slot_that_is_used_again_starts_anew",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
     spreads_to=(
@@ -104,7 +104,7 @@ class SwapsKeysAndValuesOfExports:
 
 @wrong(
     "reference",
-    "lifetime:test_a_closed_engine_leaves_no_cache_behind",
+    "lifetime:test_closed_engine_frees_its_cache",
 )
 class LeaksACache:
     held: list = []  # noqa: RUF012 - that is the fault
@@ -128,7 +128,7 @@ class TakesBlocksOfAnyType:
 
 @wrong(
     "reference",
-    "quantized_kv:test_what_is_kept_of_a_token_is_the_oracles*",
+    "quantized_kv:test_stored_kv_equals_the_oracles*",
     spreads_to=("quantized_kv:*",),
 )
 class SharesAScaleAcrossTokens:

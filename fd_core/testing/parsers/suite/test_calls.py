@@ -38,14 +38,14 @@ def arguments_of(target: ParserTarget, form: CallForm) -> list[dict[str, Any]]:
 
 @pytest.mark.law("8.3")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call_is_read_whatever_its_name(target: ParserTarget, name: str) -> None:
+def test_calls_with_any_name_are_parsed(target: ParserTarget, name: str) -> None:
     for answer in target.answers(Words(tool=name)):
         answer.require_of(meaning_of(target.read(*answer.text, tools=answer.tools)))
 
 
 @pytest.mark.law("8.3")
 @pytest.mark.parametrize("ascii_only", [True, False])
-def test_what_a_grammar_makes_the_model_write_is_read(target: ParserTarget, ascii_only: bool) -> None:
+def test_grammar_constrained_output_is_parsed(target: ParserTarget, ascii_only: bool) -> None:
     for name in ("weather", *NAMES):
         form = form_of(target, name)
         begun = form.trigger and (form.opening or form.begin).startswith(form.trigger)

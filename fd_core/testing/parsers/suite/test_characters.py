@@ -32,7 +32,7 @@ def require_all(target: ParserTarget, text: str) -> None:
 
 @pytest.mark.law("8.3")
 @pytest.mark.parametrize("text", PLAIN)
-def test_a_text_without_markers_is_said_as_it_is(target: ParserTarget, text: str) -> None:
+def test_text_without_markers_is_emitted_unchanged(target: ParserTarget, text: str) -> None:
     require_all(target, PLAIN[text])
 
 
@@ -44,7 +44,7 @@ def test_half_a_marker_before_other_text_is_text(target: ParserTarget) -> None:
 
 @pytest.mark.law("8.3")
 @pytest.mark.parametrize("words", ["plain", "unicode", "markup"])
-def test_an_answer_means_what_it_says(target: ParserTarget, words: str) -> None:
+def test_answer_is_parsed_to_its_meaning(target: ParserTarget, words: str) -> None:
     for answer in target.answers(WORDS[words], raw=words != "markup"):
         answer.require_of(meaning_of(target.read(*answer.text, tools=answer.tools)))
 

@@ -26,7 +26,7 @@ def require_same(target: ParserTarget, text: str, pieces: list[str], tools: tupl
 
 @pytest.mark.law("8.1")
 @pytest.mark.parametrize("words", WORDS)
-def test_no_place_of_a_cut_changes_what_is_said(target: ParserTarget, words: str) -> None:
+def test_any_cut_of_the_text_gives_the_same_events(target: ParserTarget, words: str) -> None:
     for answer in target.answers(WORDS[words]):
         tools = () if "nobody" in words else answer.tools
         for cut in range(len(answer.text) + 1):
@@ -46,7 +46,7 @@ def test_many_cuts_change_nothing(target: ParserTarget) -> None:
 
 
 @pytest.mark.law("8.1", "8.4")
-def test_texts_that_nobody_expects_break_nothing(target: ParserTarget) -> None:
+def test_malformed_texts_are_handled(target: ParserTarget) -> None:
     """Parse markers and pieces of responses in random order."""
     rng = np.random.default_rng(2)
     answers = [answer.text for answer in target.answers()]

@@ -9,7 +9,7 @@ from fd_core.testing.parsers.target import ParserTarget, meaning_of, text_of
 
 
 @pytest.mark.law("8.4")
-def test_nothing_comes_of_nothing(target: ParserTarget) -> None:
+def test_empty_input(target: ParserTarget) -> None:
     for pieces in ([], [""], ["", ""]):
         found = target.read(*pieces)
         require(found == [], "8.4", f"an empty text yields {found}")
@@ -30,7 +30,7 @@ def test_a_text_may_end_anywhere(target: ParserTarget) -> None:
 
 
 @pytest.mark.law("8.4")
-def test_what_is_cut_off_stays_as_far_as_it_came(target: ParserTarget) -> None:
+def test_truncated_output_is_kept(target: ParserTarget) -> None:
     for kind, answer, begin in target.long_answers(40):
         for length in range(1, 40):
             events = target.read(*answer.text[: begin + length], tools=answer.tools)

@@ -34,7 +34,7 @@ def test_later_steps_leave_earlier_matrices_alone(target: PostprocessTarget, k: 
 
 @pytest.mark.law("1", "1.2")
 @pytest.mark.parametrize("k", KS)
-def test_a_matrix_tells_of_its_own_step_alone(target: PostprocessTarget, k: int) -> None:
+def test_matrix_contains_only_its_step(target: PostprocessTarget, k: int) -> None:
     """Vary idle, revoked and reused slots, so that no two steps are equal."""
     matrices, steps = Matrices(target, 3, k), combinations(3, k)
     for index in np.random.default_rng(k).permutation(len(steps))[:120].tolist():

@@ -72,7 +72,7 @@ def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: PostprocessTarge
 
 @pytest.mark.law("1.1", "1.9")
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_a_token_is_delivered_whatever_its_number(target: PostprocessTarget, k: int) -> None:
+def test_token_of_any_id_is_delivered(target: PostprocessTarget, k: int) -> None:
     """Deliver token 0, ends of text, and ids beyond 2^15, 2^16 and 2^24, which narrower types cannot represent."""
     numbers = [0, 1, EOS, 2**15, 2**16, 2**17 + 1, 2**24 + 1, 2**31 - 1]
     matrices, all_slots = Matrices(target, len(numbers), k), np.arange(len(numbers), dtype=np.int32)

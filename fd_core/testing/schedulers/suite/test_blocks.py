@@ -15,7 +15,7 @@ from fd_core.testing.stepping.texts import greedy
 
 @pytest.mark.law("3.1", "3.2")
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_block_that_a_step_in_flight_touches_is_granted_to_nobody(target: SchedulerTarget, depth: int) -> None:
+def test_block_in_use_by_a_step_in_flight_is_not_reallocated(target: SchedulerTarget, depth: int) -> None:
     """Finish and abort requests with steps in flight while others wait for their blocks."""
     specs = [greedy(f"r{index}", prompt_of(9, index), 5 + index % 7) for index in range(24)]
     driver = drive(target, *specs, depth=depth, caching=False, max_num_seqs=6)

@@ -92,7 +92,7 @@ def test_the_smallest_legal_budget_brings_everybody_to_the_end(target: Scheduler
 @pytest.mark.law("2.5", "2.4")
 @pytest.mark.parametrize("k", [0, 5])
 @pytest.mark.parametrize(("slots", "block_size"), [(1, 1), (1, 64), (64, 4)])
-def test_whatever_keeps_the_law_is_accepted_and_served(
+def test_every_valid_budget_is_accepted_and_served(
     target: SchedulerTarget, slots: int, block_size: int, k: int
 ) -> None:
     """The settings reject a budget below 1 + k before a scheduler is created; it must accept all others."""
@@ -156,7 +156,7 @@ def test_decodes_are_left_out_in_rotation(target: SchedulerTarget, budget: int) 
 
 @pytest.mark.law("2.3")
 @pytest.mark.parametrize("k", [0, 3])
-def test_what_an_aborted_request_was_to_take_goes_to_others(target: SchedulerTarget, k: int) -> None:
+def test_budget_of_an_aborted_request_goes_to_others(target: SchedulerTarget, k: int) -> None:
     specs = [*decoding(3), greedy("long", prompt_of(56, 9), 2)]
     budget = 3 * (1 + k) + 2
     driver = drive(target, *specs, k=k, num_kv_blocks=64, max_num_batched_tokens=budget)
@@ -176,7 +176,7 @@ def test_what_an_aborted_request_was_to_take_goes_to_others(target: SchedulerTar
 
 @pytest.mark.law("2.3", "2.4")
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_a_preempted_request_was_to_take_goes_to_others(target: SchedulerTarget, depth: int) -> None:
+def test_budget_of_a_preempted_request_goes_to_others(target: SchedulerTarget, depth: int) -> None:
     """The auditor checks for every plan with a revocation that other requests use the refunded budget."""
     specs = [greedy(f"r{index}", prompt_of(8 + index, index), 44) for index in range(5)]
     driver = drive(target, *specs, k=3, depth=depth, max_num_batched_tokens=5)
@@ -184,7 +184,7 @@ def test_what_a_preempted_request_was_to_take_goes_to_others(target: SchedulerTa
 
 
 @pytest.mark.law("2.4")
-def test_blocks_grow_whatever_the_budget_is(target: SchedulerTarget) -> None:
+def test_blocks_grow_with_any_budget(target: SchedulerTarget) -> None:
     """Four decodes fill the budget and all need a block at once."""
     driver = drive(target, *decoding(4), num_kv_blocks=64, max_num_batched_tokens=4)
     until_all_decode(driver, 4)
@@ -212,7 +212,7 @@ def test_everybody_gets_a_first_token_while_others_keep_coming(target: Scheduler
 
 
 @pytest.mark.law("8")
-def test_who_enters_next_is_what_the_policy_says(target: SchedulerTarget) -> None:
+def test_policy_determines_the_next_admission(target: SchedulerTarget) -> None:
     specs = [greedy(f"r{index}", prompt_of(3, index), 3, priority=(7 * index) % 5) for index in range(5)]
     driver = drive(target, *specs, policy=Priority(), max_num_seqs=1)
     driver.run()
@@ -270,7 +270,7 @@ def test_planning_does_not_grow_with_what_waits(
 
 
 @pytest.mark.law("2.6")
-def test_who_waits_for_a_prefix_goes_on_when_its_prefill_is_aborted(target: SchedulerTarget) -> None:
+def test_prefix_wait_ends_when_its_prefill_is_aborted(target: SchedulerTarget) -> None:
     """The second prompt waits for the KV of the first one, which is aborted."""
     prompt = prompt_of(13)
     specs = [greedy("first", prompt, 4), greedy("second", prompt, 4)]

@@ -32,9 +32,7 @@ def test_batches_chunks_preemption_and_drafts_change_no_text(
 @pytest.mark.law("1.1", "4")
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
 @pytest.mark.parametrize("k", [0, 3, 5])
-def test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it(
-    target: SchedulerTarget, k: int, logprobs: int | None
-) -> None:
+def test_text_ends_at_its_stop_despite_later_drafts(target: SchedulerTarget, k: int, logprobs: int | None) -> None:
     """End at the limit, at a stop token, and at a stop token at the limit."""
     specs, stopped = [], []
     for index, length in enumerate((1, 2, 3, 4, 5, 6, 7)):
@@ -56,9 +54,7 @@ def test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it(
 @pytest.mark.law("4")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("budget", [5, 24])
-def test_what_is_asked_of_a_prompt_is_computed_though_its_kv_is_known(
-    target: SchedulerTarget, budget: int, depth: int
-) -> None:
+def test_prompt_outputs_are_computed_despite_cached_kv(target: SchedulerTarget, budget: int, depth: int) -> None:
     """Score and pool cached prompts in chunks, interleaved and with preemption."""
     prompts = [[*prompt_of(20), *prompt_of(length, 1)] for length in (0, 1, 6, 12)]
     known = [greedy(f"known{index}", prompt, 30) for index, prompt in enumerate(prompts)]

@@ -35,7 +35,7 @@ def end(driver: Driver, how: OperationEnd) -> None:
 @pytest.mark.law("6.2", "4")
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("length", [6, 9, 38])
-def test_a_text_begins_behind_the_kv_that_was_transferred(target: SchedulerTarget, length: int, k: int) -> None:
+def test_text_starts_after_the_transferred_kv(target: SchedulerTarget, length: int, k: int) -> None:
     """Other requests run meanwhile; the one that waits for its KV computes nothing."""
     prompt, other = prompt_of(length, 1), greedy("other", prompt_of(3, 2), 12)
     specs = [*elsewhere(greedy("far", prompt, 12)), other]
@@ -106,7 +106,7 @@ def test_an_abort_between_the_end_of_a_lease_and_the_next_plan_is_prompt(
 
 
 @pytest.mark.law("6.1")
-def test_a_lease_leaves_room_for_what_runs(target: SchedulerTarget) -> None:
+def test_lease_leaves_room_for_running_requests(target: SchedulerTarget) -> None:
     """A running request will need nearly the whole pool; no prompt may be fetched into those blocks."""
     driver = drive(target, greedy("runs", prompt_of(12), 40), paired=True)
     driver.run_until(lambda: driver.texts.tokens)
@@ -140,9 +140,7 @@ def test_every_block_of_a_job_is_sent_once_when_it_is_settled(
 
 @pytest.mark.law("6.2", "4")
 @pytest.mark.parametrize(("others", "budget"), [(2, 3), (3, 4)])
-def test_a_job_that_was_preempted_is_sent_on_behind_what_left(
-    target: SchedulerTarget, others: int, budget: int
-) -> None:
+def test_preempted_job_resumes_after_the_blocks_already_sent(target: SchedulerTarget, others: int, budget: int) -> None:
     """Growing requests take the blocks of a partially sent prompt."""
     texts = [greedy(f"r{index}", prompt_of(3, index), 30) for index in range(others)]
     driver = drive(target, *texts, paired=True, depth=2, max_num_seqs=others + 1, max_num_batched_tokens=budget)

@@ -66,7 +66,7 @@ def test_preempted_again_and_again_nothing_is_lost(target: SchedulerTarget, k: i
 
 @pytest.mark.law("1.1")
 @pytest.mark.parametrize("depth", [2, 3])
-def test_what_is_in_flight_when_a_slot_is_taken_back_is_delivered(target: SchedulerTarget, depth: int) -> None:
+def test_tokens_in_flight_at_a_revocation_are_delivered(target: SchedulerTarget, depth: int) -> None:
     driver = drive(target, *long_ones(3), depth=depth)
     name = until_one_drains_in_flight(driver, depth).request.name
     before = len(driver.texts.tokens[name])
@@ -106,7 +106,7 @@ def test_an_error_in_one_row_swallows_no_other(target: SchedulerTarget) -> None:
 
 
 @pytest.mark.law("1.3", "1.7")
-def test_an_error_beside_a_release_swallows_neither(target: SchedulerTarget) -> None:
+def test_error_and_release_in_one_step_are_both_delivered(target: SchedulerTarget) -> None:
     driver = drive(target, *long_ones(3, 12), depth=1, num_kv_blocks=48)
     driver.run_until(lambda: len(driver.auditor.live) == 3)
     driver.answer_all()
@@ -131,7 +131,7 @@ def test_an_answer_of_another_epoch_or_step_is_dropped(target: SchedulerTarget, 
 
 
 @pytest.mark.law("1.5")
-def test_an_answer_that_comes_twice_is_dropped(target: SchedulerTarget) -> None:
+def test_repeated_output_is_dropped(target: SchedulerTarget) -> None:
     driver = drive(target, *long_ones(2, 8), depth=2)
     for _ in range(4):
         driver.fill(2)
@@ -238,7 +238,7 @@ def test_an_abort_while_draining_ends_with_the_release(target: SchedulerTarget, 
 
 
 @pytest.mark.law("1.7")
-def test_an_abort_after_the_end_and_of_nobody_is_ignored(target: SchedulerTarget) -> None:
+def test_abort_of_ended_or_unknown_request_is_ignored(target: SchedulerTarget) -> None:
     driver = drive(target, greedy("r0", PROMPTS[0], 1))
     driver.run()
     driver.abort("r0")
@@ -300,7 +300,7 @@ def test_token_0_is_a_token(target: SchedulerTarget, k: int) -> None:
 
 @pytest.mark.law("1.4", "4")
 @pytest.mark.parametrize("delivered", [1, 7, 19])
-def test_what_an_earlier_epoch_delivered_is_continued(target: SchedulerTarget, delivered: int) -> None:
+def test_output_of_an_earlier_epoch_is_continued(target: SchedulerTarget, delivered: int) -> None:
     spec = greedy("r0", PROMPTS[0][:9], 20)
     again = msgspec.structs.replace(spec, delivered=tuple(whole_text(spec)[:delivered]))
     driver = drive(target, again, max_num_batched_tokens=4)
@@ -309,7 +309,7 @@ def test_what_an_earlier_epoch_delivered_is_continued(target: SchedulerTarget, d
 
 
 @pytest.mark.law("1.2", "1.7")
-def test_what_no_revocation_asked_for_is_refused(target: SchedulerTarget) -> None:
+def test_release_without_revocation_is_rejected(target: SchedulerTarget) -> None:
     """A runner that releases a slot which was never revoked breaks the protocol; the scheduler must ignore it."""
     driver = drive(target, *long_ones(2, 8))
     driver.plan()

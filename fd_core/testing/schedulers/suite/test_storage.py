@@ -34,7 +34,7 @@ def run_ending(driver: Driver, how: OperationEnd, depth: int) -> None:
 @pytest.mark.law("5.2", "5.5", "3.2", "4")
 @pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name.lower())
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_preempted_request_comes_back_whatever_storage_answers(
+def test_preempted_request_resumes_after_any_storage_result(
     target: SchedulerTarget, depth: int, how: OperationEnd
 ) -> None:
     driver = drive(target, *long_ones(4), keep=OffloadSelection(), k=3, wrong=0.3, depth=depth)
@@ -42,7 +42,7 @@ def test_a_preempted_request_comes_back_whatever_storage_answers(
 
 
 @pytest.mark.law("5.2")
-def test_what_was_saved_is_loaded(target: SchedulerTarget) -> None:
+def test_saved_blocks_are_loaded(target: SchedulerTarget) -> None:
     driver = drive(target, *long_ones(4), keep=OffloadSelection())
     driver.run()
     if not driver.auditor.preemptions:
@@ -51,7 +51,7 @@ def test_what_was_saved_is_loaded(target: SchedulerTarget) -> None:
 
 
 @pytest.mark.law("5.1", "1.7")
-def test_a_store_that_is_silent_keeps_nobody_else_waiting(target: SchedulerTarget) -> None:
+def test_silent_store_does_not_block_other_calls(target: SchedulerTarget) -> None:
     """A lookup and a save stay open until other requests have finished; then everything continues."""
     prompt = prompt_of(13)
     driver = drive(target, greedy("first", prompt, 4), keep=OffloadSelection(True, True, True))
@@ -114,7 +114,7 @@ def run_returning(driver: Driver, how: OperationEnd) -> None:
 
 @pytest.mark.law("5.4", "4")
 @pytest.mark.parametrize("how", [OperationEnd.IN_PART, OperationEnd.BADLY], ids=lambda how: how.name.lower())
-def test_what_was_damaged_in_the_store_is_computed_and_stored_again(target: SchedulerTarget, how: OperationEnd) -> None:
+def test_damaged_value_is_recomputed_and_stored_again(target: SchedulerTarget, how: OperationEnd) -> None:
     driver = drive(target, keep=OffloadSelection(True, True, True))
     run_returning(driver, how)
     if not (loads := driver.begun(Load)):

@@ -113,7 +113,7 @@ def test_the_last_slot_and_the_first_alone_after_a_large_batch(batch: Batch) -> 
     batch.check()
 
 
-def test_unfinished_chunks_between_decodes_leave_nothing_behind(batch: Batch) -> None:
+def test_unfinished_chunks_between_decodes_leave_no_state(batch: Batch) -> None:
     """Run single-token steps with few sampling rows, in batches that shrink and grow."""
     late = [slot for slot in range(SLOTS) if len(batch.specs[slot].prompt) >= 20][:12]
     early = [slot for slot in range(SLOTS) if slot not in late]
@@ -132,7 +132,7 @@ def test_unfinished_chunks_between_decodes_leave_nothing_behind(batch: Batch) ->
     batch.check()
 
 
-def test_a_wide_step_beside_decodes(batch: Batch) -> None:
+def test_wide_step_with_decodes(batch: Batch) -> None:
     """Run one step of more than 600 tokens: prompts, partial chunks and decodes, in random order of slots."""
     first = shuffled(9, 5)
     batch.prefill(first)
