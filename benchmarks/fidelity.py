@@ -1,4 +1,4 @@
-"""The simulator beside reality: the same requests at real servers on this machine, and in simulated ones.
+"""Compare the simulator with reality: the same requests on real servers of this machine and on simulated ones.
 
     python benchmarks/fidelity.py
     python benchmarks/fidelity.py --cases steady,pressure --rounds 1
@@ -6,7 +6,7 @@
 The costs of steps are measured first (`fdcore calibrate`, one processor thread). Then each case is played by real
 processes over HTTP, several times, and simulated once with the same arrivals, lengths and settings. What is compared:
 mean and 99th percentile of the time to the first token, of the time per output token and of whole requests, and
-output tokens a second. The real figure is the median of the rounds; how far the rounds are apart stands beside it.
+output tokens a second. The real figure is the median of the rounds, with the spread of the rounds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from fd_core.simulation.workloads.conversations import Conversation, Piece, User
 from fd_core.simulation.world import World
 
 LIMIT = 0.10
-"""How far a simulated figure may be from the real one, as a share."""
+"""Largest relative error of a simulated figure."""
 FIGURES = ("ttft_mean", "ttft_p99", "tpot_mean", "tpot_p99", "e2e_mean", "e2e_p99", "tokens_per_s")
 THREADS = 1
 _TURNS, _SHORT = 5, 0.6
@@ -57,7 +57,7 @@ PROFILE_FLAGS = ("--num-threads", str(THREADS))
 
 
 Row = Sequence[float]
-"""One request: when it was asked, answered first and last, in seconds, and the tokens of its answer."""
+"""Times in seconds of one request, its first and its last token, and the tokens of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Case:
     load: Callable[[int], list[Conversation]]
     """Makes the conversations from the number of a round."""
     num_kv_blocks: int = 256
-    """A pool that every case uses up: a machine takes long to hand out a page that nobody has written before."""
+    """Small enough for every case to use the whole pool: the first write to a page is slow (page fault)."""
     engine: dict[str, Any] = field(default_factory=dict)
     roles: tuple[str, ...] = ("mixed",)
     routers: int = 0
@@ -77,12 +77,12 @@ class Case:
 
     @property
     def shares(self) -> bool:
-        """Whether each worker has one processor, the first of which routers and clients use as well."""
+        """True if each worker has one processor; routers and clients share the first one."""
         return len(self.roles) > 1
 
 
 def at_once(shape: Shape) -> Callable[[int], list[Conversation]]:
-    """Return what makes the requests of a shape, which all come together."""
+    """Return a generator of the requests of a shape, all of which arrive at once."""
 
     def make(number: int) -> list[Conversation]:
         draw = random.Random(f"{shape.title}/{number}")
@@ -102,7 +102,7 @@ def at_once(shape: Shape) -> Callable[[int], list[Conversation]]:
 def arriving(
     count: int, rate: float, prompts: tuple[int, int], outputs: tuple[int, int]
 ) -> Callable[[int], list[Conversation]]:
-    """Return what makes requests that come at random, `rate` a second, with lengths from ranges."""
+    """Return a generator of requests with random arrivals, `rate` a second, and lengths from ranges."""
 
     def make(number: int) -> list[Conversation]:
         draw, at, made = random.Random(f"{count}/{rate}/{number}"), 0.0, []
@@ -148,7 +148,7 @@ CASES = (
     ),
     Case(
         "routers",
-        "two workers behind two routers, 40 requests, 2 a second",
+        "two routers in front of two workers, 40 requests, 2 a second",
         arriving(40, 2.0, (64, 384), (16, 64)),
         roles=("mixed", "mixed"),
         routers=2,
@@ -162,7 +162,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where clients send requests."""
+    """Address that clients send requests to."""
 
     url: str
     router: int | None = None
@@ -303,14 +303,14 @@ def relaying(addresses: Sequence[Address], vocab_size: int) -> float:
 
 
 def played(
-    case: Case, rounds: int, profile: CostProfile, folder: Path, pacer: Pacer, tell: Callable[[str], None]
+    case: Case, rounds: int, profile: CostProfile, folder: Path, pacer: Pacer, report: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Return the requests of each round, with the pace of the machine around it."""
     found: list[dict[str, Any]] = []
     vocab_size = profile.limits.vocab_size
     with serving(case, folder) as addresses:
         urls = [address.url for address in addresses]
-        time.sleep(2)  # health checks tell routers who is there
+        time.sleep(2)  # until health checks have found the workers
         asyncio.run(play(urls, pool_filling(case, profile.limits.block_size), vocab_size))
         relay = relaying(addresses, vocab_size) if case.shares else 0.0
         crowding = full_rows(pacer) if case.shares else None
@@ -326,7 +326,7 @@ def played(
             found.append(
                 {"requests": requests, "pace": asdict(before.mean(pace)), "relay": relay, "crowding": crowding}
             )
-            tell(f"{case.name}, round {number + 1}: {figures(requests)['tokens_per_s']:.0f} tokens/s, {pace}")
+            report(f"{case.name}, round {number + 1}: {figures(requests)['tokens_per_s']:.0f} tokens/s, {pace}")
     return found
 
 
@@ -407,7 +407,7 @@ def too_far_off(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def markdown(results: Sequence[dict[str, Any]], title: str) -> str:
     """Return the table of all figures."""
-    lines = [f"# The simulator beside reality\n\n{title}\n"]
+    lines = [f"# The simulator compared with reality\n\n{title}\n"]
     lines.append("| case | figure | real | simulated | error | error without pace | rounds apart | requests |")
     lines.append("|---|---|---|---|---|---|---|---|")
     for result in results:
@@ -467,7 +467,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", type=Path, help="measured before, with one thread; by default it is measured now")
     parser.add_argument("--keep", type=Path, help="folder for logs and traces of the real servers")
-    parser.add_argument("--again", action="store_true", help="simulate again, beside what was measured before")
+    parser.add_argument("--again", action="store_true", help="simulate again and compare with the last measurement")
     parser.add_argument("--out", default="fidelity", help="name or path of the result, without suffix")
     options = parser.parse_args()
     wanted = options.cases.split(",")
@@ -475,7 +475,7 @@ def main() -> None:
         parser.error(f"there is no case {', '.join(sorted(unknown))}")
     console = Console(stderr=True)
     out = RESULTS / f"{options.out}.json"
-    # Cases that are not played now stay as they were measured.
+    # Cases that are not run now keep their last measurement.
     known = json.loads(out.read_text())["results"] if out.exists() else []
     before = {one["case"]: one["rounds"] for one in known if all("requests" in each for each in one["rounds"])}
     results = []

@@ -1,15 +1,15 @@
-"""One engine of all processors beside two ranks, stages or engines of half of them; and what ranks cost by parts.
+"""Compare one engine on all processors with two ranks, stages or engines on half of them; and the cost of ranks.
 
     python -m benchmarks.parallel steps [--ways one,engines,ranks] [--workloads w1,w2,w3] [--rounds 3]
     python -m benchmarks.parallel steps --model 1b --requests 8
     python -m benchmarks.parallel sums
     python -m benchmarks.parallel plans [--ranks 8]
 
-`steps` runs the shapes of `benchmarks/harness/workloads.py` on random prompts, all requests of one at once, behind the
-client that a server uses. All ways are loaded at the same time and take turns; those that wait cost nothing but memory.
+`steps` runs the shapes of `benchmarks/harness/workloads.py` on random prompts, all requests of one at once, through
+the client that a server uses. All ways are loaded at the same time and take turns; those that wait cost only memory.
 The model `1b` has random weights, which `benchmarks/random_gguf.py` writes. `sums` compares sums over shared memory and
-over gloo, inside a fusion and from Python, with gloo's own. `plans` says what rank 0 adds to a step of the null backend
-before it computes, and until all ranks have answered.
+over gloo, inside a fusion and from Python, with gloo's own. `plans` measures what rank 0 adds to a step of the null
+backend before it computes, and until all ranks have answered.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def sums_of(kind: str, group: RankGroup) -> dict[int, float]:
 
 
 def native_sums(group: RankGroup) -> dict[int, float]:
-    """Time a program of sums, each behind a product so small that it takes next to no time."""
+    """Time a program of sums, each after a product so small that it takes next to no time."""
     import torch
 
     from fd_core.ops.contract import StepInput
@@ -132,8 +132,8 @@ def sums() -> None:
     print("| way | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |")
     for kind, transport in SUMS.items():
         group, place = opened_group(2, 60.0, transport)
-        told = f"/proc/{os.getpid()}/fd/{place}" if isinstance(place, int) else place
-        command = [sys.executable, "-m", "benchmarks.parallel", "sums-of", kind, msgspec.json.encode(told).decode()]
+        address = f"/proc/{os.getpid()}/fd/{place}" if isinstance(place, int) else place
+        command = [sys.executable, "-m", "benchmarks.parallel", "sums-of", kind, msgspec.json.encode(address).decode()]
         other = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             found = sums_of(kind, group)
@@ -198,9 +198,9 @@ def plans(ranks: int) -> None:
     engine = load_engine(config, None, progress=lambda *_: None)
     runner = engine.probe().runner
     assert isinstance(runner, LeadingRunner)
-    told, compared = [], []
+    sent, compared = [], []
     processes = runner.ranks
-    tell, compare = processes.broadcast, processes.compare
+    broadcast, compare = processes.broadcast, processes.compare
 
     def timed(call: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
         def timing(*arguments: Any) -> None:
@@ -219,19 +219,19 @@ def plans(ranks: int) -> None:
         encoded.append(time.perf_counter() - begun)
         return execute(plan)
 
-    processes.broadcast, processes.compare = timed(tell, told), timed(compare, compared)  # type: ignore[method-assign]
+    processes.broadcast, processes.compare = timed(broadcast, sent), timed(compare, compared)  # type: ignore[method-assign]
     runner.execute = executing  # type: ignore[method-assign]
     run(engine, [greedy(f"r{i}", range(1, 60), 200) for i in range(32)])
     engine.close()
-    parts = [median(each) * 1e6 for each in (encoded, told, compared)]
-    print(f"{ranks} ranks, {len(told)} steps of 32 requests, median microseconds:")
+    parts = [median(each) * 1e6 for each in (encoded, sent, compared)]
+    print(f"{ranks} ranks, {len(sent)} steps of 32 requests, median microseconds:")
     ahead = parts[0] + parts[1]
     print(f"encode {parts[0]:.0f}, send to {ranks - 1} ranks {parts[1]:.0f}: {ahead:.0f} before rank 0 computes")
     print(f"until all have answered, their own steps on {len(os.sched_getaffinity(0))} cores included: {parts[2]:.0f}")
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Run the chosen measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     parts.add_parser("sums")

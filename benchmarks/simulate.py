@@ -4,7 +4,7 @@
     python benchmarks/simulate.py --workers 1,64 --requests 10000 --code-requests 0
     python benchmarks/simulate.py --million --out simulate_million
 
-Each case runs in a process of its own, without checks of the answers. Times are processor time, since a run uses one
+Each case runs in a separate process, without checks of the answers. Times are processor time, since a run uses one
 core and does nothing but compute. Costs of steps are those of a calculated device, which no measurement is about.
 """
 
@@ -48,7 +48,7 @@ PROFILE = "h100:llama-8b"
 COLLECTIONS = (50_000, 50, 100)
 """Thresholds of the garbage collector, as `fdcore simulate` sets them."""
 TALKATIVE = 50_000
-"""Requests from which on a run tells how far it is."""
+"""Requests from which on a run shows its progress."""
 HEADINGS = (
     *("load", "workers", "requests", "steps", "running", "processor s", "requests/s", "steps/s", "events/s"),
     *("simulated s a second", "us a request", "us a step", "us to route", "peak MiB"),
@@ -73,7 +73,7 @@ class Load:
     """Median and mean."""
     output: tuple[float, float]
     step_seconds: float
-    """What a step of `running` such requests takes on the calculated device, about."""
+    """Approximate seconds of a step of `running` such requests on the calculated device."""
     running: int = 16
     """Requests that each worker has at once, about: arrivals are as fast as they end then."""
 
@@ -88,7 +88,7 @@ LOADS = {
 
 @dataclass(frozen=True, slots=True)
 class SimulatorFigures:
-    """What one run took. Seconds are processor time."""
+    """Cost of one run. Seconds are processor time."""
 
     load: str
     workers: int
@@ -200,7 +200,7 @@ def _route(world: World, tokens: int, count: int = 200) -> float:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `workers` comes back as a list."""
+    """Parse the command line; `workers` becomes a list."""
     parser = argparse.ArgumentParser(
         prog="simulate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,12 @@
-"""Time planning while the KV store stands still, against planning while it is well.
+"""Time planning while the KV store is stopped, compared with a healthy store.
 
     python benchmarks/storage_stall.py
     python benchmarks/storage_stall.py --rounds 40 --running 64
 
-One engine on the null backend and a Redis server of its own. Requests that decode steadily share the engine with a
+One engine on the null backend and a private Redis server. Requests that decode steadily share the engine with a
 trickle of short ones, each of which asks the store for its prefix and writes it there when it is done. In every other
 turn the server is stopped (SIGSTOP) just before and continued after; between turns the engine goes on, uncounted, until
-it uses the store again. What is timed of each step is all that the engine's thread does about scheduling and KV outside
+it uses the store again. The timed part of each step is the engine thread's work on scheduling and KV outside
 the device: `Scheduler.plan` and both exchanges of effects and completions.
 """
 
@@ -110,7 +110,7 @@ class Bench:
         self._spent = 0.0
         scheduler = self.engine.probe().scheduler
         self._probe = scheduler.probe()
-        # Instance attributes before the methods: nothing of the engine is changed but that it is timed.
+        # Instance attributes shadow the methods: the engine is timed and not changed otherwise.
         scheduler.plan = self._timed(scheduler.plan)  # type: ignore[method-assign]
         self.engine._complete = self._timed(self.engine._complete)  # type: ignore[method-assign]
         self.engine._perform = self._timed(self.engine._perform)  # type: ignore[method-assign]

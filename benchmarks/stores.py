@@ -4,7 +4,7 @@
 
 Values have the size of a block's KV and are new in every round. The contenders take turns and the order rotates: bare,
 the store alone, and the store with sealing and opening, which is what the engine does. Shares are taken inside rounds,
-since machines drift. Whatever is read is held until its batch is over, as the engine holds it.
+since machines drift. Each value is held until its batch is over, as in the engine.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Contest:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `size` comes back in bytes."""
+    """Parse the command line; `size` is returned in bytes."""
     parser = argparse.ArgumentParser(
         prog="stores.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

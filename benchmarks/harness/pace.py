@@ -1,4 +1,4 @@
-"""How fast this machine is just now. On a virtual machine that differs by a fifth from one half minute to the next."""
+"""Current speed of this machine. On a virtual machine it changes by a fifth from one half minute to the next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPUTING = StepCase("prefill", (CaseRow(0, 256),))
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What two steps take in seconds: one that waits for memory, one that computes."""
+    """Seconds of two steps: a memory-bound one and a compute-bound one."""
 
     memory: float
     compute: float
@@ -36,12 +36,12 @@ class Pace:
         return Pace(self.memory / other.memory, self.compute / other.compute)
 
     def mean(self, other: Pace) -> Pace:
-        """Return what lies between two times."""
+        """Return the pace between two times."""
         return Pace((self.memory + other.memory) / 2, (self.compute + other.compute) / 2)
 
 
 class Pacer:
-    """An engine of its own that takes the two steps whenever it is asked."""
+    """Separate engine that runs the two steps on demand."""
 
     def __init__(self, model: str, threads: int) -> None:
         config = EngineConfig(model=model, num_threads=threads, num_kv_blocks=64, structured_output=False)

@@ -1,4 +1,4 @@
-"""What a comparison leaves behind: a table on the terminal, every round as JSON, a short Markdown table."""
+"""Output of a comparison: a table on the terminal, every round as JSON, a short Markdown table."""
 
 from __future__ import annotations
 

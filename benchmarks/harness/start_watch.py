@@ -1,4 +1,4 @@
-"""Watch a server start from outside: what its processes have mapped, what its bars say, and when /ready answers."""
+"""Watch a server start from outside: files mapped by its processes, its progress bars, and the answer of /ready."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Waymarks:
-    """Words by which a start is known to have come somewhere, each with what it means."""
+    """Words that mark a stage of the start, each with the name of the stage."""
 
     server: Mapping[str, str] = field(default_factory=dict)
     """A part of the name of a file that the started process maps."""
@@ -35,7 +35,7 @@ class Waymarks:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a start was: seconds since the command, and processor seconds spent until then."""
+    """Stage of a start: seconds since the command, and processor seconds spent until then."""
 
     name: str
     wall_s: float
@@ -103,9 +103,9 @@ def _watch(
                 for word, name in words.items():
                     if word in mapped:
                         mark(name)
-        said = screen.read()
+        written = screen.read()
         for word, name in waymarks.terminal.items():
-            if word in said:
+            if word in written:
                 mark(name)
         time.sleep(_INTERVAL)
     mark("/ready answers")
@@ -149,7 +149,7 @@ def _mapped(processes: Sequence[int]) -> str | tuple[()]:
 
 
 def _ready(port: int) -> bool:
-    """Ask once; a door that is not open yet refuses at once."""
+    """Send one request; a closed port refuses it at once."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         connection.request("GET", "/ready")
@@ -161,20 +161,20 @@ def _ready(port: int) -> bool:
 
 
 class _Screen:
-    """Where the command writes: `inner` is its end, `read` returns all it wrote."""
+    """Terminal of the command: `inner` is its end, `read` returns all it wrote."""
 
     def __init__(self, outer: int, inner: int) -> None:
         self.inner = inner
         self._outer = outer
-        self._said = b""
+        self._written = b""
         os.set_blocking(outer, False)
 
     def read(self) -> str:
         """Return all that was written so far."""
         with contextlib.suppress(OSError):
             while more := os.read(self._outer, 65536):
-                self._said += more
-        return self._said.decode(errors="replace")
+                self._written += more
+        return self._written.decode(errors="replace")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from statistics import median
 AGREEMENT_TOKENS = 16
 
 LEAST_AGREEMENT = 0.25
-"""Below this an engine computes another model: its speed is compared with nobody's."""
+"""Below this an engine computes another model: its speed is not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Run:
     wall_s: float
     requests: tuple[RequestResult, ...]
     counters: Mapping[str, int] = field(default_factory=dict)
-    """What the engine counted during the run, where its adapter says so."""
+    """Counters of the engine during the run, where its adapter has any."""
 
     @property
     def output_tps(self) -> float:
@@ -73,10 +73,10 @@ class Summary:
 
 
 def wrong_counts(run: Run, asked: Sequence[int]) -> list[str]:
-    """Say where a run did not return exactly the tokens `asked` of each request; an empty list: the run counts."""
+    """Return the requests of a run that did not return exactly the tokens `asked`; an empty list: the run counts."""
     problems = []
     if len(run.requests) != len(asked):
-        problems.append(f"{len(run.requests)} of {len(asked)} requests came back")
+        problems.append(f"{len(run.requests)} of {len(asked)} requests were answered")
     lengths = [(len(r.token_ids), count) for r, count in zip(run.requests, asked, strict=False)]
     for got, count in sorted({(got, count) for got, count in lengths if got != count}):
         problems.append(f"requests returned {got} tokens instead of {count}")

@@ -1,4 +1,4 @@
-"""The measuring of the first hour, with the processor in the device's place and a model of a few thousand weights."""
+"""Measurements of the first hour, with the CPU as the device and a model of a few thousand weights."""
 
 import json
 from types import SimpleNamespace
@@ -82,7 +82,7 @@ def test_every_batch_and_the_prefill_are_measured(bench, tmp_path):
     assert len(compared) == 3 and all(each["ratio"] > 1 for each in compared)
 
 
-def test_what_does_not_fit_is_left_out_and_said(bench, tmp_path):
+def test_models_larger_than_the_device_are_skipped_with_a_reason(bench, tmp_path):
     bench._free = lambda: 10**3
     found = {"steps": [], "models": []}
     gpu_first_hour.run(bench, ["tiny"], ["bf16"], 8, found, tmp_path / "found.json")

@@ -49,7 +49,7 @@ def test_a_prefill_sees_each_earlier_token_once():
     assert 1.8 < bf16 / fp8 < 2
 
 
-def test_a_chunk_reads_what_came_before():
+def test_prefill_chunk_reads_kv_of_earlier_chunks():
     assert work_of(LLAMA, FORMATS["bf16"], Step(1, 512, 2048)).kv == 2048 * kv_token_bytes(LLAMA)
 
 
@@ -74,12 +74,12 @@ def test_weights_of_four_bits_are_multiplied_as_bf16():
     )
 
 
-def test_what_is_held_is_all_weights_and_the_kv():
+def test_held_memory_is_all_weights_and_the_kv():
     assert held_bytes(LLAMA, FORMATS["bf16"], 0) == 2 * LLAMA.parameters
     assert held_bytes(LLAMA, FORMATS["bf16"], 1000) == 2 * LLAMA.parameters + 1000 * 131072
 
 
-def test_without_a_graph_the_host_may_be_the_limit():
+def test_host_launches_may_be_the_limit_without_a_graph():
     slow = replace(CHIPS["h100"], launching=Launching(eager=1.0, graph=0.0, node=0.0))
     chunk = Step(1, 512, 512)
     work = work_of(LLAMA, FORMATS["bf16"], chunk)

@@ -8,7 +8,7 @@ def run(name, number, wall):
     return Run(name, "w2", number, wall, (RequestResult((1, 2, 3), 0.1, wall),), {"preemptions": 0})
 
 
-def test_only_what_is_kept_differs(tmp_path):
+def test_contenders_differ_only_in_saved_kv(tmp_path):
     assert saving.settings("off", tmp_path) == {"save_preempted_kv": False}
     assert saving.settings("host", tmp_path) == saving.HOST
     disk = saving.settings("disk", tmp_path)

@@ -14,7 +14,7 @@ def test_flags_become_lists_and_folders():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--running", "16,few"], "--running wants whole numbers"),
         (["--running", "0"], "--running must be at least 1"),
@@ -25,11 +25,11 @@ def test_flags_become_lists_and_folders():
         (["--env", "vllm"], "--env wants vllm=DIR"),
     ],
 )
-def test_wrong_flags_are_explained(arguments, said, capsys):
+def test_wrong_flags_are_explained(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         scheduler.parse(arguments)
     assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def finished_case():

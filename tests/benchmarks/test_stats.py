@@ -38,7 +38,7 @@ def test_an_engine_that_is_always_k_times_as_fast_has_ratio_k(walls, k):
     assert paired_ratio(mine, reference) == pytest.approx(k)
 
 
-def test_wrong_counts_tell_missing_requests_and_tokens():
+def test_wrong_counts_list_missing_requests_and_tokens():
     assert wrong_counts(run(tokens=[(1, 2, 3), (1, 2)]), [3, 2]) == []
     problems = " / ".join(wrong_counts(run(tokens=[(1, 2), (1, 2, 3)]), [3, 3, 3]))
     assert "2 of 3 requests" in problems
@@ -64,7 +64,7 @@ def test_summary_has_medians_ratio_floor_and_the_first_other_judge():
     assert b.ratio == 1.0
 
 
-def test_an_engine_that_computes_something_else_gets_no_ratio():
+def test_engine_with_other_results_gets_no_ratio():
     runs = [run("good", tokens=[(1, 2)] * 4), run("trusted", tokens=[(1, 2)] * 4), run("wrong", tokens=[(9, 9)] * 4)]
     ratios = {s.engine: s.ratio for s in summarise(runs, reference="good", judge=("trusted", "good"))}
     assert ratios == {"good": 1.0, "trusted": 1.0, "wrong": None}

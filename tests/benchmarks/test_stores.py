@@ -34,7 +34,7 @@ def test_disk_is_compared_with_plain_files_and_leaves_nothing(tmp_path):
     assert [path.name for path in (tmp_path / "kv").rglob("*") if path.is_file()] == ["usage"]
 
 
-def test_a_store_without_a_plainer_way_is_measured_alone():
+def test_store_without_a_baseline_is_measured_alone():
     contest = stores.compete(parse_location("memory:"), options("memory:"))
     assert {contender for _, contender in contest.seconds} == {ALONE, SEALED}
     assert contest.share("read", SEALED) is None
@@ -56,7 +56,7 @@ def test_results_name_no_folder_of_this_machine(tmp_path):
     assert set(json.loads(out.with_suffix(".json").read_text())["stores"][0]["shares"]) >= {"read, bare", "write, bare"}
 
 
-def test_the_schemes_of_one_redis_server_have_a_plainer_way():
+def test_schemes_of_one_redis_server_have_a_baseline():
     for text in ("redis://127.0.0.1:1/0", "valkey://127.0.0.1:1/0", "rediss://127.0.0.1:1/0", "redis+unix:///x"):
         pytest.importorskip("redis")
         assert bare_for(parse_location(text)).what == "redis-py"

@@ -45,7 +45,7 @@ def test_an_unknown_name_and_an_empty_corpus_are_refused():
         build("w1", [], 0)
 
 
-def test_steady_lengths_are_those_of_every_seed_and_prompts_are_not():
+def test_steady_lengths_are_the_same_for_all_seeds_but_prompts_differ():
     first, second = (build("pressure", CORPUS, seed) for seed in (1, 2))
     assert [len(p) for p in first.prompts] == [len(p) for p in second.prompts]
     assert first.max_tokens == second.max_tokens

@@ -1,4 +1,4 @@
-"""What so many workers ask of one router: its own modules, without HTTP, in processor time of this process."""
+"""Cost of many workers to one router: its own modules, without HTTP, in processor time of this process."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ class Placing:
     """One result of a health check."""
 
 
-def placing(workers: int, policy: str, *, told: bool, load: Load, times: int = 200) -> Placing:
-    """Place requests on `workers` workers at a steady load; with `told` workers say what they hold."""
+def placing(workers: int, policy: str, *, kv_events: bool, load: Load, times: int = 200) -> Placing:
+    """Place requests on `workers` workers at a steady load; with `kv_events` workers publish their KV blocks."""
     draw = random.Random(1)
     router = _router(policy)
     members = _members(router, workers)
     shared = _tokens(draw, load.shared_tokens)
     own = [_tokens(draw, load.own_tokens) for _ in range(min(workers * load.conversations, 4000))]
-    if told:
-        _tell(router, members, shared, own, load)
+    if kv_events:
+        _publish(router, members, shared, own, load)
     running: list[Selection] = []
     selecting, resting = [], []
     for number in range(workers * load.in_flight + times):
@@ -100,7 +100,7 @@ def placing(workers: int, policy: str, *, told: bool, load: Load, times: int = 2
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What following the KV of workers costs a router, for each block of a worker."""
+    """Cost of KV events to a router, for each block of a worker."""
 
     stored_us: float
     """A block that is stored: its event decoded and taken, in events of a whole prompt each."""
@@ -200,7 +200,7 @@ def _end(router: Router, selection: Selection) -> None:
         router.served(selection, 1.0)
 
 
-def _tell(
+def _publish(
     router: Router, members: Sequence[RouterWorker], shared: IntArray, own: Sequence[IntArray], load: Load
 ) -> None:
     for number, worker in enumerate(members):
@@ -223,8 +223,8 @@ def _stored(draw: random.Random, prompts: int, blocks: int) -> Iterator[Stored]:
         yield Stored(BEGINNING, keys, _tokens(draw, blocks * BLOCK_TOKENS).astype("<i4").tobytes())
 
 
-def _page(told: tuple[KVEvent, ...]) -> KVPage:
-    return KVPage(instance="one", reading="r" * 32, block_size=BLOCK_TOKENS, next=1, events=told)
+def _page(events: tuple[KVEvent, ...]) -> KVPage:
+    return KVPage(instance="one", reading="r" * 32, block_size=BLOCK_TOKENS, next=1, events=events)
 
 
 def _serve(router: Router, page: Sequence[Stored], draw: random.Random) -> None:
