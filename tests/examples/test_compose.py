@@ -61,7 +61,7 @@ def test_the_file_is_one_of_compose() -> None:
     assert set(read.service_names()) == SERVICES.keys()
 
 
-def test_what_the_file_names_is_there() -> None:
+def test_files_named_in_the_compose_file_exist() -> None:
     volumes = {volume.split(":")[0] for each in SERVICES.values() for volume in each.get("volumes", ())}
     assert {each for each in volumes if not each.startswith(".")} == COMPOSE["volumes"].keys()
     for each in volumes:
@@ -73,7 +73,7 @@ def test_what_the_file_names_is_there() -> None:
     assert set(SCRAPED) == {f"{name}:8000" for name in OURS}
 
 
-def test_nothing_listens_beyond_this_machine_and_every_image_has_a_version() -> None:
+def test_ports_are_local_and_every_image_has_a_version() -> None:
     ports = [port for each in SERVICES.values() for port in each.get("ports", ())]
     assert len(ports) == 3 and all(port.startswith("127.0.0.1:") for port in ports)
     assert all(re.search(r":v?\d", each["image"]) for each in SERVICES.values())
@@ -95,7 +95,7 @@ def test_every_secret_is_made_for_one_group_and_used(secrets: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_every_command_line_is_one_that_fdcore_takes(name: str, secrets: Path) -> None:
+def test_every_command_line_is_valid(name: str, secrets: Path) -> None:
     verb, *rest = arguments(name, secrets)
     params = get_command(app).commands[verb].make_context(verb, rest).params  # type: ignore[attr-defined]
     model = params.pop("model", None)
@@ -157,8 +157,8 @@ def test_the_processes_serve_together_and_every_target_is_scraped(places: dict[s
         with contextlib.suppress(OSError):
             states = [each["state"] for each in json.loads(page(f"{router}/status.json"))["workers"]]
     asked = {"model": "null", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
-    said = json.loads(page(f"{router}/v1/completions", (secrets / "api-key").read_text(), asked))
-    assert said["usage"]["completion_tokens"] == 4
+    answer = json.loads(page(f"{router}/v1/completions", (secrets / "api-key").read_text(), asked))
+    assert answer["usage"]["completion_tokens"] == 4
     for target in SCRAPED:
         text = page(f"{places[target]}/metrics")
         assert ("fdcore_router_worker_selected_total" if target == "router:8000" else "fdcore_kv_usage_ratio") in text
