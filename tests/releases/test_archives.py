@@ -1,4 +1,4 @@
-"""What would be wrong with a wheel or an sdist is noticed; the whole is built by `nox -s build`."""
+"""Faults of a wheel or an sdist are detected; `nox -s build` builds all of them."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_a_sound_archive_has_no_faults(archive, files):
         ("fd_x.whl", WHEEL | {"fd_x/new.py": b""}, "has fd_x/new.py, which git has not"),
         ("fd_x.whl", WHEEL | {"tests/test_x.py": b""}, "would install tests/test_x.py"),
         ("fd_x.tar.gz", SDIST | {"tests/__pycache__/x.pyc": b""}, "which a build or a test left"),
-        ("fd_x.whl", WHEEL | {"fd_x/__init__.py": b"'/home/somebody/x'"}, "names /home/somebody/"),
+        ("fd_x.whl", WHEEL | {"fd_x/__init__.py": b"'/home/alice/x'"}, "names /home/alice/"),
         ("fd_x.whl", WHEEL | {"fd_x/__init__.py": b"'/checkout/x'"}, "names /checkout"),
         ("fd_x.whl", without(WHEEL, f"{INFO}/licenses/LICENSE"), "has no licence"),
-        ("fd_x.tar.gz", SDIST | {"PKG-INFO": DESCRIPTION.partition(b"\n\n")[0]}, "nor what it is"),
+        ("fd_x.tar.gz", SDIST | {"PKG-INFO": DESCRIPTION.partition(b"\n\n")[0]}, "lacks Requires-Python"),
     ],
 )
 def test_a_fault_is_named(archive, files, fault):

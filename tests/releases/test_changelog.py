@@ -79,5 +79,5 @@ def test_deprecated_names_are_listed():
         ("## [Unreleased]\n### Added\nprose\n", "Added is a list"),
     ],
 )
-def test_another_form_is_noticed(text, fault):
+def test_malformed_changelog_is_detected(text, fault):
     assert any(each.startswith(fault) for each in faults(text, "0.2.0"))
