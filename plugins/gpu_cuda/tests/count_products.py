@@ -1,4 +1,4 @@
-"""Multiply by weights and by experts for many numbers of tokens, and print what compiles behind the first of each."""
+"""Multiply by weights and by experts for many numbers of tokens, and print what compiles after the first of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Triton's interpreter needs to be as strict as a device."""
+"""Patches that make Triton's interpreter as strict as a device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hasten() -> None:
 def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add products of matrices one by one, as tensor cores do for each number by itself.
 
-    The interpreter leaves them to a library that adds in another order beside other columns, and knows no bfloat16.
+    The interpreter uses a library whose order of additions depends on the other columns, and which lacks bfloat16.
     """
     from triton.runtime import interpreter
 

@@ -1,4 +1,4 @@
-"""What adds adapters, on the processor: it looks where tables say, each time that it is replayed."""
+"""LoRA products on the CPU, which read the tables at each replay."""
 
 from __future__ import annotations
 

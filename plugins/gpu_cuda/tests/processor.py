@@ -59,7 +59,7 @@ class AtOnce(CopyLane):
 
 
 class Processor(Cuda):
-    """What `Cuda` does, at once and without a GPU. A replay repeats the operations that were captured."""
+    """`Cuda` without a GPU, synchronous. A replay repeats the captured operations."""
 
     name = "processor"  # type: ignore[assignment]  # a property of the class above
     # Here every intermediate result would be rounded to bfloat16.
@@ -84,7 +84,7 @@ class Processor(Cuda):
 
     def download(self, arrays: Sequence[Array]) -> HostCopies:
         require_no_capture("a download")
-        looks = iter([False])  # whoever looks finds the copies there the second time
+        looks = iter([False])  # the copies are complete at the second poll
         return QueuedCopies([array.detach().clone() for array in arrays], lambda: next(looks, True), self.wait)
 
     def wait(self) -> None:

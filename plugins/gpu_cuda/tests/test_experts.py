@@ -80,7 +80,7 @@ def experts() -> tuple[Experts, Experts]:
 
 
 @pytest.mark.parametrize("count", [1, 7, 64, pytest.param(300, marks=AT_LENGTH)])
-def test_steps_of_any_size_are_what_the_oracle_makes_of_them(count: int, experts: tuple[Experts, Experts]) -> None:
+def test_steps_of_any_size_match_the_oracle(count: int, experts: tuple[Experts, Experts]) -> None:
     x = tokens(count)
     near(make_ops().moe(torch.from_numpy(x), experts[1], "silu"), NumpyOps().moe(x, experts[0], "silu"))
 
@@ -151,7 +151,7 @@ def test_a_token_has_the_same_bits_alone_and_in_every_batch(dtype: str, kind: st
         assert torch.equal(ops.moe(x[rows], mixture, "silu"), together[rows])
 
 
-def test_what_is_not_finite_reaches_its_own_token_only(experts: tuple[Experts, Experts]) -> None:
+def test_nan_and_inf_stay_in_their_own_token(experts: tuple[Experts, Experts]) -> None:
     ops, x = make_ops(), torch.from_numpy(tokens(12))
     right = ops.moe(x, experts[1], "silu")
     x[3, 5], x[7, 0] = torch.nan, torch.inf
@@ -208,7 +208,7 @@ def test_a_token_that_is_not_finite_chooses_real_experts() -> None:
     assert torch.isnan(weights).any(1).all()
 
 
-def test_an_expert_that_is_ruled_out_is_not_chosen_before_the_last() -> None:
+def test_excluded_expert_is_chosen_last() -> None:
     bias = torch.full((20,), -torch.inf)
     bias[[4, 11]] = 0
     chosen, _ = choose(torch.zeros(1, 20), Experts(torch.eye(20), None, None, 4, True, bias))
@@ -223,7 +223,7 @@ def test_pairs_are_sorted_by_expert_and_then_in_order(count: int, top_k: int) ->
     assert torch.equal(counts.long(), chosen.flatten().bincount(minlength=32))
 
 
-def test_there_are_as_many_tiles_as_the_worst_choice_needs() -> None:
+def test_tiles_suffice_for_the_worst_choice() -> None:
     for pairs, experts, tile in ((8, 128, 16), (2048, 128, 16), (300, 5, 128), (128, 128, 16), (3, 64, 16)):
         worst = min(pairs, experts)
         counts = [1] * worst

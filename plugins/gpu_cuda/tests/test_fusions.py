@@ -28,7 +28,7 @@ FUSED = replace(PLAIN, add_norm=add_norm, rotate_and_store=rotate_and_store, gat
 COMPOSED = replace(PLAIN, add_norm=None, rotate_and_store=None, gate=None)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROUNDING = {torch.float32: 2e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""One step of each type at 1: what two orders of a sum may make of the last bit."""
+"""One step of each type at 1: the difference that the order of a sum may make in the last bit."""
 
 
 def norm_of(width: int, seed: int) -> Norm:
@@ -193,7 +193,7 @@ def ops_with(kernels: Any = FUSED) -> CudaOps:
 
 
 @pytest.mark.parametrize("kernels", [FUSED, PLAIN, COMPOSED], ids=["fused", "plain", "composed"])
-def test_a_sum_is_added_once_whoever_reads_it(kernels: Any) -> None:
+def test_sum_is_added_once_for_all_readers(kernels: Any) -> None:
     """By one norm, by several, by none: each way ends at the same residual."""
     values = Values()
     x, a = values(3, 48), [values(3, 16) for _ in range(3)]
@@ -215,7 +215,7 @@ def test_a_sum_is_added_once_whoever_reads_it(kernels: Any) -> None:
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_logits_leave_the_residual_as_it_was() -> None:
+def test_logits_do_not_change_the_residual() -> None:
     ops, values = ops_with(), Values()
     norm = Norm(ops.prepare_vector(1 + values(48, scale=0.1)), 1e-5)
     linear = ops.prepare_linear([raw(values(48, 16))])
@@ -236,7 +236,7 @@ LAYERS = {
     "partial rope": Geometry(heads=4, kv_heads=4, d=80, rotary=32, block_size=16),
     "neighbours": Geometry(interleaved=True),
     "head norms": Geometry(head_norms=True),
-    "norms behind": Geometry(post_norm=True, activation="gelu_tanh"),
+    "norms after": Geometry(post_norm=True, activation="gelu_tanh"),
     "adapters": Geometry(post_norm=True, d=64, block_size=32, inner=150, adapters=True),
     "experts": Geometry(experts=5, shared_expert=True),
     "packed": Geometry(d=32, hidden=128, inner=256, packed="Q4_1"),
@@ -244,7 +244,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_with_the_kernels_is_the_oracle_s_composition(name: str) -> None:
+def test_layer_with_kernels_matches_the_oracle(name: str) -> None:
     g, ops = LAYERS[name], ops_with()
     for found, expected in zip(LayerOn(ops, g).run(ops), LayerOn(NumpyOps(), g).run(Ops), strict=True):
         assert_near(ops, torch.from_numpy(found), expected, None if g.packed is None else 4e-2)

@@ -1,4 +1,4 @@
-"""What adapters add: the kernels in Triton's interpreter, and the tables they read, against float64 and the core."""
+"""LoRA: the kernels in Triton's interpreter, and the tables they read, against float64 and the core."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lora_of(ops: Any, adapters: Sequence[Adapter], places: Any, inputs: int, out
 
 
 def added(x: Any, adapters: Sequence[Adapter], places: Any, outs: Sequence[int]) -> Any:
-    """What is added, in float64."""
+    """Return the LoRA terms in float64."""
     y = np.zeros((len(x), sum(outs)))
     for token, place in enumerate(places):
         end = 0
@@ -70,14 +70,14 @@ CASES = {
     "one of rank 1": ([(1,)], [48], 64),
     "ranks of real adapters": ([(8,), (16,), (64,), (1,)], [200], 192),
     "parts of their own rank, some left alone": ([(3, 2, 0), (0, 0, 5), (16, 16, 16), (0, 33, 7)], [96, 32, 40], 130),
-    "a place that nobody has, and one that leaves all alone": ([None, (4, 4), (0, 9)], [70, 70], 96),
+    "an unused slot, and an adapter that changes nothing": ([None, (4, 4), (0, 9)], [70, 70], 96),
     "inputs beyond a cut": ([(8,), (20,)], [64], 2200),
 }
 
 
 @pytest.mark.parametrize("tokens", [1, 7, pytest.param(64, marks=AT_LENGTH), 70])
 @pytest.mark.parametrize("case", CASES)
-def test_each_token_gets_what_its_adapter_adds(case: str, tokens: int) -> None:
+def test_each_token_gets_the_terms_of_its_adapter(case: str, tokens: int) -> None:
     """Up to 64 tokens are computed as decodes are, more as prompts are; some have no adapter."""
     ranks, outs, inputs = CASES[case]
     ops, make, random = make_ops(), Values(3), np.random.default_rng(tokens)
@@ -129,7 +129,7 @@ def test_a_token_has_the_same_bits_alone_and_in_every_batch() -> None:
         assert torch.equal(alone, whole[some]), some
 
 
-def test_what_is_no_number_stays_with_its_own_tokens_and_tokens_without_adapters_are_left_alone() -> None:
+def test_nan_stays_in_its_own_row_and_rows_without_adapters_unchanged() -> None:
     inputs, outs = 96, [40, 24]
     ops, make = make_ops(), Values(4)
     well, wild = (adapter(make, (4, 4), inputs, outs) for _ in range(2))
@@ -146,7 +146,7 @@ def test_what_is_no_number_stays_with_its_own_tokens_and_tokens_without_adapters
     assert found[2].tobytes() == y[2].tobytes()
 
 
-def test_a_part_that_is_left_alone_keeps_its_bits_beside_one_that_overflows() -> None:
+def test_unadapted_part_keeps_its_bits_next_to_an_overflow() -> None:
     inputs, outs = 64, [32, 32]
     ops, make = make_ops(), Values(4)
     wild = adapter(make, (4, 0), inputs, outs)
@@ -156,8 +156,8 @@ def test_a_part_that_is_left_alone_keeps_its_bits_beside_one_that_overflows() ->
     assert found[:, 32:].numpy().tobytes() == y[:, 32:].tobytes()
 
 
-def test_tables_stay_where_they_are_while_adapters_come_and_go() -> None:
-    """What reads them, such as a graph, computes with other adapters then."""
+def test_tables_stay_in_place_while_adapters_change() -> None:
+    """A graph that reads them computes with the new adapters."""
     inputs, outs = 64, [48]
     ops, make = make_ops(), Values(6)
     first, second = (adapter(make, (rank,), inputs, outs) for rank in (4, 20))
@@ -178,7 +178,7 @@ def test_tables_stay_where_they_are_while_adapters_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 100])
-def test_a_linear_takes_two_launches_more_whatever_its_tokens_have(tokens: int) -> None:
+def test_adapters_add_two_launches_to_a_linear(tokens: int) -> None:
     ops, make, outs = make_ops(), Values(6), [32, 16, 16]
     adapters = [adapter(make, (rank, 0, rank), 48, outs) for rank in (4, 20, 1)]
     lora = lora_of(ops, adapters, np.arange(tokens) % 4, 48, outs)
@@ -189,7 +189,7 @@ def test_a_linear_takes_two_launches_more_whatever_its_tokens_have(tokens: int) 
     assert found == ["triton _shrink", "triton _expand"]
 
 
-def test_packed_weights_take_adapters() -> None:
+def test_packed_weights_support_adapters() -> None:
     ops, oracle, make = make_ops(), NumpyOps(), Values(8)
     inputs, outs = 64, [32]
     weight, one, x = packed_weight("int4", 32, inputs), adapter(make, (8,), inputs, outs), make(5, inputs)

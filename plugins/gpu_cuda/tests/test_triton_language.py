@@ -1,4 +1,4 @@
-"""Kernels are written in what every release of Triton understands that the package names; only the newest runs here."""
+"""Kernels use only features of all supported Triton releases; only the newest release runs here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def too_new(function: ast.FunctionDef) -> list[str]:
 
 
 def is_number(value: ast.expr) -> bool:
-    """Say whether Python knows the number before Triton compiles."""
+    """Return True if the number is known before Triton compiles."""
     if isinstance(value, ast.UnaryOp):
         return is_number(value.operand)
     return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and ast.unparse(value.func) == "float")

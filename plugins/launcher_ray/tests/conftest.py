@@ -17,7 +17,7 @@ os.environ |= {"RAY_raylet_start_wait_time_s": "120"}
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """Three nodes of two processors each, wherever they come from."""
+    """Three nodes of two processors each, started here or given."""
     from ray.cluster_utils import Cluster
 
     where = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "include_dashboard": False}

@@ -1,4 +1,4 @@
-"""What the store does with a server in trouble: the real thing wherever it can be brought about."""
+"""Faults of the server: real ones wherever they can be provoked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECRET = "s3cr3t-passw0rd"
 
 @contextmanager
 def trouble(expected: FailureReason, within: float = 5.0) -> Iterator[None]:
-    """What happens inside raises this trouble in time and says no secret."""
+    """Check that the block raises this error in time, without a secret in its message."""
     began = time.monotonic()
     with pytest.raises(StoreError) as caught:
         yield
@@ -53,7 +53,7 @@ def test_a_killed_server_is_unreachable_and_serves_after_its_restart(start: Star
 
 
 @pytest.mark.parametrize("way", ["url", "unix_url"])
-def test_a_restart_between_two_calls_goes_unnoticed(start: Start, store: MakeStore, way: str) -> None:
+def test_restart_between_two_calls_is_transparent(start: Start, store: MakeStore, way: str) -> None:
     server = start()
     kept = store(getattr(server, way))
     kept.open(5.0)
@@ -70,7 +70,7 @@ def test_a_connection_that_the_server_closes_is_replaced(server: Server, store: 
     assert kept.get([b"a"], LIMIT, 5.0) == [b"1"]
 
 
-def test_a_stopped_server_times_out_and_no_late_answer_is_taken_for_another(start: Start, store: MakeStore) -> None:
+def test_stopped_server_times_out_and_late_replies_are_dropped(start: Start, store: MakeStore) -> None:
     server = start()
     kept = store(server.url)
     big = os.urandom(3_000_000)
@@ -88,18 +88,18 @@ def test_a_stopped_server_times_out_and_no_late_answer_is_taken_for_another(star
     assert kept.longest_prefix([b"a"], LIMIT, 5.0) == 1
 
 
-def test_an_answer_drop_by_drop_does_not_stretch_the_time(script: Callable[..., Script], store: MakeStore) -> None:
+def test_slow_reply_does_not_extend_the_timeout(script: Callable[..., Script], store: MakeStore) -> None:
     kept = store(script(b":1\r\n" * 1000, pause=0.05).url)
     with trouble(FailureReason.TIMEOUT, SOON + SLACK):
         kept.longest_prefix([b"a"] * 1000, LIMIT, SOON)
 
 
-def test_a_time_that_is_over_is_a_timeout(server: Server, store: MakeStore) -> None:
+def test_expired_deadline_is_a_timeout(server: Server, store: MakeStore) -> None:
     with trouble(FailureReason.TIMEOUT, SLACK):
         store(server.url).get([b"a"], LIMIT, 0.0)
 
 
-def test_a_full_server_keeps_serving_what_it_has(start: Start, store: MakeStore) -> None:
+def test_full_server_keeps_serving_its_values(start: Start, store: MakeStore) -> None:
     server = start("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
     kept = store(server.url)
     kept.put([(b"first", [b"1"])], 5.0)
@@ -111,7 +111,7 @@ def test_a_full_server_keeps_serving_what_it_has(start: Start, store: MakeStore)
     assert kept.delete([b"%d" % n for n in range(16)], 5.0) == stored
 
 
-def test_a_server_that_evicts_takes_everything(start: Start, store: MakeStore) -> None:
+def test_evicting_server_accepts_everything(start: Start, store: MakeStore) -> None:
     server = start("--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru")
     kept = store(server.url)
     assert "evicts by" in kept.open(5.0)
@@ -148,7 +148,7 @@ def test_a_snapshot_that_cannot_be_written_makes_it_read_only(start: Start, stor
     server.folder.mkdir()
 
 
-def test_passwords_come_from_url_file_and_environment(
+def test_passwords_are_read_from_url_file_and_environment(
     start: Start, store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start("--requirepass", SECRET, password=SECRET)
@@ -176,7 +176,7 @@ def test_passwords_come_from_url_file_and_environment(
         from_file.get([b"a"], LIMIT, 5.0)
 
 
-def test_a_user_who_may_only_read_reads(server: Server, store: MakeStore) -> None:
+def test_read_only_user_can_read(server: Server, store: MakeStore) -> None:
     store(server.url).put([(b"a", [b"1"])], 5.0)
     server.back_door.execute_command(f"ACL SETUSER reader on >{SECRET} ~fd:* +strlen +exists +get +getrange")
     try:
@@ -192,13 +192,13 @@ def test_a_user_who_may_only_read_reads(server: Server, store: MakeStore) -> Non
         server.back_door.execute_command("ACL DELUSER reader")
 
 
-def test_nobody_listening_is_unreachable(store: MakeStore, tmp_path: Path) -> None:
+def test_port_without_a_listener_is_unreachable(store: MakeStore, tmp_path: Path) -> None:
     for place in (f"redis://127.0.0.1:{free_port()}", f"unix://{tmp_path}/none", "redis://no-such-host.invalid"):
         with trouble(FailureReason.UNREACHABLE):
             store(place).open(2.0)
 
 
-def test_a_database_that_is_not_there_is_named(server: Server, store: MakeStore) -> None:
+def test_missing_database_is_named(server: Server, store: MakeStore) -> None:
     with pytest.raises(StoreError, match="DB index") as caught:
         store(f"redis://127.0.0.1:{server.port}/999").open(5.0)
     assert caught.value.reason is FailureReason.OTHER
@@ -222,7 +222,7 @@ def test_a_database_that_is_not_there_is_named(server: Server, store: MakeStore)
         (b"not redis at all", FailureReason.OTHER),
     ],
 )
-def test_what_the_server_answers_decides_the_trouble(
+def test_reply_of_the_server_determines_the_error(
     script: Callable[..., Script], store: MakeStore, answer: bytes, expected: FailureReason
 ) -> None:
     kept = store(script(answer + b"\r\n").url)
