@@ -1,4 +1,4 @@
-"""Checks of fd_core. `nox` alone runs lint, types and tests, each in an environment of its own."""
+"""Checks of fd_core. `nox` alone runs lint, types and tests, each in a separate environment."""
 
 import os
 import random
@@ -12,7 +12,7 @@ nox.options.error_on_missing_interpreters = True
 # pip would compile every module of every framework; Python compiles those that a test imports. pip reads this name's
 # value the other way round: "no" switches compiling off.
 os.environ.setdefault("PIP_NO_COMPILE", "no")
-# Without it each of the thousands of processes that the tests start would compile whatever it imports.
+# Otherwise each of the thousands of processes that the tests start would compile all its imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
@@ -35,7 +35,7 @@ def timed() -> list[str]:
 
 CHECKED = ("fd_core", "tests", "benchmarks", "plugins", "examples", "noxfile.py")
 PLUGINS = tuple(sorted(str(found.parent) for found in Path("plugins").glob("*/pyproject.toml")))
-"""Each a distribution of its own, with its own settings for mypy and pytest."""
+"""Separate distributions, each with its own settings for mypy and pytest."""
 
 CONFORMING = (
     "reference",
@@ -98,7 +98,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The test suite; arguments after `--` go to pytest."""
-    # torch comes first and by itself, so that no other package chooses its build.
+    # Install torch first and alone, so that no other package selects its build.
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
     if session.posargs:
@@ -124,7 +124,7 @@ def plugins(session: nox.Session) -> None:
 
 @nox.session
 def embeddings(session: nox.Session) -> None:
-    """Vectors beside those of sentence-transformers."""
+    """Compare embeddings with those of sentence-transformers."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", "sentence-transformers>=6.0")
     session.run("pytest", "tests/models/test_sentence_transformers.py", *session.posargs)
@@ -132,7 +132,7 @@ def embeddings(session: nox.Session) -> None:
 
 @nox.session
 def peft(session: nox.Session) -> None:
-    """LoRA adapters beside those of PEFT."""
+    """Compare LoRA adapters with PEFT."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", "peft>=0.17")
     session.run("pytest", "tests/models/test_peft.py", *session.posargs)
@@ -176,7 +176,7 @@ def ray(session: nox.Session) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """The conformance kit on every backend that runs without a device of its own; writes the tables in docs/."""
+    """The conformance kit on every backend that runs without an accelerator; writes the tables in docs/."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test,paddle,onnx]", "-e", "plugins/xpu", "-e", "plugins/metax")
     tables = {"conformance": session.posargs or CONFORMING}
@@ -292,7 +292,7 @@ CLIENTS = {
     "langchain_openai": "langchain-openai>=1.0",
     "lm_eval": "lm-eval[api,hf]>=0.4.9",
 }
-"""Files of tests/clients and what their environments have beside the server."""
+"""Files of tests/clients and the packages that their environments need in addition to the server."""
 
 
 @nox.session
@@ -354,7 +354,7 @@ def simulate(session: nox.Session) -> None:
 
 @nox.session
 def fidelity(session: nox.Session) -> None:
-    """The simulator beside real servers, and plan by plan beside an engine: minutes, on a machine with nothing else."""
+    """Compare the simulator with real servers, and each plan with an engine: minutes, on an idle machine."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]")
     plans = ("tests/simulation/test_same_plans.py", "tests/simulation/test_same_code.py")

@@ -1,4 +1,4 @@
-"""How fast this machine computes now, beside the one for which the limits of tests are written."""
+"""Current speed of this machine, relative to the one for which the limits of tests are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A class has its name for itself, private ones too: whoever searches for a name finds one thing."""
+"""Class names are unique, private ones too: a search for a name finds one class."""
 
 import ast
 from collections import defaultdict

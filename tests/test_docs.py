@@ -1,4 +1,4 @@
-"""The documents prove themselves against the code."""
+"""The documents agree with the code."""
 
 import re
 import subprocess
@@ -84,12 +84,12 @@ def test_flags_named_in_documents_exist():
             assert flag in known, f"{document.name}: {flag}"
 
 
-def test_the_speed_in_the_documents_is_what_was_measured():
+def test_speed_in_the_documents_is_the_measured_one():
     for document, wanted in documented_speed.documents(documented_speed.recorded()).items():
         assert document.read_text() == wanted, "python benchmarks/documented_speed.py writes it"
 
 
-def test_the_readme_takes_one_screens_patience():
+def test_readme_is_short():
     assert len(README.splitlines()) <= 150
 
 
@@ -116,7 +116,7 @@ def test_the_tour_has_eight_steps():
     assert len(numbered("The life of a request, in eight steps")) == 8
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     generated = {ROOT / "docs" / page for page in GENERATED}
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):

@@ -1,4 +1,4 @@
-"""Tests of elapsed time are marked, so that none is judged while others compute beside it."""
+"""Tests of elapsed time are marked, so that none runs while other tests use the CPUs."""
 
 from pathlib import Path
 
