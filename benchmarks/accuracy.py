@@ -1,4 +1,4 @@
-"""Measure what quantized weights cost in accuracy, and write the table of docs/serve/quantization.md.
+"""Measure the accuracy loss of quantized weights, and write the table of docs/serve/quantization.md.
 
     python -m benchmarks.accuracy [--model smollm2] [--tokens 4096] [--types Q8_0,Q4_0] [--llama ENVIRONMENT]
 

@@ -81,7 +81,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make(name: str, kv_store: str | None) -> Connector:
-    """Return a connector as an engine would make it."""
+    """Return a connector, created as in an engine."""
     plugins, store = installed_plugins(), None
     if kv_store is not None:
         location = parse_location(kv_store)

@@ -63,7 +63,7 @@ WAYS = {"host tier": "host memory", "disk": "disk store", "redis": "Redis"}
 
 
 def pressure(results: dict[str, Any]) -> list[str]:
-    """Return the lines about a KV pool of 40 % of what the requests use."""
+    """Return the lines about a KV pool of 40 % of the requests' demand."""
     rows = {row["contender"]: row for row in results["rows"] if row["pool"] == "pressed"}
     share, rounds = results["share"], results["rounds"]
     lines = [
@@ -306,7 +306,7 @@ with adapters as their fastest and their median, simulated cases as their means 
 
 
 def figures_of(name: str, results: dict[str, Any]) -> dict[str, Any]:
-    """Return what documents show of the results of one comparison."""
+    """Return the documented part of the results of one comparison."""
     kept = {part: results[part] for part in KEPT[name]}
     if "bursts" in results:
         bursts = [Cell(**each) for each in results["bursts"]]
@@ -330,12 +330,12 @@ def figures_of(name: str, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def recorded() -> Figures:
-    """Return what `documented.json` keeps."""
+    """Return the content of `documented.json`."""
     return dict(json.loads(DOCUMENTED.read_text()))
 
 
 def record() -> Figures:
-    """Take what comparisons left in `results` into `documented.json`, a line for each row; return all that it keeps."""
+    """Merge the files in `results` into `documented.json`, a line for each row; return its content."""
     figures = recorded() if DOCUMENTED.exists() else {}
     for name in KEPT:
         if (path := RESULTS / f"{name}.json").exists():

@@ -62,7 +62,7 @@ Row = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A load, and what serves it."""
+    """A load, and the servers for it."""
 
     name: str
     title: str
@@ -117,7 +117,7 @@ def arriving(
 
 
 def name_of(index: int) -> str:
-    """Return a name by which a simulated client takes the router that a real one takes: the first, the second..."""
+    """Return a name for which a simulated client selects the same router as a real one: the first, the second..."""
     names = (f"c{index}.{number}" for number in range(1000))
     return next(name for name in names if (blake2b(name.encode(), digest_size=4).digest()[-1] - index) % 2 == 0)
 
@@ -171,7 +171,7 @@ class Address:
 
 @contextlib.contextmanager
 def serving(case: Case, folder: Path, *, traced: bool = False) -> Iterator[list[Address]]:
-    """Start what serves a case, with logs and perhaps traces in `folder`; yield the addresses that clients use."""
+    """Start the servers of a case, with logs and perhaps traces in `folder`; yield the addresses for clients."""
     processors = sorted(os.sched_getaffinity(0))
     engine = {"num_kv_blocks": case.num_kv_blocks, **case.engine}
     flags = [word for name, value in engine.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -353,7 +353,7 @@ def simulated(case: Case, profile: CostProfile, number: int, measured: Mapping[s
 
 
 def figures(*rounds: Sequence[Row]) -> dict[str, float]:
-    """Return what is compared, of the requests of all rounds together; of tokens a second the mean of rounds."""
+    """Return the compared figures over the requests of all rounds; tokens a second are the mean of the rounds."""
     asked, first, last, tokens = np.array([row for rows in rounds for row in rows], np.float64).T
     latencies = {"ttft": first - asked, "tpot": (last - first) / np.maximum(tokens - 1, 1), "e2e": last - asked}
     found = {f"{name}_mean": float(values.mean()) for name, values in latencies.items()}
@@ -423,7 +423,7 @@ def markdown(results: Sequence[dict[str, Any]], title: str) -> str:
 
 
 def show(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print what was found."""
+    """Print the results."""
     table = Table("case", "figure", "real", "simulated", "error", "without pace", "rounds apart")
     for result in results:
         for name, row in result["figures"].items():
@@ -435,7 +435,7 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def write(results: Sequence[dict[str, Any]], profile: CostProfile, out: Path) -> None:
-    """Write what was found so far as JSON and as a table."""
+    """Write the results so far as JSON and as a table."""
     errors = {one.kind: {"mean": one.mean, "p99": one.p99} for one in profile.error}
     written = {
         "machine": machine.describe(),

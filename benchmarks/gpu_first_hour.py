@@ -129,7 +129,7 @@ def _copies(runner: Runner) -> dict[str, float]:
 def run(
     bench: Bench, models: list[str], forms: list[str], steps: int, found: dict[str, Any], output: Path
 ) -> list[str]:
-    """Measure all, write after each; returns what failed, whose error is in the result and does not stop the others."""
+    """Measure all models, write after each; return the failed ones, whose errors are in the result."""
     failed = []
     for name in models:
         for form in forms:
@@ -161,7 +161,7 @@ def on_cuda(context: int, prefill: int) -> Bench:
         ops = backend.make_ops()
 
         def choose(model: DecoderModel) -> str:
-            """Try the kernels on the model, as a start does; one that fails gives way."""
+            """Test the kernels on the model, as at start; a failing one is replaced by the next provider."""
             if backend._providers is not None:
                 backend._try_providers(backend._providers, model, ops)
             print(f"on {backend.describe()}", flush=True)

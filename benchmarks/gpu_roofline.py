@@ -70,14 +70,14 @@ def calculated(name: str, how: str, step: Step, chip: Chip) -> dict[str, Any]:
 
 
 def shape(name: str) -> ModelShape:
-    """Return a model's sizes. Raises `SystemExit` that names those there are."""
+    """Return a model's sizes. Raises `SystemExit` with the known models."""
     if name not in ARCHITECTURES:
         raise SystemExit(f"{name!r} is no model of this roofline; there are {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
 
 
 def form(name: str) -> Format:
-    """Return a format of weights. Raises `SystemExit` that names those there are."""
+    """Return a format of weights. Raises `SystemExit` with the known formats."""
     if name not in FORMATS:
         raise SystemExit(f"{name!r} is no format of this roofline; there are {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -173,7 +173,7 @@ def comparison(measured: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) 
 
 
 def kernel_table(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return where the time of a step on the device goes, the longest kernels first."""
+    """Return the time of a step on the device by kernel, the longest first."""
     total = sum(each["seconds"] for each in kernels)
     rows = [
         (

@@ -160,7 +160,7 @@ def obstacle(item: Item, problem: Callable[[str], str], outcomes: Sequence[Outco
 def run(
     chosen: Sequence[Item], problem: Callable[[str], str] = problem_of, begin: Callable[[Item], int] = start
 ) -> list[Outcome]:
-    """Run items one after another; returns what became of each."""
+    """Run items one after another; return their results."""
     outcomes: list[Outcome] = []
     for item in chosen:
         command = shlex.join([Path(item.command[0]).name, *item.command[1:]])
@@ -182,7 +182,7 @@ def run(
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return a table of what became of the items."""
+    """Return a table of the results."""
     wide = max(len(each.item) for each in outcomes)
     return "\n".join(f"{each.item:{wide}}  {each.result:8}{each.seconds:8.0f} s  {each.why}" for each in outcomes)
 

@@ -227,7 +227,7 @@ def cells(name: str, runs: Sequence[Run]) -> tuple[str, ...]:
 
 
 def write(runs: Sequence[Run], rows: Sequence[tuple[str, ...]], options: argparse.Namespace) -> None:
-    """Keep what was measured."""
+    """Store the measurements."""
     command = shlex.join(["python", "benchmarks/pairs.py", *sys.argv[1:]])
     facts: dict[str, Any] = {"command": command, "version": fd_core.__version__, "machine": machine.describe()}
     facts |= {"settings": vars(options), "runs": [asdict(run) for run in runs]}

@@ -53,7 +53,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "apart": {"pipeline_parallel_size": 2, "pipeline_depth": 1},
     "deep": {"pipeline_parallel_size": 2, "pipeline_depth": 3},
 }
-"""Ways to use the processors, and what they change of an engine's settings. Stages that are `apart` never compute at
+"""Ways to use the processors, with their changes to an engine's settings. Stages that are `apart` never compute at
 the same time; `deep` are those with three plans in flight."""
 RANDOM_1B = Path.home() / ".cache/fd_core/peers/sources/1b-q4_1.gguf"
 
@@ -160,7 +160,7 @@ async def length_of(client: EngineClient, spec: RequestSpec) -> int:
 
 
 async def steps(model: str, dtype: str, ways: list[str], names: list[str], rounds: int, most: int | None) -> None:
-    """Print output tokens a second of each way, the first of which the others are compared with."""
+    """Print output tokens a second of each way, compared with the first."""
     path = resolve_model(model).path
     config = EngineConfig(model=model, backend="cpu", dtype=dtype, max_model_len=1024, kv_cache_memory=512 << 20)
     clients: list[EngineClient] = []
@@ -192,7 +192,7 @@ async def steps(model: str, dtype: str, ways: list[str], names: list[str], round
 
 
 def plans(ranks: int) -> None:
-    """Print what telling the ranks adds to a step of the null backend."""
+    """Print the time that broadcasts to the ranks add to a step of the null backend."""
     settings: dict[str, Any] = {"max_num_seqs": 32, "num_kv_blocks": 512, "max_model_len": 512, "pipeline_depth": 1}
     config = EngineConfig(model="null", backend="null", tensor_parallel_size=ranks, **settings)
     engine = load_engine(config, None, progress=lambda *_: None)

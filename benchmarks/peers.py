@@ -74,7 +74,7 @@ def add_common(parser: argparse.ArgumentParser, *, rounds: int, out: str) -> Non
 
 
 def check_common(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse what makes no sense; `env` becomes a dict of folders."""
+    """Reject invalid combinations; `env` becomes a dict of folders."""
     given = [entry.partition("=") for entry in options.env]
     for name, equals, _ in given:
         if not equals or name not in ENVIRONMENTS:

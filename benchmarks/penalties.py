@@ -1,4 +1,4 @@
-"""Time what penalties add to a decode step: 32 rows of 32,768 tokens each, with and without.
+"""Time the cost of penalties in a decode step: 32 rows of 32,768 tokens each, with and without.
 
     python -m benchmarks.penalties [--packs native,torch,numpy] [--vocabulary 49152] [--rows 32] [--context 32768]
 

@@ -38,7 +38,7 @@ WORKLOAD = "pressure"
 WARM_UP = "w3"
 """As many requests, but a seventh of the time."""
 REFERENCE = "fd_core"
-"""Computes what it preempted again, as vLLM does; the others are what saving changes."""
+"""Recomputes preempted requests, like vLLM; the others differ in saving."""
 CEILING, PRESSED = "ceiling", "pressed"
 HEADINGS = (
     *("contender", "KV blocks", "output tok/s", "min to max", "of ceiling", "ratio"),
@@ -142,7 +142,7 @@ class Row:
 
 
 def session_name(contender: str, pool: str) -> str:
-    """Return what a contender with a pool is called in runs and logs."""
+    """Return the name of a contender with a pool in runs and logs."""
     return f"{contender}-{pool}"
 
 
@@ -302,7 +302,7 @@ def heading(facts: Mapping[str, Any]) -> str:
 
 
 def legend(facts: Mapping[str, Any]) -> str:
-    """Return what the columns mean."""
+    """Return the explanation of the columns."""
     return (
         f"Medians over {facts['rounds']} rounds. Output tok/s: tokens of finished requests over the time of the whole "
         "run; of ceiling: over its own with the ceiling's pool in the same round; ratio: over "

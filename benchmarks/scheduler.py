@@ -47,7 +47,7 @@ HEADINGS = (
 
 @dataclass(slots=True)
 class Case:
-    """So many requests with so many drafts, and what the rounds gave."""
+    """Number of requests and drafts, and the results of the rounds."""
 
     running: int
     drafts: int
@@ -210,7 +210,7 @@ def _ask(worker: Worker, steps: int) -> StepTimes:
 
 
 def _workload(asked: list[list[int]], ours: SteadyDecode, seed: int) -> dict[str, Any]:
-    """Return what vLLM's side needs to do the same."""
+    """Return the same case for vLLM's process."""
     limits = ours.limits
     return {
         "prompts": asked,

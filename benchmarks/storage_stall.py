@@ -54,7 +54,7 @@ HEADINGS = ("store", "steps", "median us", "p95 us", "p99 us", "longest us", "fa
 
 @dataclass(slots=True)
 class Turns:
-    """Seconds of planning of each step, by turn, and what failed meanwhile."""
+    """Seconds of planning of each step, by turn, and failures."""
 
     seconds: dict[str, list[list[float]]] = field(default_factory=lambda: {WELL: [], STOPPED: []})
     failed: dict[str, int] = field(default_factory=lambda: {WELL: 0, STOPPED: 0})
@@ -86,7 +86,7 @@ class Turns:
 
 
 class Bench:
-    """An engine at work whose planning is timed."""
+    """Running engine whose planning is timed."""
 
     def __init__(self, location: str, secret: Path, running: int) -> None:
         short = 8
@@ -140,7 +140,7 @@ class Bench:
         return stats
 
     def settle(self, seconds: float) -> None:
-        """Go on until the store is used again and nothing waits for it. Raises `TimeoutError`."""
+        """Continue until the store is used again and no request waits for it. Raises `TimeoutError`."""
         ends = time.monotonic() + seconds
         while True:
             self.turn(20)

@@ -140,7 +140,7 @@ def compete(location: StoreLocation, options: argparse.Namespace) -> Contest:
 
 
 def _settle_in(store: KVStore) -> None:
-    """Let the store make what it makes once: sub-folders, buffers, connections."""
+    """Let the store create its sub-folders, buffers and connections."""
     keys = [bytes([number]) * 16 for number in range(256)]
     store.put([(key, (key,)) for key in keys], TIMEOUT)
     store.delete(keys, TIMEOUT)
@@ -150,7 +150,7 @@ Turn = tuple[str, dict[str, Callable[[], object]]]
 
 
 def _turns(store: KVStore, bare: Bare | None, envelope: Envelope, payloads: Sequence[bytes]) -> list[Turn]:
-    """Return each contender with what it does, in order; every value is a new one."""
+    """Return each contender with its operation, in order; every value is new."""
     limit = len(payloads[0]) + HEADER_BYTES
     turns: list[Turn] = []
     if bare is not None:

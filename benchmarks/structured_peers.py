@@ -35,7 +35,7 @@ from harness.stats import RequestResult
 from rich.console import Console
 
 MAX_TOKENS = 320
-"""More than the schema takes without blanks."""
+"""More than an answer with the schema needs without blanks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ _REDIS = {
     **dict.fromkeys(("rediss", "valkeys"), "rediss"),
     **dict.fromkeys(("unix", "redis+unix"), "unix"),
 }
-"""Schemes of one server, and redis-py's word for them."""
+"""Schemes of one server, and redis-py's names for them."""
 
 
 class Bare(Protocol):

@@ -45,7 +45,7 @@ class Checkpoint:
 
     original: Path
     kept: Path
-    """The folder of what was converted."""
+    """Folder of the converted checkpoint."""
     weight_bytes: int
     """Of the weights in bf16, which is what one decode step must read."""
 
@@ -89,7 +89,7 @@ def fetch_default() -> Path:
 
 
 def prepare(source: Path, cache: Path) -> Checkpoint:
-    """Return the GGUF file `source` (architecture llama) in every format; what is converted is kept under `cache`."""
+    """Return the GGUF file `source` (architecture llama) in every format; conversions are cached under `cache`."""
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.sha256(_RECIPE.encode())).hexdigest()[:16]
     reader = gguf.GGUFReader(source)

@@ -1,4 +1,4 @@
-"""The engines: what each needs installed, how it is started, and at which precision it computes."""
+"""The engines: requirements, start command and precision of each."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ JUDGES = ("transformers", "fd_core", "vllm-cpu")
 
 
 def environment_variables(engine: Engine, python: Path, limits: Limits) -> dict[str, str]:
-    """Return what an engine's process needs in its environment: threads, no network, no telemetry."""
+    """Return the environment variables of an engine's process: threads, no network, no telemetry."""
     variables = {
         "OMP_NUM_THREADS": str(limits.threads),
         "MKL_NUM_THREADS": str(limits.threads),

@@ -50,7 +50,7 @@ def timed(work: Callable[[], Any], repeats: int, wait: Callable[[], None]) -> fl
 
 
 def device_rates(copied: int = 1 << 30, width: int = 8192) -> dict[str, float]:
-    """Measure what the roofline assumes: bytes and operations per second, and seconds of launches."""
+    """Measure the constants of the roofline: bytes and operations per second, and seconds of launches."""
     wait = torch.cuda.synchronize
     source = torch.zeros(copied, dtype=torch.uint8, device="cuda")
     copying = timed(partial(torch.empty_like(source).copy_, source), 20, wait)

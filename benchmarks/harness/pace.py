@@ -48,7 +48,7 @@ class Pacer:
         self._engine = load_engine(config, resolve_model(model).path, progress=lambda *_: None)
 
     def look(self, seconds: float = 1.5, *, undisturbed: bool = False) -> Pace:
-        """Measure for so long and a bit more: means, or the lower quartiles that a calibration takes."""
+        """Measure for at least this long: means, or the lower quartiles that a calibration uses."""
         bench = StepBench(self._engine, (_READING, _COMPUTING))
         bench.measure(seconds, lambda *_: None)
         take = bench.usual if undisturbed else bench.mean
@@ -59,7 +59,7 @@ class Pacer:
 def neighbour(
     model: str, threads: int, processor: int
 ) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Have another process take the two steps without end, on one processor; yield what halts it for a while."""
+    """Run the two steps in another process on one processor, in a loop; yield a context manager that pauses it."""
     command = ["taskset", "-c", str(processor), sys.executable, __file__, model, str(threads)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
@@ -80,7 +80,7 @@ def _halted(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def paced(profile: CostProfile, pace: Pace) -> CostProfile:
-    """Return a profile as it would be at another pace: what reads takes `memory`, the rest `compute` times as long."""
+    """Scale a profile to another pace: reading by the factor `memory`, the rest by `compute`."""
     step, request = profile.step, profile.request
 
     def longer(values: Any, names: tuple[str, ...], factor: float) -> Any:

@@ -87,7 +87,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def interrupted_by_sigterm() -> None:
-    """Have the first SIGTERM end this process like Ctrl-C, so that it ends what it started: `timeout` sends two."""
+    """Handle the first SIGTERM like Ctrl-C, so that this process ends its children: `timeout` sends two."""
 
     def interrupt(number: int, _: object) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)

@@ -81,7 +81,7 @@ class RandomCheckpoint(Checkpoint):
         return self._shapes[name]
 
     def stored_format(self, name: str) -> str:
-        """Return what `read_weight` makes."""
+        """Return the result of `read_weight`."""
         return "BF16" if self._form == "bf16" else self._form
 
     def read(self, name: str) -> RawTensor:

@@ -73,7 +73,7 @@ def row(summary: Summary) -> tuple[str, ...]:
 
 
 def legend(report: Report) -> str:
-    """Return what the columns mean."""
+    """Return the explanation of the columns."""
     return (
         f"Medians over rounds; ratio: output tokens/s over {report.reference}'s of the same round, median; TTFT and "
         "TPOT: median request of the median round; of floor: the time of one pass over the bf16 weights over TPOT; "

@@ -182,7 +182,7 @@ def held_bytes(model: ModelShape, how: Format, tokens: int) -> float:
 
 
 def work_of(model: ModelShape, how: Format, step: Step) -> Work:
-    """Return what a step must do; one row of logits for each request."""
+    """Return the least work of a step, with one row of logits for each request."""
     router = model.hidden * model.experts
     read = model.attention_weights + model.experts_hit(step.tokens) * model.expert_weights
     active = model.attention_weights + max(1, model.experts_per_token) * model.expert_weights

@@ -138,7 +138,7 @@ class ServerSession:
 
 
 def start(engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path, *, http: bool) -> Session:
-    """Start an engine: as a library, or with `http` (and where it is nothing else) as a server."""
+    """Start an engine as a library, or as a server with `http` or if it has no library."""
     if engine.server is not None and (http or engine.adapter is None):
         return ServerSession(engine, python, checkpoint, limits, log)
     if engine.adapter is None or http:

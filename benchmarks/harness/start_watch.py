@@ -17,7 +17,7 @@ from .processes import EngineFailedError, end, end_with_parent
 __all__ = ["Mark", "Start", "Waymarks", "processor_seconds", "watched"]
 
 _INTERVAL = 0.02
-"""Seconds between two looks: a mark is late by this much at most, and looking takes a small part of a core."""
+"""Seconds between two polls: a mark is late by at most this, and polling takes a small part of a core."""
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -28,7 +28,7 @@ class Waymarks:
     server: Mapping[str, str] = field(default_factory=dict)
     """A part of the name of a file that the started process maps."""
     engine: Mapping[str, str] = field(default_factory=dict)
-    """The same of a process below it; `""` is mapped as soon as there is one."""
+    """The same of a child process; `""` matches as soon as there is one."""
     terminal: Mapping[str, str] = field(default_factory=dict)
     """Words on the terminal."""
 
@@ -140,7 +140,7 @@ def _below(process: int) -> list[int]:
 
 
 def _mapped(processes: Sequence[int]) -> str | tuple[()]:
-    """Return what the processes map, nothing if there are none."""
+    """Return the mapped files of the processes, empty if there are none."""
     texts = []
     for process in processes:
         with contextlib.suppress(OSError):

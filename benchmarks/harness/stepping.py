@@ -42,7 +42,7 @@ def limits_for(rows: int, context: int, prefill: int, vocab_size: int, steps: in
 
 
 def time_decodes(runner: Runner, rows: int, context: int, steps: int, gen: int = 1) -> StepTimes:
-    """Decode `rows` requests whose tokens before `context` count as computed; what they hold does not change the time.
+    """Decode `rows` requests whose tokens before `context` count as computed; their values do not affect the time.
 
     Two steps are in flight, as in an engine on a device.
     """

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class _Counting:
-    """Stands in front of a scheduler's `schedule` and counts what it preempts and computes again."""
+    """Wraps a scheduler's `schedule` and counts preemptions and recomputed tokens."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

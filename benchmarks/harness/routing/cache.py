@@ -1,4 +1,4 @@
-"""A worker's prefix cache as an engine keeps it: blocks of text, the least recently used leave first. Pure."""
+"""Prefix cache of a worker, as in an engine: blocks of text with LRU eviction. Pure."""
 
 from __future__ import annotations
 

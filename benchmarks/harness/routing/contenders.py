@@ -1,4 +1,4 @@
-"""Routers as processes: how each is started in front of workers whose addresses are known."""
+"""Routers as processes, each started in front of workers with known addresses."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Workers:
         return [f"http://127.0.0.1:{port}" for port in self.ports]
 
     async def stats(self) -> list[dict[str, int]]:
-        """Return what each saw since `reset`."""
+        """Return the counters of each since `reset`."""
         return [msgspec.json.decode(await _once(port, request("GET", "/stats"))) for port in self.ports]
 
     async def reset(self) -> None:

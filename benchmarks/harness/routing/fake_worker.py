@@ -127,7 +127,7 @@ class Engine:
             self.running -= 1
 
     def stats(self) -> dict[str, object]:
-        """Return what the cache saw and how crowded it was."""
+        """Return the counters of the cache and the peak number of running requests."""
         seen = self.cache.seen
         return {name: getattr(seen, name) for name in seen.__slots__} | {"most_running": self.most_running}
 

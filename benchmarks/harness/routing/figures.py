@@ -15,13 +15,13 @@ KINDS = {
 }
 """Requests of a burst, by the letter on the command line."""
 RATE = "r"
-"""The kind whose number is one of requests a second instead of requests at a time."""
+"""Kind whose number is a rate in requests a second instead of a concurrency."""
 DIRECT = "direct"
 """The workers without a router between."""
 
 
 def load_name(kind: str, number: int) -> str:
-    """Return what people read of a load."""
+    """Return the title of a load."""
     return f"{KINDS[kind]}, {number:,} {'a second' if kind == RATE else 'at a time'}"
 
 

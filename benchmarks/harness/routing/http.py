@@ -14,7 +14,7 @@ _LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 def content_length(head: bytes) -> int:
-    """Return what a head in lower case announces; 0 if it announces nothing."""
+    """Return the content length in a lower-case head; 0 if it has none."""
     at = head.find(b"\r\ncontent-length:")
     return int(head[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
 

@@ -51,7 +51,7 @@ async def burst(
     seconds: float,
     cpu: Callable[[], float],
 ) -> Burst:
-    """Ask on so many connections, over and over, for so long; `events` is what a whole stream has, 0 for none.
+    """Send requests in a loop on so many connections, for so long; `events` is the length of a stream, 0 for none.
 
     Raises WrongAnswerError, and OSError where a connection breaks.
     """

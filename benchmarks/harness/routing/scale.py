@@ -44,7 +44,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Milliseconds of one request in the router, and bytes that it keeps."""
+    """Milliseconds of one request in the router, and bytes that it stores."""
 
     select_ms: float
     """Choosing and counting, the median of those that were timed."""
@@ -103,16 +103,16 @@ class Events:
     """Cost of KV events to a router, for each block of a worker."""
 
     stored_us: float
-    """A block that is stored: its event decoded and taken, in events of a whole prompt each."""
+    """A stored block: its event decoded and applied, in events of a whole prompt each."""
     removed_us: float
     wire_bytes: float
-    """Bytes of a stored block on the way."""
+    """Bytes of a stored block on the wire."""
     reported_bytes: float
     """Memory in the router for a block that a worker reports."""
     served_bytes: float
     """Memory in the router for a block of a prompt that a worker served, if workers do not report."""
     late_ms: float
-    """All blocks of one worker, taken by a router that has just been started, in milliseconds."""
+    """Milliseconds of a new router to apply all blocks of one worker."""
 
 
 def events(blocks: int, prompt_blocks: int = 64, workers: int = 4) -> Events:
@@ -228,7 +228,7 @@ def _page(events: tuple[KVEvent, ...]) -> KVPage:
 
 
 def _serve(router: Router, page: Sequence[Stored], draw: random.Random) -> None:
-    """Have the prompts of a page served by a worker that reports nothing."""
+    """Route the prompts of a page to a worker that publishes no events."""
     for event in page:
         chosen = router.select(RouteRequest(np.frombuffer(event.tokens, "<i4")), 1.0, draw.random())
         assert isinstance(chosen, Selection)

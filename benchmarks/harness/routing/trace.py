@@ -73,7 +73,7 @@ class Size:
     prompt_tokens: int
     longest_tokens: int
     possible_hit_rate: float
-    """Of one worker that forgets nothing."""
+    """Hits of one worker without evictions."""
 
 
 def size_of(played: Sequence[Conversation], text_of: Any) -> Size:

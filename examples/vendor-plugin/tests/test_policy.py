@@ -12,7 +12,7 @@ OLD, NEW = (RouterWorker(f"http://127.0.0.1:{port}", "mixed", port) for port in 
 
 
 def chosen(policy: SlowStart, now: float, **requests: int) -> RouterWorker:
-    """Return who gets a request when `old` and `new` have so many."""
+    """Return the worker of a request when `old` and `new` have this many."""
     workers = {"old": OLD, "new": NEW}
     seen = Candidates.of(Candidate(workers[name], WorkerLoad(count, 0, 0)) for name, count in requests.items())
     return policy.choose(RoutingContext(seen, np.ones(4, np.int32), (), None, 0.5, now)).worker
