@@ -244,7 +244,7 @@ def deploy(session: nox.Session) -> None:
         session.run("python", "-m", "tests.deploy.rendering", "write", str(helm).strip())
     arguments = [each for each in session.posargs if each != "--write"]
     session.run("pytest", "tests/deploy", *arguments, env={"FD_HELM": str(helm).strip()})
-    session.run("pytest", "tests/examples/test_compose.py", "-k", "test_the_file_is_one_of_compose")
+    session.run("pytest", "tests/examples/test_compose.py", "-k", "test_compose_file_is_valid")
 
 
 @nox.session

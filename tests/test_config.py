@@ -29,7 +29,7 @@ def test_cache_never_exceeds_the_capacity_of_all_slots() -> None:
     assert limits(max_num_seqs=2, block_size=32).num_kv_blocks == 2 * 2048 // 32
 
 
-def test_the_cache_takes_its_share_of_free_memory() -> None:
+def test_cache_uses_its_share_of_free_memory() -> None:
     assert limits(free_bytes=100_000, gpu_memory_utilization=0.5, max_model_len=32).num_kv_blocks == 32
     assert limits(free_bytes=30_000, gpu_memory_utilization=0.5, max_model_len=32).num_kv_blocks == 15
 
@@ -72,7 +72,7 @@ def test_default_token_budget_is_the_backends_and_holds_all_decodes(settings: di
 
 
 @pytest.mark.law("2.5")
-def test_a_budget_below_one_decode_with_its_drafts_is_refused() -> None:
+def test_budget_below_one_decode_with_its_drafts_is_rejected() -> None:
     three = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     assert limits(speculative=three, max_num_batched_tokens=4).max_drafts == 3
     with pytest.raises(ConfigError, match="less than the 4 tokens"):
@@ -80,6 +80,6 @@ def test_a_budget_below_one_decode_with_its_drafts_is_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 17])
-def test_a_number_of_drafts_out_of_range_is_refused(count: int) -> None:
+def test_number_of_drafts_out_of_range_is_rejected(count: int) -> None:
     with pytest.raises(ConfigError, match="between 0 and 16"):
         limits(speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=count))

@@ -52,7 +52,7 @@ def folders():
     yield "tests/"
 
 
-def test_every_command_has_help_and_so_has_every_option():
+def test_every_command_and_option_has_help():
     for path, command in COMMANDS.items():
         assert command.help, path
         for parameter in command.params:
@@ -112,7 +112,7 @@ def numbered(title: str) -> list[str]:
     return [line for _, line in found]
 
 
-def test_the_tour_has_eight_steps():
+def test_tour_has_eight_steps():
     assert len(numbered("The life of a request, in eight steps")) == 8
 
 

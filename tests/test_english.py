@@ -52,5 +52,5 @@ def test_malformed_subjects_are_reported(subject: str) -> None:
     assert len([*english.wrong_subjects({"0" * 40: subject})]) == 1
 
 
-def test_a_subject_of_the_form_passes() -> None:
+def test_subject_of_the_form_passes() -> None:
     assert not [*english.wrong_subjects({"0" * 40: "router: release tokens when the upstream disconnects"})]

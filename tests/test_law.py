@@ -16,11 +16,11 @@ def test_tests_and_mutants_name_existing_rules():
     assert (marked_tests().keys() | mutants_by_rule().keys()) - RULES.keys() == set()
 
 
-def test_the_document_lists_the_rules():
+def test_document_lists_the_rules():
     assert DOCUMENT.read_text() == page(), "write it anew: python -m tests.law"
 
 
-def test_the_index_names_every_test_and_mutant():
+def test_index_names_every_test_and_mutant():
     named = set(index().splitlines())
     for found in (marked_tests(), mutants_by_rule()):
         assert {f"- `{name}`" for names in found.values() for name in names} <= named

@@ -192,7 +192,7 @@ def edges() -> dict[str, dict[str, list[str]]]:
 
 
 @pytest.mark.parametrize("part", ALLOWED)
-def test_a_part_imports_only_what_is_below_it(part: str) -> None:
+def test_part_imports_only_lower_parts(part: str) -> None:
     assert [each for other, places in edges()[part].items() if other not in ALLOWED[part] for each in places] == []
 
 
@@ -229,7 +229,7 @@ def test_checkpoint_reading_does_not_import_models() -> None:
     ]
 
 
-def test_the_pure_core_has_no_clock_no_randomness_and_no_io() -> None:
+def test_pure_core_has_no_clock_no_randomness_and_no_io() -> None:
     assert breaches(*PURE, forbidden=IMPURE_MODULES) == []
     for path in sources(*PURE):
         for node in ast.walk(parsed(path)):
@@ -286,7 +286,7 @@ def _is_private(name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "testing").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_kit_that_vendors_run_uses_public_names_only(path: Path) -> None:
+def test_kit_that_vendors_run_uses_public_names_only(path: Path) -> None:
     """A vendor's runner, store or connector has the public names, and may have others."""
     assert list(private_names(ast.parse(path.read_text()))) == []
 

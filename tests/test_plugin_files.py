@@ -25,7 +25,7 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_class_in_a_file_is_loaded_once(mine: Path) -> None:
+def test_class_in_a_file_is_loaded_once(mine: Path) -> None:
     first, second = (installed_plugins().load(SCHEDULING_POLICY, f"{mine}:Longest") for _ in range(2))
     assert first is second
     assert first.__name__ == "Longest"
@@ -43,7 +43,7 @@ def test_missing_class_or_file_is_named(mine: Path, text: str, message: str) -> 
         installed_plugins().load(SCHEDULING_POLICY, text.format(file=mine))
 
 
-def test_a_class_of_another_kind_is_refused(mine: Path) -> None:
+def test_class_of_another_kind_is_rejected(mine: Path) -> None:
     with pytest.raises(PluginError, match="is not a subclass of fd_core"):
         installed_plugins().load(ROUTER_POLICY, f"{mine}:Longest")
 

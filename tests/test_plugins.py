@@ -59,7 +59,7 @@ def test_built_ins_are_registered_like_plugins():
     assert {registered.origin.distribution for registered in plugins.offered(BACKEND).values()} == {"fd-core"}
 
 
-def test_a_plugin_is_found_through_its_entry_point(site):
+def test_plugin_is_found_through_its_entry_point(site):
     site.chip("fd-mychip", offers="mychip")
     plugins = site.discover()
     assert plugins.load(BACKEND, "mychip").__name__ == "Chip"
@@ -134,7 +134,7 @@ def test_broken_plugin_fails_only_when_named(site, source, cause):
         assert caught.value.exit_code == 4
 
 
-def test_an_entry_point_must_name_a_module(site):
+def test_entry_point_must_name_a_module(site):
     site.install("fd-mychip", "FD_CONTRACT = 1\nclass Plugin: ...")
     info = site.folder / "fd_mychip-2.5.dist-info" / "entry_points.txt"
     info.write_text(f"[{ENTRY_POINT_GROUP}]\nmychip = fd_mychip:Plugin\n")
@@ -151,7 +151,7 @@ def test_duplicate_name_is_given_to_neither_plugin(site):
         plugins.load(BACKEND, "chip")
 
 
-def test_a_plugin_cannot_replace_a_built_in(site):
+def test_plugin_cannot_replace_a_built_in(site):
     site.chip("fd-evil", offers="cpu", rank=1000)
     plugins = site.discover()
     with pytest.raises(PluginError, match="offered by fd-core and fd-evil"):
@@ -191,13 +191,13 @@ def test_scheme_of_a_broken_plugin_reports_the_cause(site, monkeypatch):
         site.discover().load(STORE, "redis+unix")
 
 
-def test_a_target_of_the_wrong_kind_is_refused(site):
+def test_target_of_the_wrong_kind_is_rejected(site):
     site.install("fd-mychip", GOOD.format(name="mychip", module="fd_mychip"), parts="class Chip: ...")
     with pytest.raises(PluginError, match=r"fd_mychip_parts:Chip is not a subclass of .*Backend"):
         site.discover().load(BACKEND, "mychip")
 
 
-def test_a_target_that_cannot_be_imported_names_distribution_and_cause(site):
+def test_target_that_cannot_be_imported_names_distribution_and_cause(site):
     site.install("fd-mychip", GOOD.format(name="mychip", module="fd_mychip"), parts="import no_driver")
     with pytest.raises(PluginError, match=r"backend mychip of plugin fd-mychip 2.5 .*No module named 'no_driver'"):
         site.discover().load(BACKEND, "mychip")
@@ -222,7 +222,7 @@ def test_auto_skips_a_backend_whose_probe_fails(site):
     assert "probe: expected an Availability, got bool True" in choice.reason
 
 
-def test_auto_never_takes_a_negative_rank(site):
+def test_auto_never_selects_a_negative_rank(site):
     site.chip("fd-shy", offers="shy", rank=-1)
     plugins = site.discover()
     for name in ("cpu", "cpu+onnx", "cpu+paddle", "reference", "null"):
@@ -243,7 +243,7 @@ def test_auto_never_selects_an_emulated_backend(site):
     assert plugins.choose_backend("fast").reason == "selected by name; emulated: no such device"
 
 
-def test_a_named_backend_that_cannot_run_is_an_error_with_the_reason(site):
+def test_named_backend_that_cannot_run_is_an_error_with_the_reason(site):
     site.chip("fd-mychip", offers="mychip", answer="Availability(False, 'driver 3 is too old')")
     with pytest.raises(PluginError, match="backend mychip cannot run here: driver 3 is too old"):
         site.discover().choose_backend("mychip")
@@ -270,7 +270,7 @@ def test_router_policies_are_registered_the_same_way(site):
     assert caught.value.field == "--policy"
 
 
-def test_a_postprocessor_named_as_a_backend_is_the_default_for_it(site):
+def test_postprocessor_named_as_a_backend_is_the_default_for_it(site):
     hook = "@hookimpl\ndef fd_register_postprocessors(): return [Entry('mychip', 'fd_mychip_parts:Mine', 'a kernel')]"
     site.install("fd-mychip", f"from fd_core.hookspecs import Entry, hookimpl\nFD_CONTRACT = 1\n{hook}")
     plugins = site.discover()

@@ -57,12 +57,12 @@ def test_error_does_not_hide_the_release_of_its_slot() -> None:
     assert outcomes.counts.tolist() == [0, 0]
 
 
-def test_an_error_in_one_row_leaves_the_others() -> None:
+def test_error_in_one_row_leaves_the_others() -> None:
     outcomes = read(np.array([[3], [4]], np.int32), errors=((0, "broken"),))
     assert outcomes.kinds.tolist() == [Outcome.ERROR, Outcome.TOKENS]
     assert outcomes.counts.tolist() == [0, 1]
 
 
-def test_an_error_does_not_hide_that_its_slot_was_released() -> None:
+def test_error_does_not_hide_that_its_slot_was_released() -> None:
     outcomes = read(np.array([[PREEMPTED_TOKEN_ID], [4]], np.int32), errors=((0, "broken"),))
     assert outcomes.kinds.tolist() == [Outcome.RELEASED, Outcome.TOKENS]

@@ -61,7 +61,7 @@ def test_every_simulation_of_the_page_runs(line: str, tmp_path: Path, monkeypatc
     assert any(".py:" in case["setting"] for case in figures["cases"])
 
 
-def test_the_page_serves_with_a_file_that_it_simulates() -> None:
+def test_page_serves_with_a_file_that_it_simulates() -> None:
     served = [line.split()[-1] for line in COMMANDS if line.startswith("fdcore serve")]
     assert served
     assert all(any(name in line for line in COMMANDS if "simulate" in line) for name in served)

@@ -30,7 +30,7 @@ def walks() -> dict[str, Walk]:
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-def test_a_walk_stays_within_its_budget(walks: dict[str, Walk], name: str) -> None:
+def test_walk_stays_within_its_budget(walks: dict[str, Walk], name: str) -> None:
     walk = walks[name]
     taken = len(walk.calls), len(walk.functions), len(walk.files)
     assert all(cost <= most for cost, most in zip(taken, BUDGETS[name], strict=True)), f"{walk.cost()}: {BUDGETS[name]}"

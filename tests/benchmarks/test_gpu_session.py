@@ -51,7 +51,7 @@ def test_without_a_gpu_skipped_commands_are_listed_with_reasons(capsys):
     assert output.count("would run") == 6 and "not run: first-hour did not pass" in output
 
 
-def test_an_item_whose_modules_are_not_installed_is_not_run(monkeypatch):
+def test_item_whose_modules_are_not_installed_is_not_run(monkeypatch):
     monkeypatch.setattr(gpu_session, "find_spec", lambda name: None if name == "triton" else name)
     outcomes, started = session()
     assert "compile" not in started

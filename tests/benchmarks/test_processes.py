@@ -27,17 +27,17 @@ def worker(tmp_path):
     started.close()
 
 
-def test_a_worker_answers_in_json_lines(worker):
+def test_worker_answers_in_json_lines(worker):
     assert worker.ask(op="run", prompts=[[1, 2]])["received"] == {"op": "run", "prompts": [[1, 2]]}
 
 
-def test_a_failed_request_is_an_error_and_the_next_one_is_answered(worker):
+def test_failed_request_is_an_error_and_the_next_one_is_answered(worker):
     with pytest.raises(EngineFailedError, match=r"it burns; see .*log"):
         worker.ask(op="fail")
     assert worker.ask(op="run")["ok"]
 
 
-def test_a_dead_worker_is_an_error_with_its_status(worker):
+def test_dead_worker_is_an_error_with_its_status(worker):
     with pytest.raises(EngineFailedError, match="ended with status 3"):
         worker.ask(op="die")
 

@@ -19,7 +19,7 @@ def test_times_and_decisions_are_compared_inside_rounds():
     assert "480 (32 lost in all)" in short.cells()
 
 
-def test_the_files_hold_every_return_and_the_command(tmp_path):
+def test_files_hold_every_return_and_the_command(tmp_path):
     returns = [one(1, 1.0, 0.5)]
     facts = {
         "command": "python benchmarks/return_ttft.py",

@@ -85,7 +85,7 @@ def test_order_rotates():
     assert order_of("abc", 4) == ["b", "c", "a"]
 
 
-def test_the_warm_up_may_be_another_workload():
+def test_warm_up_may_be_another_workload():
     journal = []
     measure([FakeSession("a", journal)], ["w1"], 1, list(range(500)), 0, FakeProbe(), lambda *_: None, ["smoke"])
     assert journal == [(0, "smoke", "a"), (1, "w1", "a")]

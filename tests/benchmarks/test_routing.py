@@ -28,7 +28,7 @@ def prompt(*blocks, rest=0):
 
 
 @given(st.lists(st.floats(0, 1), min_size=1), st.sampled_from([0.01, 0.5, 0.95, 0.99, 1.0]))
-def test_a_percentile_is_the_least_value_with_its_share_below(values, share):
+def test_percentile_is_the_least_value_with_its_share_below(values, share):
     found = percentile(values, share)
     assert found in values
     assert sum(value <= found for value in values) >= share * len(values)
@@ -59,7 +59,7 @@ def test_least_recently_used_prompt_is_evicted_from_its_end():
 
 
 @given(st.lists(st.text("ab", max_size=5).map(lambda word: prompt(*word)), max_size=15), st.integers(1, 6))
-def test_a_cache_stays_within_its_bound_and_holds_whole_paths(prompts, capacity):
+def test_cache_stays_within_its_bound_and_holds_whole_paths(prompts, capacity):
     cache = PrefixCache(capacity)
     for text in prompts:
         before = cache.seen.cached_tokens

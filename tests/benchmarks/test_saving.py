@@ -17,7 +17,7 @@ def test_contenders_differ_only_in_saved_kv(tmp_path):
     assert (tmp_path / "secret").stat().st_mode & 0o77 == 0
 
 
-def test_the_cost_is_a_ratio_inside_rounds(tmp_path):
+def test_cost_is_a_ratio_inside_rounds(tmp_path):
     runs = [run("off", 1, 1.0), run("disk", 1, 1.25), run("off", 2, 10.0), run("disk", 2, 12.5)]
     table = summarise(runs, reference=saving.OFF)
     facts = {

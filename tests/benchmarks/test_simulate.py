@@ -22,7 +22,7 @@ def test_load_grows_with_the_workers():
 
 
 @pytest.mark.parametrize("wrong", [["--workers", "a"], ["--workers", "0"], ["--requests", "0"]])
-def test_wrong_numbers_are_refused(wrong, capsys):
+def test_wrong_numbers_are_rejected(wrong, capsys):
     with pytest.raises(SystemExit):
         simulate.parse(wrong)
     assert "--workers" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def test_shares_are_taken_inside_rounds():
     assert contest.share("read", BARE) is None
 
 
-def test_disk_is_compared_with_plain_files_and_leaves_nothing(tmp_path):
+def test_disk_is_compared_with_plain_files_which_are_removed(tmp_path):
     contest = stores.compete(parse_location(f"disk:{tmp_path / 'kv'}"), options(f"disk:{tmp_path / 'kv'}"))
     assert set(contest.seconds) == {(o, c) for o in ("read", "write") for c in (BARE, ALONE, SEALED)}
     assert all(len(rounds) == 2 for rounds in contest.seconds.values())
@@ -40,7 +40,7 @@ def test_store_without_a_baseline_is_measured_alone():
     assert contest.share("read", SEALED) is None
 
 
-def test_a_store_that_loses_values_is_not_measured(capsys, tmp_path):
+def test_store_that_loses_values_is_not_measured(capsys, tmp_path):
     assert stores.main(["memory:?max_bytes=9000", "--size", "4", "--rounds", "1", "--out", str(tmp_path / "x")]) == 1
     assert "give it more room" in capsys.readouterr().out
 

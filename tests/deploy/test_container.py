@@ -35,7 +35,7 @@ def test_extras_and_plugins_of_the_image_exist() -> None:
     assert named and all((ROOT / "plugins" / one / "pyproject.toml").exists() for each in named for one in each.split())
 
 
-def test_the_image_runs_as_the_user_that_the_manifests_name() -> None:
+def test_image_runs_as_the_user_that_the_manifests_name() -> None:
     (user,) = words("USER")
     number = int(user[0].partition(":")[0])
     assert number > 0 and f"--uid {number}" in TEXT

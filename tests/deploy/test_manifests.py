@@ -83,7 +83,7 @@ def test_pod_grace_period_covers_the_drain_timeout(found: list[Object], secrets:
             assert shared.drain_delay >= 2 * probe["periodSeconds"] * probe["failureThreshold"]
 
 
-def test_an_engine_may_start_again_before_its_container_is_killed(found: list[Object]) -> None:
+def test_engine_may_start_again_before_its_container_is_killed(found: list[Object]) -> None:
     for _, container in programs(found).values():
         probe = container["livenessProbe"]
         patience = probe["periodSeconds"] * probe["failureThreshold"]

@@ -125,7 +125,7 @@ def test_text_of_alerts_uses_labels_of_their_series() -> None:
             assert rule["annotations"].keys() == {"summary", "description"}
 
 
-def test_the_chart_installs_the_alerts_as_they_are() -> None:
+def test_chart_installs_the_alerts_as_they_are() -> None:
     (rule,) = of_kind(objects("pairs"), "PrometheusRule")
     assert rule["spec"] == ALERTS
 
@@ -165,6 +165,6 @@ def test_panels_have_unique_ids_and_descriptions_and_do_not_overlap() -> None:
         "fdcore_generations_total",
     ],
 )
-def test_the_dashboard_shows_what_operators_ask_first(name: str) -> None:
+def test_dashboard_shows_the_key_questions_of_operators(name: str) -> None:
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     assert any(re.search(rf"\b{name}(_bucket)?\b", query) for query in queries)

@@ -65,7 +65,7 @@ def test_named_test_of_a_block_exists_and_names_its_page(block: Block) -> None:
     assert test.name == "noxfile.py" or Path(block.document).name in test.read_text(), f"{test} never reads {block}"
 
 
-def test_no_more_blocks_than_these_are_left_out() -> None:
+def test_number_of_skipped_blocks_is_recorded() -> None:
     found = Counter(str(block.why) for block in MARKED if "is run by" not in str(block.why))
     elsewhere = sum("is run by" in str(block.why) for block in MARKED)
     shown = Counter(block.language for block in BLOCKS if block.why is None)
@@ -77,7 +77,7 @@ def test_no_more_blocks_than_these_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("block", [each for each in BLOCKS if each.language in ("sh", "bash", "console")], ids=str)
-def test_the_shell_understands_every_block(block: Block) -> None:
+def test_shell_understands_every_block(block: Block) -> None:
     assert commands(block.text)
 
 

@@ -163,7 +163,7 @@ def test_figures_of_a_page_about_the_store_match_its_script(page: str, real: Rea
 
 
 @pytest.mark.guide
-def test_an_answer_fits_the_schema_of_the_quick_start(real: Reader) -> None:
+def test_answer_fits_the_schema_of_the_quick_start(real: Reader) -> None:
     blocks = todo(ROOT / "docs" / "quick-start.md")
     answer = json.loads(real.follow(next(each for each in blocks if "json_schema" in each.text)))
     assert set(answer) == {"city", "population"}

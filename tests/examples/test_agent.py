@@ -75,7 +75,7 @@ def test_turns_end(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_the_program_answers_the_question_of_its_command_line(
+def test_program_answers_the_question_of_its_command_line(
     name: str, server: LiveServer, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(name)
@@ -101,9 +101,7 @@ def test_the_program_answers_the_question_of_its_command_line(
         ({}, None),
     ],
 )
-def test_the_calculator_computes_numbers_and_nothing_else(
-    script: Script, arguments: Any, wanted: tuple[str, bool] | None
-) -> None:
+def test_calculator_evaluates_numbers_only(script: Script, arguments: Any, wanted: tuple[str, bool] | None) -> None:
     module = script("agent/agent_tools")
     output, failed = module.call(module.make_tools(lambda: NOON), "calculate", arguments)
     assert (output, failed) == wanted if wanted else failed

@@ -50,7 +50,7 @@ def arguments(name: str, secrets: Path) -> list[str]:
     return [word.replace("/run/secrets/", f"{secrets}/") for word in SERVICES[name]["command"]]
 
 
-def test_the_file_is_one_of_compose() -> None:
+def test_compose_file_is_valid() -> None:
     spec = pytest.importorskip("compose_spec", reason="`nox -s deploy` has it")
     # As Compose does, with the values of .env.
     text = re.sub(r"\$\{SECRETS_GID:[^}]*\}", "1000", (FOLDER / "compose.yaml").read_text())
@@ -148,7 +148,7 @@ def page(address: str, key: str = "", body: Any = None) -> str:
         return str(answer.read().decode())
 
 
-def test_the_processes_serve_together_and_every_target_is_scraped(places: dict[str, str], secrets: Path) -> None:
+def test_processes_serve_together_and_every_target_is_scraped(places: dict[str, str], secrets: Path) -> None:
     router, until = places["router:8000"], time.monotonic() + 120
     states: list[str] = []
     while states != ["healthy", "healthy"]:

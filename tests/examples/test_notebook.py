@@ -14,7 +14,7 @@ NOTEBOOK = EXAMPLES / "notebook" / "simulator.ipynb"
 CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-def test_no_output_is_kept() -> None:
+def test_notebook_is_stored_without_outputs() -> None:
     assert CELLS
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CELLS)
 

@@ -65,7 +65,7 @@ def test_every_paragraph_is_a_passage_with_its_documents_name(rag: ModuleType) -
         ("How many seats has the reading room?", "sixty seats"),
     ],
 )
-def test_the_nearest_passage_is_found_and_ranked_first(
+def test_nearest_passage_is_found_and_ranked_first(
     rag: ModuleType, server: LiveServer, question: str, wanted: str
 ) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
@@ -77,7 +77,7 @@ def test_the_nearest_passage_is_found_and_ranked_first(
     assert len(best) == 2 and best[0] == near[0]
 
 
-def test_the_program_lets_the_model_read_the_best_passages(
+def test_program_lets_the_model_read_the_best_passages(
     rag: ModuleType, server: LiveServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rag, "ask", lambda *given: asked.extend(given) or "It leaves at half past eight.")
@@ -96,7 +96,7 @@ def test_the_program_lets_the_model_read_the_best_passages(
     assert read.count("- ") == 3 and read.startswith("- harbour: The ferry")
 
 
-def test_the_prompt_has_the_notes_and_the_question(rag: ModuleType, server: LiveServer) -> None:
+def test_prompt_has_the_notes_and_the_question(rag: ModuleType, server: LiveServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         answer = rag.ask(client, "fake", "Who?", ["one: Alice.", "two: Bob."])
     assert answer.endswith("- one: Alice.\n- two: Bob.\n\nQuestion: Who?\nassistant: ")

@@ -43,7 +43,7 @@ def faults(text: str, version: str) -> list[str]:
     return found
 
 
-def test_the_changelog_has_its_form():
+def test_changelog_follows_keep_a_changelog():
     assert "keepachangelog.com/en/1.1.0" in CHANGELOG
     assert faults(CHANGELOG, fd_core.__version__) == []
 

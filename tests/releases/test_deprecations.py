@@ -25,7 +25,7 @@ def no_warning_so_far(monkeypatch):
     monkeypatch.setattr(deprecations, "_warned", set())
 
 
-def test_an_old_name_warns_once_with_what_to_use():
+def test_old_name_warns_once_with_its_replacement():
     with pytest.warns(
         OldNameWarning, match=r"FD_OLD was replaced in fd_core 0\.1 .* from 0\.4 on: set FD_NEW"
     ) as warned:
@@ -52,7 +52,7 @@ def test_old_names_are_removed_in_their_last_version():
         assert minor(fd_core.__version__) < minor(old.until), f"remove {old.name}, and list the removal in CHANGELOG.md"
 
 
-def test_the_switches_of_fastdeploy_work_without_a_warning():
+def test_switches_of_fastdeploy_work_without_a_warning():
     with warnings.catch_warnings(action="error"):
         assert merge("m", {}, {"FD_USE_GET_SAVE_OUTPUT_V1": "1"}).engine.output_transport == "zmq"
         assert not merge("m", {}, {"FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST": "0"}).engine.save_preempted_kv

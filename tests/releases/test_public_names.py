@@ -31,7 +31,7 @@ def test_classes_in_hook_signatures_are_public():
     assert bases <= set(modules())
 
 
-def test_the_page_lists_the_names_that_were_replaced():
+def test_page_lists_the_names_that_were_replaced():
     for old in OLD_NAMES:
         rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{old.name}`")]
         assert len(rows) == 1 and rows[0].endswith(f"| {old.until} |")

@@ -44,7 +44,7 @@ def test_notices_round_trip(reference: Reference, piece: int) -> None:
     assert Notice.decode(notice.encode()) == notice
 
 
-def test_the_end_is_no_piece() -> None:
+def test_end_marker_is_not_a_piece() -> None:
     last = Notice.decode(Notice.of_the_end(TOKEN).encode())
     assert last is not None
     assert last.ends

@@ -21,7 +21,7 @@ def test_freed_pages_are_reused() -> None:
     assert memory.taken == 2 * MIB
 
 
-def test_the_limit_holds() -> None:
+def test_limit_holds() -> None:
     memory = Memory()
     memory.lend(MIB, 2 * MIB)
     memory.lend(MIB, 2 * MIB)
@@ -29,7 +29,7 @@ def test_the_limit_holds() -> None:
         memory.lend(1, 2 * MIB)
 
 
-def test_a_small_lease_does_not_get_a_large_piece() -> None:
+def test_small_lease_does_not_get_a_large_piece() -> None:
     memory = Memory()
     large = memory.lend(8 * MIB, 20 * MIB)
     memory.give_back(large)

@@ -16,7 +16,7 @@ from fd_connector_nixl import settings
 from fd_connector_nixl.connector import NixlConnector
 
 
-def test_the_installed_plugin_offers_it() -> None:
+def test_installed_plugin_offers_it() -> None:
     plugins = Plugins.discover()
     assert plugins.offered(CONNECTOR)["nixl"].origin.distribution == "fd-connector-nixl"
     assert plugins.load(CONNECTOR, "nixl") is NixlConnector

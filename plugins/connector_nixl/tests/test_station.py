@@ -61,7 +61,7 @@ def held_back(connector: NixlConnector) -> int:
     return connector._station.held_back
 
 
-def test_a_whole_lease_holds_nothing_back(near: NixlConnector, far: Connector) -> None:
+def test_complete_lease_holds_no_memory(near: NixlConnector, far: Connector) -> None:
     inbox, outbox = opened(near, far)
     carry(inbox, outbox, [value_of(index, 5000) for index in PIECES], 0, WINDOW, random.Random(0))
     inbox.close()
@@ -149,7 +149,7 @@ def test_dead_workers_leave_no_descriptors(near: NixlConnector) -> None:
     assert counts[-1] <= counts[1] + 1, "more than a connection that was not used since"
 
 
-def test_an_idle_connector_does_not_poll(near: NixlConnector, far: Connector) -> None:
+def test_idle_connector_does_not_poll(near: NixlConnector, far: Connector) -> None:
     inbox, outbox = opened(near, far)
     outbox.close()
     inbox.close()

@@ -139,7 +139,7 @@ def test_heads_that_share_a_masked_tile_of_8_bits() -> None:
 
 
 @pytest.mark.parametrize(("width", "options"), [pytest.param(24, {}, marks=AT_LENGTH), (16, {"window": 1100})], ids=str)
-def test_a_context_of_thousands_has_the_same_bits_on_every_device(width: int, options: dict[str, Any]) -> None:
+def test_long_context_has_the_same_bits_on_every_device(width: int, options: dict[str, Any]) -> None:
     """Over small and large chunks: by one program, by two, and by one for each chunk.
 
     A tile of a head that is masked has twice the keys of another in float32, and so the interpreter half the work.
@@ -152,7 +152,7 @@ def test_a_context_of_thousands_has_the_same_bits_on_every_device(width: int, op
 
 @pytest.mark.usefixtures("dots_in_order")
 @pytest.mark.parametrize("options", [{}, {"window": 90}], ids=str)
-def test_a_row_alone_has_the_same_bits_as_in_any_batch(options: dict[str, Any]) -> None:
+def test_row_alone_has_the_same_bits_as_in_any_batch(options: dict[str, Any]) -> None:
     """For a decode, drafts and a prompt, with any other rows in the batch."""
     rows = [(1, 600), (19, 40), (1, 3), (3, 300), (40, 90)]
     batch, attend = Batch(rows, (4, 1, 16), **options), attention((12, 99 * 1024))
@@ -185,7 +185,7 @@ def test_bound_of_a_graph_does_not_change_results() -> None:
         assert torch.equal(attend(batch.q, batch.layer, batch.heads, step), expected)
 
 
-def test_counters_are_left_at_zero() -> None:
+def test_counters_end_at_zero() -> None:
     attend = attention((12, 99 * 1024))
     Batch([(1, 700), (1, 2100), (1, 3)], (2, 1, 16)).check(attend)
     assert not attend._counters.any()
@@ -195,7 +195,7 @@ def test_counters_are_left_at_zero() -> None:
     ("rows", "context", "splits"),
     [(1, 128, 1), (1, 32768, 33), (1, 4096, 16), (8, 32768, 4), (33, 32768, 1), (256, 131072, 1)],
 )
-def test_rows_are_divided_so_far_that_the_device_is_full(rows: int, context: int, splits: int) -> None:
+def test_rows_are_split_until_the_device_is_full(rows: int, context: int, splits: int) -> None:
     """Of Llama-3.1-8B on an H100."""
     from fd_gpu_cuda.kernels.attention import most_chunks
 

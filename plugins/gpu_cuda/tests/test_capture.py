@@ -33,7 +33,7 @@ def test_replay_reads_the_current_content_of_its_memory() -> None:
     assert y.tolist() == [5, 7, 11]
 
 
-def test_a_replay_repeats_no_decision_of_python() -> None:
+def test_replay_repeats_no_decision_of_python() -> None:
     x, y, signs = torch.ones(1), torch.zeros(1), iter([1.0, 1.0, -1.0])
     recorded = record(lambda: y.copy_(x * next(signs)))
     recorded.replay()
@@ -90,7 +90,7 @@ def test_operations_that_cannot_be_captured_are_rejected(name: str) -> None:
         record(compute)
 
 
-def test_memory_made_for_one_call_is_refused() -> None:
+def test_memory_made_for_one_call_is_rejected() -> None:
     """As an array that was uploaded for a step, and not copied to the memory of the graph."""
     y, inputs = torch.zeros(3), iter([torch.ones(3), torch.ones(3)])
     with pytest.raises(CaptureRefused, match="made for this call alone"):
@@ -108,7 +108,7 @@ def test_freed_memory_is_rejected_at_the_replay() -> None:
         recorded.replay()
 
 
-def test_a_workspace_made_before_the_capture_may_be_read() -> None:
+def test_workspace_made_before_the_capture_may_be_read() -> None:
     y, owned = torch.zeros(3), list[Any]()
 
     def compute() -> None:

@@ -32,7 +32,7 @@ def answer(script: str, *words: str, cache: Path) -> Any:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_the_driver_counts_what_triton_would_compile_and_launches_nothing(tmp_path: Path) -> None:
+def test_fake_driver_counts_compilations_and_launches_nothing(tmp_path: Path) -> None:
     found, failures, launches, touched = answer("count_small_kernels.py", cache=tmp_path)
     # A count of 1 is a constant, multiples of 16 and addresses that are none are known to the compiler.
     assert found == {"_special": [1, 1, 1, 0, 1, 1], "_plain": [1, 0, 0, 0, 0, 1]}

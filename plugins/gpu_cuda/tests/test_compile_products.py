@@ -13,7 +13,7 @@ from compiling import capabilities, compiled
 
 
 @pytest.mark.parametrize("capability", capabilities())
-def test_products_take_the_tensor_cores_of_each_device_and_spill_nothing(capability: int, tmp_path: Path) -> None:
+def test_products_use_tensor_cores_and_spill_nothing(capability: int, tmp_path: Path) -> None:
     compiled("compile_products.py", tmp_path, str(capability))
 
 

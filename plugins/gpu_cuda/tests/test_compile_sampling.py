@@ -14,7 +14,7 @@ from test_compilations import answer
 
 
 @pytest.mark.parametrize("capability", capabilities())
-def test_sampling_compiles_for_each_device_and_spills_nothing(capability: int, tmp_path: Path) -> None:
+def test_sampling_compiles_without_spills_for_each_device(capability: int, tmp_path: Path) -> None:
     compiled("compile_sampling.py", tmp_path, str(capability))
 
 

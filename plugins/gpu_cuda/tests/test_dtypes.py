@@ -46,7 +46,7 @@ class T4(Processor):
         ((5, 2), "float32", "neither"),
     ],
 )
-def test_auto_asks_the_device(
+def test_auto_dtype_depends_on_the_device(
     capability: tuple[int, int], dtype: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)

@@ -108,7 +108,7 @@ def test_skewed_choices(favoured: int) -> None:
     near(make_ops().moe(torch.from_numpy(x), found, "silu"), NumpyOps().moe(x, right, "silu"))
 
 
-def test_the_routing_and_the_shared_experts_of_ernie() -> None:
+def test_routing_and_the_shared_experts_of_ernie() -> None:
     x, bias = tokens(33), Values(9)(COUNT, scale=0.1)
     right, found = (block(ops, top_k=6, bias=bias, shared=True) for ops in (NumpyOps(), make_ops()))
     near(make_ops().moe(torch.from_numpy(x), found, "silu"), NumpyOps().moe(x, right, "silu"))
@@ -142,7 +142,7 @@ def test_experts_that_are_packed_in_different_ways_are_expanded() -> None:
         ("bfloat16", "int4"),
     ],
 )
-def test_a_token_has_the_same_bits_alone_and_in_every_batch(dtype: str, kind: str | None) -> None:
+def test_token_has_the_same_bits_alone_and_in_every_batch(dtype: str, kind: str | None) -> None:
     """The tiles of the largest step have four times as many pairs as those of the smallest."""
     ops = make_ops(dtype)
     mixture, x = block(ops, kind, count=8, top_k=2), torch.from_numpy(tokens(150)).to(ops.torch_dtype)
@@ -161,7 +161,7 @@ def test_nan_and_inf_stay_in_their_own_token(experts: tuple[Experts, Experts]) -
     assert torch.equal(found[others], right[others])
 
 
-def test_an_empty_step(experts: tuple[Experts, Experts]) -> None:
+def test_empty_step(experts: tuple[Experts, Experts]) -> None:
     assert make_ops().moe(torch.empty(0, HIDDEN), experts[1], "silu").shape == (0, HIDDEN)
 
 
@@ -200,7 +200,7 @@ def test_choices_are_those_of_the_core(count: int, top_k: int, corrected: bool, 
     assert torch.allclose(weights, shares, rtol=1e-5)
 
 
-def test_a_token_that_is_not_finite_chooses_real_experts() -> None:
+def test_token_that_is_not_finite_chooses_real_experts() -> None:
     x = torch.zeros(3, 60)
     x[0, 3], x[1], x[2, 5] = torch.nan, -torch.inf, torch.inf
     chosen, weights = choose(x, Experts(torch.eye(60), None, None, 4, True))

@@ -53,7 +53,7 @@ def assert_steps(found: Any, expected: Any, steps: float = 2) -> None:
 @pytest.mark.parametrize("width", [38, 576, 2048, 4096])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["norm", "sum", "sum of a norm", "rows", "rows of a sum", "no norm"])
-def test_a_sum_and_its_norm(form: str, dtype: Any, width: int) -> None:
+def test_sum_and_its_norm(form: str, dtype: Any, width: int) -> None:
     x, y = random(dtype, 5, width), random(dtype, 5, width, seed=1)
     norm, post = norm_of(width, 2), norm_of(width, 3)
     rows = torch.tensor([3, 0, 3], dtype=torch.int32)
@@ -98,7 +98,7 @@ def test_empty_steps_launch_nothing_and_keep_their_shapes() -> None:
     assert rotate_and_store(torch.empty(0, 512), layer, heads, step).shape == (0, 4, 64)
 
 
-def test_a_row_has_the_same_bits_alone() -> None:
+def test_row_has_the_same_bits_alone() -> None:
     x, y, norm = random(torch.float32, 9, 576), random(torch.float32, 9, 576, seed=1), norm_of(576, 2)
     together = add_norm(x.clone(), norm, y)
     assert torch.equal(add_norm(x[4:5].clone(), norm, y[4:5]), together[4:5])

@@ -160,7 +160,7 @@ def test_shapes_without_memory_left_run_without_a_graph(
     assert "fewer are not replayed: CUDA error: out of memory" in caplog.text
 
 
-def test_a_capture_that_fails_for_another_reason_ends_the_step(folder: Path) -> None:
+def test_capture_that_fails_for_another_reason_ends_the_step(folder: Path) -> None:
     class Failing(Processor):
         def capture(self, compute: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")

@@ -148,7 +148,7 @@ def test_two_lanes_are_in_flight_and_memory_does_not_grow() -> None:
     assert device.host_bytes == device.device_bytes == 2 * 2 * block + indices
 
 
-def test_a_block_larger_than_the_staging_memory_is_copied_alone() -> None:
+def test_block_larger_than_the_staging_memory_is_copied_alone() -> None:
     cache = cache_on(LateDevice(), "float32", 1)
     assert BlockCopies([cache._data], 5, LateDevice(), staged_bytes=1)._capacity == 1
     assert cache.export_blocks(ids(4, 2)).tobytes() == expected(cache, ids(4, 2)).tobytes()

@@ -94,7 +94,7 @@ DENSE = ("llama", "llama-biases-wide-heads", "qwen3-yarn", "gemma3", "ernie", "m
 
 
 @pytest.mark.parametrize("case", DENSE)
-def test_a_dense_layer_takes_nine_launches(case: str, tmp_path: Path) -> None:
+def test_dense_layer_takes_nine_launches(case: str, tmp_path: Path) -> None:
     found = of_a_layer(tmp_path, case)
     assert found.total() == len(LAYER), found
 
@@ -141,12 +141,12 @@ MIXTURE = ("router", "choice", "order by expert", "gate-up with activation", "do
 """Launches of a layer with experts, none of them shared, instead of the last three launches of a dense layer."""
 
 
-def test_a_layer_with_experts_takes_six_launches_for_them(tmp_path: Path) -> None:
+def test_layer_with_experts_takes_six_launches_for_them(tmp_path: Path) -> None:
     found = of_a_layer(tmp_path, "qwen3-moe", mlp_only_layers=[])
     assert found.total() == len(LAYER) - 3 + len(MIXTURE), found
 
 
-def test_the_counter_leaves_out_views_and_allocations_and_names_the_rest() -> None:
+def test_counter_leaves_out_views_and_allocations_and_names_the_rest() -> None:
     x = torch.ones(4, 6)
     with counted() as found:
         (

@@ -106,7 +106,7 @@ def test_types_of_16_bits_agree_with_the_composition(dtype: str) -> None:
         np.testing.assert_allclose(one, exact, rtol=0, atol=2 * TOLERANCE[dtype] * np.abs(exact).max())
 
 
-def test_the_oracle_agrees() -> None:
+def test_oracle_agrees() -> None:
     ranks, outs, inputs = CASES["ranks of real adapters"]
     ops, oracle, make = make_ops(), NumpyOps(), Values(7)
     adapters, places = [adapter(make, each, inputs, outs) for each in ranks], np.array([4, 4, 0, 1, 3, 2, 1])
@@ -117,7 +117,7 @@ def test_the_oracle_agrees() -> None:
 
 
 @pytest.mark.usefixtures("dots_in_order")
-def test_a_token_has_the_same_bits_alone_and_in_every_batch() -> None:
+def test_token_has_the_same_bits_alone_and_in_every_batch() -> None:
     inputs, outs = 1100, [40, 24]
     ops, make, random = make_ops(), Values(9), np.random.default_rng(2)
     adapters = [adapter(make, ranks, inputs, outs) for ranks in ((8, 3), (17, 0), (1, 40))]

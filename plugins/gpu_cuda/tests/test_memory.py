@@ -142,7 +142,7 @@ def test_backend_measures_once_and_reserves_the_result(folder: Path) -> None:
     assert "90 MiB measured for steps and graphs" in backend.describe()
 
 
-def test_a_step_that_does_not_fit_is_an_error_with_a_hint(folder: Path) -> None:
+def test_step_that_does_not_fit_is_an_error_with_a_hint(folder: Path) -> None:
     backend = Backed(EngineConfig(model=str(folder)))
     backend.load_model(folder, backend.make_ops(), lambda done, total: None)
 

@@ -171,7 +171,7 @@ def answer(text: str, errors: str = "") -> Any:
     return lambda *_, **__: SimpleNamespace(stdout=text, stderr=errors, returncode=1)
 
 
-def test_a_runtime_that_falls_back_to_the_processor_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_that_falls_back_to_the_processor_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, expected in (
         (f'{probing._MARK} ["1.31.1", "CPUExecutionProvider"]', "falls back to CPUExecutionProvider"),
         (f'{probing._MARK} ["1.31.1", "CUDAExecutionProvider"]', ""),
@@ -217,7 +217,7 @@ def test_paddle_is_queried_only_if_the_driver_has_a_device(monkeypatch: pytest.M
         (PaddleDevices("", problem="the import failed"), "the import failed"),
     ],
 )
-def test_an_old_paddle_and_one_for_processors_are_named(
+def test_old_paddle_and_one_for_processors_are_named(
     found: PaddleDevices, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fd_core.backends.paddle.paddle_installed", lambda: True)

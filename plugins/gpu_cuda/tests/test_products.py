@@ -156,7 +156,7 @@ def test_short_groups_and_minima_are_widened(kind: str, group: int) -> None:
         (2048, FP8, True),
     ],
 )
-def test_a_row_has_the_same_bits_alone_and_in_every_batch(inputs: int, kind: str, eight: bool) -> None:
+def test_row_has_the_same_bits_alone_and_in_every_batch(inputs: int, kind: str, eight: bool) -> None:
     """The longer rows are cut: some programs share the cuts of few tokens, one has all of many."""
     weight, x = linear([packed_weight(kind, 70, inputs)], eight=eight), rows_of(130, inputs, torch.float16)
     together = multiply(x, weight, CUT)

@@ -148,7 +148,7 @@ def test_real_vocabulary_samples_like_the_oracle(vocabulary: int, columns: dict[
     same_choice(logits, sample_input(2, **{"temperature": 0.6, **seeds, **columns}))
 
 
-def test_a_cut_through_more_tokens_than_are_listed() -> None:
+def test_cut_through_more_tokens_than_are_listed() -> None:
     """One logit is far below, and all others are nearly alike, so that one bin has them: the whole row is searched."""
     logits, seeds = scattered(3, 12_003, 4)
     logits *= np.float32(0.001)
@@ -268,7 +268,7 @@ def test_penalties_match_the_oracle_bit_for_bit(vocabulary: int) -> None:
     np.testing.assert_array_equal(counts, held, "drafts must not stay in the counts")
 
 
-def test_no_row_to_change_changes_nothing() -> None:
+def test_empty_update_changes_nothing() -> None:
     logits = torch.ones(2, 40)
     kernels().penalize(logits, on_device(HOST, penalty_input(np.zeros((0, 40), np.int32), rows=[])))
     nothing = torch.empty(0, dtype=torch.int32)

@@ -49,7 +49,7 @@ def test_drafts_double_the_rows_up_to_the_memory_bound() -> None:
 
 
 @given(LIMITS)
-def test_a_shape_holds_its_step_and_fits_the_budget(limits: tuple[int, int, int]) -> None:
+def test_shape_holds_its_step_and_fits_the_budget(limits: tuple[int, int, int]) -> None:
     found = shapes(*limits)
     for rows in range(1, min(limits[0], 300) + 1):
         for width in range(1, limits[2] + 3):

@@ -110,7 +110,7 @@ def test_packed_weights_are_replayed_like_others(folder: Path) -> None:
     assert processor.replays == 5
 
 
-def test_a_step_uploads_once_and_waits_for_the_device_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_uploads_once_and_waits_for_the_device_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = Processor()
     ops = make_ops(processor)
     runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
@@ -196,7 +196,7 @@ def test_decode_with_a_one_token_prefill_chunk_is_replayed(folder: Path) -> None
     assert processor.replays == 1
 
 
-def test_a_replay_reads_no_row_of_an_earlier_larger_batch(folder: Path) -> None:
+def test_replay_reads_no_row_of_an_earlier_larger_batch(folder: Path) -> None:
     """Few of a large batch are wanted, its last ones; then fewer of a small batch: what is left over names no row."""
     processor = Processor()
     outputs = []

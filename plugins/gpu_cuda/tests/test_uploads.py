@@ -32,7 +32,7 @@ def test_arrays_of_any_dtype_arrive_bit_for_bit_in_one_aligned_copy(
         np.testing.assert_array_equal(tensor.numpy().astype(array.dtype), array)
 
 
-def test_the_largest_seed_keeps_its_bits() -> None:
+def test_largest_seed_keeps_its_bits() -> None:
     (seed,) = make_ops().upload([np.array([2**64 - 1], np.uint64)])
     assert seed.dtype == torch.int64 and seed.tolist() == [-1]
 

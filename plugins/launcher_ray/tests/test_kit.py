@@ -32,7 +32,7 @@ class TestRay(LauncherSuite):
     def _nodes(self, cluster: Any) -> None:
         """Check that the kit runs on three nodes."""
 
-    def test_a_group_is_packed_or_spread(self, launching: Launcher) -> None:
+    def test_group_is_packed_or_spread(self, launching: Launcher) -> None:
         packed = launching.start([self.spec(name, group="ranks") for name in ("a", "b")])
         assert len({process.node for process in packed}) == 1
         spread = launching.start([self.spec(name, group="workers", spread=True) for name in ("c", "d", "e")])

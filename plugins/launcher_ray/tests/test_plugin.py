@@ -14,7 +14,7 @@ from needs import needs_ray
 from fd_launcher_ray.launcher import RayLauncher
 
 
-def test_the_installed_plugin_offers_it() -> None:
+def test_installed_plugin_offers_it() -> None:
     plugins = Plugins.discover()
     assert plugins.offered(LAUNCHER)["ray"].origin.distribution == "fd-launcher-ray"
     assert plugins.load(LAUNCHER, "ray") is RayLauncher

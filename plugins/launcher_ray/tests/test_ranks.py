@@ -82,7 +82,7 @@ def test_ranks_on_several_nodes_match_one_process(cluster: Any) -> None:
 
 
 @needs_ray
-def test_a_killed_rank_that_ray_placed_costs_no_token(cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_killed_rank_that_ray_placed_costs_no_token(cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
     launcher = SpawnLauncher()
     try:
         (server,) = launcher.start(

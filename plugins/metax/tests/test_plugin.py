@@ -32,7 +32,7 @@ def test_discovery_imports_no_framework_and_no_backend() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_metax_gpu_is_used_by_its_name_in_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metax_gpu_is_used_by_its_name_in_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
     seen(monkeypatch, "metax_gpu:0", "metax_gpu:1")
     assert MetaxBackend.probe().reason == "Paddle 3.3 found 2 MetaX GPU"
     assert MetaxBackend(EngineConfig(model="m")).place == "metax_gpu"

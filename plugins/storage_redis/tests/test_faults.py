@@ -38,7 +38,7 @@ def trouble(expected: FailureReason, within: float = 5.0) -> Iterator[None]:
     assert SECRET not in str(caught.value) + repr(caught.value) + repr(caught.value.__cause__)
 
 
-def test_a_killed_server_is_unreachable_and_serves_after_its_restart(start: Start, store: MakeStore) -> None:
+def test_killed_server_is_unreachable_and_serves_after_its_restart(start: Start, store: MakeStore) -> None:
     server = start()
     kept = store(server.url)
     kept.put([(b"a", [b"1"])], 5.0)
@@ -63,7 +63,7 @@ def test_restart_between_two_calls_is_transparent(start: Start, store: MakeStore
     assert kept.get([b"a"], LIMIT, 5.0) == [None]
 
 
-def test_a_connection_that_the_server_closes_is_replaced(server: Server, store: MakeStore) -> None:
+def test_connection_that_the_server_closes_is_replaced(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     kept.put([(b"a", [b"1"])], 5.0)
     server.back_door.client_kill_filter(_type="normal", skipme=True)
@@ -118,7 +118,7 @@ def test_evicting_server_accepts_everything(start: Start, store: MakeStore) -> N
     assert kept.put([(b"%d" % n, [os.urandom(300_000)]) for n in range(32)], 5.0) == 32
 
 
-def test_a_replica_is_read_only(start: Start, store: MakeStore) -> None:
+def test_replica_is_read_only(start: Start, store: MakeStore) -> None:
     primary = start("--repl-diskless-sync-delay", "0")
     store(primary.url).put([(b"a", [b"1"])], 5.0)
     replica = start("--replicaof", "127.0.0.1", str(primary.port))
@@ -136,7 +136,7 @@ def test_missing_replicas_make_it_read_only(start: Start, store: MakeStore) -> N
     assert kept.get([b"a"], LIMIT, 5.0) == [None]
 
 
-def test_a_snapshot_that_cannot_be_written_makes_it_read_only(start: Start, store: MakeStore) -> None:
+def test_snapshot_that_cannot_be_written_makes_it_read_only(start: Start, store: MakeStore) -> None:
     server = start("--save", "3600 1", "--unixsocket", "")
     client = redis.Redis(port=server.port)
     shutil.rmtree(server.folder)
@@ -236,7 +236,7 @@ def test_reply_of_the_server_determines_the_error(
     # Answers to a cluster's client that are whole and make no sense.
     | st.sampled_from([b"*0\r\n", b"*1\r\n:1\r\n", b"*1\r\n*2\r\n:0\r\n:1\r\n", b"*1\r\n*3\r\n:0\r\n:9\r\n*0\r\n"])
 )
-def test_garbage_raises_nothing_but_store_errors(script: Callable[..., Script], answer: bytes) -> None:
+def test_garbage_raises_store_errors_only(script: Callable[..., Script], answer: bytes) -> None:
     one = script(answer)
     address = one.url.removeprefix("redis")
     try:

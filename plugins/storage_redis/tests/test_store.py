@@ -28,14 +28,14 @@ def test_parts_are_stored_and_returned_as_one_value(server: Server, store: MakeS
     assert kept.get([b"b", b"missing", b"a"], LIMIT, 5.0) == [b"x", None, b"head" + payload + b"tail"]
 
 
-def test_a_view_of_wider_elements_counts_its_bytes(server: Server, store: MakeStore) -> None:
+def test_view_of_wider_elements_counts_its_bytes(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     wide = memoryview(os.urandom(80_000)).cast("I")
     assert kept.put([(b"a", [wide, b"."])], 5.0) == 1
     assert kept.get([b"a"], LIMIT, 5.0) == [wide.tobytes() + b"."]
 
 
-def test_the_unix_socket_serves_as_well(server: Server, store: MakeStore) -> None:
+def test_unix_socket_serves_as_well(server: Server, store: MakeStore) -> None:
     kept = store(server.unix_url)
     assert kept.put([(b"a", [b"1"])], 5.0) == 1
     assert kept.get([b"a"], LIMIT, 5.0) == [b"1"]
@@ -47,7 +47,7 @@ def test_keys_are_readable_and_in_the_namespace(server: Server, store: MakeStore
     assert store(f"{server.url}?namespace=other").get([b"\x00\xff"], LIMIT, 5.0) == [None]
 
 
-def test_the_longest_prefix_ends_at_a_gap_and_at_a_value_too_long(server: Server, store: MakeStore) -> None:
+def test_longest_prefix_ends_at_a_gap_and_at_a_value_too_long(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     kept.put([(b"a", [b"1"]), (b"b", [b"22"]), (b"d", [b"4"])], 5.0)
     assert kept.longest_prefix([b"a", b"b", b"c", b"d"], LIMIT, 5.0) == 2
@@ -56,7 +56,7 @@ def test_the_longest_prefix_ends_at_a_gap_and_at_a_value_too_long(server: Server
     assert kept.longest_prefix([], LIMIT, 5.0) == 0
 
 
-def test_a_value_over_the_limit_is_not_even_sent(server: Server, store: MakeStore) -> None:
+def test_value_over_the_limit_is_not_even_sent(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     kept.put([(b"big", [bytes(500_000)]), (b"small", [b"1"])], 5.0)
     before = server.back_door.info("stats")["total_net_output_bytes"]

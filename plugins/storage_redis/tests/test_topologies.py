@@ -73,7 +73,7 @@ def test_tls_rejects_unknown_authorities_and_other_names(tls_server: Server, sto
         store(right.partition("&")[0]).open(5.0)
 
 
-def test_a_file_that_is_no_certificate_is_a_store_error(tls_server: Server, store: MakeStore, tmp_path: Path) -> None:
+def test_invalid_certificate_file_is_a_store_error(tls_server: Server, store: MakeStore, tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("not a certificate")
     with pytest.raises((StoreError, ssl.SSLError)) as caught:
         store(tls_url(tls_server, tmp_path)).open(5.0)
@@ -139,7 +139,7 @@ def raw_info(server: Server) -> bytes:
         return bytes(client.execute_command("CLUSTER INFO"))
 
 
-def test_a_cluster_spreads_values_and_may_move_them(nodes: list[Server], store: MakeStore) -> None:
+def test_cluster_spreads_values_and_follows_moved_slots(nodes: list[Server], store: MakeStore) -> None:
     first, second = nodes
     kept = store(f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{first.port}")
     assert "2 servers" in kept.open(5.0)

@@ -32,7 +32,7 @@ def test_discovery_imports_no_framework_and_no_backend() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_an_xpu_is_used_by_its_name_in_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xpu_is_used_by_its_name_in_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
     seen(monkeypatch, "xpu:0", "xpu:1")
     assert XpuBackend.probe().reason == "Paddle 3.3 found 2 XPU"
     assert XpuBackend(EngineConfig(model="m")).place == "xpu"
