@@ -183,7 +183,7 @@ def measure(source: Path, tokens: int, types: Sequence[str], llama: Llama | None
         file.write_text(text)
         for form, model in forms(source, Path(folder), types, llama):
             for computed, settings in (("expanded", TORCH), ("served", {}), ("torch", TORCH)):
-                # Other forms than int8 are expanded by torch.
+                # Formats other than int8 are dequantized by torch.
                 if (form, computed) != (rows[0].form, rows[0].computed) and (form == "int8" or computed != "torch"):
                     with expanding() if computed == "expanded" else nullcontext():
                         found = read(model, prompts, **settings)

@@ -157,8 +157,8 @@ def compete(options: argparse.Namespace) -> dict[str, list[Figures]]:
                 peer, _ = socket.recv_multipart()
                 for number in range(options.rounds + 1):
                     names = list(connectors)
-                    for place in range(len(names)):
-                        name = names[(place + number) % len(names)]
+                    for position in range(len(names)):
+                        name = names[(position + number) % len(names)]
                         measured = turn(socket, peer, name, connectors[name], options)
                         if number:
                             figures[name].append(measured)

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import aiohttp
 import numpy as np
 from harness import machine
-from harness.pace import Pace, Pacer, neighbour, paced
+from harness.pace import Pace, Pacer, background_load, paced
 from harness.workloads import SHAPES, Shape
 from pairs import FDCORE, MODEL, free_port, started, until_ready
 from peers import RESULTS
@@ -152,7 +152,7 @@ CASES = (
         arriving(40, 2.0, (64, 384), (16, 64)),
         roles=("mixed", "mixed"),
         routers=2,
-        policy="round_robin",  # others draw by chance among equals: two real rounds then differ by a third
+        policy="round_robin",  # others break ties at random: two real rounds then differ by a third
     ),
 )
 
@@ -200,7 +200,7 @@ def serving(case: Case, folder: Path, *, traced: bool = False) -> Iterator[list[
             ]
             for role, url in workers:
                 route += ["--worker" if role == "mixed" else f"--{role}", url]
-            # Pinned: where the kernel puts routers and clients else is a matter of chance.
+            # Pinned: otherwise the kernel places routers and clients at random.
             pid = stack.enter_context(
                 started(route, processors[0] if case.shares else None, folder / f"router{index}.log")
             )
@@ -264,25 +264,25 @@ def pool_filling(case: Case, block_size: int) -> list[Conversation]:
     ]
 
 
-def looked(pacer: Pacer) -> Pace:
-    """Look at the machine's pace with all of its processors to choose from."""
+def stable_pace(pacer: Pacer) -> Pace:
+    """Measure the machine's pace with access to all of its processors."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     try:
-        return pacer.look()
+        return pacer.measure()
     finally:
         os.sched_setaffinity(0, own)
 
 
-def full_rows(pacer: Pacer) -> tuple[float, float]:
-    """Return how many times as long the two steps take while another process computes on the other processor."""
+def contention(pacer: Pacer) -> tuple[float, float]:
+    """Return the slowdown of the two steps while another process computes on the other processor."""
     processors = sorted(os.sched_getaffinity(0) | {*range(os.cpu_count() or 1)})
     found = []
-    with neighbour(MODEL, THREADS, processors[-1]) as halted:
+    with background_load(MODEL, THREADS, processors[-1]) as halted:
         for _ in range(_TURNS):  # in turns, since the pace differs from second to second
             with halted():
-                alone = pacer.look(_SHORT)
-            found.append(pacer.look(_SHORT).over(alone))
+                alone = pacer.measure(_SHORT)
+            found.append(pacer.measure(_SHORT).over(alone))
     return max(1.0, median(one.memory for one in found)), max(1.0, median(one.compute for one in found))
 
 
@@ -313,15 +313,15 @@ def played(
         time.sleep(2)  # until health checks have found the workers
         asyncio.run(play(urls, pool_filling(case, profile.limits.block_size), vocab_size))
         relay = relaying(addresses, vocab_size) if case.shares else 0.0
-        crowding = full_rows(pacer) if case.shares else None
-        pace = looked(pacer)
+        crowding = contention(pacer) if case.shares else None
+        pace = stable_pace(pacer)
         for number in range(rounds):
             conversations = case.load(number)
             before = pace
             seen = asyncio.run(play(urls, conversations, vocab_size))
             if [one.tokens for one in seen] != [one.turns[0].max_tokens for one in conversations]:
                 raise RuntimeError(f"{case.name}: an answer is not whole")
-            pace = looked(pacer)
+            pace = stable_pace(pacer)
             requests = [[round(value, 6) for value in astuple(one)] for one in seen]
             found.append(
                 {"requests": requests, "pace": asdict(before.mean(pace)), "relay": relay, "crowding": crowding}
@@ -395,7 +395,7 @@ def compare(case: Case, profile: CostProfile, pace: Pace, rounds: Sequence[dict[
     }
 
 
-def too_far_off(results: Sequence[dict[str, Any]]) -> list[str]:
+def above_limit(results: Sequence[dict[str, Any]]) -> list[str]:
     """Return the figures that are beyond the limit."""
     return [
         f"{result['case']} {name}: {100 * row['error']:+.0f} %"
@@ -453,9 +453,9 @@ def _joined(numbers: re.Match[str]) -> str:
 
 def calibrated(path: Path, pacer: Pacer) -> None:
     """Measure the costs of steps, and the machine's pace before and after."""
-    before = pacer.look(undisturbed=True)
+    before = pacer.measure(undisturbed=True)
     subprocess.run([FDCORE, "calibrate", MODEL, "-o", path, *PROFILE_FLAGS], check=True)
-    path.with_suffix(".pace").write_text(json.dumps(asdict(before.mean(pacer.look(undisturbed=True)))))
+    path.with_suffix(".pace").write_text(json.dumps(asdict(before.mean(pacer.measure(undisturbed=True)))))
 
 
 def main() -> None:
@@ -472,7 +472,7 @@ def main() -> None:
     options = parser.parse_args()
     wanted = options.cases.split(",")
     if unknown := set(wanted) - {case.name for case in CASES}:
-        parser.error(f"there is no case {', '.join(sorted(unknown))}")
+        parser.error(f"unknown cases: {', '.join(sorted(unknown))}")
     console = Console(stderr=True)
     out = RESULTS / f"{options.out}.json"
     # Cases that are not run now keep their last measurement.
@@ -495,7 +495,7 @@ def main() -> None:
                 results.append(compare(case, profile, pace, measured))
                 write(results, profile, out)
     show(results, console)
-    if wrong := too_far_off(results):
+    if wrong := above_limit(results):
         raise SystemExit(f"more than {LIMIT:.0%} off: {', '.join(wrong)}")
 
 

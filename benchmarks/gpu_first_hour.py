@@ -117,7 +117,7 @@ class Bench:
 def _copies(runner: Runner) -> dict[str, float]:
     """Return bytes per second of KV to the host and back."""
     blocks = np.arange(min(COPIED, runner.limits.num_kv_blocks), dtype=np.int32)
-    held = runner.cache.export_blocks(blocks)  # allocates what copies need
+    held = runner.cache.export_blocks(blocks)  # allocates the buffers of copies
     begun = time.perf_counter()
     held = runner.cache.export_blocks(blocks)
     between = time.perf_counter()

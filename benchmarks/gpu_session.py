@@ -27,7 +27,7 @@ from fd_core.plugins import BACKEND, installed_plugins
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = ROOT / "plugins" / "gpu_cuda"
 RESULTS = ROOT / "benchmarks" / "results"
-PATIENCE = 3600
+ITEM_TIMEOUT = 3600
 """Seconds after which an item counts as failed."""
 FORMS = (
     "gpu_cuda",
@@ -137,7 +137,7 @@ def start(item: Item) -> int:
     # In a new session, so that child processes of the item end with it.
     process = subprocess.Popen(item.command, cwd=item.folder, env=os.environ | item.environment, start_new_session=True)
     try:
-        return process.wait(PATIENCE)
+        return process.wait(ITEM_TIMEOUT)
     except BaseException as ended:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -99,11 +99,11 @@ def compare_tokens(texts: int) -> list[dict[str, Any]]:
             agree, logprobs = [], []
             for text, completion in zip(whole, llm.generate(whole, scored), strict=True):
                 assert completion.prompt_logprobs is not None
-                for place, score in enumerate(completion.prompt_logprobs):
+                for position, score in enumerate(completion.prompt_logprobs):
                     if score is not None:
                         logprobs.append(score.logprob)
-                        if place >= PROMPT:
-                            agree.append(score.top_ids[0] == text[place])
+                        if position >= PROMPT:
+                            agree.append(score.top_ids[0] == text[position])
             block_bytes = llm.info.kv_cache_bytes // llm.info.num_kv_blocks
             llm.close()
             results.append(

@@ -142,8 +142,8 @@ def with_adapters(step: StepInput, case: Case, count: int, ops: Ops) -> StepInpu
     """Return the step with the adapters 1 to `count` in turn, request by request."""
     if not count:
         return step
-    places = np.repeat(np.arange(case.rows) % count + 1, case.queries).astype(np.int32)
-    return replace(step, **adapter_rows(places, ops))
+    slots = np.repeat(np.arange(case.rows) % count + 1, case.queries).astype(np.int32)
+    return replace(step, **adapter_rows(slots, ops))
 
 
 def step_of(case: Case) -> StepInput:

@@ -78,7 +78,7 @@ def check_common(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     given = [entry.partition("=") for entry in options.env]
     for name, equals, _ in given:
         if not equals or name not in ENVIRONMENTS:
-            parser.error(f"--env wants NAME=DIR with NAME one of {', '.join(ENVIRONMENTS)}")
+            parser.error(f"--env expects NAME=DIR with NAME one of {', '.join(ENVIRONMENTS)}")
     options.env = {name: Path(folder) for name, _, folder in given}
     if options.model is not None and not options.model.is_file():
         parser.error(f"--model: no such file: {options.model}")

@@ -82,7 +82,7 @@ def _ours(**further: object) -> Callable[[Pool], dict[str, Any]]:
 
 def _vllm(pool: Pool) -> dict[str, Any]:
     return {
-        "num_gpu_blocks_override": pool.blocks + 1,  # it keeps one as the null block, which holds nothing
+        "num_gpu_blocks_override": pool.blocks + 1,  # one of them is the null block, which holds no KV
         "block_size": pool.block_size,
         "max_num_batched_tokens": pool.budget,
         "enable_prefix_caching": True,

@@ -46,7 +46,7 @@ WAYS = {"host": HOST, "memory": MEMORY, "disk": DISK, "redis": REDIS}
 BLOCK = 32
 ROOM = 2**30
 """Bytes of the host tier and of each store: several of the longest prompts."""
-PATIENCE = 30.0
+PROMPT_TIMEOUT = 30.0
 """Seconds for a prompt's KV to reach its store."""
 WARM_UP_TOKENS = 512
 HEADINGS = (
@@ -96,7 +96,7 @@ class Returning:
         )
         self._probe = self._llm._engine._scheduler.probe()
         offloading = self._probe.offloading
-        # The host tier alone keeps preempted requests only; here each prompt is kept when it ends.
+        # The host tier alone saves preempted requests only; here each prompt is saved when it ends.
         offloading.keep = OffloadSelection(preempted=True, finished=True, persist=offloading.keep.persist)
         self._decisions: list[LoadDecision] = []
         decide = offloading.load_or_recompute.decide
@@ -145,7 +145,7 @@ class Returning:
         self._llm.close()
 
     def _wait_until_saved(self) -> None:
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + PROMPT_TIMEOUT
         engine = self._llm._engine
         while True:
             engine.step()
@@ -154,7 +154,7 @@ class Returning:
             if not (self._probe.operations.busy or stats.open_operations or stats.pending_write_bytes):
                 return
             if time.monotonic() > until:
-                raise EngineFailedError(f"{self.way} did not take a prompt within {PATIENCE:.0f} s")
+                raise EngineFailedError(f"{self.way} did not take a prompt within {PROMPT_TIMEOUT:.0f} s")
             time.sleep(0.005)
 
 
@@ -250,7 +250,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     try:
         options.tokens = [int(word) for word in options.tokens.split(",")]
     except ValueError:
-        parser.error("--tokens wants whole numbers with commas between them")
+        parser.error("--tokens expects whole numbers with commas between them")
     if min(options.tokens) <= BLOCK or max(options.tokens) >= options.longest:
         parser.error(f"--tokens must be above {BLOCK} and below --longest, {options.longest}")
     for flag in ("rounds", "threads"):

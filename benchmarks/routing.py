@@ -46,7 +46,7 @@ EVENTS = 10
 REPLY_TOKENS = 24
 PLAYING_WORKERS = 4
 ENGINE = Settings(prefill_tps=40_000, decode_s=0.005, slots=8, cache_blocks=6000)
-TROUBLE = (EngineFailedError, WrongAnswerError, OSError)
+FAILURES = (EngineFailedError, WrongAnswerError, OSError)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -79,14 +79,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     found = [re.fullmatch(r"([1-9]\d*)([sqr]?)", word) for word in options.bursts.split(",") if word]
     if not all(found):
-        parser.error("--bursts wants numbers, each followed by s, q, r or nothing, with commas between them")
+        parser.error("--bursts expects numbers, each followed by s, q, r or nothing, with commas between them")
     options.bursts = [(one[2], int(one[1])) for one in found if one]
     for flag in ("rounds", "plays"):
         if getattr(options, flag) < 0:
             parser.error(f"--{flag} cannot be negative")
     users = [word for word in options.users.split(",") if word]
     if not users or not all(re.fullmatch(r"[1-9]\d*", word) for word in users):
-        parser.error("--users wants numbers above 0 with commas between them")
+        parser.error("--users expects numbers above 0 with commas between them")
     options.users = [int(word) for word in users]
     for flag in ("copies", "seconds"):
         if getattr(options, flag) <= 0:
@@ -171,7 +171,7 @@ class Bench:
                 result = await burst(
                     ports, bodies, events=events, concurrency=many, quick_acks=acks, seconds=seconds, cpu=cpu
                 )
-        except TROUBLE as error:
+        except FAILURES as error:
             if turn is None:
                 raise
             self._leave_out(turn, error, alive)
@@ -207,7 +207,7 @@ class Bench:
                         before = running.cpu_seconds()
                         turns, wall_s = await replay(running.port, played, bodies, think, REPLY_TOKENS + 2)
                         cpu_s = running.cpu_seconds() - before
-                    except TROUBLE as error:
+                    except FAILURES as error:
                         self.failures[contender.name] = f"round {number}: {error}"
                         self._report(f"{contender.name} failed: {error}")
                         continue

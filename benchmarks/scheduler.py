@@ -113,7 +113,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         try:
             numbers = [int(word) for word in getattr(options, flag).split(",")]
         except ValueError:
-            parser.error(f"--{flag} wants whole numbers with commas between them")
+            parser.error(f"--{flag} expects whole numbers with commas between them")
         if min(numbers) < least:
             parser.error(f"--{flag} must be at least {least}")
         setattr(options, flag, numbers)
@@ -123,7 +123,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.env is not None:
         name, _, folder = options.env.partition("=")
         if name != "vllm" or not folder:
-            parser.error("--env wants vllm=DIR")
+            parser.error("--env expects vllm=DIR")
         options.env = Path(folder)
     return options
 

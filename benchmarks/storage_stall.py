@@ -155,7 +155,7 @@ class Bench:
         self.engine.submit(
             RequestSpec(
                 request_id=f"r{number}",
-                prompt=tuple((number * 7 + place) % 256 for place in range(prompt)),
+                prompt=tuple((number * 7 + position) % 256 for position in range(prompt)),
                 params=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
                 cache_salt=str(number),
             )
@@ -206,7 +206,7 @@ def redis_server(folder: Path) -> Iterator[tuple[str, int]]:
     """Start a server; give its location and its process id."""
     binary = os.environ.get("FD_TEST_REDIS_SERVER") or shutil.which("redis-server") or shutil.which("valkey-server")
     if binary is None:
-        raise FileNotFoundError("there is no redis-server and no valkey-server to measure with")
+        raise FileNotFoundError("neither redis-server nor valkey-server is installed")
     socket = folder / "s"
     command = [binary, "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(folder)]
     with (folder / "log").open("wb") as log:

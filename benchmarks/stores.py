@@ -194,7 +194,7 @@ def _turns(store: KVStore, bare: Bare | None, envelope: Envelope, payloads: Sequ
 def _all(values: Sequence[Any], missing: int | None = None) -> Sequence[Any]:
     """Return the values; a store that lost some was not measured."""
     if len(values) if missing == 0 else any(value is None for value in values):
-        raise FdError("the store did not keep what it was given; give it more room")
+        raise FdError("the store lost values; increase its capacity")
     return values
 
 

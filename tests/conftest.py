@@ -77,5 +77,5 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter's end free what was left out."""
+    """Let the interpreter free the excluded objects at exit."""
     gc.unfreeze()

@@ -105,7 +105,7 @@ def test_every_folder_has_its_line_in_the_tour():
 
 
 def numbered(title: str) -> list[str]:
-    """Return the lines of the tour's numbered list under a title, whose numbers have to ascend."""
+    """Return the lines of the tour's numbered list under a title; check that its numbers ascend."""
     section = TOUR.partition(f"## {title}\n")[2].partition("\n## ")[0]
     found = re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", section, re.MULTILINE)
     assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))

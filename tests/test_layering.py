@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends": BASE | {"hookspecs", "models", "ops"},
     "runner": BASE | {"backends", "hookspecs", "ops", "signals", "structured"},
     "structured": BASE | {"effects", "launching", "text"},
-    # Every pure part, and the engine whole: what is simulated is what is served.
+    # Every pure part and the whole engine: the simulation runs the served code.
     "simulation": BASE
     | {
         "backends",  # the null backend's KV, which records its owner

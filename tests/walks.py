@@ -107,7 +107,7 @@ class Recorder:
         self._between = first, last
 
     def take(self) -> tuple[Call, ...]:
-        """Return what was recorded since the last call."""
+        """Return the calls recorded since the last call."""
         self.records = False
         calls = tuple(self._calls)
         self._calls, self._suspended = [], {}
@@ -212,7 +212,7 @@ def preemption(recorder: Recorder) -> Walk:
 
 
 def prefill_to_decode(recorder: Recorder) -> Walk:
-    """Compute a prompt on one worker and go on from its KV on another."""
+    """Compute a prompt on one worker and continue from its KV on another."""
     from tests.engine.building.test_kv_transfer import pair
     from tests.engine.stepping import greedy
 

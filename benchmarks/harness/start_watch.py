@@ -56,10 +56,12 @@ class Start:
         return self.marks[-1]
 
 
-def watched(command: Sequence[str], port: int, waymarks: Waymarks, *, terminal: bool, patience: float = 300.0) -> Start:
+def watched(
+    command: Sequence[str], port: int, waymarks: Waymarks, *, terminal: bool, ready_timeout: float = 300.0
+) -> Start:
     """Start `command`, watch it until its /ready answers 200, and end it.
 
-    Raises `EngineFailedError` if it ends before, or is not ready within `patience` seconds.
+    Raises `EngineFailedError` if it ends before, or is not ready within `ready_timeout` seconds.
     """
     with _screen(terminal) as screen:
         begun = time.perf_counter()
@@ -72,7 +74,7 @@ def watched(command: Sequence[str], port: int, waymarks: Waymarks, *, terminal: 
             preexec_fn=end_with_parent,
         )
         try:
-            return _watch(process, port, waymarks, screen, begun, patience)
+            return _watch(process, port, waymarks, screen, begun, ready_timeout)
         finally:
             end(process)
 
@@ -83,7 +85,7 @@ def _watch(
     waymarks: Waymarks,
     screen: _Screen,
     begun: float,
-    patience: float,
+    ready_timeout: float,
 ) -> Start:
     wanted = [(waymarks.server, False), (waymarks.engine, True)]
     marks: list[Mark] = []
@@ -95,7 +97,7 @@ def _watch(
             marks.append(Mark(name, time.perf_counter() - begun, *processor_seconds(process.pid)))
 
     while not _ready(port):
-        if process.poll() is not None or time.perf_counter() - begun > patience:
+        if process.poll() is not None or time.perf_counter() - begun > ready_timeout:
             raise EngineFailedError(f"not ready (status {process.poll()}); its last words: {screen.read()[-2000:]}")
         for words, below in wanted:
             if not met.issuperset(words.values()):

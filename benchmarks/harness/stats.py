@@ -119,7 +119,7 @@ def summarise(
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.workload, run.engine), []).append(run)
-    strangers = {
+    differing = {
         engine
         for engine in {r.engine for r in runs}
         if (share := _pooled_agreement(engine, judge, groups)) is not None and share < LEAST_AGREEMENT
@@ -138,7 +138,7 @@ def summarise(
                 output_tps_range=(min(tps), max(tps)),
                 ttft_s=median(r.ttft_s for r in mine),
                 tpot_s=tpot,
-                ratio=None if engine in strangers else paired_ratio(mine, groups.get((workload, reference), [])),
+                ratio=None if engine in differing else paired_ratio(mine, groups.get((workload, reference), [])),
                 floor_share=floor_s / tpot if floor_s is not None and tpot > 0 else None,
                 agreement=_agreement_with_judge(mine, workload, judge, groups),
             )

@@ -36,7 +36,7 @@ class Index:
     def near(self, question: str, count: int) -> list[str]:
         """Return the passages whose vectors are nearest: fast, and coarse."""
         scores = self.vectors @ self._embed([question])[0]
-        return [self.texts[place] for place in np.argsort(-scores)[:count]]
+        return [self.texts[number] for number in np.argsort(-scores)[:count]]
 
     def best(self, question: str, near: Sequence[str], count: int) -> list[str]:
         """Return the best of them, scored together with the question: slower, and better with a model made for it."""

@@ -88,7 +88,7 @@ def test_exit_status_is_1_if_an_item_failed(monkeypatch, tmp_path):
 
 
 def test_hanging_item_is_terminated(monkeypatch):
-    monkeypatch.setattr(gpu_session, "PATIENCE", 0.2)
+    monkeypatch.setattr(gpu_session, "ITEM_TIMEOUT", 0.2)
     item = gpu_session.Item("hangs", "", (sys.executable, "-c", "import time; time.sleep(60)"))
     assert gpu_session.start(item) == 124
 

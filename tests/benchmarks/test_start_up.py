@@ -68,7 +68,9 @@ def test_server_that_exits_is_an_error_with_its_last_output(port):
 
 def test_server_that_never_gets_ready_is_terminated(port):
     with pytest.raises(EngineFailedError, match="status None"):
-        watched([sys.executable, "-c", "import time; time.sleep(60)"], port, WAYMARKS, terminal=False, patience=0.2)
+        watched(
+            [sys.executable, "-c", "import time; time.sleep(60)"], port, WAYMARKS, terminal=False, ready_timeout=0.2
+        )
 
 
 def test_figures_are_median_min_max_of_marks_that_all_starts_have():

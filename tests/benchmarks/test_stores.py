@@ -42,7 +42,7 @@ def test_store_without_a_baseline_is_measured_alone():
 
 def test_store_that_loses_values_is_not_measured(capsys, tmp_path):
     assert stores.main(["memory:?max_bytes=9000", "--size", "4", "--rounds", "1", "--out", str(tmp_path / "x")]) == 1
-    assert "give it more room" in capsys.readouterr().out
+    assert "increase its capacity" in capsys.readouterr().out
 
 
 def test_results_name_no_folder_of_this_machine(tmp_path):

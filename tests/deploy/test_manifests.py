@@ -86,8 +86,8 @@ def test_pod_grace_period_covers_the_drain_timeout(found: list[Object], secrets:
 def test_engine_may_start_again_before_its_container_is_killed(found: list[Object]) -> None:
     for _, container in programs(found).values():
         probe = container["livenessProbe"]
-        patience = probe["periodSeconds"] * probe["failureThreshold"]
-        assert patience >= (120 if container["args"][0] == "serve" else 30)
+        start_seconds = probe["periodSeconds"] * probe["failureThreshold"]
+        assert start_seconds >= (120 if container["args"][0] == "serve" else 30)
 
 
 def test_every_port_has_one_service_and_every_service_a_pod(found: list[Object]) -> None:

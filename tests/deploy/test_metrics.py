@@ -55,11 +55,11 @@ def problems(query: str) -> list[str]:
         re.findall(r"\bfdcore\w*", "".join(re.findall(r'__name__=~"([^"]*)"', query)))
     )
     if not names:
-        found.append("it asks for no metric of ours")
+        found.append("it queries no metric of fdcore")
     known: set[str] = set()
     for name in names:
         if name not in EXPOSED:
-            found.append(f"there is no metric {name}")
+            found.append(f"unknown metric {name}")
         else:
             known |= set(EXPOSED[name][1])
     for name, matchers in re.findall(r"\b(fdcore\w*)\{([^}]*)\}", query):
@@ -135,13 +135,11 @@ def test_panels_have_unique_ids_and_descriptions_and_do_not_overlap() -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
     for panel in panels:
-        place = panel["gridPos"]
+        grid = panel["gridPos"]
         cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
+            (x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])
         }
-        assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
+        assert not cells & taken and grid["x"] + grid["w"] <= 24, panel["title"]
         taken |= cells
         if panel["type"] != "row":
             assert panel["description"].endswith(".") and panel["targets"] and panel["title"]

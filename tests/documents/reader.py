@@ -71,7 +71,7 @@ def commands(text: str) -> list[str]:
         if shlex.split(begun, comments=True):
             found.append(begun)
         begun = ""
-    assert not begun, f"there is no end to {begun}"
+    assert not begun, f"incomplete command: {begun}"
     return found
 
 
@@ -128,7 +128,7 @@ class Reader:
         if block.language in ("sh", "bash", "console"):
             return "".join(self.run(command) for command in commands(block.text))
         if block.file is not None:
-            # A file that a deployment is described in has no address in it: its routers listen at the usual port.
+            # A deployment file has no address: its routers listen on the default port.
             text = block.text.replace("[router]\n", f"[router]\nport = {self._port(8000)}\n")
             (self.folder / block.file).write_text(self._here(text))
             return ""

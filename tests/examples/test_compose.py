@@ -46,7 +46,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(name: str, secrets: Path) -> list[str]:
-    """Return what `fdcore` gets in a container, with secrets where they are here."""
+    """Return the command of `fdcore` in a container, with the local paths of secrets."""
     return [word.replace("/run/secrets/", f"{secrets}/") for word in SERVICES[name]["command"]]
 
 
@@ -115,7 +115,7 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
 
 
 @pytest.fixture(scope="module")
-def places(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def addresses(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Run router, workers and Redis without containers; yield where each service listens."""
     logs = tmp_path_factory.mktemp("logs")
     password = (secrets / "redis-password").read_text()
@@ -148,8 +148,8 @@ def page(address: str, key: str = "", body: Any = None) -> str:
         return str(answer.read().decode())
 
 
-def test_processes_serve_together_and_every_target_is_scraped(places: dict[str, str], secrets: Path) -> None:
-    router, until = places["router:8000"], time.monotonic() + 120
+def test_processes_serve_together_and_every_target_is_scraped(addresses: dict[str, str], secrets: Path) -> None:
+    router, until = addresses["router:8000"], time.monotonic() + 120
     states: list[str] = []
     while states != ["healthy", "healthy"]:
         assert time.monotonic() < until, states
@@ -160,7 +160,7 @@ def test_processes_serve_together_and_every_target_is_scraped(places: dict[str, 
     answer = json.loads(page(f"{router}/v1/completions", (secrets / "api-key").read_text(), asked))
     assert answer["usage"]["completion_tokens"] == 4
     for target in SCRAPED:
-        text = page(f"{places[target]}/metrics")
+        text = page(f"{addresses[target]}/metrics")
         assert ("fdcore_router_worker_selected_total" if target == "router:8000" else "fdcore_kv_usage_ratio") in text
     for worker in OURS[1:]:
-        assert re.search(r"fdcore_kv_store\w*", page(f"{places[f'{worker}:8000']}/metrics"))
+        assert re.search(r"fdcore_kv_store\w*", page(f"{addresses[f'{worker}:8000']}/metrics"))

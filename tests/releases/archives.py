@@ -83,8 +83,8 @@ def faults(package: str, archive: str, files: Mapping[str, bytes], wanted: set[s
             found.append(f"{archive} would install {name}")
         if re.search(r"__pycache__|\.(pyc|so|o|orig|rej)$|\.(pytest|mypy|ruff|hypothesis)_cache|(^|/)\.venv/", name):
             found.append(f"{archive} has {name}, which a build or a test left")
-        if (place := PATH_OF_A_MACHINE.search(data)) or checkout.encode() in data:
-            found.append(f"{archive}: {name} names {place[0].decode() if place else checkout}")
+        if (local := PATH_OF_A_MACHINE.search(data)) or checkout.encode() in data:
+            found.append(f"{archive}: {name} names {local[0].decode() if local else checkout}")
     (described,) = [name for name in files if re.fullmatch(r"PKG-INFO|[^/]+\.dist-info/METADATA", name)]
     metadata = message_from_bytes(files[described])
     licences = [name for name in files if name == "LICENSE" or name.endswith(".dist-info/licenses/LICENSE")]

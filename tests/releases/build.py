@@ -44,7 +44,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = distributions(ROOT)
     archives = build(found, arguments.dist.resolve())
-    wrong = look_through(found, archives)
+    wrong = check_archives(found, archives)
     if wrong:
         sys.exit("\n".join(wrong))
     if arguments.quick:
@@ -69,7 +69,7 @@ def build(found: list[Distribution], dist: Path) -> list[Path]:
     return archives
 
 
-def look_through(found: list[Distribution], archives: list[Path]) -> list[str]:
+def check_archives(found: list[Distribution], archives: list[Path]) -> list[str]:
     """Return the faults in the content of archives."""
     wrong = []
     for each in found:

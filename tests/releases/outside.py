@@ -100,7 +100,7 @@ class First(RouterPolicy):
     """The first worker."""
 
     def choose(self, context: RoutingContext) -> Candidate:
-        """Look at nothing."""
+        """Ignore the requests."""
         return context.candidates[0]
 
 

@@ -17,7 +17,7 @@ KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 
 
 def faults(text: str, version: str) -> list[str]:
-    """Return what is wrong with a changelog of a project at `version`."""
+    """Return the faults of a changelog of a project at `version`."""
     found = []
     titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
     if titles[:1] != ["[Unreleased]"]:

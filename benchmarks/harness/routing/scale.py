@@ -148,10 +148,10 @@ def events(blocks: int, prompt_blocks: int = 64, workers: int = 4) -> Events:
             router.reported_kv.apply(members[0], event)
 
     caught, _ = _timed(catch_up)
-    gone = [[Removed(event.keys) for event in page] for page in pages]
+    removed = [[Removed(event.keys) for event in page] for page in pages]
 
     def lose() -> None:
-        for worker, page in zip(members, gone, strict=True):
+        for worker, page in zip(members, removed, strict=True):
             for event in page:
                 router.reported_kv.apply(worker, event)
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["CaptureRefused", "Recorded", "RecordedGroup", "record", "require_no_capture"]
 
-_LOOKS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
+_HOST_READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
 _HOST_MEMORY = ("pin_memory", "tensor", "as_tensor", "new_tensor", "frombuffer")
 _FACTORIES = ("empty", "zeros", "ones", "full", "arange", "linspace", "eye", "scalar_tensor", "empty_strided")
 _LEFT_AS_IT_IS = ("empty", "new_empty")
@@ -56,7 +56,7 @@ class _Outside:
 
 
 class _Noting(TorchDispatchMode):
-    """Notes whose memory is read and whose is made, and holds both, so that no address is used twice."""
+    """Records memory that is read and memory that is allocated, and holds both, so that no address is reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _LOOKS:
+        if name in _HOST_READS:
             raise CaptureRefused(f"{name} looks at values on the host in a capture")
         if name in _HOST_MEMORY:
             raise CaptureRefused(f"{name} makes memory on the host in a capture")
@@ -152,7 +152,7 @@ class RecordedGroup:
             if recording is None:
                 return method(*arguments)
             recording.note(lambda: method(*arguments).wait())
-            with _disable_current_modes():  # or what gloo does inside would be noted, too
+            with _disable_current_modes():  # otherwise gloo's own operations would be recorded, too
                 work = method(*arguments)
                 work.wait()
             return work
@@ -183,10 +183,10 @@ def _refuse(func: Any, args: Any) -> None:
         raise CaptureRefused(f"{name} draws random numbers in a capture")
     if torch.Tag.data_dependent_output in func.tags:
         raise CaptureRefused(f"{name} looks at values on the host in a capture")
-    indexed_by_places = name.startswith("aten.index.Tensor") and all(
+    indexed_by_integers = name.startswith("aten.index.Tensor") and all(
         index is None or index.dtype != torch.bool for index in args[1]
     )
-    if torch.Tag.dynamic_output_shape in func.tags and not indexed_by_places:
+    if torch.Tag.dynamic_output_shape in func.tags and not indexed_by_integers:
         raise CaptureRefused(f"the shape of what {name} makes depends on values")
 
 

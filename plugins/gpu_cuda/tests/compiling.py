@@ -43,22 +43,22 @@ class Compiler(FakeDriver):
     def _compile(self, kernel: Any, asked: dict[str, Any], name: str) -> None:
         options = options_of(asked)
         source = ASTSource(kernel, asked["signature"], asked["constants"], asked["configs"][0])
-        place = f"sm_{self._capability}, {self.case}, {name}"
+        label = f"sm_{self._capability}, {self.case}, {name}"
         try:
             made = triton.compile(source, target=self._target, options=options)
         except Exception as error:  # noqa: BLE001 - the test reports any error
-            self.failures.append(f"{place}: {type(error).__name__}: {error}")
+            self.failures.append(f"{label}: {type(error).__name__}: {error}")
             return
         shared, spilled = made.metadata.shared, stack(made)
         if shared > SHARED_MEMORY[self._capability]:
-            self.failures.append(f"{place}: wants {shared} bytes of shared memory")
+            self.failures.append(f"{label}: needs {shared} bytes of shared memory")
         if spilled > self.spills:
-            self.failures.append(f"{place}: {spilled} bytes of registers go to memory")
+            self.failures.append(f"{label}: {spilled} bytes of registers go to memory")
         wanted = self.wanted.get(kernel.fn.__name__, "")
         if not re.search(wanted, made.asm["ptx"]):
-            self.failures.append(f"{place}: no instruction {wanted}")
+            self.failures.append(f"{label}: no instruction {wanted}")
         for pointer in overwritten_too_early(made.asm["ttir"]):
-            self.failures.append(f"{place}: {pointer} is written while other threads may still read it")
+            self.failures.append(f"{label}: {pointer} is written while other threads may still read it")
 
 
 def overwritten_too_early(code: str) -> list[str]:

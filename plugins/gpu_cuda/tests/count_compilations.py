@@ -1,4 +1,4 @@
-"""Serve many different requests on the fake driver, and print what was compiled at start and what later, as JSON.
+"""Serve many different requests on the fake driver, and print the compilations at start and those after it, as JSON.
 
 `python count_compilations.py FOLDER '{"max_num_seqs": 8}' SEED`: a checkpoint, settings of the engine, and what the
 requests are drawn from. Adapters in the engine's `lora_folder` change from round to round. With a fourth word, all
@@ -37,7 +37,7 @@ def make_ops(backend: CudaBackend) -> CudaOps:
     device.free = 2**30
     backend._cuda = device
     dtype = backend.requested_dtype("float32", "bfloat16") or backend._fastest_dtype(device)
-    # Nothing is computed here, so nothing can be tried.
+    # Nothing is computed here, so providers cannot be tested.
     config = backend.config
     operations = operations_on(device, dtype, config.kv_cache_dtype)
     ops = CudaOps(dtype, device, Providers(operations, wanted_providers(config.attention_backend)).kernels)

@@ -55,9 +55,9 @@ class FakeDriver:
         """Become Triton's driver for the rest of the process."""
         driver.set_active(self)
         if hasattr(triton, "knobs"):
-            triton.knobs.runtime.jit_cache_hook = self._asked
+            triton.knobs.runtime.jit_cache_hook = self._on_cache_lookup
         else:
-            JITFunction.cache_hook = self._asked
+            JITFunction.cache_hook = self._on_cache_lookup
         return self
 
     def is_active(self) -> bool:
@@ -72,7 +72,7 @@ class FakeDriver:
     def get_current_target(self) -> GPUTarget:
         return self._target
 
-    def _asked(self, *, key: Any, repr: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def _on_cache_lookup(self, *, key: Any, repr: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """Count a launch, and its key if it is new. True: do not compile, do not launch."""
         self.launches += 1
         self.fusing[fn.name] = compile["enable_fp_fusion"]
@@ -115,7 +115,7 @@ def _described(kernel: str, names: list[str], asked: dict[str, Any]) -> str:
 
 
 def zeros_for_empty() -> None:
-    """Have torch fill with zeros what it allocates without a value, in all threads and for the rest of the process."""
+    """Make torch fill uninitialised allocations with zeros, in all threads and for the rest of the process."""
     for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(place, name, _filling(getattr(place, name)))
 

@@ -35,7 +35,7 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """Collect the names of what is launched inside, in order."""
+    """Collect the names of the launches in the block, in order."""
     from triton.runtime.interpreter import GridExecutor
 
     found: list[str] = []

@@ -38,7 +38,7 @@ def adapters_of(folder: Path, model: Any) -> list[Any]:
 
 
 def outputs(runner: Runner, adapters: list[Any]) -> list[Any]:
-    """Serve a conversation whose slots take turns with these adapters; None is none."""
+    """Serve a conversation whose slots use these adapters in turn; None: no adapter."""
     plans = conversation(MIXED)
     admissions = tuple(
         replace(each, adapter="" if (mine := adapters[slot % len(adapters)]) is None else mine.digest)

@@ -32,7 +32,7 @@ def attention(device: tuple[int, int] = H100) -> PagedAttention:
 
 
 class Batch:
-    """Rows of (tokens, context) over scattered blocks, with what the oracle makes of them."""
+    """Rows of (tokens, context) over scattered blocks, with the results of the oracle."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ def test_auto_dtype_depends_on_the_device(
 def test_steps_run_in_float16_on_devices_without_bfloat16(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's interpreter computes them; what is compared are log-probabilities, which rounding hardly moves."""
+    """Triton's interpreter computes them; log-probabilities are compared, which rounding hardly affects."""
     monkeypatch.setattr(device, "Cuda", T4)
     monkeypatch.setattr(Kernels, "capturable", False)  # nothing records what the interpreter computes
     write_checkpoint(case, tmp_path)

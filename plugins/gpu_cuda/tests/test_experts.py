@@ -36,7 +36,7 @@ def make_ops(dtype: str = "float32") -> CudaOps:
 
 
 def weight(kind: str | None, out: int, inputs: int, make: Values) -> Weight:
-    # A packed weight is made from its shape alone: scales set the experts apart.
+    # A packed weight depends on its shape alone: scales make the experts differ.
     if kind is None:
         return raw(make(out, inputs, scale=inputs**-0.5))
     packed = packed_weight(kind, out, inputs, group=32, scale=inputs**-0.5)

@@ -41,8 +41,8 @@ class Wrapper:
             context = (len(mine) - 1) * size + last[row]
             keys, values = (part[mine].flatten(0, 1)[:context] for part in kv)
             own = q[queries[row] : queries[row + 1]].unflatten(1, (nkv, -1))
-            place = context - len(own) + torch.arange(len(own))[:, None] - torch.arange(context)
-            seen = (place >= 0) & ((place <= self.options["window_left"]) | (self.options["window_left"] < 0))
+            distance = context - len(own) + torch.arange(len(own))[:, None] - torch.arange(context)
+            seen = (distance >= 0) & ((distance <= self.options["window_left"]) | (self.options["window_left"] < 0))
             scores = torch.einsum("tkgd,skd->tkgs", own, keys) * self.options["sm_scale"]
             cap = self.options["logits_soft_cap"]
             scores = scores if cap is None else (scores / cap).tanh() * cap

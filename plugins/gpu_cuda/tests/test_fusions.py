@@ -145,7 +145,7 @@ def test_heads_are_normalized_turned_and_stored(name: str, dtype: Any, quantized
     ours, theirs = (layer_of(heads, dtype, 6000, quantized) for _ in range(2))
     found, expected = rotate_and_store(qkv, ours, heads, step), plain_rotate_and_store(qkv, theirs, heads, step)
     assert_steps(found, expected, 4)
-    exact = dtype == torch.float32 and heads.q_norm is None  # sums of norms have an order of their own
+    exact = dtype == torch.float32 and heads.q_norm is None  # sums of norms have another order
     assert not exact or torch.equal(found, expected)
     for each in (ours.keys, ours.values):
         assert (each != 7).flatten(1).any(1).nonzero()[:, 0].tolist() == sorted(step.kv_slots.tolist())

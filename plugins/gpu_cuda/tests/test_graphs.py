@@ -54,7 +54,7 @@ def load(folder: Path, ops: Ops, **settings: Any) -> Model:
 
 
 def begin(runner: Runner, at_once: int = 5) -> dict[int, list[int]]:
-    """Prefill a prompt for each slot, so many in a step; returns what it samples."""
+    """Prefill a prompt for each slot, so many in a step; return the sampled tokens."""
     lengths = [4 + slot for slot in range(len(PARAMS))]
     admissions = tuple(
         Admission(
@@ -128,7 +128,7 @@ def test_drafted_decodes_are_replayed_and_deliver_the_same_texts(folder: Path, q
     runner.watch_forward(steps.append)
     if quantization == "auto":
         wanted = texts_alone(folder)
-    else:  # the core's pack expands what is rounded here, so this pack's own texts without drafts are the measure
+    else:  # the core's pack does not round activations, so compare with this pack's texts without drafts
         plain = make_ops()
         other = Runner(plain, load(folder, plain, quantization=quantization), limits(K), TorchPostprocess)
         wanted = drafted_texts(other, {slot: [0] * TOKENS for slot in range(5)}, seed=2)
@@ -235,15 +235,15 @@ def test_logits_of_all_graphs_share_one_buffer_without_a_copy(folder: Path) -> N
     ops = make_ops()
     runner = Runner(ops, load(folder, ops), limits(K), TorchPostprocess)
     begin(runner)
-    places = set()
+    addresses = set()
     forward = runner._forward
 
     def watched(step: StepInput, cache: Any) -> Any:
         logits = forward(step, cache)
-        places.add(logits.data_ptr())
+        addresses.add(logits.data_ptr())
         return logits
 
     runner._forward = watched
     for step, slots in enumerate([[0, 1], [2], [0, 3, 4]], start=1):
         runner.execute(plan(step, [(slot, int(runner.batch.length[slot]) - 1, 1, 0) for slot in slots]))
-    assert len(places) == 1
+    assert len(addresses) == 1

@@ -105,7 +105,7 @@ def cache_on(device: Processor, kind: str, blocks_at_once: int) -> CudaKVCache:
 
 
 def every_block(cache: CudaKVCache) -> np.ndarray:
-    """Return the bytes of all blocks [blocks, layers, 2, bytes], gathered by numpy as the contract words it."""
+    """Return the bytes of all blocks [blocks, layers, 2, bytes], gathered by numpy according to the contract."""
     shape = cache.shape
     parts = [cache._data] if cache._scales is None else [cache._data, cache._scales]
     heads = (shape.num_layers, 2, BLOCKS + 1, shape.block_size * shape.num_kv_heads, -1)

@@ -76,7 +76,7 @@ def of_a_decode(folder: Path, case: str, layers: int, kernels: Any = KERNELS, **
         step = replace(step, **adapter_rows(np.array(adapters, np.int32), ops))
         places = [write_adapter(folder, folder / f"adapter {seed}", seed=seed) for seed in range(max(adapters))]
         model = model.with_adapters([read_adapter(place, model.spec.adaptable(), 64) for place in places])
-    model.forward(step, cache)  # what is set up once
+    model.forward(step, cache)  # one-time set-up
     with counted() as found:
         model.forward(step, cache)
     return found
@@ -122,7 +122,7 @@ def test_whole_step_has_few_launches_outside_its_layers(temperature: float, samp
     write_checkpoint("llama", tmp_path, num_hidden_layers=1)
     ops = CudaOps("float32", Processor(), replace(KERNELS, sampling=TritonSampling(torch.device("cpu"), 4)))
     model = OnProcessor(EngineConfig(model=str(tmp_path))).load_model(tmp_path, ops, lambda done, total: None)
-    ops.compile = lambda forward: forward  # type: ignore[method-assign]  # a replay would count as nothing
+    ops.compile = lambda forward: forward  # type: ignore[method-assign]  # launches of a replay are not counted
     runner = Runner(ops, model, LIMITS_OF_STEPS, TorchPostprocess)
     *earlier, last = conversation([{"temperature": temperature, "seed": slot} for slot in range(3)])
     for each in earlier:

@@ -41,20 +41,20 @@ def adapter(make: Values, ranks: Sequence[int], inputs: int, outs: Sequence[int]
     ]
 
 
-def lora_of(ops: Any, adapters: Sequence[Adapter], places: Any, inputs: int, outs: Sequence[int]) -> Lora:
+def lora_of(ops: Any, adapters: Sequence[Adapter], slots: Any, inputs: int, outs: Sequence[int]) -> Lora:
     deltas = [None if each is None else ops.prepare_lora(each, outs) for each in adapters]
-    step = step_input([(len(places), len(places))], 8, np.zeros((1, -(-len(places) // 8)), np.int32))
-    fields = adapter_rows(np.array(places, np.int32), ops)
+    step = step_input([(len(slots), len(slots))], 8, np.zeros((1, -(-len(slots) // 8)), np.int32))
+    fields = adapter_rows(np.array(slots, np.int32), ops)
     return Lora(ops.place_loras(deltas, inputs, outs), replace(on_device(ops, step), **fields))
 
 
-def added(x: Any, adapters: Sequence[Adapter], places: Any, outs: Sequence[int]) -> Any:
+def added(x: Any, adapters: Sequence[Adapter], slots: Any, outs: Sequence[int]) -> Any:
     """Return the LoRA terms in float64."""
     y = np.zeros((len(x), sum(outs)))
-    for token, place in enumerate(places):
+    for token, slot in enumerate(slots):
         end = 0
         for part, out in zip(
-            adapters[place - 1] or [None] * len(outs) if place else [None] * len(outs), outs, strict=True
+            adapters[slot - 1] or [None] * len(outs) if slot else [None] * len(outs), outs, strict=True
         ):
             if part is not None:
                 y[token, end : end + out] = part.up.astype(np.float64) @ (part.down.astype(np.float64) @ x[token])
@@ -83,10 +83,10 @@ def test_each_token_gets_the_terms_of_its_adapter(case: str, tokens: int) -> Non
     ops, make, random = make_ops(), Values(3), np.random.default_rng(tokens)
     adapters = [None if each is None else adapter(make, each, inputs, outs) for each in ranks]
     x, y = make(tokens, inputs), make(tokens, sum(outs))
-    places = random.integers(0, len(ranks) + 1, tokens) if tokens > 1 else [len(ranks)]
-    lora = lora_of(ops, adapters, places, inputs, outs)
+    slots = random.integers(0, len(ranks) + 1, tokens) if tokens > 1 else [len(ranks)]
+    lora = lora_of(ops, adapters, slots, inputs, outs)
     found = ops.lora(numbers(ops, y), numbers(ops, x), lora)
-    np.testing.assert_allclose(found.numpy(), y + added(x, adapters, places, outs), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(found.numpy(), y + added(x, adapters, slots, outs), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -97,11 +97,11 @@ def test_types_of_16_bits_agree_with_the_composition(dtype: str) -> None:
     plain = ops.alone(replace(PLAIN, lora=None))
     adapters = [adapter(make, each, inputs, outs) for each in ranks]
     x, y = (numbers(ops, make(11, width)) for width in (inputs, sum(outs)))
-    places = np.arange(11) % 5
+    slots = np.arange(11) % 5
     found, expected = (
-        each.lora(y.clone(), x, lora_of(each, adapters, places, inputs, outs)).double() for each in (ops, plain)
+        each.lora(y.clone(), x, lora_of(each, adapters, slots, inputs, outs)).double() for each in (ops, plain)
     )
-    exact = y.double().numpy() + added(x.double().numpy(), adapters, places, outs)
+    exact = y.double().numpy() + added(x.double().numpy(), adapters, slots, outs)
     for one in (found, expected):
         np.testing.assert_allclose(one, exact, rtol=0, atol=2 * TOLERANCE[dtype] * np.abs(exact).max())
 
@@ -109,10 +109,10 @@ def test_types_of_16_bits_agree_with_the_composition(dtype: str) -> None:
 def test_oracle_agrees() -> None:
     ranks, outs, inputs = CASES["ranks of real adapters"]
     ops, oracle, make = make_ops(), NumpyOps(), Values(7)
-    adapters, places = [adapter(make, each, inputs, outs) for each in ranks], np.array([4, 4, 0, 1, 3, 2, 1])
+    adapters, slots = [adapter(make, each, inputs, outs) for each in ranks], np.array([4, 4, 0, 1, 3, 2, 1])
     x, y = make(7, inputs), make(7, *outs)
-    expected = oracle.lora(y.copy(), x, lora_of(oracle, adapters, places, inputs, outs))
-    found = ops.lora(numbers(ops, y), numbers(ops, x), lora_of(ops, adapters, places, inputs, outs))
+    expected = oracle.lora(y.copy(), x, lora_of(oracle, adapters, slots, inputs, outs))
+    found = ops.lora(numbers(ops, y), numbers(ops, x), lora_of(ops, adapters, slots, inputs, outs))
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=2e-5)
 
 
@@ -122,10 +122,10 @@ def test_token_has_the_same_bits_alone_and_in_every_batch() -> None:
     ops, make, random = make_ops(), Values(9), np.random.default_rng(2)
     adapters = [adapter(make, ranks, inputs, outs) for ranks in ((8, 3), (17, 0), (1, 40))]
     x, y = numbers(ops, make(90, inputs)), numbers(ops, make(90, sum(outs)))
-    places = random.integers(0, 4, 90)
-    whole = ops.lora(y.clone(), x, lora_of(ops, adapters, places, inputs, outs))
+    slots = random.integers(0, 4, 90)
+    whole = ops.lora(y.clone(), x, lora_of(ops, adapters, slots, inputs, outs))
     for some in ([0], [5, 80, 17], [*range(30, 80)]):
-        alone = ops.lora(y[some], x[some], lora_of(ops, adapters, places[some], inputs, outs))
+        alone = ops.lora(y[some], x[some], lora_of(ops, adapters, slots[some], inputs, outs))
         assert torch.equal(alone, whole[some]), some
 
 
@@ -135,14 +135,14 @@ def test_nan_stays_in_its_own_row_and_rows_without_adapters_unchanged() -> None:
     well, wild = (adapter(make, (4, 4), inputs, outs) for _ in range(2))
     wild[0].down[:] = np.nan
     wild[1].up[:] = np.inf
-    places = np.array([1, 2, 0, 2, 1, 1])
+    slots = np.array([1, 2, 0, 2, 1, 1])
     x, y = make(6, inputs), make(6, sum(outs))
     x[1], x[3], y[2] = np.inf, np.nan, np.nan
     y[2, ::2] = -0.0
-    found = ops.lora(numbers(ops, y), numbers(ops, x), lora_of(ops, [well, wild], places, inputs, outs)).numpy()
-    fine = places == 1
-    np.testing.assert_allclose(found[fine], y[fine] + added(x[fine], [well], places[fine], outs), rtol=0, atol=2e-5)
-    assert not np.isfinite(found[places == 2]).any()
+    found = ops.lora(numbers(ops, y), numbers(ops, x), lora_of(ops, [well, wild], slots, inputs, outs)).numpy()
+    fine = slots == 1
+    np.testing.assert_allclose(found[fine], y[fine] + added(x[fine], [well], slots[fine], outs), rtol=0, atol=2e-5)
+    assert not np.isfinite(found[slots == 2]).any()
     assert found[2].tobytes() == y[2].tobytes()
 
 
@@ -161,16 +161,16 @@ def test_tables_stay_in_place_while_adapters_change() -> None:
     inputs, outs = 64, [48]
     ops, make = make_ops(), Values(6)
     first, second = (adapter(make, (rank,), inputs, outs) for rank in (4, 20))
-    x, y, places = make(5, inputs), make(5, 48), [1, 2, 0, 2, 1]
+    x, y, slots = make(5, inputs), make(5, 48), [1, 2, 0, 2, 1]
     lora = lora_of(ops, [first], [1] * 5, inputs, outs)
     table, address = lora.deltas, lora.deltas.entries.data_ptr()
     for held in ([second, first], [None, first], [None, None], [first, second]):
         deltas = [None if each is None else ops.prepare_lora(each, outs) for each in held]
         assert ops.place_loras(deltas, inputs, outs, table) is table
         assert table.entries.data_ptr() == address
-        mine = lora_of(ops, [None], places, inputs, outs)
+        mine = lora_of(ops, [None], slots, inputs, outs)
         found = ops.lora(numbers(ops, y), numbers(ops, x), replace(mine, deltas=table))
-        np.testing.assert_allclose(found.numpy(), y + added(x, held, places, outs), rtol=0, atol=2e-5)
+        np.testing.assert_allclose(found.numpy(), y + added(x, held, slots, outs), rtol=0, atol=2e-5)
     large = [ops.prepare_lora(adapter(make, (65,), inputs, outs), outs)]
     assert ops.place_loras(large, inputs, outs, table).width == 80
     many = ops.place_loras([None] * 9, inputs, outs, table)

@@ -37,7 +37,7 @@ LIMITS = Limits(
 
 
 class Metered(Processor):
-    """A device whose memory falls with each capture: for a graph, once for what graphs share, once for a library."""
+    """Device whose free memory falls with each capture: per graph, once for shared buffers, once for a library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_memory_is_reserved_for_graphs_that_were_not_captured(folder: Path) -> N
     assert kept.steps == (50 + 3 * device.captured - 7) * MIB
     assert kept.graphs == 3 * MIB * (len(list(GraphShapes.of(LIMITS))) - device.captured)
     assert str(kept) == f"{kept.total // MIB} MiB measured for steps and graphs"
-    # What serves afterwards captures all of them.
+    # Serving captures all of them later.
     ops.configure(LIMITS)
     assert ops.padded(40, 1) == (40, 1)
 

@@ -274,7 +274,7 @@ def test_composed_torch_steps_are_correct_and_not_captured(case: str, tmp_path: 
 
 def test_attention_without_a_kernel_reads_8_bits() -> None:
     heads = Heads(4, 2, 16, 0.25, Rope(None, None))
-    tables = np.array([[3, 9, 1, 0], [2, 5, 77, -3]], np.int32)  # beyond a context entries mean nothing
+    tables = np.array([[3, 9, 1, 0], [2, 5, 77, -3]], np.int32)  # entries beyond a context are undefined
     values, outputs = Values(4), []
     k, v, q = values(40, 2, 16), values(40, 2, 16), values(6, 4, 16)
     for ops in (TorchOps(), make_ops(Device()).alone(replace(PLAIN, attention=None))):

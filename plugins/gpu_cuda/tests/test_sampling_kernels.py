@@ -189,8 +189,8 @@ def test_a_boundary_belongs_to_the_next_token() -> None:
     """Two equal halves, with the boundary inside a tile, between tiles, and between programs."""
     half, zero = 9_297_664, 14_883_995  # positions where seed 0 draws exactly 1/2 and exactly 0
     logits = np.full((6, 4096), -INFINITE)
-    for row, places in enumerate(([5, 6], [1023, 1024], [2047, 2048], [5, 6], [1024, 1025], [4094, 4095])):
-        logits[row, places] = 1.0
+    for row, tied in enumerate(([5, 6], [1023, 1024], [2047, 2048], [5, 6], [1024, 1025], [4094, 4095])):
+        logits[row, tied] = 1.0
     given = sample_input(6, positions=[half] * 3 + [zero] * 3)
     assert same_choice(logits, given, kernels()).tolist() == [6, 1024, 2048, 5, 1024, 4094]
     assert same_choice(logits, given, kernels(132)).tolist() == [6, 1024, 2048, 5, 1024, 4094]
@@ -215,13 +215,13 @@ def test_any_program_may_be_the_last_of_its_row(monkeypatch: pytest.MonkeyPatch)
     from triton.runtime import interpreter
 
     rng = np.random.default_rng(8)
-    place = interpreter.InterpreterBuilder.set_grid_idx
+    set_index = interpreter.InterpreterBuilder.set_grid_idx
 
     def shuffled(builder: Any, x: int, y: int, z: int) -> None:
         if (x, y, z) == (0, 0, 0):
             builder.order = rng.permutation(int(np.prod(builder.grid_dim)))
         x, y, z = np.unravel_index(builder.order[np.ravel_multi_index((x, y, z), builder.grid_dim)], builder.grid_dim)
-        place(builder, int(x), int(y), int(z))
+        set_index(builder, int(x), int(y), int(z))
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", shuffled)
     by = kernels(132)
@@ -246,7 +246,7 @@ def test_masks_match_the_oracle(vocabulary: int) -> None:
 
 @pytest.mark.parametrize("vocabulary", [11, 5003])
 def test_penalties_match_the_oracle_bit_for_bit(vocabulary: int) -> None:
-    """Rows in no order, drafts of which some are repeated, counts beyond any product in float32."""
+    """Unordered rows, repeated drafts, and counts beyond any product in float32."""
     rng = np.random.default_rng(vocabulary)
     logits = rng.standard_normal((9, vocabulary)).astype(np.float32) * np.float32(4)
     logits[0, ::2], logits[1, ::3] = 0.0, -np.inf
@@ -295,7 +295,7 @@ def test_values_are_added_in_their_order(dtype: type[np.generic], count: int) ->
     np.testing.assert_array_equal(found.numpy(), right)
 
 
-# Telling ------------------------------------------------------------------------------------------------------
+# Reporting ----------------------------------------------------------------------------------------------------
 
 
 def check_scores(by: TritonSampling, logits: Floats, tokens: npt.NDArray[np.int32], top_n: int) -> None:
@@ -313,7 +313,7 @@ def check_scores(by: TritonSampling, logits: Floats, tokens: npt.NDArray[np.int3
 @pytest.mark.parametrize("vocabulary", [9, 1024, 5003])
 def test_most_likely_tokens_match_the_oracle(vocabulary: int, top_n: int) -> None:
     logits = hostile_rows(vocabulary, 10)
-    logits[5] *= np.float32(1e-28)  # or the oracle's own sums are no measure
+    logits[5] *= np.float32(1e-28)  # otherwise the oracle's own sums are too inexact
     tokens = np.random.default_rng(1).integers(0, vocabulary, len(logits)).astype(np.int32)
     check_scores(kernels(), logits, tokens, min(top_n, vocabulary))
     found = kernels(132).ranks(torch.from_numpy(logits), torch.from_numpy(tokens))
@@ -342,7 +342,7 @@ def test_token_matrix_matches_torch(slots: int, k: int) -> None:
     rng = np.random.default_rng(slots + k)
     for rows, revoked in ((slots // 2, slots // 3), (slots, 0), (0, slots), (0, 0)):
         order = rng.permutation(slots).astype(np.int32)
-        # The interpreter takes no memory of nothing, so there is always more of it.
+        # The interpreter rejects empty memory, so there is always one element more.
         sampled = torch.from_numpy(rng.integers(0, 2**18, (rows + 1, 1 + k)).astype(np.int32))[:rows]
         accepted = torch.from_numpy(rng.integers(0, 1 + k, rows + 1).astype(np.int32))[:rows]
         used, released = torch.from_numpy(order)[:rows], torch.from_numpy(order)[rows : rows + revoked]
@@ -404,7 +404,7 @@ class _Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [1, 3, 6, 600])
 def test_parts_of_rows_are_aligned_for_the_same_kernel(rows: int) -> None:
-    """At multiples of 16 bytes: Triton makes other kernels for other addresses, while requests wait."""
+    """At multiples of 16 bytes: for other addresses Triton would compile further kernels while requests wait."""
     by = kernels()
     by.reserve(rows)
     assert all(part.start * 4 % 16 == 0 for part in by._parts(2000))

@@ -124,7 +124,7 @@ def test_step_uploads_once_and_waits_for_the_device_once(folder: Path, monkeypat
 
 
 def test_pipelined_steps_match_sequential_ones(folder: Path) -> None:
-    """Through the device that an engine has, with graphs, whose logits hold until the next replay."""
+    """With the device of an engine, and with graphs, whose logits are valid until the next replay."""
     processor = Processor()
     outputs = []
     for ops in (TorchOps(), make_ops(processor)):
@@ -197,7 +197,7 @@ def test_decode_with_a_one_token_prefill_chunk_is_replayed(folder: Path) -> None
 
 
 def test_replay_reads_no_row_of_an_earlier_larger_batch(folder: Path) -> None:
-    """Few of a large batch are wanted, its last ones; then fewer of a small batch: what is left over names no row."""
+    """Sample the last few rows of a large batch, then fewer of a small batch: stale indices are not used."""
     processor = Processor()
     outputs = []
     for ops in (TorchOps(), make_ops(processor)):

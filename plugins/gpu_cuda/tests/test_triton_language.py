@@ -21,7 +21,7 @@ def compiled_functions(path: Path) -> Iterator[ast.FunctionDef]:
 
 
 def too_new(function: ast.FunctionDef) -> list[str]:
-    """Return what an old release does not compile.
+    """Return the code that an old release does not compile.
 
     Triton 3.2: `and` or `or` between more than two, and chained comparisons. 3.3: numbers that Python knows among the
     values that are assigned at once.

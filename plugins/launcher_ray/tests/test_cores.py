@@ -1,4 +1,4 @@
-"""Processors that are kept for one process."""
+"""Processors reserved for one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_no_processor_is_assigned_twice() -> None:
 def test_too_few_processors_assign_none() -> None:
     first = ReservedCores(2)
     assert ReservedCores(2).numbers == []
-    assert ReservedCores(1).numbers == [6], "it gave back what it had"
+    assert ReservedCores(1).numbers == [6], "the failed reservation freed its processors"
     assert first.numbers == [4, 5]
 
 

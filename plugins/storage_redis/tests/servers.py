@@ -170,7 +170,7 @@ class Script:
                     if not self._pause:
                         connection.sendall(self._answer)
         except OSError:
-            return  # the client has had enough
+            return  # the client has closed the connection
 
     def close(self) -> None:
         self._ended.set()

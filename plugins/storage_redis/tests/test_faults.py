@@ -28,7 +28,7 @@ SECRET = "s3cr3t-passw0rd"
 
 
 @contextmanager
-def trouble(expected: FailureReason, within: float = 5.0) -> Iterator[None]:
+def raises_store_error(expected: FailureReason, within: float = 5.0) -> Iterator[None]:
     """Check that the block raises this error in time, without a secret in its message."""
     began = time.monotonic()
     with pytest.raises(StoreError) as caught:
@@ -43,9 +43,9 @@ def test_killed_server_is_unreachable_and_serves_after_its_restart(start: Start,
     kept = store(server.url)
     kept.put([(b"a", [b"1"])], 5.0)
     server.kill()
-    with trouble(FailureReason.UNREACHABLE, 1.0):
+    with raises_store_error(FailureReason.UNREACHABLE, 1.0):
         kept.get([b"a"], LIMIT, 5.0)
-    with trouble(FailureReason.UNREACHABLE, 1.0):
+    with raises_store_error(FailureReason.UNREACHABLE, 1.0):
         kept.put([(b"a", [b"1"])], 5.0)
     server.start()
     assert kept.get([b"a"], LIMIT, 5.0) == [None]
@@ -76,13 +76,13 @@ def test_stopped_server_times_out_and_late_replies_are_dropped(start: Start, sto
     big = os.urandom(3_000_000)
     kept.put([(b"a", [b"1"]), (b"b", [b"22"])], 5.0)
     with server.frozen():
-        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
+        with raises_store_error(FailureReason.TIMEOUT, SOON + SLACK):
             kept.get([b"a"], LIMIT, SOON)
-        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
+        with raises_store_error(FailureReason.TIMEOUT, SOON + SLACK):
             kept.longest_prefix([b"a", b"b"], LIMIT, SOON)
-        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
+        with raises_store_error(FailureReason.TIMEOUT, SOON + SLACK):
             kept.put([(b"c", [big])] * 8, SOON)
-        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
+        with raises_store_error(FailureReason.TIMEOUT, SOON + SLACK):
             store(server.url).open(SOON)
     assert kept.get([b"b", b"a"], LIMIT, 5.0) == [b"22", b"1"]
     assert kept.longest_prefix([b"a"], LIMIT, 5.0) == 1
@@ -90,12 +90,12 @@ def test_stopped_server_times_out_and_late_replies_are_dropped(start: Start, sto
 
 def test_slow_reply_does_not_extend_the_timeout(script: Callable[..., Script], store: MakeStore) -> None:
     kept = store(script(b":1\r\n" * 1000, pause=0.05).url)
-    with trouble(FailureReason.TIMEOUT, SOON + SLACK):
+    with raises_store_error(FailureReason.TIMEOUT, SOON + SLACK):
         kept.longest_prefix([b"a"] * 1000, LIMIT, SOON)
 
 
 def test_expired_deadline_is_a_timeout(server: Server, store: MakeStore) -> None:
-    with trouble(FailureReason.TIMEOUT, SLACK):
+    with raises_store_error(FailureReason.TIMEOUT, SLACK):
         store(server.url).get([b"a"], LIMIT, 0.0)
 
 
@@ -105,7 +105,7 @@ def test_full_server_keeps_serving_its_values(start: Start, store: MakeStore) ->
     kept.put([(b"first", [b"1"])], 5.0)
     stored = kept.put([(b"%d" % n, [os.urandom(700_000)]) for n in range(16)], 5.0)
     assert 0 < stored < 16
-    with trouble(FailureReason.FULL):
+    with raises_store_error(FailureReason.FULL):
         kept.put([(b"more", [os.urandom(700_000)])], 5.0)
     assert kept.get([b"first", b"more"], LIMIT, 5.0) == [b"1", None]
     assert kept.delete([b"%d" % n for n in range(16)], 5.0) == stored
@@ -124,14 +124,14 @@ def test_replica_is_read_only(start: Start, store: MakeStore) -> None:
     replica = start("--replicaof", "127.0.0.1", str(primary.port))
     kept = store(replica.url)
     until(lambda: replica.back_door.get("fd:" + b"a".hex()), 20)
-    with trouble(FailureReason.READ_ONLY):
+    with raises_store_error(FailureReason.READ_ONLY):
         kept.put([(b"b", [b"2"])], 5.0)
     assert kept.get([b"a"], LIMIT, 5.0) == [b"1"]
 
 
 def test_missing_replicas_make_it_read_only(start: Start, store: MakeStore) -> None:
     kept = store(start("--min-replicas-to-write", "1").url)
-    with trouble(FailureReason.READ_ONLY):
+    with raises_store_error(FailureReason.READ_ONLY):
         kept.put([(b"a", [b"1"])], 5.0)
     assert kept.get([b"a"], LIMIT, 5.0) == [None]
 
@@ -142,7 +142,7 @@ def test_snapshot_that_cannot_be_written_makes_it_read_only(start: Start, store:
     shutil.rmtree(server.folder)
     client.bgsave()
     until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
-    with trouble(FailureReason.READ_ONLY):
+    with raises_store_error(FailureReason.READ_ONLY):
         store(server.url).put([(b"a", [b"1"])], 5.0)
     client.close()
     server.folder.mkdir()
@@ -162,7 +162,7 @@ def test_passwords_are_read_from_url_file_and_environment(
         store(f"redis://me:{SECRET}@{address}"),
         from_file,
     ):
-        with trouble(FailureReason.DENIED):
+        with raises_store_error(FailureReason.DENIED):
             wrong.get([b"a"], LIMIT, 5.0)
     file.write_text(SECRET + "\n")
     assert from_file.put([(b"a", [b"1"])], 5.0) == 1
@@ -172,7 +172,7 @@ def test_passwords_are_read_from_url_file_and_environment(
         assert SECRET not in repr(right) + right.open(5.0) + repr(right.location) + repr(vars(right))
     file.unlink()
     server.restart()
-    with trouble(FailureReason.DENIED):
+    with raises_store_error(FailureReason.DENIED):
         from_file.get([b"a"], LIMIT, 5.0)
 
 
@@ -182,20 +182,20 @@ def test_read_only_user_can_read(server: Server, store: MakeStore) -> None:
     try:
         kept = store(f"redis://reader:{SECRET}@127.0.0.1:{server.port}")
         assert kept.get([b"a"], LIMIT, 5.0) == [b"1"]
-        with trouble(FailureReason.DENIED):
+        with raises_store_error(FailureReason.DENIED):
             kept.put([(b"a", [b"2"])], 5.0)
-        with trouble(FailureReason.DENIED):
+        with raises_store_error(FailureReason.DENIED):
             kept.delete([b"a"], 5.0)
-        with trouble(FailureReason.DENIED):
+        with raises_store_error(FailureReason.DENIED):
             store(f"redis://reader:{SECRET}@127.0.0.1:{server.port}?namespace=other").get([b"a"], LIMIT, 5.0)
     finally:
         server.back_door.execute_command("ACL DELUSER reader")
 
 
 def test_port_without_a_listener_is_unreachable(store: MakeStore, tmp_path: Path) -> None:
-    for place in (f"redis://127.0.0.1:{free_port()}", f"unix://{tmp_path}/none", "redis://no-such-host.invalid"):
-        with trouble(FailureReason.UNREACHABLE):
-            store(place).open(2.0)
+    for target in (f"redis://127.0.0.1:{free_port()}", f"unix://{tmp_path}/none", "redis://no-such-host.invalid"):
+        with raises_store_error(FailureReason.UNREACHABLE):
+            store(target).open(2.0)
 
 
 def test_missing_database_is_named(server: Server, store: MakeStore) -> None:
@@ -226,22 +226,22 @@ def test_reply_of_the_server_determines_the_error(
     script: Callable[..., Script], store: MakeStore, answer: bytes, expected: FailureReason
 ) -> None:
     kept = store(script(answer + b"\r\n").url)
-    with trouble(expected):
+    with raises_store_error(expected):
         kept.longest_prefix([b"a"], LIMIT, 2.0)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.binary(min_size=1, max_size=40)
-    # Answers to a cluster's client that are whole and make no sense.
+    # Complete but invalid replies to a cluster client.
     | st.sampled_from([b"*0\r\n", b"*1\r\n:1\r\n", b"*1\r\n*2\r\n:0\r\n:1\r\n", b"*1\r\n*3\r\n:0\r\n:9\r\n*0\r\n"])
 )
 def test_garbage_raises_store_errors_only(script: Callable[..., Script], answer: bytes) -> None:
     one = script(answer)
     address = one.url.removeprefix("redis")
     try:
-        for place in (one.url, f"redis+sentinel{address}?master=m", f"redis+cluster{address}"):
-            kept = RedisStore(parse_location(place))
+        for target in (one.url, f"redis+sentinel{address}?master=m", f"redis+cluster{address}"):
+            kept = RedisStore(parse_location(target))
             for call in (
                 lambda kept=kept: kept.get([b"a"], LIMIT, 0.02),
                 lambda kept=kept: kept.put([(b"a", [b"1"])], 0.02),
