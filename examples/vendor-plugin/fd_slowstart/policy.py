@@ -28,7 +28,7 @@ class SlowStart(RouterPolicy):
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)
         self._first_seen: dict[RouterWorker, float] = {}
-        """When each incarnation was first a candidate; the first of all are not new, the router is."""
+        """Time at which each incarnation was first a candidate; those at router start are not new."""
 
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the candidate with the fewest requests for its share; the random number decides between equal ones."""
