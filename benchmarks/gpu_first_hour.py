@@ -1,10 +1,10 @@
-"""What an NVIDIA GPU reaches: its own rates, then steps of models with random weights, kernel by kernel.
+"""Measure an NVIDIA GPU: its own rates, then steps of models with random weights, kernel by kernel.
 
     python benchmarks/gpu_first_hour.py [--models smollm2 llama-8b] [--formats bf16 int4] [--output FILE]
 
 Needs a GPU. Weights are made here, so nothing is downloaded. Decodes of 1, 32 and 256 requests see 1,024 tokens each,
 two steps in flight; a prefill is 2,048 tokens. The result is written after each model, so that what was measured is
-kept when something fails; `gpu_roofline.py --measured FILE` puts it beside the floors. Not run on hardware yet.
+kept when something fails; `gpu_roofline.py --measured FILE` compares it with the floors. Not run on hardware yet.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ COPIED = 64
 class Bench:
     """Measures models, one after another.
 
-    `make_ops` returns a pack and what chooses its kernels by a model, and says which; `free` says how many bytes the
-    device has, `made` how many kernels Triton made so far.
+    `make_ops` returns a pack and a function that chooses its kernels for a model and returns the choice; `free` returns
+    the free bytes of the device, `made` the number of kernels that Triton has made so far.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Bench:
 def _copies(runner: Runner) -> dict[str, float]:
     """Return bytes per second of KV to the host and back."""
     blocks = np.arange(min(COPIED, runner.limits.num_kv_blocks), dtype=np.int32)
-    held = runner.cache.export_blocks(blocks)  # allocates what copies need
+    held = runner.cache.export_blocks(blocks)  # allocates the buffers of copies
     begun = time.perf_counter()
     held = runner.cache.export_blocks(blocks)
     between = time.perf_counter()
@@ -129,13 +129,13 @@ def _copies(runner: Runner) -> dict[str, float]:
 def run(
     bench: Bench, models: list[str], forms: list[str], steps: int, found: dict[str, Any], output: Path
 ) -> list[str]:
-    """Measure all, write after each; returns what failed, whose error is in the result and does not stop the others."""
+    """Measure all models, write after each; return the failed ones, whose errors are in the result."""
     failed = []
     for name in models:
         for form in forms:
             try:
                 facts = bench.model(name, ARCHITECTURES[name], form, steps)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the other models are measured
+            except Exception as error:  # noqa: BLE001 - one failed model must not stop the others
                 traceback.print_exc()
                 failed.append(f"{name} {form}")
                 facts = {"model": name, "format": form, "failed": f"{type(error).__name__}: {error}"}
@@ -161,7 +161,7 @@ def on_cuda(context: int, prefill: int) -> Bench:
         ops = backend.make_ops()
 
         def choose(model: DecoderModel) -> str:
-            """Try the kernels on the model, as a start does; one that fails gives way."""
+            """Test the kernels on the model, as at start; a failing one is replaced by the next provider."""
             if backend._providers is not None:
                 backend._try_providers(backend._providers, model, ops)
             print(f"on {backend.describe()}", flush=True)
@@ -179,11 +179,11 @@ def on_cuda(context: int, prefill: int) -> Bench:
 
 
 def _made_kernels() -> Callable[[], int]:
-    """Return what tells how many kernels Triton made from now on, compiled or read from its cache."""
+    """Return a counter of the kernels that Triton makes from now on, compiled or read from its cache."""
     import triton
 
     if not hasattr(triton, "knobs"):
-        return lambda: 0  # releases before 3.4 tell it elsewhere
+        return lambda: 0  # releases before 3.4 have no such hook
     made: list[Any] = []
     before = triton.knobs.runtime.jit_post_compile_hook
 

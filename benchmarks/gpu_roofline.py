@@ -1,10 +1,10 @@
-"""What a step takes at least on an H100 and an H200: calculated, before anything is measured, to say what to expect.
+"""Calculate the least time of a step on an H100 and an H200, as the expectation before anything is measured.
 
     python benchmarks/gpu_roofline.py [--context 1024] [--prefill 2048]
     python benchmarks/gpu_roofline.py --measured benchmarks/results/gpu_first_hour.json
 
 The first writes benchmarks/results/gpu_roofline.md and .json. The second compares a measurement by `gpu_first_hour.py`
-with the floors of its own steps, and writes gpu_measured.md and .json beside them.
+with the floors of its own steps, and writes gpu_measured.md and .json to the same folder.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness.roofline import (
     CHIPS,
     FORMATS,
-    LAUNCHES_BESIDE,
     LAUNCHES_DENSE,
     LAUNCHES_EXPERTS,
+    LAUNCHES_OUTSIDE_LAYERS,
     Chip,
     Format,
     Step,
@@ -50,9 +50,9 @@ bandwidth and 50 to 70 % of the operations are good.
 - Decodes see {context:,} tokens. Weights are read once, keys and values once, logits written and read once.
 - Of experts, those that are hit are read, expected where routing is uniform: of 128, 8 for one token, 112 for 32.
 - `fp8` and `int4` are the weights of layers; embedding, output projection, KV and attention stay in bfloat16.
-- Launches: {dense} a dense layer, {experts} one with experts, {beside} beside. A decode is one graph: {graph:g} us, and
-  {node:g} us a kernel. A prefill is launched by the host, {eager:g} us a kernel, ahead of the device. These three are
-  assumptions."""
+- Launches: {dense} a dense layer, {experts} one with experts, {outside} outside. A decode is one graph: {graph:g} us,
+  and {node:g} us a kernel. A prefill is launched by the host, {eager:g} us a kernel, ahead of the device. These three
+  are assumptions."""
 HEADINGS = ("step", "weights", "moved", "operations", "launches", "floor", "tokens/s", "binds")
 
 
@@ -70,14 +70,14 @@ def calculated(name: str, how: str, step: Step, chip: Chip) -> dict[str, Any]:
 
 
 def shape(name: str) -> ModelShape:
-    """Return a model's sizes. Raises `SystemExit` that names those there are."""
+    """Return a model's sizes. Raises `SystemExit` with the known models."""
     if name not in ARCHITECTURES:
         raise SystemExit(f"{name!r} is no model of this roofline; there are {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
 
 
 def form(name: str) -> Format:
-    """Return a format of weights. Raises `SystemExit` that names those there are."""
+    """Return a format of weights. Raises `SystemExit` with the known formats."""
     if name not in FORMATS:
         raise SystemExit(f"{name!r} is no format of this roofline; there are {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -121,7 +121,7 @@ def page(lines: Mapping[str, Sequence[Mapping[str, Any]]], context: int) -> str:
             context=context,
             dense=LAUNCHES_DENSE,
             experts=LAUNCHES_EXPERTS,
-            beside=LAUNCHES_BESIDE,
+            outside=LAUNCHES_OUTSIDE_LAYERS,
             **{name: seconds * 1e6 for name, seconds in asdict(launching).items()},
         )
     ]
@@ -156,7 +156,7 @@ def compared(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def comparison(measured: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return a measurement beside its floors as Markdown."""
+    """Return a measurement and its floors as Markdown."""
     headings = ("model", "step", "weights", "floor", "measured", "ratio", "tokens/s", "binds")
     rows = []
     for line in lines:
@@ -168,12 +168,12 @@ def comparison(measured: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) 
     for facts in measured.get("models", ()):
         for batch, kernels in facts.get("kernels", {}).items():
             parts += ["", f"## {facts['model']} {facts['format']}, decode of {batch}", "", *kernel_table(kernels)]
-    title = f"# Measured beside the floor: {measured.get('device', CHIPS[measured['chip']].base.title)}"
+    title = f"# Measured compared with the floor: {measured.get('device', CHIPS[measured['chip']].base.title)}"
     return "\n".join([title, "", *table(headings, rows), *parts, ""])
 
 
 def kernel_table(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return where the time of a step on the device goes, the longest kernels first."""
+    """Return the time of a step on the device by kernel, the longest first."""
     total = sum(each["seconds"] for each in kernels)
     rows = [
         (

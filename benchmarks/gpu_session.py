@@ -1,10 +1,10 @@
-"""All that a machine with an NVIDIA GPU can show, item by item: what fails does not stop the others.
+"""Run every check and measurement for an NVIDIA GPU, item by item; a failed item does not stop the others.
 
     nox -s gpu
     python benchmarks/gpu_session.py [--only hardware first-hour] [--results FOLDER]
 
-The first installs what the second needs, and runs it. Without a GPU it runs what needs none, says of the rest what it
-would have run and why it did not, and exits with 0. With one, it exits with 1 if anything failed.
+The first installs the dependencies of the second, and runs it. Without a GPU it runs the items that need none, lists
+the skipped commands with the reason, and exits with 0. With one, it exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fd_core.plugins import BACKEND, installed_plugins
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = ROOT / "plugins" / "gpu_cuda"
 RESULTS = ROOT / "benchmarks" / "results"
-PATIENCE = 3600
+ITEM_TIMEOUT = 3600
 """Seconds after which an item counts as failed."""
 FORMS = (
     "gpu_cuda",
@@ -48,18 +48,18 @@ class Item:
     shows: str
     command: tuple[str, ...]
     backend: str = ""
-    """What must be able to run here; empty where no GPU is needed."""
+    """Backend that must be available; empty if no GPU is needed."""
     modules: tuple[str, ...] = ()
-    """What must be installed."""
+    """Modules that must be installed."""
     after: str = ""
-    """An item without which this one has nothing to look at."""
+    """Item whose output this one reads."""
     folder: Path = ROOT
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of an item."""
+    """Result of an item."""
 
     item: str
     result: str
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def items(results: Path) -> tuple[Item, ...]:
-    """Return the items in the order in which they run: what is cheap and says most first."""
+    """Return the items in the order in which they run: cheap and informative ones first."""
     python = sys.executable
     measured = str(results / "gpu_first_hour.json")
     fdcore = (python, "-m", "fd_core.cli", "conformance")
@@ -105,7 +105,12 @@ def items(results: Path) -> tuple[Item, ...]:
             (python, "benchmarks/gpu_first_hour.py", "--output", measured),
             "gpu_cuda",
         ),
-        Item("compare", "what was measured beside the floors", (*roofline, "--measured", measured), after="first-hour"),
+        Item(
+            "compare",
+            "measurement against floors",
+            (*roofline, "--measured", measured),
+            after="first-hour",
+        ),
         *(
             Item(
                 f"conformance-{framework}",
@@ -119,7 +124,7 @@ def items(results: Path) -> tuple[Item, ...]:
 
 
 def problem_of(backend: str) -> str:
-    """Return why a backend cannot run here on a device of its own; "" if it can."""
+    """Return why a backend cannot run here on a separate device; "" if it can."""
     offered = installed_plugins().offered(BACKEND)
     if backend not in offered:
         return f"{backend} is not installed"
@@ -129,10 +134,10 @@ def problem_of(backend: str) -> str:
 
 def start(item: Item) -> int:
     """Run an item's command and return its exit status, 124 if it takes too long."""
-    # A session of its own, so that what the item started ends with it.
+    # In a new session, so that child processes of the item end with it.
     process = subprocess.Popen(item.command, cwd=item.folder, env=os.environ | item.environment, start_new_session=True)
     try:
-        return process.wait(PATIENCE)
+        return process.wait(ITEM_TIMEOUT)
     except BaseException as ended:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -155,7 +160,7 @@ def obstacle(item: Item, problem: Callable[[str], str], outcomes: Sequence[Outco
 def run(
     chosen: Sequence[Item], problem: Callable[[str], str] = problem_of, begin: Callable[[Item], int] = start
 ) -> list[Outcome]:
-    """Run items one after another; returns what became of each."""
+    """Run items one after another; return their results."""
     outcomes: list[Outcome] = []
     for item in chosen:
         command = shlex.join([Path(item.command[0]).name, *item.command[1:]])
@@ -177,7 +182,7 @@ def run(
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return a table of what became of the items."""
+    """Return a table of the results."""
     wide = max(len(each.item) for each in outcomes)
     return "\n".join(f"{each.item:{wide}}  {each.result:8}{each.seconds:8.0f} s  {each.why}" for each in outcomes)
 

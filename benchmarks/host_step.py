@@ -1,10 +1,10 @@
-"""Time what the host does for a decode step, with nothing in the device's place.
+"""Time the host's part of a decode step, with a device that computes nothing.
 
     python -m benchmarks.host_step [--rows 1,64,256] [--rounds 9] [--steps 200] [--out host_step]
 
-The pack's calls return at once and compute nothing, so what is left of a step is the runner: the plan, the arrays that
-go to the device, and what is remembered of the answer. Steps are launched behind one another as at `pipeline_depth` 2.
-What a pack spends on launches and copies comes on top, and so does the scheduler.
+The pack's calls return at once and compute nothing, so a step is the runner alone: the plan, the arrays for the device,
+and the bookkeeping of the result. Steps are pipelined as with `pipeline_depth` 2. The launches and copies of a real
+pack and the scheduler are not included.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS: Mapping[str, SamplingParams] = {
     "penalties": SamplingParams(temperature=0.8, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.1),
 }
 VOCABULARY = 1000
-"""Nothing on the host depends on it but the counts of a request that comes."""
+"""On the host only the counts of a new request depend on it."""
 PROMPT, BLOCK = 100, 16
 WARM_UP = 20
 
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,64,256")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--profile", action="store_true", help="say where the time of 64 sampled rows goes, and end")
+    parser.add_argument("--profile", action="store_true", help="profile a step of 64 sampled rows and exit")
     parser.add_argument("--out", default="host_step")
     options = parser.parse_args()
     if options.profile:

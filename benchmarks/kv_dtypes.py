@@ -1,7 +1,7 @@
-"""Attention over keys and values of 8 bits beside those of the program's type, and what 8 bits cost in accuracy.
+"""Compare attention over 8-bit keys and values with those of the program's dtype, in speed and in accuracy.
 
     python -m benchmarks.kv_dtypes [--threads 2] [--rounds 20]          # seconds of a step, results/kv_dtypes.json
-    python -m benchmarks.kv_dtypes --accuracy [--texts 16]              # greedy tokens of SmolLM2 beside float32
+    python -m benchmarks.kv_dtypes --accuracy [--texts 16]              # greedy tokens of SmolLM2 against float32
 
 Steps of both caches run in turn, because the machine drifts; seconds are the fastest of all rounds for each operation.
 """
@@ -82,7 +82,7 @@ def time_steps(threads: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def compare_tokens(texts: int) -> list[dict[str, Any]]:
-    """Return how the most likely tokens of each dtype agree with those of float32, behind float32's own text."""
+    """Return how the most likely tokens of each dtype agree with those of float32, after float32's own text."""
     documents = [file.read_text() for file in sorted((ROOT / "docs").rglob("*.md"))][:texts]
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": PROMPT + ANSWER + 1, "structured_output": False}
     llm = LLM("smollm2", dtype="float32", **settings)
@@ -99,11 +99,11 @@ def compare_tokens(texts: int) -> list[dict[str, Any]]:
             agree, logprobs = [], []
             for text, completion in zip(whole, llm.generate(whole, scored), strict=True):
                 assert completion.prompt_logprobs is not None
-                for place, score in enumerate(completion.prompt_logprobs):
+                for position, score in enumerate(completion.prompt_logprobs):
                     if score is not None:
                         logprobs.append(score.logprob)
-                        if place >= PROMPT:
-                            agree.append(score.top_ids[0] == text[place])
+                        if position >= PROMPT:
+                            agree.append(score.top_ids[0] == text[position])
             block_bytes = llm.info.kv_cache_bytes // llm.info.num_kv_blocks
             llm.close()
             results.append(

@@ -1,12 +1,12 @@
-"""Time one step of the native kernels on SmolLM2-135M's shape, and say what share of the machine's limit it reaches.
+"""Time one step of the native kernels on SmolLM2-135M's shape, and its share of the machine's limit.
 
     python -m benchmarks.native_step [--dtype bfloat16] [--weights plain int8 Q4_1] [--threads 2] [--only decode32]
     python -m benchmarks.native_step --adapters 0 1 4 16 --weights plain Q4_1 --only decode1 decode32 prefill128
     python -m benchmarks.native_step --context 2000 8000 32000 --only decode1 --kv-dtype int8
 
-Weights are random: a step takes the same time whatever they are; `plain` ones have the dtype, others are formats of
-packed weights. With `--adapters`, so many LoRA adapters of rank 16 on every linear are held, and requests have them
-in turn. With `--context`, each case runs at these contexts instead of its own. Cases run interleaved, round by round,
+Weights are random, since their values do not affect the time; `plain` ones have the dtype, others are formats of packed
+weights. `--adapters` loads that many LoRA adapters of rank 16 on every linear, and requests use them in turn.
+`--context` replaces the context lengths of each case. Cases run interleaved, round by round,
 because the machine drifts; the table gives the fastest and the median round. The limit of a step is the larger of the
 time to read its bytes (weights once, keys and values once) and the time for its products, at the rates measured just
 before.
@@ -46,7 +46,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step: `rows` requests that each compute `queries` tokens, the last of which sees `context`."""
+    """A step: `rows` requests that each compute `queries` tokens, the last of which attends to `context` tokens."""
 
     name: str
     rows: int
@@ -142,8 +142,8 @@ def with_adapters(step: StepInput, case: Case, count: int, ops: Ops) -> StepInpu
     """Return the step with the adapters 1 to `count` in turn, request by request."""
     if not count:
         return step
-    places = np.repeat(np.arange(case.rows) % count + 1, case.queries).astype(np.int32)
-    return replace(step, **adapter_rows(places, ops))
+    slots = np.repeat(np.arange(case.rows) % count + 1, case.queries).astype(np.int32)
+    return replace(step, **adapter_rows(slots, ops))
 
 
 def step_of(case: Case) -> StepInput:
@@ -169,7 +169,7 @@ def step_of(case: Case) -> StepInput:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine reaches."""
+    """Measured rates of the machine."""
 
     bandwidth: float
     """Bytes read per second."""

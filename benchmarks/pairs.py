@@ -1,4 +1,4 @@
-"""A prefill and a decode worker beside two mixed ones: what long prompts do to the texts that are being written.
+"""Compare a prefill and a decode worker with two mixed ones: the effect of long prompts on running decodes.
 
     python benchmarks/pairs.py
     python benchmarks/pairs.py --rounds 1 --seconds 10
@@ -54,7 +54,7 @@ HEADINGS = (
 
 @dataclass(slots=True)
 class Seen:
-    """What a client saw in one run; times in seconds."""
+    """Times of one run as measured by a client, in seconds."""
 
     gaps: list[float] = field(default_factory=list)
     chat_ttft: list[float] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Run:
 
 
 def free_port() -> int:
-    """Return a port that nobody has."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port: int = found.getsockname()[1]
         return port
@@ -141,7 +141,7 @@ async def until_ready(urls: Sequence[str]) -> None:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], tokens: int, seen: Seen) -> list[float]:
-    """Stream one answer; return when it was asked and when each event with a token came."""
+    """Stream one answer; return the time of the request and of each event with a token."""
     body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     times = [time.perf_counter()]
     async with session.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}) as answer:
@@ -160,7 +160,7 @@ async def crowd(url: str, options: argparse.Namespace, seed: int) -> Seen:
     """Send the chats and the long prompts for a while."""
     seen, chance = Seen(), random.Random(seed)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        for length in (options.chat_tokens, options.long_tokens):  # nobody's first request is measured
+        for length in (options.chat_tokens, options.long_tokens):  # warm-up: no first request is measured
             await asyncio.gather(*(ask(session, url, chance.choices(TOKENS, k=length), 4, Seen()) for _ in range(2)))
         end = time.perf_counter() + options.seconds
 
@@ -179,7 +179,7 @@ async def crowd(url: str, options: argparse.Namespace, seed: int) -> Seen:
             for _ in range(options.chats):
                 group.create_task(chat())
             due, arrivals = time.perf_counter(), random.Random(f"{seed}/long")
-            # At random, or chats that wait for the same long prompt come back together with the next one.
+            # At random, or chats that wait for the same long prompt would meet the next one together, too.
             while (due := due + arrivals.expovariate(1 / options.long_every)) < end:
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 group.create_task(long())
@@ -189,7 +189,7 @@ async def crowd(url: str, options: argparse.Namespace, seed: int) -> Seen:
 def measure(name: str, roles: Sequence[str], number: int, options: argparse.Namespace) -> Run:
     """Run one arrangement once."""
     with tempfile.TemporaryDirectory() as folder, arrangement(roles, options, Path(folder)) as url:
-        time.sleep(2)  # health checks tell the router who is there
+        time.sleep(2)  # until health checks have found the workers
         began = time.perf_counter()
         seen = asyncio.run(crowd(url, options, number))
         seconds = time.perf_counter() - began
@@ -227,7 +227,7 @@ def cells(name: str, runs: Sequence[Run]) -> tuple[str, ...]:
 
 
 def write(runs: Sequence[Run], rows: Sequence[tuple[str, ...]], options: argparse.Namespace) -> None:
-    """Keep what was measured."""
+    """Store the measurements."""
     command = shlex.join(["python", "benchmarks/pairs.py", *sys.argv[1:]])
     facts: dict[str, Any] = {"command": command, "version": fd_core.__version__, "machine": machine.describe()}
     facts |= {"settings": vars(options), "runs": [asdict(run) for run in runs]}

@@ -1,15 +1,15 @@
-"""One engine of all processors beside two ranks, stages or engines of half of them; and what ranks cost by parts.
+"""Compare one engine on all processors with two ranks, stages or engines on half of them; and the cost of ranks.
 
     python -m benchmarks.parallel steps [--ways one,engines,ranks] [--workloads w1,w2,w3] [--rounds 3]
     python -m benchmarks.parallel steps --model 1b --requests 8
     python -m benchmarks.parallel sums
     python -m benchmarks.parallel plans [--ranks 8]
 
-`steps` runs the shapes of `benchmarks/harness/workloads.py` on random prompts, all requests of one at once, behind the
-client that a server uses. All ways are loaded at the same time and take turns; those that wait cost nothing but memory.
+`steps` runs the shapes of `benchmarks/harness/workloads.py` on random prompts, all requests of one at once, through
+the client that a server uses. All ways are loaded at the same time and take turns; those that wait cost only memory.
 The model `1b` has random weights, which `benchmarks/random_gguf.py` writes. `sums` compares sums over shared memory and
-over gloo, inside a fusion and from Python, with gloo's own. `plans` says what rank 0 adds to a step of the null backend
-before it computes, and until all ranks have answered.
+over gloo, inside a fusion and from Python, with gloo's own. `plans` measures what rank 0 adds to a step of the null
+backend before it computes, and until all ranks have answered.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "apart": {"pipeline_parallel_size": 2, "pipeline_depth": 1},
     "deep": {"pipeline_parallel_size": 2, "pipeline_depth": 3},
 }
-"""Ways to use the processors, and what they change of an engine's settings. Stages that are `apart` never compute at
+"""Ways to use the processors, with their changes to an engine's settings. Stages that are `apart` never compute at
 the same time; `deep` are those with three plans in flight."""
 RANDOM_1B = Path.home() / ".cache/fd_core/peers/sources/1b-q4_1.gguf"
 
@@ -100,7 +100,7 @@ def sums_of(kind: str, group: RankGroup) -> dict[int, float]:
 
 
 def native_sums(group: RankGroup) -> dict[int, float]:
-    """Time a program of sums, each behind a product so small that it takes next to no time."""
+    """Time a program of sums, each after a product so small that it takes next to no time."""
     import torch
 
     from fd_core.ops.contract import StepInput
@@ -132,8 +132,8 @@ def sums() -> None:
     print("| way | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |")
     for kind, transport in SUMS.items():
         group, place = opened_group(2, 60.0, transport)
-        told = f"/proc/{os.getpid()}/fd/{place}" if isinstance(place, int) else place
-        command = [sys.executable, "-m", "benchmarks.parallel", "sums-of", kind, msgspec.json.encode(told).decode()]
+        address = f"/proc/{os.getpid()}/fd/{place}" if isinstance(place, int) else place
+        command = [sys.executable, "-m", "benchmarks.parallel", "sums-of", kind, msgspec.json.encode(address).decode()]
         other = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             found = sums_of(kind, group)
@@ -160,7 +160,7 @@ async def length_of(client: EngineClient, spec: RequestSpec) -> int:
 
 
 async def steps(model: str, dtype: str, ways: list[str], names: list[str], rounds: int, most: int | None) -> None:
-    """Print output tokens a second of each way, the first of which the others are compared with."""
+    """Print output tokens a second of each way, compared with the first."""
     path = resolve_model(model).path
     config = EngineConfig(model=model, backend="cpu", dtype=dtype, max_model_len=1024, kv_cache_memory=512 << 20)
     clients: list[EngineClient] = []
@@ -192,15 +192,15 @@ async def steps(model: str, dtype: str, ways: list[str], names: list[str], round
 
 
 def plans(ranks: int) -> None:
-    """Print what telling the ranks adds to a step of the null backend."""
+    """Print the time that broadcasts to the ranks add to a step of the null backend."""
     settings: dict[str, Any] = {"max_num_seqs": 32, "num_kv_blocks": 512, "max_model_len": 512, "pipeline_depth": 1}
     config = EngineConfig(model="null", backend="null", tensor_parallel_size=ranks, **settings)
     engine = load_engine(config, None, progress=lambda *_: None)
     runner = engine.probe().runner
     assert isinstance(runner, LeadingRunner)
-    told, compared = [], []
+    sent, compared = [], []
     processes = runner.ranks
-    tell, compare = processes.broadcast, processes.compare
+    broadcast, compare = processes.broadcast, processes.compare
 
     def timed(call: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
         def timing(*arguments: Any) -> None:
@@ -219,19 +219,19 @@ def plans(ranks: int) -> None:
         encoded.append(time.perf_counter() - begun)
         return execute(plan)
 
-    processes.broadcast, processes.compare = timed(tell, told), timed(compare, compared)  # type: ignore[method-assign]
+    processes.broadcast, processes.compare = timed(broadcast, sent), timed(compare, compared)  # type: ignore[method-assign]
     runner.execute = executing  # type: ignore[method-assign]
     run(engine, [greedy(f"r{i}", range(1, 60), 200) for i in range(32)])
     engine.close()
-    parts = [median(each) * 1e6 for each in (encoded, told, compared)]
-    print(f"{ranks} ranks, {len(told)} steps of 32 requests, median microseconds:")
+    parts = [median(each) * 1e6 for each in (encoded, sent, compared)]
+    print(f"{ranks} ranks, {len(sent)} steps of 32 requests, median microseconds:")
     ahead = parts[0] + parts[1]
     print(f"encode {parts[0]:.0f}, send to {ranks - 1} ranks {parts[1]:.0f}: {ahead:.0f} before rank 0 computes")
     print(f"until all have answered, their own steps on {len(os.sched_getaffinity(0))} cores included: {parts[2]:.0f}")
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Run the chosen measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     parts.add_parser("sums")

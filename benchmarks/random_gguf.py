@@ -66,7 +66,7 @@ MIXES = {"q4_1": (Kind.Q4_1, Kind.Q4_1), "q4_k_m": (Kind.Q4_K, Kind.Q6_K)}
 
 
 def write(shape: Shape, mix: tuple[Kind, Kind], target: Path, random: np.random.Generator) -> None:
-    """Write the file; the tensors of a layer are made as they are written."""
+    """Write the file; tensors are generated layer by layer while writing."""
     reader = gguf.GGUFReader(fetch_default())
     writer = gguf.GGUFWriter(target, "llama", use_temp_file=True)
     own = {

@@ -1,11 +1,11 @@
-"""Time to first token of a prompt that comes back: its KV loaded from where it was kept, against computing it again.
+"""Time to first token of a prompt that was computed before: loading its saved KV against computing it again.
 
     python benchmarks/return_ttft.py
     python benchmarks/return_ttft.py --tokens 512,2048 --ways host,disk --rounds 3
 
-Each way of keeping KV is an engine of its own in this process. In a round each engine computes a prompt that it never
-saw, keeps its KV, loses what the device cache holds of it, and gets it again: what a preempted request meets that comes
-back, and a known prompt in another process. Stores are measured without the host tier, which would answer first. Both
+Each way of saving KV is a separate engine in this process. In a round each engine computes a new prompt, saves its KV,
+loses its blocks in the device cache, and receives the prompt again: the case of a preempted request that resumes, and
+of a known prompt in another process. Stores are measured without the host tier, which would answer first. Both
 times are those of the same engine in the same round; ways and sizes take turns.
 """
 
@@ -46,7 +46,7 @@ WAYS = {"host": HOST, "memory": MEMORY, "disk": DISK, "redis": REDIS}
 BLOCK = 32
 ROOM = 2**30
 """Bytes of the host tier and of each store: several of the longest prompts."""
-PATIENCE = 30.0
+PROMPT_TIMEOUT = 30.0
 """Seconds for a prompt's KV to reach its store."""
 WARM_UP_TOKENS = 512
 HEADINGS = (
@@ -63,7 +63,7 @@ class Return:
     tokens: int
     round: int
     computed_s: float
-    """Time to first token when nothing was known."""
+    """Time to first token without any cached prefix."""
     loaded_s: float
     """Time to first token when the KV was outside the device."""
     loaded_tokens: int
@@ -72,9 +72,9 @@ class Return:
     same_token: bool
     expected_computed_s: float | None
     expected_loaded_s: float | None
-    """What the engine expected before, for the blocks that it could load."""
+    """Estimate of the engine for the blocks that it could load."""
     decision: bool | None
-    """Whether the engine would have loaded by itself; None where it was not asked."""
+    """True if the engine would have loaded by itself; None if it made no decision."""
 
 
 class Returning:
@@ -96,7 +96,7 @@ class Returning:
         )
         self._probe = self._llm._engine._scheduler.probe()
         offloading = self._probe.offloading
-        # The host tier alone keeps preempted requests only; here each prompt is kept when it ends.
+        # The host tier alone saves preempted requests only; here each prompt is saved when it ends.
         offloading.keep = OffloadSelection(preempted=True, finished=True, persist=offloading.keep.persist)
         self._decisions: list[LoadDecision] = []
         decide = offloading.load_or_recompute.decide
@@ -114,7 +114,7 @@ class Returning:
         return self._llm.info.kv_cache_bytes // self._llm.info.num_kv_blocks
 
     def measure(self, prompt: Sequence[int], number: int) -> Return:
-        """Compute `prompt`, forget it on the device, get it again. Raises EngineFailedError where it was not kept."""
+        """Compute `prompt`, evict it from the device, request it again. Raises EngineFailedError if it is not saved."""
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         (first,) = self._llm.generate([list(prompt)], params)
         self._wait_until_saved()
@@ -145,7 +145,7 @@ class Returning:
         self._llm.close()
 
     def _wait_until_saved(self) -> None:
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + PROMPT_TIMEOUT
         engine = self._llm._engine
         while True:
             engine.step()
@@ -154,7 +154,7 @@ class Returning:
             if not (self._probe.operations.busy or stats.open_operations or stats.pending_write_bytes):
                 return
             if time.monotonic() > until:
-                raise EngineFailedError(f"{self.way} did not take a prompt within {PATIENCE:.0f} s")
+                raise EngineFailedError(f"{self.way} did not take a prompt within {PROMPT_TIMEOUT:.0f} s")
             time.sleep(0.005)
 
 
@@ -167,7 +167,7 @@ class Row:
     computed_s: float
     loaded_s: float
     times: float
-    """How many times sooner the first token came, of the same round, in the median round."""
+    """Speed-up of the first token within a round, in the median round."""
     loaded_tokens: float
     lost_tokens: int
     """In all rounds together."""
@@ -232,7 +232,7 @@ def _median_of_known(values: Iterator[float | None]) -> float | None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `tokens` and `ways` come back as lists."""
+    """Parse the command line; `tokens` and `ways` become lists."""
     parser = argparse.ArgumentParser(
         prog="return_ttft.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -250,7 +250,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     try:
         options.tokens = [int(word) for word in options.tokens.split(",")]
     except ValueError:
-        parser.error("--tokens wants whole numbers with commas between them")
+        parser.error("--tokens expects whole numbers with commas between them")
     if min(options.tokens) <= BLOCK or max(options.tokens) >= options.longest:
         parser.error(f"--tokens must be above {BLOCK} and below --longest, {options.longest}")
     for flag in ("rounds", "threads"):
@@ -339,7 +339,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prompt(corpus: Sequence[int], tokens: int, name: str) -> list[int]:
-    """Return running text behind a first block that no other prompt has."""
+    """Return a unique first block followed by running text."""
     draw = random.Random(name)
     start = draw.randrange(len(corpus))
     opening = [draw.choice(corpus) for _ in range(BLOCK)]
@@ -357,7 +357,7 @@ def heading(facts: Mapping[str, Any]) -> str:
 
 
 def legend(facts: Mapping[str, Any]) -> str:
-    """Return what the columns mean."""
+    """Return the explanation of the columns."""
     return (
         f"Medians over {facts['rounds']} rounds, seconds to the first token of a request that is alone. Computed: a "
         "prompt never seen. Loaded: the same prompt with an empty device cache. Times: computed over loaded in the "

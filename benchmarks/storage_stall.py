@@ -1,12 +1,12 @@
-"""Time planning while the KV store stands still, against planning while it is well.
+"""Time planning while the KV store is stopped, compared with a healthy store.
 
     python benchmarks/storage_stall.py
     python benchmarks/storage_stall.py --rounds 40 --running 64
 
-One engine on the null backend and a Redis server of its own. Requests that decode steadily share the engine with a
+One engine on the null backend and a private Redis server. Requests that decode steadily share the engine with a
 trickle of short ones, each of which asks the store for its prefix and writes it there when it is done. In every other
 turn the server is stopped (SIGSTOP) just before and continued after; between turns the engine goes on, uncounted, until
-it uses the store again. What is timed of each step is all that the engine's thread does about scheduling and KV outside
+it uses the store again. The timed part of each step is the engine thread's work on scheduling and KV outside
 the device: `Scheduler.plan` and both exchanges of effects and completions.
 """
 
@@ -54,7 +54,7 @@ HEADINGS = ("store", "steps", "median us", "p95 us", "p99 us", "longest us", "fa
 
 @dataclass(slots=True)
 class Turns:
-    """Seconds of planning of each step, by turn, and what failed meanwhile."""
+    """Seconds of planning of each step, by turn, and failures."""
 
     seconds: dict[str, list[list[float]]] = field(default_factory=lambda: {WELL: [], STOPPED: []})
     failed: dict[str, int] = field(default_factory=lambda: {WELL: 0, STOPPED: 0})
@@ -86,7 +86,7 @@ class Turns:
 
 
 class Bench:
-    """An engine at work whose planning is timed."""
+    """Running engine whose planning is timed."""
 
     def __init__(self, location: str, secret: Path, running: int) -> None:
         short = 8
@@ -110,7 +110,7 @@ class Bench:
         self._spent = 0.0
         scheduler = self.engine.probe().scheduler
         self._probe = scheduler.probe()
-        # Instance attributes before the methods: nothing of the engine is changed but that it is timed.
+        # Instance attributes shadow the methods: the engine is timed and not changed otherwise.
         scheduler.plan = self._timed(scheduler.plan)  # type: ignore[method-assign]
         self.engine._complete = self._timed(self.engine._complete)  # type: ignore[method-assign]
         self.engine._perform = self._timed(self.engine._perform)  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ class Bench:
         return stats
 
     def settle(self, seconds: float) -> None:
-        """Go on until the store is used again and nothing waits for it. Raises `TimeoutError`."""
+        """Continue until the store is used again and no request waits for it. Raises `TimeoutError`."""
         ends = time.monotonic() + seconds
         while True:
             self.turn(20)
@@ -155,7 +155,7 @@ class Bench:
         self.engine.submit(
             RequestSpec(
                 request_id=f"r{number}",
-                prompt=tuple((number * 7 + place) % 256 for place in range(prompt)),
+                prompt=tuple((number * 7 + position) % 256 for position in range(prompt)),
                 params=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
                 cache_salt=str(number),
             )
@@ -206,7 +206,7 @@ def redis_server(folder: Path) -> Iterator[tuple[str, int]]:
     """Start a server; give its location and its process id."""
     binary = os.environ.get("FD_TEST_REDIS_SERVER") or shutil.which("redis-server") or shutil.which("valkey-server")
     if binary is None:
-        raise FileNotFoundError("there is no redis-server and no valkey-server to measure with")
+        raise FileNotFoundError("neither redis-server nor valkey-server is installed")
     socket = folder / "s"
     command = [binary, "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(folder)]
     with (folder / "log").open("wb") as log:

@@ -4,7 +4,7 @@
 
 Values have the size of a block's KV and are new in every round. The contenders take turns and the order rotates: bare,
 the store alone, and the store with sealing and opening, which is what the engine does. Shares are taken inside rounds,
-since machines drift. Whatever is read is held until its batch is over, as the engine holds it.
+since machines drift. Each value is held until its batch is over, as in the engine.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Contest:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `size` comes back in bytes."""
+    """Parse the command line; `size` is returned in bytes."""
     parser = argparse.ArgumentParser(
         prog="stores.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -140,7 +140,7 @@ def compete(location: StoreLocation, options: argparse.Namespace) -> Contest:
 
 
 def _settle_in(store: KVStore) -> None:
-    """Let the store make what it makes once: sub-folders, buffers, connections."""
+    """Let the store create its sub-folders, buffers and connections."""
     keys = [bytes([number]) * 16 for number in range(256)]
     store.put([(key, (key,)) for key in keys], TIMEOUT)
     store.delete(keys, TIMEOUT)
@@ -150,7 +150,7 @@ Turn = tuple[str, dict[str, Callable[[], object]]]
 
 
 def _turns(store: KVStore, bare: Bare | None, envelope: Envelope, payloads: Sequence[bytes]) -> list[Turn]:
-    """Return each contender with what it does, in order; every value is a new one."""
+    """Return each contender with its operation, in order; every value is new."""
     limit = len(payloads[0]) + HEADER_BYTES
     turns: list[Turn] = []
     if bare is not None:
@@ -194,7 +194,7 @@ def _turns(store: KVStore, bare: Bare | None, envelope: Envelope, payloads: Sequ
 def _all(values: Sequence[Any], missing: int | None = None) -> Sequence[Any]:
     """Return the values; a store that lost some was not measured."""
     if len(values) if missing == 0 else any(value is None for value in values):
-        raise FdError("the store did not keep what it was given; give it more room")
+        raise FdError("the store lost values; increase its capacity")
     return values
 
 

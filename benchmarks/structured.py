@@ -1,4 +1,4 @@
-"""What a form costs: schemas beside free text, the first token of an unseen schema, and steps while grammars compile.
+"""Cost of output constraints: schemas against free text, first token of a new schema, steps during compilation.
 
     python benchmarks/structured.py
     python benchmarks/structured.py --streams 1,8 --rounds 3 --out structured
@@ -36,7 +36,7 @@ _serial = count()
 
 
 def large_grammar() -> str:
-    """A schema of about 100 KB that nobody has seen; it compiles in about 150 ms."""
+    """A new schema of about 100 KB; it compiles in about 150 ms."""
     unseen = next(_serial)
     return grammar.json_schema(
         {
@@ -72,7 +72,7 @@ def first_token(llm: LLM, form: str | None) -> float:
 
 
 def unseen_schema() -> str:
-    """The schema with one name that nobody has seen."""
+    """The schema with one new name, so that it is not in the cache."""
     return grammar.json_schema({**SCHEMA, "title": f"record {next(_serial)}"})
 
 

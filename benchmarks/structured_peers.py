@@ -1,4 +1,4 @@
-"""Answers that follow a schema, beside a peer: both servers over HTTP, same schema, same prompts, interleaved.
+"""Compare structured output with a peer: both servers over HTTP, same schema, same prompts, interleaved.
 
     python benchmarks/structured_peers.py --rounds 5
     python benchmarks/structured_peers.py --env vllm=DIR --streams 1,8
@@ -35,7 +35,7 @@ from harness.stats import RequestResult
 from rich.console import Console
 
 MAX_TOKENS = 320
-"""More than the schema takes without blanks."""
+"""More than an answer with the schema needs without blanks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +178,13 @@ def summary(rows: Sequence[dict[str, Any]], engines: Sequence[str], streams: Seq
         first = [row for row in rows if (row["engine"], row["streams"]) == (engines[0], parallel)]
         for engine in engines:
             own = [row for row in rows if (row["engine"], row["streams"]) == (engine, parallel)]
-            beside = median(
+            relative = median(
                 row["schema"].tpot_s / other["schema"].tpot_s for row, other in zip(own, first, strict=True)
             )
             lines.append(
                 f"| {parallel} | {engine} | {median(row['free'].tpot_s for row in own) * 1e3:.2f} "
                 f"| {median(row['schema'].tpot_s for row in own) * 1e3:.2f} "
-                f"| {median(row['schema'].tpot_s / row['free'].tpot_s for row in own):.2f} | {beside:.2f} "
+                f"| {median(row['schema'].tpot_s / row['free'].tpot_s for row in own):.2f} | {relative:.2f} "
                 f"| {median(row['schema'].answer_s for row in own):.2f} "
                 f"| {median(row['schema'].tokens for row in own):.0f} "
                 f"| {sum(row['schema'].valid for row in own)} of {sum(row['schema'].finished for row in own)} |"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says how busy the machine is, nothing about the property.
+# The time of an example depends on the load of the machine, not on the property.
 _QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": (HealthCheck.too_slow,)}
 settings.register_profile("fixed", **_QUIET, derandomize=True)
 settings.register_profile("drawn", **_QUIET)
@@ -77,5 +77,5 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter's end free what was left out."""
+    """Let the interpreter free the excluded objects at exit."""
     gc.unfreeze()

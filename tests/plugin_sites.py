@@ -63,7 +63,7 @@ class Site:
 
 
 def installed(project: Path) -> None:
-    """Leave beside a project's package what an installer makes of its `pyproject.toml`, for its import path."""
+    """Write the installed metadata of a project's `pyproject.toml` next to its package, for its import path."""
     settings = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     name, version = settings["name"], settings["version"]
     info = project / f"{name.replace('-', '_')}-{version}.dist-info"

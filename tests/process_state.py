@@ -1,4 +1,4 @@
-"""Whether a process of this machine still runs."""
+"""Check for running processes of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["lives"]
 
 
 def lives(pid: int) -> bool:
-    """Return whether a process has not ended; whoever adopted it may take it off the list later."""
+    """Return True if a process has not ended; a zombie counts as ended, even if its parent has not reaped it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

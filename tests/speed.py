@@ -1,4 +1,4 @@
-"""How fast this machine computes now, beside the one for which the limits of tests are written."""
+"""Current speed of this machine, relative to the one for which the limits of tests are written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ USUAL: Final = 0.012
 
 
 def slowdown() -> float:
-    """Return how many times as long as a usual machine this one takes for the same work now, 1 at least."""
+    """Return the current slowdown of this machine against the usual one, at least 1."""
     begun = time.thread_time()
     sum(range(1_000_000))
     return max(1.0, (time.thread_time() - begun) / USUAL)

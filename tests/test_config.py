@@ -1,4 +1,4 @@
-"""Limits are fixed at start, or the setting that contradicts another is named with the numbers."""
+"""Limits are fixed at start; an error names the contradicting settings with their values."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def limits(free_bytes: int = 10**9, **settings: object) -> Limits:
 
 
 @pytest.mark.parametrize("word", ["awq", "gguf", "fp8"])
-def test_other_names_of_quantization_are_answered_with_what_there_is(word: str) -> None:
+def test_unknown_quantization_lists_the_supported_ones(word: str) -> None:
     with pytest.raises(ConfigError, match=f"'{word}' is not supported; use (auto|int8), which"):
         make_settings(EngineConfig, {"model": "x", "quantization": word})
 
 
-def test_the_cache_never_exceeds_what_all_slots_could_fill() -> None:
+def test_cache_never_exceeds_the_capacity_of_all_slots() -> None:
     assert limits(max_num_seqs=2, block_size=32).num_kv_blocks == 2 * 2048 // 32
 
 
-def test_the_cache_takes_its_share_of_free_memory() -> None:
+def test_cache_uses_its_share_of_free_memory() -> None:
     assert limits(free_bytes=100_000, gpu_memory_utilization=0.5, max_model_len=32).num_kv_blocks == 32
     assert limits(free_bytes=30_000, gpu_memory_utilization=0.5, max_model_len=32).num_kv_blocks == 15
 
 
-def test_a_length_that_was_not_asked_for_shrinks_to_the_cache() -> None:
+def test_default_length_shrinks_to_the_cache() -> None:
     assert limits(num_kv_blocks=10, block_size=32).max_model_len == 320
 
 
@@ -48,7 +48,7 @@ def test_a_length_that_was_not_asked_for_shrinks_to_the_cache() -> None:
         ({"kv_cache_memory": 999}, "--kv-cache-memory", "1,000"),
     ],
 )
-def test_settings_that_cannot_be_kept_are_refused(settings: dict[str, object], field: str, numbers: str) -> None:
+def test_contradicting_settings_are_rejected(settings: dict[str, object], field: str, numbers: str) -> None:
     with pytest.raises(ConfigError, match=numbers) as caught:
         limits(**settings)
     assert caught.value.field == field
@@ -57,9 +57,7 @@ def test_settings_that_cannot_be_kept_are_refused(settings: dict[str, object], f
 @pytest.mark.parametrize(
     ("settings", "budget"), [({}, 512), ({"max_num_seqs": 600}, 600), ({"max_num_batched_tokens": 64}, 64)]
 )
-def test_a_budget_that_was_not_asked_for_suits_the_backend_and_holds_a_decode_of_every_slot(
-    settings: dict[str, object], budget: int
-) -> None:
+def test_default_token_budget_is_the_backends_and_holds_all_decodes(settings: dict[str, object], budget: int) -> None:
     assert (
         resolve_limits(
             EngineConfig(model="m", **settings),  # type: ignore[arg-type]
@@ -74,7 +72,7 @@ def test_a_budget_that_was_not_asked_for_suits_the_backend_and_holds_a_decode_of
 
 
 @pytest.mark.law("2.5")
-def test_a_budget_below_one_decode_with_its_drafts_is_refused() -> None:
+def test_budget_below_one_decode_with_its_drafts_is_rejected() -> None:
     three = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     assert limits(speculative=three, max_num_batched_tokens=4).max_drafts == 3
     with pytest.raises(ConfigError, match="less than the 4 tokens"):
@@ -82,6 +80,6 @@ def test_a_budget_below_one_decode_with_its_drafts_is_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 17])
-def test_a_number_of_drafts_out_of_range_is_refused(count: int) -> None:
+def test_number_of_drafts_out_of_range_is_rejected(count: int) -> None:
     with pytest.raises(ConfigError, match="between 0 and 16"):
         limits(speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=count))

@@ -1,4 +1,4 @@
-"""The documents prove themselves against the code."""
+"""The documents agree with the code."""
 
 import re
 import subprocess
@@ -52,7 +52,7 @@ def folders():
     yield "tests/"
 
 
-def test_every_command_has_help_and_so_has_every_option():
+def test_every_command_and_option_has_help():
     for path, command in COMMANDS.items():
         assert command.help, path
         for parameter in command.params:
@@ -84,12 +84,12 @@ def test_flags_named_in_documents_exist():
             assert flag in known, f"{document.name}: {flag}"
 
 
-def test_the_speed_in_the_documents_is_what_was_measured():
+def test_speed_in_the_documents_is_the_measured_one():
     for document, wanted in documented_speed.documents(documented_speed.recorded()).items():
         assert document.read_text() == wanted, "python benchmarks/documented_speed.py writes it"
 
 
-def test_the_readme_takes_one_screens_patience():
+def test_readme_is_short():
     assert len(README.splitlines()) <= 150
 
 
@@ -105,18 +105,18 @@ def test_every_folder_has_its_line_in_the_tour():
 
 
 def numbered(title: str) -> list[str]:
-    """Return the lines of the tour's numbered list under a title, whose numbers have to ascend."""
+    """Return the lines of the tour's numbered list under a title; check that its numbers ascend."""
     section = TOUR.partition(f"## {title}\n")[2].partition("\n## ")[0]
     found = re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", section, re.MULTILINE)
     assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
     return [line for _, line in found]
 
 
-def test_the_tour_has_eight_steps():
+def test_tour_has_eight_steps():
     assert len(numbered("The life of a request, in eight steps")) == 8
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     generated = {ROOT / "docs" / page for page in GENERATED}
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):

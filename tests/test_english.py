@@ -1,4 +1,4 @@
-"""The checks of English find what they look for."""
+"""The checks of English find the faults, and only those."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_parts_of_other_words_are_not_counted(name: str) -> None:
     "source",
     ['"""What it is."""', 'def f():\n    """Whether it is."""', 'class A:\n    x: int\n    """Where it is."""'],
 )
-def test_docstrings_that_describe_are_reported(source: str) -> None:
+def test_docstrings_with_wrong_openers_are_reported(source: str) -> None:
     (fault,) = english.faults_in("a.py", source)
     assert "the docstring opens with" in fault
 
@@ -48,9 +48,9 @@ def test_long_test_names_are_reported() -> None:
         f"router: {'a' * 65}",
     ],
 )
-def test_subjects_outside_the_form_are_reported(subject: str) -> None:
+def test_malformed_subjects_are_reported(subject: str) -> None:
     assert len([*english.wrong_subjects({"0" * 40: subject})]) == 1
 
 
-def test_a_subject_of_the_form_passes() -> None:
+def test_subject_of_the_form_passes() -> None:
     assert not [*english.wrong_subjects({"0" * 40: "router: release tokens when the upstream disconnects"})]

@@ -1,4 +1,4 @@
-"""Who may import whom. A rule that has to change here is a change of the design."""
+"""Allowed imports between the parts of fd_core. A change of a rule here is a change of the design."""
 
 import ast
 import functools
@@ -30,17 +30,17 @@ ALLOWED: dict[str, set[str]] = {
     "router/gateway": BASE | {"disagg", "http", "router", "server", "text"},
     "launching": BASE | {"hookspecs"},
     "cluster": BASE | {"cluster/scaling", "http", "launching", "router", "router/gateway"},
-    "cluster/scaling": BASE | {"router"},  # what a scaling policy is; the hooks ask for one
+    "cluster/scaling": BASE | {"router"},  # the interface of scaling policies, which the hooks use
     "ops": BASE,
     "models": BASE | {"ops"},
     "text": BASE | {"hookspecs", "models"},
     "backends": BASE | {"hookspecs", "models", "ops"},
     "runner": BASE | {"backends", "hookspecs", "ops", "signals", "structured"},
     "structured": BASE | {"effects", "launching", "text"},
-    # Every pure part, and the engine whole: what is simulated is what is served.
+    # Every pure part and the whole engine: the simulation runs the served code.
     "simulation": BASE
     | {
-        "backends",  # the null backend's KV, which tells whose it is
+        "backends",  # the null backend's KV, which records its owner
         "disagg",
         "effects",
         "engine",
@@ -143,7 +143,7 @@ def sources(*places: str) -> Iterator[Path]:
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield every module that a file imports, at whatever depth, with the line."""
+    """Yield every module that a file imports, at any depth, with the line."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -157,7 +157,7 @@ def part_of(path: Path) -> str:
 
 
 def part_named(names: list[str]) -> str:
-    """Return the part that a module belongs to: a folder with a rule of its own, or the first of its names."""
+    """Return the part that a module belongs to: a folder with a separate rule, or the first of its names."""
     inner = "/".join(names[:2])
     return inner if inner in ALLOWED else names[0]
 
@@ -192,16 +192,16 @@ def edges() -> dict[str, dict[str, list[str]]]:
 
 
 @pytest.mark.parametrize("part", ALLOWED)
-def test_a_part_imports_only_what_is_below_it(part: str) -> None:
+def test_part_imports_only_lower_parts(part: str) -> None:
     assert [each for other, places in edges()[part].items() if other not in ALLOWED[part] for each in places] == []
 
 
 @pytest.mark.parametrize("part", ALLOWED)
-def test_what_a_part_may_import_it_does_import(part: str) -> None:
+def test_allowed_imports_are_used(part: str) -> None:
     assert ALLOWED[part] - BASE - edges()[part].keys() == set()
 
 
-def test_no_part_imports_itself_by_way_of_others() -> None:
+def test_parts_have_no_import_cycles() -> None:
     left = {part: set(others) for part, others in edges().items()}
     while lowest := [part for part, others in left.items() if not others & left.keys()]:
         for part in lowest:
@@ -209,7 +209,7 @@ def test_no_part_imports_itself_by_way_of_others() -> None:
     assert left == {}
 
 
-def test_a_folder_is_small_enough_to_be_known() -> None:
+def test_folders_have_few_modules() -> None:
     full_rows = {}
     for folder in (ROOT, *(path for path in ROOT.rglob("*") if path.is_dir() and path.name != "__pycache__")):
         entries = [path for path in folder.iterdir() if path.name != "__pycache__"]
@@ -218,7 +218,7 @@ def test_a_folder_is_small_enough_to_be_known() -> None:
     assert full_rows == {}
 
 
-def test_reading_checkpoints_knows_nothing_of_models() -> None:
+def test_checkpoint_reading_does_not_import_models() -> None:
     """Models are built from checkpoints; formats import no architecture, not even inside a function."""
     above = "fd_core.models."
     assert not [
@@ -229,7 +229,7 @@ def test_reading_checkpoints_knows_nothing_of_models() -> None:
     ]
 
 
-def test_the_pure_core_has_no_clock_no_randomness_and_no_io() -> None:
+def test_pure_core_has_no_clock_no_randomness_and_no_io() -> None:
     assert breaches(*PURE, forbidden=IMPURE_MODULES) == []
     for path in sources(*PURE):
         for node in ast.walk(parsed(path)):
@@ -249,7 +249,7 @@ def test_nothing_can_load_a_pickle() -> None:
     assert breaches(".", forbidden=SERIALIZERS) == []
 
 
-def test_only_signals_knows_the_negative_ids() -> None:
+def test_only_signals_uses_negative_ids() -> None:
     """-9 is written nowhere but in its one home."""
     wrong = []
     for path in sources("."):
@@ -286,8 +286,8 @@ def _is_private(name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "testing").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_kit_that_vendors_run_uses_public_names_only(path: Path) -> None:
-    """A vendor's runner, store or connector has the public names, whatever else it has."""
+def test_kit_that_vendors_run_uses_public_names_only(path: Path) -> None:
+    """A vendor's runner, store or connector has the public names, and may have others."""
     assert list(private_names(ast.parse(path.read_text()))) == []
 
 
@@ -297,7 +297,7 @@ def test_private_names_are_recognised(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["self._b", "cls._b", "a.__name__", "self._a.b", "a.b", "from a import b"])
-def test_other_names_are_no_private_ones(text: str) -> None:
+def test_public_names_are_not_reported_as_private(text: str) -> None:
     assert not list(private_names(ast.parse(text)))
 
 

@@ -1,4 +1,4 @@
-"""Schedulers and policies from files that stand in no package."""
+"""Schedulers and policies from files outside of packages."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_class_in_a_file_is_loaded_once(mine: Path) -> None:
+def test_class_in_a_file_is_loaded_once(mine: Path) -> None:
     first, second = (installed_plugins().load(SCHEDULING_POLICY, f"{mine}:Longest") for _ in range(2))
     assert first is second
     assert first.__name__ == "Longest"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{file}:Shortest", "Shortest"),
         ("{file}x.py:Longest", "does not exist"),
     ],
 )
-def test_what_is_not_there_is_named(mine: Path, text: str, told: str) -> None:
-    with pytest.raises(PluginError, match=told):
+def test_missing_class_or_file_is_named(mine: Path, text: str, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
         installed_plugins().load(SCHEDULING_POLICY, text.format(file=mine))
 
 
-def test_a_class_of_another_kind_is_refused(mine: Path) -> None:
+def test_class_of_another_kind_is_rejected(mine: Path) -> None:
     with pytest.raises(PluginError, match="is not a subclass of fd_core"):
         installed_plugins().load(ROUTER_POLICY, f"{mine}:Longest")
 
 
-def test_a_file_that_raises_is_told_with_its_cause(tmp_path: Path) -> None:
+def test_error_in_a_file_is_reported_with_its_cause(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("1 / 0")
     with pytest.raises(PluginError, match="ZeroDivisionError"):
         installed_plugins().load(SCHEDULING_POLICY, f"{tmp_path / 'bad.py'}:Any")
 
 
-def test_what_other_processes_may_name_is_never_a_file(mine: Path) -> None:
+def test_connectors_cannot_be_loaded_from_files(mine: Path) -> None:
     with pytest.raises(PluginError, match="unknown connector"):
         installed_plugins().load(CONNECTOR, f"{mine}:Longest")

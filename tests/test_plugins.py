@@ -32,7 +32,7 @@ def site(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def test_built_ins_are_registered_like_strangers():
+def test_built_ins_are_registered_like_plugins():
     plugins = Plugins.discover([])
     assert set(plugins.offered(BACKEND)) == {"cpu", "cpu+onnx", "cpu+paddle", "reference", "null"}
     assert set(plugins.offered(SCHEDULER)) == {"continuous"}
@@ -59,7 +59,7 @@ def test_built_ins_are_registered_like_strangers():
     assert {registered.origin.distribution for registered in plugins.offered(BACKEND).values()} == {"fd-core"}
 
 
-def test_a_plugin_is_found_through_its_entry_point(site):
+def test_plugin_is_found_through_its_entry_point(site):
     site.chip("fd-mychip", offers="mychip")
     plugins = site.discover()
     assert plugins.load(BACKEND, "mychip").__name__ == "Chip"
@@ -118,7 +118,7 @@ for _what, (_answer, _cause) in ANSWERS.items():
 
 
 @pytest.mark.parametrize("source, cause", BROKEN.values(), ids=BROKEN)
-def test_a_broken_plugin_fails_closed_when_named_and_harms_nobody_else(site, source, cause):
+def test_broken_plugin_fails_only_when_named(site, source, cause):
     site.install("fd-mychip", source)
     site.chip("fd-other", offers="other")
     plugins = site.discover()
@@ -134,7 +134,7 @@ def test_a_broken_plugin_fails_closed_when_named_and_harms_nobody_else(site, sou
         assert caught.value.exit_code == 4
 
 
-def test_an_entry_point_must_name_a_module(site):
+def test_entry_point_must_name_a_module(site):
     site.install("fd-mychip", "FD_CONTRACT = 1\nclass Plugin: ...")
     info = site.folder / "fd_mychip-2.5.dist-info" / "entry_points.txt"
     info.write_text(f"[{ENTRY_POINT_GROUP}]\nmychip = fd_mychip:Plugin\n")
@@ -142,7 +142,7 @@ def test_an_entry_point_must_name_a_module(site):
     assert "must be a module" in problem.cause
 
 
-def test_a_name_offered_twice_is_given_to_neither(site):
+def test_duplicate_name_is_given_to_neither_plugin(site):
     site.chip("fd-one", offers="chip")
     site.chip("fd-two", offers="chip")
     plugins = site.discover()
@@ -151,14 +151,14 @@ def test_a_name_offered_twice_is_given_to_neither(site):
         plugins.load(BACKEND, "chip")
 
 
-def test_a_plugin_cannot_replace_a_built_in(site):
+def test_plugin_cannot_replace_a_built_in(site):
     site.chip("fd-evil", offers="cpu", rank=1000)
     plugins = site.discover()
     with pytest.raises(PluginError, match="offered by fd-core and fd-evil"):
         plugins.load(BACKEND, "cpu")
 
 
-def test_an_unknown_name_lists_what_there_is():
+def test_unknown_name_lists_the_available_ones():
     with pytest.raises(
         PluginError, match=r"unknown backend 'gpu' \(available: cpu, cpu\+onnx, cpu\+paddle, null, reference\)"
     ):
@@ -167,43 +167,43 @@ def test_an_unknown_name_lists_what_there_is():
         Plugins.discover([]).load(SCHEDULING_POLICY, "lifo")
 
 
-def test_a_known_plugin_that_is_missing_says_how_to_install_it():
+def test_missing_known_plugin_names_its_install_command():
     with pytest.raises(PluginError, match="`fdcore install gpu_cuda`"):
         Plugins.discover([]).load(BACKEND, "gpu_cuda+paddle")
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "unix", "valkey", "redis+sentinel", "rediss+cluster"])
-def test_a_scheme_whose_plugin_is_missing_says_how_to_install_it(scheme):
+def test_scheme_of_a_missing_plugin_names_its_install_command(scheme):
     with pytest.raises(PluginError, match="`fdcore install storage_redis`") as caught:
         Plugins.discover([]).load(STORE, scheme)
     assert caught.value.exit_code == 4
 
 
-def test_a_connector_whose_plugin_is_missing_says_how_to_install_it():
+def test_connector_of_a_missing_plugin_names_its_install_command():
     with pytest.raises(PluginError, match="`fdcore install connector_nixl`"):
         Plugins.discover([]).load(CONNECTOR, "nixl")
 
 
-def test_a_scheme_whose_plugin_is_broken_says_what_is_wrong_with_it(site, monkeypatch):
+def test_scheme_of_a_broken_plugin_reports_the_cause(site, monkeypatch):
     monkeypatch.delitem(sys.modules, "fd_storage_redis", raising=False)  # the real one, where it is installed
     site.install("fd-storage-redis", "FD_CONTRACT = 99")
     with pytest.raises(PluginError, match="contract 99"):
         site.discover().load(STORE, "redis+unix")
 
 
-def test_a_target_of_the_wrong_kind_is_refused(site):
+def test_target_of_the_wrong_kind_is_rejected(site):
     site.install("fd-mychip", GOOD.format(name="mychip", module="fd_mychip"), parts="class Chip: ...")
     with pytest.raises(PluginError, match=r"fd_mychip_parts:Chip is not a subclass of .*Backend"):
         site.discover().load(BACKEND, "mychip")
 
 
-def test_a_target_that_cannot_be_imported_names_distribution_and_cause(site):
+def test_target_that_cannot_be_imported_names_distribution_and_cause(site):
     site.install("fd-mychip", GOOD.format(name="mychip", module="fd_mychip"), parts="import no_driver")
     with pytest.raises(PluginError, match=r"backend mychip of plugin fd-mychip 2.5 .*No module named 'no_driver'"):
         site.discover().load(BACKEND, "mychip")
 
 
-def test_auto_takes_the_highest_rank_that_is_available_and_says_why(site):
+def test_auto_selects_the_highest_available_rank_and_reports_why(site):
     site.chip("fd-fast", offers="fast", rank=900, answer="Availability(False, 'no such device')")
     site.chip("fd-slow", offers="slow", rank=800)
     choice = site.discover().choose_backend("auto")
@@ -212,7 +212,7 @@ def test_auto_takes_the_highest_rank_that_is_available_and_says_why(site):
     assert "fast: no such device" in choice.reason
 
 
-def test_auto_passes_over_a_backend_that_cannot_answer(site):
+def test_auto_skips_a_backend_whose_probe_fails(site):
     site.chip("fd-fast", offers="fast", rank=900, answer="1 / 0")
     site.chip("fd-odd", offers="odd", rank=850, answer="True")
     site.chip("fd-slow", offers="slow", rank=800)
@@ -222,7 +222,7 @@ def test_auto_passes_over_a_backend_that_cannot_answer(site):
     assert "probe: expected an Availability, got bool True" in choice.reason
 
 
-def test_auto_never_takes_a_negative_rank(site):
+def test_auto_never_selects_a_negative_rank(site):
     site.chip("fd-shy", offers="shy", rank=-1)
     plugins = site.discover()
     for name in ("cpu", "cpu+onnx", "cpu+paddle", "reference", "null"):
@@ -232,7 +232,7 @@ def test_auto_never_takes_a_negative_rank(site):
     assert plugins.choose_backend("shy").name == "shy"
 
 
-def test_auto_never_takes_what_would_be_emulated(site):
+def test_auto_never_selects_an_emulated_backend(site):
     answer = "Availability(True, 'emulated: no such device', emulated=True)"
     site.chip("fd-fast", offers="fast", rank=900, answer=answer)
     site.chip("fd-slow", offers="slow", rank=800)
@@ -243,19 +243,19 @@ def test_auto_never_takes_what_would_be_emulated(site):
     assert plugins.choose_backend("fast").reason == "selected by name; emulated: no such device"
 
 
-def test_a_named_backend_that_cannot_run_is_an_error_with_the_reason(site):
+def test_named_backend_that_cannot_run_is_an_error_with_the_reason(site):
     site.chip("fd-mychip", offers="mychip", answer="Availability(False, 'driver 3 is too old')")
     with pytest.raises(PluginError, match="backend mychip cannot run here: driver 3 is too old"):
         site.discover().choose_backend("mychip")
 
 
-def test_auto_tells_of_a_plugin_that_could_not_be_used(site):
+def test_auto_reports_unusable_plugins(site):
     site.install("fd-mychip", "import no_driver")
     site.chip("fd-slow", offers="slow", rank=800)
     assert "fd-mychip" in site.discover().choose_backend("auto").reason
 
 
-def test_a_router_policy_comes_through_the_same_door(site):
+def test_router_policies_are_registered_the_same_way(site):
     hook = "@hookimpl\ndef fd_register_router_policies(): return [Entry('first', 'fd_first_parts:First', 'the first')]"
     site.install(
         "fd-first",
@@ -270,7 +270,7 @@ def test_a_router_policy_comes_through_the_same_door(site):
     assert caught.value.field == "--policy"
 
 
-def test_a_postprocessor_named_as_a_backend_is_the_default_for_it(site):
+def test_postprocessor_named_as_a_backend_is_the_default_for_it(site):
     hook = "@hookimpl\ndef fd_register_postprocessors(): return [Entry('mychip', 'fd_mychip_parts:Mine', 'a kernel')]"
     site.install("fd-mychip", f"from fd_core.hookspecs import Entry, hookimpl\nFD_CONTRACT = 1\n{hook}")
     plugins = site.discover()

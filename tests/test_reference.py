@@ -1,4 +1,4 @@
-"""The reference pages are generated and name everything that is public."""
+"""The reference pages are generated and list every public name."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The token matrix: legal rows become typed outcomes, illegal ones are refused."""
+"""Token matrix: legal rows become typed outcomes, illegal ones are rejected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def legal_rows(draw: st.DrawFn) -> tuple[list[int], Outcome]:
 
 
 @given(st.lists(legal_rows(), min_size=1, max_size=8))
-def test_legal_rows_are_read_as_they_were_written(rows: list[tuple[list[int], Outcome]]) -> None:
+def test_legal_rows_round_trip(rows: list[tuple[list[int], Outcome]]) -> None:
     outcomes = read(np.array([row for row, _ in rows], np.int32))
     assert outcomes.kinds.tolist() == [kind for _, kind in rows]
     assert outcomes.counts.tolist() == [sum(token >= 0 for token in row) for row, _ in rows]
@@ -45,24 +45,24 @@ def test_token_zero_is_a_token() -> None:
     ],
 )
 @pytest.mark.law("1.3")
-def test_a_row_that_the_protocol_does_not_allow_is_refused(row: list[int]) -> None:
+def test_illegal_row_is_rejected(row: list[int]) -> None:
     with pytest.raises(MalformedOutput, match="slot 1"):
         read(np.array([[EMPTY_TOKEN_ID] * WIDTH, row], np.int32))
 
 
 @pytest.mark.law("1.3")
-def test_an_error_does_not_hide_the_release_of_its_slot() -> None:
+def test_error_does_not_hide_the_release_of_its_slot() -> None:
     outcomes = read(np.array([[PREEMPTED_TOKEN_ID], [4]], np.int32), errors=((0, "broken"), (1, "broken")))
     assert outcomes.kinds.tolist() == [Outcome.RELEASED, Outcome.ERROR]
     assert outcomes.counts.tolist() == [0, 0]
 
 
-def test_an_error_in_one_row_leaves_the_others() -> None:
+def test_error_in_one_row_leaves_the_others() -> None:
     outcomes = read(np.array([[3], [4]], np.int32), errors=((0, "broken"),))
     assert outcomes.kinds.tolist() == [Outcome.ERROR, Outcome.TOKENS]
     assert outcomes.counts.tolist() == [0, 1]
 
 
-def test_an_error_does_not_hide_that_its_slot_was_released() -> None:
+def test_error_does_not_hide_that_its_slot_was_released() -> None:
     outcomes = read(np.array([[PREEMPTED_TOKEN_ID], [4]], np.int32), errors=((0, "broken"),))
     assert outcomes.kinds.tolist() == [Outcome.RELEASED, Outcome.TOKENS]

@@ -1,4 +1,4 @@
-"""The commands of docs/study/study-a-policy.md do what it says, on less work; its examples keep the law."""
+"""The commands of docs/study/study-a-policy.md work, at a smaller size; its examples satisfy the invariants."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_simulation_of_the_page_runs(line: str, tmp_path: Path, monkeypatc
     assert any(".py:" in case["setting"] for case in figures["cases"])
 
 
-def test_the_page_serves_with_a_file_that_it_simulates() -> None:
+def test_page_serves_with_a_file_that_it_simulates() -> None:
     served = [line.split()[-1] for line in COMMANDS if line.startswith("fdcore serve")]
     assert served
     assert all(any(name in line for line in COMMANDS if "simulate" in line) for name in served)
@@ -69,7 +69,7 @@ def test_the_page_serves_with_a_file_that_it_simulates() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_scheduler_keeps_the_law_with_each_policy(case: SchedulerCase, name: str) -> None:
+def test_scheduler_satisfies_the_invariants_with_each_policy(case: SchedulerCase, name: str) -> None:
     continuous = find_scheduler("continuous")
 
     def make(setup: SchedulerSetup) -> Scheduler:
@@ -82,13 +82,13 @@ def waiting(arrival: int, tokens: int = 10, most: int = 10, priority: int = 0, t
     return QueuedRequest(arrival, tokens, most, priority, tenant, False)
 
 
-def test_shortest_remaining_first_takes_short_ones_first_but_lets_nobody_wait_for_ever() -> None:
+def test_shortest_remaining_first_does_not_starve_long_requests() -> None:
     ranks = policy("ShortestRemainingFirst")()
     long = ranks.rank(waiting(0, most=100))
     assert ranks.rank(waiting(1)) < long < ranks.rank(waiting(1000))
 
 
-def test_a_tenant_with_long_answers_goes_behind_the_other_one() -> None:
+def test_tenant_with_long_answers_is_served_later() -> None:
     counters = policy("VirtualTokenCounter")()
     for arrival, tenant in enumerate(("long", "long", "short", "short")):
         counters.arrived(waiting(arrival, tenant=tenant))
@@ -98,13 +98,13 @@ def test_a_tenant_with_long_answers_goes_behind_the_other_one() -> None:
     assert counters.turn("long") - counters.turn("short") == 2 * 40
 
 
-def test_a_class_with_patience_is_overtaken_by_so_many_and_no_more() -> None:
+def test_deadline_class_is_overtaken_by_a_limited_number() -> None:
     deadlines = policy("DeadlineFirst")()
     patient = deadlines.rank(waiting(0, priority=1))
     assert deadlines.rank(waiting(3)) < patient < deadlines.rank(waiting(5))
 
 
-def test_the_kit_takes_a_scheduler_in_a_file(tmp_path: Path) -> None:
+def test_kit_accepts_a_scheduler_in_a_file(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
         "from fd_core.scheduling.scheduler import ContinuousBatchingScheduler\n"

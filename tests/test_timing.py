@@ -1,4 +1,4 @@
-"""Tests of elapsed time are marked, so that none is judged while others compute beside it."""
+"""Tests of elapsed time are marked, so that none runs while other tests use the CPUs."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_tests_of_elapsed_time_are_marked(monkeypatch: pytest.MonkeyPatch) -> No
         "times = []\n    times.append(time.monotonic() - began)\n    assert max(times) < 5",
     ],
 )
-def test_an_unmarked_test_of_elapsed_time_is_found(tmp_path: Path, body: str) -> None:
+def test_unmarked_test_of_elapsed_time_is_found(tmp_path: Path, body: str) -> None:
     helper = "def slowest():\n    began = time.time()\n    return time.time() - began\n"
     (tmp_path / "test_it.py").write_text(f"{helper}def test_it():\n    began = time.monotonic()\n    {body}\n")
     assert [found.split()[-1] for found in unmarked([tmp_path / "test_it.py"])] == ["test_it"]

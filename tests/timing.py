@@ -1,4 +1,4 @@
-"""Tests whose verdict depends on elapsed time: how they are found in the sources.
+"""Detection of tests of elapsed time in the sources.
 
 Such a test carries `@pytest.mark.timing`. The session `tests` leaves it out of the parallel part, runs it alone
 afterwards and repeats a failure once, which the summary reports.

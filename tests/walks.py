@@ -1,6 +1,6 @@
-"""Ways of a request through the code, traced: every function of `fd_core` that a scenario enters.
+"""Paths of a request through the code, traced: every function of `fd_core` that a scenario enters.
 
-`python -m tests.walks` prints what each walk costs and its trace, `--write` puts the walks into the tour.
+`python -m tests.walks` prints the cost of each walk and its trace, `--write` puts the walks into the tour.
 `tests/test_walks.py` keeps them within budgets and the tour up to date.
 """
 
@@ -25,10 +25,10 @@ from fd_core.types import StepOutput
 
 ROOT: Final = Path(__file__).parents[1] / "fd_core"
 _PARTS: Final = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module>")
-"""Code that is not a function of its own."""
+"""Code objects that are not functions."""
 _TRIES: Final = 5
-"""How often the event loop turns while a request is computed depends on the moment, and the engine tells its statistics
-now and then; the shortest trace counts."""
+"""Number of traces, of which the shortest counts: the number of turns of the event loop depends on timing, and the
+engine publishes its statistics periodically."""
 _PAUSE: Final = 0.05
 """Seconds for what follows an answer; less than from one statistic to the next."""
 
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 class Walk(msgspec.Struct, frozen=True):
-    """What a scenario entered, in order, in the shortest of several tries."""
+    """Functions that a scenario entered, in order, in the shortest of several tries."""
 
     calls: tuple[Call, ...]
     passing: tuple[tuple[str, str], ...] = ()
@@ -68,7 +68,7 @@ class Walk(msgspec.Struct, frozen=True):
         return f"{len(self.calls)} calls, {len(self.functions)} functions, {len(self.files)} files"
 
     def hops(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Yield thread, file and functions each time that a thread comes to functions of a file that are new to it."""
+        """Yield thread, file and functions each time that a thread enters functions of a file that are new to it."""
         seen = set(self.passing)
         for thread in dict.fromkeys(call.thread for call in self.calls):
             file, functions = "", list[str]()
@@ -107,7 +107,7 @@ class Recorder:
         self._between = first, last
 
     def take(self) -> tuple[Call, ...]:
-        """Return what was recorded since the last call."""
+        """Return the calls recorded since the last call."""
         self.records = False
         calls = tuple(self._calls)
         self._calls, self._suspended = [], {}
@@ -156,7 +156,7 @@ def _file_of(code: CodeType) -> str | None:
 
 
 def chat(recorder: Recorder, tokens: int) -> Walk:
-    """Stream a chat from the null backend, the engine in a thread; the third request and the two behind it."""
+    """Stream a chat from the null backend, the engine in a thread; the third request and the two after it."""
     from tests.server.fakes import live
     from tests.server.test_null_engine import null_client
 
@@ -178,7 +178,7 @@ def chat(recorder: Recorder, tokens: int) -> Walk:
 
 
 def _let_copies_end_first(engine: Engine) -> None:
-    """Collect no step while KV is copied on another thread, so that each try sees the whole copy."""
+    """Collect no step while KV is copied on another thread, so that each try contains the whole copy."""
     device, pending = engine.probe().device, engine._outside._offload._pending._pending  # type: ignore[attr-defined]
     collect = device.collect
 
@@ -212,7 +212,7 @@ def preemption(recorder: Recorder) -> Walk:
 
 
 def prefill_to_decode(recorder: Recorder) -> Walk:
-    """Compute a prompt on one worker and go on from its KV on another."""
+    """Compute a prompt on one worker and continue from its KV on another."""
     from tests.engine.building.test_kv_transfer import pair
     from tests.engine.stepping import greedy
 
@@ -254,7 +254,7 @@ _THREADS: Final = {
     "fdcore-kv-sender": "In the KV sender thread",
     "fdcore-kv-receiver": "In the KV receiver thread",
 }
-"""How the tour names threads."""
+"""Titles of the threads in the tour."""
 
 
 def section(name: str, walk: Walk) -> str:

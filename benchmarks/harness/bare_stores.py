@@ -1,4 +1,4 @@
-"""What a store is measured against: the same bytes moved with nothing around them."""
+"""Baselines of the store benchmark: the same bytes moved without any layer around them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REDIS = {
     **dict.fromkeys(("rediss", "valkeys"), "rediss"),
     **dict.fromkeys(("unix", "redis+unix"), "unix"),
 }
-"""Schemes of one server, and redis-py's word for them."""
+"""Schemes of one server, and redis-py's names for them."""
 
 
 class Bare(Protocol):
@@ -86,7 +86,7 @@ class BareRedis:
 
 
 def bare_for(location: StoreLocation) -> Bare | None:
-    """Return what the store of `location` is measured against, None for one that we know nothing plainer for."""
+    """Return the baseline for the store of `location`, None if there is none."""
     if location.scheme == "disk":
         return BareFiles(Path(location.rest).expanduser() / "bare")
     base = _REDIS.get(location.scheme)

@@ -41,11 +41,11 @@ _CONTROL_TOKEN = 3
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One model in every format, each converted when it is first asked for, and kept."""
+    """One model in every format, each converted on first use and cached."""
 
     original: Path
     kept: Path
-    """The folder of what was converted."""
+    """Folder of the converted checkpoint."""
     weight_bytes: int
     """Of the weights in bf16, which is what one decode step must read."""
 
@@ -89,7 +89,7 @@ def fetch_default() -> Path:
 
 
 def prepare(source: Path, cache: Path) -> Checkpoint:
-    """Return the GGUF file `source` (architecture llama) in every format; what is converted is kept under `cache`."""
+    """Return the GGUF file `source` (architecture llama) in every format; conversions are cached under `cache`."""
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.sha256(_RECIPE.encode())).hexdigest()[:16]
     reader = gguf.GGUFReader(source)
@@ -102,7 +102,7 @@ def prepare(source: Path, cache: Path) -> Checkpoint:
 
 
 def tokenizer_of(source: Path) -> Tokenizer:
-    """Return the byte-level BPE tokenizer of the GGUF file; each digit is a token, as SmolLM wants it."""
+    """Return the byte-level BPE tokenizer of the GGUF file; each digit is a token, as SmolLM requires."""
     meta = _metadata(gguf.GGUFReader(source))
     if meta.get("tokenizer.ggml.model") != "gpt2" or meta.get("tokenizer.ggml.pre") != "smollm":
         raise ValueError(f"{source.name}: only SmolLM's byte-level BPE tokenizer is known to this benchmark")
@@ -228,7 +228,7 @@ def _undo_rope_permutation(raw: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _write_gguf(source: Path, form: str, target: Path) -> None:
-    """Write the bf16 values in another type, vectors as float32, with the metadata of the file that they came from."""
+    """Write the bf16 values in another type, vectors as float32, with the metadata of their source file."""
     reader, kind = gguf.GGUFReader(source), gguf.GGMLQuantizationType[form]
     writer = gguf.GGUFWriter(target, "llama", use_temp_file=True)
     for name, field in reader.fields.items():

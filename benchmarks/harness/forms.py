@@ -1,4 +1,4 @@
-"""The schema that answers are measured with, and the tokens that it takes."""
+"""Schema of the measured answers, and its length in tokens."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 FREE_TOKENS = 72
-"""About what the schema takes."""
+"""Approximate length of an answer with the schema."""

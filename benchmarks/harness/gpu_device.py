@@ -1,4 +1,4 @@
-"""What a CUDA device is and reaches by itself: facts, bandwidth, products, launches, and kernels by their names."""
+"""Properties and rates of a CUDA device by itself: bandwidth, products, launches, and kernels by their names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def chip_of(name: str) -> str:
 
 
 def device_facts() -> dict[str, Any]:
-    """Return what driver and libraries say of device 0 and of themselves."""
+    """Return the properties of device 0 and the versions of driver and libraries."""
     properties = torch.cuda.get_device_properties(0)
     major, minor = torch.cuda.get_device_capability(0)
     return {
@@ -50,7 +50,7 @@ def timed(work: Callable[[], Any], repeats: int, wait: Callable[[], None]) -> fl
 
 
 def device_rates(copied: int = 1 << 30, width: int = 8192) -> dict[str, float]:
-    """Measure what the roofline assumes: bytes and operations per second, and seconds of launches."""
+    """Measure the constants of the roofline: bytes and operations per second, and seconds of launches."""
     wait = torch.cuda.synchronize
     source = torch.zeros(copied, dtype=torch.uint8, device="cuda")
     copying = timed(partial(torch.empty_like(source).copy_, source), 20, wait)

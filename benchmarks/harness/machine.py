@@ -1,4 +1,4 @@
-"""What the figures depend on: the processor, its memory bandwidth and the versions in use."""
+"""Environment of a measurement: the processor, its memory bandwidth and the versions in use."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .stats import RequestResult
 
 
 class Dialect(Protocol):
-    """How a server is asked, and how an event of its stream is read."""
+    """Request format of a server, and parser of the events of its stream."""
 
     path: str
 

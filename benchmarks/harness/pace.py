@@ -1,4 +1,4 @@
-"""How fast this machine is just now. On a virtual machine that differs by a fifth from one half minute to the next."""
+"""Current speed of this machine. On a virtual machine it changes by a fifth from one half minute to the next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPUTING = StepCase("prefill", (CaseRow(0, 256),))
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What two steps take in seconds: one that waits for memory, one that computes."""
+    """Seconds of two steps: a memory-bound one and a compute-bound one."""
 
     memory: float
     compute: float
@@ -36,19 +36,19 @@ class Pace:
         return Pace(self.memory / other.memory, self.compute / other.compute)
 
     def mean(self, other: Pace) -> Pace:
-        """Return what lies between two times."""
+        """Return the pace between two times."""
         return Pace((self.memory + other.memory) / 2, (self.compute + other.compute) / 2)
 
 
 class Pacer:
-    """An engine of its own that takes the two steps whenever it is asked."""
+    """Separate engine that runs the two steps on demand."""
 
     def __init__(self, model: str, threads: int) -> None:
         config = EngineConfig(model=model, num_threads=threads, num_kv_blocks=64, structured_output=False)
         self._engine = load_engine(config, resolve_model(model).path, progress=lambda *_: None)
 
-    def look(self, seconds: float = 1.5, *, undisturbed: bool = False) -> Pace:
-        """Measure for so long and a bit more: means, or the lower quartiles that a calibration takes."""
+    def measure(self, seconds: float = 1.5, *, undisturbed: bool = False) -> Pace:
+        """Measure for at least this long: means, or the lower quartiles that a calibration uses."""
         bench = StepBench(self._engine, (_READING, _COMPUTING))
         bench.measure(seconds, lambda *_: None)
         take = bench.usual if undisturbed else bench.mean
@@ -56,15 +56,15 @@ class Pacer:
 
 
 @contextlib.contextmanager
-def neighbour(
+def background_load(
     model: str, threads: int, processor: int
 ) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Have another process take the two steps without end, on one processor; yield what halts it for a while."""
+    """Run the two steps in another process on one processor, in a loop; yield a context manager that pauses it."""
     command = ["taskset", "-c", str(processor), sys.executable, __file__, model, str(threads)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             if process.stdout is None or not process.stdout.readline():
-                raise RuntimeError("the neighbour did not begin")
+                raise RuntimeError("the background load did not start")
             yield partial(_halted, process)
         finally:
             process.kill()
@@ -80,7 +80,7 @@ def _halted(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def paced(profile: CostProfile, pace: Pace) -> CostProfile:
-    """Return a profile as it would be at another pace: what reads takes `memory`, the rest `compute` times as long."""
+    """Scale a profile to another pace: reading by the factor `memory`, the rest by `compute`."""
     step, request = profile.step, profile.request
 
     def longer(values: Any, names: tuple[str, ...], factor: float) -> Any:
@@ -101,7 +101,7 @@ def _disturb(model: str, threads: str) -> None:
     pacer = Pacer(model, int(threads))
     print("begun", flush=True)
     while True:
-        pacer.look()
+        pacer.measure()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 __all__ = ["ANSWER_SECONDS", "EngineFailedError", "Worker", "end", "end_with_parent", "interrupted_by_sigterm"]
 
 ANSWER_SECONDS = 900
-"""How long an engine may take to load or to finish one run; then it is ended and left out."""
+"""Timeout for an engine to load or to finish one run; it is then terminated and left out."""
 
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -25,7 +25,7 @@ _PARENT_DEATH_SIGNAL = 1
 
 
 class EngineFailedError(Exception):
-    """An engine could not be started or broke during a run; the message says how."""
+    """An engine could not be started or failed during a run; the message has the cause."""
 
 
 class Worker:
@@ -46,7 +46,7 @@ class Worker:
             )
 
     def ask(self, **message: object) -> dict[str, Any]:
-        """Send one message and return the reply; raise EngineFailedError where it fails or never comes."""
+        """Send one message and return the reply; raise EngineFailedError on a failure or a timeout."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         deadline = threading.Timer(ANSWER_SECONDS, end, (self._process,))
@@ -87,7 +87,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def interrupted_by_sigterm() -> None:
-    """Have the first SIGTERM end this process like Ctrl-C, so that it ends what it started: `timeout` sends two."""
+    """Handle the first SIGTERM like Ctrl-C, so that this process ends its children: `timeout` sends two."""
 
     def interrupt(number: int, _: object) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
@@ -97,6 +97,6 @@ def interrupted_by_sigterm() -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel send this process, a child before its exec, SIGTERM when its parent ends in whatever way."""
+    """Have the kernel send this process, a child before its exec, SIGTERM when its parent ends for any reason."""
     if _LIBC is not None:
         _LIBC.prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)

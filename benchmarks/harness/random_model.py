@@ -1,4 +1,4 @@
-"""Models of published sizes with random weights, made without a file: a step takes the same time whatever they are."""
+"""Models of published sizes with random weights, made without a file: the values do not affect the time of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POOL = 1 << 22
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:
-    """Return what a Hugging Face config.json says of a model of these sizes, as Llama or Qwen3 with experts."""
+    """Return the Hugging Face config.json of a model of these sizes, as Llama or Qwen3 with experts."""
     config: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM" if shape.experts else "LlamaForCausalLM"],
         "hidden_size": shape.hidden,
@@ -60,7 +60,7 @@ def _packed(kind: str, out: int, inputs: int, group: int) -> Weight:
 class RandomCheckpoint(Checkpoint):
     """A checkpoint in no file: weights in bfloat16, those of layers in `form` if it is not `bf16`.
 
-    Tensors of one size share their values; each becomes a weight of its own on the device.
+    Tensors of one size share their values; each becomes a separate weight on the device.
     """
 
     def __init__(self, shape: ModelShape, form: str = "bf16") -> None:
@@ -77,11 +77,11 @@ class RandomCheckpoint(Checkpoint):
         return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the size that the model asks for."""
+        """Return the size that the model requests."""
         return self._shapes[name]
 
     def stored_format(self, name: str) -> str:
-        """Return what `read_weight` makes."""
+        """Return the result of `read_weight`."""
         return "BF16" if self._form == "bf16" else self._form
 
     def read(self, name: str) -> RawTensor:
@@ -92,7 +92,7 @@ class RandomCheckpoint(Checkpoint):
         return RawTensor("BF16", _values(int(np.prod(shape))).reshape(shape))
 
     def read_weight(self, name: str, formats: Collection[str]) -> Weight:
-        """Return a weight in the form wanted; the output projection stays bfloat16."""
+        """Return a weight in the requested format; the output projection stays bfloat16."""
         if self._form == "bf16" or name.startswith(("lm_head", "model.embed")):
             return self.read(name)
         out, inputs = self.shape(name)

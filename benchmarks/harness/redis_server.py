@@ -1,4 +1,4 @@
-"""A Redis server of our own: on a Unix socket in a temporary folder, nothing on disk, ended with the `with` block."""
+"""Private Redis server: on a Unix socket in a temporary folder, nothing on disk, ended with the `with` block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START_SECONDS = 10
 
 @contextmanager
 def running(memory_bytes: int) -> Iterator[Path]:
-    """Yield its socket; raise EngineFailedError where there is no server or it does not start."""
+    """Yield its socket; raise EngineFailedError if the server is not installed or does not start."""
     binary = shutil.which("redis-server") or shutil.which("valkey-server")
     if binary is None:
         raise EngineFailedError("there is neither redis-server nor valkey-server")

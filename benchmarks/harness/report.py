@@ -1,4 +1,4 @@
-"""What a comparison leaves behind: a table on the terminal, every round as JSON, a short Markdown table."""
+"""Output of a comparison: a table on the terminal, every round as JSON, a short Markdown table."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def row(summary: Summary) -> tuple[str, ...]:
 
 
 def legend(report: Report) -> str:
-    """Return what the columns mean."""
+    """Return the explanation of the columns."""
     return (
         f"Medians over rounds; ratio: output tokens/s over {report.reference}'s of the same round, median; TTFT and "
         "TPOT: median request of the median round; of floor: the time of one pass over the bf16 weights over TPOT; "

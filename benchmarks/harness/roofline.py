@@ -24,9 +24,9 @@ LAUNCHES_DENSE: Final = 9
 product."""
 LAUNCHES_EXPERTS: Final = 12
 """Of a layer with experts: six as above, then router, choice, order by expert, two products and the weighted sum."""
-LAUNCHES_BESIDE: Final = 8
-"""Of a step beside its layers: the upload, filling the graph's memory, embedding, last norm, output projection, sampler
-(2), and handing tokens on."""
+LAUNCHES_OUTSIDE_LAYERS: Final = 8
+"""Of a step outside its layers: upload, filling the graph's memory, embedding, last norm, output projection, sampler
+(2), and passing on tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,12 @@ CHIPS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How weights of layers lie in memory; embedding and output projection stay bfloat16."""
+    """Format of the weights of layers in memory; embedding and output projection stay bfloat16."""
 
     weight: float
     """Bytes of a weight, its share of the scales included."""
     peak: Literal["bf16", "fp8", "int8"]
-    """What multiplies them."""
+    """Unit that multiplies them."""
 
 
 FORMATS: Final = {
@@ -84,7 +84,7 @@ FORMATS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of `rows` requests that each compute `queries` tokens, the last of which sees `context` with itself."""
+    """A step of `rows` requests that each compute `queries` tokens; the last attends to `context`, itself included."""
 
     rows: int
     queries: int
@@ -97,18 +97,18 @@ class Step:
 
     @property
     def decode(self) -> bool:
-        """Whether each request computes one token, which is replayed as a graph."""
+        """True if each request computes one token; such a step is replayed as a graph."""
         return self.queries == 1
 
     @property
     def pairs(self) -> float:
-        """Pairs of a token and a key that it sees."""
+        """Pairs of a token and a key that it attends to."""
         return self.tokens * (self.context - (self.queries - 1) / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step must do at least. Activations between kernels are not counted: they may stay in the caches."""
+    """Least work of a step. Activations between kernels are not counted: they may stay in the caches."""
 
     weights: float
     """Bytes, each read once; of experts, those that are expected to be hit."""
@@ -119,7 +119,7 @@ class Work:
     products: float
     """Operations with weights of layers."""
     wide_products: float
-    """Operations in bfloat16 or wider whatever the format is: output projection, routers, attention."""
+    """Operations in bfloat16 or wider with any format: output projection, routers, attention."""
     launches: int
 
     @property
@@ -147,7 +147,7 @@ class Floor:
 
     @property
     def device(self) -> float:
-        """What the device takes: the longer of memory and computing, and the gaps."""
+        """Seconds of the device: the longer of memory and computing, and the gaps."""
         return max(self.memory, self.compute) + self.gaps
 
     @property
@@ -162,7 +162,7 @@ class Floor:
 
     @property
     def binds(self) -> str:
-        """What takes longest."""
+        """Resource that limits the step."""
         launches = self.host if self.host > self.device else self.gaps
         parts = {"memory": self.memory, "compute": self.compute, "launches": launches}
         return max(parts, key=lambda name: parts[name])
@@ -182,11 +182,11 @@ def held_bytes(model: ModelShape, how: Format, tokens: int) -> float:
 
 
 def work_of(model: ModelShape, how: Format, step: Step) -> Work:
-    """Return what a step must do; one row of logits for each request."""
+    """Return the least work of a step, with one row of logits for each request."""
     router = model.hidden * model.experts
     read = model.attention_weights + model.experts_hit(step.tokens) * model.expert_weights
     active = model.attention_weights + max(1, model.experts_per_token) * model.expert_weights
-    head = model.head_weights + step.tokens * model.hidden  # beside the projection, the embeddings of the tokens
+    head = model.head_weights + step.tokens * model.hidden  # output projection and the embeddings of the tokens
     kv_tokens = step.rows * (step.context - step.queries) + step.tokens
     attended = 4 * model.heads * model.head_dim * step.pairs
     layer = LAUNCHES_EXPERTS if model.experts else LAUNCHES_DENSE
@@ -196,7 +196,7 @@ def work_of(model: ModelShape, how: Format, step: Step) -> Work:
         logits=2 * WIDE * step.rows * model.vocab_size,
         products=2 * step.tokens * model.layers * active,
         wide_products=2 * step.rows * model.head_weights + model.layers * (2 * step.tokens * router + attended),
-        launches=model.layers * layer + LAUNCHES_BESIDE,
+        launches=model.layers * layer + LAUNCHES_OUTSIDE_LAYERS,
     )
 
 

@@ -39,12 +39,12 @@ def measure(
     corpus: Sequence[int],
     seed: int,
     probe: BandwidthProbe,
-    tell: Callable[[str, str, int, Run | str], None],
+    report: Callable[[str, str, int, Run | str], None],
     warm_up: Sequence[str] | None = None,
 ) -> Measurements:
     """Run all rounds after one unmeasured warm-up; an engine that breaks or miscounts is left out from then on.
 
-    `tell(engine, workload, round, run or reason)` is called as results come; round 0 is the warm-up, which takes the
+    `report(engine, workload, round, run or reason)` is called for each result; round 0 is the warm-up, which takes the
     same workloads unless `warm_up` names others.
     """
     alive = list(sessions)
@@ -64,11 +64,11 @@ def measure(
                         raise EngineFailedError("; ".join(problems))
                 except EngineFailedError as error:
                     result.failures[engine] = f"{name}, round {number}: {error}"
-                    tell(engine, name, number, str(error))
+                    report(engine, name, number, str(error))
                     alive.remove(session)
                     session.close()
                     continue
-                tell(engine, name, number, run)
+                report(engine, name, number, run)
                 if number > 0:
                     result.runs.append(run)
     return result

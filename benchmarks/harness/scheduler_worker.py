@@ -20,10 +20,10 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Answer requests from standard input until it ends or says quit."""
+    """Answer requests from standard input until its end or a quit message."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    # Behind everything installed: a module here must not shadow one that vLLM looks for.
+    # Last on the path: a module here must not shadow one that vLLM imports.
     sys.path[:] = [*sys.path[1:], str(PACKAGE.parent)]
     prepared: Any = None
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""A started engine: loaded once, asked to run a workload whenever its turn comes, closed at the end."""
+"""A started engine: loaded once, runs a workload in each of its turns, closed at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .workloads import Workload
 
 
 class Session(Protocol):
-    """What the rounds need from a started engine."""
+    """Interface of a started engine for the rounds."""
 
     engine: Engine
     version: str
@@ -39,7 +39,7 @@ class Session(Protocol):
 
 
 class WorkerSession:
-    """An engine called as a library, in a process of its own environment."""
+    """An engine called as a library, in a process of the engine's environment."""
 
     def __init__(self, engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path) -> None:
         self.engine = engine
@@ -75,7 +75,7 @@ class WorkerSession:
 
 
 class ServerSession:
-    """An engine behind HTTP, on a free loopback port, measured by the one streaming client."""
+    """An engine with an HTTP server on a free loopback port, measured by the one streaming client."""
 
     def __init__(self, engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path) -> None:
         assert engine.server is not None
@@ -138,11 +138,11 @@ class ServerSession:
 
 
 def start(engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path, *, http: bool) -> Session:
-    """Start an engine: as a library, or with `http` (and where it is nothing else) as a server."""
+    """Start an engine as a library, or as a server with `http` or if it has no library."""
     if engine.server is not None and (http or engine.adapter is None):
         return ServerSession(engine, python, checkpoint, limits, log)
     if engine.adapter is None or http:
-        raise EngineFailedError("it has no HTTP server of its own")
+        raise EngineFailedError("it has no HTTP server")
     return WorkerSession(engine, python, checkpoint, limits, log)
 
 

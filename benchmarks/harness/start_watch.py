@@ -1,4 +1,4 @@
-"""Watch a server start from outside: what its processes have mapped, what its bars say, and when /ready answers."""
+"""Watch a server start from outside: files mapped by its processes, its progress bars, and the answer of /ready."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .processes import EngineFailedError, end, end_with_parent
 __all__ = ["Mark", "Start", "Waymarks", "processor_seconds", "watched"]
 
 _INTERVAL = 0.02
-"""Seconds between two looks: a mark is late by this much at most, and looking takes a small part of a core."""
+"""Seconds between two polls: a mark is late by at most this, and polling takes a small part of a core."""
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Waymarks:
-    """Words by which a start is known to have come somewhere, each with what it means."""
+    """Words that mark a stage of the start, each with the name of the stage."""
 
     server: Mapping[str, str] = field(default_factory=dict)
     """A part of the name of a file that the started process maps."""
     engine: Mapping[str, str] = field(default_factory=dict)
-    """The same of a process below it; `""` is mapped as soon as there is one."""
+    """The same of a child process; `""` matches as soon as there is one."""
     terminal: Mapping[str, str] = field(default_factory=dict)
     """Words on the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a start was: seconds since the command, and processor seconds spent until then."""
+    """Stage of a start: seconds since the command, and processor seconds spent until then."""
 
     name: str
     wall_s: float
@@ -56,10 +56,12 @@ class Start:
         return self.marks[-1]
 
 
-def watched(command: Sequence[str], port: int, waymarks: Waymarks, *, terminal: bool, patience: float = 300.0) -> Start:
+def watched(
+    command: Sequence[str], port: int, waymarks: Waymarks, *, terminal: bool, ready_timeout: float = 300.0
+) -> Start:
     """Start `command`, watch it until its /ready answers 200, and end it.
 
-    Raises `EngineFailedError` if it ends before, or is not ready within `patience` seconds.
+    Raises `EngineFailedError` if it ends before, or is not ready within `ready_timeout` seconds.
     """
     with _screen(terminal) as screen:
         begun = time.perf_counter()
@@ -72,7 +74,7 @@ def watched(command: Sequence[str], port: int, waymarks: Waymarks, *, terminal: 
             preexec_fn=end_with_parent,
         )
         try:
-            return _watch(process, port, waymarks, screen, begun, patience)
+            return _watch(process, port, waymarks, screen, begun, ready_timeout)
         finally:
             end(process)
 
@@ -83,7 +85,7 @@ def _watch(
     waymarks: Waymarks,
     screen: _Screen,
     begun: float,
-    patience: float,
+    ready_timeout: float,
 ) -> Start:
     wanted = [(waymarks.server, False), (waymarks.engine, True)]
     marks: list[Mark] = []
@@ -95,7 +97,7 @@ def _watch(
             marks.append(Mark(name, time.perf_counter() - begun, *processor_seconds(process.pid)))
 
     while not _ready(port):
-        if process.poll() is not None or time.perf_counter() - begun > patience:
+        if process.poll() is not None or time.perf_counter() - begun > ready_timeout:
             raise EngineFailedError(f"not ready (status {process.poll()}); its last words: {screen.read()[-2000:]}")
         for words, below in wanted:
             if not met.issuperset(words.values()):
@@ -103,9 +105,9 @@ def _watch(
                 for word, name in words.items():
                     if word in mapped:
                         mark(name)
-        said = screen.read()
+        written = screen.read()
         for word, name in waymarks.terminal.items():
-            if word in said:
+            if word in written:
                 mark(name)
         time.sleep(_INTERVAL)
     mark("/ready answers")
@@ -140,7 +142,7 @@ def _below(process: int) -> list[int]:
 
 
 def _mapped(processes: Sequence[int]) -> str | tuple[()]:
-    """Return what the processes map, nothing if there are none."""
+    """Return the mapped files of the processes, empty if there are none."""
     texts = []
     for process in processes:
         with contextlib.suppress(OSError):
@@ -149,7 +151,7 @@ def _mapped(processes: Sequence[int]) -> str | tuple[()]:
 
 
 def _ready(port: int) -> bool:
-    """Ask once; a door that is not open yet refuses at once."""
+    """Send one request; a closed port refuses it at once."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         connection.request("GET", "/ready")
@@ -161,20 +163,20 @@ def _ready(port: int) -> bool:
 
 
 class _Screen:
-    """Where the command writes: `inner` is its end, `read` returns all it wrote."""
+    """Terminal of the command: `inner` is its end, `read` returns all it wrote."""
 
     def __init__(self, outer: int, inner: int) -> None:
         self.inner = inner
         self._outer = outer
-        self._said = b""
+        self._written = b""
         os.set_blocking(outer, False)
 
     def read(self) -> str:
         """Return all that was written so far."""
         with contextlib.suppress(OSError):
             while more := os.read(self._outer, 65536):
-                self._said += more
-        return self._said.decode(errors="replace")
+                self._written += more
+        return self._written.decode(errors="replace")
 
 
 @contextlib.contextmanager

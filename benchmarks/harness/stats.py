@@ -9,7 +9,7 @@ from statistics import median
 AGREEMENT_TOKENS = 16
 
 LEAST_AGREEMENT = 0.25
-"""Below this an engine computes another model: its speed is compared with nobody's."""
+"""Below this an engine computes another model: its speed is not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Run:
     wall_s: float
     requests: tuple[RequestResult, ...]
     counters: Mapping[str, int] = field(default_factory=dict)
-    """What the engine counted during the run, where its adapter says so."""
+    """Counters of the engine during the run, where its adapter has any."""
 
     @property
     def output_tps(self) -> float:
@@ -73,10 +73,10 @@ class Summary:
 
 
 def wrong_counts(run: Run, asked: Sequence[int]) -> list[str]:
-    """Say where a run did not return exactly the tokens `asked` of each request; an empty list: the run counts."""
+    """Return the requests of a run that did not return exactly the tokens `asked`; an empty list: the run counts."""
     problems = []
     if len(run.requests) != len(asked):
-        problems.append(f"{len(run.requests)} of {len(asked)} requests came back")
+        problems.append(f"{len(run.requests)} of {len(asked)} requests were answered")
     lengths = [(len(r.token_ids), count) for r, count in zip(run.requests, asked, strict=False)]
     for got, count in sorted({(got, count) for got, count in lengths if got != count}):
         problems.append(f"requests returned {got} tokens instead of {count}")
@@ -119,7 +119,7 @@ def summarise(
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.workload, run.engine), []).append(run)
-    strangers = {
+    differing = {
         engine
         for engine in {r.engine for r in runs}
         if (share := _pooled_agreement(engine, judge, groups)) is not None and share < LEAST_AGREEMENT
@@ -138,7 +138,7 @@ def summarise(
                 output_tps_range=(min(tps), max(tps)),
                 ttft_s=median(r.ttft_s for r in mine),
                 tpot_s=tpot,
-                ratio=None if engine in strangers else paired_ratio(mine, groups.get((workload, reference), [])),
+                ratio=None if engine in differing else paired_ratio(mine, groups.get((workload, reference), [])),
                 floor_share=floor_s / tpot if floor_s is not None and tpot > 0 else None,
                 agreement=_agreement_with_judge(mine, workload, judge, groups),
             )

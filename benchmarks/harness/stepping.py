@@ -1,4 +1,4 @@
-"""Times of a runner's steps: decodes launched one behind another, and prefills."""
+"""Times of a runner's steps: back-to-back decodes, and prefills."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StepTimes:
 
 
 def limits_for(rows: int, context: int, prefill: int, vocab_size: int, steps: int, block_size: int = 32) -> Limits:
-    """Return limits that hold `rows` decodes of `context` tokens that grow by `steps`, and a prefill beside none."""
+    """Return limits that hold `rows` decodes of `context` tokens that grow by `steps`, or a prefill alone."""
     longest = max(context + steps + 1, prefill + 1)
     blocks = rows * -(-(context + steps + 1) // block_size)
     return Limits(
@@ -42,7 +42,7 @@ def limits_for(rows: int, context: int, prefill: int, vocab_size: int, steps: in
 
 
 def time_decodes(runner: Runner, rows: int, context: int, steps: int, gen: int = 1) -> StepTimes:
-    """Decode `rows` requests whose tokens before `context` count as computed; what they hold does not change the time.
+    """Decode `rows` requests whose tokens before `context` count as computed; their values do not affect the time.
 
     Two steps are in flight, as in an engine on a device.
     """

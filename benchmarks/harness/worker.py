@@ -1,7 +1,7 @@
 """Runs inside one engine's own environment and speaks JSON lines: load, run, quit.
 
-Standard output carries the protocol alone; whatever the engine prints goes to standard error. Only the standard
-library and the engine are imported here, so the harness asks nothing of a peer's environment.
+Standard output carries the protocol alone; all output of the engine goes to standard error. Only the standard library
+and the engine are imported here, so a peer's environment needs nothing else.
 
     -> {"op": "load", "engine": "vllm", "model": {...}, "threads": 2, "max_requests": 32, "max_length": 640}
     <- {"ok": true, "version": "...", "load_s": 12.3, "notes": {...}}
@@ -26,10 +26,10 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Serve requests from standard input until it ends or says quit."""
+    """Serve requests from standard input until its end or a quit message."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    # Behind everything installed: a module here must not shadow one that an engine looks for.
+    # Last on the path: a module here must not shadow one that an engine imports.
     sys.path[:] = [*sys.path[1:], str(PACKAGE.parent)]
     engine: Any = None
     for line in sys.stdin:

@@ -38,7 +38,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a workload looks like, in tokens. `shared` tokens of prefix are the same for all its requests.
+    """Lengths of a workload, in tokens. `shared` tokens of prefix are the same for all its requests.
 
     Each request returns `max_tokens`, or a number from `min_tokens` to it. With `steady_lengths` all seeds give the
     same lengths, so that the KV demand is known before anything runs.

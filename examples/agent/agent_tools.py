@@ -1,4 +1,4 @@
-"""Two tools for an agent: a calculator, and a clock that is given, so that a test can stop it."""
+"""Two tools for an agent: a calculator, and a clock that is passed in, so that a test can fix it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPERATORS: Mapping[type, Callable[..., float]] = {
     ast.Div: operator.truediv,
     ast.USub: operator.neg,
 }
-"""No powers: a model that asks for 9 ** 9 ** 9 would have to wait for ever."""
+"""No powers: 9 ** 9 ** 9 would never finish."""
 
 DESCRIPTIONS = (
     {
@@ -31,7 +31,7 @@ DESCRIPTIONS = (
     },
     {
         "name": "time_now",
-        "description": "Tell date and time, so many hours east of Greenwich.",
+        "description": "Return date and time, so many hours east of Greenwich.",
         "schema": {
             "type": "object",
             "properties": {"hours_east": {"type": "number", "minimum": -12, "maximum": 14}},
@@ -55,10 +55,10 @@ def make_tools(clock: Callable[[], datetime]) -> Mapping[str, Tool]:
 
 
 def call(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[str, bool]:
-    """Return what a tool says, and whether it failed: the model reads the error and may try again."""
+    """Return the output of a tool, and True if it failed: the model reads the error and may retry."""
     try:
         return tools[name](**arguments), False
-    except Exception as error:  # noqa: BLE001 - whatever a tool raises is news for the model, not the end of the agent
+    except Exception as error:  # noqa: BLE001 - any error of a tool goes to the model and must not end the agent
         return f"{type(error).__name__}: {error}", True
 
 

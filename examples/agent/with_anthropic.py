@@ -1,4 +1,4 @@
-"""The same agent through the client `anthropic`: fd_core speaks both APIs, and so does every model that it serves."""
+"""The same agent with the client `anthropic`: fd_core serves every model through both APIs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def run(client: Anthropic, model: str, question: str, tools: Mapping[str, Tool],
     """Return the answer; raises `RuntimeError` if the model still calls tools after so many turns."""
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(turns):
-        said = client.messages.create(model=model, max_tokens=1000, messages=messages, tools=TOOLS)
-        wanted = [block for block in said.content if block.type == "tool_use"]
+        reply = client.messages.create(model=model, max_tokens=1000, messages=messages, tools=TOOLS)
+        wanted = [block for block in reply.content if block.type == "tool_use"]
         if not wanted:
-            return "".join(block.text for block in said.content if block.type == "text")
-        messages.append({"role": "assistant", "content": said.content})
+            return "".join(block.text for block in reply.content if block.type == "text")
+        messages.append({"role": "assistant", "content": reply.content})
         # The answers to all calls of a turn are one message.
         messages.append({"role": "user", "content": [_answer(tools, block) for block in wanted]})
     raise RuntimeError(f"no answer after {turns} turns")

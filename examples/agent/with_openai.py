@@ -1,4 +1,4 @@
-"""An agent with two tools, through the client `openai`: ask, call what the model wants called, ask again."""
+"""An agent with two tools, with the client `openai`: send the question, run the requested calls, send their results."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def run(client: OpenAI, model: str, question: str, tools: Mapping[str, Tool], tu
     """Return the answer; raises `RuntimeError` if the model still calls tools after so many turns."""
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(turns):
-        said = (
+        reply = (
             client.chat.completions.create(model=model, messages=messages, tools=TOOLS, temperature=0)
             .choices[0]
             .message
         )
-        if not said.tool_calls:
-            return said.content or ""
-        messages.append(said)
-        # One turn may have several calls: each gets an answer of its own, by its id.
-        for wanted in said.tool_calls:
+        if not reply.tool_calls:
+            return reply.content or ""
+        messages.append(reply)
+        # One turn may have several calls: each gets a separate answer with its id.
+        for wanted in reply.tool_calls:
             messages.append({"role": "tool", "tool_call_id": wanted.id, "content": _answer(tools, wanted.function)})
     raise RuntimeError(f"no answer after {turns} turns")
 

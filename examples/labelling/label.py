@@ -23,14 +23,14 @@ INSTRUCTION = (
     "Label the customer's message: is the customer pleased or angry, and what is the message about? Answer in JSON."
 )
 EXAMPLES = (
-    ("Nobody answers the phone. What a shame!", {"mood": "angry", "about": "support"}),
-    ("It came a day early, wonderful.", {"mood": "pleased", "about": "delivery"}),
+    ("They never answer the phone. What a shame!", {"mood": "angry", "about": "support"}),
+    ("It arrived a day early, wonderful.", {"mood": "pleased", "about": "delivery"}),
 )
-"""Small models need to be shown what is wanted; the schema sees to the form alone."""
+"""Small models need examples; the schema enforces only the structure."""
 
 
 def request(text: str) -> dict[str, Any]:
-    """Return the line of the batch that asks for the labels of a text; the text's digest tells whose they are."""
+    """Return the line of the batch that asks for the labels of a text; its id is the digest of the text."""
     messages = [{"role": "system", "content": INSTRUCTION}]
     for example, labels in EXAMPLES:
         messages.append({"role": "user", "content": example})
@@ -81,7 +81,7 @@ def label(texts: list[str], target: Path, *flags: str) -> int:
         command = [sys.executable, "-m", "fd_core.cli", "run-batch", "-i", requests, "-o", answers, *flags]
         code = subprocess.run(command, check=False).returncode
         if not answers.exists():
-            # It said why, and what is answered by now stands in a file beside it.
+            # It has printed the reason; the answers so far are in a file next to `answers`.
             sys.exit(code)
     labels = read_labels(answers)
     with target.open("a") as file:
@@ -91,7 +91,7 @@ def label(texts: list[str], target: Path, *flags: str) -> int:
 
 
 def main() -> int:
-    """Label the lines of a file; whatever stands behind the two files goes to `fdcore run-batch`."""
+    """Label the lines of a file; arguments after the two files go to `fdcore run-batch`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("texts", type=Path)
     parser.add_argument("labels", type=Path)

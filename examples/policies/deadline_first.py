@@ -1,4 +1,4 @@
-"""Earliest deadline first: each class of priority may be overtaken by so many later requests, and by no more.
+"""Earliest deadline first: each class of priority may be overtaken by a limited number of later requests.
 
 fdcore serve smollm2 --scheduling-policy examples/policies/deadline_first.py:DeadlineFirst
 """
@@ -8,7 +8,7 @@ import numpy as np
 from fd_core.scheduling.policies import SchedulingPolicy
 
 PATIENCE = {0: 0, 1: 4, 2: 16}
-"""Later arrivals by which a deadline lies behind a request's own, by priority."""
+"""Number of later arrivals that may overtake a request, by priority."""
 LAST = 64
 """Patience of every other priority."""
 
@@ -17,7 +17,7 @@ class DeadlineFirst(SchedulingPolicy):
     """Order by deadline: arrival plus the patience of the class.
 
     A policy has no clock, so that equal requests give equal plans; it counts arrivals in its place. Unlike strict
-    priority no class waits for ever, for what arrives later has later deadlines.
+    priority no class starves, since later arrivals have later deadlines.
     """
 
     name = "deadline_first"

@@ -1,4 +1,4 @@
-"""Shortest remaining first: who probably has least left to compute is admitted first.
+"""Shortest remaining first: the request with the least expected work left is admitted first.
 
 fdcore serve smollm2 --scheduling-policy examples/policies/shortest_remaining_first.py:ShortestRemainingFirst
 """
@@ -8,16 +8,16 @@ from collections import deque
 from fd_core.scheduling.policies import SchedulingPolicy
 
 AGEING = 8
-"""Tokens that each later arrival costs a request less than its elder: nobody waits for ever."""
+"""Tokens added to the rank for each later arrival, so that no request starves."""
 DECODE_COST = 4
-"""What a token of the answer costs, in tokens of a prompt: tokens of a prompt are computed together."""
+"""Cost of a token of the answer, in tokens of a prompt: tokens of a prompt are computed together."""
 
 
 class ShortestRemainingFirst(SchedulingPolicy):
-    """Order by prompt and expected answer. How long the answer will be nobody knows: the client said at most how long.
+    """Order by length of the prompt and expected length of the answer, of which the client gives only the limit.
 
-    The expectation is that limit times the share of their limits which the last answers reached. Whoever was preempted
-    goes first, as least remains of it.
+    The expectation is that limit times the share of their limits which the last answers reached. Preempted requests
+    go first, as they have the least left.
     """
 
     name = "shortest_remaining"

@@ -1,4 +1,4 @@
-"""A virtual token counter for each tenant: who got least service goes first (Sheng et al., 2024).
+"""A virtual token counter for each tenant: the tenant with the least service goes first (Sheng et al., 2024).
 
 fdcore serve smollm2 --scheduling-policy examples/policies/virtual_token_counter.py:VirtualTokenCounter
 """
@@ -6,14 +6,14 @@ fdcore serve smollm2 --scheduling-policy examples/policies/virtual_token_counter
 from fd_core.scheduling.policies import SchedulingPolicy
 
 PROMPT_COST, ANSWER_COST = 1, 2
-"""What a token costs a tenant: an answer takes a step for each of its tokens, a prompt does not."""
+"""Cost of a token to its tenant: an answer takes a step for each of its tokens, a prompt does not."""
 
 
 class VirtualTokenCounter(SchedulingPolicy):
     """Serve the tenant with the smallest counter; a prompt is charged when it is admitted, an answer when it ends.
 
-    The paper counts each token of an answer when it comes. A policy hears of the end alone, so that tenants with long
-    answers are charged late. A tenant that comes back begins where the least served of the others is.
+    The paper counts each token of an answer when it is generated. A policy is notified only of the end, so that tenants
+    with long answers are charged late. A tenant that returns starts at the smallest counter of the others.
     """
 
     name = "virtual_token_counter"
@@ -54,4 +54,4 @@ class VirtualTokenCounter(SchedulingPolicy):
         if not self._unfinished[tenant]:
             del self._unfinished[tenant]
         if not self._unfinished:
-            self._counters.clear()  # nobody competes, so nobody is ahead of others
+            self._counters.clear()  # without competition no tenant is ahead

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from openai import OpenAI
 
-PROMPT = """Answer the question in one sentence, only from these notes. If they do not tell, say so.
+PROMPT = """Answer the question in one sentence, only from these notes. If they do not contain it, say so.
 
 {notes}
 
@@ -18,7 +18,7 @@ Question: {question}"""
 
 
 def passages(folder: Path) -> list[str]:
-    """Return the paragraphs of every document, each behind its document's name."""
+    """Return the paragraphs of every document, each after its document's name."""
     return [
         f"{file.stem}: {paragraph.strip()}"
         for file in sorted(folder.glob("*.md"))
@@ -36,10 +36,10 @@ class Index:
     def near(self, question: str, count: int) -> list[str]:
         """Return the passages whose vectors are nearest: fast, and coarse."""
         scores = self.vectors @ self._embed([question])[0]
-        return [self.texts[place] for place in np.argsort(-scores)[:count]]
+        return [self.texts[number] for number in np.argsort(-scores)[:count]]
 
     def best(self, question: str, near: Sequence[str], count: int) -> list[str]:
-        """Return the best of them, judged beside the question: slower, and better with a model made for it."""
+        """Return the best of them, scored together with the question: slower, and better with a model made for it."""
         body = {"model": self.model, "query": question, "documents": near, "top_n": count}
         answer: Any = self.client.post("/rerank", body=body, cast_to=object)
         return [near[each["index"]] for each in answer["results"]]
@@ -52,10 +52,10 @@ class Index:
 def ask(client: OpenAI, model: str, question: str, notes: Sequence[str]) -> str:
     """Return the answer of a model that has read the notes."""
     content = PROMPT.format(notes="\n".join(f"- {note}" for note in notes), question=question)
-    said = client.chat.completions.create(
+    reply = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": content}], temperature=0, max_tokens=100
     )
-    return said.choices[0].message.content or ""
+    return reply.choices[0].message.content or ""
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ FREE = replace(CHIPS["h100"], launching=Launching(0.0, 0.0, 0.0))
 LAYERS_8B = 32 * (4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 14336)
 
 
-def test_a_decode_moves_weights_kv_and_logits_once():
+def test_decode_moves_weights_kv_and_logits_once():
     work = work_of(LLAMA, FORMATS["bf16"], Step(1, 1, 1024))
     # The head, and one row of the embedding; 32 layers of 8 heads of 128 keys and values.
     assert work.weights == 2 * LAYERS_8B + 2 * (128256 + 1) * 4096
@@ -23,7 +23,7 @@ def test_a_decode_moves_weights_kv_and_logits_once():
     assert work.launches == 32 * 9 + 8
 
 
-def test_the_8b_on_an_h100_by_hand():
+def test_8b_on_an_h100_by_hand():
     """15.14 GB at 3.35 TB/s are 4.52 ms; a graph of 296 kernels adds 5 + 296 us."""
     step = Step(1, 1, 1024)
     floor = floor_of(work_of(LLAMA, FORMATS["bf16"], step), step, FORMATS["bf16"], CHIPS["h100"])
@@ -38,7 +38,7 @@ def test_rows_share_the_weights_and_not_the_kv():
     assert many.products == 256 * one.products
 
 
-def test_a_prefill_sees_each_earlier_token_once():
+def test_prefill_sees_each_earlier_token_once():
     step = Step(1, 2048, 2048)
     assert step.pairs == 2048 * 2049 / 2
     work = work_of(LLAMA, FORMATS["bf16"], step)
@@ -49,7 +49,7 @@ def test_a_prefill_sees_each_earlier_token_once():
     assert 1.8 < bf16 / fp8 < 2
 
 
-def test_a_chunk_reads_what_came_before():
+def test_prefill_chunk_reads_kv_of_earlier_chunks():
     assert work_of(LLAMA, FORMATS["bf16"], Step(1, 512, 2048)).kv == 2048 * kv_token_bytes(LLAMA)
 
 
@@ -74,12 +74,12 @@ def test_weights_of_four_bits_are_multiplied_as_bf16():
     )
 
 
-def test_what_is_held_is_all_weights_and_the_kv():
+def test_held_memory_is_all_weights_and_the_kv():
     assert held_bytes(LLAMA, FORMATS["bf16"], 0) == 2 * LLAMA.parameters
     assert held_bytes(LLAMA, FORMATS["bf16"], 1000) == 2 * LLAMA.parameters + 1000 * 131072
 
 
-def test_without_a_graph_the_host_may_be_the_limit():
+def test_host_launches_may_be_the_limit_without_a_graph():
     slow = replace(CHIPS["h100"], launching=Launching(eager=1.0, graph=0.0, node=0.0))
     chunk = Step(1, 512, 512)
     work = work_of(LLAMA, FORMATS["bf16"], chunk)
@@ -89,7 +89,7 @@ def test_without_a_graph_the_host_may_be_the_limit():
     assert floor_of(work_of(LLAMA, FORMATS["bf16"], decode), decode, FORMATS["bf16"], slow).seconds < 0.01
 
 
-def test_the_page_has_every_model_format_and_step(tmp_path, capsys):
+def test_page_has_every_model_format_and_step(tmp_path, capsys):
     gpu_roofline.main(["--results", str(tmp_path), "--context", "2048"])
     data = json.loads((tmp_path / "gpu_roofline.json").read_text())
     assert {name: len(lines) for name, lines in data["steps"].items()} == {"h100": 48, "h200": 48}
@@ -99,7 +99,7 @@ def test_the_page_has_every_model_format_and_step(tmp_path, capsys):
     assert text in capsys.readouterr().out
 
 
-def test_a_measurement_is_compared_with_the_floor_of_its_own_steps(tmp_path):
+def test_measurement_is_compared_with_the_floor_of_its_own_steps(tmp_path):
     step = {"model": "llama-8b", "format": "bf16", "rows": 1, "queries": 1, "context": 1024}
     line = gpu_roofline.calculated("llama-8b", "bf16", Step(1, 1, 1024), CHIPS["h200"])
     file = tmp_path / "first_hour.json"
@@ -118,7 +118,7 @@ def test_a_measurement_is_compared_with_the_floor_of_its_own_steps(tmp_path):
     assert "| attend | 32 | 3,000 | 75% |" in text and "| all | 96 | 4,000 | 100% |" in text
 
 
-def test_on_a_device_without_a_floor_nothing_is_compared(tmp_path, capsys):
+def test_device_without_a_floor_is_not_compared(tmp_path, capsys):
     file = tmp_path / "first_hour.json"
     file.write_text(json.dumps({"chip": "", "device": "NVIDIA A100", "steps": []}))
     gpu_roofline.main(["--results", str(tmp_path), "--measured", str(file)])
@@ -126,7 +126,7 @@ def test_on_a_device_without_a_floor_nothing_is_compared(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("key", "word"), [("model", "smollm2"), ("format", "int4")])
-def test_a_measurement_of_something_unknown_is_refused(key, word):
+def test_measurement_of_an_unknown_model_or_format_is_rejected(key, word):
     step = {"model": "llama-8b", "format": "bf16", "rows": 1, "queries": 1, "context": 1, "seconds": 1.0}
     with pytest.raises(SystemExit, match=word):
         gpu_roofline.compared({"chip": "h100", "steps": [step | {key: "x"}]})

@@ -40,18 +40,18 @@ def test_with_a_gpu_all_run_in_order():
     assert {each.result for each in outcomes} == {"passed"}
 
 
-def test_without_a_gpu_each_item_says_what_it_would_run_and_why_not(capsys):
+def test_without_a_gpu_skipped_commands_are_listed_with_reasons(capsys):
     outcomes, started = session(problem=NO_GPU)
     assert started == ["roofline", "compile"]
     assert [each.item for each in outcomes if each.why == NO_GPU] == [
         *("hardware", "conformance", "first-hour", "conformance-paddle", "conformance-onnx")
     ]
-    said = capsys.readouterr().out
-    assert "pytest -q -m hardware" in said and "conformance gpu_cuda gpu_cuda:dtype=float32" in said
-    assert said.count("would run") == 6 and "not run: first-hour did not pass" in said
+    output = capsys.readouterr().out
+    assert "pytest -q -m hardware" in output and "conformance gpu_cuda gpu_cuda:dtype=float32" in output
+    assert output.count("would run") == 6 and "not run: first-hour did not pass" in output
 
 
-def test_an_item_whose_modules_are_not_installed_is_not_run(monkeypatch):
+def test_item_whose_modules_are_not_installed_is_not_run(monkeypatch):
     monkeypatch.setattr(gpu_session, "find_spec", lambda name: None if name == "triton" else name)
     outcomes, started = session()
     assert "compile" not in started
@@ -59,18 +59,18 @@ def test_an_item_whose_modules_are_not_installed_is_not_run(monkeypatch):
 
 
 @pytest.mark.parametrize("status", [1, 5, OSError("no such program")])
-def test_what_fails_does_not_stop_the_others(status):
+def test_failed_item_does_not_stop_the_others(status):
     outcomes, started = session(statuses={"hardware": status})
     assert len(started) == 8
     assert [each.item for each in outcomes if each.result == "failed"] == ["hardware"]
 
 
-def test_nothing_is_compared_that_was_not_measured():
+def test_comparison_is_skipped_without_a_measurement():
     _, started = session(statuses={"first-hour": 1})
     assert "compare" not in started
 
 
-def test_a_backend_that_is_emulated_is_no_gpu(monkeypatch):
+def test_emulated_backend_does_not_count_as_gpu(monkeypatch):
     from fd_gpu_cuda.backend import CudaBackend
 
     from fd_core.backends.contract import Availability
@@ -80,21 +80,21 @@ def test_a_backend_that_is_emulated_is_no_gpu(monkeypatch):
     assert gpu_session.problem_of("nochip") == "nochip is not installed"
 
 
-def test_the_exit_status_says_whether_anything_failed(monkeypatch, tmp_path):
+def test_exit_status_is_1_if_an_item_failed(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_session, "start", lambda item: 0)
     monkeypatch.setattr(gpu_session, "run", lambda chosen: [gpu_session.Outcome("hardware", "failed", "exit status 1")])
     assert gpu_session.main(["--results", str(tmp_path)]) == 1
     assert json.loads((tmp_path / "gpu_session.json").read_text())[0]["why"] == "exit status 1"
 
 
-def test_an_item_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(gpu_session, "PATIENCE", 0.2)
+def test_hanging_item_is_terminated(monkeypatch):
+    monkeypatch.setattr(gpu_session, "ITEM_TIMEOUT", 0.2)
     item = gpu_session.Item("hangs", "", (sys.executable, "-c", "import time; time.sleep(60)"))
     assert gpu_session.start(item) == 124
 
 
 @pytest.mark.skipif(not gpu_session.problem_of("gpu_cuda"), reason="there is a GPU, and this would run everything")
-def test_here_the_command_runs_what_needs_no_gpu_and_exits_with_0(tmp_path):
+def test_command_without_a_gpu_runs_cpu_items_and_exits_with_0(tmp_path):
     only = ["roofline", "hardware", "conformance", "first-hour", "compare", "conformance-paddle", "conformance-onnx"]
     command = [sys.executable, str(SCRIPT), "--results", str(tmp_path), "--only", *only]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What the benchmark of the host's part of a step measures is a step, with one upload and one way back."""
+"""The benchmark of the host's part of a step measures a whole step: one upload and one fetch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from benchmarks import host_step
 
 
 @pytest.mark.parametrize("kind", host_step.KINDS)
-def test_a_step_launched_behind_another_uploads_once_and_fetches_once(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipelined_step_uploads_once_and_fetches_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Counter[str] = Counter()
     for name in ("upload", "from_host", "fetch_later", "to_host", "gather_rows", "write_rows", "add_at", "penalize"):
         before = getattr(host_step.NothingOps, name)

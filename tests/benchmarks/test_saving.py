@@ -8,7 +8,7 @@ def run(name, number, wall):
     return Run(name, "w2", number, wall, (RequestResult((1, 2, 3), 0.1, wall),), {"preemptions": 0})
 
 
-def test_only_what_is_kept_differs(tmp_path):
+def test_contenders_differ_only_in_saved_kv(tmp_path):
     assert saving.settings("off", tmp_path) == {"save_preempted_kv": False}
     assert saving.settings("host", tmp_path) == saving.HOST
     disk = saving.settings("disk", tmp_path)
@@ -17,7 +17,7 @@ def test_only_what_is_kept_differs(tmp_path):
     assert (tmp_path / "secret").stat().st_mode & 0o77 == 0
 
 
-def test_the_cost_is_a_ratio_inside_rounds(tmp_path):
+def test_cost_is_a_ratio_inside_rounds(tmp_path):
     runs = [run("off", 1, 1.0), run("disk", 1, 1.25), run("off", 2, 10.0), run("disk", 2, 12.5)]
     table = summarise(runs, reference=saving.OFF)
     facts = {

@@ -14,22 +14,22 @@ def test_flags_become_lists_and_folders():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (["--running", "16,few"], "--running wants whole numbers"),
+        (["--running", "16,few"], "--running expects whole numbers"),
         (["--running", "0"], "--running must be at least 1"),
         (["--drafts", "-1"], "--drafts must be at least 0"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--block-size", "0"], "--block-size must be at least 1"),
-        (["--env", "ov=/x"], "--env wants vllm=DIR"),
-        (["--env", "vllm"], "--env wants vllm=DIR"),
+        (["--env", "ov=/x"], "--env expects vllm=DIR"),
+        (["--env", "vllm"], "--env expects vllm=DIR"),
     ],
 )
-def test_wrong_flags_are_explained(arguments, said, capsys):
+def test_wrong_flags_are_explained(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         scheduler.parse(arguments)
     assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def finished_case():

@@ -4,7 +4,7 @@ import pytest
 import simulate
 
 
-def test_a_run_tells_what_it_took(tmp_path):
+def test_run_reports_its_cost(tmp_path):
     row = simulate.simulate("short", 2, 40, 0)
     assert (row.requests, row.workers) == (40, 2)
     assert row.steps > 40 and row.events > row.steps
@@ -22,7 +22,7 @@ def test_load_grows_with_the_workers():
 
 
 @pytest.mark.parametrize("wrong", [["--workers", "a"], ["--workers", "0"], ["--requests", "0"]])
-def test_wrong_numbers_are_refused(wrong, capsys):
+def test_wrong_numbers_are_rejected(wrong, capsys):
     with pytest.raises(SystemExit):
         simulate.parse(wrong)
     assert "--workers" in capsys.readouterr().err

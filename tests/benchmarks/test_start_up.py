@@ -1,4 +1,4 @@
-"""A start is timed by what its processes map, by what it says in a terminal, and by the answer of /ready."""
+"""A start is timed by the files that its processes map, by its terminal output, and by the answer of /ready."""
 
 import signal
 import socket
@@ -47,7 +47,7 @@ def port() -> int:
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["a pipe", "a terminal"])
-def test_marks_come_in_order_with_the_time_that_each_process_spent(port, tmp_path, terminal):
+def test_marks_are_in_order_with_the_time_of_each_process(port, tmp_path, terminal):
     weights = tmp_path / "some.weights"
     weights.write_bytes(b"0" * 4096)
     command = [sys.executable, "-c", SERVER, ENGINE, str(weights), str(port)]
@@ -59,19 +59,21 @@ def test_marks_come_in_order_with_the_time_that_each_process_spent(port, tmp_pat
     assert start.ready.wall_s >= start.marks[0].wall_s + 0.29
 
 
-def test_a_server_that_ends_is_an_error_with_its_last_words(port):
+def test_server_that_exits_is_an_error_with_its_last_output(port):
     with pytest.raises(EngineFailedError, match=r"(?s)status 3.*no such model"):
         watched(
             [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"], port, WAYMARKS, terminal=False
         )
 
 
-def test_a_server_that_never_gets_ready_is_ended(port):
+def test_server_that_never_gets_ready_is_terminated(port):
     with pytest.raises(EngineFailedError, match="status None"):
-        watched([sys.executable, "-c", "import time; time.sleep(60)"], port, WAYMARKS, terminal=False, patience=0.2)
+        watched(
+            [sys.executable, "-c", "import time; time.sleep(60)"], port, WAYMARKS, terminal=False, ready_timeout=0.2
+        )
 
 
-def test_figures_are_the_middle_the_least_and_the_most_and_marks_those_that_every_start_has():
+def test_figures_are_median_min_max_of_marks_that_all_starts_have():
     starts = [
         Start((Mark("engine", 1.0, 0.5, 0.0), Mark("/ready answers", wall, 1.0, 2.0))) for wall in (6.0, 4.0, 5.0)
     ]
@@ -82,7 +84,7 @@ def test_figures_are_the_middle_the_least_and_the_most_and_marks_those_that_ever
     assert [row["mark"] for row in found["marks"]] == ["engine", "/ready answers"]
 
 
-def test_both_commits_are_started_in_turns_and_kept(monkeypatch, tmp_path, capsys):
+def test_both_commits_are_started_alternately_and_recorded(monkeypatch, tmp_path, capsys):
     before = signal.getsignal(signal.SIGTERM)
     turns = []
 

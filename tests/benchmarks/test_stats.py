@@ -18,7 +18,7 @@ def test_figures_of_one_run():
     assert one.tpot_s == pytest.approx(1.6 / 4)
 
 
-def test_a_single_token_has_no_time_per_further_token():
+def test_single_token_has_no_time_per_further_token():
     assert math.isnan(run(tokens=[(1,)]).tpot_s)
 
 
@@ -32,13 +32,13 @@ def test_ratios_are_taken_inside_rounds_so_drift_cancels():
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=9), st.floats(0.1, 10))
-def test_an_engine_that_is_always_k_times_as_fast_has_ratio_k(walls, k):
+def test_engine_that_is_always_k_times_as_fast_has_ratio_k(walls, k):
     mine = [run("a", i, wall=w / k) for i, w in enumerate(walls)]
     reference = [run("b", i, wall=w) for i, w in enumerate(walls)]
     assert paired_ratio(mine, reference) == pytest.approx(k)
 
 
-def test_wrong_counts_tell_missing_requests_and_tokens():
+def test_wrong_counts_list_missing_requests_and_tokens():
     assert wrong_counts(run(tokens=[(1, 2, 3), (1, 2)]), [3, 2]) == []
     problems = " / ".join(wrong_counts(run(tokens=[(1, 2), (1, 2, 3)]), [3, 3, 3]))
     assert "2 of 3 requests" in problems
@@ -64,12 +64,12 @@ def test_summary_has_medians_ratio_floor_and_the_first_other_judge():
     assert b.ratio == 1.0
 
 
-def test_an_engine_that_computes_something_else_gets_no_ratio():
+def test_engine_with_other_results_gets_no_ratio():
     runs = [run("good", tokens=[(1, 2)] * 4), run("trusted", tokens=[(1, 2)] * 4), run("wrong", tokens=[(9, 9)] * 4)]
     ratios = {s.engine: s.ratio for s in summarise(runs, reference="good", judge=("trusted", "good"))}
     assert ratios == {"good": 1.0, "trusted": 1.0, "wrong": None}
 
 
-def test_a_summary_without_reference_floor_or_judge_leaves_them_out():
+def test_summary_without_reference_floor_or_judge_leaves_them_out():
     (alone,) = summarise([run()], reference="missing")
     assert (alone.ratio, alone.floor_share, alone.agreement) == (None, None, None)

@@ -27,22 +27,22 @@ def test_shares_are_taken_inside_rounds():
     assert contest.share("read", BARE) is None
 
 
-def test_disk_is_compared_with_plain_files_and_leaves_nothing(tmp_path):
+def test_disk_is_compared_with_plain_files_which_are_removed(tmp_path):
     contest = stores.compete(parse_location(f"disk:{tmp_path / 'kv'}"), options(f"disk:{tmp_path / 'kv'}"))
     assert set(contest.seconds) == {(o, c) for o in ("read", "write") for c in (BARE, ALONE, SEALED)}
     assert all(len(rounds) == 2 for rounds in contest.seconds.values())
     assert [path.name for path in (tmp_path / "kv").rglob("*") if path.is_file()] == ["usage"]
 
 
-def test_a_store_without_a_plainer_way_is_measured_alone():
+def test_store_without_a_baseline_is_measured_alone():
     contest = stores.compete(parse_location("memory:"), options("memory:"))
     assert {contender for _, contender in contest.seconds} == {ALONE, SEALED}
     assert contest.share("read", SEALED) is None
 
 
-def test_a_store_that_loses_values_is_not_measured(capsys, tmp_path):
+def test_store_that_loses_values_is_not_measured(capsys, tmp_path):
     assert stores.main(["memory:?max_bytes=9000", "--size", "4", "--rounds", "1", "--out", str(tmp_path / "x")]) == 1
-    assert "give it more room" in capsys.readouterr().out
+    assert "increase its capacity" in capsys.readouterr().out
 
 
 def test_results_name_no_folder_of_this_machine(tmp_path):
@@ -56,7 +56,7 @@ def test_results_name_no_folder_of_this_machine(tmp_path):
     assert set(json.loads(out.with_suffix(".json").read_text())["stores"][0]["shares"]) >= {"read, bare", "write, bare"}
 
 
-def test_the_schemes_of_one_redis_server_have_a_plainer_way():
+def test_schemes_of_one_redis_server_have_a_baseline():
     for text in ("redis://127.0.0.1:1/0", "valkey://127.0.0.1:1/0", "rediss://127.0.0.1:1/0", "redis+unix:///x"):
         pytest.importorskip("redis")
         assert bare_for(parse_location(text)).what == "redis-py"

@@ -18,7 +18,7 @@ ANSWER = {
 RESULT = RequestResult(tuple(range(11)), 1.0, 2.0)
 
 
-def test_an_answer_that_was_cut_is_not_counted_and_a_wrong_one_is_not_valid() -> None:
+def test_truncated_answers_are_not_counted_and_wrong_ones_are_invalid() -> None:
     whole = json.dumps(ANSWER)
     wrong = json.dumps(ANSWER | {"identifier": 0})
     found = structured_peers.measured([RESULT] * 3, [whole, wrong, whole[:-1]])

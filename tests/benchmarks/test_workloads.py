@@ -19,7 +19,7 @@ def test_prompts_have_the_number_and_lengths_of_the_shape(name):
     assert workload.output_tokens == sum(workload.max_tokens)
 
 
-def test_the_same_seed_gives_the_same_prompts_and_another_seed_others():
+def test_prompts_depend_on_the_seed_only():
     assert build("w2", CORPUS, 7) == build("w2", CORPUS, 7)
     assert not set(build("w2", CORPUS, 7).prompts) & set(build("w2", CORPUS, 8).prompts)
 
@@ -38,14 +38,14 @@ def test_no_two_prompts_of_w2_share_a_kv_block_by_accident(seed):
     assert len(set(starts)) == len(starts)
 
 
-def test_an_unknown_name_and_an_empty_corpus_are_refused():
+def test_unknown_name_and_an_empty_corpus_are_rejected():
     with pytest.raises(ValueError, match="w9"):
         build("w9", CORPUS, 0)
     with pytest.raises(ValueError, match="corpus"):
         build("w1", [], 0)
 
 
-def test_steady_lengths_are_those_of_every_seed_and_prompts_are_not():
+def test_steady_lengths_are_the_same_for_all_seeds_but_prompts_differ():
     first, second = (build("pressure", CORPUS, seed) for seed in (1, 2))
     assert [len(p) for p in first.prompts] == [len(p) for p in second.prompts]
     assert first.max_tokens == second.max_tokens
@@ -63,5 +63,5 @@ def test_steady_lengths_are_those_of_every_seed_and_prompts_are_not():
         ((4, 8, 1), (1, 5, 20), 5),
     ],
 )
-def test_the_peak_counts_the_blocks_of_the_fullest_step(lengths, max_tokens, blocks):
+def test_peak_counts_the_blocks_of_the_fullest_step(lengths, max_tokens, blocks):
     assert Workload("x", tuple((1,) * n for n in lengths), max_tokens).peak_blocks(4) == blocks

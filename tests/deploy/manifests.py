@@ -1,4 +1,4 @@
-"""The manifests in deploy/kubernetes, which are what the chart renders, read for tests."""
+"""Parsed manifests of deploy/kubernetes, as the chart renders them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of_kind(found: Iterable[Object], *kinds: str) -> Iterator[Object]:
 
 
 def pods(found: Iterable[Object]) -> dict[str, Object]:
-    """Return the pod templates, by the name of what makes pods of them."""
+    """Return the pod templates, by the name of their controller."""
     return {each["metadata"]["name"]: each["spec"]["template"] for each in of_kind(found, "Deployment", "StatefulSet")}
 
 
@@ -42,7 +42,7 @@ def programs(found: Iterable[Object]) -> dict[str, tuple[Object, Object]]:
 
 
 def matches(selector: Object, labels: Mapping[str, str]) -> bool:
-    """Whether a label selector takes an object with these labels."""
+    """Return True if a label selector matches an object with these labels."""
     known = {"matchLabels", "matchExpressions"}
     assert selector.keys() <= known, selector
     exact = selector.get("matchLabels", {}).items() <= labels.items()

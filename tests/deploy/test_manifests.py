@@ -1,4 +1,4 @@
-"""What the manifests say is what the code takes, serves and promises."""
+"""Flags, ports, probes and time limits of the manifests agree with the code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def named(found: list[Object], kind: str, name: str) -> Object:
 
 
 def settings(name: str, container: Object, secrets: Path) -> Settings | RouteSettings:
-    """Merge the settings as the command does, with a file for every entry of the Secret."""
+    """Merge the settings like the command, with a file for every entry of the Secret."""
     variables = {"POD_NAME": f"{name}-0", "POD_NAMESPACE": NAMESPACE}
     typed = [arg.replace(SECRET, f"{secrets}/") for arg in container["args"]]
     for variable, value in variables.items():
@@ -52,7 +52,7 @@ def secrets(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_command_line_is_one_that_fdcore_takes(found: list[Object], secrets: Path) -> None:
+def test_every_command_line_is_valid(found: list[Object], secrets: Path) -> None:
     made = programs(found)
     assert any(container["args"][0] == "route" for _, container in made.values())
     for name, (_, container) in made.items():
@@ -61,7 +61,7 @@ def test_every_command_line_is_one_that_fdcore_takes(found: list[Object], secret
         assert shared.router_secret and shared.host == "0.0.0.0"
 
 
-def test_probes_ask_for_pages_that_are_served_at_the_port_that_is_listened_on(found: list[Object]) -> None:
+def test_probes_use_existing_endpoints_and_the_listening_port(found: list[Object]) -> None:
     for _, container in programs(found).values():
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         assert str(ports["http"]) == flag(container, "--port")
@@ -72,7 +72,7 @@ def test_probes_ask_for_pages_that_are_served_at_the_port_that_is_listened_on(fo
         assert {"/health", "/ready", "/metrics"} <= SERVED[container["args"][0]]
 
 
-def test_a_pod_has_the_time_to_drain_that_its_server_takes(found: list[Object], secrets: Path) -> None:
+def test_pod_grace_period_covers_the_drain_timeout(found: list[Object], secrets: Path) -> None:
     for name, (pod, container) in programs(found).items():
         merged = settings(name, container, secrets)
         shared = merged.gateway if isinstance(merged, RouteSettings) else merged.server
@@ -83,11 +83,11 @@ def test_a_pod_has_the_time_to_drain_that_its_server_takes(found: list[Object], 
             assert shared.drain_delay >= 2 * probe["periodSeconds"] * probe["failureThreshold"]
 
 
-def test_an_engine_may_start_again_before_its_container_is_killed(found: list[Object]) -> None:
+def test_engine_may_start_again_before_its_container_is_killed(found: list[Object]) -> None:
     for _, container in programs(found).values():
         probe = container["livenessProbe"]
-        patience = probe["periodSeconds"] * probe["failureThreshold"]
-        assert patience >= (120 if container["args"][0] == "serve" else 30)
+        start_seconds = probe["periodSeconds"] * probe["failureThreshold"]
+        assert start_seconds >= (120 if container["args"][0] == "serve" else 30)
 
 
 def test_every_port_has_one_service_and_every_service_a_pod(found: list[Object]) -> None:
@@ -107,7 +107,7 @@ def labels(pod: Object) -> Mapping[str, str]:
     return found
 
 
-def test_workers_register_at_every_router_under_a_name_that_is_theirs_alone(found: list[Object]) -> None:
+def test_workers_register_at_every_router_under_a_unique_name(found: list[Object]) -> None:
     made = programs(found)
     ((router, (_, routing)),) = [each for each in made.items() if each[1][1]["args"][0] == "route"]
     admin = named(found, "Service", f"{router}-admin")["spec"]
@@ -143,7 +143,7 @@ def test_both_sides_of_pairs_reach_each_other_and_the_store() -> None:
         assert flag(made[role], "--kv-store") == location
 
 
-def test_pods_have_no_rights_that_they_do_not_need(found: list[Object]) -> None:
+def test_pods_have_least_privileges(found: list[Object]) -> None:
     for name, pod in pods(found).items():
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False, name
@@ -162,7 +162,7 @@ def test_pods_have_no_rights_that_they_do_not_need(found: list[Object]) -> None:
         assert not [each for each in spec["volumes"] if "hostPath" in each]
 
 
-def test_every_file_is_an_entry_of_the_secret_that_is_mounted_and_nothing_else_is(found: list[Object]) -> None:
+def test_every_file_is_an_entry_of_the_only_mounted_secret(found: list[Object]) -> None:
     for name, (pod, container) in programs(found).items():
         (volume,) = [each["secret"] for each in pod["spec"]["volumes"] if "secret" in each]
         assert volume["defaultMode"] == 0o440, "fd_core refuses secrets that others may read"
@@ -175,11 +175,11 @@ def test_every_file_is_an_entry_of_the_secret_that_is_mounted_and_nothing_else_i
         assert words.count(SECRET) == len(used), f"{name} names a file that is not mounted"
 
 
-def test_no_secret_stands_in_a_manifest(found: list[Object]) -> None:
+def test_manifests_contain_no_secrets(found: list[Object]) -> None:
     assert not list(of_kind(found, "Secret"))
 
 
-def test_what_is_written_is_written_to_volumes(found: list[Object]) -> None:
+def test_processes_write_only_to_volumes(found: list[Object]) -> None:
     image = (DEPLOY / "Containerfile").read_text()
     for name, (pod, container) in programs(found).items():
         mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
@@ -192,7 +192,7 @@ def test_what_is_written_is_written_to_volumes(found: list[Object]) -> None:
         assert set(mounts.values()) <= known
 
 
-def test_one_pod_of_a_kind_at_most_is_taken_away_at_a_time(found: list[Object]) -> None:
+def test_at_most_one_pod_of_a_kind_is_evicted_at_a_time(found: list[Object]) -> None:
     budgets = [each["spec"] for each in of_kind(found, "PodDisruptionBudget")]
     for name, (pod, _) in programs(found).items():
         (budget,) = [each for each in budgets if matches(each["selector"], labels(pod))]
@@ -200,7 +200,7 @@ def test_one_pod_of_a_kind_at_most_is_taken_away_at_a_time(found: list[Object]) 
 
 
 def allowed(found: list[Object], one: str, other: str, port: int) -> bool:
-    """Whether the policies let the pods `one` talk to a port of the pods `other`, both by name."""
+    """Return True if the network policies allow the pods `one` to connect to a port of the pods `other`, by name."""
     made = pods(found)
     source, target = made[one], made[other]
     numbers = {each["name"]: each["containerPort"] for each in target["spec"]["containers"][0]["ports"]}
@@ -226,7 +226,7 @@ def allowed(found: list[Object], one: str, other: str, port: int) -> bool:
     return leaves and any(lets(each.get("ingress") or [], "from", source) for each in into)
 
 
-def test_who_has_to_talk_to_whom_may_and_others_may_not() -> None:
+def test_network_policies_allow_required_connections_only() -> None:
     found = objects("pairs")
     workers = ("fd-core-mixed", "fd-core-prefill", "fd-core-decode")
     wanted = {
@@ -246,7 +246,7 @@ def test_who_has_to_talk_to_whom_may_and_others_may_not() -> None:
     (outsiders,) = [
         rule for policy in of_kind(found, "NetworkPolicy") for rule in policy["spec"]["ingress"] if not rule.get("from")
     ]
-    assert outsiders == {"ports": [{"port": "http"}]}, "only clients of the routers come from everywhere"
+    assert outsiders == {"ports": [{"port": "http"}]}, "only the routers accept connections from everywhere"
 
 
 def test_metrics_of_every_pod_are_scraped_once() -> None:
@@ -266,7 +266,7 @@ def test_metrics_of_every_pod_are_scraped_once() -> None:
     assert all(endpoint["path"] in pages for pages in SERVED.values())
 
 
-def test_autoscalers_move_workers_that_nothing_else_counts() -> None:
+def test_autoscaled_workers_have_no_fixed_replicas() -> None:
     for name, kind in (("pairs", "ScaledObject"), ("hpa", "HorizontalPodAutoscaler")):
         found = objects(name)
         scaled = list(of_kind(found, kind))

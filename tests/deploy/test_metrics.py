@@ -1,4 +1,4 @@
-"""Dashboards, alerts and autoscalers ask for metrics that there are, with labels that they have."""
+"""Dashboards, alerts and autoscalers query existing metrics and labels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPOSED = {name + suffix: what for name, what in METRICS.items() for suffix in S
 
 
 def asked() -> Iterator[tuple[str, str]]:
-    """Yield every query and where it stands."""
+    """Yield every query with its location."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):
             yield f"panel {panel['title']}", target["expr"]
@@ -48,18 +48,18 @@ ALL = list(asked())
 
 
 def problems(query: str) -> list[str]:
-    """Return what a query asks for that there is not."""
+    """Return the metrics and labels of a query that do not exist."""
     found = []
     bare = re.sub(r'"[^"]*"', '""', query)
     names = set(re.findall(r"\bfdcore\w*", bare)) | set(
         re.findall(r"\bfdcore\w*", "".join(re.findall(r'__name__=~"([^"]*)"', query)))
     )
     if not names:
-        found.append("it asks for no metric of ours")
+        found.append("it queries no metric of fdcore")
     known: set[str] = set()
     for name in names:
         if name not in EXPOSED:
-            found.append(f"there is no metric {name}")
+            found.append(f"unknown metric {name}")
         else:
             known |= set(EXPOSED[name][1])
     for name, matchers in re.findall(r"\b(fdcore\w*)\{([^}]*)\}", query):
@@ -77,7 +77,7 @@ def problems(query: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("where", "query"), ALL, ids=[f"{number}-{where}" for number, (where, _) in enumerate(ALL)])
-def test_a_query_asks_for_what_there_is(where: str, query: str) -> None:
+def test_query_uses_existing_metrics_and_labels(where: str, query: str) -> None:
     assert problems(query) == []
 
 
@@ -93,12 +93,12 @@ def test_a_query_asks_for_what_there_is(where: str, query: str) -> None:
         "fdcore_router_worker_selected",
     ],
 )
-def test_a_query_that_asks_for_what_there_is_not_is_found(query: str) -> None:
+def test_query_with_unknown_metrics_or_labels_is_detected(query: str) -> None:
     assert problems(query)
 
 
-def test_outcomes_that_alerts_look_for_are_outcomes() -> None:
-    """A misspelt value matches nothing, and the alert would be silent for ever."""
+def test_outcomes_in_alerts_exist() -> None:
+    """A misspelt value matches nothing, and the alert would never fire."""
     values = {
         "fdcore_generations_total": {"stop", "length", "abort", "error", "disconnect"},
         "fdcore_prefills_elsewhere_total": set(get_args(PrefillOutcome)),
@@ -112,7 +112,7 @@ def test_outcomes_that_alerts_look_for_are_outcomes() -> None:
     assert seen >= 3
 
 
-def test_text_of_alerts_names_labels_that_their_series_have() -> None:
+def test_text_of_alerts_uses_labels_of_their_series() -> None:
     for group in ALERTS["groups"]:
         for rule in group["rules"]:
             grouped = re.match(r"(?:sum|min|max|count)\s+by\s+\(([^)]*)\)", rule["expr"])
@@ -125,23 +125,21 @@ def test_text_of_alerts_names_labels_that_their_series_have() -> None:
             assert rule["annotations"].keys() == {"summary", "description"}
 
 
-def test_the_chart_installs_the_alerts_as_they_are() -> None:
+def test_chart_installs_the_alerts_as_they_are() -> None:
     (rule,) = of_kind(objects("pairs"), "PrometheusRule")
     assert rule["spec"] == ALERTS
 
 
-def test_panels_are_told_apart_do_not_overlap_and_say_what_they_show() -> None:
+def test_panels_have_unique_ids_and_descriptions_and_do_not_overlap() -> None:
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
     for panel in panels:
-        place = panel["gridPos"]
+        grid = panel["gridPos"]
         cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
+            (x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])
         }
-        assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
+        assert not cells & taken and grid["x"] + grid["w"] <= 24, panel["title"]
         taken |= cells
         if panel["type"] != "row":
             assert panel["description"].endswith(".") and panel["targets"] and panel["title"]
@@ -165,6 +163,6 @@ def test_panels_are_told_apart_do_not_overlap_and_say_what_they_show() -> None:
         "fdcore_generations_total",
     ],
 )
-def test_the_dashboard_shows_what_operators_ask_first(name: str) -> None:
+def test_dashboard_shows_the_key_questions_of_operators(name: str) -> None:
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     assert any(re.search(rf"\b{name}(_bucket)?\b", query) for query in queries)

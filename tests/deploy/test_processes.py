@@ -1,4 +1,4 @@
-"""The command lines of the manifests serve together, as in a cluster but for addresses; runs in `nox -s deploy`."""
+"""Processes with the command lines of the manifests serve together, with local addresses; for `nox -s deploy`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.server.processes import free_port
 pytestmark = pytest.mark.skipif(not os.environ.get("FD_HELM"), reason="takes ten seconds; `nox -s deploy` runs it")
 ROLES = ("router", "mixed", "prefill", "decode")
 ELSEWHERE = ("--kv-store", "--kv-store-secret-file", "--tokenizer", "--kv-cache-dtype")
-"""Redis, and a model that is not here."""
+"""Settings of the manifests that need Redis, or a model that is not available."""
 
 
 @pytest.fixture
 def router(tmp_path: Path) -> Iterator[str]:
-    """Start a router and a worker of each role as `pairs.yaml` says; yield the router's address."""
+    """Start a router and a worker of each role from `pairs.yaml`; yield the router's address."""
     for name in ("router-secret", "transfer-secret", "worker-key"):
         (tmp_path / name).write_text(f"{name}-of-a-test\n")
         (tmp_path / name).chmod(0o440)
@@ -68,7 +68,7 @@ def asked(url: str, body: Any = None, key: str | None = None) -> Any:
         return json.loads(answer.read())
 
 
-def test_workers_of_every_role_register_and_serve_those_who_have_a_key(router: str) -> None:
+def test_workers_of_every_role_register_and_serve_authorized_clients(router: str) -> None:
     states: dict[str, str] = {}
     until = time.monotonic() + 240
     while set(states.values()) != {"healthy"} or len(states) < 3:

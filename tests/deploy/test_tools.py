@@ -1,4 +1,4 @@
-"""The tools of the field agree; they run in `nox -s deploy`, which gives FD_HELM and installs the others."""
+"""External tools accept the manifests; they run in `nox -s deploy`, which sets FD_HELM and installs the others."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ CUSTOM = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_manifests_are_what_the_chart_renders(name: str) -> None:
+def test_manifests_equal_the_rendered_chart(name: str) -> None:
     assert render(HELM, name) == (DEPLOY / "kubernetes" / f"{name}.yaml").read_text(), "run nox -s deploy -- --write"
 
 
-def test_helm_finds_nothing_wrong_with_the_chart() -> None:
+def test_helm_lint_passes() -> None:
     done = subprocess.run([HELM, "lint", "--strict", CHART], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("version", ["1.27.0", "1.37.0"])
 @pytest.mark.parametrize("name", FILES)
-def test_kubernetes_takes_the_manifests(name: str, version: str) -> None:
+def test_manifests_match_the_kubernetes_schema(name: str, version: str) -> None:
     validating = pytest.importorskip("kubernetes_validate")
     for each in objects(name):
         if each["kind"] not in CUSTOM:
@@ -41,7 +41,7 @@ def test_kubernetes_takes_the_manifests(name: str, version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ("modle=x", "modle"),
         ("router.replicas=0", "replicas"),
@@ -51,8 +51,8 @@ def test_kubernetes_takes_the_manifests(name: str, version: str) -> None:
         ("auth.clients=perhaps", "clients"),
     ],
 )
-def test_values_that_cannot_be_are_refused(wrong: str, said: str) -> None:
-    with pytest.raises(RuntimeError, match=said):
+def test_invalid_values_are_rejected(wrong: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
         render(HELM, "mixed", "--set", wrong)
 
 
@@ -68,7 +68,7 @@ def test_settings_become_flags() -> None:
     assert all(flag in text for flag in (*flags, "--served-model-name=a", "--served-model-name=b"))
 
 
-def test_the_container_file_has_no_fault_that_a_linter_knows() -> None:
+def test_container_file_passes_the_linter() -> None:
     hadolint = shutil.which("hadolint")
     if hadolint is None:
         pytest.skip("hadolint is not installed")
@@ -83,7 +83,7 @@ def test_every_query_is_promql() -> None:
             assert parser.parse(query.replace("$__rate_interval", "5m")), where
 
 
-def test_prometheus_takes_the_alerts() -> None:
+def test_alerts_pass_promtool() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed; Debian's package prometheus has it")
@@ -92,8 +92,8 @@ def test_prometheus_takes_the_alerts() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_grafana_knows_every_field_of_the_dashboard() -> None:
-    """What its own library reads and writes again is what stands in the file: an unknown field would be lost."""
+def test_dashboard_has_no_unknown_fields() -> None:
+    """Its library reads the file and writes the same content: it would drop an unknown field."""
     dashboards = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins

@@ -21,7 +21,7 @@ DOCUMENTS = tuple(
 )
 
 REASONS = ("needs a GPU", "needs the network", "takes too long", "needs another machine", "is run by ")
-"""What may stand behind `not run:`; the last one ends with the path of a test."""
+"""Reasons allowed after `not run:`; the last one ends with the path of a test."""
 
 _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<why>[^\n]+?) -->\n+)?"  # the mark of this block
@@ -29,9 +29,9 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _FILE = re.compile(r"(?:\A|[Ss]ave this as )`(?P<file>[\w./-]+)`(?::|\.\s)")
-"""In the paragraph before a block: the name of the file that it is."""
+"""Name of the block's file, in the paragraph before the block."""
 _NAMED = re.compile(r"# (?P<file>[\w.-]+\.(?:toml|yaml|yml))\n")
-"""The first line of a block that is a file."""
+"""First line of a block that is a file."""
 _PAGE = re.compile(r"^<!-- every block here is run by (?P<test>\S+) -->$", re.MULTILINE)
 
 
@@ -42,13 +42,13 @@ class Block:
     document: str
     """Path of the document from the top of the repository."""
     line: int
-    """Where its fence stands, from 1 on."""
+    """Line of its fence, from 1 on."""
     language: str
     text: str
     file: str | None
-    """Name of the file that the block is, where its first line or the paragraph before it says so."""
+    """Name of the file that the block contains, from its first line or the paragraph before it."""
     why: str | None
-    """Why it is not run here, as its mark or that of its page says."""
+    """Reason that it is not run here, from its mark or that of its page."""
 
     def __str__(self) -> str:
         return f"{self.document}:{self.line}"

@@ -1,4 +1,4 @@
-"""Servers that several pages start with the same words: each is started once, and lent to a page at a time."""
+"""Servers that several pages start with the same command: each is started once and lent to one page at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Lent", "LentServers"]
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """A server that runs."""
+    """Running server."""
 
     words: tuple[str, ...]
     port: int
@@ -27,7 +27,7 @@ class Lent:
 
 
 class LentServers:
-    """Keeps the servers; close it, and each ends with Ctrl-C, the last one first, in order and without a traceback."""
+    """Pool of the servers; `close` ends each with Ctrl-C, the last one first, in order and without a traceback."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self._folder = folder
@@ -42,7 +42,7 @@ class LentServers:
 
     @contextmanager
     def lend(self, words: Sequence[str]) -> Iterator[Lent]:
-        """Give a server of `fdcore WORDS` for the block, one that nobody else has; start it if there is none."""
+        """Lend an unused server of `fdcore WORDS` to the block; start one if there is none."""
         free = (each for each in self._servers if each.words == tuple(words) and each.port not in self._out)
         lent = next(free, None) or self._start(tuple(words))
         self._out.add(lent.port)

@@ -1,4 +1,4 @@
-"""A reader with terminals, who does what a page says: starts servers, asks them, writes files, runs scripts."""
+"""Runs a page as a reader with terminals: starts servers, sends requests, writes files, runs scripts."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SHARED = re.compile(
     r"|fdcore route --worker http://127\.0\.0\.1:8001 --worker http://127\.0\.0\.1:8002"
     r" --policy cache_aware --tokenizer smollm2"
 )
-"""Servers that one page after the other may have: they keep nothing in a folder and no page changes what they do."""
+"""Servers that pages may share one after the other: they write nothing to a folder, and no page changes them."""
 _SERVERS = (["fdcore", "serve"], ["fdcore", "route"], ["fdcore", "cluster", "serve"])
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A server that runs in one of the terminals."""
+    """Server that runs in one of the terminals."""
 
     command: str
     port: int
@@ -52,7 +52,7 @@ class _Running:
 
 
 def commands(text: str) -> list[str]:
-    """Return the commands of a block of a shell, each as a whole: quotes and backslashes join lines.
+    """Return the commands of a shell block, each as a whole: quotes and backslashes join lines.
 
     A block that shows a terminal has a `$` before each command.
     """
@@ -71,7 +71,7 @@ def commands(text: str) -> list[str]:
         if shlex.split(begun, comments=True):
             found.append(begun)
         begun = ""
-    assert not begun, f"there is no end to {begun}"
+    assert not begun, f"incomplete command: {begun}"
     return found
 
 
@@ -84,12 +84,12 @@ def _whole(command: str) -> bool:
 
 
 class Reader:
-    """Follows one page in a folder; what a block starts is there for those behind it.
+    """Follows one page in a folder; servers that a block starts keep running for the blocks after it.
 
-    Ports of the page become ports that are free. A server that is told to listen where another one of the page listens
-    takes its place: the page says "stop it" before. Close it, and every server ends with Ctrl-C, in order and without a
-    traceback. What `instead` knows is written otherwise, in commands and in scripts. Servers of `lent` were started
-    before, for pages that start them with the same words. A page that names a Redis at its usual port finds one there.
+    Ports of the page are mapped to free ports. A server on the port of an earlier one replaces it, since the page asks
+    to stop that one first. `close` ends every server with Ctrl-C, in order and without a traceback. `instead` maps
+    patterns in commands and scripts to replacements. Servers of `lent` are already running, for pages that start them
+    with the same command. A page that names a Redis at its usual port gets one.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Reader:
         self._settings = dict(settings)
 
     def close(self) -> None:
-        """End every server, routers before what serves behind them."""
+        """End every server, routers before their workers."""
         with ExitStack() as stack:
             for running in self._servers.values():
                 stack.push(running.ends.__exit__)
@@ -124,15 +124,17 @@ class Reader:
             self._redis.close()
 
     def follow(self, block: Block) -> str:
-        """Do what a block says; return what was printed. Raises AssertionError with it if something fails."""
+        """Execute a block; return its output. Raises AssertionError with the output on a failure."""
         if block.language in ("sh", "bash", "console"):
             return "".join(self.run(command) for command in commands(block.text))
         if block.file is not None:
-            # A file that a deployment is described in has no address in it: its routers listen at the usual port.
+            # A deployment file has no address: its routers listen on the default port.
             text = block.text.replace("[router]\n", f"[router]\nport = {self._port(8000)}\n")
             (self.folder / block.file).write_text(self._here(text))
             return ""
-        assert block.language == "python", f"{block}: nobody runs {block.language or 'a block without a language'}"
+        assert block.language == "python", (
+            f"{block}: the reader cannot run {block.language or 'a block without a language'}"
+        )
         return self._python(block)
 
     def restart(self, port: int) -> None:
@@ -140,7 +142,7 @@ class Reader:
         self._start(self._servers[port].command, port)
 
     def run(self, command: str) -> str:
-        """Run one command of a shell and return what it printed; a server goes on in a terminal of its own."""
+        """Run one command of a shell and return what it printed; a server keeps running in a separate terminal."""
         command = self._shorter(command)
         parts = command.split(" && ")
         if len(parts) > 1 and any(_own(part) for part in parts):
@@ -175,7 +177,7 @@ class Reader:
             text = re.sub(written, shorter, text)
         return text
 
-    def _run(self, command: list[str], said: str) -> str:
+    def _run(self, command: list[str], shown: str) -> str:
         ended = subprocess.run(
             command,
             cwd=self.folder,
@@ -185,7 +187,7 @@ class Reader:
             check=False,
             timeout=_COMMAND_SECONDS,
         )
-        assert ended.returncode == 0, f"{said}\n{ended.stdout}{ended.stderr}{self._logs()}"
+        assert ended.returncode == 0, f"{shown}\n{ended.stdout}{ended.stderr}{self._logs()}"
         return ended.stdout + ended.stderr
 
     def _environment(self) -> dict[str, str]:
@@ -234,7 +236,7 @@ class Reader:
         self._servers[port] = _Running(command, self._port(port), log, ends, ends.__enter__(), lent=False)
 
     def _wait(self, text: str) -> None:
-        """Wait until all servers are ready, as a reader does who sees them start; begin with the one that is meant."""
+        """Wait until all servers are ready, as a reader would; begin with the one that the command addresses."""
         asked = {int(found["port"]) for found in _ADDRESS.finditer(text)}
         if 8000 in asked and 8000 not in self._servers:
             self._start("fdcore serve smollm2", 8000)
@@ -245,7 +247,7 @@ class Reader:
         return _ADDRESS.sub(lambda found: f"{found['before']}{self._port(int(found['port']))}", text)
 
     def _port(self, written: int) -> int:
-        """Return the port that stands for one of the page; the one behind it is free, too."""
+        """Return the port that replaces one of the page; the next port is free, too."""
         while written not in self._ports:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = int(probe.getsockname()[1])
@@ -257,7 +259,7 @@ class Reader:
         return self._ports[written]
 
     def _installs(self, words: list[str]) -> None:
-        """Find what would be installed: a folder and its extras, or a package that an extra or a session names."""
+        """Find the package to install: a folder and its extras, or a package that an extra or a session names."""
         if words[0] == "-e":
             path, extras = re.fullmatch(r"([^\[\]]+)(?:\[([\w,]+)\])?", words[1]).groups()  # type: ignore[union-attr]
             project = self.folder if (self.folder / "pyproject.toml").is_file() else ROOT
@@ -276,7 +278,7 @@ class Reader:
 
 
 def _own(command: str) -> bool:
-    """Whether a command is one that the reader does not leave to the shell."""
+    """Return True if the reader handles a command itself instead of the shell."""
     words = shlex.split(command, comments=True)
     return _serves(words) or words[:2] == ["pip", "install"]
 

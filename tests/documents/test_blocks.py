@@ -1,4 +1,4 @@
-"""Every block of the documents is run or read by a test, or its mark says why not; the marks are counted."""
+"""Every block of the documents is run or parsed by a test, or its mark has the reason; the marks are counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST: Mapping[str, int] = {
     "takes too long": 3,
     "needs another machine": 6,
 }
-"""Blocks that nothing runs here, by reason: fewer is better, and more takes a change of this table."""
+"""Number of blocks that are not run here, by reason: fewer is better, and more needs a change of this table."""
 READ = ("toml", "yaml", "json")
 BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
 MARKED = [block for block in BLOCKS if block.why is not None]
@@ -48,7 +48,7 @@ def test_every_mark_belongs_to_a_block() -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_every_block_is_run_or_read_or_says_why_not(block: Block) -> None:
+def test_every_block_is_run_or_parsed_or_has_a_reason(block: Block) -> None:
     if block.why is None:
         assert block.language in (*DONE, *READ, "text"), (
             f"{block}: no test runs {block.language or 'a block without a language'}; give it a language that one does,"
@@ -59,13 +59,13 @@ def test_every_block_is_run_or_read_or_says_why_not(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", [each for each in MARKED if "is run by" in str(each.why)], ids=str)
-def test_a_test_that_runs_a_block_is_there_and_knows_its_page(block: Block) -> None:
+def test_named_test_of_a_block_exists_and_names_its_page(block: Block) -> None:
     test = ROOT / str(block.why).removeprefix("is run by ")
     assert test.is_file()
     assert test.name == "noxfile.py" or Path(block.document).name in test.read_text(), f"{test} never reads {block}"
 
 
-def test_no_more_blocks_than_these_are_left_out() -> None:
+def test_number_of_skipped_blocks_is_recorded() -> None:
     found = Counter(str(block.why) for block in MARKED if "is run by" not in str(block.why))
     elsewhere = sum("is run by" in str(block.why) for block in MARKED)
     shown = Counter(block.language for block in BLOCKS if block.why is None)
@@ -73,16 +73,16 @@ def test_no_more_blocks_than_these_are_left_out() -> None:
     print(f"{shown['text']} show what is printed or meant, {found.total()} are not run:")
     for reason, count in found.most_common():
         print(f"  {count:3} {reason}")
-    assert found == MOST, "count the marks again: the table has to say how many there are"
+    assert found == MOST, "count the marks again: the table must have their number"
 
 
 @pytest.mark.parametrize("block", [each for each in BLOCKS if each.language in ("sh", "bash", "console")], ids=str)
-def test_the_shell_understands_every_block(block: Block) -> None:
+def test_shell_understands_every_block(block: Block) -> None:
     assert commands(block.text)
 
 
 @pytest.mark.parametrize("block", FILES, ids=str)
-def test_what_is_a_file_is_taken_by_who_reads_it(block: Block, tmp_path: Path) -> None:
+def test_files_in_blocks_are_valid(block: Block, tmp_path: Path) -> None:
     file = tmp_path / (block.file or f"file.{block.language}")
     file.write_text(block.text)
     file.chmod(0o600)
@@ -96,7 +96,7 @@ def test_what_is_a_file_is_taken_by_who_reads_it(block: Block, tmp_path: Path) -
 
 
 def _taken(table: dict[str, Any], file: Path) -> None:
-    """Have a TOML file read by the reader of its kind."""
+    """Parse a TOML file with the parser of its kind."""
     if "keys" in table:
         assert {key.name for key in read_key_file(file)} == {each["name"] for each in table["keys"]}
     elif "workers" in table:

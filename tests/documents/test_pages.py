@@ -1,4 +1,4 @@
-"""The pages work as they are written: a reader does what each of their blocks says, in their order."""
+"""The pages work as written: a reader executes each of their blocks, in order."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.documents.reader import Reader
 from tests.models.test_smollm2 import network_is_there
 
 DONE = ("sh", "bash", "console", "python")
-"""Languages of blocks that a reader does something with; test_blocks.py reads the others."""
+"""Languages of blocks that the reader executes; test_blocks.py parses the others."""
 REAL = "docs/serve/kv-cache-dtype.md"
-"""The page whose settings need a model that computes: only `nox -s guides` follows it."""
+"""Page whose settings need a real model: only `nox -s guides` follows it."""
 STORES = "docs/serve/kv-stores.md"
-"""The page whose blocks a test of its own does, store by store."""
+"""Page whose blocks a separate test executes, store by store."""
 LATER = (
     *("docs/scale/parallelism.md", "plugins/metax/README.md", "plugins/xpu/README.md"),
     "examples/vendor-plugin/README.md",
 )
-"""Pages that a model without numbers does not have the settings of, or, the last one, whose commands examples/README.md
-has as well: only `nox -s guides` follows them."""
+"""Pages whose settings the null model does not support, and, the last one, a page whose commands are in
+examples/README.md as well: only `nox -s guides` follows them."""
 LONGER = (
     *("docs/scale/cluster.md", "docs/scale/data-parallel.md", "docs/scale/routers.md", "docs/serve/batches.md"),
     *("docs/serve/evaluation.md", "docs/serve/speculative-decoding.md", "docs/study/study-a-policy.md"),
@@ -43,7 +43,7 @@ SHORTER: Mapping[str, str] = {
     r'LLM\("smollm2"\)': 'LLM("smollm2", backend="null")',
     r"^pytest\b": "pytest tests/test_policy.py",
 }
-"""What the default run does instead of what takes long; `nox -s guides` does what the page says, and
+"""Replacements of slow commands in the default run; `nox -s guides` runs the page as written, and
 tests/examples/test_vendor_plugin.py runs all tests of that project."""
 
 NULL: Mapping[str, str] = {"FD_BACKEND": "null"}
@@ -55,7 +55,7 @@ pytestmark = [
 
 
 def todo(document: Path) -> list[Block]:
-    """Return what there is to do on a page."""
+    """Return the blocks of a page that the reader executes."""
     return [each for each in blocks_of(document) if each.why is None and (each.file or each.language in DONE)]
 
 
@@ -64,7 +64,7 @@ PAGES = [each for each in DOCUMENTS if any(block.language in DONE for block in t
 
 @pytest.fixture(scope="module", autouse=True)
 def smollm2() -> None:
-    """Skip where the model is not here and cannot be fetched."""
+    """Skip if the model is not in the cache and cannot be fetched."""
     try:
         resolve_model("smollm2")
     except ModelError as error:
@@ -75,14 +75,14 @@ def smollm2() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with what pages take from the repository."""
+    """Folder with the files of the repository that pages use."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     return tmp_path
 
 
 @pytest.fixture(scope="module")
 def lent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LentServers]:
-    """Servers with the model of `null`, for the pages that start them with the same words."""
+    """Servers with the `null` model, for the pages that start them with the same command."""
     servers = LentServers(tmp_path_factory.mktemp("lent"), NULL)
     yield servers
     servers.close()
@@ -90,24 +90,24 @@ def lent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LentServers]:
 
 @pytest.fixture
 def null(folder: Path, lent: LentServers) -> Iterator[Reader]:
-    """A reader whose model says nothing of sense, at once."""
+    """Reader with the `null` model, which answers at once and makes no sense."""
     yield from reads(Reader(folder, NULL, SHORTER, lent))
 
 
 @pytest.fixture
 def real(folder: Path) -> Iterator[Reader]:
-    """A reader who does exactly what stands there."""
+    """Reader that executes pages exactly as written."""
     yield from reads(Reader(folder, {}))
 
 
 def what_is_cached(document: Path, reader: Reader, store: str) -> tuple[list[str], str]:
-    """Start a server with the store, ask by the script that tells what was cached, and ask again behind a restart."""
+    """Start a server with the store, run the script that prints the cached tokens, and run it again after a restart."""
     blocks = todo(document)
     start = next(each for each in blocks if f"--kv-store {store}" in each.text)
     script = next(each for each in blocks if "cached_tokens" in each.text)
-    said = [reader.follow(each) for each in (start, script)]
+    outputs = [reader.follow(each) for each in (start, script)]
     reader.restart(8000)
-    return said, reader.follow(script)
+    return outputs, reader.follow(script)
 
 
 def reads(reader: Reader) -> Iterator[Reader]:
@@ -121,10 +121,10 @@ def follow(reader: Reader, document: Path) -> None:
     if document.parent.parent == ROOT / "examples":
         reader.folder /= document.parent.relative_to(ROOT)  # the page of a project is read in its folder
     for block in todo(document):
-        said = reader.follow(block)
-        print(f"{block}\n{said}")
+        output = reader.follow(block)
+        print(f"{block}\n{output}")
         if block.language == "python" and re.search(r"^print\(", block.text, re.MULTILINE):
-            assert said.strip(), f"{block} prints nothing"
+            assert output.strip(), f"{block} prints nothing"
 
 
 @pytest.mark.parametrize(
@@ -135,35 +135,35 @@ def follow(reader: Reader, document: Path) -> None:
         if name_of(each) not in (REAL, *LATER, STORES)
     ],
 )
-def test_every_command_and_script_of_a_page_works(document: Path, null: Reader) -> None:
+def test_commands_and_scripts_of_a_page_work(document: Path, null: Reader) -> None:
     follow(null, document)
 
 
 @pytest.mark.guide
 @pytest.mark.parametrize("document", PAGES, ids=name_of)
-def test_every_command_and_script_of_a_page_works_with_the_model_that_it_names(document: Path, real: Reader) -> None:
+def test_commands_and_scripts_of_a_page_work_with_its_model(document: Path, real: Reader) -> None:
     follow(real, document)
 
 
 @pytest.mark.parametrize("store", ["disk", pytest.param("redis", marks=pytest.mark.guide)])
-def test_a_prompt_comes_back_from_the_store_behind_a_restart(store: str, null: Reader) -> None:
-    said, again = what_is_cached(ROOT / STORES, null, store)
-    (prompt, nothing), (same, cached) = (list(map(int, each.split())) for each in (said[-1], again))
+def test_prompt_is_loaded_from_the_store_after_a_restart(store: str, null: Reader) -> None:
+    outputs, again = what_is_cached(ROOT / STORES, null, store)
+    (prompt, nothing), (same, cached) = (list(map(int, each.split())) for each in (outputs[-1], again))
     assert (same, nothing) == (prompt, 0)
     assert prompt - 64 < cached < prompt
 
 
 @pytest.mark.guide
 @pytest.mark.parametrize("page", ["docs/quick-start.md", STORES])
-def test_the_figures_of_a_page_about_the_store_are_those_that_its_script_prints(page: str, real: Reader) -> None:
-    said, again = what_is_cached(ROOT / page, real, "disk")
-    for figures in (said[-1], again):
+def test_figures_of_a_page_about_the_store_match_its_script(page: str, real: Reader) -> None:
+    outputs, again = what_is_cached(ROOT / page, real, "disk")
+    for figures in (outputs[-1], again):
         assert f"`{figures.strip()}`" in (ROOT / page).read_text()
-    assert said[-1] != again
+    assert outputs[-1] != again
 
 
 @pytest.mark.guide
-def test_an_answer_fits_the_schema_of_the_quick_start(real: Reader) -> None:
+def test_answer_fits_the_schema_of_the_quick_start(real: Reader) -> None:
     blocks = todo(ROOT / "docs" / "quick-start.md")
     answer = json.loads(real.follow(next(each for each in blocks if "json_schema" in each.text)))
     assert set(answer) == {"city", "population"}

@@ -1,4 +1,4 @@
-"""Each message that the page of troubleshooting quotes is raised or logged by the code, and asserted by a test."""
+"""Each message quoted on the troubleshooting page is raised or logged by the code, and asserted by a test."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PAGE = ROOT / "docs" / "operate" / "trouble.md"
 CODE = (ROOT / "fd_core", *sorted(ROOT.glob("plugins/*/fd_*")))
 TESTS = (ROOT / "tests", *sorted(ROOT.glob("plugins/*/tests")))
 VALUE = "\0"
-"""Stands for a value in a message: `...` on the page, a field of an f-string or a `%s` in the code."""
+"""Placeholder of a value in a message: `...` on the page, a field of an f-string or a `%s` in the code."""
 STATUSES = {
     "invalid": invalid("", None).status,
     "unsupported": unsupported("", "").status,
     "unavailable": unavailable("", "", 1).status,
     "BadRequest": to_api_error(BadRequest("")).status,
 }
-"""Status of the answer that each of these functions and exceptions results in; `ApiError` has it as an argument."""
+"""HTTP status that each of these functions and exceptions results in; `ApiError` has it as an argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +89,14 @@ def asserted() -> tuple[str, ...]:
 
 
 def symptoms(page: str) -> list[tuple[int | None, str]]:
-    """Return what the first column of the page's tables quotes, each with the status before it."""
+    """Return the quotes in the first column of the page's tables, each with the status before it."""
     cells = re.findall(r"^\| (?!you see|-)(.*?) \| .* \| .* \|$", page, re.MULTILINE)
     found = (re.search(r"^(?:(\d{3}) )?`([^`]+)`", cell) for cell in cells)
     return [(int(each[1]) if each[1] else None, each[2].replace("...", VALUE).strip()) for each in found if each]
 
 
 def faults(status: int | None, quoted: str) -> list[str]:
-    """Return why the code does not have a message with this status."""
+    """Return the reason that the code has no message with this status."""
     found = [each for each in code() if quoted in each.text] if quoted.strip(VALUE + " ") else []
     if not found:
         return [f"no string of the code has {quoted!r}"]

@@ -1,1 +1,1 @@
-"""Each example of `examples/` does what its README says."""
+"""Each example of `examples/` works as described in its README."""

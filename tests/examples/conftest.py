@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Yield what imports `FOLDER/NAME`; as for who runs it, it finds the modules beside it. They are forgotten then."""
+    """Yield an importer of `FOLDER/NAME`, with its folder on the path like a script; unload its modules at the end."""
     before = set(sys.modules)
 
     def imported(path: str) -> ModuleType:

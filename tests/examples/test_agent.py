@@ -1,4 +1,4 @@
-"""The agents call tools side by side, read what fails, and give up in the end; through both clients."""
+"""The agents call tools in parallel, read errors, and stop after a limit; with both clients."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def called(name: str, arguments: str) -> str:
 
 
 def reply(spec: RequestSpec) -> bytes:
-    """Ask for two tools at once; try again what failed; say what came last."""
+    """Call two tools at once; retry the failed call; answer with the last result."""
     prompt = bytes(spec.prompt).decode()
     answers = prompt.count("<tool_response>")
     if "for ever" in prompt:
-        said = called("calculate", '{"expression": "1 + 1"}')
+        text = called("calculate", '{"expression": "1 + 1"}')
     elif answers == 0:
-        said = called("calculate", '{"expression": "6 * (7 / 0)"}') + called("time_now", '{"hours_east": 2}')
+        text = called("calculate", '{"expression": "6 * (7 / 0)"}') + called("time_now", '{"hours_east": 2}')
     elif answers == 2:
         assert "ZeroDivisionError" in prompt and "Friday, 01 May 2026, 14:00" in prompt, prompt
-        said = called("calculate", '{"expression": "6 * 7 - -0.5"}')
+        text = called("calculate", '{"expression": "6 * 7 - -0.5"}')
     else:
-        said = "It is 42.5." if "42.5" in prompt else prompt
-    return said.encode()
+        text = "It is 42.5." if "42.5" in prompt else prompt
+    return text.encode()
 
 
 def scripted() -> FakeClient:
@@ -65,7 +65,7 @@ def agent(request: pytest.FixtureRequest, server: LiveServer, script: Script) ->
         yield lambda question, **options: program.run(client, "scripted", question, tools, **options)
 
 
-def test_both_tools_are_called_in_one_turn_and_an_error_is_told(agent: Agent) -> None:
+def test_both_tools_are_called_in_one_turn_and_errors_are_returned(agent: Agent) -> None:
     assert agent("What are six times seven and a half, and what time is it in Athens?") == "It is 42.5."
 
 
@@ -75,7 +75,7 @@ def test_turns_end(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_the_program_answers_the_question_of_its_command_line(
+def test_program_answers_the_question_of_its_command_line(
     name: str, server: LiveServer, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(name)
@@ -101,10 +101,8 @@ def test_the_program_answers_the_question_of_its_command_line(
         ({}, None),
     ],
 )
-def test_the_calculator_computes_numbers_and_nothing_else(
-    script: Script, arguments: Any, wanted: tuple[str, bool] | None
-) -> None:
+def test_calculator_evaluates_numbers_only(script: Script, arguments: Any, wanted: tuple[str, bool] | None) -> None:
     module = script("agent/agent_tools")
-    said, failed = module.call(module.make_tools(lambda: NOON), "calculate", arguments)
-    assert (said, failed) == wanted if wanted else failed
+    output, failed = module.call(module.make_tools(lambda: NOON), "calculate", arguments)
+    assert (output, failed) == wanted if wanted else failed
     assert module.call({}, "none", {}) == ("KeyError: 'none'", True)

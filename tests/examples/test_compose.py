@@ -46,11 +46,11 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(name: str, secrets: Path) -> list[str]:
-    """Return what `fdcore` gets in a container, with secrets where they are here."""
+    """Return the command of `fdcore` in a container, with the local paths of secrets."""
     return [word.replace("/run/secrets/", f"{secrets}/") for word in SERVICES[name]["command"]]
 
 
-def test_the_file_is_one_of_compose() -> None:
+def test_compose_file_is_valid() -> None:
     spec = pytest.importorskip("compose_spec", reason="`nox -s deploy` has it")
     # As Compose does, with the values of .env.
     text = re.sub(r"\$\{SECRETS_GID:[^}]*\}", "1000", (FOLDER / "compose.yaml").read_text())
@@ -61,7 +61,7 @@ def test_the_file_is_one_of_compose() -> None:
     assert set(read.service_names()) == SERVICES.keys()
 
 
-def test_what_the_file_names_is_there() -> None:
+def test_files_named_in_the_compose_file_exist() -> None:
     volumes = {volume.split(":")[0] for each in SERVICES.values() for volume in each.get("volumes", ())}
     assert {each for each in volumes if not each.startswith(".")} == COMPOSE["volumes"].keys()
     for each in volumes:
@@ -73,7 +73,7 @@ def test_what_the_file_names_is_there() -> None:
     assert set(SCRAPED) == {f"{name}:8000" for name in OURS}
 
 
-def test_nothing_listens_beyond_this_machine_and_every_image_has_a_version() -> None:
+def test_ports_are_local_and_every_image_has_a_version() -> None:
     ports = [port for each in SERVICES.values() for port in each.get("ports", ())]
     assert len(ports) == 3 and all(port.startswith("127.0.0.1:") for port in ports)
     assert all(re.search(r":v?\d", each["image"]) for each in SERVICES.values())
@@ -95,7 +95,7 @@ def test_every_secret_is_made_for_one_group_and_used(secrets: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_every_command_line_is_one_that_fdcore_takes(name: str, secrets: Path) -> None:
+def test_every_command_line_is_valid(name: str, secrets: Path) -> None:
     verb, *rest = arguments(name, secrets)
     params = get_command(app).commands[verb].make_context(verb, rest).params  # type: ignore[attr-defined]
     model = params.pop("model", None)
@@ -115,7 +115,7 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
 
 
 @pytest.fixture(scope="module")
-def places(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def addresses(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Run router, workers and Redis without containers; yield where each service listens."""
     logs = tmp_path_factory.mktemp("logs")
     password = (secrets / "redis-password").read_text()
@@ -148,8 +148,8 @@ def page(address: str, key: str = "", body: Any = None) -> str:
         return str(answer.read().decode())
 
 
-def test_the_processes_serve_together_and_every_target_is_scraped(places: dict[str, str], secrets: Path) -> None:
-    router, until = places["router:8000"], time.monotonic() + 120
+def test_processes_serve_together_and_every_target_is_scraped(addresses: dict[str, str], secrets: Path) -> None:
+    router, until = addresses["router:8000"], time.monotonic() + 120
     states: list[str] = []
     while states != ["healthy", "healthy"]:
         assert time.monotonic() < until, states
@@ -157,10 +157,10 @@ def test_the_processes_serve_together_and_every_target_is_scraped(places: dict[s
         with contextlib.suppress(OSError):
             states = [each["state"] for each in json.loads(page(f"{router}/status.json"))["workers"]]
     asked = {"model": "null", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
-    said = json.loads(page(f"{router}/v1/completions", (secrets / "api-key").read_text(), asked))
-    assert said["usage"]["completion_tokens"] == 4
+    answer = json.loads(page(f"{router}/v1/completions", (secrets / "api-key").read_text(), asked))
+    assert answer["usage"]["completion_tokens"] == 4
     for target in SCRAPED:
-        text = page(f"{places[target]}/metrics")
+        text = page(f"{addresses[target]}/metrics")
         assert ("fdcore_router_worker_selected_total" if target == "router:8000" else "fdcore_kv_usage_ratio") in text
     for worker in OURS[1:]:
-        assert re.search(r"fdcore_kv_store\w*", page(f"{places[f'{worker}:8000']}/metrics"))
+        assert re.search(r"fdcore_kv_store\w*", page(f"{addresses[f'{worker}:8000']}/metrics"))

@@ -1,4 +1,4 @@
-"""Every text gets labels of the schema, once; a run that was interrupted, and one with more texts, ask for the rest."""
+"""Every text is labelled once, by the schema; an interrupted run, or one with more texts, requests the rest."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_text_has_labels_that_the_schema_allows(labelling: ModuleType, tmp
         jsonschema.validate(each, labelling.SCHEMA)
 
 
-def test_only_texts_without_labels_are_asked_for(labelling: ModuleType, runs: list[list[str]], tmp_path: Path) -> None:
+def test_only_texts_without_labels_are_requested(labelling: ModuleType, runs: list[list[str]], tmp_path: Path) -> None:
     target = tmp_path / "labels.jsonl"
     assert labelling.label(["a", "b", "a"], target, *ENGINE) == 0
     assert labelling.label(["b", "c", "a"], target, *ENGINE) == 0
@@ -63,9 +63,7 @@ def test_only_texts_without_labels_are_asked_for(labelling: ModuleType, runs: li
     assert [each["text"] for each in lines(target)] == ["a", "b", "c"]
 
 
-def test_a_last_line_that_was_cut_off_is_asked_for_again(
-    labelling: ModuleType, runs: list[list[str]], tmp_path: Path
-) -> None:
+def test_truncated_last_line_is_requested_again(labelling: ModuleType, runs: list[list[str]], tmp_path: Path) -> None:
     target = tmp_path / "labels.jsonl"
     assert labelling.label(["a", "b"], target, *ENGINE) == 0
     target.write_text(target.read_text()[:-5])
@@ -74,7 +72,7 @@ def test_a_last_line_that_was_cut_off_is_asked_for_again(
     assert [each["text"] for each in lines(target)] == ["a", "b"]
 
 
-def test_answers_that_were_not_read_yet_are_read_and_not_asked_again(
+def test_unread_answers_are_read_and_not_requested_again(
     labelling: ModuleType, runs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "labels.jsonl"
@@ -86,9 +84,7 @@ def test_answers_that_were_not_read_yet_are_read_and_not_asked_again(
     assert len(runs) == 1 and len(lines(target)) == 2
 
 
-def test_a_run_that_was_interrupted_goes_on_with_the_answers_that_it_had(
-    labelling: ModuleType, runs: list[list[str]], tmp_path: Path
-) -> None:
+def test_interrupted_run_resumes_with_its_answers(labelling: ModuleType, runs: list[list[str]], tmp_path: Path) -> None:
     target, answers = tmp_path / "labels.jsonl", tmp_path / "labels.answers"
     had = {"mood": "angry", "about": "product"}
     choice = {"finish_reason": "stop", "message": {"content": json.dumps(had)}}
@@ -99,7 +95,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_answers_that_it_had(
     assert lines(target)[0] == {"text": "a"} | had and len(lines(target)) == 2
 
 
-def test_a_run_that_cannot_begin_ends_with_its_code_and_writes_no_label(
+def test_failed_start_returns_its_exit_code_and_writes_no_label(
     labelling: ModuleType, runs: list[list[str]], tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -107,7 +103,7 @@ def test_a_run_that_cannot_begin_ends_with_its_code_and_writes_no_label(
     assert ended.value.code == 2 and not (tmp_path / "labels.jsonl").exists()
 
 
-def test_a_text_that_fails_stays_without_labels_and_is_asked_for_again(
+def test_failed_text_has_no_labels_and_is_requested_again(
     labelling: ModuleType, runs: list[list[str]], tmp_path: Path
 ) -> None:
     target = tmp_path / "labels.jsonl"

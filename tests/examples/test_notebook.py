@@ -14,7 +14,7 @@ NOTEBOOK = EXAMPLES / "notebook" / "simulator.ipynb"
 CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-def test_no_output_is_kept() -> None:
+def test_notebook_is_stored_without_outputs() -> None:
     assert CELLS
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CELLS)
 
@@ -31,7 +31,7 @@ def test_every_cell_runs_and_the_shortest_are_served_first(
         if plots or "plot" not in cell["metadata"].get("tags", ()):
             exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}:{cell['id']}", "exec"), names)
     fcfs, shortest = (run["figures"]["latencies"]["ttft"] for run in names["runs"].values())
-    # What the text beside the tables says.
+    # The claims of the text next to the tables.
     assert shortest["mean"] < fcfs["mean"] and shortest["p99"] > fcfs["p99"]
     assert "slot" in capsys.readouterr().out
     if plots:

@@ -1,4 +1,4 @@
-"""Passages are found by their vectors and ranked, and the model reads the best; words count as vectors here."""
+"""Passages are found by embeddings and ranked, and the model reads the best; word counts are the embeddings here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENTS = EXAMPLES / "rag" / "documents"
 
 
 class Words(FakeClient):
-    """A vector counts the longer words of its text; a chat says the end of what it was asked."""
+    """A vector counts the longer words of its text; a chat answers with the end of its prompt."""
 
     def _step(self, spec: RequestSpec, done: int) -> Delta:
         delta = super()._step(spec, done)
@@ -65,19 +65,19 @@ def test_every_paragraph_is_a_passage_with_its_documents_name(rag: ModuleType) -
         ("How many seats has the reading room?", "sixty seats"),
     ],
 )
-def test_the_nearest_passage_is_found_and_ranked_first(
+def test_nearest_passage_is_found_and_ranked_first(
     rag: ModuleType, server: LiveServer, question: str, wanted: str
 ) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         index = rag.Index(client, "fake", rag.passages(DOCUMENTS))
         near = index.near(question, 4)
         assert len(near) == 4 and wanted in near[0]
-        # The order of what is given does not count: the server judges each beside the question.
+        # The order of the documents does not matter: the server scores each with the question.
         best = index.best(question, near[::-1], 2)
     assert len(best) == 2 and best[0] == near[0]
 
 
-def test_the_program_lets_the_model_read_the_best_passages(
+def test_program_lets_the_model_read_the_best_passages(
     rag: ModuleType, server: LiveServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rag, "ask", lambda *given: asked.extend(given) or "It leaves at half past eight.")
@@ -96,7 +96,7 @@ def test_the_program_lets_the_model_read_the_best_passages(
     assert read.count("- ") == 3 and read.startswith("- harbour: The ferry")
 
 
-def test_the_prompt_has_the_notes_and_the_question(rag: ModuleType, server: LiveServer) -> None:
+def test_prompt_has_the_notes_and_the_question(rag: ModuleType, server: LiveServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        said = rag.ask(client, "fake", "Who?", ["one: Nobody.", "two: Everybody."])
-    assert said.endswith("- one: Nobody.\n- two: Everybody.\n\nQuestion: Who?\nassistant: ")
+        answer = rag.ask(client, "fake", "Who?", ["one: Alice.", "two: Bob."])
+    assert answer.endswith("- one: Alice.\n- two: Bob.\n\nQuestion: Who?\nassistant: ")

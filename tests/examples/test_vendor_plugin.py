@@ -1,4 +1,4 @@
-"""The plugin outside the repository is found by its entry point, and passes the kit and tests of its own."""
+"""The plugin outside the repository is found by its entry point, and passes the kit and its own tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What wheels and sdists of this repository hold, beside what the repository says they should."""
+"""Check of the content of wheels and sdists against the files of this repository."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ WANTED = {
         "cli/plugins/scaffold/templates/plugin.py.tmpl",
     )
 }
-"""Files that are no Python and without which something fails only when it is used; one of each kind."""
+"""Files other than Python that are needed only at run time; one of each kind."""
 PATH_OF_A_MACHINE = re.compile(rb"(?<![\w.])/(?:home|Users|workspace|build|mnt)/\w+/")
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A folder that builds into a wheel and an sdist."""
+    """Folder that builds into a wheel and an sdist."""
 
     folder: Path
     package: str
 
     @property
     def name(self) -> str:
-        """The name that pip knows."""
+        """Name of the distribution for pip."""
         return self.package.replace("_", "-")
 
 
@@ -48,10 +48,10 @@ def distributions(root: Path) -> list[Distribution]:
 
 
 def tracked(distribution: Distribution) -> set[str]:
-    """Return the package's files as git has them, and those that are new: what an archive has to hold."""
+    """Return the tracked and the new files of the package: the expected content of an archive."""
     command = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "--", distribution.package)
-    said = subprocess.run(command, cwd=distribution.folder, check=True, capture_output=True, text=True).stdout
-    return {line for line in said.splitlines() if (distribution.folder / line).exists()}
+    listed = subprocess.run(command, cwd=distribution.folder, check=True, capture_output=True, text=True).stdout
+    return {line for line in listed.splitlines() if (distribution.folder / line).exists()}
 
 
 def read_archive(path: Path) -> dict[str, bytes]:
@@ -68,7 +68,7 @@ def read_archive(path: Path) -> dict[str, bytes]:
 
 
 def faults(package: str, archive: str, files: Mapping[str, bytes], wanted: set[str], checkout: str) -> list[str]:
-    """Return what is wrong with an archive, called `archive`, of a package whose files are `wanted`.
+    """Return the faults of an archive, called `archive`, of a package whose files are `wanted`.
 
     `checkout` is the folder where it was built, whose path no file may hold.
     """
@@ -83,13 +83,13 @@ def faults(package: str, archive: str, files: Mapping[str, bytes], wanted: set[s
             found.append(f"{archive} would install {name}")
         if re.search(r"__pycache__|\.(pyc|so|o|orig|rej)$|\.(pytest|mypy|ruff|hypothesis)_cache|(^|/)\.venv/", name):
             found.append(f"{archive} has {name}, which a build or a test left")
-        if (place := PATH_OF_A_MACHINE.search(data)) or checkout.encode() in data:
-            found.append(f"{archive}: {name} names {place[0].decode() if place else checkout}")
+        if (local := PATH_OF_A_MACHINE.search(data)) or checkout.encode() in data:
+            found.append(f"{archive}: {name} names {local[0].decode() if local else checkout}")
     (described,) = [name for name in files if re.fullmatch(r"PKG-INFO|[^/]+\.dist-info/METADATA", name)]
-    said = message_from_bytes(files[described])
+    metadata = message_from_bytes(files[described])
     licences = [name for name in files if name == "LICENSE" or name.endswith(".dist-info/licenses/LICENSE")]
-    if said["License-Expression"] != "Apache-2.0" or not licences:
+    if metadata["License-Expression"] != "Apache-2.0" or not licences:
         found.append(f"{archive} has no licence")
-    if not said["Requires-Python"] or not said.get_payload():
-        found.append(f"{archive} says neither which Python it needs nor what it is")
+    if not metadata["Requires-Python"] or not metadata.get_payload():
+        found.append(f"{archive} lacks Requires-Python or a description")
     return found

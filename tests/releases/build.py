@@ -1,8 +1,8 @@
-"""Builds the distributions of this repository and tries them as a user would; `nox -s build` runs it.
+"""Builds the distributions of this repository and tests them as a user would; `nox -s build` runs it.
 
 python -m tests.releases.build [--dist FOLDER] [--quick]
 
-Every wheel is installed into an environment of its own in another folder, the core from its sdist into a second one.
+Every wheel is installed into a separate environment in another folder, the core from its sdist into a second one.
 There `fdcore` has to answer, a project outside is checked against the installed types, and models are served.
 `--quick` ends after the archives were looked through.
 """
@@ -37,14 +37,14 @@ START_SECONDS = 240
 
 
 def main() -> None:
-    """Build, look through, install and serve; exit with what is wrong."""
+    """Build, check, install and serve; exit with the faults."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dist", type=Path, default=ROOT / "dist")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     found = distributions(ROOT)
     archives = build(found, arguments.dist.resolve())
-    wrong = look_through(found, archives)
+    wrong = check_archives(found, archives)
     if wrong:
         sys.exit("\n".join(wrong))
     if arguments.quick:
@@ -69,8 +69,8 @@ def build(found: list[Distribution], dist: Path) -> list[Path]:
     return archives
 
 
-def look_through(found: list[Distribution], archives: list[Path]) -> list[str]:
-    """Return what is wrong with the content of archives."""
+def check_archives(found: list[Distribution], archives: list[Path]) -> list[str]:
+    """Return the faults in the content of archives."""
     wrong = []
     for each in found:
         mine = [path for path in archives if path.name.startswith(f"{each.package}-")]
@@ -85,16 +85,16 @@ def try_wheels(folder: Path, wheels: list[Path]) -> None:
     """Install all wheels and serve: the null backend, and smollm2 on the processor if it was fetched before."""
     smollm2 = any((find_cache_dir() / "models" / "smollm2").glob("*.gguf"))
     core = next(path for path in wheels if path.name.startswith("fd_core-"))
-    # torch comes first and by itself, so that no other package chooses its build.
+    # Install torch first and alone, so that no other package selects its build.
     stages = [[f"{core}[cpu]"]] if smollm2 else []
     home = Environment(folder, [*stages, [*map(str, wheels), "mypy>=1.13"]])
     home.introduce([path.name.split("-")[0] for path in wheels])
     home.check_types()
     home.serve("null", "--backend", "null")
     if smollm2:
-        said = home.serve("smollm2", "--backend", "cpu")
-        if "Paris" not in said:
-            sys.exit(f"smollm2 was asked for the capital of France and said {said!r}")
+        answer = home.serve("smollm2", "--backend", "cpu")
+        if "Paris" not in answer:
+            sys.exit(f"smollm2 was asked for the capital of France and answered {answer!r}")
     else:
         print("smollm2 is not in the cache folder: it was not served")
 
@@ -107,7 +107,7 @@ def try_sdist(folder: Path, sdist: Path) -> None:
 
 
 class Environment:
-    """A virtual environment in a folder, where nothing of the checkout is found."""
+    """Virtual environment in a folder, isolated from the checkout."""
 
     def __init__(self, folder: Path, stages: list[list[str]]) -> None:
         self.folder = folder
@@ -122,9 +122,9 @@ class Environment:
         return run(str(self.folder / "bin" / program), *words, cwd=self.folder, env=self.environment)
 
     def introduce(self, packages: list[str]) -> None:
-        """Let `fdcore` say its version and list plugins; everything has to come from the environment."""
+        """Check the version and the plugins that `fdcore` prints; all must be installed in the environment."""
         if self.run("fdcore", "--version").strip() != f"fdcore {fd_core.__version__}":
-            sys.exit("`fdcore --version` says another version than the checkout")
+            sys.exit("`fdcore --version` prints another version than the checkout's")
         listed = self.run("fdcore", "plugins", "list")
         missing = [each for each in packages if each != "fd_core" and each.replace("_", "-") not in listed]
         if missing:
@@ -133,7 +133,7 @@ class Environment:
         where = f"import importlib.util as find; print([find.find_spec(name).origin for name in {packages}])"
         homes = re.findall(r"'([^']+)'", self.run("python", "-c", where))
         if len(homes) != len(packages) or not all(Path(each).is_relative_to(self.folder) for each in homes):
-            sys.exit(f"not all of {packages} come from the environment: {homes}")
+            sys.exit(f"not all of {packages} are installed in the environment: {homes}")
 
     def check_types(self) -> None:
         """Check a project outside, strictly, against what is installed."""
@@ -148,7 +148,7 @@ class Environment:
             run(checker, "--pythonpath", python, str(project / "outside.py"), cwd=self.folder, env=self.environment)
 
     def serve(self, model: str, *flags: str) -> str:
-        """Serve a model, ask it something over HTTP, and end the server with Ctrl-C; return the answer's text."""
+        """Serve a model, send a request over HTTP, and end the server with Ctrl-C; return the answer's text."""
         port = free_port()
         with self.serving(model, *flags, "--port", str(port)):
             url = f"http://127.0.0.1:{port}/v1/completions"
@@ -156,7 +156,7 @@ class Environment:
             answer = ask(url, {"model": model, "prompt": prompt, "max_tokens": 5, "temperature": 0})
         if answer["usage"]["completion_tokens"] < 1:
             sys.exit(f"{model} answered nothing: {answer}")
-        print(f"{model} said {answer['choices'][0]['text']!r}")
+        print(f"{model} answered {answer['choices'][0]['text']!r}")
         return str(answer["choices"][0]["text"])
 
     @contextmanager
@@ -191,14 +191,14 @@ def ready(port: str) -> bool:
 
 
 def ask(url: str, body: Mapping[str, Any]) -> Any:
-    """Send JSON, return the JSON that comes back."""
+    """Send JSON, return the JSON of the response."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 

@@ -1,4 +1,4 @@
-"""A project outside of the repository, for checkers of types: a model in use, a backend, policies, a store."""
+"""Project outside of the repository, for type checkers: a model in use, a backend, policies, a store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fd_register_stores() -> list[Entry]:
 
 
 class Chip(Backend):
-    """A device of one's own."""
+    """A custom device."""
 
     name = "chip"
 
@@ -58,7 +58,7 @@ class ShortestFirst(SchedulingPolicy):
 
 
 class Patient(ContinuousBatchingScheduler):
-    """The scheduler of the core, with a look at requests."""
+    """The scheduler of the core, with access to requests."""
 
     def add_all(self, specs: Sequence[RequestSpec]) -> int:
         """Queue requests; return how many effects that has."""
@@ -69,7 +69,7 @@ class Forgetful(KVStore):
     """A store that keeps nothing."""
 
     def open(self, timeout: float) -> str:
-        """Say what it is."""
+        """Describe the device."""
         return "forgetful"
 
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
@@ -100,12 +100,12 @@ class First(RouterPolicy):
     """The first worker."""
 
     def choose(self, context: RoutingContext) -> Candidate:
-        """Look at nothing."""
+        """Ignore the requests."""
         return context.candidates[0]
 
 
 def answer(prompt: str) -> str:
-    """Return what the model says, or why it says nothing."""
+    """Return the answer of the model, or the reason that there is none."""
     try:
         llm = LLM("smollm2", backend="chip")
         results = llm.generate(prompt, SamplingParams(max_tokens=5, temperature=0))

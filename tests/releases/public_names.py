@@ -87,7 +87,7 @@ def _command_line() -> Iterator[str]:
 
 
 def _written(name: str, kind: str, pattern: str) -> Iterator[str]:
-    """Yield what a page that is generated from the code names."""
+    """Yield the names on a page that is generated from the code."""
     for words in re.findall(pattern, page(name), re.MULTILINE):
         yield f"{kind} {words if isinstance(words, str) else ' '.join(words)}"
 

@@ -1,4 +1,4 @@
-"""What would be wrong with a wheel or an sdist is noticed; the whole is built by `nox -s build`."""
+"""Faults of a wheel or an sdist are detected; `nox -s build` builds all of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def without(files, name):
 
 
 @pytest.mark.parametrize(("archive", "files"), [("fd_x.whl", WHEEL), ("fd_x.tar.gz", SDIST)])
-def test_a_sound_archive_has_no_faults(archive, files):
+def test_valid_archive_has_no_faults(archive, files):
     assert faults("fd_x", archive, files, FILES, "/checkout") == []
 
 
@@ -49,13 +49,13 @@ def test_a_sound_archive_has_no_faults(archive, files):
         ("fd_x.whl", WHEEL | {"fd_x/new.py": b""}, "has fd_x/new.py, which git has not"),
         ("fd_x.whl", WHEEL | {"tests/test_x.py": b""}, "would install tests/test_x.py"),
         ("fd_x.tar.gz", SDIST | {"tests/__pycache__/x.pyc": b""}, "which a build or a test left"),
-        ("fd_x.whl", WHEEL | {"fd_x/__init__.py": b"'/home/somebody/x'"}, "names /home/somebody/"),
+        ("fd_x.whl", WHEEL | {"fd_x/__init__.py": b"'/home/alice/x'"}, "names /home/alice/"),
         ("fd_x.whl", WHEEL | {"fd_x/__init__.py": b"'/checkout/x'"}, "names /checkout"),
         ("fd_x.whl", without(WHEEL, f"{INFO}/licenses/LICENSE"), "has no licence"),
-        ("fd_x.tar.gz", SDIST | {"PKG-INFO": DESCRIPTION.partition(b"\n\n")[0]}, "nor what it is"),
+        ("fd_x.tar.gz", SDIST | {"PKG-INFO": DESCRIPTION.partition(b"\n\n")[0]}, "lacks Requires-Python"),
     ],
 )
-def test_a_fault_is_named(archive, files, fault):
+def test_fault_is_named(archive, files, fault):
     assert [each for each in faults("fd_x", archive, files, FILES, "/checkout") if fault in each]
 
 
@@ -69,7 +69,7 @@ def test_archives_are_read_without_the_folder_on_top(tmp_path):
     assert read_archive(tmp_path / "a.whl") == read_archive(tmp_path / "a.tar.gz") == {"fd_x/a.py": b"1"}
 
 
-def test_the_core_and_every_plugin_are_built():
+def test_core_and_every_plugin_are_built():
     found = {each.package: each for each in distributions(ROOT)}
     assert len(found) == 1 + len([*ROOT.glob("plugins/*/")])
     assert {f"fd_core/{name}" for name in WANTED["fd_core"]} <= tracked(found["fd_core"])

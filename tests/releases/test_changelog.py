@@ -17,7 +17,7 @@ KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 
 
 def faults(text: str, version: str) -> list[str]:
-    """Return what is wrong with a changelog of a project at `version`."""
+    """Return the faults of a changelog of a project at `version`."""
     found = []
     titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
     if titles[:1] != ["[Unreleased]"]:
@@ -43,7 +43,7 @@ def faults(text: str, version: str) -> list[str]:
     return found
 
 
-def test_the_changelog_has_its_form():
+def test_changelog_follows_keep_a_changelog():
     assert "keepachangelog.com/en/1.1.0" in CHANGELOG
     assert faults(CHANGELOG, fd_core.__version__) == []
 
@@ -79,5 +79,5 @@ def test_deprecated_names_are_listed():
         ("## [Unreleased]\n### Added\nprose\n", "Added is a list"),
     ],
 )
-def test_another_form_is_noticed(text, fault):
+def test_malformed_changelog_is_detected(text, fault):
     assert any(each.startswith(fault) for each in faults(text, "0.2.0"))

@@ -1,4 +1,4 @@
-"""Names that were replaced work, warn once, and go when their last version has come."""
+"""Replaced names work, warn once, and are removed in the announced version."""
 
 from __future__ import annotations
 
@@ -21,46 +21,48 @@ def minor(version: str) -> tuple[int, int]:
 
 
 @pytest.fixture(autouse=True)
-def nobody_was_told(monkeypatch):
+def no_warning_so_far(monkeypatch):
     monkeypatch.setattr(deprecations, "_warned", set())
 
 
-def test_an_old_name_warns_once_with_what_to_use():
-    with pytest.warns(OldNameWarning, match=r"FD_OLD was replaced in fd_core 0\.1 .* from 0\.4 on: set FD_NEW") as told:
+def test_old_name_warns_once_with_its_replacement():
+    with pytest.warns(
+        OldNameWarning, match=r"FD_OLD was replaced in fd_core 0\.1 .* from 0\.4 on: set FD_NEW"
+    ) as warned:
         warn_once(OLD)
         warn_once(OLD)
-    assert len(told) == 1 and told[0].filename == __file__
+    assert len(warned) == 1 and warned[0].filename == __file__
 
 
-def test_a_replaced_function_works_and_blames_who_calls_it():
+def test_replaced_function_works_and_warns_at_the_caller():
     @replaced(OLD)
     def double(number: int) -> int:
         """Double."""
         return 2 * number
 
-    with pytest.warns(OldNameWarning) as told:
+    with pytest.warns(OldNameWarning) as warned:
         assert double(number=2) == double(2) == 4
-    assert len(told) == 1 and told[0].filename == __file__ and double.__doc__ == "Double."
+    assert len(warned) == 1 and warned[0].filename == __file__ and double.__doc__ == "Double."
 
 
-def test_old_names_go_when_their_time_has_come():
+def test_old_names_are_removed_in_their_last_version():
     for old in (OLD, *OLD_NAMES):
         (first, second), (last, end) = minor(old.since), minor(old.until)
         assert last > first or end > second + KEPT_MINOR_VERSIONS, "it works in two more versions"
-        assert minor(fd_core.__version__) < minor(old.until), f"take {old.name} out, and say so in CHANGELOG.md"
+        assert minor(fd_core.__version__) < minor(old.until), f"remove {old.name}, and list the removal in CHANGELOG.md"
 
 
-def test_the_switches_of_fastdeploy_work_without_a_warning():
+def test_switches_of_fastdeploy_work_without_a_warning():
     with warnings.catch_warnings(action="error"):
         assert merge("m", {}, {"FD_USE_GET_SAVE_OUTPUT_V1": "1"}).engine.output_transport == "zmq"
         assert not merge("m", {}, {"FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST": "0"}).engine.save_preempted_kv
 
 
-def test_the_command_line_tells_it_in_one_line(monkeypatch, capsys):
+def test_cli_prints_the_warning_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         show_deprecations()
         warn_once(OLD)
-    told = capsys.readouterr().err
-    assert told.startswith("fdcore: FD_OLD was replaced in fd_core 0.1") and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("fdcore: FD_OLD was replaced in fd_core 0.1") and printed.count("\n") == 1

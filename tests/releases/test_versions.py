@@ -22,7 +22,7 @@ def project(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_version_stands_in_the_package_and_nowhere_else(package):
+def test_version_is_defined_in_the_package_only(package):
     folder = PACKAGES[package]
     settings = project(folder)
     assert settings["project"]["dynamic"] == ["version"] and "version" not in settings["project"]
@@ -37,7 +37,7 @@ def test_the_version_stands_in_the_package_and_nowhere_else(package):
 
 
 @pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
-def test_a_plugin_asks_for_a_core_that_there_is(folder):
+def test_plugin_requires_an_existing_core_version(folder):
     wanted = [each for each in project(folder)["project"]["dependencies"] if each.startswith("fd-core")]
     core = tuple(int(part) for part in fd_core.__version__.split(".")[:2])
     (least,) = re.findall(r"^fd-core>=(\d+)\.(\d+)$", wanted[0])
@@ -45,16 +45,16 @@ def test_a_plugin_asks_for_a_core_that_there_is(folder):
 
 
 @pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
-def test_the_plugins_of_the_project_keep_the_contract_that_the_core_implements(folder):
+def test_plugins_implement_the_contract_of_the_core(folder):
     assert importlib.import_module(f"fd_{folder.name}").FD_CONTRACT == CONTRACT_VERSION
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_distribution_says_what_it_is(package):
+def test_distribution_has_complete_metadata(package):
     folder = PACKAGES[package]
-    said = project(folder)["project"]
-    assert said["license"] == "Apache-2.0" and said["license-files"] == ["LICENSE"]
-    assert said["description"].endswith(".") and len(said["keywords"]) >= 5
-    assert "Typing :: Typed" in said["classifiers"] and (folder / package / "py.typed").is_file()
+    metadata = project(folder)["project"]
+    assert metadata["license"] == "Apache-2.0" and metadata["license-files"] == ["LICENSE"]
+    assert metadata["description"].endswith(".") and len(metadata["keywords"]) >= 5
+    assert "Typing :: Typed" in metadata["classifiers"] and (folder / package / "py.typed").is_file()
     # No host of the project exists that a link could lead to.
-    assert "urls" not in said
+    assert "urls" not in metadata

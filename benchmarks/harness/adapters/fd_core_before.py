@@ -6,6 +6,6 @@ from . import fd_core_llm
 
 
 class Engine(fd_core_llm.Engine):
-    """`LLM` of whatever commit the environment holds."""
+    """`LLM` of the commit that the environment holds."""
 
     counted = ()

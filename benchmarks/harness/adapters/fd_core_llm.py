@@ -22,7 +22,7 @@ _COUNTERS = {
 
 
 class Engine:
-    """fd_core's `LLM` with what `fdcore serve` would take by itself, except for bf16 and `settings`."""
+    """fd_core's `LLM` with the defaults of `fdcore serve`, except for bf16 and `settings`."""
 
     counted = tuple(_COUNTERS)
 

@@ -19,7 +19,7 @@ class Engine:
         self._model = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
         ).eval()
-        # Its default takes most of the free memory, and time to clear it.
+        # Its default allocates most of the free memory, which takes time to clear.
         blocks = max_requests * -(-max_length // 32)
         self._batching = ContinuousBatchingConfig(page_size=32, num_blocks=blocks, max_batch_tokens=2048)
 

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class _Counting:
-    """Stands in front of a scheduler's `schedule` and counts what it preempts and computes again."""
+    """Wraps a scheduler's `schedule` and counts preemptions and recomputed tokens."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -55,13 +55,13 @@ class Engine:
             seed=0,
             **settings,
         )
-        # In this process, since the environment asks for no process of its own.
+        # In this process, since the environment disables vLLM's engine process.
         self._counting = _Counting(self._llm.llm_engine.engine_core.engine_core.scheduler)
         self._next_id = 0
 
     @property
     def counters(self) -> dict[str, int]:
-        """What the last run preempted and computed."""
+        """Counts of preemptions and computed tokens of the last run."""
         return self._counting.counters
 
     def run(self, prompts: list[list[int]], max_tokens: list[int]) -> list[tuple[list[int], float, float]]:

@@ -138,7 +138,7 @@ class SteadyDecode:
         return output, DraftTokenIds(names, [self._draw.choices(self._vocab, k=self._num_drafts) for _ in names])
 
     def close(self) -> None:
-        """Give back what was kept out of the collector's sight."""
+        """Unfreeze the objects that were hidden from the garbage collector."""
         gc.unfreeze()
 
 

@@ -1,4 +1,4 @@
-"""A worker's prefix cache as an engine keeps it: blocks of text, the least recently used leave first. Pure."""
+"""Prefix cache of a worker, as in an engine: blocks of text with LRU eviction. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 CHARS_PER_TOKEN = 4
-"""What a token is taken to be."""
+"""Assumed length of a token."""
 BLOCK_TOKENS = 16
 _BLOCK_CHARS = BLOCK_TOKENS * CHARS_PER_TOKEN
 
@@ -28,7 +28,7 @@ def blocks_of(text: str) -> list[int]:
 
 @dataclass(slots=True)
 class Seen:
-    """What a cache was asked for so far."""
+    """Totals of the lookups in a cache so far."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -38,16 +38,16 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one prompt did to a cache."""
+    """Effect of one prompt on a cache."""
 
     computed: int
     """Tokens that were not there."""
     evicted: list[Hashable]
-    """Names of blocks that left for it, some of its own perhaps."""
+    """Names of blocks that were evicted for it, perhaps some of the prompt itself."""
 
 
 class PrefixCache:
-    """At most `capacity` blocks. A block leaves before those that it follows, as a block table needs it."""
+    """At most `capacity` blocks. A block is evicted before its predecessors, as a block table requires."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -1,4 +1,4 @@
-"""Routers as processes: how each is started in front of workers whose addresses are known."""
+"""Routers as processes, each started in front of workers with known addresses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fdcore(program: Path, policy: str, *more: str, name: str = "") -> Contender:
 
 
 def sglang(program: Path, policy: str, *more: str, name: str = "") -> Contender:
-    """Return SGLang's router; it is told to look for new workers every second, otherwise it starts after 30."""
+    """Return SGLang's router, set to check for new workers every second: with the default it starts after 30."""
 
     def command(port: int, workers: Sequence[str]) -> list[str]:
         flags = ["--worker-urls", *workers, "--policy", policy, "--prometheus-port", str(free_port())]
@@ -65,7 +65,7 @@ def vllm(program: Path, policy: str, *more: str, name: str = "") -> Contender:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody uses."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 class Workers:
-    """So many fake workers, each a process of its own."""
+    """The given number of fake workers, each in a separate process."""
 
     def __init__(self, count: int, settings: Settings, folder: Path) -> None:
         self._processes: list[subprocess.Popen[str]] = []
@@ -101,7 +101,7 @@ class Workers:
         return [f"http://127.0.0.1:{port}" for port in self.ports]
 
     async def stats(self) -> list[dict[str, int]]:
-        """Return what each saw since `reset`."""
+        """Return the counters of each since `reset`."""
         return [msgspec.json.decode(await _once(port, request("GET", "/stats"))) for port in self.ports]
 
     async def reset(self) -> None:

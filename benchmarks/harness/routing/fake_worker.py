@@ -4,7 +4,7 @@
 
 Takes its settings as JSON, binds a free loopback port and prints it. With `prefill_tps` 0 answers go out at once. Else
 a prompt waits for one of `slots`, then for its turn to be prefilled (one at a time, the tokens that the prefix cache
-does not hold), then each token takes `decode_s`. GET /stats tells what the cache saw, POST /reset forgets it.
+does not hold), then each token takes `decode_s`. GET /stats returns the cache's counters, POST /reset clears it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVENT_TEXT = "word "
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True):
-    """How fast the engine is, and how much it keeps."""
+    """Speed of the engine and capacity of its cache."""
 
     prefill_tps: float = 0.0
     decode_s: float = 0.0
@@ -44,7 +44,7 @@ class _Body(msgspec.Struct):
     stream: bool = False
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    """What a router may make of `max_tokens`."""
+    """Name that a router may give `max_tokens`."""
 
 
 _bodies = msgspec.json.Decoder(_Body)
@@ -101,7 +101,7 @@ def _whole(prompt_tokens: int, tokens: int) -> bytes:
 
 
 class Engine:
-    """What one worker computes with."""
+    """Simulated engine of one worker."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -111,23 +111,23 @@ class Engine:
         self.running = 0
         self.most_running = 0
 
-    async def generate(self, text: str, tokens: int, tell: Callable[[], None]) -> None:
-        """Call `tell` for each token when it comes."""
+    async def generate(self, text: str, tokens: int, emit: Callable[[], None]) -> None:
+        """Call `emit` for each token when it is due."""
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
             async with self._slots:
                 async with self._prefill:
                     await asyncio.sleep(self.cache.compute(text) / self.settings.prefill_tps)
-                tell()
+                emit()
                 for _ in range(tokens - 1):
                     await asyncio.sleep(self.settings.decode_s)
-                    tell()
+                    emit()
         finally:
             self.running -= 1
 
     def stats(self) -> dict[str, object]:
-        """Return what the cache saw and how crowded it was."""
+        """Return the counters of the cache and the peak number of running requests."""
         seen = self.cache.seen
         return {name: getattr(seen, name) for name in seen.__slots__} | {"most_running": self.most_running}
 
@@ -174,13 +174,13 @@ class Connection(asyncio.Protocol):
             found = dechunked(self._buffer, start)
             if found is None:
                 return
-            body, behind = found
+            body, body_end = found
         else:
-            behind = start + content_length(lower)
-            if len(self._buffer) < behind:
+            body_end = start + content_length(lower)
+            if len(self._buffer) < body_end:
                 return
-            body = bytes(self._buffer[start:behind])
-        del self._buffer[:behind]
+            body = bytes(self._buffer[start:body_end])
+        del self._buffer[:body_end]
         method, path, _ = head.split(b"\r\n", 1)[0].split(b" ", 2)
         self._answer(method, path.split(b"?", 1)[0], body)
 

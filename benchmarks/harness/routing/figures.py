@@ -13,15 +13,15 @@ KINDS = {
     "q": "streams to clients that acknowledge every packet at once",
     "r": "streams that arrive at random",
 }
-"""What bursts ask for, by its letter on the command line."""
+"""Requests of a burst, by the letter on the command line."""
 RATE = "r"
-"""The kind whose number is one of requests a second instead of requests at a time."""
+"""Kind whose number is a rate in requests a second instead of a concurrency."""
 DIRECT = "direct"
 """The workers without a router between."""
 
 
 def load_name(kind: str, number: int) -> str:
-    """Return what people read of a load."""
+    """Return the title of a load."""
     return f"{KINDS[kind]}, {number:,} {'a second' if kind == RATE else 'at a time'}"
 
 
@@ -49,7 +49,7 @@ class Cell:
 
     @property
     def load(self) -> tuple[str, int]:
-        """What is asked at once."""
+        """Kind and number of concurrent requests."""
         return self.kind, self.concurrency
 
 
@@ -72,7 +72,7 @@ class Passing:
 
     @property
     def load(self) -> tuple[str, int]:
-        """What was asked at once."""
+        """Kind and number of concurrent requests."""
         return self.kind, self.concurrency
 
 
@@ -120,7 +120,7 @@ class Played:
     wall_s: float
     cpu_s: float
     workers: tuple[Mapping[str, int], ...]
-    """What each worker's cache saw."""
+    """Cache counters of each worker."""
 
     @property
     def hit_rate(self) -> float:

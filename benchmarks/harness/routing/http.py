@@ -14,7 +14,7 @@ _LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 def content_length(head: bytes) -> int:
-    """Return what a head in lower case announces; 0 if it announces nothing."""
+    """Return the content length in a lower-case head; 0 if it has none."""
     at = head.find(b"\r\ncontent-length:")
     return int(head[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
 
@@ -47,7 +47,7 @@ def request(method: str, path: str, body: bytes = b"", session: str | None = Non
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer, and when it came."""
+    """One response, with its times."""
 
     status: int
     body: bytes
@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def events(self) -> int:
-        """How many server-sent events it has."""
+        """Number of server-sent events in the body."""
         return self.body.count(b"data: ")
 
 
@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Note the first byte of the body, and whether the last one came."""
+        """Record the first byte of the body, and whether the body is complete."""
         if self._quick_acks:  # the kernel forgets it again
             self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         self._buffer += data

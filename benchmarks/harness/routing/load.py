@@ -1,4 +1,4 @@
-"""The two loads: as many small requests as go through at a concurrency, and conversations of users who think."""
+"""The two loads: small requests at a fixed concurrency, and conversations with think time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONNECTIONS = 32
 
 
 class WrongAnswerError(Exception):
-    """An answer was not what the worker sends, so its time means nothing."""
+    """The answer differs from the worker's, so its time is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ async def burst(
     seconds: float,
     cpu: Callable[[], float],
 ) -> Burst:
-    """Ask on so many connections, over and over, for so long; `events` is what a whole stream has, 0 for none.
+    """Send requests in a loop on so many connections, for so long; `events` is the length of a stream, 0 for none.
 
     Raises WrongAnswerError, and OSError where a connection breaks.
     """
@@ -86,7 +86,7 @@ async def arrivals(
     seed: str,
     cpu: Callable[[], float],
 ) -> Burst:
-    """Ask for streams at random times, `rate` a second in the mean, whatever was answered; each counts from then.
+    """Start streams at random times, `rate` a second in the mean, in an open loop; each counts from its start.
 
     Raises WrongAnswerError, and OSError where a connection breaks.
     """
@@ -135,7 +135,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """How users behave."""
+    """Behaviour of users."""
 
     users: int = 16
     """Conversations at a time."""

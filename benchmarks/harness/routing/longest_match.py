@@ -1,4 +1,4 @@
-"""The rule of another router, as a policy that the simulator takes from a file."""
+"""The rule of another router, as a policy that the simulator loads from a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fd_core.router.workers import RouterWorker
 
 
 class LongestMatch(RouterPolicy):
-    """The rule of SGLang's router: who was given the longest match, if it is above a share; else who was given least.
+    """The rule of SGLang's router: the worker with the longest match above a share, or else the least loaded one.
 
     See `cache_aware` of sglang-router 0.3; its thresholds of imbalance are left out, which these loads do not reach.
     """

@@ -1,4 +1,4 @@
-"""What so many workers ask of one router: its own modules, without HTTP, in processor time of this process."""
+"""Cost of many workers to one router: its own modules, without HTTP, in processor time of this process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Milliseconds of one request in the router, and bytes that it keeps."""
+    """Milliseconds of one request in the router, and bytes that it stores."""
 
     select_ms: float
     """Choosing and counting, the median of those that were timed."""
@@ -60,15 +60,15 @@ class Placing:
     """One result of a health check."""
 
 
-def placing(workers: int, policy: str, *, told: bool, load: Load, times: int = 200) -> Placing:
-    """Place requests on `workers` workers at a steady load; with `told` workers say what they hold."""
+def placing(workers: int, policy: str, *, kv_events: bool, load: Load, times: int = 200) -> Placing:
+    """Place requests on `workers` workers at a steady load; with `kv_events` workers publish their KV blocks."""
     draw = random.Random(1)
     router = _router(policy)
     members = _members(router, workers)
     shared = _tokens(draw, load.shared_tokens)
     own = [_tokens(draw, load.own_tokens) for _ in range(min(workers * load.conversations, 4000))]
-    if told:
-        _tell(router, members, shared, own, load)
+    if kv_events:
+        _publish(router, members, shared, own, load)
     running: list[Selection] = []
     selecting, resting = [], []
     for number in range(workers * load.in_flight + times):
@@ -100,19 +100,19 @@ def placing(workers: int, policy: str, *, told: bool, load: Load, times: int = 2
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What following the KV of workers costs a router, for each block of a worker."""
+    """Cost of KV events to a router, for each block of a worker."""
 
     stored_us: float
-    """A block that is stored: its event decoded and taken, in events of a whole prompt each."""
+    """A stored block: its event decoded and applied, in events of a whole prompt each."""
     removed_us: float
     wire_bytes: float
-    """Bytes of a stored block on the way."""
+    """Bytes of a stored block on the wire."""
     reported_bytes: float
     """Memory in the router for a block that a worker reports."""
     served_bytes: float
     """Memory in the router for a block of a prompt that a worker served, if workers do not report."""
     late_ms: float
-    """All blocks of one worker, taken by a router that has just been started, in milliseconds."""
+    """Milliseconds of a new router to apply all blocks of one worker."""
 
 
 def events(blocks: int, prompt_blocks: int = 64, workers: int = 4) -> Events:
@@ -148,10 +148,10 @@ def events(blocks: int, prompt_blocks: int = 64, workers: int = 4) -> Events:
             router.reported_kv.apply(members[0], event)
 
     caught, _ = _timed(catch_up)
-    gone = [[Removed(event.keys) for event in page] for page in pages]
+    removed = [[Removed(event.keys) for event in page] for page in pages]
 
     def lose() -> None:
-        for worker, page in zip(members, gone, strict=True):
+        for worker, page in zip(members, removed, strict=True):
             for event in page:
                 router.reported_kv.apply(worker, event)
 
@@ -200,7 +200,7 @@ def _end(router: Router, selection: Selection) -> None:
         router.served(selection, 1.0)
 
 
-def _tell(
+def _publish(
     router: Router, members: Sequence[RouterWorker], shared: IntArray, own: Sequence[IntArray], load: Load
 ) -> None:
     for number, worker in enumerate(members):
@@ -223,12 +223,12 @@ def _stored(draw: random.Random, prompts: int, blocks: int) -> Iterator[Stored]:
         yield Stored(BEGINNING, keys, _tokens(draw, blocks * BLOCK_TOKENS).astype("<i4").tobytes())
 
 
-def _page(told: tuple[KVEvent, ...]) -> KVPage:
-    return KVPage(instance="one", reading="r" * 32, block_size=BLOCK_TOKENS, next=1, events=told)
+def _page(events: tuple[KVEvent, ...]) -> KVPage:
+    return KVPage(instance="one", reading="r" * 32, block_size=BLOCK_TOKENS, next=1, events=events)
 
 
 def _serve(router: Router, page: Sequence[Stored], draw: random.Random) -> None:
-    """Have the prompts of a page served by a worker that reports nothing."""
+    """Route the prompts of a page to a worker that publishes no events."""
     for event in page:
         chosen = router.select(RouteRequest(np.frombuffer(event.tokens, "<i4")), 1.0, draw.random())
         assert isinstance(chosen, Selection)

@@ -58,7 +58,7 @@ def markdown(cells: Sequence[Cell], played: Sequence[Played], facts: Mapping[str
     lines = [f"# {name}", "", f"    {facts['command']}", ""]
     lines.append(
         f"{facts['machine']['cpu']}, {facts['machine']['cores']} cores, on which client, workers and router run "
-        f"together: ratios say more than the figures themselves. Load average {min(loads):.1f} to {max(loads):.1f}."
+        f"together: ratios mean more than the figures themselves. Load average {min(loads):.1f} to {max(loads):.1f}."
     )
     reference = next((cell.contender for cell in cells if cell.contender != DIRECT), DIRECT)
     rows = passing(cells, reference)
@@ -83,7 +83,7 @@ _PASSING_LEGEND = (
     "{workers} workers that answer at once, streams in {events} events. Medians over rounds. Added: to the same "
     "percentile without a router in the same round. Of direct: requests/s over those without a router; ratio: over "
     "those of {reference}. CPU: processor time of the router for each request, all its threads. What arrives at "
-    "random does so whatever was answered before (a Poisson process), from clients that acknowledge every packet at "
+    "random does so without waiting for answers (a Poisson process), from clients that acknowledge every packet at "
     "once, and its time begins then."
 )
 _CONVERSING_LEGEND = (

@@ -1,4 +1,4 @@
-"""Recorded conversations as requests: each turn asks with all that was said before."""
+"""Recorded conversations as requests: the prompt of each turn is the whole conversation so far."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much of each recorded session is played, and how often."""
+    """Limits on the replay of each recorded session, and its number of copies."""
 
     copies: int = 4
     max_turns: int = 12
@@ -66,18 +66,18 @@ def split(
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a trace asks for."""
+    """Totals of a trace."""
 
     conversations: int
     requests: int
     prompt_tokens: int
     longest_tokens: int
     possible_hit_rate: float
-    """Of one worker that forgets nothing."""
+    """Hits of one worker without evictions."""
 
 
 def size_of(played: Sequence[Conversation], text_of: Any) -> Size:
-    """Return what a trace asks for; `text_of` renders the messages of a request as the workers do."""
+    """Return the totals of a trace; `text_of` renders the messages of a request like the workers."""
     cache = PrefixCache(10**9)
     longest_tokens = 0
     for turn in range(max(len(one.turns) for one in played)):

@@ -17,6 +17,6 @@ def fd_register_router_policies() -> list[Entry]:
         Entry(
             name="slowstart",
             target="fd_slowstart.policy:SlowStart",
-            summary="the fewest requests; a worker that has just come gets few at first",
+            summary="the fewest requests; a new worker gets few at first",
         ),
     ]

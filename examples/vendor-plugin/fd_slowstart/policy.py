@@ -18,26 +18,26 @@ FLOOR: Final = 0.1
 
 
 class SlowStart(RouterPolicy):
-    """The fewest requests, where a worker that has just come counts for less, and for more with every second.
+    """Select the worker with the fewest requests; a new worker starts with a small share, which grows over time.
 
-    A worker that comes back has no requests, so who looks at nothing else sends it all that arrives. But its cache is
-    empty and its kernels are cold. Here its requests are divided by its share, which grows from `FLOOR` to 1 within
-    `RAMP` seconds, as in the slow start of web proxies.
+    A worker that has just started has no requests, so the fewest requests alone would send it all new ones, although
+    its cache is empty and its kernels are cold. Here its requests are divided by its share, which grows from `FLOOR`
+    to 1 within `RAMP` seconds, as in the slow start of web proxies.
     """
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)
-        self._came: dict[RouterWorker, float] = {}
-        """When each incarnation was first a candidate; the first of all are not new, the router is."""
+        self._first_seen: dict[RouterWorker, float] = {}
+        """Time at which each incarnation was first a candidate; those at router start are not new."""
 
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the candidate with the fewest requests for its share; the random number decides between equal ones."""
-        first = context.now if self._came else context.now - RAMP
-        came = np.array([self._came.setdefault(each, first) for each in context.candidates.workers])
-        share = np.clip((context.now - came) / RAMP, FLOOR, 1.0)
+        first = context.now if self._first_seen else context.now - RAMP
+        first_seen = np.array([self._first_seen.setdefault(each, first) for each in context.candidates.workers])
+        share = np.clip((context.now - first_seen) / RAMP, FLOOR, 1.0)
         requests = context.candidates.requests
         return lowest(context.candidates, context.random, (requests + 1) / share, requests)
 
     def departed(self, worker: RouterWorker) -> None:
         """Forget an incarnation; the next one at its address starts slowly again."""
-        self._came.pop(worker, None)
+        self._first_seen.pop(worker, None)

@@ -1,4 +1,4 @@
-"""What the policy adds to its contract."""
+"""Behaviour of the policy beyond its contract."""
 
 import numpy as np
 from fd_core.router.config import RouterConfig
@@ -12,7 +12,7 @@ OLD, NEW = (RouterWorker(f"http://127.0.0.1:{port}", "mixed", port) for port in 
 
 
 def chosen(policy: SlowStart, now: float, **requests: int) -> RouterWorker:
-    """Return who gets a request when `old` and `new` have so many."""
+    """Return the worker of a request when `old` and `new` have this many."""
     workers = {"old": OLD, "new": NEW}
     seen = Candidates.of(Candidate(workers[name], WorkerLoad(count, 0, 0)) for name, count in requests.items())
     return policy.choose(RoutingContext(seen, np.ones(4, np.int32), (), None, 0.5, now)).worker
@@ -24,26 +24,26 @@ def grown() -> SlowStart:
     return policy
 
 
-def test_a_worker_that_has_just_come_gets_its_share_and_no_more() -> None:
+def test_new_worker_gets_its_share_and_no_more() -> None:
     policy, busy = grown(), 30
     taken = next(count for count in range(busy) if chosen(policy, 100.0, old=busy, new=count) == OLD)
     assert taken == int((busy + 1) * FLOOR)
 
 
-def test_after_the_ramp_the_fewest_requests_decide() -> None:
+def test_fewest_requests_decide_after_the_ramp() -> None:
     policy = grown()
     assert chosen(policy, 100.0, old=3, new=2) == OLD
     assert chosen(policy, 100.0 + RAMP / 2, old=6, new=2) == NEW
     assert chosen(policy, 100.0 + RAMP, old=3, new=2) == NEW
 
 
-def test_workers_that_were_there_when_the_router_started_are_not_new() -> None:
+def test_workers_present_at_router_start_are_not_new() -> None:
     policy = SlowStart(RouterConfig())
     assert chosen(policy, 5.0, old=1, new=0) == NEW
     assert chosen(policy, 5.0, old=0, new=1) == OLD
 
 
-def test_a_worker_that_left_starts_slowly_again() -> None:
+def test_worker_that_left_starts_slowly_again() -> None:
     policy = grown()
     chosen(policy, 0.0, old=0, new=0)
     policy.departed(NEW)

@@ -1,4 +1,4 @@
-"""What tests need that an environment may lack."""
+"""Optional requirements of the tests."""
 
 from __future__ import annotations
 

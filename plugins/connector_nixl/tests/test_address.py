@@ -1,4 +1,4 @@
-"""How the decode side says where to write."""
+"""Encoding of the address that the decode side sends to the prefill side."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fd_connector_nixl.layout import Address, read_address, write_address
 ADDRESS = Address(b"t" * 16, "fd_core-1", 4096, 65536, b"metadata")
 
 
-def test_it_is_read_as_it_was_written() -> None:
+def test_address_round_trips() -> None:
     assert read_address("lease", write_address("lease", ADDRESS)) == ADDRESS
 
 
-def test_it_is_good_for_one_lease() -> None:
+def test_address_is_valid_for_one_lease() -> None:
     with pytest.raises(ConnectorError, match="another lease"):
         read_address("lease2", write_address("lease", ADDRESS))
 
 
 @given(st.integers(0, 60), st.integers(1, 255))
-def test_a_changed_byte_is_noticed(at: int, change: int) -> None:
+def test_changed_byte_is_detected(at: int, change: int) -> None:
     written = bytearray(write_address("lease", ADDRESS))
     written[at % len(written)] ^= change
     with pytest.raises(ConnectorError):
@@ -36,7 +36,7 @@ def test_garbage_is_refused(garbage: bytes) -> None:
         read_address("lease", garbage)
 
 
-def test_more_than_an_address_may_hold_is_not_sent() -> None:
+def test_oversized_address_is_not_sent() -> None:
     long = msgspec.structs.replace(ADDRESS, metadata=bytes(MAX_ADDRESS_BYTES))
     with pytest.raises(ConnectorError, match="FD_NIXL_NET_DEVICES"):
         write_address("lease", long)

@@ -9,4 +9,4 @@ from needs import needs_nixl
 @needs_nixl
 class TestNixl(ConnectorSuite):
     connector = "nixl"
-    timeout = 3.0  # what it waits for a piece whose sender is dead, several times
+    timeout = 3.0  # several timeouts for a piece whose sender is dead

@@ -1,4 +1,4 @@
-"""Where things are in the memory of a lease."""
+"""Layout of the memory of a lease."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_nothing_overlaps_and_everything_fits(layout: Layout) -> None:
     assert all(start % 64 == 0 for start, _ in spots)
 
 
-def test_counts_are_read_as_they_were_written() -> None:
+def test_counts_round_trip() -> None:
     layout = Layout(5, 100)
     memory = memoryview(bytearray(b"\xff" * layout.size))
     layout.write_header(memory, TOKEN)
@@ -38,13 +38,13 @@ def test_counts_are_read_as_they_were_written() -> None:
 
 
 @given(REFERENCES, st.integers(-(2**63), 2**63 - 1))
-def test_what_is_said_is_read_as_it_was_said(reference: Reference, piece: int) -> None:
+def test_notices_round_trip(reference: Reference, piece: int) -> None:
     notice = Notice(TOKEN, piece, reference)
     assert Reference.decode(reference.encode()) == reference
     assert Notice.decode(notice.encode()) == notice
 
 
-def test_the_end_is_no_piece() -> None:
+def test_end_marker_is_not_a_piece() -> None:
     last = Notice.decode(Notice.of_the_end(TOKEN).encode())
     assert last is not None
     assert last.ends
@@ -52,7 +52,7 @@ def test_the_end_is_no_piece() -> None:
 
 
 @given(st.binary(max_size=100))
-def test_garbage_is_no_reference_and_no_notice(garbage: bytes) -> None:
+def test_garbage_is_rejected_as_reference_and_notice(garbage: bytes) -> None:
     if len(garbage) != len(Reference(0, 0, 0).encode()):
         with pytest.raises(ConnectorError):
             Reference.decode(garbage)

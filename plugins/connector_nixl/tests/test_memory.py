@@ -1,4 +1,4 @@
-"""Pages that are never given back to the system."""
+"""Pool of pages that are never returned to the system."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fd_connector_nixl.station import Memory
 MIB = 1 << 20
 
 
-def test_what_was_given_back_serves_again() -> None:
+def test_freed_pages_are_reused() -> None:
     memory = Memory()
     slab = memory.lend(MIB - 5, 10 * MIB)
     slab.bytes[:5] = b"hello"
@@ -21,7 +21,7 @@ def test_what_was_given_back_serves_again() -> None:
     assert memory.taken == 2 * MIB
 
 
-def test_the_limit_holds() -> None:
+def test_limit_holds() -> None:
     memory = Memory()
     memory.lend(MIB, 2 * MIB)
     memory.lend(MIB, 2 * MIB)
@@ -29,7 +29,7 @@ def test_the_limit_holds() -> None:
         memory.lend(1, 2 * MIB)
 
 
-def test_a_small_lease_does_not_get_a_large_piece() -> None:
+def test_small_lease_does_not_get_a_large_piece() -> None:
     memory = Memory()
     large = memory.lend(8 * MIB, 20 * MIB)
     memory.give_back(large)
@@ -37,6 +37,6 @@ def test_a_small_lease_does_not_get_a_large_piece() -> None:
     assert memory.lend(5 * MIB, 20 * MIB) is large
 
 
-def test_more_than_there_is_is_an_error_of_the_connector() -> None:
+def test_exceeding_the_memory_is_a_connector_error() -> None:
     with pytest.raises(ConnectorError):
         Memory().lend(1 << 62, 1 << 63)

@@ -1,4 +1,4 @@
-"""The books of both sides, in every order of events."""
+"""Accounting of both sides, in every order of events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTH = 100
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 20))
-def test_no_place_is_written_to_while_it_holds_a_piece(data: st.DataObject, window: int, count: int) -> None:
+def test_slot_is_not_overwritten_while_it_holds_a_piece(data: st.DataObject, window: int, count: int) -> None:
     pieces = range(3, 3 + count)
     departures, arrivals, freed = SenderSlots(window), ReceiverSlots(pieces, window, LENGTH), [0] * window
     unsent, flying, there = list(pieces), dict[int, Reference](), dict[int, Reference]()
@@ -49,7 +49,7 @@ def test_no_place_is_written_to_while_it_holds_a_piece(data: st.DataObject, wind
     index=st.integers(-1, 8),
     reference=st.builds(Reference, st.integers(0, 3), st.integers(0, 3), st.integers(0, 200)),
 )
-def test_what_cannot_be_so_is_refused_and_changes_nothing(index: int, reference: Reference) -> None:
+def test_invalid_events_are_rejected_without_effect(index: int, reference: Reference) -> None:
     arrivals = ReceiverSlots(range(3, 8), 2, LENGTH)
     first, second = Reference(0, 1, 10), Reference(1, 1, 20)
     arrivals.landed(3, first)
@@ -67,14 +67,14 @@ def test_what_cannot_be_so_is_refused_and_changes_nothing(index: int, reference:
     assert arrivals.check(3, first)
 
 
-def test_a_piece_is_not_done_before_it_came() -> None:
+def test_piece_is_not_done_before_it_arrives() -> None:
     arrivals = ReceiverSlots(range(2), 1, LENGTH)
     with pytest.raises(ConnectorError):
         arrivals.done(0, Reference(0, 1, 10))
 
 
 @pytest.mark.parametrize("freed", [[2, 0], [0, 1], [0, 0]], ids=str)
-def test_counts_that_cannot_be_are_refused(freed: list[int]) -> None:
+def test_impossible_counts_are_rejected(freed: list[int]) -> None:
     departures = SenderSlots(2)
     departures.write(0)
     departures.learn([1, 0])

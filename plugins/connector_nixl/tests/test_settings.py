@@ -1,4 +1,4 @@
-"""What the environment may say."""
+"""Settings from environment variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fd_connector_nixl.settings import read_settings
 TRUST = {"FD_NIXL_TRUST_NETWORK": "yes"}
 
 
-def test_without_a_word_it_stays_on_the_loopback() -> None:
+def test_default_device_is_the_loopback() -> None:
     assert read_settings(TRUST).engine_config == "TLS=tcp,NET_DEVICES=lo"
 
 
@@ -29,14 +29,14 @@ def test_other_devices_are_the_users_choice() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("UCX_TLS", "all"), ("UCX_NET_DEVICES", "eth0"), ("UCX_NET_DEVICES", "")])
-def test_what_would_win_over_the_choice_is_refused_by_name(name: str, value: str) -> None:
+def test_overriding_variables_are_rejected_by_name(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is set") as caught:
         read_settings(TRUST | {name: value})
     assert caught.value.field == name
     assert caught.value.exit_code == 2
 
 
-def test_a_list_has_to_be_said_to_both() -> None:
+def test_device_list_must_be_set_for_both() -> None:
     with pytest.raises(ConfigError, match="UCX_NET_DEVICES=lo,eth0"):
         read_settings(TRUST | {"FD_NIXL_NET_DEVICES": "lo,eth0"})
     settings = read_settings(TRUST | {"FD_NIXL_NET_DEVICES": "lo,eth0", "UCX_NET_DEVICES": "lo,eth0"})
@@ -44,12 +44,12 @@ def test_a_list_has_to_be_said_to_both() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "lo,", "lo,TLS=all", "lo eth0", "lo\n"])
-def test_what_is_no_list_of_devices_is_refused(value: str) -> None:
+def test_invalid_device_list_is_rejected(value: str) -> None:
     with pytest.raises(ConfigError, match="FD_NIXL_NET_DEVICES"):
         read_settings(TRUST | {"FD_NIXL_NET_DEVICES": value})
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "4096.5", "many", "9" * 5000])
-def test_what_is_no_amount_of_memory_is_refused(value: str) -> None:
+def test_invalid_amount_of_memory_is_rejected(value: str) -> None:
     with pytest.raises(ConfigError, match="FD_NIXL_MEMORY_MB"):
         read_settings(TRUST | {"FD_NIXL_MEMORY_MB": value})

@@ -1,4 +1,4 @@
-"""Memory that somebody may still write to is nobody else's."""
+"""Memory that a peer may still write to is not reused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def held_back(connector: NixlConnector) -> int:
     return connector._station.held_back
 
 
-def test_a_whole_lease_holds_nothing_back(near: NixlConnector, far: Connector) -> None:
+def test_complete_lease_holds_no_memory(near: NixlConnector, far: Connector) -> None:
     inbox, outbox = opened(near, far)
     carry(inbox, outbox, [value_of(index, 5000) for index in PIECES], 0, WINDOW, random.Random(0))
     inbox.close()
@@ -70,7 +70,7 @@ def test_a_whole_lease_holds_nothing_back(near: NixlConnector, far: Connector) -
 
 
 @pytest.mark.parametrize("first", ["decode", "prefill"])
-def test_the_word_of_the_prefill_side_frees_what_was_held_back(near: NixlConnector, far: Connector, first: str) -> None:
+def test_confirmation_of_the_prefill_side_frees_held_memory(near: NixlConnector, far: Connector, first: str) -> None:
     inbox, outbox = opened(near, far)
     put(outbox, 0, value_of(0, VALUE_BYTES))
     if first == "decode":
@@ -85,9 +85,9 @@ def test_the_word_of_the_prefill_side_frees_what_was_held_back(near: NixlConnect
     assert in_time(lambda: held_back(near) == 0)
 
 
-def test_much_that_is_held_back_makes_it_start_anew(near: NixlConnector, far: Connector) -> None:
+def test_agent_restarts_when_too_much_memory_is_held(near: NixlConnector, far: Connector) -> None:
     first, kept = near._station, opened(near, far)
-    for _ in range(40):  # nobody answers these; they would take more than twice what there is
+    for _ in range(40):  # never answered; together they exceed twice the memory
         near.open_inbox(new_lease(), pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES).close()
         if near._station is not first:
             break
@@ -101,10 +101,10 @@ def test_much_that_is_held_back_makes_it_start_anew(near: NixlConnector, far: Co
         near.open_inbox(new_lease(), pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES).close()
 
 
-def test_a_late_write_of_a_stopped_worker_reaches_no_later_lease(
+def test_late_write_of_a_stopped_worker_misses_later_leases(
     near: NixlConnector, far: Connector, side: RemoteProcess
 ) -> None:
-    """Its first writes lie in the system's buffers, the others in its own, when the memory gets another lease."""
+    """Its first writes are in the system's buffers, the others in its own, when the memory is leased again."""
     inbox, outbox = opened(near, far)
     first, late = near._station, inbox._slab  # type: ignore[attr-defined] # of NixlInbox
     first._stop_polling()  # nothing lands while it is not polled
@@ -149,7 +149,7 @@ def test_dead_workers_leave_no_descriptors(near: NixlConnector) -> None:
     assert counts[-1] <= counts[1] + 1, "more than a connection that was not used since"
 
 
-def test_an_idle_connector_does_not_poll(near: NixlConnector, far: Connector) -> None:
+def test_idle_connector_does_not_poll(near: NixlConnector, far: Connector) -> None:
     inbox, outbox = opened(near, far)
     outbox.close()
     inbox.close()
@@ -160,9 +160,7 @@ def test_an_idle_connector_does_not_poll(near: NixlConnector, far: Connector) ->
     assert not polled
 
 
-def test_what_is_read_by_a_stopped_worker_is_held_back(
-    near: NixlConnector, far: Connector, side: RemoteProcess
-) -> None:
+def test_memory_read_by_a_stopped_worker_is_held(near: NixlConnector, far: Connector, side: RemoteProcess) -> None:
     inbox, outbox = opened(far, near)
     with side.stopped():
         put(outbox, 0, value_of(0, VALUE_BYTES))
@@ -173,7 +171,7 @@ def test_what_is_read_by_a_stopped_worker_is_held_back(
     inbox.close()
 
 
-def test_memory_that_is_another_leases_by_now_is_refused(near: NixlConnector, far: Connector) -> None:
+def test_memory_of_another_lease_is_rejected(near: NixlConnector, far: Connector) -> None:
     lease = new_lease()
     inbox = near.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES)
     inbox._slab.bytes[:16] = bytes(16)  # type: ignore[attr-defined] # of NixlInbox

@@ -1,9 +1,9 @@
-"""Captures on the processor: what is queued is written down once and replayed without Python, as a CUDA graph is.
+"""Captures on the CPU: queued operations are recorded once and replayed without Python, like a CUDA graph.
 
-A replay repeats the operations over the memory that they had, so whatever Python decided or read on the way holds for
-ever. What a capture on a device would refuse, or would read wrongly later, is refused here: looking at values, memory
-and numbers made on the host, shapes that depend on values, random numbers, copies beside the steps, and memory that is
-not there any more at a replay. Triton's kernels are not seen.
+A replay repeats the operations over the memory that they had, so decisions and values read by Python are
+fixed. Rejected here is all that a device would reject, or would read wrongly later: reading values, memory and numbers
+made on the host, shapes that depend on values, random numbers, copies concurrent with the steps, and memory that is
+freed before a replay. Triton's kernels are not checked.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["CaptureRefused", "Recorded", "RecordedGroup", "record", "require_no_capture"]
 
-_LOOKS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
+_HOST_READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
 _HOST_MEMORY = ("pin_memory", "tensor", "as_tensor", "new_tensor", "frombuffer")
 _FACTORIES = ("empty", "zeros", "ones", "full", "arange", "linspace", "eye", "scalar_tensor", "empty_strided")
 _LEFT_AS_IT_IS = ("empty", "new_empty")
-"""Operations whose result means nothing until it is written."""
+"""Operations whose result is uninitialised."""
 
 _recordings = threading.local()
 
 
 class CaptureRefused(AssertionError):
-    """What was captured would fail on a device, or compute something else when it is replayed."""
+    """The captured work would fail on a device, or compute something else when it is replayed."""
 
 
 def require_no_capture(what: str) -> None:
@@ -41,7 +41,7 @@ def require_no_capture(what: str) -> None:
 
 
 class _Outside:
-    """Memory that a capture did not make: it is read where it lies, and has to be there at each replay."""
+    """Memory allocated outside the capture: it is read in place, and must exist at each replay."""
 
     def __init__(self, tensor: Array) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
@@ -56,7 +56,7 @@ class _Outside:
 
 
 class _Noting(TorchDispatchMode):
-    """Notes whose memory is read and whose is made, and holds both, so that no address is used twice."""
+    """Records memory that is read and memory that is allocated, and holds both, so that no address is reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class _Noting(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Refuses what is seen before it becomes an operation."""
+    """Rejects invalid calls before they become operations."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _LOOKS:
+        if name in _HOST_READS:
             raise CaptureRefused(f"{name} looks at values on the host in a capture")
         if name in _HOST_MEMORY:
             raise CaptureRefused(f"{name} makes memory on the host in a capture")
@@ -90,7 +90,7 @@ class _Calls(TorchFunctionMode):
 
 
 class Recorded(_Noting):
-    """What was captured."""
+    """Captured operations."""
 
     def __init__(self, known: _Noting) -> None:
         super().__init__()
@@ -111,11 +111,11 @@ class Recorded(_Noting):
         return result
 
     def note(self, work: Callable[[], None]) -> None:
-        """Note work that is no operation."""
+        """Record work other than operations of torch."""
         self._nodes.append(work)
 
     def replay(self) -> None:
-        """Repeat what was captured."""
+        """Replay the captured operations."""
         for node in self._nodes:
             node()
 
@@ -152,7 +152,7 @@ class RecordedGroup:
             if recording is None:
                 return method(*arguments)
             recording.note(lambda: method(*arguments).wait())
-            with _disable_current_modes():  # or what gloo does inside would be noted, too
+            with _disable_current_modes():  # otherwise gloo's own operations would be recorded, too
                 work = method(*arguments)
                 work.wait()
             return work
@@ -183,10 +183,10 @@ def _refuse(func: Any, args: Any) -> None:
         raise CaptureRefused(f"{name} draws random numbers in a capture")
     if torch.Tag.data_dependent_output in func.tags:
         raise CaptureRefused(f"{name} looks at values on the host in a capture")
-    indexed_by_places = name.startswith("aten.index.Tensor") and all(
+    indexed_by_integers = name.startswith("aten.index.Tensor") and all(
         index is None or index.dtype != torch.bool for index in args[1]
     )
-    if torch.Tag.dynamic_output_shape in func.tags and not indexed_by_places:
+    if torch.Tag.dynamic_output_shape in func.tags and not indexed_by_integers:
         raise CaptureRefused(f"the shape of what {name} makes depends on values")
 
 

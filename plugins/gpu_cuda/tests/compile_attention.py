@@ -1,4 +1,4 @@
-"""Compiles attention with the heads of real models, for one compute capability; prints what is wrong."""
+"""Compiles attention with the heads of real models, for one compute capability; prints the faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels of fusions with the sizes of real models, for one compute capability; prints what is wrong."""
+"""Compiles the kernels of fusions with the sizes of real models, for one compute capability; prints the faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles what adds adapters to the linears of real models, for one compute capability; prints what is wrong."""
+"""Compiles the LoRA kernels with the linears of real models, for one compute capability; prints the faults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(capability: int) -> None:
                 compiler.case = f"{name} in {dtype}, rank {rank}"
                 aligned = all(width % 16 == 0 for width in (inputs, *outs))
                 compiler.wanted = {"_shrink": SIXTEEN_BYTES, "_expand": SIXTEEN_BYTES} if aligned else {}
-                compiler.spills = 16  # two registers of a thread, of pieces that lie one by one or are of 32 bits
+                compiler.spills = 16  # two registers of a thread, for strided or 32-bit pieces
                 ops = CudaOps(str(dtype).removeprefix("torch."), Processor(), replace(PLAIN, lora=lora_addition()))
                 ops.adapter_capacity = AdapterCapacity(8, rank)
                 table = ops.place_loras([None], inputs, outs)

@@ -1,4 +1,4 @@
-"""Compiles products with the weights of real models, for one compute capability; prints what is wrong."""
+"""Compiles products with the weights of real models, for one compute capability; prints the faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles what works on logits, for one compute capability and a real vocabulary; prints what is wrong."""
+"""Compiles the kernels on logits, for one compute capability and a real vocabulary; prints the faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RELEASE_AND_ACQUIRE = r"atom[.]global[.]gpu[.]acq_rel[.]add"
 
 def main(capability: int) -> None:
     compiler, host = Compiler(capability).install(), TorchOps()
-    # Programs of a row find out which is the last; weights are added to bins, by new releases without an answer.
+    # Atomics: programs of a row find the last one, and weights are added to bins (no result in new Triton releases).
     compiler.wanted = dict.fromkeys(("find_peaks", "draw", "find_cuts", "score", "count_before"), RELEASE_AND_ACQUIRE)
     compiler.wanted["fill_bins"] = r"(red|atom)[.]global[.]gpu[.]relaxed[.]add[.]f64(.|\n)*" + RELEASE_AND_ACQUIRE
     compiler.wanted["penalize"] = r"div[.]rn[.](ftz[.])?f32"

@@ -1,4 +1,4 @@
-"""Compiles the launches that functions make, without a GPU, and looks at what came out.
+"""Compiles the launches of functions without a GPU, and checks the machine code.
 
 For scripts that run in a process of their own, without TRITON_INTERPRET; a test starts them with `compiled`.
 """
@@ -29,7 +29,7 @@ def capabilities() -> tuple[int, ...]:
 
 
 class Compiler(FakeDriver):
-    """Compiles every launch once, and says what is wrong with the machine code."""
+    """Compiles every launch once, and reports faults of the machine code."""
 
     def __init__(self, capability: int) -> None:
         super().__init__(capability, compiles=True)
@@ -43,22 +43,22 @@ class Compiler(FakeDriver):
     def _compile(self, kernel: Any, asked: dict[str, Any], name: str) -> None:
         options = options_of(asked)
         source = ASTSource(kernel, asked["signature"], asked["constants"], asked["configs"][0])
-        place = f"sm_{self._capability}, {self.case}, {name}"
+        label = f"sm_{self._capability}, {self.case}, {name}"
         try:
             made = triton.compile(source, target=self._target, options=options)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the test says it
-            self.failures.append(f"{place}: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - the test reports any error
+            self.failures.append(f"{label}: {type(error).__name__}: {error}")
             return
         shared, spilled = made.metadata.shared, stack(made)
         if shared > SHARED_MEMORY[self._capability]:
-            self.failures.append(f"{place}: wants {shared} bytes of shared memory")
+            self.failures.append(f"{label}: needs {shared} bytes of shared memory")
         if spilled > self.spills:
-            self.failures.append(f"{place}: {spilled} bytes of registers go to memory")
+            self.failures.append(f"{label}: {spilled} bytes of registers go to memory")
         wanted = self.wanted.get(kernel.fn.__name__, "")
         if not re.search(wanted, made.asm["ptx"]):
-            self.failures.append(f"{place}: no instruction {wanted}")
+            self.failures.append(f"{label}: no instruction {wanted}")
         for pointer in overwritten_too_early(made.asm["ttir"]):
-            self.failures.append(f"{place}: {pointer} is written while other threads may still read it")
+            self.failures.append(f"{label}: {pointer} is written while other threads may still read it")
 
 
 def overwritten_too_early(code: str) -> list[str]:
@@ -83,14 +83,14 @@ def stack(made: Any) -> int:
         file.write(made.asm["cubin"])
         file.flush()
         dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        said = subprocess.run([dump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+)", said)
-    assert found, said
+        printed = subprocess.run([dump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", printed)
+    assert found, printed
     return int(found[1])
 
 
 def compiled(script: str, folder: Path, *words: str) -> None:
-    """Run a script beside this one; what it prints is what is wrong."""
+    """Run another script of this folder; its output is the list of faults."""
     here = Path(__file__).parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "0"}

@@ -20,18 +20,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests at length out of a sample."""
+    """Deselect the long tests in a sample."""
     if not everything():
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("at_length")])
         items[:] = [item for item in items if item.get_closest_marker("at_length") is None]
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is loaded by now out of later collections of garbage."""
+    """Exclude the objects that are loaded by now from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter's end free what was left out."""
+    """Let the interpreter free the excluded objects at exit."""
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Compile a kernel, begin to serve, compile another one, and print what `Compilations` counted and logged."""
+"""Compile a kernel, begin to serve, compile another one, and print the counts and logs of `Compilations`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Serve many different requests on the fake driver, and print what was compiled at start and what later, as JSON.
+"""Serve many different requests on the fake driver, and print the compilations at start and those after it, as JSON.
 
 `python count_compilations.py FOLDER '{"max_num_seqs": 8}' SEED`: a checkpoint, settings of the engine, and what the
-requests are drawn from. Adapters in the engine's `lora_folder` come and go from round to round. With a fourth word, all
+requests are drawn from. Adapters in the engine's `lora_folder` change from round to round. With a fourth word, all
 that is counted is compiled too, and what fails is printed.
 """
 
@@ -37,7 +37,7 @@ def make_ops(backend: CudaBackend) -> CudaOps:
     device.free = 2**30
     backend._cuda = device
     dtype = backend.requested_dtype("float32", "bfloat16") or backend._fastest_dtype(device)
-    # Nothing is computed here, so nothing can be tried.
+    # Nothing is computed here, so providers cannot be tested.
     config = backend.config
     operations = operations_on(device, dtype, config.kv_cache_dtype)
     ops = CudaOps(dtype, device, Providers(operations, wanted_providers(config.attention_backend)).kernels)
@@ -46,7 +46,7 @@ def make_ops(backend: CudaBackend) -> CudaOps:
 
 
 class Matrix(CudaPostprocess):
-    """Queues the kernel, and writes the matrix with torch: outputs must be lawful for steps to go on."""
+    """Queues the kernel, and writes the matrix with torch: outputs must be valid for steps to continue."""
 
     def token_matrix(self, *arrays: Any) -> Any:
         super().token_matrix(*arrays)
@@ -54,7 +54,7 @@ class Matrix(CudaPostprocess):
 
 
 def with_tokenizer(folder: Path) -> str:
-    """Give a checkpoint a tokenizer, of which nothing is asked."""
+    """Add a tokenizer, which is not used, to a checkpoint."""
     if not (folder / "tokenizer.json").exists():
         words = Tokenizer(models.WordLevel({"0": 0}, "0"))
         words.decoder = decoders.ByteLevel()
@@ -63,7 +63,7 @@ def with_tokenizer(folder: Path) -> str:
 
 
 def params(random: Random, vocabulary: int, drafts: bool) -> SamplingParams:
-    """Draw what a request may ask for; most want one or two things."""
+    """Draw the options of a request; most have one or two."""
     wants: dict[str, Any] = {"max_tokens": random.randint(1, 9), "ignore_eos": True, "seed": random.getrandbits(64)}
     wants["temperature"] = random.choice((0.0, 0.0, 0.7, 1.0, 1.3))
     token = random.randrange(vocabulary)

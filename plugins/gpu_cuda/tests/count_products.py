@@ -1,4 +1,4 @@
-"""Multiply by weights and by experts for many numbers of tokens, and print what compiles behind the first of each."""
+"""Multiply by weights and by experts for many numbers of tokens, and print what compiles after the first of each."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def main() -> None:
         weight = part(1024, 2048, FORMS[name])
         block = (stacked(name, 256, 256, torch.bfloat16), stacked(name, 256, 128, torch.bfloat16))
         experts = Experts(torch.empty(128, 256), *block, 8, True)
-        for place, tokens in enumerate(TOKENS):
+        for number, tokens in enumerate(TOKENS):
             x = torch.empty(tokens, 2048, dtype=torch.bfloat16)
             product(x, weight, x.new_empty(tokens, 1024))
             mixture(x[:, :256].contiguous(), experts, "silu", None)
-            if not place:
+            if not number:
                 before = len(driver.compiled)
         print("".join(f"{name}: {each}\n" for each in driver.compiled[before:]), end="")
 

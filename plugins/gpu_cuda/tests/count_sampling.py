@@ -1,4 +1,4 @@
-"""Work on logits of many numbers of rows on the fake driver; print what was compiled first and what later, as JSON."""
+"""Work on logits of many numbers of rows on the fake driver; print the first and the later compilations, as JSON."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def work(by: TritonSampling, rows: int, seen: int) -> None:
         logits, on_device(host, penalty_input(counts, rows=np.arange(rows), counts_rows=np.arange(rows), drafts=drafts))
     )
     by.mask_logits(logits, ids, torch.zeros(rows, -(-VOCABULARY // 32), dtype=torch.int32))
-    places = torch.zeros(seen, dtype=torch.int32)
-    by.add_at(logits, places, places, torch.zeros(seen))
-    by.add_at(torch.zeros(rows, VOCABULARY, dtype=torch.int32), places, places, places)
+    indices = torch.zeros(seen, dtype=torch.int32)
+    by.add_at(logits, indices, indices, torch.zeros(seen))
+    by.add_at(torch.zeros(rows, VOCABULARY, dtype=torch.int32), indices, indices, indices)
     by.logprobs(logits, ids, min(seen, 20))
     by.ranks(logits, ids)
-    by.token_matrix(torch.zeros(rows, 1 + DRAFTS, dtype=torch.int32), ids, ids, places, 256)
+    by.token_matrix(torch.zeros(rows, 1 + DRAFTS, dtype=torch.int32), ids, ids, indices, 256)
     by.verify(torch.zeros(rows, 1 + DRAFTS, dtype=torch.int32), torch.zeros(rows, DRAFTS, dtype=torch.int32), ids)
 
 

@@ -1,4 +1,4 @@
-"""Kernels whose launches differ in one thing each: which of them compile anew, as `fake_driver` counts."""
+"""Count with `fake_driver` which launches that differ in one property compile again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fake_driver import FakeDriver
 
 @triton.jit
 def _special(x_at, count, tile: tl.constexpr):
-    place = tl.arange(0, tile)
-    tl.store(x_at + place, 1.0, mask=place < count)
+    offset = tl.arange(0, tile)
+    tl.store(x_at + offset, 1.0, mask=offset < count)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["x_at"])
 def _plain(x_at, count, tile: tl.constexpr):
-    place = tl.arange(0, tile)
-    tl.store(x_at + place, 1.0, mask=place < count)
+    offset = tl.arange(0, tile)
+    tl.store(x_at + offset, 1.0, mask=offset < count)
 
 
 def main() -> None:

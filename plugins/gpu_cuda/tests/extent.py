@@ -1,4 +1,4 @@
-"""How much the tests try: a sample, or all with FD_GPU_ALL=1, as `nox -s kernels` does."""
+"""Extent of the tests: a sample, or all cases with FD_GPU_ALL=1, as in `nox -s kernels`."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ AT_LENGTH = pytest.mark.at_length
 
 
 def everything() -> bool:
-    """Whether all cases are tried, not only a sample of them."""
+    """Return True if all cases are tested, not only a sample."""
     return os.environ.get("FD_GPU_ALL", "") not in ("", "0")

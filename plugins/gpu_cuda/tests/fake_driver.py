@@ -3,12 +3,12 @@
 Triton makes a key of every launch: the types of its arguments, which of them are 1 or a multiple of 16, its constants
 and its options. A launch whose key is new compiles, so new keys are counted as compilations. This is where Triton asks
 its cache hook, which releases 3.2 and 3.3 keep in `JITFunction` and 3.4 to 3.9 in `triton.knobs`. The hook keeps
-Triton from compiling, so every launch asks it again; with `compiles` it compiles each key once, and keeps what fails.
+Triton from compiling, so every launch queries it again; with `compiles` it compiles each key once and records errors.
 
 Kernels that never ran leave their results as they were allocated: `zeros_for_empty` makes that zeros, so tokens stay
 within the vocabulary and steps go on.
 
-Only for a process of its own, without TRITON_INTERPRET.
+Only for a separate process, without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 
 class H100(Processor):
-    """The processor, where an H100 says what it is."""
+    """The CPU with the properties of an H100."""
 
     name = "processor that calls itself H100"  # type: ignore[assignment]  # a property of `Cuda`
     has_bfloat16 = has_float16 = True  # type: ignore[assignment]  # as above
@@ -35,7 +35,7 @@ class H100(Processor):
 
 
 class FakeDriver:
-    """The part of a driver that a launch asks before it looks for a compiled kernel."""
+    """The part of a driver that a launch queries before it looks up the compiled kernel."""
 
     def __init__(self, capability: int = 90, *, compiles: bool = False) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -55,9 +55,9 @@ class FakeDriver:
         """Become Triton's driver for the rest of the process."""
         driver.set_active(self)
         if hasattr(triton, "knobs"):
-            triton.knobs.runtime.jit_cache_hook = self._asked
+            triton.knobs.runtime.jit_cache_hook = self._on_cache_lookup
         else:
-            JITFunction.cache_hook = self._asked
+            JITFunction.cache_hook = self._on_cache_lookup
         return self
 
     def is_active(self) -> bool:
@@ -72,7 +72,7 @@ class FakeDriver:
     def get_current_target(self) -> GPUTarget:
         return self._target
 
-    def _asked(self, *, key: Any, repr: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def _on_cache_lookup(self, *, key: Any, repr: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """Count a launch, and its key if it is new. True: do not compile, do not launch."""
         self.launches += 1
         self.fusing[fn.name] = compile["enable_fp_fusion"]
@@ -91,17 +91,17 @@ class FakeDriver:
                 target=self._target,
                 options=options_of(asked),
             )
-        except Exception as error:  # noqa: BLE001 - whatever it is, the test says it
+        except Exception as error:  # noqa: BLE001 - the test reports any error
             self.failures.append(f"{name}: {type(error).__name__}: {error}")
 
 
 def options_of(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return what a launch asked of the compiler."""
+    """Return the compiler options of a launch."""
     return {option: asked[option] for option in ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")}
 
 
 def _described(kernel: str, names: list[str], asked: dict[str, Any]) -> str:
-    """Say what sets one compilation apart: options, constants (those of value 1 among them), and what 16 divides."""
+    """Return the key of a compilation: options, constants (including arguments of value 1), and divisibility by 16."""
     facts = [f"{option}={asked[option]}" for option in ("num_warps", "num_stages")]
     for place, value in asked["constants"].items():
         facts.append(f"{names[place[0]] if isinstance(place, tuple) else place}={value}")
@@ -115,7 +115,7 @@ def _described(kernel: str, names: list[str], asked: dict[str, Any]) -> str:
 
 
 def zeros_for_empty() -> None:
-    """Have torch fill with zeros what it allocates without a value, in all threads and for the rest of the process."""
+    """Make torch fill uninitialised allocations with zeros, in all threads and for the rest of the process."""
     for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(place, name, _filling(getattr(place, name)))
 

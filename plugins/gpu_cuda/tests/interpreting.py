@@ -1,4 +1,4 @@
-"""What Triton's interpreter needs to be as strict as a device."""
+"""Patches that make Triton's interpreter as strict as a device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hasten() -> None:
         return SimpleNamespace(restore=restore)
 
     interpreter._patch_lang = once
-    # Sums of whole numbers are not computed a second time to see whether they overflow.
+    # Skip the overflow check, which would compute integer sums a second time.
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 
 
@@ -46,15 +46,15 @@ def hasten() -> None:
 def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add products of matrices one by one, as tensor cores do for each number by itself.
 
-    The interpreter leaves them to a library that adds in another order beside other columns, and knows no bfloat16.
+    The interpreter uses a library whose order of additions depends on the other columns, and which lacks bfloat16.
     """
     from triton.runtime import interpreter
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         left, right = (_numbers(each, interpreter) for each in (a, b))
         total = np.zeros_like(d.data)
-        for place in range(left.shape[1]):
-            total += left[:, place, None].astype(total.dtype) * right[None, place].astype(total.dtype)
+        for column in range(left.shape[1]):
+            total += left[:, column, None].astype(total.dtype) * right[None, column].astype(total.dtype)
         return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
@@ -70,7 +70,7 @@ def _numbers(operand: Any, interpreter: Any) -> Any:
 
 @pytest.fixture
 def integers_become_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn integers into bfloat16 by their value; the interpreter takes them for its bits."""
+    """Convert integers to bfloat16 by value; the interpreter reinterprets their bits."""
     from triton.runtime import interpreter
 
     cast = interpreter.InterpreterBuilder.cast_impl

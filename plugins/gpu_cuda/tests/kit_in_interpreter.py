@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this when kernels are defin
 from collections.abc import Callable
 
 import interpreting
-import kit_on_processor  # noqa: F401 - puts the processor in the device's place
+import kit_on_processor  # noqa: F401 - replaces the device with the CPU
 from processor import Processor
 
 from fd_gpu_cuda.backend import CudaBackend

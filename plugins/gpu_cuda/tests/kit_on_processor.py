@@ -1,4 +1,4 @@
-"""A pytest plugin that puts the processor in the place of the CUDA device, for the conformance kit.
+"""Pytest plugin that replaces the CUDA device with the CPU, for the conformance kit.
 
 `pytest -p kit_on_processor --pyargs fd_core.testing.suite --fd-backend=gpu_cuda`, with this folder on the path.
 """

@@ -1,4 +1,4 @@
-"""How many kernels a computation would launch on a device, counted on the processor.
+"""Count the kernels that a computation would launch on a device, on the CPU.
 
 One launch is counted for each operation of torch that reads or writes elements, and one for each kernel in Triton;
 what Triton's interpreter does to run it is not counted. Views, allocations and metadata launch nothing. A product with
@@ -19,7 +19,7 @@ NO_LAUNCH = ("empty", "new_empty", "set_", "resize_", "lift_fresh", "_unsafe_vie
 
 
 class _Operations(TorchDispatchMode):
-    """Notes the operations of torch that would launch something."""
+    """Records the operations of torch that would launch a kernel."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """Collect the names of what is launched inside, in order."""
+    """Collect the names of the launches in the block, in order."""
     from triton.runtime.interpreter import GridExecutor
 
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""What adds adapters, on the processor: it looks where tables say, each time that it is replayed."""
+"""LoRA products on the CPU, which read the tables at each replay."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fd_core.ops.contract import Array
 from fd_gpu_cuda.kernel_table import LoraTable
 
 
-def plain_lora(y: Array, x: Array, table: LoraTable, places: Array) -> None:
+def plain_lora(y: Array, x: Array, table: LoraTable, slots: Array) -> None:
     """Add at once, or at each replay of what is being captured; a capture itself computes nothing on a device."""
 
     def add() -> None:
-        for place in sorted(set(places.tolist()) - {0}):
-            rows, begin = (places == place).nonzero()[:, 0], 0
-            for (down, up, rank), out in zip(table.entries[place - 1].tolist(), table.outs, strict=True):
+        for slot in sorted(set(slots.tolist()) - {0}):
+            rows, begin = (slots == slot).nonzero()[:, 0], 0
+            for (down, up, rank), out in zip(table.entries[slot - 1].tolist(), table.outs, strict=True):
                 if rank:
                     inner = x[rows] @ _matrix(down, rank, table.inputs, x.dtype).T
                     y[rows, begin : begin + out] += inner @ _matrix(up, rank, out, x.dtype)

@@ -1,4 +1,4 @@
-"""The processor in the place of a CUDA device, and plain torch in the place of the kernels."""
+"""CPU instead of a CUDA device, and plain torch instead of the kernels."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AtOnce(CopyLane):
 
 
 class Processor(Cuda):
-    """What `Cuda` does, at once and without a GPU. A replay repeats the operations that were captured."""
+    """`Cuda` without a GPU, synchronous. A replay repeats the captured operations."""
 
     name = "processor"  # type: ignore[assignment]  # a property of the class above
     # Here every intermediate result would be rounded to bfloat16.
@@ -84,7 +84,7 @@ class Processor(Cuda):
 
     def download(self, arrays: Sequence[Array]) -> HostCopies:
         require_no_capture("a download")
-        looks = iter([False])  # whoever looks finds the copies there the second time
+        looks = iter([False])  # the copies are complete at the second poll
         return QueuedCopies([array.detach().clone() for array in arrays], lambda: next(looks, True), self.wait)
 
     def wait(self) -> None:
@@ -130,7 +130,7 @@ class Processor(Cuda):
 
 
 def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
-    """Every token over every place of its row's table; looks at no value on the host."""
+    """Attend with every token to every position of its row's table; reads no value on the host."""
     size = layer.block_size
     token = torch.arange(len(q), dtype=torch.int32, device=q.device)
     row = torch.searchsorted(step.query_start[1:], token, right=True)
@@ -152,7 +152,7 @@ def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -
 
 
 def plain_experts(x: Array, experts: Experts, activation: Activation, shared: Array | None) -> Array:
-    """Every expert on every token, as large as that is; looks at no value on the host."""
+    """Compute every expert on every token; reads no value on the host."""
     chosen, weights = route(x, experts)
     share = weights.new_zeros(len(x), experts.gate_up.experts).scatter_(1, chosen, weights).to(x.dtype)
     gate_up, down = (
@@ -209,7 +209,7 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def nothing_waits(monkeypatch: Any) -> Iterator[None]:
-    """Fail where torch on CUDA would wait for the device to look at a value."""
+    """Fail if torch on CUDA would wait for the device to read a value."""
     with monkeypatch.context() as patch:
         for name in WAITING_METHODS:
 

@@ -1,4 +1,4 @@
-"""Decodes of tokens with adapters are replayed, and deliver what the core's pack delivers, whatever comes and goes."""
+"""Decodes with adapters are replayed, and equal those of the core's pack while adapters are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def adapters_of(folder: Path, model: Any) -> list[Any]:
 
 
 def outputs(runner: Runner, adapters: list[Any]) -> list[Any]:
-    """Serve a conversation whose slots take turns with these adapters; None is none."""
+    """Serve a conversation whose slots use these adapters in turn; None: no adapter."""
     plans = conversation(MIXED)
     admissions = tuple(
         replace(each, adapter="" if (mine := adapters[slot % len(adapters)]) is None else mine.digest)
@@ -48,7 +48,7 @@ def outputs(runner: Runner, adapters: list[Any]) -> list[Any]:
     return [runner.execute(each).tokens.tolist() for each in plans]
 
 
-def test_decodes_with_adapters_are_replayed_and_new_adapters_need_no_new_capture(folder: Path) -> None:
+def test_decodes_replay_with_new_adapters_without_a_new_capture(folder: Path) -> None:
     processor, found = Processor(), []
     for ops in (TorchOps(), make_ops(processor)):
         model: Any = load(folder, ops)
@@ -68,7 +68,7 @@ def test_decodes_with_adapters_are_replayed_and_new_adapters_need_no_new_capture
             else:
                 runner.adapters.prepare()
             if ops.queues:  # plain decodes are captured at the first of them
-                assert processor.captured == (8 if texts else 4), "captured before an adapter comes"
+                assert processor.captured == (8 if texts else 4), "captured before an adapter is loaded"
             texts.append(outputs(runner, served))
         found.append(texts)
     assert found[0] == found[1]
@@ -77,7 +77,7 @@ def test_decodes_with_adapters_are_replayed_and_new_adapters_need_no_new_capture
     assert processor.replays == 30, "five decodes of each"
 
 
-def test_an_adapter_beyond_the_room_is_computed_from_new_tables(folder: Path) -> None:
+def test_adapter_beyond_the_capacity_gets_new_tables(folder: Path) -> None:
     processor = Processor()
     ops = make_ops(processor)
     runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
@@ -92,7 +92,7 @@ def test_an_adapter_beyond_the_room_is_computed_from_new_tables(folder: Path) ->
     assert processor.replays == 20
 
 
-def test_an_adapter_that_does_not_fit_is_a_memory_error_which_ends_its_loading_alone(folder: Path) -> None:
+def test_oversized_adapter_raises_a_memory_error_for_its_load_only(folder: Path) -> None:
     ops = make_ops()
     model: Any = load(folder, ops)
     runner = Runner(ops, model, LIMITS, TorchPostprocess)

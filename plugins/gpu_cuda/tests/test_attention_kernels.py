@@ -32,7 +32,7 @@ def attention(device: tuple[int, int] = H100) -> PagedAttention:
 
 
 class Batch:
-    """Rows of (tokens, context) over scattered blocks, with what the oracle makes of them."""
+    """Rows of (tokens, context) over scattered blocks, with the results of the oracle."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Batch:
         self.rows, self.block_size, self._dtype = rows, block_size, dtype
         self.heads = Heads(nh, nkv, d, d**-0.5, Rope(None, None), **options)
         step = step_input(rows, block_size, tables)
-        # What lies beyond a context has no meaning: here it names a block of what is no number.
+        # Table entries beyond a context are undefined: here they point to a block of NaN.
         used = np.array([-(-context // block_size) for _, context in rows])
         self._step = replace(step, block_tables=np.where(np.arange(width) < used[:, None], tables, blocks))
         slots = blocks * block_size
@@ -91,7 +91,7 @@ BATCHES = {
     "decodes with drafts": [(3, 70), (3, 3), (3, 257), (3, 1300)],
     "more drafts than a tile holds": [(8, 70), (8, 300)],
     "prompts": [(9, 9), (70, 70)],
-    "chunks behind a context": [(20, 30), (65, 310)],
+    "chunks after a context": [(20, 30), (65, 310)],
     "decodes between chunks": [(1, 9), (37, 40), (1, 1), (9, 600), (2, 300), (8, 8)],
 }
 
@@ -129,7 +129,7 @@ def test_every_geometry(heads: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.usefixtures("dots_in_order", "integers_become_bfloat16")
 def test_every_type_of_elements(dtype: Any, kv: str) -> None:
-    """Beside the oracle, which computes in float32."""
+    """Compare with the oracle, which computes in float32."""
     Batch([(1, 290), (4, 37), (21, 70)], (4, 2, 64), dtype, kv, window=200).check(attention())
 
 
@@ -139,7 +139,7 @@ def test_heads_that_share_a_masked_tile_of_8_bits() -> None:
 
 
 @pytest.mark.parametrize(("width", "options"), [pytest.param(24, {}, marks=AT_LENGTH), (16, {"window": 1100})], ids=str)
-def test_a_context_of_thousands_has_the_same_bits_on_every_device(width: int, options: dict[str, Any]) -> None:
+def test_long_context_has_the_same_bits_on_every_device(width: int, options: dict[str, Any]) -> None:
     """Over small and large chunks: by one program, by two, and by one for each chunk.
 
     A tile of a head that is masked has twice the keys of another in float32, and so the interpreter half the work.
@@ -152,8 +152,8 @@ def test_a_context_of_thousands_has_the_same_bits_on_every_device(width: int, op
 
 @pytest.mark.usefixtures("dots_in_order")
 @pytest.mark.parametrize("options", [{}, {"window": 90}], ids=str)
-def test_a_row_alone_has_the_same_bits_as_in_any_batch(options: dict[str, Any]) -> None:
-    """Whether it decodes, has drafts or a prompt, and whatever is beside it."""
+def test_row_alone_has_the_same_bits_as_in_any_batch(options: dict[str, Any]) -> None:
+    """For a decode, drafts and a prompt, with any other rows in the batch."""
     rows = [(1, 600), (19, 40), (1, 3), (3, 300), (40, 90)]
     batch, attend = Batch(rows, (4, 1, 16), **options), attention((12, 99 * 1024))
     together = batch.check(attend)
@@ -164,7 +164,7 @@ def test_a_row_alone_has_the_same_bits_as_in_any_batch(options: dict[str, Any]) 
 
 
 def test_padding_computes_in_the_spare_block() -> None:
-    """Rows that pad a replayed step: one token over the spare block, whatever the table says beyond it."""
+    """Rows that pad a replayed step: one token over the spare block; the rest of the table is ignored."""
     batch = Batch([(1, 530), (1, 40), (1, 1), (1, 1)])
     batch.layer.keys[-batch.block_size :] = 0
     batch.layer.values[-batch.block_size :] = 0
@@ -176,7 +176,7 @@ def test_padding_computes_in_the_spare_block() -> None:
     assert torch.equal(found[2:], torch.zeros_like(found[2:]))
 
 
-def test_the_bound_of_a_graph_changes_nothing() -> None:
+def test_bound_of_a_graph_does_not_change_results() -> None:
     """A graph is captured for the longest context that the model has."""
     batch, attend = Batch([(1, 700), (1, 3)], (2, 1, 16)), attention((8, 99 * 1024))
     expected = batch.check(attend)
@@ -185,7 +185,7 @@ def test_the_bound_of_a_graph_changes_nothing() -> None:
         assert torch.equal(attend(batch.q, batch.layer, batch.heads, step), expected)
 
 
-def test_counters_are_left_at_zero() -> None:
+def test_counters_end_at_zero() -> None:
     attend = attention((12, 99 * 1024))
     Batch([(1, 700), (1, 2100), (1, 3)], (2, 1, 16)).check(attend)
     assert not attend._counters.any()
@@ -195,7 +195,7 @@ def test_counters_are_left_at_zero() -> None:
     ("rows", "context", "splits"),
     [(1, 128, 1), (1, 32768, 33), (1, 4096, 16), (8, 32768, 4), (33, 32768, 1), (256, 131072, 1)],
 )
-def test_rows_are_divided_so_far_that_the_device_is_full(rows: int, context: int, splits: int) -> None:
+def test_rows_are_split_until_the_device_is_full(rows: int, context: int, splits: int) -> None:
     """Of Llama-3.1-8B on an H100."""
     from fd_gpu_cuda.kernels.attention import most_chunks
 

@@ -1,4 +1,4 @@
-"""Tiles of attention: what decides bits is the model's alone, and heads without a mask have the largest tiles."""
+"""Tiles of attention: results depend on the model alone, and heads without a mask have the largest tiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICES = (64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024)
 
 
 @pytest.mark.parametrize("cut", [decode_tile, prefill_tile])
-def test_a_device_decides_only_how_many_loads_are_under_way(cut: Callable[[HeadSizes, int], Tile]) -> None:
+def test_device_affects_only_the_number_of_loads_in_flight(cut: Callable[[HeadSizes, int], Tile]) -> None:
     for shared, width, form, windowed in product((1, 4, 8, 40), (24, 80, 96, 128, 192, 256), FORMS, (False, True)):
         sizes = HeadSizes(shared, width, *FORMS[form], windowed)
         assert len({cut(sizes, memory)._replace(num_stages=1) for memory in DEVICES}) == 1, sizes

@@ -1,4 +1,4 @@
-"""The captures of the tests refuse what a device would refuse or compute wrongly."""
+"""The captures of the tests reject work that a device would reject or compute wrongly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fd_gpu_cuda.device import upload_packed  # noqa: E402
 HOST = torch.device("cpu")
 
 
-def test_a_replay_computes_from_what_its_memory_holds_then() -> None:
+def test_replay_reads_the_current_content_of_its_memory() -> None:
     x, weight, y = torch.ones(3), torch.full((3,), 2.0), torch.zeros(3)
 
     def compute() -> None:
@@ -33,7 +33,7 @@ def test_a_replay_computes_from_what_its_memory_holds_then() -> None:
     assert y.tolist() == [5, 7, 11]
 
 
-def test_a_replay_repeats_no_decision_of_python() -> None:
+def test_replay_repeats_no_decision_of_python() -> None:
     x, y, signs = torch.ones(1), torch.zeros(1), iter([1.0, 1.0, -1.0])
     recorded = record(lambda: y.copy_(x * next(signs)))
     recorded.replay()
@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_device_cannot_capture_is_refused(name: str) -> None:
+def test_operations_that_cannot_be_captured_are_rejected(name: str) -> None:
     work, words = REFUSED[name]
     x, runs = torch.ones(4), iter([False, True])
 
@@ -90,14 +90,14 @@ def test_what_a_device_cannot_capture_is_refused(name: str) -> None:
         record(compute)
 
 
-def test_memory_made_for_one_call_is_refused() -> None:
+def test_memory_made_for_one_call_is_rejected() -> None:
     """As an array that was uploaded for a step, and not copied to the memory of the graph."""
     y, inputs = torch.zeros(3), iter([torch.ones(3), torch.ones(3)])
     with pytest.raises(CaptureRefused, match="made for this call alone"):
         record(lambda: y.add_(next(inputs)))
 
 
-def test_memory_that_was_given_back_is_refused_at_the_replay() -> None:
+def test_freed_memory_is_rejected_at_the_replay() -> None:
     """As a workspace that has grown since."""
     y, owned = torch.zeros(3), [torch.ones(3)]
     recorded = record(lambda: y.add_(owned[0]))
@@ -108,7 +108,7 @@ def test_memory_that_was_given_back_is_refused_at_the_replay() -> None:
         recorded.replay()
 
 
-def test_a_workspace_made_before_the_capture_may_be_read() -> None:
+def test_workspace_made_before_the_capture_may_be_read() -> None:
     y, owned = torch.zeros(3), list[Any]()
 
     def compute() -> None:
@@ -120,7 +120,7 @@ def test_a_workspace_made_before_the_capture_may_be_read() -> None:
     assert y.tolist() == [3, 3, 3]
 
 
-def test_after_a_refusal_the_next_capture_begins_anew() -> None:
+def test_capture_works_after_a_rejected_one() -> None:
     x = torch.ones(2)
     with pytest.raises(CaptureRefused):
         record(lambda: x.fill_(x[0].item()))

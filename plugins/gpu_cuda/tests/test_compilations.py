@@ -1,4 +1,4 @@
-"""Nothing compiles while requests are served. Triton really runs, in a process of its own with a driver that launches
+"""Nothing compiles while requests are served. Triton really runs, in a separate process with a driver that launches
 nothing; see `fake_driver`."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fd_core.testing.models.checkpoints import write_checkpoint
 
 
 def answer(script: str, *words: str, cache: Path) -> Any:
-    """Run a script beside this one without the interpreter, and return what it prints last."""
+    """Run another script of this folder without the interpreter, and return the last line of its output."""
     here = Path(__file__).parent
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"FD_CACHE": str(cache), "TRITON_DEFAULT_FP_FUSION": "0"}
@@ -32,14 +32,14 @@ def answer(script: str, *words: str, cache: Path) -> Any:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_the_driver_counts_what_triton_would_compile_and_launches_nothing(tmp_path: Path) -> None:
+def test_fake_driver_counts_compilations_and_launches_nothing(tmp_path: Path) -> None:
     found, failures, launches, touched = answer("count_small_kernels.py", cache=tmp_path)
     # A count of 1 is a constant, multiples of 16 and addresses that are none are known to the compiler.
     assert found == {"_special": [1, 1, 1, 0, 1, 1], "_plain": [1, 0, 0, 0, 0, 1]}
     assert (failures, launches, touched) == ([], 12, 0.0)
 
 
-def test_a_second_start_compiles_nothing_and_what_compiles_while_serving_is_said(tmp_path: Path) -> None:
+def test_second_start_compiles_nothing_and_late_compilations_are_logged(tmp_path: Path) -> None:
     starts = [answer("count_a_start.py", cache=tmp_path) for _ in range(2)]
     folder = str(tmp_path / "triton")
     assert [found[:3] for found in starts] == [[folder, [1, 0, 0], [2, 0, 1]], [folder, [0, 1, 0], [0, 2, 1]]]
@@ -48,9 +48,7 @@ def test_a_second_start_compiles_nothing_and_what_compiles_while_serving_is_said
     assert later.startswith("WARNING the kernel _plain was compiled while requests were served, which delayed them by ")
 
 
-def test_triton_s_cache_folder_is_this_project_s_unless_the_user_names_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_triton_cache_is_in_the_project_cache_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from fd_gpu_cuda.compilations import use_cache_folder
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
@@ -65,9 +63,9 @@ NGRAM = {"speculative": {"method": "ngram", "num_speculative_tokens": 3}}
 ITSELF = {"speculative": {"method": "draft_model", "num_speculative_tokens": 3}}
 """The model drafts for itself."""
 HELD: dict[str, Any] = {"lora_modules": ["a={folder}/adapter0", "b={folder}/adapter1"], "max_lora_rank": 20}
-"""Adapters that are there from the start, for some of the requests."""
+"""Adapters that are loaded at start, for some of the requests."""
 LOADED: dict[str, Any] = {"lora_folder": "{folder}", "max_loras": 3}
-"""Adapters that come and go."""
+"""Adapters that are loaded and unloaded."""
 SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("gemma3", {"dtype": "float32", **NGRAM}),
@@ -78,7 +76,7 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", ITSELF),
     ("llama", {"attention_backend": "torch"}),
 ]
-"""Checkpoints and settings. Beside texts, in which log-probabilities of prompts are wanted too, each makes vectors."""
+"""Checkpoints and settings. Each generates texts, also with log-probabilities of prompts, and embeddings."""
 
 
 @pytest.mark.parametrize(("case", "settings"), SERVED if everything() else SERVED[3:5], ids=str)
@@ -94,5 +92,5 @@ def test_nothing_compiles_while_requests_are_served(case: str, settings: dict[st
     assert found["launches"] > 100
     assert len(found["at_start"]) > 10
     assert found["later"] == [], f"seed {seed}"
-    # As each kernel asks for it, not as this release of Triton would have it, which is told to by `answer`.
+    # The option of each kernel, not the default of this Triton release, which `answer` sets.
     assert {kernel for kernel, fuses in found["fusing"].items() if not fuses} <= {"penalize"}

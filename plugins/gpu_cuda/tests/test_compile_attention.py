@@ -1,4 +1,4 @@
-"""Attention compiles for the devices, and what it compiles to fits them; Triton needs none for that."""
+"""Attention compiles for each device and fits its resources; Triton needs no GPU for that."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ from compiling import capabilities, compiled
 
 
 @pytest.mark.parametrize("capability", capabilities())
-def test_attention_takes_the_tensor_cores_and_the_memory_that_each_device_has(capability: int, tmp_path: Path) -> None:
+def test_attention_uses_tensor_cores_and_fits_each_device(capability: int, tmp_path: Path) -> None:
     compiled("compile_attention.py", tmp_path, str(capability))

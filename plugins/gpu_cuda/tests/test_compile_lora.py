@@ -1,4 +1,4 @@
-"""What adds adapters compiles for the devices, reads 16 bytes at a time and hardly spills; Triton needs no GPU."""
+"""LoRA kernels compile for each device, read 16 bytes at a time and hardly spill; Triton needs no GPU."""
 
 from __future__ import annotations
 

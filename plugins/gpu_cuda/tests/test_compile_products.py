@@ -1,4 +1,4 @@
-"""Products compile for the devices, and what they compile to fits them; Triton needs none for that."""
+"""Products compile for each device and fit its resources; Triton needs no GPU for that."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from compiling import capabilities, compiled
 
 
 @pytest.mark.parametrize("capability", capabilities())
-def test_products_take_the_tensor_cores_of_each_device_and_spill_nothing(capability: int, tmp_path: Path) -> None:
+def test_products_use_tensor_cores_and_spill_nothing(capability: int, tmp_path: Path) -> None:
     compiled("compile_products.py", tmp_path, str(capability))
 
 
 @pytest.mark.parametrize("capability", capabilities())
-def test_mixtures_of_experts_do_so_too(capability: int, tmp_path: Path) -> None:
+def test_experts_use_tensor_cores_and_spill_nothing(capability: int, tmp_path: Path) -> None:
     compiled("compile_experts.py", tmp_path, str(capability))
 
 
-def test_nothing_compiles_behind_the_first_product_whatever_the_number_of_tokens(tmp_path: Path) -> None:
+def test_nothing_compiles_after_the_first_product_of_any_size(tmp_path: Path) -> None:
     compiled("count_products.py", tmp_path)

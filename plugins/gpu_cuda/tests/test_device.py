@@ -1,4 +1,4 @@
-"""What `Cuda` asks of torch and Triton, which stand-ins answer; only a GPU shows the rest."""
+"""Calls of `Cuda` to torch and Triton, which are replaced by fakes; the rest needs a GPU."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from fd_gpu_cuda.device import Cuda, sum_in_float32  # noqa: E402
 
 @pytest.fixture
 def cuda() -> Cuda:
-    """A device that nobody initialises."""
+    """Device that is never initialised."""
     made = object.__new__(Cuda)
     made.device = torch.device("cuda", 0)
     made._pool, made._captures = object(), SimpleNamespace(wait_stream=lambda other: None)
     return made
 
 
-def test_what_fails_in_a_capture_is_what_is_raised_though_the_capture_cannot_end(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_in_a_capture_is_raised_even_if_ending_it_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     class Graph:
         ended = 0
 
@@ -51,7 +49,7 @@ def test_what_fails_in_a_capture_is_what_is_raised_though_the_capture_cannot_end
     assert Graph.ended == 1
 
 
-def test_triton_says_how_much_shared_memory_a_block_may_have(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_of_a_block_is_read_from_triton(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.6 does not; this is the number that Triton itself compares a kernel's wish with."""
     runtime = pytest.importorskip("triton.runtime")
     utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": 232448 + index})
@@ -67,14 +65,14 @@ def test_collectives_are_aborted_under_the_name_of_each_release_of_torch(cuda: C
         def wait_until(self, ready: Any) -> None:
             raise RankExchangeError("rank 1 does not answer")
 
-    cuda.ranks = Apart()  # type: ignore[assignment]  # all that is asked of the group
+    cuda.ranks = Apart()  # type: ignore[assignment]  # the only attribute of the group in use
     cuda._connection = SimpleNamespace(**{name: lambda: aborted.append(name)})
     with pytest.raises(RankExchangeError):
         cuda.wait_for(SimpleNamespace(query=lambda: False))
     assert aborted == [name]
 
 
-def test_products_are_added_up_in_float32_whatever_was_set_before() -> None:
+def test_products_accumulate_in_float32_despite_earlier_settings() -> None:
     matmul, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
     switches = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
     try:

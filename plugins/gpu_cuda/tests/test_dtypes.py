@@ -1,4 +1,4 @@
-"""The dtype follows what the device multiplies; on a device before Ampere whole steps run in float16."""
+"""The dtype depends on the device's multiplication units; before Ampere whole steps run in float16."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fd_gpu_cuda.kernel_table import Kernels  # noqa: E402
 
 
 class T4(Processor):
-    """The processor, where a device of compute capability 7.5 says what it is."""
+    """The CPU with the properties of a device of compute capability 7.5."""
 
     name = "processor that calls itself T4"  # type: ignore[assignment]  # a property of `Cuda`
     has_bfloat16 = False  # type: ignore[assignment]  # as above
@@ -46,7 +46,7 @@ class T4(Processor):
         ((5, 2), "float32", "neither"),
     ],
 )
-def test_auto_asks_the_device(
+def test_auto_dtype_depends_on_the_device(
     capability: tuple[int, int], dtype: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -58,10 +58,10 @@ def test_auto_asks_the_device(
 
 
 @pytest.mark.parametrize("case", ["llama", pytest.param("gemma3", marks=AT_LENGTH)])
-def test_whole_steps_on_a_device_without_bfloat16_are_float16_by_the_kernels(
+def test_steps_run_in_float16_on_devices_without_bfloat16(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's interpreter computes them; what is compared are log-probabilities, which rounding hardly moves."""
+    """Triton's interpreter computes them; log-probabilities are compared, which rounding hardly affects."""
     monkeypatch.setattr(device, "Cuda", T4)
     monkeypatch.setattr(Kernels, "capturable", False)  # nothing records what the interpreter computes
     write_checkpoint(case, tmp_path)
@@ -79,6 +79,6 @@ def test_whole_steps_on_a_device_without_bfloat16_are_float16_by_the_kernels(
         assert np.abs(np.asarray(output.logprobs.chosen) - np.asarray(expected.logprobs.chosen)).max() < 0.1
 
 
-def test_float32_is_computed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_is_used_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "Cuda", T4)
     assert CudaBackend(EngineConfig(model="x", dtype="float32")).make_ops().dtype == "float32"

@@ -36,7 +36,7 @@ def make_ops(dtype: str = "float32") -> CudaOps:
 
 
 def weight(kind: str | None, out: int, inputs: int, make: Values) -> Weight:
-    # A packed weight is made from its shape alone: scales set the experts apart.
+    # A packed weight depends on its shape alone: scales make the experts differ.
     if kind is None:
         return raw(make(out, inputs, scale=inputs**-0.5))
     packed = packed_weight(kind, out, inputs, group=32, scale=inputs**-0.5)
@@ -80,7 +80,7 @@ def experts() -> tuple[Experts, Experts]:
 
 
 @pytest.mark.parametrize("count", [1, 7, 64, pytest.param(300, marks=AT_LENGTH)])
-def test_steps_of_any_size_are_what_the_oracle_makes_of_them(count: int, experts: tuple[Experts, Experts]) -> None:
+def test_steps_of_any_size_match_the_oracle(count: int, experts: tuple[Experts, Experts]) -> None:
     x = tokens(count)
     near(make_ops().moe(torch.from_numpy(x), experts[1], "silu"), NumpyOps().moe(x, experts[0], "silu"))
 
@@ -108,7 +108,7 @@ def test_skewed_choices(favoured: int) -> None:
     near(make_ops().moe(torch.from_numpy(x), found, "silu"), NumpyOps().moe(x, right, "silu"))
 
 
-def test_the_routing_and_the_shared_experts_of_ernie() -> None:
+def test_routing_and_the_shared_experts_of_ernie() -> None:
     x, bias = tokens(33), Values(9)(COUNT, scale=0.1)
     right, found = (block(ops, top_k=6, bias=bias, shared=True) for ops in (NumpyOps(), make_ops()))
     near(make_ops().moe(torch.from_numpy(x), found, "silu"), NumpyOps().moe(x, right, "silu"))
@@ -142,7 +142,7 @@ def test_experts_that_are_packed_in_different_ways_are_expanded() -> None:
         ("bfloat16", "int4"),
     ],
 )
-def test_a_token_has_the_same_bits_alone_and_in_every_batch(dtype: str, kind: str | None) -> None:
+def test_token_has_the_same_bits_alone_and_in_every_batch(dtype: str, kind: str | None) -> None:
     """The tiles of the largest step have four times as many pairs as those of the smallest."""
     ops = make_ops(dtype)
     mixture, x = block(ops, kind, count=8, top_k=2), torch.from_numpy(tokens(150)).to(ops.torch_dtype)
@@ -151,7 +151,7 @@ def test_a_token_has_the_same_bits_alone_and_in_every_batch(dtype: str, kind: st
         assert torch.equal(ops.moe(x[rows], mixture, "silu"), together[rows])
 
 
-def test_what_is_not_finite_reaches_its_own_token_only(experts: tuple[Experts, Experts]) -> None:
+def test_nan_and_inf_stay_in_their_own_token(experts: tuple[Experts, Experts]) -> None:
     ops, x = make_ops(), torch.from_numpy(tokens(12))
     right = ops.moe(x, experts[1], "silu")
     x[3, 5], x[7, 0] = torch.nan, torch.inf
@@ -161,7 +161,7 @@ def test_what_is_not_finite_reaches_its_own_token_only(experts: tuple[Experts, E
     assert torch.equal(found[others], right[others])
 
 
-def test_an_empty_step(experts: tuple[Experts, Experts]) -> None:
+def test_empty_step(experts: tuple[Experts, Experts]) -> None:
     assert make_ops().moe(torch.empty(0, HIDDEN), experts[1], "silu").shape == (0, HIDDEN)
 
 
@@ -200,7 +200,7 @@ def test_choices_are_those_of_the_core(count: int, top_k: int, corrected: bool, 
     assert torch.allclose(weights, shares, rtol=1e-5)
 
 
-def test_a_token_that_is_not_finite_chooses_real_experts() -> None:
+def test_token_that_is_not_finite_chooses_real_experts() -> None:
     x = torch.zeros(3, 60)
     x[0, 3], x[1], x[2, 5] = torch.nan, -torch.inf, torch.inf
     chosen, weights = choose(x, Experts(torch.eye(60), None, None, 4, True))
@@ -208,7 +208,7 @@ def test_a_token_that_is_not_finite_chooses_real_experts() -> None:
     assert torch.isnan(weights).any(1).all()
 
 
-def test_an_expert_that_is_ruled_out_is_not_chosen_before_the_last() -> None:
+def test_excluded_expert_is_chosen_last() -> None:
     bias = torch.full((20,), -torch.inf)
     bias[[4, 11]] = 0
     chosen, _ = choose(torch.zeros(1, 20), Experts(torch.eye(20), None, None, 4, True, bias))
@@ -223,7 +223,7 @@ def test_pairs_are_sorted_by_expert_and_then_in_order(count: int, top_k: int) ->
     assert torch.equal(counts.long(), chosen.flatten().bincount(minlength=32))
 
 
-def test_there_are_as_many_tiles_as_the_worst_choice_needs() -> None:
+def test_tiles_suffice_for_the_worst_choice() -> None:
     for pairs, experts, tile in ((8, 128, 16), (2048, 128, 16), (300, 5, 128), (128, 128, 16), (3, 64, 16)):
         worst = min(pairs, experts)
         counts = [1] * worst

@@ -1,4 +1,4 @@
-"""What FlashInfer is told, and that its page lists lead to the right keys."""
+"""Arguments passed to FlashInfer, whose page lists must address the right keys."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Wrapper:
             context = (len(mine) - 1) * size + last[row]
             keys, values = (part[mine].flatten(0, 1)[:context] for part in kv)
             own = q[queries[row] : queries[row + 1]].unflatten(1, (nkv, -1))
-            place = context - len(own) + torch.arange(len(own))[:, None] - torch.arange(context)
-            seen = (place >= 0) & ((place <= self.options["window_left"]) | (self.options["window_left"] < 0))
+            distance = context - len(own) + torch.arange(len(own))[:, None] - torch.arange(context)
+            seen = (distance >= 0) & ((distance <= self.options["window_left"]) | (self.options["window_left"] < 0))
             scores = torch.einsum("tkgd,skd->tkgs", own, keys) * self.options["sm_scale"]
             cap = self.options["logits_soft_cap"]
             scores = scores if cap is None else (scores / cap).tanh() * cap
@@ -51,7 +51,7 @@ class Wrapper:
         return output
 
 
-def test_page_lists_hold_what_a_context_uses() -> None:
+def test_page_lists_hold_the_blocks_of_a_context() -> None:
     host = HostStep(ids(0, 1, 4), ids(9, 4), np.array([[7, 2, 5, 99], [3, 99, 99, 99]], np.int32))
     starts, pages, last = page_lists(host, 4)
     assert (starts.tolist(), pages.tolist(), last.tolist()) == ([0, 3, 4], [7, 2, 5, 3], [1, 4])
@@ -74,7 +74,7 @@ def test_each_geometry_is_planned_once_a_step() -> None:
 
 
 def on_both(numbers: StepInput) -> StepInput:
-    """Return a step whose arrays are tensors, with the host's beside them."""
+    """Return a step whose arrays are tensors, together with the arrays of the host."""
     host = HostStep(numbers.query_start, numbers.context_len, numbers.block_tables)
     arrays = {
         name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value

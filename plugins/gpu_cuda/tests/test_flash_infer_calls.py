@@ -46,9 +46,9 @@ RELEASES = {
         "use_fp16_softmax uses_spcompress",
     ),
 }
-"""What `BatchPrefillWithPagedKVCacheWrapper` takes when it is made, in `plan` and in `run`, as its sources say.
+"""Parameters of `BatchPrefillWithPagedKVCacheWrapper` in its constructor, `plan` and `run`, from its sources.
 
-Parameters in front of | have no default; those behind *args are given by name.
+Parameters in front of | have no default; those after *args are passed by name.
 """
 
 NUMBERS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 8, "page_size": 4, "kv_layout": "NHD"}
@@ -69,7 +69,7 @@ def signature(written: str) -> Signature:
 
 
 def wrapper_of(release: str, calls: list[tuple[str, dict[str, Any]]]) -> type:
-    """Return a class with the parameters of a release, which notes what each of them was given."""
+    """Return a class with the parameters of a release, which records their values."""
 
     def method(name: str, written: str) -> Callable[..., Any]:
         def noted(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -96,7 +96,7 @@ HEADS = Heads(4, 2, 8, 0.3, Rope(None, None), window=6, softcap=3.0)
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_each_argument_reaches_the_parameter_that_is_meant(release: str) -> None:
+def test_each_argument_reaches_its_parameter(release: str) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
     flashinfer = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=wrapper_of(release, calls))
     attend = FlashInferAttention(flashinfer, Processor())
@@ -114,7 +114,7 @@ def test_each_argument_reaches_the_parameter_that_is_meant(release: str) -> None
     assert set(run) == {"q", "paged_kv_cache"}
 
 
-def test_a_plan_waits_until_the_one_before_it_has_left_the_memory_that_it_overwrites() -> None:
+def test_plan_waits_until_the_previous_one_has_read_its_buffer() -> None:
     order: list[str] = []
 
     class Marking(Processor):

@@ -28,7 +28,7 @@ FUSED = replace(PLAIN, add_norm=add_norm, rotate_and_store=rotate_and_store, gat
 COMPOSED = replace(PLAIN, add_norm=None, rotate_and_store=None, gate=None)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROUNDING = {torch.float32: 2e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""One step of each type at 1: what two orders of a sum may make of the last bit."""
+"""One step of each type at 1: the difference that the order of a sum may make in the last bit."""
 
 
 def norm_of(width: int, seed: int) -> Norm:
@@ -53,7 +53,7 @@ def assert_steps(found: Any, expected: Any, steps: float = 2) -> None:
 @pytest.mark.parametrize("width", [38, 576, 2048, 4096])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["norm", "sum", "sum of a norm", "rows", "rows of a sum", "no norm"])
-def test_a_sum_and_its_norm(form: str, dtype: Any, width: int) -> None:
+def test_sum_and_its_norm(form: str, dtype: Any, width: int) -> None:
     x, y = random(dtype, 5, width), random(dtype, 5, width, seed=1)
     norm, post = norm_of(width, 2), norm_of(width, 3)
     rows = torch.tensor([3, 0, 3], dtype=torch.int32)
@@ -98,7 +98,7 @@ def test_empty_steps_launch_nothing_and_keep_their_shapes() -> None:
     assert rotate_and_store(torch.empty(0, 512), layer, heads, step).shape == (0, 4, 64)
 
 
-def test_a_row_has_the_same_bits_alone() -> None:
+def test_row_has_the_same_bits_alone() -> None:
     x, y, norm = random(torch.float32, 9, 576), random(torch.float32, 9, 576, seed=1), norm_of(576, 2)
     together = add_norm(x.clone(), norm, y)
     assert torch.equal(add_norm(x[4:5].clone(), norm, y[4:5]), together[4:5])
@@ -145,7 +145,7 @@ def test_heads_are_normalized_turned_and_stored(name: str, dtype: Any, quantized
     ours, theirs = (layer_of(heads, dtype, 6000, quantized) for _ in range(2))
     found, expected = rotate_and_store(qkv, ours, heads, step), plain_rotate_and_store(qkv, theirs, heads, step)
     assert_steps(found, expected, 4)
-    exact = dtype == torch.float32 and heads.q_norm is None  # sums of norms have an order of their own
+    exact = dtype == torch.float32 and heads.q_norm is None  # sums of norms have another order
     assert not exact or torch.equal(found, expected)
     for each in (ours.keys, ours.values):
         assert (each != 7).flatten(1).any(1).nonzero()[:, 0].tolist() == sorted(step.kv_slots.tolist())
@@ -193,7 +193,7 @@ def ops_with(kernels: Any = FUSED) -> CudaOps:
 
 
 @pytest.mark.parametrize("kernels", [FUSED, PLAIN, COMPOSED], ids=["fused", "plain", "composed"])
-def test_a_sum_is_added_once_whoever_reads_it(kernels: Any) -> None:
+def test_sum_is_added_once_for_all_readers(kernels: Any) -> None:
     """By one norm, by several, by none: each way ends at the same residual."""
     values = Values()
     x, a = values(3, 48), [values(3, 16) for _ in range(3)]
@@ -215,7 +215,7 @@ def test_a_sum_is_added_once_whoever_reads_it(kernels: Any) -> None:
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_logits_leave_the_residual_as_it_was() -> None:
+def test_logits_do_not_change_the_residual() -> None:
     ops, values = ops_with(), Values()
     norm = Norm(ops.prepare_vector(1 + values(48, scale=0.1)), 1e-5)
     linear = ops.prepare_linear([raw(values(48, 16))])
@@ -236,7 +236,7 @@ LAYERS = {
     "partial rope": Geometry(heads=4, kv_heads=4, d=80, rotary=32, block_size=16),
     "neighbours": Geometry(interleaved=True),
     "head norms": Geometry(head_norms=True),
-    "norms behind": Geometry(post_norm=True, activation="gelu_tanh"),
+    "norms after": Geometry(post_norm=True, activation="gelu_tanh"),
     "adapters": Geometry(post_norm=True, d=64, block_size=32, inner=150, adapters=True),
     "experts": Geometry(experts=5, shared_expert=True),
     "packed": Geometry(d=32, hidden=128, inner=256, packed="Q4_1"),
@@ -244,7 +244,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_with_the_kernels_is_the_oracle_s_composition(name: str) -> None:
+def test_layer_with_kernels_matches_the_oracle(name: str) -> None:
     g, ops = LAYERS[name], ops_with()
     for found, expected in zip(LayerOn(ops, g).run(ops), LayerOn(NumpyOps(), g).run(Ops), strict=True):
         assert_near(ops, torch.from_numpy(found), expected, None if g.packed is None else 4e-2)

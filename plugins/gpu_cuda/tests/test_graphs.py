@@ -1,4 +1,4 @@
-"""Decodes with drafts are replayed, padded, and deliver the texts that the core's pack makes token by token."""
+"""Decodes with drafts are replayed, padded, and generate the same texts as the core's pack token by token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def load(folder: Path, ops: Ops, **settings: Any) -> Model:
 
 
 def begin(runner: Runner, at_once: int = 5) -> dict[int, list[int]]:
-    """Prefill a prompt for each slot, so many in a step; returns what it samples."""
+    """Prefill a prompt for each slot, so many in a step; return the sampled tokens."""
     lengths = [4 + slot for slot in range(len(PARAMS))]
     admissions = tuple(
         Admission(
@@ -86,7 +86,7 @@ def plan(step: int, rows: list[tuple[int, int, int, int]], **more: Any) -> StepP
 
 
 def texts_alone(folder: Path) -> dict[int, list[int]]:
-    """What the core's pack makes, token by token."""
+    """Return the texts of the core's pack, token by token."""
     ops = TorchOps()
     runner = Runner(ops, load(folder, ops), limits(), TorchPostprocess)
     texts = begin(runner)
@@ -128,7 +128,7 @@ def test_drafted_decodes_are_replayed_and_deliver_the_same_texts(folder: Path, q
     runner.watch_forward(steps.append)
     if quantization == "auto":
         wanted = texts_alone(folder)
-    else:  # the core's pack expands what is rounded here, so this pack's own texts without drafts are the measure
+    else:  # the core's pack does not round activations, so compare with this pack's texts without drafts
         plain = make_ops()
         other = Runner(plain, load(folder, plain, quantization=quantization), limits(K), TorchPostprocess)
         wanted = drafted_texts(other, {slot: [0] * TOKENS for slot in range(5)}, seed=2)
@@ -141,7 +141,7 @@ def test_drafted_decodes_are_replayed_and_deliver_the_same_texts(folder: Path, q
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError], ids=["torch's", "the driver's"])
-def test_shapes_for_which_no_memory_is_left_are_computed_without_a_graph(
+def test_shapes_without_memory_left_run_without_a_graph(
     folder: Path, caplog: pytest.LogCaptureFixture, error: type[RuntimeError]
 ) -> None:
     class Full(Processor):
@@ -160,7 +160,7 @@ def test_shapes_for_which_no_memory_is_left_are_computed_without_a_graph(
     assert "fewer are not replayed: CUDA error: out of memory" in caplog.text
 
 
-def test_a_capture_that_fails_for_another_reason_ends_the_step(folder: Path) -> None:
+def test_capture_that_fails_for_another_reason_ends_the_step(folder: Path) -> None:
     class Failing(Processor):
         def capture(self, compute: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -173,7 +173,7 @@ def test_a_capture_that_fails_for_another_reason_ends_the_step(folder: Path) -> 
 
 
 @pytest.mark.parametrize("held_by", ["a rehearsal", "ranks"])
-def test_a_rehearsal_and_ranks_end_where_no_memory_is_left(folder: Path, held_by: str) -> None:
+def test_rehearsal_and_ranks_fail_without_memory(folder: Path, held_by: str) -> None:
     class Full(Processor):
         def capture(self, compute: Any) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -181,7 +181,7 @@ def test_a_rehearsal_and_ranks_end_where_no_memory_is_left(folder: Path, held_by
     processor = Full()
     ops = make_ops(processor)
     if held_by == "ranks":
-        processor.ranks = SimpleNamespace(wait_until=lambda done: None)  # type: ignore[assignment]  # all that is asked
+        processor.ranks = SimpleNamespace(wait_until=lambda done: None)  # type: ignore[assignment]  # the only method in use
     with ops.rehearsing() if held_by == "a rehearsal" else nullcontext():
         runner = Runner(ops, load(folder, ops), limits(), TorchPostprocess)
         begin(runner)
@@ -189,7 +189,7 @@ def test_a_rehearsal_and_ranks_end_where_no_memory_is_left(folder: Path, held_by
             runner.execute(plan(1, [(slot, int(runner.batch.length[slot]) - 1, 1, 0) for slot in range(2)]))
 
 
-def test_where_the_padded_step_is_beyond_the_budget_it_is_computed_as_it_is(folder: Path) -> None:
+def test_step_whose_padding_exceeds_the_budget_is_not_padded(folder: Path) -> None:
     processor, outputs = Processor(), []
     tight = limits(K, max_num_batched_tokens=18)
     for ops in (TorchOps(), make_ops(processor)):
@@ -206,7 +206,7 @@ def test_where_the_padded_step_is_beyond_the_budget_it_is_computed_as_it_is(fold
     assert processor.replays == replays + 1, "five rows of four tokens are more than 18"
 
 
-def test_padding_leaves_the_blocks_of_others_alone(folder: Path) -> None:
+def test_padding_does_not_touch_other_blocks(folder: Path) -> None:
     ops = make_ops()
     runner = Runner(ops, load(folder, ops), limits(K), TorchPostprocess)
     texts = texts_alone(folder)
@@ -231,19 +231,19 @@ def test_graphs_of_all_shapes_read_the_same_memory() -> None:
     assert (step.block_tables == 48).all()
 
 
-def test_logits_of_all_graphs_lie_in_one_memory_without_a_copy(folder: Path) -> None:
+def test_logits_of_all_graphs_share_one_buffer_without_a_copy(folder: Path) -> None:
     ops = make_ops()
     runner = Runner(ops, load(folder, ops), limits(K), TorchPostprocess)
     begin(runner)
-    places = set()
+    addresses = set()
     forward = runner._forward
 
     def watched(step: StepInput, cache: Any) -> Any:
         logits = forward(step, cache)
-        places.add(logits.data_ptr())
+        addresses.add(logits.data_ptr())
         return logits
 
     runner._forward = watched
     for step, slots in enumerate([[0, 1], [2], [0, 3, 4]], start=1):
         runner.execute(plan(step, [(slot, int(runner.batch.length[slot]) - 1, 1, 0) for slot in slots]))
-    assert len(places) == 1
+    assert len(addresses) == 1

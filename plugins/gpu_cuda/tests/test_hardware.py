@@ -1,4 +1,4 @@
-"""What only a GPU can show. Not part of the default run, and not run on hardware yet: `pytest -m hardware`."""
+"""Tests that need a GPU. Not part of the default run, and not run on hardware yet: `pytest -m hardware`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def runner_on(backend: CudaBackend, folder: Path, ops: Any = None) -> Runner:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_on_the_device_give_what_the_processor_gives(case: str, tmp_path: Path) -> None:
+def test_steps_on_the_device_match_the_processor(case: str, tmp_path: Path) -> None:
     write_checkpoint(case, tmp_path)
     backend = CudaBackend(EngineConfig(model=str(tmp_path), dtype="float32"))
     outputs: list[list[Any]] = []
@@ -47,8 +47,8 @@ def test_steps_on_the_device_give_what_the_processor_gives(case: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
-def test_packed_weights_on_the_device_are_near_what_they_stand_for(kind: str) -> None:
-    """Few rows and many, beside each other: 8-bit products round what they multiply by."""
+def test_packed_weights_on_the_device_are_near_their_values(kind: str) -> None:
+    """Few rows and many, compared with each other: 8-bit products round their inputs."""
     ops = CudaBackend(EngineConfig(model="x", dtype="bfloat16")).make_ops()
     weight = packed_weight(kind, 1500, 4096)
     prepared, x = ops.prepare_linear([weight]), np.random.default_rng(1).standard_normal((300, 4096), "f4")
@@ -59,7 +59,7 @@ def test_packed_weights_on_the_device_are_near_what_they_stand_for(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
-def test_a_row_times_packed_weights_has_the_same_bits_alone_and_beside_others(kind: str) -> None:
+def test_packed_product_of_a_row_has_the_same_bits_in_any_batch(kind: str) -> None:
     """Launch after launch: programs that share a row meet in memory, and the last one adds up."""
     ops = CudaBackend(EngineConfig(model="x", dtype="bfloat16")).make_ops()
     prepared = ops.prepare_linear([packed_weight(kind, 1500, 4096)])
@@ -80,7 +80,7 @@ def test_filtered_tokens_are_the_oracles_launch_after_launch() -> None:
         np.testing.assert_array_equal(ops.to_host(ops.sample(there, rows)[0]), expected)
 
 
-def test_nothing_but_the_fetch_synchronises(tmp_path: Path) -> None:
+def test_only_the_fetch_synchronises(tmp_path: Path) -> None:
     write_checkpoint("llama", tmp_path)
     backend = CudaBackend(EngineConfig(model=str(tmp_path)))
     ops = backend.make_ops()
@@ -96,7 +96,7 @@ def test_nothing_but_the_fetch_synchronises(tmp_path: Path) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_copies_beside_the_steps_change_nothing(tmp_path: Path) -> None:
+def test_concurrent_copies_do_not_change_results(tmp_path: Path) -> None:
     write_checkpoint("llama", tmp_path)
     backend = CudaBackend(EngineConfig(model=str(tmp_path)))
     ops = backend.make_ops()
@@ -152,7 +152,7 @@ def test_every_dtype_is_near_the_processor_in_float32(case: str, dtype: str, mar
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_launched_behind_one_another_give_what_they_give_alone(case: str, tmp_path: Path) -> None:
+def test_pipelined_steps_match_single_steps(case: str, tmp_path: Path) -> None:
     write_checkpoint(case, tmp_path)
     backend = CudaBackend(EngineConfig(model=str(tmp_path), dtype="float32"))
     plans = conversation(MIXED, decodes=12)
@@ -180,7 +180,7 @@ def test_replayed_decodes_allocate_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_on_two_devices_make_the_texts_of_one(case: str, tmp_path: Path) -> None:
+def test_two_ranks_on_two_devices_match_one(case: str, tmp_path: Path) -> None:
     """NCCL inside captured graphs; ranks that differ in one bit would end the engine by their digests."""
     write_checkpoint(case, tmp_path)
     settings: dict[str, Any] = {"model": str(tmp_path), "backend": "gpu_cuda", "dtype": "float32", "max_model_len": 64}

@@ -1,4 +1,4 @@
-"""The tests for hardware, with the processor in its place: so that the first hour finds no mistake in the tests."""
+"""The tests for hardware run on the CPU, so that the first hour on a GPU finds no mistakes in the tests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytest.importorskip("torch")
 
 FOLDER = Path(__file__).parent
 ONLY_THERE = "not synchronises and not two_ranks and not same_bits"
-"""What looks at the device's own switches, needs two of them, or holds for the kernels alone."""
+"""Tests that read switches of the device, need two devices, or hold for the kernels alone."""
 
 
 @AT_LENGTH
-def test_the_tests_for_hardware_pass_with_the_processor_in_its_place(tmp_path: Path) -> None:
+def test_hardware_tests_pass_on_the_processor(tmp_path: Path) -> None:
     words = ["-q", "-m", "hardware", "-k", ONLY_THERE, "-p", "kit_on_processor", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *words, str(FOLDER / "test_hardware.py")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])}

@@ -1,4 +1,4 @@
-"""The conformance kit on the whole plugin, but for the device and its kernels."""
+"""The conformance kit on the whole plugin, with the CPU instead of the device and its kernels."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from extent import everything
 pytest.importorskip("torch")
 
 NOT_HERE = "not test_a_text_survives_a_crash_in_the_middle"
-"""Its engine is a process of its own, which has the real device or none."""
+"""Its engine is a separate process, which has the real device or none."""
 
 
 AT_SIZE = "unfinished_chunks or decode_batches or last_slot or wide_step or matrix"
-"""Tests of production sizes that the processor computes in seconds: graphs, padding and what is kept between steps."""
+"""Tests of production sizes that take the CPU seconds: graphs, padding and state between steps."""
 
 WIDELY = "not fd_scale and not fd_thorough"
 if everything():
     WIDELY, AT_SIZE = "not fd_scale", f"{AT_SIZE} or memory_is_flat"
-else:  # of what engines do with any backend one test, of what depends on this one all
+else:  # one test of behaviour shared by all backends, and all tests that depend on this one
     NOT_HERE += " and not (test_golden and not preemption) and not (test_budget and not padding) and not zmq"
 
 
-@pytest.mark.timeout(600)  # 120 s is too little beside other programs
+@pytest.mark.timeout(600)  # 120 s is too little on a busy machine
 @pytest.mark.parametrize(
     ("chosen", "least"),
     [(("-m", WIDELY, "-k", NOT_HERE), 350 if everything() else 210), (("-m", "fd_scale", "-k", AT_SIZE), 15)],
 )
-def test_the_kit_passes_with_the_processor_in_the_device_s_place(
-    tmp_path: Path, chosen: tuple[str, ...], least: int
-) -> None:
+def test_kit_passes_with_the_processor_as_the_device(tmp_path: Path, chosen: tuple[str, ...], least: int) -> None:
     words = ["-p", "kit_on_processor", "-p", "no:cacheprovider", *chosen]
     command = [sys.executable, "-m", "pytest", *words, "--pyargs", "fd_core.testing.suite", "--fd-backend=gpu_cuda"]
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,4 +1,4 @@
-"""Copies of KV through staging memory: whenever a stream gets to its work, every bit arrives, and memory is bounded."""
+"""Copies of KV through staging memory: with any timing of the streams the data is exact, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = {
 
 
 class _Queue(TorchDispatchMode):
-    """Keeps operations instead of computing them, but for views."""
+    """Defers operations instead of computing them, except views."""
 
     def __init__(self, kept: list[Callable[[], Any]]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Queue(TorchDispatchMode):
 
 
 class Late(AtOnce):
-    """A lane that does nothing before it must: all that was queued, when somebody waits for it."""
+    """Lane that delays all queued work until a caller waits for it."""
 
     def __init__(self, device: LateDevice) -> None:
         self.queued: list[Callable[[], Any]] = []
@@ -75,7 +75,7 @@ class Late(AtOnce):
 
 
 class LateDevice(Processor):
-    """Counts what its lanes allocate, and refuses on demand."""
+    """Counts the allocations of its lanes, and fails on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def cache_on(device: Processor, kind: str, blocks_at_once: int) -> CudaKVCache:
 
 
 def every_block(cache: CudaKVCache) -> np.ndarray:
-    """Return the bytes of all blocks [blocks, layers, 2, bytes], gathered by numpy as the contract words it."""
+    """Return the bytes of all blocks [blocks, layers, 2, bytes], gathered by numpy according to the contract."""
     shape = cache.shape
     parts = [cache._data] if cache._scales is None else [cache._data, cache._scales]
     heads = (shape.num_layers, 2, BLOCKS + 1, shape.block_size * shape.num_kv_heads, -1)
@@ -121,7 +121,7 @@ def expected(cache: CudaKVCache, blocks: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("device", [Processor, LateDevice])
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 11, 23])
 def test_every_block_arrives_bit_for_bit_in_its_order(kind: str, device: type[Processor], count: int) -> None:
-    """Streams that work at once overwrite too early what is read too late; late ones read too late what is refilled."""
+    """Eager streams overwrite memory before a late read; late streams read memory that has been refilled."""
     cache = cache_on(device(), kind, 3)
     rng = np.random.default_rng(count)
     blocks = rng.permutation(BLOCKS)[:count].astype(np.int32)
@@ -140,7 +140,7 @@ def test_two_lanes_are_in_flight_and_memory_does_not_grow() -> None:
     device = LateDevice()
     cache = cache_on(device, "float32", 2)
     block = cache.shape.bytes_per_block(4)
-    assert device.host_bytes == 0  # a cache that nobody copies needs none
+    assert device.host_bytes == 0  # a cache that is never copied needs none
     for _ in range(3):
         cache.import_blocks(np.arange(BLOCKS), cache.export_blocks(np.arange(BLOCKS)))
     assert len(device.lanes) == device.most_in_flight == 2
@@ -148,7 +148,7 @@ def test_two_lanes_are_in_flight_and_memory_does_not_grow() -> None:
     assert device.host_bytes == device.device_bytes == 2 * 2 * block + indices
 
 
-def test_a_block_larger_than_the_staging_memory_is_copied_alone() -> None:
+def test_block_larger_than_the_staging_memory_is_copied_alone() -> None:
     cache = cache_on(LateDevice(), "float32", 1)
     assert BlockCopies([cache._data], 5, LateDevice(), staged_bytes=1)._capacity == 1
     assert cache.export_blocks(ids(4, 2)).tobytes() == expected(cache, ids(4, 2)).tobytes()
@@ -164,7 +164,7 @@ def test_an_exported_array_is_the_callers() -> None:
 
 
 @pytest.mark.parametrize("refusals", [1, 4])
-def test_without_memory_that_copy_ends_and_the_next_one_works(refusals: int) -> None:
+def test_copy_without_memory_fails_and_the_next_one_works(refusals: int) -> None:
     device = LateDevice()
     cache = cache_on(device, "float32", 2)
     device.refusals = 1
@@ -175,7 +175,7 @@ def test_without_memory_that_copy_ends_and_the_next_one_works(refusals: int) -> 
     assert cache.export_blocks(ids(1)).tobytes() == expected(cache, ids(1)).tobytes()
 
 
-def test_after_a_copy_that_broke_the_next_one_is_whole() -> None:
+def test_copy_after_a_failed_one_is_complete() -> None:
     """The first lane's work was queued, the second one's failed."""
     device = LateDevice()
     cache = cache_on(device, "float32", 2)
@@ -212,7 +212,7 @@ def test_two_threads_take_turns() -> None:
     assert not wrong
 
 
-def test_what_is_no_block_of_this_cache_is_refused() -> None:
+def test_blocks_outside_the_cache_are_rejected() -> None:
     cache = cache_on(Processor(), "float32", 2)
     data = cache.export_blocks(ids(1, 2))
     with pytest.raises(ValueError, match=r"got blocks of float32\[2, .*expected float32\[1"):
@@ -221,6 +221,6 @@ def test_what_is_no_block_of_this_cache_is_refused() -> None:
         cache.import_blocks(ids(1, 2), data.view(np.uint16))
 
 
-def test_the_pack_s_cache_has_a_block_for_padding() -> None:
+def test_cache_has_a_block_for_padding() -> None:
     cache = make_ops(Processor(), "bfloat16").allocate_kv(KVShape(2, 2, 8, 4), 6)
     assert (cache.num_blocks, cache.spare_block) == (6, 6)

@@ -34,8 +34,8 @@ def written(ops: Any, shape: KVShape, k: Any, v: Any, slots: Any, write: Any = N
 @pytest.mark.parametrize("write", [write_kv, None], ids=["kernel", "composition"])
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 @pytest.mark.parametrize(("nkv", "d"), [(1, 64), (3, 80), (8, 128), (2, 256), (3, 7)])
-def test_blocks_are_the_oracle_s_bit_for_bit(nkv: int, d: int, dtype: str, write: Any) -> None:
-    """Whatever the magnitudes, with heads of zeros and with values halfway between two steps."""
+def test_blocks_match_the_oracle_bit_for_bit(nkv: int, d: int, dtype: str, write: Any) -> None:
+    """For all magnitudes, with heads of zeros and with values halfway between two steps."""
     rng, tokens = np.random.default_rng(nkv * d), 37
     sizes = (10.0 ** rng.integers(-30, 30, (2, tokens, nkv, 1))).astype(np.float32)
     k, v = (Values(side)(tokens, nkv, d) * sizes[side] for side in (0, 1))
@@ -49,7 +49,7 @@ def test_blocks_are_the_oracle_s_bit_for_bit(nkv: int, d: int, dtype: str, write
 
 
 @pytest.mark.parametrize("write", [write_kv, None], ids=["kernel", "composition"])
-def test_the_scale_of_what_is_not_finite_is_not_finite(write: Any) -> None:
+def test_scale_of_nan_and_inf_is_not_finite(write: Any) -> None:
     k = np.ones((3, 2, 64), np.float32)
     k[0, 0, 5], k[1, 1, 7] = np.nan, np.inf
     blocks = written(make_ops(), KVShape(2, 2, 64, SIZE, "int8"), k, k, np.arange(3, dtype=np.int32), write)
@@ -57,8 +57,8 @@ def test_the_scale_of_what_is_not_finite_is_not_finite(write: Any) -> None:
     np.testing.assert_array_equal(np.isfinite(scales), [[False, True], [True, False], [True, True]])
 
 
-def test_heads_are_taken_where_they_lie_in_one_product() -> None:
-    """Queries, keys and values lie side by side in what a projection returns."""
+def test_heads_are_read_in_place_from_one_product() -> None:
+    """Queries, keys and values are adjacent in the output of a projection."""
     qkv, slots = torch.from_numpy(Values(4)(9, 8 * 64)), torch.arange(9, dtype=torch.int32)
     k, v = qkv[:, 4 * 64 : 6 * 64].unflatten(1, (2, 64)), qkv[:, 6 * 64 :].unflatten(1, (2, 64))
     layer = make_ops().allocate_kv(KVShape(1, 2, 64, SIZE), BLOCKS).layer(0)
@@ -67,7 +67,7 @@ def test_heads_are_taken_where_they_lie_in_one_product() -> None:
     assert torch.equal(layer.values[:9], v)
 
 
-def test_blocks_of_8_bits_come_back_and_touch_no_other() -> None:
+def test_8_bit_blocks_are_restored_without_touching_others() -> None:
     rng, shape = np.random.default_rng(3), KVShape(3, 2, 24, 4, "int8")
     cache = make_ops(Processor()).allocate_kv(shape, BLOCKS)
     every = np.arange(BLOCKS, dtype=np.int32)

@@ -54,13 +54,13 @@ LIMITS = Limits(
     max_num_seqs=6, max_num_batched_tokens=40, max_model_len=40, block_size=4, num_kv_blocks=20, vocab_size=160
 )
 LAYER = ("attention norm", "qkv", "heads", "attention", "output", "feed-forward norm", "gate-up", "activation", "down")
-"""What one dense layer launches at most."""
+"""Maximum launches of one dense layer."""
 LINEARS = ("qkv", "output", "gate-up", "down")
 """Those of them that adapters change."""
 
 
 def of_a_decode(folder: Path, case: str, layers: int, kernels: Any = KERNELS, **options: Any) -> list[str]:
-    """Return what a decode of three rows launches in a model of so many layers; `adapters` are the rows' places."""
+    """Return the launches of a decode of three rows in a model of so many layers; `adapters` are the rows' slots."""
     quantization, adapters = options.pop("quantization", "auto"), options.pop("adapters", ())
     if case == "gemma3":
         options["layer_types"] = ["sliding_attention", "full_attention"][:layers]
@@ -76,7 +76,7 @@ def of_a_decode(folder: Path, case: str, layers: int, kernels: Any = KERNELS, **
         step = replace(step, **adapter_rows(np.array(adapters, np.int32), ops))
         places = [write_adapter(folder, folder / f"adapter {seed}", seed=seed) for seed in range(max(adapters))]
         model = model.with_adapters([read_adapter(place, model.spec.adaptable(), 64) for place in places])
-    model.forward(step, cache)  # what is set up once
+    model.forward(step, cache)  # one-time set-up
     with counted() as found:
         model.forward(step, cache)
     return found
@@ -94,37 +94,35 @@ DENSE = ("llama", "llama-biases-wide-heads", "qwen3-yarn", "gemma3", "ernie", "m
 
 
 @pytest.mark.parametrize("case", DENSE)
-def test_a_dense_layer_takes_nine_launches(case: str, tmp_path: Path) -> None:
+def test_dense_layer_takes_nine_launches(case: str, tmp_path: Path) -> None:
     found = of_a_layer(tmp_path, case)
     assert found.total() == len(LAYER), found
 
 
-def test_packed_weights_take_no_more(tmp_path: Path) -> None:
+def test_packed_weights_need_no_more_launches(tmp_path: Path) -> None:
     found = of_a_layer(tmp_path, "llama", quantization="int8")
     assert found.total() <= len(LAYER), found
 
 
 @pytest.mark.parametrize("adapters", [(1, 1, 1), (1, 0, 2)])
-def test_adapters_take_two_more_for_each_linear_whatever_their_number(
-    adapters: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_any_number_of_adapters_adds_two_launches_a_linear(adapters: tuple[int, ...], tmp_path: Path) -> None:
     found = of_a_layer(tmp_path, "llama", adapters=adapters)
     assert found.total() == len(LAYER) + 2 * len(LINEARS), found
     assert found["triton _shrink"] == found["triton _expand"] == len(LINEARS)
 
 
-def test_beside_its_layers_a_decode_gathers_normalizes_and_projects(tmp_path: Path) -> None:
+def test_launches_of_a_decode_outside_its_layers(tmp_path: Path) -> None:
     """The token rows, then the final norm of the wanted rows and the output projection."""
     assert len(of_a_decode(tmp_path, "llama", 1)) == len(LAYER) + 3
 
 
 @pytest.mark.parametrize(("temperature", "sampling"), [(0.0, 1), (1.0, 2)])
-def test_a_whole_step_takes_few_launches_beside_its_layers(temperature: float, sampling: int, tmp_path: Path) -> None:
-    """Upload, rows of tokens, final norm and projection, sampling, the token matrix (4), and what comes back (3)."""
+def test_whole_step_has_few_launches_outside_its_layers(temperature: float, sampling: int, tmp_path: Path) -> None:
+    """Upload, rows of tokens, final norm and projection, sampling, the token matrix (4), and the fetch (3)."""
     write_checkpoint("llama", tmp_path, num_hidden_layers=1)
     ops = CudaOps("float32", Processor(), replace(KERNELS, sampling=TritonSampling(torch.device("cpu"), 4)))
     model = OnProcessor(EngineConfig(model=str(tmp_path))).load_model(tmp_path, ops, lambda done, total: None)
-    ops.compile = lambda forward: forward  # type: ignore[method-assign]  # a replay would count as nothing
+    ops.compile = lambda forward: forward  # type: ignore[method-assign]  # launches of a replay are not counted
     runner = Runner(ops, model, LIMITS_OF_STEPS, TorchPostprocess)
     *earlier, last = conversation([{"temperature": temperature, "seed": slot} for slot in range(3)])
     for each in earlier:
@@ -134,21 +132,21 @@ def test_a_whole_step_takes_few_launches_beside_its_layers(temperature: float, s
     assert len(found) <= len(LAYER) + 1 + 3 + sampling + 4 + 3, found
 
 
-def test_without_the_kernels_the_count_is_that_of_the_operations_one_by_one(tmp_path: Path) -> None:
-    """So the counter sees what fusions save. In bfloat16 it would be more: torch widens in operations of its own."""
+def test_without_kernels_each_operation_is_a_launch(tmp_path: Path) -> None:
+    """The difference is the saving of the fusions. In bfloat16 it would be more: torch widens in extra operations."""
     assert of_a_layer(tmp_path, "qwen3-yarn", COMPOSED).total() > 40
 
 
 MIXTURE = ("router", "choice", "order by expert", "gate-up with activation", "down", "weighted sum")
-"""What stands for the last three launches of a dense layer where it has experts, none of which every token passes."""
+"""Launches of a layer with experts, none of them shared, instead of the last three launches of a dense layer."""
 
 
-def test_a_layer_with_experts_takes_six_launches_for_them(tmp_path: Path) -> None:
+def test_layer_with_experts_takes_six_launches_for_them(tmp_path: Path) -> None:
     found = of_a_layer(tmp_path, "qwen3-moe", mlp_only_layers=[])
     assert found.total() == len(LAYER) - 3 + len(MIXTURE), found
 
 
-def test_the_counter_leaves_out_views_and_allocations_and_names_the_rest() -> None:
+def test_counter_leaves_out_views_and_allocations_and_names_the_rest() -> None:
     x = torch.ones(4, 6)
     with counted() as found:
         (
@@ -168,7 +166,7 @@ def test_the_counter_leaves_out_views_and_allocations_and_names_the_rest() -> No
     assert found == ["add", "copy_", "triton _gate"]
 
 
-def test_every_function_that_is_launched_says_how_it_is_compiled() -> None:
+def test_every_launched_function_has_compile_options() -> None:
     launched, plain = set(), set()
     for file in Path(fd_gpu_cuda.kernels.__path__[0]).glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,4 @@
-"""What adapters add: the kernels in Triton's interpreter, and the tables they read, against float64 and the core."""
+"""LoRA: the kernels in Triton's interpreter, and the tables they read, against float64 and the core."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def adapter(make: Values, ranks: Sequence[int], inputs: int, outs: Sequence[int]
     ]
 
 
-def lora_of(ops: Any, adapters: Sequence[Adapter], places: Any, inputs: int, outs: Sequence[int]) -> Lora:
+def lora_of(ops: Any, adapters: Sequence[Adapter], slots: Any, inputs: int, outs: Sequence[int]) -> Lora:
     deltas = [None if each is None else ops.prepare_lora(each, outs) for each in adapters]
-    step = step_input([(len(places), len(places))], 8, np.zeros((1, -(-len(places) // 8)), np.int32))
-    fields = adapter_rows(np.array(places, np.int32), ops)
+    step = step_input([(len(slots), len(slots))], 8, np.zeros((1, -(-len(slots) // 8)), np.int32))
+    fields = adapter_rows(np.array(slots, np.int32), ops)
     return Lora(ops.place_loras(deltas, inputs, outs), replace(on_device(ops, step), **fields))
 
 
-def added(x: Any, adapters: Sequence[Adapter], places: Any, outs: Sequence[int]) -> Any:
-    """What is added, in float64."""
+def added(x: Any, adapters: Sequence[Adapter], slots: Any, outs: Sequence[int]) -> Any:
+    """Return the LoRA terms in float64."""
     y = np.zeros((len(x), sum(outs)))
-    for token, place in enumerate(places):
+    for token, slot in enumerate(slots):
         end = 0
         for part, out in zip(
-            adapters[place - 1] or [None] * len(outs) if place else [None] * len(outs), outs, strict=True
+            adapters[slot - 1] or [None] * len(outs) if slot else [None] * len(outs), outs, strict=True
         ):
             if part is not None:
                 y[token, end : end + out] = part.up.astype(np.float64) @ (part.down.astype(np.float64) @ x[token])
@@ -70,23 +70,23 @@ CASES = {
     "one of rank 1": ([(1,)], [48], 64),
     "ranks of real adapters": ([(8,), (16,), (64,), (1,)], [200], 192),
     "parts of their own rank, some left alone": ([(3, 2, 0), (0, 0, 5), (16, 16, 16), (0, 33, 7)], [96, 32, 40], 130),
-    "a place that nobody has, and one that leaves all alone": ([None, (4, 4), (0, 9)], [70, 70], 96),
+    "an unused slot, and an adapter that changes nothing": ([None, (4, 4), (0, 9)], [70, 70], 96),
     "inputs beyond a cut": ([(8,), (20,)], [64], 2200),
 }
 
 
 @pytest.mark.parametrize("tokens", [1, 7, pytest.param(64, marks=AT_LENGTH), 70])
 @pytest.mark.parametrize("case", CASES)
-def test_each_token_gets_what_its_adapter_adds(case: str, tokens: int) -> None:
+def test_each_token_gets_the_terms_of_its_adapter(case: str, tokens: int) -> None:
     """Up to 64 tokens are computed as decodes are, more as prompts are; some have no adapter."""
     ranks, outs, inputs = CASES[case]
     ops, make, random = make_ops(), Values(3), np.random.default_rng(tokens)
     adapters = [None if each is None else adapter(make, each, inputs, outs) for each in ranks]
     x, y = make(tokens, inputs), make(tokens, sum(outs))
-    places = random.integers(0, len(ranks) + 1, tokens) if tokens > 1 else [len(ranks)]
-    lora = lora_of(ops, adapters, places, inputs, outs)
+    slots = random.integers(0, len(ranks) + 1, tokens) if tokens > 1 else [len(ranks)]
+    lora = lora_of(ops, adapters, slots, inputs, outs)
     found = ops.lora(numbers(ops, y), numbers(ops, x), lora)
-    np.testing.assert_allclose(found.numpy(), y + added(x, adapters, places, outs), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(found.numpy(), y + added(x, adapters, slots, outs), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -97,56 +97,56 @@ def test_types_of_16_bits_agree_with_the_composition(dtype: str) -> None:
     plain = ops.alone(replace(PLAIN, lora=None))
     adapters = [adapter(make, each, inputs, outs) for each in ranks]
     x, y = (numbers(ops, make(11, width)) for width in (inputs, sum(outs)))
-    places = np.arange(11) % 5
+    slots = np.arange(11) % 5
     found, expected = (
-        each.lora(y.clone(), x, lora_of(each, adapters, places, inputs, outs)).double() for each in (ops, plain)
+        each.lora(y.clone(), x, lora_of(each, adapters, slots, inputs, outs)).double() for each in (ops, plain)
     )
-    exact = y.double().numpy() + added(x.double().numpy(), adapters, places, outs)
+    exact = y.double().numpy() + added(x.double().numpy(), adapters, slots, outs)
     for one in (found, expected):
         np.testing.assert_allclose(one, exact, rtol=0, atol=2 * TOLERANCE[dtype] * np.abs(exact).max())
 
 
-def test_the_oracle_agrees() -> None:
+def test_oracle_agrees() -> None:
     ranks, outs, inputs = CASES["ranks of real adapters"]
     ops, oracle, make = make_ops(), NumpyOps(), Values(7)
-    adapters, places = [adapter(make, each, inputs, outs) for each in ranks], np.array([4, 4, 0, 1, 3, 2, 1])
+    adapters, slots = [adapter(make, each, inputs, outs) for each in ranks], np.array([4, 4, 0, 1, 3, 2, 1])
     x, y = make(7, inputs), make(7, *outs)
-    expected = oracle.lora(y.copy(), x, lora_of(oracle, adapters, places, inputs, outs))
-    found = ops.lora(numbers(ops, y), numbers(ops, x), lora_of(ops, adapters, places, inputs, outs))
+    expected = oracle.lora(y.copy(), x, lora_of(oracle, adapters, slots, inputs, outs))
+    found = ops.lora(numbers(ops, y), numbers(ops, x), lora_of(ops, adapters, slots, inputs, outs))
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.usefixtures("dots_in_order")
-def test_a_token_has_the_same_bits_alone_and_in_every_batch() -> None:
+def test_token_has_the_same_bits_alone_and_in_every_batch() -> None:
     inputs, outs = 1100, [40, 24]
     ops, make, random = make_ops(), Values(9), np.random.default_rng(2)
     adapters = [adapter(make, ranks, inputs, outs) for ranks in ((8, 3), (17, 0), (1, 40))]
     x, y = numbers(ops, make(90, inputs)), numbers(ops, make(90, sum(outs)))
-    places = random.integers(0, 4, 90)
-    whole = ops.lora(y.clone(), x, lora_of(ops, adapters, places, inputs, outs))
+    slots = random.integers(0, 4, 90)
+    whole = ops.lora(y.clone(), x, lora_of(ops, adapters, slots, inputs, outs))
     for some in ([0], [5, 80, 17], [*range(30, 80)]):
-        alone = ops.lora(y[some], x[some], lora_of(ops, adapters, places[some], inputs, outs))
+        alone = ops.lora(y[some], x[some], lora_of(ops, adapters, slots[some], inputs, outs))
         assert torch.equal(alone, whole[some]), some
 
 
-def test_what_is_no_number_stays_with_its_own_tokens_and_tokens_without_adapters_are_left_alone() -> None:
+def test_nan_stays_in_its_own_row_and_rows_without_adapters_unchanged() -> None:
     inputs, outs = 96, [40, 24]
     ops, make = make_ops(), Values(4)
     well, wild = (adapter(make, (4, 4), inputs, outs) for _ in range(2))
     wild[0].down[:] = np.nan
     wild[1].up[:] = np.inf
-    places = np.array([1, 2, 0, 2, 1, 1])
+    slots = np.array([1, 2, 0, 2, 1, 1])
     x, y = make(6, inputs), make(6, sum(outs))
     x[1], x[3], y[2] = np.inf, np.nan, np.nan
     y[2, ::2] = -0.0
-    found = ops.lora(numbers(ops, y), numbers(ops, x), lora_of(ops, [well, wild], places, inputs, outs)).numpy()
-    fine = places == 1
-    np.testing.assert_allclose(found[fine], y[fine] + added(x[fine], [well], places[fine], outs), rtol=0, atol=2e-5)
-    assert not np.isfinite(found[places == 2]).any()
+    found = ops.lora(numbers(ops, y), numbers(ops, x), lora_of(ops, [well, wild], slots, inputs, outs)).numpy()
+    fine = slots == 1
+    np.testing.assert_allclose(found[fine], y[fine] + added(x[fine], [well], slots[fine], outs), rtol=0, atol=2e-5)
+    assert not np.isfinite(found[slots == 2]).any()
     assert found[2].tobytes() == y[2].tobytes()
 
 
-def test_a_part_that_is_left_alone_keeps_its_bits_beside_one_that_overflows() -> None:
+def test_unadapted_part_keeps_its_bits_next_to_an_overflow() -> None:
     inputs, outs = 64, [32, 32]
     ops, make = make_ops(), Values(4)
     wild = adapter(make, (4, 0), inputs, outs)
@@ -156,21 +156,21 @@ def test_a_part_that_is_left_alone_keeps_its_bits_beside_one_that_overflows() ->
     assert found[:, 32:].numpy().tobytes() == y[:, 32:].tobytes()
 
 
-def test_tables_stay_where_they_are_while_adapters_come_and_go() -> None:
-    """What reads them, such as a graph, computes with other adapters then."""
+def test_tables_stay_in_place_while_adapters_change() -> None:
+    """A graph that reads them computes with the new adapters."""
     inputs, outs = 64, [48]
     ops, make = make_ops(), Values(6)
     first, second = (adapter(make, (rank,), inputs, outs) for rank in (4, 20))
-    x, y, places = make(5, inputs), make(5, 48), [1, 2, 0, 2, 1]
+    x, y, slots = make(5, inputs), make(5, 48), [1, 2, 0, 2, 1]
     lora = lora_of(ops, [first], [1] * 5, inputs, outs)
     table, address = lora.deltas, lora.deltas.entries.data_ptr()
     for held in ([second, first], [None, first], [None, None], [first, second]):
         deltas = [None if each is None else ops.prepare_lora(each, outs) for each in held]
         assert ops.place_loras(deltas, inputs, outs, table) is table
         assert table.entries.data_ptr() == address
-        mine = lora_of(ops, [None], places, inputs, outs)
+        mine = lora_of(ops, [None], slots, inputs, outs)
         found = ops.lora(numbers(ops, y), numbers(ops, x), replace(mine, deltas=table))
-        np.testing.assert_allclose(found.numpy(), y + added(x, held, places, outs), rtol=0, atol=2e-5)
+        np.testing.assert_allclose(found.numpy(), y + added(x, held, slots, outs), rtol=0, atol=2e-5)
     large = [ops.prepare_lora(adapter(make, (65,), inputs, outs), outs)]
     assert ops.place_loras(large, inputs, outs, table).width == 80
     many = ops.place_loras([None] * 9, inputs, outs, table)
@@ -178,7 +178,7 @@ def test_tables_stay_where_they_are_while_adapters_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 100])
-def test_a_linear_takes_two_launches_more_whatever_its_tokens_have(tokens: int) -> None:
+def test_adapters_add_two_launches_to_a_linear(tokens: int) -> None:
     ops, make, outs = make_ops(), Values(6), [32, 16, 16]
     adapters = [adapter(make, (rank, 0, rank), 48, outs) for rank in (4, 20, 1)]
     lora = lora_of(ops, adapters, np.arange(tokens) % 4, 48, outs)
@@ -189,7 +189,7 @@ def test_a_linear_takes_two_launches_more_whatever_its_tokens_have(tokens: int) 
     assert found == ["triton _shrink", "triton _expand"]
 
 
-def test_packed_weights_take_adapters() -> None:
+def test_packed_weights_support_adapters() -> None:
     ops, oracle, make = make_ops(), NumpyOps(), Values(8)
     inputs, outs = 64, [32]
     weight, one, x = packed_weight("int4", 32, inputs), adapter(make, (8,), inputs, outs), make(5, inputs)

@@ -1,4 +1,4 @@
-"""The KV cache takes what steps and graphs leave: measured where there is a rehearsal, calculated elsewhere."""
+"""The KV cache takes the memory that steps and graphs leave: measured in a rehearsal, or else calculated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LIMITS = Limits(
 
 
 class Metered(Processor):
-    """A device whose memory falls with each capture: for a graph, once for what graphs share, once for a library."""
+    """Device whose free memory falls with each capture: per graph, once for shared buffers, once for a library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Metered(Processor):
 
     def release_unused(self) -> None:
         if self.held:
-            self.held, self.free = 0, self.free - 7 * MIB  # that of the library stays
+            self.held, self.free = 0, self.free - 7 * MIB  # the library's memory is not freed
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
-def test_what_one_more_graph_takes_is_kept_for_all_that_were_not_captured(folder: Path) -> None:
+def test_memory_is_reserved_for_graphs_that_were_not_captured(folder: Path) -> None:
     device = Metered()
     ops = make_ops(device)
     model = OnProcessor(EngineConfig(model=str(folder))).load_model(folder, ops, lambda done, total: None)
@@ -72,13 +72,13 @@ def test_what_one_more_graph_takes_is_kept_for_all_that_were_not_captured(folder
     assert kept.steps == (50 + 3 * device.captured - 7) * MIB
     assert kept.graphs == 3 * MIB * (len(list(GraphShapes.of(LIMITS))) - device.captured)
     assert str(kept) == f"{kept.total // MIB} MiB measured for steps and graphs"
-    # What serves afterwards captures all of them.
+    # Serving captures all of them later.
     ops.configure(LIMITS)
     assert ops.padded(40, 1) == (40, 1)
 
 
 class Weighing(Metered):
-    """On it the graphs that come first, those of steps with adapters, take 2 MiB more than others."""
+    """Device on which the first graphs, those of steps with adapters, take 2 MiB more than others."""
 
     adapted = 5
 
@@ -88,7 +88,7 @@ class Weighing(Metered):
         return replay
 
 
-def test_graphs_of_steps_with_adapters_are_measured_as_others_are(folder: Path) -> None:
+def test_graphs_of_steps_with_adapters_are_measured_too(folder: Path) -> None:
     device = Weighing()
     ops = make_ops(device)
     model = OnProcessor(EngineConfig(model=str(folder))).load_model(folder, ops, lambda done, total: None)
@@ -99,7 +99,7 @@ def test_graphs_of_steps_with_adapters_are_measured_as_others_are(folder: Path) 
     assert kept.graphs == (5 + 3) * MIB * (len(list(GraphShapes.of(LIMITS))) - device.adapted)
 
 
-def test_a_rehearsal_computes_the_largest_steps_and_nothing_of_it_is_left(folder: Path) -> None:
+def test_rehearsal_runs_the_largest_steps_and_leaves_no_state(folder: Path) -> None:
     ops = make_ops()
     model = OnProcessor(EngineConfig(model=str(folder))).load_model(folder, ops, lambda done, total: None)
     steps: list[StepInput] = []
@@ -126,7 +126,7 @@ class Backed(OnProcessor):
         return ops
 
 
-def test_a_backend_measures_once_and_keeps_that_much(folder: Path) -> None:
+def test_backend_measures_once_and_reserves_the_result(folder: Path) -> None:
     backend = Backed(EngineConfig(model=str(folder)))
     backend.load_model(folder, backend.make_ops(), lambda done, total: None)
     before = backend.free_memory()
@@ -142,7 +142,7 @@ def test_a_backend_measures_once_and_keeps_that_much(folder: Path) -> None:
     assert "90 MiB measured for steps and graphs" in backend.describe()
 
 
-def test_a_step_that_does_not_fit_is_an_error_with_a_hint(folder: Path) -> None:
+def test_step_that_does_not_fit_is_an_error_with_a_hint(folder: Path) -> None:
     backend = Backed(EngineConfig(model=str(folder)))
     backend.load_model(folder, backend.make_ops(), lambda done, total: None)
 
@@ -156,7 +156,7 @@ def test_a_step_that_does_not_fit_is_an_error_with_a_hint(folder: Path) -> None:
     assert caught.value.field == "--max-num-batched-tokens"
 
 
-def test_a_larger_budget_more_logits_or_drafts_are_calculated_to_take_more(folder: Path) -> None:
+def test_estimate_grows_with_budget_logits_and_drafts(folder: Path) -> None:
     small = step_bytes(tokens=2048, rows=32, hidden=4096, vocabulary=32_000)
     assert 2**29 < step_bytes(tokens=2048, rows=32, hidden=4096, vocabulary=128_256) < 2**30 + 2**28
     assert step_bytes(tokens=8192, rows=32, hidden=4096, vocabulary=32_000) > small
@@ -172,7 +172,7 @@ def test_a_larger_budget_more_logits_or_drafts_are_calculated_to_take_more(folde
     assert calculated(ranks, None, 2048).total == GRAPH_BYTES + NCCL_BYTES
 
 
-def test_nothing_is_left_where_what_is_kept_does_not_fit(folder: Path) -> None:
+def test_no_memory_is_left_if_the_reserve_does_not_fit(folder: Path) -> None:
     backend = Backed(EngineConfig(model=str(folder)))
     backend.load_model(folder, backend.make_ops(), lambda done, total: None)
     backend.processor.free = 2**20

@@ -1,4 +1,4 @@
-"""Each backend says why it cannot run, and looking changes nothing."""
+"""Each backend reports why it cannot run, and a probe has no side effects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_each_of_several_engines_is_shown_one_device(driver: Any, kind: type[Backend]) -> None:
+def test_each_of_several_engines_sees_one_device(driver: Any, kind: type[Backend]) -> None:
     driver(count=2)
     shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in kind.device_assignments(2)]
     assert shown == ["0", "1"]
@@ -85,7 +85,7 @@ def test_all_three_are_offered_by_the_installed_plugin() -> None:
     assert [offered[cls.name].load() for cls in BACKENDS] == list(BACKENDS)
 
 
-def test_looking_imports_no_framework() -> None:
+def test_probe_imports_no_framework() -> None:
     code = """if True:
         import sys
         from fd_gpu_cuda.backend import CudaBackend
@@ -100,7 +100,7 @@ def test_looking_imports_no_framework() -> None:
     assert all(len(answer) > 10 and "\n" not in answer for answer in answers)
 
 
-def test_a_missing_framework_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_framework_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(backend, "device_problem", lambda: (1, ""))
     for cls, name in zip(BACKENDS, ("torch and triton", "Paddle", "onnx and onnxruntime"), strict=True):
@@ -118,7 +118,7 @@ def test_a_missing_framework_is_named_with_what_to_install(monkeypatch: pytest.M
         ("__version__ = '2.9.1+rocm7'\ncuda = None\nhip = '7.0'\n", ("2.9.1+rocm7", None)),
     ],
 )
-def test_torch_s_own_file_says_which_cuda_it_is_for(
+def test_cuda_version_is_read_from_the_file_of_torch(
     text: str, expected: tuple[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "version.py").write_text(text)
@@ -126,7 +126,7 @@ def test_torch_s_own_file_says_which_cuda_it_is_for(
     assert backend.cuda_of_torch() == expected
 
 
-def test_a_torch_without_cuda_is_told_apart_from_a_missing_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cuda_differs_from_a_missing_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "missing", lambda *names: [name for name in names if name == "flashinfer"])
     monkeypatch.setattr(backend, "cuda_of_torch", lambda: ("2.13.0+cpu", None))
     monkeypatch.setattr(backend, "device_problem", lambda: (2, ""))
@@ -140,26 +140,26 @@ def test_a_torch_without_cuda_is_told_apart_from_a_missing_driver(monkeypatch: p
     assert found.reason == "torch 2.9.1+cu128 for CUDA 12.8; the driver has 2 device(s); FlashInfer not installed"
 
 
-def test_what_is_installed_of_flashinfer_is_said_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_version_is_reported_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "missing", lambda *names: [])
     monkeypatch.setattr(importlib.metadata, "version", {"flashinfer-python": "0.6.12"}.__getitem__)
     assert backend.flash_infer() == "FlashInfer 0.6.12"
 
 
-def test_a_driver_is_asked_and_left_as_it_was(driver: Any) -> None:
+def test_driver_is_queried_and_shut_down(driver: Any) -> None:
     nvml = driver(count=2)
     assert backend.device_problem() == (2, "")
     assert nvml.calls == ["init", "shutdown"]
 
 
-def test_a_driver_without_devices_or_with_an_error_says_so(driver: Any) -> None:
+def test_driver_without_devices_or_with_an_error_is_reported(driver: Any) -> None:
     driver(count=0)
     assert backend.device_problem() == (0, "the NVIDIA driver found no device")
     driver(broken=18)
     assert "the NVIDIA driver failed: Driver/library version mismatch" in backend.device_problem()[1]
 
 
-def test_hidden_devices_and_a_missing_driver_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_devices_and_a_missing_driver_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "hides every device" in backend.device_problem()[1]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -171,7 +171,7 @@ def answer(text: str, errors: str = "") -> Any:
     return lambda *_, **__: SimpleNamespace(stdout=text, stderr=errors, returncode=1)
 
 
-def test_a_runtime_that_falls_back_to_the_processor_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_that_falls_back_to_the_processor_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, expected in (
         (f'{probing._MARK} ["1.31.1", "CPUExecutionProvider"]', "falls back to CPUExecutionProvider"),
         (f'{probing._MARK} ["1.31.1", "CUDAExecutionProvider"]', ""),
@@ -185,13 +185,13 @@ def test_a_runtime_that_falls_back_to_the_processor_is_not_cuda(monkeypatch: pyt
     backend.provider_problem.cache_clear()
 
 
-def test_onnx_computes_in_float32_and_is_never_taken_by_itself() -> None:
+def test_onnx_computes_in_float32_and_is_never_selected_by_auto() -> None:
     with pytest.raises(ConfigError, match=r"gpu_cuda\+onnx backend computes in float32, got bfloat16"):
         CudaOnnxBackend(EngineConfig(model="x", dtype="bfloat16")).make_ops()
     assert CudaOnnxBackend.auto_rank < 0 < CudaPaddleBackend.auto_rank < CudaBackend.auto_rank
 
 
-def test_paddle_is_asked_for_the_device_only_where_the_driver_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paddle_is_queried_only_if_the_driver_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
     def devices() -> PaddleDevices:
@@ -217,7 +217,7 @@ def test_paddle_is_asked_for_the_device_only_where_the_driver_has_one(monkeypatc
         (PaddleDevices("", problem="the import failed"), "the import failed"),
     ],
 )
-def test_an_old_paddle_and_one_for_processors_are_named(
+def test_old_paddle_and_one_for_processors_are_named(
     found: PaddleDevices, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fd_core.backends.paddle.paddle_installed", lambda: True)

@@ -46,14 +46,14 @@ def expected(x: Any, weight: PackedTensor, dtype: Any = torch.float32) -> Any:
 
 @pytest.mark.parametrize("product", [IN_THE_INTERPRETER, plain_product], ids=["kernel", "plain"])
 @pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
-def test_every_format_is_what_it_stands_for(kind: str, product: Any) -> None:
+def test_every_format_decodes_to_its_values(kind: str, product: Any) -> None:
     weight, x = packed_weight(kind, 150, 768), rows_of(9, 768)
     right = expected(x, weight)
     assert torch.allclose(multiply(x, linear([weight]), product).double(), right, rtol=0, atol=1e-5 * right.abs().max())
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "int8", FP8])
-def test_weights_are_rounded_as_expanded_ones_are(kind: str) -> None:
+def test_weights_are_rounded_like_dequantized_ones(kind: str) -> None:
     """float16, because the interpreter cannot multiply matrices of bfloat16."""
     weight, x = packed_weight(kind, 70, 768), rows_of(17, 768, torch.float16)
     right, found = expected(x, weight, torch.float16), multiply(x, linear([weight]))
@@ -69,7 +69,7 @@ def test_rows_of_one_scale_have_any_length(kind: str, out: int, inputs: int) -> 
     assert torch.allclose(multiply(x, linear([weight])).double(), right, rtol=0, atol=2e-5 * right.abs().max())
 
 
-def test_parts_keep_their_order_their_forms_and_their_biases() -> None:
+def test_parts_keep_order_format_and_bias() -> None:
     kinds, outs = ("Q4_K", "Q4_K", "Q6_K", "int8"), (33, 7, 40, 5)
     parts = [packed_weight(kind, out, 256) for kind, out in zip(kinds, outs, strict=True)]
     biases = [RawTensor("F32", np.arange(out, dtype=np.float32) * 10) for out in outs]
@@ -81,14 +81,14 @@ def test_parts_keep_their_order_their_forms_and_their_biases() -> None:
     assert torch.allclose(multiply(x, weight).double(), right, rtol=0, atol=1e-5 * right.abs().max())
 
 
-def test_what_the_kernels_do_not_take_is_left_to_be_expanded() -> None:
+def test_unsupported_formats_are_dequantized() -> None:
     assert linear([packed_weight("int4", 8, 96, group=24)]) is None
     assert (
         pack_linear([packed_weight("int4", 8, 64), RawTensor("F32", np.ones((8, 64), "f4"))], None, "cpu", bool) is None
     )
 
 
-def test_bytes_on_the_device_are_those_of_the_form() -> None:
+def test_bytes_on_the_device_match_the_format() -> None:
     weight = linear([packed_weight("Q4_0", 64, 512)])
     assert weight is not None
     (part,) = weight.parts
@@ -101,7 +101,7 @@ EIGHT = [("int8", None, 768), ("Q8_0", 128, 768), (FP8, None, 768), (FP8, 128, 1
 
 
 def rounded(x: Any, fp8: bool) -> tuple[Any, Any]:
-    """What the kernel makes of rows, in torch's own operations."""
+    """Return rows rounded like the kernel, in torch's own operations."""
     limit = 448 if fp8 else 127
     largest = x.float().abs().amax(1, keepdim=True)
     scaled = x.float() * (limit / largest)
@@ -156,7 +156,7 @@ def test_short_groups_and_minima_are_widened(kind: str, group: int) -> None:
         (2048, FP8, True),
     ],
 )
-def test_a_row_has_the_same_bits_alone_and_in_every_batch(inputs: int, kind: str, eight: bool) -> None:
+def test_row_has_the_same_bits_alone_and_in_every_batch(inputs: int, kind: str, eight: bool) -> None:
     """The longer rows are cut: some programs share the cuts of few tokens, one has all of many."""
     weight, x = linear([packed_weight(kind, 70, inputs)], eight=eight), rows_of(130, inputs, torch.float16)
     together = multiply(x, weight, CUT)
@@ -166,7 +166,7 @@ def test_a_row_has_the_same_bits_alone_and_in_every_batch(inputs: int, kind: str
 
 @pytest.mark.parametrize("eight", [False, True])
 @pytest.mark.parametrize("kind", ["int8", FP8])
-def test_what_is_not_finite_reaches_its_own_row_only(kind: str, eight: bool) -> None:
+def test_nan_and_inf_stay_in_their_own_row(kind: str, eight: bool) -> None:
     weight, x = linear([packed_weight(kind, 40, 256)], eight=eight), rows_of(4, 256)
     right = multiply(x, weight)
     x[1, 70], x[3, 5] = np.nan, np.inf
@@ -218,7 +218,7 @@ def test_stages_fit_into_the_shared_memory_of_a_block(dtype: Any, device: Produc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("out", "inputs"), [(48, 640), (70, 1100), (3, 40)])
-def test_weights_that_are_not_packed_are_multiplied_as_they_are(out: int, inputs: int, dtype: Any) -> None:
+def test_unpacked_weights_are_multiplied_unchanged(out: int, inputs: int, dtype: Any) -> None:
     x, weight = rows_of(7, inputs, dtype), rows_of(out, inputs, dtype)
     for product in (IN_THE_INTERPRETER, CUT):
         y = torch.full((7, out), torch.nan, dtype=dtype)

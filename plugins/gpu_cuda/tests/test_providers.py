@@ -1,4 +1,4 @@
-"""Providers that do not work, or compute other values, give way to the next one; the start goes on."""
+"""Providers that fail, or compute other values, are replaced by the next one; the start continues."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ ATTENTION: list[tuple[str, Callable[..., Any], str]] = [
 
 
 @pytest.mark.parametrize(("case", "double", "why"), ATTENTION, ids=range(len(ATTENTION)))
-def test_attention_that_is_wrong_gives_way(
+def test_wrong_attention_is_replaced(
     case: str, double: Any, why: str, models: Models, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = models(case.partition(",")[0])
@@ -142,20 +142,20 @@ def with_softcap(model: DecoderModel) -> DecoderModel:
     return replace(model, decoder=replace(model.decoder, layers=layers))
 
 
-def test_a_window_that_is_ignored_goes_unseen_only_where_no_layer_has_one(models: Models) -> None:
+def test_ignored_window_is_accepted_only_without_window_layers(models: Models) -> None:
     assert settled(models("llama"), table_with("attention", lambda: without_window)).attention is without_window
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (ImportError("libcudart.so.12: cannot open"), "it cannot be made: ImportError: libcudart.so.12: cannot open"),
         (KeyError(), "it cannot be made: KeyError"),
         (OSError("x" * 5000), "it cannot be made: OSError: xxx"),
     ],
 )
-def test_what_cannot_be_made_gives_way_before_a_model_is_there(
-    error: Exception, said: str, caplog: pytest.LogCaptureFixture
+def test_failing_provider_is_replaced_before_the_model_is_loaded(
+    error: Exception, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make() -> Any:
         raise error
@@ -163,7 +163,7 @@ def test_what_cannot_be_made_gives_way_before_a_model_is_there(
     with caplog.at_level(logging.WARNING):
         providers = table_with("sampling", make)
     (line,) = caplog.messages
-    assert said in line
+    assert message in line
     assert len(line) < 500
     assert providers.kernels == PLAIN
 
@@ -184,7 +184,7 @@ def spilling_write(k: Any, v: Any, layer: Any, kv_slots: Any) -> None:
         ("ranks", raising, "it fails: RuntimeError"),
     ],
 )
-def test_a_sampler_that_is_wrong_gives_way(
+def test_wrong_sampler_is_replaced(
     method: str, double: Any, why: str, models: Models, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = SamplingKernels()
@@ -194,7 +194,7 @@ def test_a_sampler_that_is_wrong_gives_way(
     assert why in caplog.text
 
 
-def test_a_write_beyond_the_step_s_slots_is_seen(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+def test_write_outside_the_slots_of_the_step_is_detected(models: Models, caplog: pytest.LogCaptureFixture) -> None:
     plain = replace(PLAIN, rotate_and_store=None)  # which writes itself
     operations = [
         Operation(each.name, each.name, (), composition=getattr(plain, each.name)) for each in fields(Kernels)
@@ -206,7 +206,7 @@ def test_a_write_beyond_the_step_s_slots_is_seen(models: Models, caplog: pytest.
     assert "write_kv is not computed by double but by torch: written values of a decode" in caplog.text
 
 
-def test_a_composition_that_fails_blames_no_provider(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_composition_is_not_attributed_to_a_provider(models: Models, caplog: pytest.LogCaptureFixture) -> None:
     providers = table_with("attention", lambda: plain_attention)
 
     def trial(operation: Operation, table: Kernels) -> str:
@@ -218,7 +218,7 @@ def test_a_composition_that_fails_blames_no_provider(models: Models, caplog: pyt
     assert "what is tried is computed without a trial, which is not possible: Untried: out of memory" in caplog.text
 
 
-def test_what_was_asked_for_by_name_ends_the_start(models: Models) -> None:
+def test_failure_of_an_explicit_provider_ends_the_start(models: Models) -> None:
     operation = Operation("attention", "attention", (Provider("triton", lambda: raising),), "--attention-backend")
     others = [Operation(each, each, (), composition=getattr(PLAIN, each)) for each in ("sampling", "packed_product")]
     providers = Providers([operation, *others], {"attention": "triton"})
@@ -228,13 +228,13 @@ def test_what_was_asked_for_by_name_ends_the_start(models: Models) -> None:
     assert refused.value.hint is not None
 
 
-def test_flashinfer_asked_for_where_it_cannot_be_ends_the_start() -> None:
+def test_explicit_flashinfer_without_support_ends_the_start() -> None:
     for kv_dtype in ("auto", "int8"):
         with pytest.raises(PluginError, match=r"cannot be computed by flashinfer: (flashinfer is not|it needs KV)"):
             Providers(operations_on(Device(), "float32", kv_dtype), wanted_providers("flashinfer"))
 
 
-def test_every_field_of_the_table_has_an_operation_and_every_kernel_is_right(models: Models) -> None:
+def test_every_field_has_an_operation_and_every_kernel_is_correct(models: Models) -> None:
     """Triton's own kernels, in the interpreter."""
     operations = operations_on(Device(), "float32", "auto")
     assert {each.field for each in operations} == {each.name for each in fields(Kernels)}
@@ -243,7 +243,7 @@ def test_every_field_of_the_table_has_an_operation_and_every_kernel_is_right(mod
     assert providers.describe() == "computed by triton"
 
 
-def test_a_backend_says_who_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_reports_its_providers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fd_gpu_cuda.device.Cuda", Device)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setattr("fd_gpu_cuda.kernels.attention.PagedAttention", lambda *_: raising)
@@ -259,7 +259,7 @@ def test_a_backend_says_who_computes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3-moe"])
-def test_steps_composed_of_torch_s_own_operations_are_right_and_not_captured(case: str, tmp_path: Path) -> None:
+def test_composed_torch_steps_are_correct_and_not_captured(case: str, tmp_path: Path) -> None:
     folder = write_checkpoint(case, tmp_path / case)
     processor, outputs = Processor(), []
     composed = Providers(operations_on(Device(), "float32", "auto")).composed
@@ -274,7 +274,7 @@ def test_steps_composed_of_torch_s_own_operations_are_right_and_not_captured(cas
 
 def test_attention_without_a_kernel_reads_8_bits() -> None:
     heads = Heads(4, 2, 16, 0.25, Rope(None, None))
-    tables = np.array([[3, 9, 1, 0], [2, 5, 77, -3]], np.int32)  # beyond a context entries mean nothing
+    tables = np.array([[3, 9, 1, 0], [2, 5, 77, -3]], np.int32)  # entries beyond a context are undefined
     values, outputs = Values(4), []
     k, v, q = values(40, 2, 16), values(40, 2, 16), values(6, 4, 16)
     for ops in (TorchOps(), make_ops(Device()).alone(replace(PLAIN, attention=None))):
@@ -287,8 +287,8 @@ def test_attention_without_a_kernel_reads_8_bits() -> None:
     np.testing.assert_allclose(outputs[1], outputs[0], atol=1e-5)
 
 
-def test_a_kernel_that_breaks_the_device_ends_the_start_and_is_named(models: Models) -> None:
-    """Behind an illegal access every call fails, those of torch's own operations too."""
+def test_kernel_that_breaks_the_device_ends_the_start_with_its_name(models: Models) -> None:
+    """After an illegal access every call fails, those of torch's own operations too."""
 
     class Broken(Processor):
         def wait(self) -> None:
@@ -301,7 +301,7 @@ def test_a_kernel_that_breaks_the_device_ends_the_start_and_is_named(models: Mod
     assert "CUDA_LAUNCH_BLOCKING=1" in caught.value.hint
 
 
-def test_what_a_kernel_keeps_from_its_trial_can_be_written_by_torch_while_serving(models: Models) -> None:
+def test_state_kept_from_a_kernel_trial_is_writable_while_serving(models: Models) -> None:
     """Such as the workspace of a library, made at its first call."""
     kept: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Ranks of one model with a device each, whose place the processor takes, and NCCL's gloo: never run on two GPUs."""
+"""Ranks of one model with a device each, on the CPU, with gloo instead of NCCL: never run on two GPUs."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def steps(folder: Path, group: RankGroup | None, quantization: str = "auto") -> 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_make_the_tokens_of_one_and_replay_their_decodes(
-    case: str, quantization: str, tmp_path: Path
-) -> None:
+def test_two_ranks_match_one_and_replay_their_decodes(case: str, quantization: str, tmp_path: Path) -> None:
     write_checkpoint(case, tmp_path)
     alone, _ = steps(tmp_path, None, quantization)
     for make in (shared_memory_ranks, gloo_ranks):
@@ -62,7 +60,7 @@ def test_ranks_hold_shares_of_the_kv_heads(tmp_path: Path) -> None:
     assert on_ranks(2, work) == [(0, 2), (2, 1)]
 
 
-def test_a_device_that_waits_for_a_rank_in_vain_names_it() -> None:
+def test_timeout_on_a_rank_names_it() -> None:
     class Stuck(Processor):
         def wait(self) -> None:
             assert self.ranks is not None
@@ -79,7 +77,7 @@ def test_a_device_that_waits_for_a_rank_in_vain_names_it() -> None:
     on_ranks(2, work, 0.4)
 
 
-def test_each_rank_is_shown_a_device_of_its_own_and_too_few_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_sees_one_device_and_too_few_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "device_problem", lambda: (2, ""))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert CudaBackend.rank_environments(2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
@@ -91,7 +89,7 @@ def test_each_rank_is_shown_a_device_of_its_own_and_too_few_are_refused(monkeypa
         CudaBackend.rank_environments(2)
 
 
-def test_memory_is_kept_for_what_carries_sums(tmp_path: Path) -> None:
+def test_memory_is_reserved_for_collectives(tmp_path: Path) -> None:
     free = []
     for size in (1, 2):
         backend = OnProcessor(EngineConfig(model=str(tmp_path), tensor_parallel_size=size))
@@ -100,7 +98,7 @@ def test_memory_is_kept_for_what_carries_sums(tmp_path: Path) -> None:
     assert free[0] - free[1] == NCCL_BYTES
 
 
-def test_a_pack_of_one_device_has_no_ranks() -> None:
+def test_single_device_pack_has_no_ranks() -> None:
     ops = make_ops()
     assert ops.parallel == Parallel()
     x = ops.from_host(np.ones((1, 4), np.float32))

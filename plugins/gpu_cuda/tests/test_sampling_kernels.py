@@ -103,7 +103,7 @@ LOGITS = st.sampled_from([-2.5, -0.0, 0.0, 0.5, 0.75, 3.0, 11.0, -np.inf])
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(st.data())
-def test_any_small_row_is_chosen_as_the_oracle_does(data: Any) -> None:
+def test_any_small_row_samples_like_the_oracle(data: Any) -> None:
     rows, vocabulary = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
     column = {"min_size": rows, "max_size": rows}
     logits = np.array(
@@ -143,12 +143,12 @@ def scattered(rows: int, vocabulary: int, seed: int) -> tuple[Floats, dict[str, 
         (32_003, {"top_k": 30_000}),
     ],
 )
-def test_a_real_vocabulary_is_chosen_from_as_the_oracle_does(vocabulary: int, columns: dict[str, Any]) -> None:
+def test_real_vocabulary_samples_like_the_oracle(vocabulary: int, columns: dict[str, Any]) -> None:
     logits, seeds = scattered(2, vocabulary, 3)
     same_choice(logits, sample_input(2, **{"temperature": 0.6, **seeds, **columns}))
 
 
-def test_a_cut_through_more_tokens_than_are_listed() -> None:
+def test_cut_through_more_tokens_than_are_listed() -> None:
     """One logit is far below, and all others are nearly alike, so that one bin has them: the whole row is searched."""
     logits, seeds = scattered(3, 12_003, 4)
     logits *= np.float32(0.001)
@@ -156,7 +156,7 @@ def test_a_cut_through_more_tokens_than_are_listed() -> None:
     same_choice(logits, sample_input(3, top_k=[9_000, 0, 11_999], top_p=[0.9, 0.8, 1.0], **seeds))
 
 
-def test_rows_beyond_the_workspace_are_chosen_in_parts() -> None:
+def test_rows_beyond_the_workspace_are_sampled_in_parts() -> None:
     by = kernels(132)
     by.reserve(4)
     logits, seeds = scattered(11, 2001, 5)
@@ -180,7 +180,7 @@ def test_non_finite_row_is_reported_without_affecting_others(columns: dict[str, 
     assert np.isfinite(peaks).tolist() == [False, False, False, True, True, False]
     assert tokens[3:5].tolist() == expected[3:5].tolist()
     assert ((tokens >= 0) & (tokens < 3000)).all()
-    # What such a row leaves behind must not reach the next step.
+    # Leftovers of such a row must not reach the next step.
     logits, seeds = scattered(6, 3000, 7)
     same_choice(logits, sample_input(6, **seeds, **columns), by)
 
@@ -189,21 +189,21 @@ def test_a_boundary_belongs_to_the_next_token() -> None:
     """Two equal halves, with the boundary inside a tile, between tiles, and between programs."""
     half, zero = 9_297_664, 14_883_995  # positions where seed 0 draws exactly 1/2 and exactly 0
     logits = np.full((6, 4096), -INFINITE)
-    for row, places in enumerate(([5, 6], [1023, 1024], [2047, 2048], [5, 6], [1024, 1025], [4094, 4095])):
-        logits[row, places] = 1.0
+    for row, tied in enumerate(([5, 6], [1023, 1024], [2047, 2048], [5, 6], [1024, 1025], [4094, 4095])):
+        logits[row, tied] = 1.0
     given = sample_input(6, positions=[half] * 3 + [zero] * 3)
     assert same_choice(logits, given, kernels()).tolist() == [6, 1024, 2048, 5, 1024, 4094]
     assert same_choice(logits, given, kernels(132)).tolist() == [6, 1024, 2048, 5, 1024, 4094]
 
 
-def test_of_tied_tokens_only_the_first_are_drawn_though_likelier_ones_follow() -> None:
-    """Nothing of the ties that are left out may shift what comes behind them."""
+def test_only_the_first_tied_tokens_are_drawn() -> None:
+    """Omitted ties must not shift the tokens after them."""
     logits = np.tile(np.array([0.0] * 10 + [1.0] * 3, np.float32), (16, 1))
     tokens = same_choice(logits, sample_input(16, top_k=4, positions=np.arange(16)))
     assert set(tokens.tolist()) <= {0, 10, 11, 12}
 
 
-def test_top_p_cuts_what_top_k_keeps_and_not_all_that_is_tied_with_it() -> None:
+def test_top_p_applies_to_the_top_k_tokens_without_further_ties() -> None:
     """The tokens tied with the last one that top_k keeps weigh a hundred times what is kept."""
     logits = np.tile(np.array([1.0] * 1000 + [2.0] * 3, np.float32), (8, 1))
     tokens = same_choice(logits, sample_input(8, top_k=4, top_p=0.5, positions=np.arange(8)))
@@ -211,17 +211,17 @@ def test_top_p_cuts_what_top_k_keeps_and_not_all_that_is_tied_with_it() -> None:
 
 
 def test_any_program_may_be_the_last_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs run in a random order, as on a device, where nothing says which comes last."""
+    """Programs run in a random order, as on a device, where any of them may be the last."""
     from triton.runtime import interpreter
 
     rng = np.random.default_rng(8)
-    place = interpreter.InterpreterBuilder.set_grid_idx
+    set_index = interpreter.InterpreterBuilder.set_grid_idx
 
     def shuffled(builder: Any, x: int, y: int, z: int) -> None:
         if (x, y, z) == (0, 0, 0):
             builder.order = rng.permutation(int(np.prod(builder.grid_dim)))
         x, y, z = np.unravel_index(builder.order[np.ravel_multi_index((x, y, z), builder.grid_dim)], builder.grid_dim)
-        place(builder, int(x), int(y), int(z))
+        set_index(builder, int(x), int(y), int(z))
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", shuffled)
     by = kernels(132)
@@ -235,7 +235,7 @@ def test_any_program_may_be_the_last_of_its_row(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("vocabulary", [7, 32, 1024, 3001])
-def test_masks_forbid_what_the_oracle_forbids(vocabulary: int) -> None:
+def test_masks_match_the_oracle(vocabulary: int) -> None:
     rng = np.random.default_rng(2)
     logits = rng.standard_normal((9, vocabulary)).astype(np.float32)
     rows = np.array([8, 0, 5], np.int32)
@@ -245,8 +245,8 @@ def test_masks_forbid_what_the_oracle_forbids(vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [11, 5003])
-def test_penalties_are_the_oracles_to_the_last_bit(vocabulary: int) -> None:
-    """Rows in no order, drafts of which some are repeated, counts beyond any product in float32."""
+def test_penalties_match_the_oracle_bit_for_bit(vocabulary: int) -> None:
+    """Unordered rows, repeated drafts, and counts beyond any product in float32."""
     rng = np.random.default_rng(vocabulary)
     logits = rng.standard_normal((9, vocabulary)).astype(np.float32) * np.float32(4)
     logits[0, ::2], logits[1, ::3] = 0.0, -np.inf
@@ -268,7 +268,7 @@ def test_penalties_are_the_oracles_to_the_last_bit(vocabulary: int) -> None:
     np.testing.assert_array_equal(counts, held, "drafts must not stay in the counts")
 
 
-def test_no_row_to_change_changes_nothing() -> None:
+def test_empty_update_changes_nothing() -> None:
     logits = torch.ones(2, 40)
     kernels().penalize(logits, on_device(HOST, penalty_input(np.zeros((0, 40), np.int32), rows=[])))
     nothing = torch.empty(0, dtype=torch.int32)
@@ -295,7 +295,7 @@ def test_values_are_added_in_their_order(dtype: type[np.generic], count: int) ->
     np.testing.assert_array_equal(found.numpy(), right)
 
 
-# Telling ------------------------------------------------------------------------------------------------------
+# Reporting ----------------------------------------------------------------------------------------------------
 
 
 def check_scores(by: TritonSampling, logits: Floats, tokens: npt.NDArray[np.int32], top_n: int) -> None:
@@ -311,9 +311,9 @@ def check_scores(by: TritonSampling, logits: Floats, tokens: npt.NDArray[np.int3
 
 @pytest.mark.parametrize("top_n", [0, 1, 20, 40])
 @pytest.mark.parametrize("vocabulary", [9, 1024, 5003])
-def test_the_most_likely_tokens_are_the_oracles(vocabulary: int, top_n: int) -> None:
+def test_most_likely_tokens_match_the_oracle(vocabulary: int, top_n: int) -> None:
     logits = hostile_rows(vocabulary, 10)
-    logits[5] *= np.float32(1e-28)  # or the oracle's own sums are no measure
+    logits[5] *= np.float32(1e-28)  # otherwise the oracle's own sums are too inexact
     tokens = np.random.default_rng(1).integers(0, vocabulary, len(logits)).astype(np.int32)
     check_scores(kernels(), logits, tokens, min(top_n, vocabulary))
     found = kernels(132).ranks(torch.from_numpy(logits), torch.from_numpy(tokens))
@@ -338,11 +338,11 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(k: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 5])
 @pytest.mark.parametrize("slots", [1, 33, 257])
-def test_the_token_matrix_is_that_of_torch(slots: int, k: int) -> None:
+def test_token_matrix_matches_torch(slots: int, k: int) -> None:
     rng = np.random.default_rng(slots + k)
     for rows, revoked in ((slots // 2, slots // 3), (slots, 0), (0, slots), (0, 0)):
         order = rng.permutation(slots).astype(np.int32)
-        # The interpreter takes no memory of nothing, so there is always more of it.
+        # The interpreter rejects empty memory, so there is always one element more.
         sampled = torch.from_numpy(rng.integers(0, 2**18, (rows + 1, 1 + k)).astype(np.int32))[:rows]
         accepted = torch.from_numpy(rng.integers(0, 1 + k, rows + 1).astype(np.int32))[:rows]
         used, released = torch.from_numpy(order)[:rows], torch.from_numpy(order)[rows : rows + revoked]
@@ -396,15 +396,15 @@ class _Launches(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The interpreter looks at the memory of its arguments through `set_` and `empty` of its own.
+        # The interpreter accesses the memory of its arguments with its own `set_` and `empty`.
         if not func.is_view and not str(func).startswith(("aten.empty", "aten.set_", "aten.new_empty", "aten.copy_")):
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 6, 600])
-def test_parts_of_rows_begin_where_the_same_kernel_may_read_them(rows: int) -> None:
-    """At multiples of 16 bytes: Triton makes other kernels for other addresses, while requests wait."""
+def test_parts_of_rows_are_aligned_for_the_same_kernel(rows: int) -> None:
+    """At multiples of 16 bytes: for other addresses Triton would compile further kernels while requests wait."""
     by = kernels()
     by.reserve(rows)
     assert all(part.start * 4 % 16 == 0 for part in by._parts(2000))

@@ -40,7 +40,7 @@ def test_sizes_grow_by_doubling_then_by_steps() -> None:
     assert shapes(256, 2048).single[-6:] == (120, 128, 160, 192, 224, 256)
 
 
-def test_drafts_double_the_rows_up_to_what_is_multiplied_while_weights_are_read() -> None:
+def test_drafts_double_the_rows_up_to_the_memory_bound() -> None:
     assert shapes(256, 2048).drafted == ()
     assert shapes(256, 2048, 3).drafted == (1, 2, 4, 8, 16, 32, 64)
     assert shapes(20, 2048, 3).drafted == (1, 2, 4, 8, 16, 20)
@@ -49,7 +49,7 @@ def test_drafts_double_the_rows_up_to_what_is_multiplied_while_weights_are_read(
 
 
 @given(LIMITS)
-def test_a_shape_holds_its_step_and_fits_the_budget(limits: tuple[int, int, int]) -> None:
+def test_shape_holds_its_step_and_fits_the_budget(limits: tuple[int, int, int]) -> None:
     found = shapes(*limits)
     for rows in range(1, min(limits[0], 300) + 1):
         for width in range(1, limits[2] + 3):
@@ -60,7 +60,7 @@ def test_a_shape_holds_its_step_and_fits_the_budget(limits: tuple[int, int, int]
 
 
 @given(LIMITS)
-def test_a_decode_without_drafts_that_fits_the_budget_is_replayed_with_at_most_twice_its_rows(
+def test_decode_without_drafts_is_padded_to_at_most_twice_its_rows(
     limits: tuple[int, int, int],
 ) -> None:
     found = shapes(*limits)
@@ -70,7 +70,7 @@ def test_a_decode_without_drafts_that_fits_the_budget_is_replayed_with_at_most_t
 
 
 @given(LIMITS)
-def test_the_largest_comes_first(limits: tuple[int, int, int]) -> None:
+def test_largest_shape_is_first(limits: tuple[int, int, int]) -> None:
     tokens = [rows * width for rows, width in shapes(*limits)]
     assert tokens == sorted(tokens, reverse=True)
 

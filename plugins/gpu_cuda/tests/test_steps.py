@@ -1,4 +1,4 @@
-"""Whole steps on the processor in the device's place: graphs, padding, waits, memory."""
+"""Whole steps with the CPU as the device: graphs, padding, waits, memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-def test_steps_give_what_the_core_s_pack_gives(folder: Path) -> None:
+def test_steps_match_the_pack_of_the_core(folder: Path) -> None:
     processor = Processor()
     outputs = []
     for ops in (TorchOps(), make_ops(processor)):
@@ -98,7 +98,7 @@ def test_steps_give_what_the_core_s_pack_gives(folder: Path) -> None:
 
 
 def test_packed_weights_are_replayed_like_others(folder: Path) -> None:
-    """Experts and the output projection, too; the oracle multiplies by what they stand for."""
+    """Experts and the output projection, too; the oracle multiplies by the dequantized weights."""
     processor = Processor()
     config, outputs = EngineConfig(model=str(folder), quantization="int8"), []
     for ops in (NumpyOps(), make_ops(processor)):
@@ -110,7 +110,7 @@ def test_packed_weights_are_replayed_like_others(folder: Path) -> None:
     assert processor.replays == 5
 
 
-def test_a_step_uploads_once_and_waits_for_the_device_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_uploads_once_and_waits_for_the_device_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = Processor()
     ops = make_ops(processor)
     runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
@@ -123,8 +123,8 @@ def test_a_step_uploads_once_and_waits_for_the_device_once(folder: Path, monkeyp
             assert processor.uploads == before[1] + 1
 
 
-def test_steps_launched_behind_one_another_give_what_they_give_one_by_one(folder: Path) -> None:
-    """Through the device that an engine has, with graphs, whose logits hold until the next replay."""
+def test_pipelined_steps_match_sequential_ones(folder: Path) -> None:
+    """With the device of an engine, and with graphs, whose logits are valid until the next replay."""
     processor = Processor()
     outputs = []
     for ops in (TorchOps(), make_ops(processor)):
@@ -148,12 +148,12 @@ WAITS = (lambda one: one.item(), lambda one: one.tolist(), lambda one: one.cpu()
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_the_watch_notices_what_waits(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronization_watch_detects_waits(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="waits for the device"), nothing_waits(monkeypatch):
         wait(torch.ones(1))
 
 
-def test_padding_is_computed_where_the_budget_was_charged_and_nowhere_else(folder: Path) -> None:
+def test_padding_is_computed_only_if_charged_to_the_budget(folder: Path) -> None:
     ops = make_ops()
     runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
     given: list[tuple[int, int]] = []
@@ -167,7 +167,7 @@ def test_padding_is_computed_where_the_budget_was_charged_and_nowhere_else(folde
     np.testing.assert_array_equal(runner.cache.export_blocks(np.arange(50, 60, dtype=np.int32)), before)
 
 
-def test_the_smallest_budget_runs_without_padding_beyond_it(folder: Path) -> None:
+def test_smallest_budget_is_not_exceeded_by_padding(folder: Path) -> None:
     ops = make_ops()
     tight = Limits(
         max_num_seqs=6, max_num_batched_tokens=3, max_model_len=40, block_size=4, num_kv_blocks=60, vocab_size=160
@@ -182,7 +182,7 @@ def test_the_smallest_budget_runs_without_padding_beyond_it(folder: Path) -> Non
         runner.execute(plan(1, [(0, 1, 1), (1, 1, 1), (2, 0, 2)], sampling=[True, True, False]))
 
 
-def test_a_decode_beside_an_unfinished_chunk_of_one_token_is_replayed(folder: Path) -> None:
+def test_decode_with_a_one_token_prefill_chunk_is_replayed(folder: Path) -> None:
     processor = Processor()
     outputs = []
     for ops in (TorchOps(), make_ops(processor)):
@@ -196,8 +196,8 @@ def test_a_decode_beside_an_unfinished_chunk_of_one_token_is_replayed(folder: Pa
     assert processor.replays == 1
 
 
-def test_a_replay_reads_no_row_of_an_earlier_larger_batch(folder: Path) -> None:
-    """Few of a large batch are wanted, its last ones; then fewer of a small batch: what is left over names no row."""
+def test_replay_reads_no_row_of_an_earlier_larger_batch(folder: Path) -> None:
+    """Sample the last few rows of a large batch, then fewer of a small batch: stale indices are not used."""
     processor = Processor()
     outputs = []
     for ops in (TorchOps(), make_ops(processor)):
@@ -221,7 +221,7 @@ def test_a_replay_reads_no_row_of_an_earlier_larger_batch(folder: Path) -> None:
     assert processor.replays == 3
 
 
-def test_the_kv_cache_is_sized_from_what_is_free(folder: Path) -> None:
+def test_kv_cache_is_sized_from_free_memory(folder: Path) -> None:
     config = EngineConfig(model=str(folder), max_num_seqs=8, max_num_batched_tokens=64, gpu_memory_utilization=1.0)
     backend = OnProcessor(config)
     model = backend.load_model(folder, backend.make_ops(), lambda done, total: None)
@@ -239,7 +239,7 @@ def test_the_kv_cache_is_sized_from_what_is_free(folder: Path) -> None:
     assert limits.num_kv_blocks == 5
 
 
-def test_what_works_on_logits_goes_to_the_kernels() -> None:
+def test_operations_on_logits_use_the_kernels() -> None:
     class Named(SamplingKernels):
         """Answers with the name of what was called."""
 
@@ -254,14 +254,14 @@ def test_what_works_on_logits_goes_to_the_kernels() -> None:
         assert getattr(ops, name)(*arguments) == name
 
 
-def test_what_is_handed_over_may_be_changed_at_once() -> None:
+def test_uploaded_arrays_may_be_changed_at_once() -> None:
     array = ids(1, 2)
     on_the_device = make_ops().from_host(array)
     array[:] = 9
     assert on_the_device.tolist() == [1, 2]
 
 
-def test_a_dtype_without_kernels_is_refused() -> None:
+def test_dtype_without_kernels_is_rejected() -> None:
     from fd_core.errors import ConfigError
 
     from fd_gpu_cuda.backend import CudaBackend

@@ -1,4 +1,4 @@
-"""Kernels are written in what every release of Triton understands that the package names; only the newest runs here."""
+"""Kernels use only features of all supported Triton releases; only the newest release runs here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def compiled_functions(path: Path) -> Iterator[ast.FunctionDef]:
 
 
 def too_new(function: ast.FunctionDef) -> list[str]:
-    """Return what an old release does not compile.
+    """Return the code that an old release does not compile.
 
     Triton 3.2: `and` or `or` between more than two, and chained comparisons. 3.3: numbers that Python knows among the
     values that are assigned at once.
@@ -36,7 +36,7 @@ def too_new(function: ast.FunctionDef) -> list[str]:
 
 
 def is_number(value: ast.expr) -> bool:
-    """Say whether Python knows the number before Triton compiles."""
+    """Return True if the number is known before Triton compiles."""
     if isinstance(value, ast.UnaryOp):
         return is_number(value.operand)
     return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and ast.unparse(value.func) == "float")

@@ -1,4 +1,4 @@
-"""Arrays go to the device in one copy, and come back with one wait."""
+"""Arrays are uploaded in one copy, and fetched with one wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (np.int32, np.float32, np.uint64, np.int64, np.uint8, np.bool_, np.floa
 
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), min_size=1, max_size=3)), max_size=8))
-def test_arrays_of_any_dtype_and_shape_arrive_bit_for_bit_in_one_aligned_copy(
+def test_arrays_of_any_dtype_arrive_bit_for_bit_in_one_aligned_copy(
     wanted: list[tuple[type[np.generic], list[int]]],
 ) -> None:
     processor = Processor()
@@ -32,18 +32,18 @@ def test_arrays_of_any_dtype_and_shape_arrive_bit_for_bit_in_one_aligned_copy(
         np.testing.assert_array_equal(tensor.numpy().astype(array.dtype), array)
 
 
-def test_the_largest_seed_keeps_its_bits() -> None:
+def test_largest_seed_keeps_its_bits() -> None:
     (seed,) = make_ops().upload([np.array([2**64 - 1], np.uint64)])
     assert seed.dtype == torch.int64 and seed.tolist() == [-1]
 
 
-def test_an_array_that_is_no_block_of_memory_is_packed_in_its_order() -> None:
+def test_non_contiguous_array_is_packed_in_its_order() -> None:
     turned = np.arange(6, dtype=np.int32).reshape(2, 3).T
     (found,) = make_ops().upload([turned])
     assert found.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_copies_that_were_queued_hold_what_was_there_then() -> None:
+def test_queued_copies_hold_the_values_at_queue_time() -> None:
     processor = Processor()
     ops = make_ops(processor)
     x = ops.from_host(np.array([1, 2], np.int32))

@@ -10,14 +10,14 @@ import pytest
 
 # Read when Ray is imported. The second keeps Ray from replacing the loopback by the machine's address.
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-# A lost node is noticed after a second instead of half a minute.
+# A lost node is detected after a second instead of half a minute.
 os.environ |= {"RAY_health_check_period_ms": "300", "RAY_health_check_failure_threshold": "3"}
 os.environ |= {"RAY_raylet_start_wait_time_s": "120"}
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """Three nodes of two processors each, wherever they come from."""
+    """Three nodes of two processors each, started here or given."""
     from ray.cluster_utils import Cluster
 
     where = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "include_dashboard": False}

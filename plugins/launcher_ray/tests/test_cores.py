@@ -1,4 +1,4 @@
-"""Processors that are kept for one process."""
+"""Processors reserved for one process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6})
 
 
-def test_nobody_has_a_processor_twice() -> None:
+def test_no_processor_is_assigned_twice() -> None:
     first, second = ReservedCores(2), ReservedCores(1)
     assert (first.numbers, second.numbers) == ([4, 5], [6])
     first.close()
     assert ReservedCores(1).numbers == [4]
 
 
-def test_too_few_are_none() -> None:
+def test_too_few_processors_assign_none() -> None:
     first = ReservedCores(2)
     assert ReservedCores(2).numbers == []
-    assert ReservedCores(1).numbers == [6], "it gave back what it had"
+    assert ReservedCores(1).numbers == [6], "the failed reservation freed its processors"
     assert first.numbers == [4, 5]
 
 
-def test_none_are_none() -> None:
+def test_no_processors_assign_none() -> None:
     assert ReservedCores(0).numbers == []

@@ -1,4 +1,4 @@
-"""The launcher kit, with Ray on three nodes, and what only several nodes can show."""
+"""The launcher kit, with Ray on three nodes, and tests that need several nodes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class TestRay(LauncherSuite):
 
     @pytest.fixture(autouse=True)
     def _nodes(self, cluster: Any) -> None:
-        """The kit meets three nodes."""
+        """Check that the kit runs on three nodes."""
 
-    def test_a_group_is_packed_or_spread(self, launching: Launcher) -> None:
+    def test_group_is_packed_or_spread(self, launching: Launcher) -> None:
         packed = launching.start([self.spec(name, group="ranks") for name in ("a", "b")])
         assert len({process.node for process in packed}) == 1
         spread = launching.start([self.spec(name, group="workers", spread=True) for name in ("c", "d", "e")])
@@ -44,7 +44,7 @@ class TestRay(LauncherSuite):
         files = [path for path in Path(cluster.head_node.get_logs_dir_path()).rglob("*") if path.is_file()]
         assert len(files) > 5 and not [path for path in files if HIDDEN.encode() in path.read_bytes()]
 
-    def test_processes_end_with_whoever_launched_them(self) -> None:
+    def test_processes_end_with_their_launcher(self) -> None:
         driver = subprocess.Popen(
             [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent
         )
@@ -54,7 +54,7 @@ class TestRay(LauncherSuite):
         driver.communicate()
         self.until(lambda: not Path(f"/proc/{pid}").exists())
 
-    def test_a_lost_node_is_noticed_and_named(self, launching: Launcher, cluster: Any) -> None:
+    def test_lost_node_is_detected_and_named(self, launching: Launcher, cluster: Any) -> None:
         node = cluster.add_node(num_cpus=8, node_ip_address="127.0.0.1", include_dashboard=False)
         try:
             (process,) = launching.start([self.spec("one", cores=5)])  # more than the other nodes have

@@ -1,4 +1,4 @@
-"""How the core finds the launcher, and what it hears without Ray or without a cluster."""
+"""Discovery of the launcher by the core, and its errors without Ray or without a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from needs import needs_ray
 from fd_launcher_ray.launcher import RayLauncher
 
 
-def test_the_installed_plugin_offers_it() -> None:
+def test_installed_plugin_offers_it() -> None:
     plugins = Plugins.discover()
     assert plugins.offered(LAUNCHER)["ray"].origin.distribution == "fd-launcher-ray"
     assert plugins.load(LAUNCHER, "ray") is RayLauncher
@@ -28,7 +28,7 @@ def test_finding_it_imports_no_ray() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_missing_ray_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_reported_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(PluginError, match="pip install 'ray") as caught:
         RayLauncher()
@@ -36,20 +36,20 @@ def test_a_missing_ray_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_ray
-def test_an_address_that_is_none_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_address_is_reported_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
     with pytest.raises(LaunchError, match="ray start --head"):
         RayLauncher()
 
 
 @needs_ray
-def test_a_missing_cluster_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cluster_is_reported_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(address: str, **_: object) -> None:
         assert address == "auto"
         raise ConnectionError("Could not find any running Ray instance.")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    # Ray itself would find whatever runs on this machine, such as the cluster of the other tests.
+    # Ray itself would find any cluster of this machine, such as that of the other tests.
     monkeypatch.setattr("ray.init", init)
     with pytest.raises(LaunchError, match="ray start --head"):
         RayLauncher()

@@ -19,7 +19,7 @@ from needs import needs_ray
 
 SERVE = ("serve", "null", "--backend", "null", "--host", "127.0.0.1", "--port", "0", "--num-threads", "1")
 OWN = uuid.uuid4().hex
-"""Tells ranks of this test from others on the machine."""
+"""Marks ranks of this test among others on the machine."""
 RANKS = ("-tp", "2", "--distributed-executor-backend", "ray", "--rank-transport", "gloo")
 
 
@@ -59,11 +59,11 @@ def texts(url: str) -> list[Any]:
 
 
 @needs_ray
-def test_ranks_on_several_nodes_make_the_texts_of_one_process(cluster: Any) -> None:
+def test_ranks_on_several_nodes_match_one_process(cluster: Any) -> None:
     launcher = SpawnLauncher()
-    told = []
+    answers = []
     try:
-        # Three ranks beside the server's own, and two processors on each node.
+        # Three ranks in addition to the server's own, and two processors on each node.
         for flags in ((), ("-tp", "4", *RANKS[2:])):
             (server,) = launcher.start(
                 [ProcessSpec("server", ("-m", "fd_core.cli", *SERVE, *flags), {"FD_OWN_RANKS": OWN}, cores=0)]
@@ -71,18 +71,18 @@ def test_ranks_on_several_nodes_make_the_texts_of_one_process(cluster: Any) -> N
             while (url := server.announced()) is None:
                 assert server.exit_code() is None, server.reason()
                 time.sleep(0.1)
-            told.append(texts(url))
+            answers.append(texts(url))
             nodes = set(ranks().values())
             server.terminate()
             server.wait(30.0)
-        assert told[0] == told[1]
+        assert answers[0] == answers[1]
         assert len(nodes) == 2, nodes
     finally:
         launcher.close()
 
 
 @needs_ray
-def test_a_killed_rank_that_ray_placed_costs_no_token(cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_killed_rank_that_ray_placed_costs_no_token(cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
     launcher = SpawnLauncher()
     try:
         (server,) = launcher.start(
@@ -92,15 +92,15 @@ def test_a_killed_rank_that_ray_placed_costs_no_token(cluster: Any, capfd: pytes
             assert server.exit_code() is None, server.reason()
             time.sleep(0.1)
         expected = texts(url)
-        told: list[list[Any]] = []
-        asking = threading.Thread(target=lambda: told.append(texts(url)))
+        answers: list[list[Any]] = []
+        asking = threading.Thread(target=lambda: answers.append(texts(url)))
         asking.start()
         time.sleep(0.2)
         killed = rank_1()
         assert killed is not None
         os.kill(killed, signal.SIGKILL)
         asking.join()
-        assert told == [expected] and texts(url) == expected
+        assert answers == [expected] and texts(url) == expected
         assert rank_1() not in (None, killed)
         assert "rank 1 was ended by SIGKILL" in capfd.readouterr().err
     finally:

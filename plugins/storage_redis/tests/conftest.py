@@ -19,14 +19,14 @@ def shared_server() -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared_server: Server) -> Server:
-    """A server in good health, empty."""
+    """Healthy, empty server."""
     shared_server.back_door.flushall()
     return shared_server
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    """Start servers to be mistreated."""
+    """Start servers for fault tests."""
     servers: list[Server] = []
 
     def started(*options: str, **more: Any) -> Server:
@@ -53,7 +53,7 @@ def script() -> Iterator[Callable[..., Script]]:
 
 @pytest.fixture
 def store() -> Iterator[Callable[[str], RedisStore]]:
-    """Make stores that are closed in the end."""
+    """Create stores that are closed at the end."""
     stores: list[RedisStore] = []
 
     def made(text: str) -> RedisStore:

@@ -1,4 +1,4 @@
-"""The way to the values of a server past the store."""
+"""Direct access to the values of a server, without the store."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Door(BackDoor):
         before = self._client.config_get(name)[name]
         self._client.config_set(name, value)
         if name == "requirepass":
-            # Who is in already stays in; everybody has to knock again.
+            # Close open connections, so that clients must authenticate again.
             self._client.client_kill_filter(_type="normal", skipme=True)
         try:
             yield

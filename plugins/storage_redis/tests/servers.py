@@ -1,4 +1,4 @@
-"""Servers that tests start, stop and mistreat."""
+"""Servers that tests start, stop and break."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def until(true: Callable[[], object], seconds: float = 10.0) -> None:
 
 
 class Server:
-    """One server process in a folder of its own."""
+    """One server process in a separate folder."""
 
     def __init__(self, *options: str, port: int | None = None, password: str | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="fdr"))
@@ -103,7 +103,7 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """End it without a chance to say goodbye."""
+        """Kill it without a shutdown."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -129,7 +129,7 @@ class Server:
 
 
 class Script:
-    """A server that answers every connection with the same bytes, at once or drop by drop."""
+    """A server that answers every connection with the same bytes, at once or one by one."""
 
     def __init__(self, answer: bytes, pause: float = 0.0) -> None:
         self._answer = answer
@@ -157,7 +157,7 @@ class Script:
         try:
             with connection:
                 for command in range(4):
-                    # The client introduces itself with two commands; then it asks.
+                    # The client sends two handshake commands before its request.
                     if not connection.recv(65536):
                         return
                     if command < 2:
@@ -170,7 +170,7 @@ class Script:
                     if not self._pause:
                         connection.sendall(self._answer)
         except OSError:
-            return  # the client has had enough
+            return  # the client has closed the connection
 
     def close(self) -> None:
         self._ended.set()

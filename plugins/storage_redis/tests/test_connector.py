@@ -1,4 +1,4 @@
-"""KV on its way from a prefill worker to a decode worker, through a server."""
+"""KV transfer from a prefill worker to a decode worker, through a server."""
 
 from __future__ import annotations
 

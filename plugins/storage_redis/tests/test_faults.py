@@ -1,4 +1,4 @@
-"""What the store does with a server in trouble: the real thing wherever it can be brought about."""
+"""Faults of the server: real ones wherever they can be provoked."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SECRET = "s3cr3t-passw0rd"
 
 
 @contextmanager
-def trouble(expected: FailureReason, within: float = 5.0) -> Iterator[None]:
-    """What happens inside raises this trouble in time and says no secret."""
+def raises_store_error(expected: FailureReason, within: float = 5.0) -> Iterator[None]:
+    """Check that the block raises this error in time, without a secret in its message."""
     began = time.monotonic()
     with pytest.raises(StoreError) as caught:
         yield
@@ -38,14 +38,14 @@ def trouble(expected: FailureReason, within: float = 5.0) -> Iterator[None]:
     assert SECRET not in str(caught.value) + repr(caught.value) + repr(caught.value.__cause__)
 
 
-def test_a_killed_server_is_unreachable_and_serves_after_its_restart(start: Start, store: MakeStore) -> None:
+def test_killed_server_is_unreachable_and_serves_after_its_restart(start: Start, store: MakeStore) -> None:
     server = start()
     kept = store(server.url)
     kept.put([(b"a", [b"1"])], 5.0)
     server.kill()
-    with trouble(FailureReason.UNREACHABLE, 1.0):
+    with raises_store_error(FailureReason.UNREACHABLE, 1.0):
         kept.get([b"a"], LIMIT, 5.0)
-    with trouble(FailureReason.UNREACHABLE, 1.0):
+    with raises_store_error(FailureReason.UNREACHABLE, 1.0):
         kept.put([(b"a", [b"1"])], 5.0)
     server.start()
     assert kept.get([b"a"], LIMIT, 5.0) == [None]
@@ -53,7 +53,7 @@ def test_a_killed_server_is_unreachable_and_serves_after_its_restart(start: Star
 
 
 @pytest.mark.parametrize("way", ["url", "unix_url"])
-def test_a_restart_between_two_calls_goes_unnoticed(start: Start, store: MakeStore, way: str) -> None:
+def test_restart_between_two_calls_is_transparent(start: Start, store: MakeStore, way: str) -> None:
     server = start()
     kept = store(getattr(server, way))
     kept.open(5.0)
@@ -63,92 +63,92 @@ def test_a_restart_between_two_calls_goes_unnoticed(start: Start, store: MakeSto
     assert kept.get([b"a"], LIMIT, 5.0) == [None]
 
 
-def test_a_connection_that_the_server_closes_is_replaced(server: Server, store: MakeStore) -> None:
+def test_connection_that_the_server_closes_is_replaced(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     kept.put([(b"a", [b"1"])], 5.0)
     server.back_door.client_kill_filter(_type="normal", skipme=True)
     assert kept.get([b"a"], LIMIT, 5.0) == [b"1"]
 
 
-def test_a_stopped_server_times_out_and_no_late_answer_is_taken_for_another(start: Start, store: MakeStore) -> None:
+def test_stopped_server_times_out_and_late_replies_are_dropped(start: Start, store: MakeStore) -> None:
     server = start()
     kept = store(server.url)
     big = os.urandom(3_000_000)
     kept.put([(b"a", [b"1"]), (b"b", [b"22"])], 5.0)
     with server.frozen():
-        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
+        with raises_store_error(FailureReason.TIMEOUT, SOON + SLACK):
             kept.get([b"a"], LIMIT, SOON)
-        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
+        with raises_store_error(FailureReason.TIMEOUT, SOON + SLACK):
             kept.longest_prefix([b"a", b"b"], LIMIT, SOON)
-        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
+        with raises_store_error(FailureReason.TIMEOUT, SOON + SLACK):
             kept.put([(b"c", [big])] * 8, SOON)
-        with trouble(FailureReason.TIMEOUT, SOON + SLACK):
+        with raises_store_error(FailureReason.TIMEOUT, SOON + SLACK):
             store(server.url).open(SOON)
     assert kept.get([b"b", b"a"], LIMIT, 5.0) == [b"22", b"1"]
     assert kept.longest_prefix([b"a"], LIMIT, 5.0) == 1
 
 
-def test_an_answer_drop_by_drop_does_not_stretch_the_time(script: Callable[..., Script], store: MakeStore) -> None:
+def test_slow_reply_does_not_extend_the_timeout(script: Callable[..., Script], store: MakeStore) -> None:
     kept = store(script(b":1\r\n" * 1000, pause=0.05).url)
-    with trouble(FailureReason.TIMEOUT, SOON + SLACK):
+    with raises_store_error(FailureReason.TIMEOUT, SOON + SLACK):
         kept.longest_prefix([b"a"] * 1000, LIMIT, SOON)
 
 
-def test_a_time_that_is_over_is_a_timeout(server: Server, store: MakeStore) -> None:
-    with trouble(FailureReason.TIMEOUT, SLACK):
+def test_expired_deadline_is_a_timeout(server: Server, store: MakeStore) -> None:
+    with raises_store_error(FailureReason.TIMEOUT, SLACK):
         store(server.url).get([b"a"], LIMIT, 0.0)
 
 
-def test_a_full_server_keeps_serving_what_it_has(start: Start, store: MakeStore) -> None:
+def test_full_server_keeps_serving_its_values(start: Start, store: MakeStore) -> None:
     server = start("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
     kept = store(server.url)
     kept.put([(b"first", [b"1"])], 5.0)
     stored = kept.put([(b"%d" % n, [os.urandom(700_000)]) for n in range(16)], 5.0)
     assert 0 < stored < 16
-    with trouble(FailureReason.FULL):
+    with raises_store_error(FailureReason.FULL):
         kept.put([(b"more", [os.urandom(700_000)])], 5.0)
     assert kept.get([b"first", b"more"], LIMIT, 5.0) == [b"1", None]
     assert kept.delete([b"%d" % n for n in range(16)], 5.0) == stored
 
 
-def test_a_server_that_evicts_takes_everything(start: Start, store: MakeStore) -> None:
+def test_evicting_server_accepts_everything(start: Start, store: MakeStore) -> None:
     server = start("--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru")
     kept = store(server.url)
     assert "evicts by" in kept.open(5.0)
     assert kept.put([(b"%d" % n, [os.urandom(300_000)]) for n in range(32)], 5.0) == 32
 
 
-def test_a_replica_is_read_only(start: Start, store: MakeStore) -> None:
+def test_replica_is_read_only(start: Start, store: MakeStore) -> None:
     primary = start("--repl-diskless-sync-delay", "0")
     store(primary.url).put([(b"a", [b"1"])], 5.0)
     replica = start("--replicaof", "127.0.0.1", str(primary.port))
     kept = store(replica.url)
     until(lambda: replica.back_door.get("fd:" + b"a".hex()), 20)
-    with trouble(FailureReason.READ_ONLY):
+    with raises_store_error(FailureReason.READ_ONLY):
         kept.put([(b"b", [b"2"])], 5.0)
     assert kept.get([b"a"], LIMIT, 5.0) == [b"1"]
 
 
 def test_missing_replicas_make_it_read_only(start: Start, store: MakeStore) -> None:
     kept = store(start("--min-replicas-to-write", "1").url)
-    with trouble(FailureReason.READ_ONLY):
+    with raises_store_error(FailureReason.READ_ONLY):
         kept.put([(b"a", [b"1"])], 5.0)
     assert kept.get([b"a"], LIMIT, 5.0) == [None]
 
 
-def test_a_snapshot_that_cannot_be_written_makes_it_read_only(start: Start, store: MakeStore) -> None:
+def test_snapshot_that_cannot_be_written_makes_it_read_only(start: Start, store: MakeStore) -> None:
     server = start("--save", "3600 1", "--unixsocket", "")
     client = redis.Redis(port=server.port)
     shutil.rmtree(server.folder)
     client.bgsave()
     until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
-    with trouble(FailureReason.READ_ONLY):
+    with raises_store_error(FailureReason.READ_ONLY):
         store(server.url).put([(b"a", [b"1"])], 5.0)
     client.close()
     server.folder.mkdir()
 
 
-def test_passwords_come_from_url_file_and_environment(
+def test_passwords_are_read_from_url_file_and_environment(
     start: Start, store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start("--requirepass", SECRET, password=SECRET)
@@ -162,7 +162,7 @@ def test_passwords_come_from_url_file_and_environment(
         store(f"redis://me:{SECRET}@{address}"),
         from_file,
     ):
-        with trouble(FailureReason.DENIED):
+        with raises_store_error(FailureReason.DENIED):
             wrong.get([b"a"], LIMIT, 5.0)
     file.write_text(SECRET + "\n")
     assert from_file.put([(b"a", [b"1"])], 5.0) == 1
@@ -172,33 +172,33 @@ def test_passwords_come_from_url_file_and_environment(
         assert SECRET not in repr(right) + right.open(5.0) + repr(right.location) + repr(vars(right))
     file.unlink()
     server.restart()
-    with trouble(FailureReason.DENIED):
+    with raises_store_error(FailureReason.DENIED):
         from_file.get([b"a"], LIMIT, 5.0)
 
 
-def test_a_user_who_may_only_read_reads(server: Server, store: MakeStore) -> None:
+def test_read_only_user_can_read(server: Server, store: MakeStore) -> None:
     store(server.url).put([(b"a", [b"1"])], 5.0)
     server.back_door.execute_command(f"ACL SETUSER reader on >{SECRET} ~fd:* +strlen +exists +get +getrange")
     try:
         kept = store(f"redis://reader:{SECRET}@127.0.0.1:{server.port}")
         assert kept.get([b"a"], LIMIT, 5.0) == [b"1"]
-        with trouble(FailureReason.DENIED):
+        with raises_store_error(FailureReason.DENIED):
             kept.put([(b"a", [b"2"])], 5.0)
-        with trouble(FailureReason.DENIED):
+        with raises_store_error(FailureReason.DENIED):
             kept.delete([b"a"], 5.0)
-        with trouble(FailureReason.DENIED):
+        with raises_store_error(FailureReason.DENIED):
             store(f"redis://reader:{SECRET}@127.0.0.1:{server.port}?namespace=other").get([b"a"], LIMIT, 5.0)
     finally:
         server.back_door.execute_command("ACL DELUSER reader")
 
 
-def test_nobody_listening_is_unreachable(store: MakeStore, tmp_path: Path) -> None:
-    for place in (f"redis://127.0.0.1:{free_port()}", f"unix://{tmp_path}/none", "redis://no-such-host.invalid"):
-        with trouble(FailureReason.UNREACHABLE):
-            store(place).open(2.0)
+def test_port_without_a_listener_is_unreachable(store: MakeStore, tmp_path: Path) -> None:
+    for target in (f"redis://127.0.0.1:{free_port()}", f"unix://{tmp_path}/none", "redis://no-such-host.invalid"):
+        with raises_store_error(FailureReason.UNREACHABLE):
+            store(target).open(2.0)
 
 
-def test_a_database_that_is_not_there_is_named(server: Server, store: MakeStore) -> None:
+def test_missing_database_is_named(server: Server, store: MakeStore) -> None:
     with pytest.raises(StoreError, match="DB index") as caught:
         store(f"redis://127.0.0.1:{server.port}/999").open(5.0)
     assert caught.value.reason is FailureReason.OTHER
@@ -222,26 +222,26 @@ def test_a_database_that_is_not_there_is_named(server: Server, store: MakeStore)
         (b"not redis at all", FailureReason.OTHER),
     ],
 )
-def test_what_the_server_answers_decides_the_trouble(
+def test_reply_of_the_server_determines_the_error(
     script: Callable[..., Script], store: MakeStore, answer: bytes, expected: FailureReason
 ) -> None:
     kept = store(script(answer + b"\r\n").url)
-    with trouble(expected):
+    with raises_store_error(expected):
         kept.longest_prefix([b"a"], LIMIT, 2.0)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.binary(min_size=1, max_size=40)
-    # Answers to a cluster's client that are whole and make no sense.
+    # Complete but invalid replies to a cluster client.
     | st.sampled_from([b"*0\r\n", b"*1\r\n:1\r\n", b"*1\r\n*2\r\n:0\r\n:1\r\n", b"*1\r\n*3\r\n:0\r\n:9\r\n*0\r\n"])
 )
-def test_garbage_raises_nothing_but_store_errors(script: Callable[..., Script], answer: bytes) -> None:
+def test_garbage_raises_store_errors_only(script: Callable[..., Script], answer: bytes) -> None:
     one = script(answer)
     address = one.url.removeprefix("redis")
     try:
-        for place in (one.url, f"redis+sentinel{address}?master=m", f"redis+cluster{address}"):
-            kept = RedisStore(parse_location(place))
+        for target in (one.url, f"redis+sentinel{address}?master=m", f"redis+cluster{address}"):
+            kept = RedisStore(parse_location(target))
             for call in (
                 lambda kept=kept: kept.get([b"a"], LIMIT, 0.02),
                 lambda kept=kept: kept.put([(b"a", [b"1"])], 0.02),

@@ -1,4 +1,4 @@
-"""The store kit against a server of its own, through TCP and through its Unix socket."""
+"""The store kit against a private server, through TCP and through its Unix socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the core finds the store."""
+"""Discovery of the store by the core."""
 
 from __future__ import annotations
 

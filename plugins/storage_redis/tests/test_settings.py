@@ -1,4 +1,4 @@
-"""What locations mean, and what is said about the wrong ones."""
+"""Parsing of locations, and errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def settings(text: str, **environment: str) -> Settings:
     return Settings.of(parse_location(text), environment)
 
 
-def test_a_url_says_who_where_and_which_database() -> None:
+def test_url_has_user_host_and_database() -> None:
     read = settings("redis://me:p%40ss%2F@host:1234/5?namespace=n&ttl=9&max_connections=7")
     assert read.topology is Topology.SERVER
     assert read.addresses == (Address("host", 1234),)
@@ -54,7 +54,7 @@ def test_schemes(text: str, topology: Topology, tls: bool, addresses: list[Addre
     assert RedisStore(parse_location(text)).name == text.partition(":")[0]
 
 
-def test_passwords_from_the_environment_give_way_to_the_locations(tmp_path: Path) -> None:
+def test_passwords_in_locations_override_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "p"
     file.write_text("of the file\n")
     assert settings("redis://h", FD_REDIS_PASSWORD="e").credentials.read() == ("e",)
@@ -106,16 +106,16 @@ def test_passwords_from_the_environment_give_way_to_the_locations(tmp_path: Path
         ("unix://", "path"),
     ],
 )
-def test_what_is_wrong_is_named_without_the_secret(text: str, named: str) -> None:
+def test_invalid_location_is_named_without_the_secret(text: str, named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         settings(text)
-    said = f"{caught.value} {caught.value.hint}"
-    assert named in said
-    assert SECRET not in said
-    assert "cr3t" not in said
+    message = f"{caught.value} {caught.value.hint}"
+    assert named in message
+    assert SECRET not in message
+    assert "cr3t" not in message
     assert caught.value.field == "--kv-store"
 
 
-def test_no_text_about_the_settings_shows_a_secret() -> None:
+def test_text_of_settings_contains_no_secret() -> None:
     read = settings(f"redis://me:{SECRET}@h")
     assert SECRET not in repr(read) + str(read) + repr(read.credentials)

@@ -1,4 +1,4 @@
-"""What the store does with a server in good health."""
+"""The store with a healthy server."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ MakeStore = Callable[[str], RedisStore]
 LIMIT = 1 << 20
 
 
-def test_stores_parts_as_one_value_and_gives_them_back(server: Server, store: MakeStore) -> None:
+def test_parts_are_stored_and_returned_as_one_value(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     payload = os.urandom(700_000)
     assert kept.put([(b"a", [b"head", memoryview(payload), bytearray(b"tail")]), (b"b", [b"x"])], 5.0) == 2
     assert kept.get([b"b", b"missing", b"a"], LIMIT, 5.0) == [b"x", None, b"head" + payload + b"tail"]
 
 
-def test_a_view_of_wider_elements_counts_its_bytes(server: Server, store: MakeStore) -> None:
+def test_view_of_wider_elements_counts_its_bytes(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     wide = memoryview(os.urandom(80_000)).cast("I")
     assert kept.put([(b"a", [wide, b"."])], 5.0) == 1
     assert kept.get([b"a"], LIMIT, 5.0) == [wide.tobytes() + b"."]
 
 
-def test_the_unix_socket_serves_as_well(server: Server, store: MakeStore) -> None:
+def test_unix_socket_serves_as_well(server: Server, store: MakeStore) -> None:
     kept = store(server.unix_url)
     assert kept.put([(b"a", [b"1"])], 5.0) == 1
     assert kept.get([b"a"], LIMIT, 5.0) == [b"1"]
@@ -47,7 +47,7 @@ def test_keys_are_readable_and_in_the_namespace(server: Server, store: MakeStore
     assert store(f"{server.url}?namespace=other").get([b"\x00\xff"], LIMIT, 5.0) == [None]
 
 
-def test_the_longest_prefix_ends_at_a_gap_and_at_a_value_too_long(server: Server, store: MakeStore) -> None:
+def test_longest_prefix_ends_at_a_gap_and_at_a_value_too_long(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     kept.put([(b"a", [b"1"]), (b"b", [b"22"]), (b"d", [b"4"])], 5.0)
     assert kept.longest_prefix([b"a", b"b", b"c", b"d"], LIMIT, 5.0) == 2
@@ -56,7 +56,7 @@ def test_the_longest_prefix_ends_at_a_gap_and_at_a_value_too_long(server: Server
     assert kept.longest_prefix([], LIMIT, 5.0) == 0
 
 
-def test_a_value_over_the_limit_is_not_even_sent(server: Server, store: MakeStore) -> None:
+def test_value_over_the_limit_is_not_even_sent(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     kept.put([(b"big", [bytes(500_000)]), (b"small", [b"1"])], 5.0)
     before = server.back_door.info("stats")["total_net_output_bytes"]
@@ -74,7 +74,7 @@ def test_values_of_many_windows_arrive_in_order(
     assert kept.get(list(values), LIMIT, 5.0) == list(values.values())
 
 
-def test_another_type_under_a_key_is_absent_and_spoils_nothing(server: Server, store: MakeStore) -> None:
+def test_key_of_another_type_counts_as_absent(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     kept.put([(b"a", [b"1"]), (b"c", [b"3"])], 5.0)
     server.back_door.lpush("fd:" + b"b".hex(), "not a value")
@@ -84,14 +84,14 @@ def test_another_type_under_a_key_is_absent_and_spoils_nothing(server: Server, s
     assert kept.get([b"a", b"b", b"c"], LIMIT, 5.0) == [b"1", b"2", b"3"]
 
 
-def test_values_damaged_behind_the_back_are_given_as_they_are(server: Server, store: MakeStore) -> None:
+def test_values_damaged_on_the_server_are_returned_unchanged(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     kept.put([(b"a", [b"whole value"])], 5.0)
     server.back_door.set("fd:" + b"a".hex(), b"whole")
     assert kept.get([b"a"], LIMIT, 5.0) == [b"whole"]
 
 
-def test_delete_counts_what_there_was(server: Server, store: MakeStore) -> None:
+def test_delete_counts_existing_keys(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     kept.put([(b"a", [b"1"]), (b"b", [b"2"])], 5.0)
     assert kept.delete([b"a", b"missing", b"b"], 5.0) == 2
@@ -121,7 +121,7 @@ def test_stats_are_the_servers(server: Server, store: MakeStore) -> None:
     assert stats.limit_bytes == 200 << 20
 
 
-def test_opening_names_the_server_and_what_it_does_when_full(server: Server, store: MakeStore) -> None:
+def test_open_logs_the_server_and_its_eviction_policy(server: Server, store: MakeStore) -> None:
     line = store(server.url).open(5.0)
     assert f"127.0.0.1:{server.port}" in line
     assert line.startswith(("Redis ", "Valkey "))
@@ -129,7 +129,7 @@ def test_opening_names_the_server_and_what_it_does_when_full(server: Server, sto
     assert "values expire after 60 s" in store(f"{server.url}?ttl=60").open(5.0)
 
 
-def test_a_closed_store_refuses_and_leaves_no_connection(server: Server) -> None:
+def test_closed_store_rejects_calls_and_leaves_no_connection(server: Server) -> None:
     kept = RedisStore(parse_location(server.url))
     kept.open(5.0)
     kept.close()
@@ -156,14 +156,14 @@ def test_reading_and_writing_threads_do_not_mix_answers(server: Server, store: M
     assert wrong == []
 
 
-def test_nothing_to_do_is_done(server: Server, store: MakeStore) -> None:
+def test_empty_calls(server: Server, store: MakeStore) -> None:
     kept = store(server.url)
     assert kept.get([], LIMIT, 5.0) == []
     assert kept.put([], 5.0) == 0
     assert kept.delete([], 5.0) == 0
 
 
-def test_a_user_with_the_permissions_of_the_readme_can_do_everything(server: Server, store: MakeStore) -> None:
+def test_permissions_of_the_readme_are_sufficient(server: Server, store: MakeStore) -> None:
     server.back_door.execute_command(
         "ACL SETUSER fd on >secret ~fd:* +strlen +exists +get +getrange +set +unlink +info +dbsize +select"
     )
@@ -183,7 +183,7 @@ def test_a_user_with_the_permissions_of_the_readme_can_do_everything(server: Ser
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.binary(max_size=20) | st.integers(8000, 20000).map(bytes), max_size=4), max_size=5))
-def test_packed_commands_say_what_the_client_itself_would(values: list[list[bytes]]) -> None:
+def test_packed_commands_match_the_client(values: list[list[bytes]]) -> None:
     client = redis.Connection()
     commands = [(b"SET", b"key", parts) for parts in values]
     expected = b"".join(b"".join(client.pack_command("SET", b"key", b"".join(parts))) for parts in values)

@@ -1,4 +1,4 @@
-"""Servers behind TLS, behind Sentinels and in a cluster."""
+"""Servers with TLS, with Sentinels and in a cluster."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tls_url(server: Server, tmp_path: Path, host: str = "127.0.0.1") -> str:
     return f"rediss://{host}:{port}?{files}"
 
 
-def test_tls_with_an_authority_of_its_own(tls_server: Server, store: MakeStore, tmp_path: Path) -> None:
+def test_tls_with_a_private_authority(tls_server: Server, store: MakeStore, tmp_path: Path) -> None:
     kept = store(tls_url(tls_server, tmp_path))
     value = os.urandom(3_000_000)
     kept.open(5.0)
@@ -62,7 +62,7 @@ def test_tls_with_an_authority_of_its_own(tls_server: Server, store: MakeStore, 
     assert caught.value.reason is FailureReason.TIMEOUT
 
 
-def test_tls_trusts_neither_strangers_nor_other_names(tls_server: Server, store: MakeStore, tmp_path: Path) -> None:
+def test_tls_rejects_unknown_authorities_and_other_names(tls_server: Server, store: MakeStore, tmp_path: Path) -> None:
     trustme.CA().cert_pem.write_to_path(str(tmp_path / "stranger.pem"))
     right = tls_url(tls_server, tmp_path)
     for url in (right.replace("ca.pem", "stranger.pem"), tls_url(tls_server, tmp_path, "localhost")):
@@ -73,14 +73,14 @@ def test_tls_trusts_neither_strangers_nor_other_names(tls_server: Server, store:
         store(right.partition("&")[0]).open(5.0)
 
 
-def test_a_file_that_is_no_certificate_is_a_store_error(tls_server: Server, store: MakeStore, tmp_path: Path) -> None:
+def test_invalid_certificate_file_is_a_store_error(tls_server: Server, store: MakeStore, tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("not a certificate")
     with pytest.raises((StoreError, ssl.SSLError)) as caught:
         store(tls_url(tls_server, tmp_path)).open(5.0)
     assert isinstance(caught.value, StoreError)
 
 
-def test_sentinels_lead_to_the_primary_and_to_its_successor(start: Start, store: MakeStore, tmp_path: Path) -> None:
+def test_sentinels_resolve_the_primary_and_its_successor(start: Start, store: MakeStore, tmp_path: Path) -> None:
     quick = ("--repl-diskless-sync-delay", "0")
     first = start(*quick)
     second = start("--replicaof", "127.0.0.1", str(first.port), *quick)
@@ -91,7 +91,7 @@ def test_sentinels_lead_to_the_primary_and_to_its_successor(start: Start, store:
         "sentinel down-after-milliseconds house 1000\nsentinel failover-timeout house 5000\n"
     )
     sentinel = start(str(configuration), "--sentinel", port=port)
-    # The first address is of nobody: the second Sentinel is asked.
+    # The first address is unused: the second Sentinel is queried.
     kept = store(f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}/0?master=house")
     kept.open(5.0)
     assert kept.put([(b"a", [b"1"])], 5.0) == 1
@@ -112,7 +112,7 @@ def test_sentinels_lead_to_the_primary_and_to_its_successor(start: Start, store:
     assert kept.put([(b"b", [b"2"])], 5.0) == 1
     assert second.back_door.exists("fd:" + b"b".hex())
     with pytest.raises(StoreError) as caught:
-        store(f"redis+sentinel://127.0.0.1:{sentinel.port}?master=nobody").open(1.0)
+        store(f"redis+sentinel://127.0.0.1:{sentinel.port}?master=unknown").open(1.0)
     assert caught.value.reason is FailureReason.UNREACHABLE
     with sentinel.frozen(), pytest.raises(StoreError) as caught:
         store(f"redis+sentinel://127.0.0.1:{sentinel.port}?master=house").open(0.3)
@@ -139,7 +139,7 @@ def raw_info(server: Server) -> bytes:
         return bytes(client.execute_command("CLUSTER INFO"))
 
 
-def test_a_cluster_spreads_values_and_may_move_them(nodes: list[Server], store: MakeStore) -> None:
+def test_cluster_spreads_values_and_follows_moved_slots(nodes: list[Server], store: MakeStore) -> None:
     first, second = nodes
     kept = store(f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{first.port}")
     assert "2 servers" in kept.open(5.0)
@@ -154,7 +154,7 @@ def test_a_cluster_spreads_values_and_may_move_them(nodes: list[Server], store: 
     with pytest.raises(StoreError, match=r"redis\+cluster"):
         store(first.url).put([(key, [value]) for key, value in values.items() if slot_of(first, key) > 8191], 5.0)
 
-    # An empty slot changes hands: the client is told where it went and follows.
+    # An empty slot moves: the client is redirected and follows.
     key = next(name for n in range(1000) if slot_of(first, name := b"moved%d" % n) < 8192)
     slot = slot_of(first, key)
     owner = second.back_door.execute_command("CLUSTER MYID")
@@ -181,7 +181,7 @@ def slot_of(server: Server, key: bytes) -> int:
     return int(server.back_door.execute_command("CLUSTER KEYSLOT", "fd:" + key.hex()))
 
 
-def test_a_server_that_is_no_cluster_is_not_taken_for_one(server: Server, store: MakeStore) -> None:
+def test_server_outside_a_cluster_is_rejected(server: Server, store: MakeStore) -> None:
     with pytest.raises(StoreError) as caught:
         store(f"redis+cluster://127.0.0.1:{server.port}").open(5.0)
     assert "luster" in str(caught.value)

@@ -1,4 +1,4 @@
-"""How the core finds the backend, and what is its own."""
+"""Discovery of the backend by the core, and its own settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fd_xpu.backend import XpuBackend
 
 
 def seen(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Let Paddle be there and see these devices."""
+    """Fake an installed Paddle that sees these devices."""
     monkeypatch.setattr(backends, "paddle_installed", lambda: True)
     monkeypatch.setattr(backends, "paddle_devices", lambda: PaddleDevices("3.3", names))
 
@@ -32,13 +32,13 @@ def test_discovery_imports_no_framework_and_no_backend() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_an_xpu_is_used_by_its_name_in_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xpu_is_used_by_its_name_in_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
     seen(monkeypatch, "xpu:0", "xpu:1")
     assert XpuBackend.probe().reason == "Paddle 3.3 found 2 XPU"
     assert XpuBackend(EngineConfig(model="m")).place == "xpu"
 
 
-def test_without_one_it_is_emulated_by_name_only_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_it_is_emulated_only_by_name_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     seen(monkeypatch, "metax_gpu:0")
     plugins = Plugins.discover()
     assert plugins.choose_backend("auto").name != "xpu"

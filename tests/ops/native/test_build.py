@@ -119,7 +119,7 @@ def test_concurrent_processes_compile_once(tmp_path):
     logs = [process.communicate(timeout=60)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], logs
     assert sum(" -shared " in line or line.startswith("-shared ") for line in log.read_text().splitlines()) == 1
-    assert sorted("compiling kernels for this processor: about a minute, once" in each for each in logs) == [
+    assert sorted("compiling kernels for" in each for each in logs) == [
         False,
         True,
     ]
