@@ -18,9 +18,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
 """Options of pytest: a worker for each core; the tests of one file share a worker, and so what they set up. Files begin
 in the order in which they were collected: tests/conftest.py puts the slow ones first."""
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-ONE_MORE = ("-n", str(min(8, CORES + 1)))
-"""A worker more than there are cores: about a seventh of the time, workers wait for processes, sockets and timeouts."""
 
 
 def fresh_seed() -> int:
@@ -81,6 +78,7 @@ def lint(session: nox.Session) -> None:
     session.install("ruff>=0.8")
     session.run("ruff", "check", *CHECKED)
     session.run("ruff", "format", "--check", *CHECKED)
+    session.run("python", "-m", "tests.english")
 
 
 @nox.session
@@ -104,7 +102,7 @@ def tests(session: nox.Session) -> None:
     if session.posargs:
         session.run("pytest", *SIDE_BY_SIDE, *session.posargs)
     else:
-        session.run("pytest", *SIDE_BY_SIDE, *ONE_MORE, "-m", "not soak and not guide and not timing")
+        session.run("pytest", *SIDE_BY_SIDE, "-m", "not soak and not guide and not timing")
         # Tests of elapsed time need an idle machine.
         session.run("pytest", "-m", "timing and not soak and not guide", *timed())
         # Kernels and other framework code of a plugin need packages that its own session lacks.

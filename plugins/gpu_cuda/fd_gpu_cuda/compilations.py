@@ -59,11 +59,11 @@ class Compilations:
         def listen(*, cache_hit: bool, **_: Any) -> None:
             now.read = cache_hit
 
-        def behind(*, fn: Any, **_: Any) -> None:
+        def after(*, fn: Any, **_: Any) -> None:
             seconds = clock() - now.begun
             self._made(fn.name, seconds, read=seconds < _READ_SECONDS if now.read is None else now.read)
 
-        ours: tuple[Callable[..., None], ...] = (before, behind, listen)
+        ours: tuple[Callable[..., None], ...] = (before, after, listen)
         for (place, name), hook in zip(_hooks(), ours, strict=False):
             setattr(place, name, _both(getattr(place, name), hook))
 

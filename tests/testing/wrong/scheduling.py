@@ -222,7 +222,7 @@ class AbortsWhenItIsAdmitted(Changed):
         return super().abort(request_id)
 
 
-@breaks("1.7", "signals:test_an_abort_while_running_takes_the_slot_back_and_delivers_what_was_in_flight[1]")
+@breaks("1.7", "signals:test_abort_while_running_frees_the_slot_and_delivers_output_in_flight[1]")
 class AbortsOneStepLate(Changed):
     late: tuple = ()
 
@@ -331,7 +331,7 @@ class ChargesAbortedRequests(Changed):
         instead(self._running_batch, "revoke", revoke)
 
 
-@breaks("1.7", "signals:test_an_abort_while_running_takes_the_slot_back_and_delivers_what_was_in_flight[2]")
+@breaks("1.7", "signals:test_abort_while_running_frees_the_slot_and_delivers_output_in_flight[2]")
 class AbortsWhenBudgetIsLeft(Changed):
     def change(self):
         def revoke(running_batch, right, slot, request, draft):

@@ -197,9 +197,7 @@ def test_an_abort_while_waiting_leaves_at_once_and_is_never_prefilled(target: Sc
 
 @pytest.mark.law("1.7", "2.4")
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_an_abort_while_running_takes_the_slot_back_and_delivers_what_was_in_flight(
-    target: SchedulerTarget, depth: int
-) -> None:
+def test_abort_while_running_frees_the_slot_and_delivers_output_in_flight(target: SchedulerTarget, depth: int) -> None:
     """The running requests fill the budget."""
     specs = [greedy(f"r{index}", PROMPTS[index][:1], 12) for index in range(3)]
     driver = drive(target, *specs, depth=depth, max_num_batched_tokens=3, num_kv_blocks=48)

@@ -156,18 +156,18 @@ def _expand(
     out = first
     if parts > 1:
         tiles = tl.cdiv(first, n)
-        behind = tile >= tiles
-        part = behind.to(tl.int32)
-        begin = tl.where(behind, first, 0)
-        out = tl.where(behind, second, first)
-        tile = tl.where(behind, tile - tiles, tile)
+        is_later = tile >= tiles
+        part = is_later.to(tl.int32)
+        begin = tl.where(is_later, first, 0)
+        out = tl.where(is_later, second, first)
+        tile = tl.where(is_later, tile - tiles, tile)
     if parts > 2:
         tiles = tl.cdiv(second, n)
-        behind = (part == 1) & (tile >= tiles)
-        part += behind.to(tl.int32)
-        begin = tl.where(behind, first + second, begin)
-        out = tl.where(behind, third, out)
-        tile = tl.where(behind, tile - tiles, tile)
+        is_later = (part == 1) & (tile >= tiles)
+        part += is_later.to(tl.int32)
+        begin = tl.where(is_later, first + second, begin)
+        out = tl.where(is_later, third, out)
+        tile = tl.where(is_later, tile - tiles, tile)
     output = tile * n + tl.arange(0, n)
     line = tl.minimum(output, out - 1)
     token = tl.program_id(1) * m + tl.arange(0, m)

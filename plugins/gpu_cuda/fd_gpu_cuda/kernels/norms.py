@@ -70,7 +70,7 @@ def add_norm(
     if x is not contiguous.
     """
     if not x.is_contiguous():
-        raise ValueError("the rows of the residual must lie one behind the other")
+        raise ValueError("the rows of the residual must be contiguous")
     width = x.shape[1]
     count = len(x) if rows is None else len(rows)
     out = x if norm is None and rows is None else torch.empty((count, width), dtype=x.dtype, device=x.device)
