@@ -81,4 +81,4 @@ def read(tokens: IntArray, errors: tuple[tuple[int, str], ...] = ()) -> Outcomes
         counts[slot] = 0
         if kinds[slot] != Outcome.RELEASED:
             kinds[slot] = Outcome.ERROR
-    return Outcomes(kinds, counts, tokens, any_released)
+    return Outcomes(kinds, counts, tokens, any_released=any_released)

@@ -32,7 +32,7 @@ def assignments_on_cores(count: int, ranks: int = 1) -> Sequence[DeviceAssignmen
     `ConfigError` if there are too few.
     """
     usable = sorted(os.sched_getaffinity(0), key=lambda core: (*_position(core), core))
-    _require_enough(count, ranks, len(usable), "processor")
+    _require_enough(count, ranks, len(usable), what="processor")
     each = len(usable) // count
     return [
         DeviceAssignment(f"engine {index}", tuple(sorted(usable[index * each : (index + 1) * each])))
@@ -46,7 +46,7 @@ def assignments_on_devices(variable: str, found: int, count: int, ranks: int = 1
     `found`: devices of the machine. Raises `ConfigError` if fewer are visible to this process.
     """
     devices = _shown(variable, found)
-    _require_enough(count, ranks, len(devices), "device")
+    _require_enough(count, ranks, len(devices), what="device")
     return [
         DeviceAssignment(
             f"engine {index}", environment={variable: ",".join(devices[index * ranks : (index + 1) * ranks])}

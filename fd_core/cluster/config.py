@@ -241,7 +241,7 @@ def router_spec(
         f"{CONTENT}WORKER_KEY_FILE": own.worker_key,
         f"{CONTENT}TRANSFER_SECRET_FILE": own.transfer,
     }
-    return _spec(name, group, arguments, shared, "router", variables)
+    return _spec(name, group, arguments, shared=shared, where="router", variables=variables)
 
 
 def worker_spec(
@@ -264,7 +264,7 @@ def worker_spec(
         f"{CONTENT}TRANSFER_SECRET_FILE": own.transfer,
         "FD_API_KEY": own.worker_key,
     }
-    return _spec(name, group, arguments, shared, f"workers.{group_name}", variables)
+    return _spec(name, group, arguments, shared=shared, where=f"workers.{group_name}", variables=variables)
 
 
 def _spec(

@@ -142,8 +142,8 @@ async def ask(session: aiohttp.ClientSession, url: str, first: FirstTokens | Non
     slots, blocks, read = page.stats.scheduler.slots, page.stats.scheduler.blocks, page.seconds.time_to_first_token
     first.add(now, read.bounds, read.counts)
     running, used = slots.running + slots.loading, blocks.used + blocks.fenced
-    load = ObservedLoad(running, slots.waiting, page.engine.max_num_seqs, used, blocks.total)
-    return ProcessAnswer(healthy, healthy and page.not_ready is None, instance, load)
+    load = ObservedLoad(running, slots.waiting, page.engine.max_num_seqs, blocks_used=used, blocks=blocks.total)
+    return ProcessAnswer(healthy, healthy and page.not_ready is None, instance, load=load)
 
 
 class RouterAdmin:
@@ -353,7 +353,7 @@ class Deployment:
             match action:
                 case controller.StartProcess(name, group):
                     port = self._free_port() if group == ROUTERS else 0
-                    held = ProcessHandle(name, group, port, None if group == ROUTERS else FirstTokens())
+                    held = ProcessHandle(name, group, port, first=None if group == ROUTERS else FirstTokens())
                     self.held[name] = held
                     self._spawn(self._launch(held))
                 case controller.DrainProcess(name):
@@ -367,9 +367,9 @@ class Deployment:
     async def _launch(self, held: ProcessHandle) -> None:
         try:
             if held.group == ROUTERS:
-                spec = router_spec(held.name, self.config, held.port, self._secrets, self._variables)
+                spec = router_spec(held.name, self.config, held.port, own=self._secrets, variables=self._variables)
             else:
-                spec = worker_spec(held.name, self.config, held.group, self._secrets, self._variables)
+                spec = worker_spec(held.name, self.config, held.group, own=self._secrets, variables=self._variables)
             launched = await asyncio.to_thread(self._launcher.start, [spec])
         except Exception as error:  # noqa: BLE001  # any exception of a plugin's launcher: the process does not run
             reason = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
@@ -382,7 +382,7 @@ class Deployment:
             if not held.url:
                 self._read_announcement(held, held.process)
             if held.url:
-                held.answer = await ask(self._session, held.url, held.first, time.monotonic())
+                held.answer = await ask(self._session, held.url, held.first, now=time.monotonic())
             await asyncio.sleep(_ASK_SECONDS)
 
     def _read_announcement(self, held: ProcessHandle, process: LaunchedProcess) -> None:

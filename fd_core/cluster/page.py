@@ -78,7 +78,7 @@ def status_of(deployment: Deployment, now: float) -> DeploymentStatus:
         model=config.model,
         launcher=config.launcher,
         not_ready=_not_ready(deployment),
-        groups={name: _group(deployment, name, role, now) for name, role in roles.items()},
+        groups={name: _group(deployment, name, role, now=now) for name, role in roles.items()},
     )
 
 
@@ -92,7 +92,7 @@ class DeploymentPage:
         self._now = now
         self._hosts = HostRules(config.host, (), ())
         self._process = ProcessCollector(registry=CollectorRegistry())
-        self._http = GatewayHttp(self._answer, sock, config, Connections(config, _CONNECTIONS), None)
+        self._http = GatewayHttp(self._answer, sock, config, connections=Connections(config, _CONNECTIONS), tls=None)
 
     async def close(self) -> None:
         """Close the listener."""

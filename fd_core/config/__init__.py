@@ -268,7 +268,7 @@ def resolve_limits(
     if max_len > model_max_len:
         message = f"max_model_len={max_len} exceeds the context length of the model ({model_max_len})"
         raise ConfigError(message, field="--max-model-len", hint=f"use at most {model_max_len}")
-    blocks = _kv_blocks(config, max_len, bytes_per_block, free_bytes)
+    blocks = _kv_blocks(config, max_len, bytes_per_block, free_bytes=free_bytes)
     if config.max_model_len is None:
         max_len = min(max_len, blocks * config.block_size)
     elif blocks * config.block_size < max_len:

@@ -146,7 +146,7 @@ class CheckedStruct(msgspec.Struct, frozen=True, kw_only=True):
         for field in _fields(type(self)):
             value = getattr(self, field.name)
             if value is not field.default:
-                _check_field(type(self), field.name, value, field.encode_name)
+                _check_field(type(self), field.name, value, called=field.encode_name)
 
 
 @functools.cache
@@ -165,7 +165,7 @@ def make_settings(settings: type[_C], values: Mapping[str, Any]) -> _C:
         hint = f"use one of {', '.join(known.values())}"
         raise ConfigError(f"unknown setting {unknown[0]!r:.60}", field=unknown[0], hint=hint)
     for name, value in values.items():
-        _check_field(settings, name, value, known[name])
+        _check_field(settings, name, value, called=known[name])
     try:
         return msgspec.convert({known[name]: value for name, value in values.items()}, settings)
     except msgspec.ValidationError as error:

@@ -68,16 +68,16 @@ def _plans(runner: Runner) -> Iterator[StepPlan]:
     budget, longest = limits.max_num_batched_tokens, limits.max_model_len - 1
     table = np.arange(limits.blocks_per_seq, dtype=np.int32) % limits.num_kv_blocks
     scored = msgspec.structs.replace(_COSTLY, prompt_logprobs=1)
-    yield prefill_plan(0, 1, np.full(1, max(1, min(budget, longest)), np.int32), [scored], [table])
+    yield prefill_plan(0, 1, np.full(1, max(1, min(budget, longest)), np.int32), params=[scored], tables=[table])
     rows = min(limits.max_num_seqs, budget)
     lengths = np.full(rows, max(1, min(budget // rows, longest // 2)), np.int32)
-    yield prefill_plan(1, 2, lengths, [_COSTLY] * rows, [table] * rows)
+    yield prefill_plan(1, 2, lengths, params=[_COSTLY] * rows, tables=[table] * rows)
     slots = np.arange(rows, dtype=np.int32)
-    yield decode_plan(2, slots, batch.gen[slots], batch.length[slots] - 1)
+    yield decode_plan(2, slots, batch.gen[slots], starts=batch.length[slots] - 1)
     if drafts := limits.max_drafts:
         some = slots[: max(1, budget // (1 + drafts))]
         batch.guess(some, np.zeros((len(some), drafts), np.int32), np.full(len(some), drafts, np.int32))
-        yield decode_plan(3, some, batch.gen[some], batch.length[some] - 1, drafts)
+        yield decode_plan(3, some, batch.gen[some], starts=batch.length[some] - 1, drafts=drafts)
 
 
 class Computing:
@@ -114,7 +114,7 @@ class Computing:
         default = self._plugins.default_postprocessor(self.choice.name, self.ops.framework)
         postprocess = config.postprocess or default
         self._postprocess = self._plugins.load(POSTPROCESS, postprocess)
-        require_fit(self._postprocess, postprocess, self.ops.framework, self.choice.name)
+        require_fit(self._postprocess, postprocess, self.ops.framework, backend=self.choice.name)
 
     @cached_property
     def model(self) -> Model:
@@ -174,7 +174,7 @@ class Computing:
         share = (shape.first_kv_head, shape.first_kv_head + shape.num_kv_heads)
         if self._config.pipeline_parallel_size > 1:
             share = (shape.first_layer, shape.first_layer + shape.num_layers)
-        return RankLoaded(self.backend.free_memory(), bytes_per_block, share, self.model.weights)
+        return RankLoaded(self.backend.free_memory(), bytes_per_block, share, weights=self.model.weights)
 
     def runner(self, limits: Limits, make: Callable[..., Runner] = Runner, *, grammars: bool = True) -> Runner:
         """Allocate the KV cache and return the runner."""

@@ -204,7 +204,7 @@ class LLM:
                 ids = tuple(each if isinstance(each, bool) else operator.index(each) for each in prompt)
             except TypeError as error:
                 raise BadRequest("prompts: expected text or a list of integers", field="prompts") from error
-        check_ids(ids, self.info.vocab_size, "prompts", self.tokenizer.token_text)
+        check_ids(ids, self.info.vocab_size, "prompts", text_of=self.tokenizer.token_text)
         return ids
 
     def _run(self, requests: Iterable[RequestSpec], take: Callable[[list[Delta]], None]) -> None:

@@ -109,7 +109,7 @@ class EngineAdapters:
         count, rank = len(self._adapters), max((adapter.rank for adapter in self.held), default=0)
         if self._config.lora_folder is not None:
             count, rank = self._config.max_loras, self._config.max_lora_rank
-        return adapters_bytes(self._spec(), count, rank, item_bytes, first) if count else 0
+        return adapters_bytes(self._spec(), count, rank, item_bytes=item_bytes, parallel=first) if count else 0
 
     def require(self, digest: str) -> None:
         """Raise `BadRequest` unless an adapter is served."""
@@ -164,7 +164,7 @@ class EngineAdapters:
         return read_adapter(folder, self._spec().adaptable(), self._config.max_lora_rank)
 
     def _serve(self, name: str, folder: Path, adapter: Adapter) -> AdapterInfo:
-        info = AdapterInfo(name, adapter.digest, str(folder), adapter.rank)
+        info = AdapterInfo(name, adapter.digest, str(folder), rank=adapter.rank)
         self._named[name], self._adapters[adapter.digest] = info, adapter
         return info
 

@@ -87,4 +87,4 @@ def metric_families(
 def refusal_family(prefix: str, refusals: Mapping[tuple[str, str], int]) -> Metric:
     """Return the counter of requests rejected by limits of API keys."""
     text = "Requests rejected by a limit of their API key, by name of the key."
-    return count_family(f"{prefix}key_refusals", text, ["key", "limit"], refusals)
+    return count_family(f"{prefix}key_refusals", text, ["key", "limit"], counts=refusals)

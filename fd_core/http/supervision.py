@@ -48,7 +48,7 @@ class Supervisor:
     ) -> asyncio.Task[None]:
         """Run `work`, with `repeat` again after a failure, with backoff; `part` distinguishes tasks of one name."""
         self.stats.failures.setdefault(name, 0)
-        task = asyncio.create_task(self._supervise(name, work, part, repeat), name=f"fdcore-{name}")
+        task = asyncio.create_task(self._supervise(name, work, part, repeat=repeat), name=f"fdcore-{name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

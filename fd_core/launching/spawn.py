@@ -45,7 +45,7 @@ class SpawnLauncher(Launcher):
                     shown, devices = devices[: spec.devices], devices[spec.devices :]
                     chosen = not self._devices or _DEVICES in spec.environment
                     environment = {} if chosen else {_DEVICES: ",".join(shown)}
-                    process = OwnedProcess(spec, "local", "127.0.0.1", own, environment)
+                    process = OwnedProcess(spec, "local", "127.0.0.1", cores=own, environment=environment)
                     started.append((process, frozenset(own), frozenset(shown)))
             except OSError as error:
                 for process, _, _ in started:
@@ -56,7 +56,7 @@ class SpawnLauncher(Launcher):
 
     def nodes(self) -> tuple[Node, ...]:
         """Return this machine."""
-        return (Node("local", "127.0.0.1", len(self._cores), len(self._devices)),)
+        return (Node("local", "127.0.0.1", len(self._cores), devices=len(self._devices)),)
 
     def close(self) -> None:
         """End every process that runs."""

@@ -45,16 +45,16 @@ def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
     missing = [name for name in expected if name not in names]
     if missing:
         shape = expected[missing[0]]
-        raise _mismatch(checkpoint, spec, f"tensor {missing[0]!r} of shape {shape} is missing", missing)
+        raise _mismatch(checkpoint, spec, f"tensor {missing[0]!r} of shape {shape} is missing", names=missing)
     misshapen = [name for name, shape in expected.items() if checkpoint.shape(name) != shape]
     if misshapen:
         name = misshapen[0]
         what = f"tensor {name!r} has shape {checkpoint.shape(name)}, expected {expected[name]} from the config"
-        raise _mismatch(checkpoint, spec, what, misshapen)
+        raise _mismatch(checkpoint, spec, what, names=misshapen)
     ignored = re.compile("|".join(spec.ignored))
     unexpected = sorted(name for name in names if name not in expected and not ignored.search(name))
     if unexpected:
-        raise _mismatch(checkpoint, spec, f"tensor {unexpected[0]!r} is not expected", unexpected)
+        raise _mismatch(checkpoint, spec, f"tensor {unexpected[0]!r} is not expected", names=unexpected)
     for layer in spec.layers:
         first, other = spec.layers[0].attention, layer.attention
         if (first.num_kv_heads, first.head_dim) != (other.num_kv_heads, other.head_dim):
@@ -193,7 +193,7 @@ class _Reader:
 
     def mlp(self, spec: MlpSpec) -> Mlp:
         gate_up, down = self.feed_forward(spec.gate_up, spec.down)
-        return Mlp(self.norm(spec.norm), gate_up, down, self.optional_norm(spec.post_norm))
+        return Mlp(self.norm(spec.norm), gate_up, down, post_norm=self.optional_norm(spec.post_norm))
 
     def feed_forward(self, gate_up: LinearSpec, down: LinearSpec) -> tuple[Array, Array]:
         rows, columns = feed_forward_shares(down, self.ops.parallel)

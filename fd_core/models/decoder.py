@@ -178,7 +178,7 @@ class DecoderModel:
             for digest, each in wanted.items()
         }
         held = [None if each is None else weights[each.digest] for each in places]
-        return replace(self, adapters=weights, loras=layer_loras(self.spec, held, self.ops, self.loras))
+        return replace(self, adapters=weights, loras=layer_loras(self.spec, held, self.ops, before=self.loras))
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""

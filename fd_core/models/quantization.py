@@ -75,7 +75,7 @@ def quantize(weight: RawTensor, form: str) -> PackedTensor:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # numpy releases the GIL
         for _ in pool.map(fill, range(0, out, rows)):
             pass
-    return PackedTensor(form, 8 if form == "int8" else 4, values, scales)
+    return PackedTensor(form, 8 if form == "int8" else 4, values, scales=scales)
 
 
 def _int4_scales(groups: _Floats) -> _Floats:

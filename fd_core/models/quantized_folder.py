@@ -49,7 +49,7 @@ def write_quantized(
             (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(content)
         with (partial / "model.safetensors").open("xb") as file:
-            _write_weights(checkpoint, spec, form, file, progress)
+            _write_weights(checkpoint, spec, form, file=file, progress=progress)
             file.flush()
             os.fsync(file.fileno())
         partial.chmod(0o755)
@@ -92,7 +92,7 @@ def _write_weights(
     shapes = dict(spec.tensors())
     header: _Header = {}
     for name, shape in shapes.items():
-        header |= _described(checkpoint, name, shape, form if name in linears else None)
+        header |= _described(checkpoint, name, shape, form=form if name in linears else None)
     entries, end = {}, 0
     for name, (dtype, dims) in header.items():
         begin, end = end, end + math.prod(dims) * DTYPE_BYTES[dtype]

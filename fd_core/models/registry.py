@@ -281,4 +281,4 @@ def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
     for field in _MULTIPLIERS:
         if (count := config.index(field, 0)) > most:
             raise ModelError(f"{config.origin}: {field} is {count}, but there are {len(checkpoint.names())} tensors")
-    return decoder_spec(name, config, traits(config), most)
+    return decoder_spec(name, config, traits(config), most_tensors=most)

@@ -70,7 +70,7 @@ def scaled_rope_spec(
         elif kind == "llama3":
             frequencies = _llama3(frequencies, part, config)
         elif kind == "yarn":
-            frequencies, amplitude = _yarn(frequencies, theta, part, config)
+            frequencies, amplitude = _yarn(frequencies, theta, part, config=config)
     except (ArithmeticError, ValueError) as error:  # numbers that are too large or too small to compute with
         raise ModelError(f"{config.origin}: rope of type {kind} cannot be computed: {error}") from error
     if not np.isfinite([*frequencies, amplitude]).all():
@@ -326,8 +326,8 @@ def gate_up_down(prefix: str, hidden: int, intermediate: int, bias: bool = False
     """Return the two linears of a gated feed-forward block under Hugging Face's names."""
     names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
     return (
-        LinearSpec(names, (intermediate, intermediate), hidden, bias),
-        LinearSpec((f"{prefix}.down_proj",), (hidden,), intermediate, bias),
+        LinearSpec(names, (intermediate, intermediate), hidden, bias=bias),
+        LinearSpec((f"{prefix}.down_proj",), (hidden,), intermediate, bias=bias),
     )
 
 
@@ -368,16 +368,16 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
     def norm(name: str) -> VectorSpec:
         return VectorSpec(f"{prefix}.{name}.weight", (hidden,))
 
-    attention = _attention(config, traits, layer, prefix, norm)
+    attention = _attention(config, traits, layer, prefix=prefix, norm=norm)
     feed_forward_norm = norm("pre_feedforward_layernorm" if traits.sandwich_norms else "post_attention_layernorm")
     moe = traits.moe(layer, prefix, feed_forward_norm)
     if moe is not None:
         if moe.top_k > len(moe.experts):
             raise ModelError(f"{config.origin}: each token uses {moe.top_k} experts, but there are {len(moe.experts)}")
         return LayerSpec(attention, moe)
-    gate_up, down = gate_up_down(f"{prefix}.mlp", hidden, config.count("intermediate_size"), traits.mlp_bias)
+    gate_up, down = gate_up_down(f"{prefix}.mlp", hidden, config.count("intermediate_size"), bias=traits.mlp_bias)
     post_norm = norm("post_feedforward_layernorm") if traits.sandwich_norms else None
-    return LayerSpec(attention, MlpSpec(feed_forward_norm, gate_up, down, post_norm))
+    return LayerSpec(attention, MlpSpec(feed_forward_norm, gate_up, down, post_norm=post_norm))
 
 
 def _attention(
@@ -392,8 +392,8 @@ def _attention(
     names = (f"{block}.q_proj", f"{block}.k_proj", f"{block}.v_proj")
     return AttentionSpec(
         norm=norm("input_layernorm"),
-        qkv=LinearSpec(names, (nh * d, nkv * d, nkv * d), hidden, traits.qkv_bias),
-        output=LinearSpec((f"{block}.o_proj",), (hidden,), nh * d, traits.output_bias),
+        qkv=LinearSpec(names, (nh * d, nkv * d, nkv * d), hidden, bias=traits.qkv_bias),
+        output=LinearSpec((f"{block}.o_proj",), (hidden,), nh * d, bias=traits.output_bias),
         num_heads=nh,
         num_kv_heads=nkv,
         head_dim=d,

@@ -114,7 +114,7 @@ class PackedTensor:
     def take_rows(self, order: npt.NDArray[np.intp] | slice) -> PackedTensor:
         """Return some rows, in the given order."""
         minima = None if self.minima is None else self.minima[order]
-        return PackedTensor(self.format, self.bits, self.values[order], self.scales[order], minima)
+        return PackedTensor(self.format, self.bits, self.values[order], scales=self.scales[order], minima=minima)
 
     def take_columns(self, columns: slice) -> PackedTensor:
         """Return some values of each row with the same meaning, in smaller groups if necessary."""

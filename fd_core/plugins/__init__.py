@@ -198,43 +198,43 @@ class Kind(Generic[T]):
         return f"fd_core.{self.contract}"
 
 
-BACKEND: Final[Kind[Backend]] = Kind("backend", "backends", "backends.contract:Backend", "--backend")
+BACKEND: Final[Kind[Backend]] = Kind("backend", "backends", "backends.contract:Backend", flag="--backend")
 SCHEDULER: Final[Kind[Scheduler]] = Kind(
-    "scheduler", "schedulers", "scheduling.contract:Scheduler", "--scheduler", files=True
+    "scheduler", "schedulers", "scheduling.contract:Scheduler", flag="--scheduler", files=True
 )
 SCHEDULING_POLICY: Final[Kind[SchedulingPolicy]] = Kind(
     "scheduling policy",
     "scheduling_policies",
     "scheduling.policies:SchedulingPolicy",
-    "--scheduling-policy",
+    flag="--scheduling-policy",
     files=True,
 )
-DRAFTER: Final[Kind[Drafter]] = Kind("drafter", "drafters", "runner.drafting:Drafter", "--speculative-config")
+DRAFTER: Final[Kind[Drafter]] = Kind("drafter", "drafters", "runner.drafting:Drafter", flag="--speculative-config")
 POSTPROCESS: Final[Kind[Postprocess]] = Kind(
-    "postprocessor", "postprocessors", "runner.postprocess.contract:Postprocess", "--postprocess"
+    "postprocessor", "postprocessors", "runner.postprocess.contract:Postprocess", flag="--postprocess"
 )
-OBSERVER: Final[Kind[Observer]] = Kind("observer", "observers", "runner.observing:Observer", "--observer")
+OBSERVER: Final[Kind[Observer]] = Kind("observer", "observers", "runner.observing:Observer", flag="--observer")
 VICTIMS: Final[Kind[VictimPolicy]] = Kind(
-    "victim policy", "victim_policies", "scheduling.victims:VictimPolicy", "--victim-policy", files=True
+    "victim policy", "victim_policies", "scheduling.victims:VictimPolicy", flag="--victim-policy", files=True
 )
-STORE: Final[Kind[KVStore]] = Kind("KV store", "stores", "kv.stores.contract:KVStore", "--kv-store")
+STORE: Final[Kind[KVStore]] = Kind("KV store", "stores", "kv.stores.contract:KVStore", flag="--kv-store")
 CONNECTOR: Final[Kind[Connector]] = Kind(
-    "connector", "connectors", "disagg.connectors.contract:Connector", "--kv-connector"
+    "connector", "connectors", "disagg.connectors.contract:Connector", flag="--kv-connector"
 )
 ROUTER_POLICY: Final[Kind[RouterPolicy]] = Kind(
-    "router policy", "router_policies", "router.policies:RouterPolicy", "--policy", files=True
+    "router policy", "router_policies", "router.policies:RouterPolicy", flag="--policy", files=True
 )
 LAUNCHER: Final[Kind[Launcher]] = Kind(
-    "launcher", "launchers", "launching.contract:Launcher", "--distributed-executor-backend"
+    "launcher", "launchers", "launching.contract:Launcher", flag="--distributed-executor-backend"
 )
 SCALING_POLICY: Final[Kind[ScalingPolicy]] = Kind(
-    "scaling policy", "scaling_policies", "cluster.scaling:ScalingPolicy", "policy", files=True
+    "scaling policy", "scaling_policies", "cluster.scaling:ScalingPolicy", flag="policy", files=True
 )
 TOOL_PARSER: Final[Kind[ToolParser]] = Kind(
-    "tool parser", "tool_parsers", "text.parsing.contract:ToolParser", "--tool-call-parser"
+    "tool parser", "tool_parsers", "text.parsing.contract:ToolParser", flag="--tool-call-parser"
 )
 REASONING_PARSER: Final[Kind[ReasoningParser]] = Kind(
-    "reasoning parser", "reasoning_parsers", "text.parsing.contract:ReasoningParser", "--reasoning-parser"
+    "reasoning parser", "reasoning_parsers", "text.parsing.contract:ReasoningParser", flag="--reasoning-parser"
 )
 KINDS: Final[tuple[Kind[Any], ...]] = (
     BACKEND,
@@ -488,7 +488,7 @@ class Plugins:
                     givers = " and ".join(offer.origin.distribution for offer in offers)
                     cause = f"the {kind.word} name {name!r} is offered by {givers}"
                     hint = "uninstall one of them, or rename your own"
-                    self.problems.append(Problem(offers[-1].origin, cause, hint, kind, name))
+                    self.problems.append(Problem(offers[-1].origin, cause, hint, kind=kind, name=name))
 
 
 @cache

@@ -120,17 +120,17 @@ class Placer:
         roles = min(options, key=lambda roles: self._crowding(pools, roles)) if len(options) > 1 else options[0]
         keys: tuple[bytes, ...] = ()
         if any(self.policies[role].uses_prefix for role in roles):
-            keys = block_keys(self.hasher, request.tokens, request.salt, self._adapter(request))
+            keys = block_keys(self.hasher, request.tokens, request.salt, adapter=self._adapter(request))
         members: list[Member] = []
         hits, missing = 0, request.length
         for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
-            member, chosen = self._choose(role, pools[role], request, keys, now, number)
+            member, chosen = self._choose(role, pools[role], request, keys=keys, now=now, random=number)
             if not members:  # the worker that computes the prompt
                 hits = chosen.hits
                 left = request.length - chosen.expected_hits * self.config.cache_block_size
                 missing = min(request.length, max(1, left))  # the last token always is
             members.append(member)
-        return Placement(tuple(members), keys, hits, missing)
+        return Placement(tuple(members), keys, hits, missing=missing)
 
     def possible(self) -> bool:
         """Return True if a mixed or a decode worker is healthy and fit for its role."""
@@ -204,7 +204,7 @@ class Placer:
             holding = self._held(request, keys, now)
             held = holding[pool.indices]
             expected = np.maximum(holding, self.in_flight.match(keys))[pool.indices]
-        candidates = Candidates(pool.workers, loads, held, expected, pool.worked_out)
+        candidates = Candidates(pool.workers, loads, held, expected_hits=expected, worked_out=pool.worked_out)
         chosen = policy.choose(RoutingContext(candidates, request.tokens, seen, request.session, random, now))
         try:
             return pool.members[candidates.index(chosen)], chosen

@@ -321,7 +321,7 @@ class ReportedKV:
         self._found = None
         holders = self._holders.setdefault(block_size, Holders(self._indices))
         names = (worker, *((worker, engine) for engine in range(1, engines)))
-        self._mirrors[worker] = [_Mirror(name, block_size, self._capacity, holders) for name in names]
+        self._mirrors[worker] = [_Mirror(name, block_size, self._capacity, holders=holders) for name in names]
         self._sizes |= dict.fromkeys(names, block_size)
         if engines > 1:
             self._further[worker] = names[1:]

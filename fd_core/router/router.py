@@ -63,11 +63,11 @@ class Router:
             config,
             self._policies,
             self.registry,
-            self._loads,
-            self._index,
-            self._in_flight,
-            self.reported_kv,
-            self._indices,
+            loads=self._loads,
+            index=self._index,
+            in_flight=self._in_flight,
+            reported_kv=self.reported_kv,
+            indices=self._indices,
         )
         self._by_worker: dict[RouterWorker, SelectionCounts] = {}
         self._by_role: dict[Role, SelectionCounts] = {role: SelectionCounts() for role in ROLES}
@@ -246,8 +246,8 @@ class Router:
             request,
             workers,
             held,
-            self._loads,
-            self._on_release,
+            loads=self._loads,
+            on_release=self._on_release,
             keys=placement.keys,
             hits=placement.hits,
             tried=tried,

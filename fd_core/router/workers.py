@@ -157,7 +157,7 @@ class Registry:
             and member.state is not WorkerState.DRAINING
         ):
             return member.worker
-        return self._enter(url, role, now, instance).worker
+        return self._enter(url, role, now, instance=instance).worker
 
     def deregister(self, url: str, now: float) -> RouterWorker | None:
         """Stop sending requests to a worker. It drains until `idle`; returns None if no worker has that address."""
@@ -221,7 +221,7 @@ class Registry:
     def _passed(self, member: Member, now: float, instance: str | None) -> Member:
         worker = member.worker
         if instance is not None and member.instance not in (None, instance):
-            member = self._enter(worker.url, worker.role, now, instance)
+            member = self._enter(worker.url, worker.role, now, instance=instance)
         same_process = instance is not None and instance == member.instance
         member.passed, member.missed = member.passed + 1, 0
         if instance is not None and member.state is not WorkerState.UNHEALTHY:
@@ -229,7 +229,7 @@ class Registry:
         if member.passed < self.config.health_success_threshold or member.state is WorkerState.HEALTHY:
             return member
         if member.state is WorkerState.UNHEALTHY and not same_process:
-            member = self._enter(worker.url, worker.role, now, instance)
+            member = self._enter(worker.url, worker.role, now, instance=instance)
             member.passed = self.config.health_success_threshold
         member.turn(WorkerState.HEALTHY, now)
         return member
@@ -242,7 +242,7 @@ class Registry:
             on_turn=self._changed,
         )
         worker = RouterWorker(url, role, next(self._numbers))
-        self._members[url] = member = Member(worker, instance, circuit, now)
+        self._members[url] = member = Member(worker, instance, circuit, since=now)
         self._changed()
         return member
 

@@ -124,7 +124,7 @@ class ObserverThread:
         columns = slots, outcomes.tokens[slots], counts, plan.num_drafts
         rows = zip(*(column.tolist() for column in columns), strict=True)
         requests = (
-            SampledRequest(names[slot], tuple(tokens[:count]), drafts, count - 1)
+            SampledRequest(names[slot], tuple(tokens[:count]), drafts, drafts_accepted=count - 1)
             for slot, tokens, count, drafts in rows
             if count
         )

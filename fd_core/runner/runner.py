@@ -231,7 +231,7 @@ class Runner:
         for admission in plan.admissions:
             self._admit(admission)
         batch.grant(plan)
-        rows = resolve_rows(plan, batch, self.limits, self._padded)
+        rows = resolve_rows(plan, batch, self.limits, padded=self._padded)
         masks = self._grammars.begin(rows, batch.tokens) if self._grammars.matchers else None
         work = self._gather(plan, rows)
         if not self.ops.on_host:
@@ -274,7 +274,7 @@ class Runner:
         if rows.drafted and self._sampler.penalties.num_rows:
             self._sampler.penalties.extend(slots, delivered, kept)
         if self.drafter is not None or self._grammars.matchers:
-            self._continue(slots, delivered, verified, kept)
+            self._continue(slots, delivered, verified, accepted=kept)
         ready = batch.num_drafts.copy() if self.drafter is not None or self._grammars.matchers else None
         errors: tuple[tuple[int, str], ...] = ()
         if self._failed:
@@ -356,7 +356,7 @@ class Runner:
                 fed = self._last.gather(rows, batch.unsettled, len(inputs.token_ids))
         unsampled: tuple[Array, ...] = ()
         if len(slots):
-            sampling = self._sampler.gather(rows.logits_slots, rows.positions, rows.columns, batch.tokens)
+            sampling = self._sampler.gather(rows.logits_slots, rows.positions, rows.columns, tokens=batch.tokens)
             if limits.max_drafts and (rows.drafted or not self.ops.on_host):
                 cells = rows.cells(limits.max_drafts + 1).reshape(-1)
         else:
@@ -422,7 +422,7 @@ class Runner:
         if not len(slots):
             return
         if self.drafter is not None:
-            self._draft(self.drafter, slots, delivered, accepted + 1)
+            self._draft(self.drafter, slots, delivered, counts=accepted + 1)
         elif self._grammars.matchers and self.limits.max_drafts:
             some = self._grammars.among(slots)
             self._guess(some, np.zeros((len(some), self.limits.max_drafts), np.int32), np.zeros(len(some), np.int32))

@@ -17,7 +17,7 @@ def warm_up_plans(limits: Limits, length: int, more: Sequence[WarmUpStep] = ()) 
     All requests share the blocks 0 and up, which are overwritten. Steps beyond the limits are omitted.
     """
     plans = list(_plans((WarmUpRow(length),), 0, limits))
-    plans.append(decode_plan(1, plans[0].slots, plans[0].gens, plans[0].num_tokens))
+    plans.append(decode_plan(1, plans[0].slots, plans[0].gens, starts=plans[0].num_tokens))
     for rows in more:
         if _fits(rows, limits):
             plans.extend(_plans(rows, len(plans), limits))
@@ -75,7 +75,7 @@ def _plans(rows: WarmUpStep, step: int, limits: Limits) -> Iterator[StepPlan]:
     """Yield a step that admits and computes requests, and another one if they have drafts."""
     lengths, drafts = np.array([row.tokens for row in rows], np.int32), rows[0].drafts
     tables = (np.arange(-(-(row.tokens + 1 + row.drafts) // limits.block_size), dtype=np.int32) for row in rows)
-    first = prefill_plan(step, step, lengths, (row.params for row in rows), tables)
+    first = prefill_plan(step, step, lengths, params=(row.params for row in rows), tables=tables)
     yield first
     if drafts:
-        yield decode_plan(step + 1, first.slots, first.gens, lengths, drafts)
+        yield decode_plan(step + 1, first.slots, first.gens, starts=lengths, drafts=drafts)

@@ -106,7 +106,7 @@ class Prefixes:
                 self._on_end(chain[index])
         if named and self._recorder is not None and not (request.spec.cache_salt or request.spec.adapter):
             tokens = request.tokens.view()
-            self._recorder.stored(chain, tokens, self.hasher.block_size, first, upto, self._pool.knows)
+            self._recorder.stored(chain, tokens, self.hasher.block_size, first=first, upto=upto, holds=self._pool.knows)
 
     def give_up(self, request: Request, first: int) -> None:
         """Withdraw the blocks announced from `first` on by a request that leaves its slot without completing them."""

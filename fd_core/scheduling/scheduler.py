@@ -73,10 +73,10 @@ class ContinuousBatchingScheduler(Scheduler):
         self._drafts = drafts = drafts or DraftControl(limits.max_num_seqs, 0, 0)
         self._times = times = PhaseClock(setup.clock)
         self._waiting = waiting = WaitingQueue(policy, times)
-        self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, waiting.wake)
+        self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, _on_end=waiting.wake)
         self._operations = Operations(pool)
         keep = setup.keep_kv or OffloadSelection(preempted=False)
-        self._offloading = offloading = KVOffloading(pool, self._operations, limits.block_size, keep)
+        self._offloading = offloading = KVOffloading(pool, self._operations, limits.block_size, keep=keep)
         self._transferring = transferring = KVTransferring(self._operations, limits.block_size, setup.paired)
         control = AdmissionControl(0.0 if keep.preempted else 1.0)
         self._running_batch = running_batch = RunningBatch(
@@ -115,7 +115,7 @@ class ContinuousBatchingScheduler(Scheduler):
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
         check_spec(spec, self.limits.max_model_len)
         request = Request(
-            spec, self._arrivals, self.limits.max_model_len, self._prefixes.root(spec.cache_salt, spec.adapter)
+            spec, self._arrivals, self.limits.max_model_len, root=self._prefixes.root(spec.cache_salt, spec.adapter)
         )
         self._arrivals += 1
         self._requests[spec.request_id] = request

@@ -41,10 +41,10 @@ class RunningRequests:
             self.slots[rows],
             self.arrivals[rows],
             self.priorities[rows],
-            self.num_tokens[rows],
-            self.num_gained[rows],
-            self.preempted_before[rows],
-            self.block_size,
+            num_tokens=self.num_tokens[rows],
+            num_gained=self.num_gained[rows],
+            preempted_before=self.preempted_before[rows],
+            block_size=self.block_size,
         )
 
 

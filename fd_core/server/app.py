@@ -71,7 +71,7 @@ def create_app(
                 BatchStore, folder, config.batch_store_limit, config.batch_store_key_limit, lambda: len(access.ring)
             ),
             folder,
-            supervisor,
+            supervisor=supervisor,
             longest=config.max_body_bytes,
             at_once=max(1, info.max_num_seqs // 2),  # the other slots are for requests that wait for their answer
         )
@@ -79,11 +79,11 @@ def create_app(
         config,
         client,
         tokenizer,
-        reader,
-        metrics,
-        grammars,
-        bodies,
-        parsers or Parsers(),
+        prompt_reader=reader,
+        metrics=metrics,
+        grammars=grammars,
+        bodies=bodies,
+        parsers=parsers or Parsers(),
         responses=ResponseStore(config.response_store),
         ticket_key=ticket_key,
         batches=batches,

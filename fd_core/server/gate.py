@@ -88,7 +88,7 @@ class Gate:
             if scope["method"] == "OPTIONS":
                 await Response(status_code=204, headers=allow_header(scope["path"]))(scope, receive, numbered)
                 return
-            self._enter(scope, "HEAD" if head else scope["method"], headers, record)
+            self._enter(scope, "HEAD" if head else scope["method"], headers, record=record)
             if scope["method"] != "POST" or scope["path"] in _ALWAYS:
                 await self._app(scope, receive, numbered)
             elif self._drain.refusing:
@@ -122,20 +122,20 @@ class Gate:
             sent = headers.get(b"authorization"), headers.get(b"x-api-key")
             record.key = access.identify(method, path, *sent)
             if _TENANT in headers:
-                record.tenant = self._tenant(record, method, path, headers[_TENANT])
+                record.tenant = self._tenant(record, method, path, header=headers[_TENANT])
             owner = record.owner
         scope["state"]["owner"] = owner or ""
         CLIENT.set(owner or source_of(scope["client"][0] if scope["client"] else "-"))
         access.authorize(record, method, path)
         if record.key is not None:
-            access.enter(record, method, path, time.monotonic())
+            access.enter(record, method, path, now=time.monotonic())
 
     def _tenant(self, record: RequestRecord, method: str, path: str, header: bytes) -> Tenant | None:
         """Return the tenant that a router names. Raises `ApiError` (403) unless the sender's key signed the header."""
         if record.key is None and self._access.has_keys:  # an open path: nothing there depends on the tenant
             return None
         secret = None if record.key is None else record.key.digest
-        tenant = read_tenant(secret, header, method, path, record.request_id)
+        tenant = read_tenant(secret, header, method, path=path, request_id=record.request_id)
         if path.startswith(("/v1/files", "/v1/batches")):
             tenant = None  # no router forwards these: a key split into tenants would multiply its quota
         if tenant is None:

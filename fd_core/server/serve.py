@@ -88,7 +88,7 @@ async def serve_http(
     if spans is not None:
         client.listen_for_prefills(partial(prefill_span, spans, client.info.model))
     url = listening.url_of(config.host, sock, secure=tls is not None)
-    registration = registration_of(config, url, lambda: state.incarnation, client.info.role)
+    registration = registration_of(config, url, lambda: state.incarnation, role=client.info.role)
 
     def started() -> None:
         state.grammars.warm_up()
@@ -131,7 +131,7 @@ async def serve_http(
             ),
         ):
             serving = asyncio.create_task(server.serve([sock]))
-            drain = asyncio.create_task(_drain(state, server, registration, stop, hurry))
+            drain = asyncio.create_task(_drain(state, server, registration, stop=stop, hurry=hurry))
             try:
                 await asyncio.wait((serving, drain), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -180,7 +180,7 @@ class _Server(uvicorn.Server):
         )
         await self.lifespan.startup()
         for sock in sockets or ():
-            self.servers.append(Listener(sock, protocol, self._connections, self._tls))
+            self.servers.append(Listener(sock, protocol, self._connections, tls=self._tls))
         self.started = True
         self._on_started()
 
@@ -394,4 +394,4 @@ def registration_of(
     if config.advertise_url is None and config.host in listening.ANY_ADDRESS:
         message = "the server listens on all addresses, so its URL for the router is unknown"
         raise ConfigError(message, field="--advertise-url", hint="set it, for example to http://10.0.0.5:8000")
-    return Registration(config, url, instance, role)
+    return Registration(config, url, instance, role=role)

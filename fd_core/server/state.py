@@ -372,62 +372,62 @@ class ServerMetrics(Collector):
             "fdcore_time_to_first_token_seconds",
             "Time from the arrival of a request, before its body is read, to its first token, in seconds.",
             _TTFT,
-            ("time_to_first_token_seconds",),
+            vllm=("time_to_first_token_seconds",),
         )
         self.inter_token = Histogram(
             "fdcore_inter_token_seconds",
             "Time between two tokens of one generation, in seconds.",
             _INTER_TOKEN,
-            ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+            vllm=("inter_token_latency_seconds", "time_per_output_token_seconds"),
         )
         self.time_per_token = Histogram(
             "fdcore_time_per_token_seconds",
             "Mean time between the tokens of a generation, in seconds; one value for each generation.",
             _INTER_TOKEN,
-            ("request_time_per_output_token_seconds",),
+            vllm=("request_time_per_output_token_seconds",),
         )
         self.queue = Histogram(
             "fdcore_queue_seconds",
             "Time from the submission of a generation until it enters a slot for the first time, in seconds.",
             _WAITS,
-            ("request_queue_time_seconds",),
+            vllm=("request_queue_time_seconds",),
         )
         self.prefill = Histogram(
             "fdcore_prefill_seconds",
             "Time from entering a slot for the first time to the first token, in seconds.",
             _WAITS,
-            ("request_prefill_time_seconds",),
+            vllm=("request_prefill_time_seconds",),
         )
         self.decode = Histogram(
             "fdcore_decode_seconds",
             "Time from the first token of a generation to its last, in seconds.",
             _WAITS,
-            ("request_decode_time_seconds",),
+            vllm=("request_decode_time_seconds",),
         )
         lengths = _one_two_five(client.info.max_model_len)
         self.prompt_length = Histogram(
             "fdcore_prompt_length_tokens",
             "Length of the prompts of generations that ended, in tokens.",
             lengths,
-            ("request_prompt_tokens",),
+            vllm=("request_prompt_tokens",),
         )
         self.text_length = Histogram(
             "fdcore_text_length_tokens",
             "Length of the texts of generations that ended, in tokens.",
             lengths,
-            ("request_generation_tokens", "request_max_num_generation_tokens"),
+            vllm=("request_generation_tokens", "request_max_num_generation_tokens"),
         )
         self.max_tokens = Histogram(
             "fdcore_max_tokens",
             "Most tokens that generations may have, in tokens.",
             lengths,
-            ("request_params_max_tokens",),
+            vllm=("request_params_max_tokens",),
         )
         self.end_to_end = Histogram(
             "fdcore_end_to_end_seconds",
             "Time from the arrival of a request at the server to its last token, in seconds.",
             _END_TO_END,
-            ("e2e_request_latency_seconds",),
+            vllm=("e2e_request_latency_seconds",),
         )
         self._histograms = (
             *(self.ttft, self.inter_token, self.end_to_end, self.time_per_token, self.queue, self.prefill, self.decode),
@@ -503,13 +503,13 @@ class ServerMetrics(Collector):
         """Yield every metric with its current value."""
         yield from self._engine()
         yield from (histogram.family() for histogram in self._histograms)
-        yield count_family("fdcore_generations", "Generations ended, by outcome.", ["outcome"], self.outcomes)
+        yield count_family("fdcore_generations", "Generations ended, by outcome.", ["outcome"], counts=self.outcomes)
         yield self._by_adapter("generations", "Generations ended, by LoRA adapter.", self.adapter_generations)
         yield self._by_adapter(
             "generated_tokens", "Tokens generated, by LoRA adapter, counted when generations end.", self.adapter_tokens
         )
         answers, text = dict(sorted(self.answers.items())), "HTTP responses begun, by path and status."
-        yield count_family("fdcore_http_answers", text, ["path", "status"], answers)
+        yield count_family("fdcore_http_answers", text, ["path", "status"], counts=answers)
         yield refusal_family("fdcore_", self._refusals)
         for stats in self._counters:
             yield from metric_families("fdcore_", [({}, stats)])
@@ -519,7 +519,7 @@ class ServerMetrics(Collector):
     def _by_adapter(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
         """Return counts of the adapters that are loaded: otherwise labels of unloaded adapters would accumulate."""
         loaded = {adapter.name: counts.get(adapter.name, 0) for adapter in self._client.info.adapters}
-        return count_family(f"fdcore_adapter_{name}", text, ["adapter"], loaded)
+        return count_family(f"fdcore_adapter_{name}", text, ["adapter"], counts=loaded)
 
     def _as_vllm(self, model: Mapping[str, str]) -> Iterator[Metric]:
         """Yield vLLM's metrics under its names; with several engines, the server's own counts have no engine label."""

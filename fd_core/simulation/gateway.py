@@ -73,7 +73,7 @@ class SimulatedGateway:
 
     def ask(self, spec: RequestSpec, asked: RouteRequest, reader: SimulatedClient) -> None:
         """Receive a client's request from the network."""
-        exchange = _Exchange(self, spec, reader, Attempts(self.router, asked))
+        exchange = _Exchange(self, spec, reader, attempts=Attempts(self.router, asked))
         exchange.go(exchange.attempts.first(self._timeline.now, self._draw.random()))
 
     def leave(self, request_id: str) -> None:
@@ -144,7 +144,7 @@ class SimulatedGateway:
         client = worker.client
         if client is None or not worker.healthy:
             return _Health(worker.instance)
-        return _Health(worker.instance, worker.role, client.info.kv_port, worker.leaving)
+        return _Health(worker.instance, worker.role, client.info.kv_port, leaving=worker.leaving)
 
     def _take(self, known: RouterWorker, worker: SimulatedWorker, health: _Health) -> None:
         """Apply the reply, or the failure, of a health check."""

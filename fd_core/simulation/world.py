@@ -110,7 +110,7 @@ class World:
         self._groups = [group for group in deployment.groups for _ in range(group.count)]
         """Pool of each worker."""
         self.workers = [
-            SimulatedWorker(LocalTimeline(self.timeline), index, group, partial(self._parts, group))
+            SimulatedWorker(LocalTimeline(self.timeline), index, group, make_parts=partial(self._parts, group))
             for index, group in enumerate(self._groups)
         ]
         draw = random.Random(f"fd_core/{seed}")  # noqa: S311  # no secret
@@ -119,9 +119,9 @@ class World:
                 self.timeline,
                 f"router{number}",
                 partial(self._make_router, f"router{number}"),
-                self.workers,
-                self.network,
-                random.Random(draw.random()),  # noqa: S311  # no secret
+                workers=self.workers,
+                network=self.network,
+                draw=random.Random(draw.random()),  # noqa: S311  # no secret
             )
             for number in range(deployment.routers)
         ]
@@ -240,7 +240,7 @@ class World:
                     threads,
                     queue,
                     cache,
-                    costs,
+                    costs=costs,
                     block_bytes=group.block_bytes,
                     host_bytes=config.host_kv_memory,
                     store=self.store,
@@ -269,7 +269,7 @@ class World:
         state = "away" if client is None else "up" if client.alive else "restarts" if client.restarts else "away"
         before, since = self._states.get(worker.index, (state, self.timeline.now))
         if before not in ("up", state) and since < self.timeline.now:
-            self._absences.append(Absence(worker.index, since, self.timeline.now, before == "restarts"))
+            self._absences.append(Absence(worker.index, since, self.timeline.now, restarts=before == "restarts"))
         if before != state or worker.index not in self._states:
             self._states[worker.index] = state, self.timeline.now
 
@@ -360,7 +360,7 @@ class World:
         last = max((outcome.ended for outcome in self.outcomes), default=0.0)
         for index, (state, since) in sorted(self._states.items()):
             if state != "up" and since < last:
-                self._absences.append(Absence(index, since, last, state == "restarts"))
+                self._absences.append(Absence(index, since, last, restarts=state == "restarts"))
         profiles = dict.fromkeys(group.profile for group in self.deployment.groups)
         return Run(
             label=self.deployment.label,

@@ -248,7 +248,7 @@ class TaggedGrammar(_Values):
                 options += self._non_strings(other, unlike)
             apart = "".join(f" & ~{unlike[kind]}" for kind in sorted(kinds)) + r' & ~/\s*"(?s:.*)/' * bool(kinds)
             for string in strings:
-                options += self._strings(string, apart, kinds, location)
+                options += self._strings(string, apart, kinds, location=location)
         elif others:
             merged = others[0] if len(others) == 1 else {"anyOf": others}
             options.append(f"{self.json(merged)} {self.lark.spelled(self.form.after_value)}")

@@ -178,7 +178,7 @@ class GrammarCompiler:
             self._stats.compiled += 1
             self._stats.refused += fault is not None
         if fault is None:
-            return CompiledGrammar(matcher, first, worked, lambda: _required(self._compile(grammar)))
+            return CompiledGrammar(matcher, first, worked, anew=lambda: _required(self._compile(grammar)))
         return GrammarError(fault)
 
     def _ready_vocabulary(self) -> LLTokenizer:

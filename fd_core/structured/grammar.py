@@ -72,7 +72,7 @@ def _rest_of_call(lark: LarkText, call: RequestedCall) -> str:
         return f"{lark.json({'type': 'object', **schema})} {end}"
     if form == "python":
         return f"{KeywordGrammar(lark, schema, call.location).arguments()} {end}"
-    return f"{TaggedGrammar(lark, schema, call.location, form).arguments()} {end}"
+    return f"{TaggedGrammar(lark, schema, call.location, form=form).arguments()} {end}"
 
 
 def json_schema(

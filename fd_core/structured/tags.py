@@ -20,8 +20,8 @@ from fd_core.text.parsing.contract import TaggedArguments
 
 _STYLES: Final = {
     "json": None,
-    "qwen_xml": TaggedArguments("<parameter=", ">", "</parameter>", ("</parameter>",)),
-    "glm_xml": TaggedArguments("<arg_key>", "</arg_key><arg_value>", "</arg_value>", ("</arg_value>",)),
+    "qwen_xml": TaggedArguments("<parameter=", ">", "</parameter>", ends=("</parameter>",)),
+    "glm_xml": TaggedArguments("<arg_key>", "</arg_key><arg_value>", "</arg_value>", ends=("</arg_value>",)),
 }
 
 
@@ -39,7 +39,7 @@ def structural_tag(tag: Mapping[str, Any], *, field: str = "structural_tag") -> 
     else:
         structures = _sequence(tag.get("structures"), f"{field}.structures")
         found = [tags.structure(each, f"{field}.structures[{index}]") for index, each in enumerate(structures)]
-        start = tags.triggered(found, tag, field, (), True)
+        start = tags.triggered(found, tag, field, ends=(), last=True)
     text = lark.text(start)
     require_small(text, "the tags together", field)
     return text
@@ -145,10 +145,10 @@ class _Formats:
         form = _STYLES[style]
         if form is None or not isinstance(schema, Mapping):
             return f"{self._lark.json(schema)} {self._end(ends)}"
-        return f"{TaggedGrammar(self._lark, schema, where, form).arguments()} {self._end(ends)}"
+        return f"{TaggedGrammar(self._lark, schema, where, form=form).arguments()} {self._end(ends)}"
 
     def _qwen(self, given: Mapping[str, Any], location: str, ends: Sequence[str], last: bool) -> str:
-        return self._json({**given, "style": "qwen_xml"}, location, ends, last)
+        return self._json({**given, "style": "qwen_xml"}, location, ends, last=last)
 
     def _any_text(self, given: Mapping[str, Any], location: str, ends: Sequence[str], last: bool) -> str:
         if given.get("max_tokens") is not None:
@@ -158,7 +158,7 @@ class _Formats:
             raise _unfit(f"{location}.max_chars", "must be 0 to 100000")
         free = ANY_TEXT if most is None else f"/(?s:.{{0,{most}}})/"
         excludes = _texts(given.get("excludes"), f"{location}.excludes", optional=True)
-        return self._free(excludes, location, ends, last or most is not None, free)
+        return self._free(excludes, location, ends, last=last or most is not None, free=free)
 
     def _grammar(self, given: Mapping[str, Any], location: str, ends: Sequence[str], last: bool) -> str:
         text = _text(given.get("grammar"), f"{location}.grammar")
@@ -201,7 +201,7 @@ class _Formats:
         return f"{self._lark.spelled(tag.begin)} {tag.rest} {self._end(ends)}"
 
     def _triggered(self, given: Mapping[str, Any], location: str, ends: Sequence[str], last: bool) -> str:
-        return self.triggered(self._tags(given, location), given, location, ends, last)
+        return self.triggered(self._tags(given, location), given, location, ends=ends, last=last)
 
     def _separated(self, given: Mapping[str, Any], location: str, ends: Sequence[str], last: bool) -> str:
         separator = given.get("separator")
@@ -221,7 +221,7 @@ class _Formats:
             begun.setdefault(_text(rule[0], f"{where}[0]"), []).append(self.part(rule[1], f"{where}[1]", (), False))
         excludes = _texts(given.get("excludes"), f"{location}.excludes", optional=True)
         once = given.get("loop", True) is False
-        return self._amid_text(begun, excludes, [], once, location, ends, last)
+        return self._amid_text(begun, excludes, [], once=once, location=location, ends=ends, last=last)
 
     # Their parts ------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class _Formats:
             for trigger, rest in begun.items()
             if rest
         )
-        rest = self._free(excludes, location, ends, last)
+        rest = self._free(excludes, location, ends, last=last)
         if once:
             return lark.either([f"{one} {self._end(ends)}", rest])
         return f"{lark.either(first) if first else ''} {one}* {rest}"

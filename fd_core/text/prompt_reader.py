@@ -214,7 +214,7 @@ class PromptReader:
             raise self._too_long(len(text), field)
         ids = self._tokenizer.encode(text, add_special=add_special)
         if not counted and not self._fits:
-            check_ids(ids, self._vocab_size, field, self._tokenizer.token_text)
+            check_ids(ids, self._vocab_size, field, text_of=self._tokenizer.token_text)
         return ids
 
     @cached_property
@@ -242,7 +242,7 @@ class PromptReader:
         return found
 
     def _checked_ids(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
-        check_ids(ids, self._vocab_size, field, self._tokenizer.token_text)
+        check_ids(ids, self._vocab_size, field, text_of=self._tokenizer.token_text)
         return tuple(ids)
 
 

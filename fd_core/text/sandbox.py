@@ -127,7 +127,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                     _check_growth(value, len(value) * max(0, times))
         if operator == "+" and isinstance(left, str | list | tuple):
             _check_growth(left, len(left) + _length(right))
-        return the_budget().made(super().call_binop(context, operator, left, right))
+        return the_budget().made(super().call_binop(context, operator, left, right=right))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """Look up an item; a tuple as a key is charged for."""
@@ -157,7 +157,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise SecurityError("it calls an object that is not a function")
         if isinstance(owner, str):
             budget.weigh(owner)
-            _check_str_call(owner, name, args, kwargs, weight)
+            _check_str_call(owner, name, args, kwargs=kwargs, weight=weight)
         elif isinstance(owner, list | tuple):
             budget.weigh(owner)
         return budget.made(super().call(__context, __obj, *args, **kwargs))
@@ -396,7 +396,7 @@ def _replace(context: Context, s: Any, old: Any, new: Any, count: int | None = N
     budget = the_budget()
     text, before, after = budget.text(s), budget.text(old), budget.text(new)
     budget.weigh(text)
-    _check_str_call(text, "replace", (before, after), {}, 0)
+    _check_str_call(text, "replace", (before, after), kwargs={}, weight=0)
     return budget.made(text.replace(before, after, -1 if count is None else count))  # type: ignore[no-any-return]
 
 
@@ -407,7 +407,7 @@ def _indent(context: Context, s: Any, width: int | str = 4, first: bool = False,
     margin = " " * width if isinstance(width, int) else budget.text(width)
     text = budget.text(s)
     budget.weigh(text)
-    _check_str_call(text, "splitlines", (), {}, 0)
+    _check_str_call(text, "splitlines", (), kwargs={}, weight=0)
     lines = text.splitlines() or [""]
     check_size(len(text) + len(margin) * len(lines))
     indented = [margin + line if (blank or line) and (first or index) else line for index, line in enumerate(lines)]

@@ -66,7 +66,7 @@ def test_eager_torch_reports_reason_for_float32() -> None:
 def test_summary_includes_the_reason() -> None:
     info = engine_info(dtype="bfloat16", dtype_reason="the CPU has bfloat16 instructions (amx_bf16)")
     rows = dict(summary(info, ServerConfig(), "http://here"))
-    assert rows["dtype"] == "bfloat16 (the processor has bfloat16 instructions (amx_bf16))"
+    assert rows["dtype"] == "bfloat16 (the CPU has bfloat16 instructions (amx_bf16))"
 
 
 @pytest.mark.parametrize("native", [True, False])

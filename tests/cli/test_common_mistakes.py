@@ -195,7 +195,7 @@ def test_broken_plugin_is_reported_with_its_missing_attribute(tmp_path: Path) ->
 def test_full_disk_is_reported_before_downloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total, used, _ = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"total": total, "used": used, "free": 10**6})())
-    with pytest.raises(ModelError, match=r"needs 197 MB in .*, whose disk has 1 MB left \(.* set FD_CACHE") as refused:
+    with pytest.raises(ModelError, match=r"needs 197 MB in .*, whose disk has 1 MB free \(.* set FD_CACHE") as refused:
         resolve_model("smollm2", cache_dir=tmp_path)
     assert (refused.value.field, refused.value.exit_code) == ("FD_CACHE", 3)
 

@@ -144,7 +144,7 @@ def test_failed_runner_is_reported_with_reason(kind: type[Device]) -> None:
 def test_stalled_runner_is_detected(kind: type[Device]) -> None:
     device = kind(_FaultyRunner("stall"))  # type: ignore[call-arg]
     device.submit(_empty_plan())
-    with pytest.raises(EngineDead, match=r"not answered within 0\.05 s"):
+    with pytest.raises(EngineDead, match=r"did not complete within 0\.05 s"):
         device.collect(0.05)
     device.close()
 

@@ -65,5 +65,5 @@ def test_zero_draft_tokens_loads_no_draft_model() -> None:
 
 
 def test_method_without_required_draft_model_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="none is named"):
+    with pytest.raises(ConfigError, match="needs a draft model"):
         null_engine(speculative=SpeculativeConfig(method="draft_model"))

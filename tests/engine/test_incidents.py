@@ -285,7 +285,7 @@ def test_step_timeout_is_an_engine_fault() -> None:
     engine.probe().runner.execute = lambda _: go_on.wait(5)  # type: ignore[method-assign,assignment,return-value]
     engine.submit(greedy("r0", PROMPTS[0], 4))
     try:
-        with pytest.raises(EngineDead, match=r"not answered within 0\.1 s"):
+        with pytest.raises(EngineDead, match=r"did not complete within 0\.1 s"):
             engine.step()
     finally:
         go_on.set()

@@ -125,7 +125,7 @@ def test_hung_step_is_detected_and_does_not_block_close() -> None:
     device = LaunchingDevice(runner)
     device.submit(plans(1)[0])
     pack.compute = lambda end: None  # type: ignore[method-assign]
-    with pytest.raises(DeviceStalled, match=r"not answered within 0\.05 s"):
+    with pytest.raises(DeviceStalled, match=r"did not complete within 0\.05 s"):
         device.collect(0.05)
     device.close()
 

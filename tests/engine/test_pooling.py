@@ -94,7 +94,7 @@ def test_embed_in_python() -> None:
     try:
         assert llm.embed([[1, 2], [3]]).tolist() == [[1.0], [1.0]]
         assert llm.embed([]).shape == (0, 1)
-        with pytest.raises(BadRequest, match="vectors of 1 elements"):
+        with pytest.raises(BadRequest, match="vectors have 1 elements"):
             llm.embed("a", dimensions=2)
         with pytest.raises(BadRequest, match="no tokens"):
             llm.embed([[]])

@@ -60,7 +60,7 @@ def test_streams_survive_a_redis_crash_and_stored_blocks_are_reused(
         texts = ask_all(server)
         assert ask_all(server, redis_server.kill) == texts
         assert ask_all(server) == texts
-        until(lambda: server.metrics()["kv_store_failures_total[unreachable]"] > 0, 5.0)
+        until(lambda: server.metrics()["kv_store_failures_total[unreachable][unreachable]"] > 0, 5.0)
         metrics = server.metrics()
         assert metrics["engine_finished_total[error]"] == 0
         redis_server.start()

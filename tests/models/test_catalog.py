@@ -221,7 +221,7 @@ def test_existing_paths_are_used_unchanged(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_model_name_lists_accepted_forms(name: str, cache: Path) -> None:
-    with pytest.raises(ModelError, match=r"accepted are smollm2, a folder.*\.gguf.*Hugging Face"):
+    with pytest.raises(ModelError, match=r"use smollm2, a folder.*\.gguf.*Hugging Face"):
         resolve_model(name, cache_dir=cache)
 
 
@@ -296,7 +296,7 @@ def test_unreachable_hub_is_explained(cache: Path, monkeypatch: pytest.MonkeyPat
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
-    with pytest.raises(ModelError, match=r"no folder 'org/name' here.*no route to host.*local folder"):
+    with pytest.raises(ModelError, match=r"'org/name' is not a local folder.*no route to host.*local folder"):
         resolve_model("org/name", cache_dir=cache)
 
 

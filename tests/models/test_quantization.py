@@ -47,7 +47,7 @@ def test_int4_scales_are_bfloat16_and_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "expected"), [(np.full((2, 32), np.inf, "f4"), "finite"), (np.ones((2, 40)), "groups of 32")]
+    ("weight", "expected"), [(np.full((2, 32), np.inf, "f4"), "finite"), (np.ones((2, 40)), "group size 32")]
 )
 def test_unquantizable_weight_is_rejected_with_reason(weight: np.ndarray, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):

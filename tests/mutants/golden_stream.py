@@ -134,8 +134,8 @@ MUTANTS = (
         "4: penalties include every token before the sampled one",
         (
             SAMPLING,
-            "penalties = self.penalties.gather(slots, positions, columns, tokens)",
-            "penalties = self.penalties.gather(slots, positions - columns, 0 * columns, tokens)",
+            "penalties = self.penalties.gather(slots, positions, columns, tokens=tokens)",
+            "penalties = self.penalties.gather(slots, positions - columns, 0 * columns, tokens=tokens)",
         ),
     ),
     mutant(
@@ -171,7 +171,7 @@ MUTANTS = (
     mutant(
         "logprobs-of-rejected-drafts-are-delivered",
         "4: log-probabilities belong to delivered tokens",
-        (OUTPUTS, "reason, given[:count] if given else None)", "reason, given)"),
+        (OUTPUTS, "reason, logprobs=given[:count] if given else None)", "reason, logprobs=given)"),
     ),
     mutant(
         "logprobs-in-reverse-order",

@@ -105,7 +105,11 @@ MUTANTS = (
     mutant(
         "stage-does-not-receive-sampled-tokens",
         "4: texts do not depend on the timing of plans",
-        (STAGES, "                self.batch.correct(slots, gens, lengths, num_drafts, tokens)\n", ""),
+        (
+            STAGES,
+            "                self.batch.correct(slots, gens, lengths, num_drafts=num_drafts, tokens=tokens)\n",
+            "",
+        ),
     ),
     mutant(
         "stage-skips-its-last-layer",

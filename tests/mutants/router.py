@@ -191,14 +191,14 @@ MUTANTS = (
         "7.2: requests of different salts share no prefix",
         (
             PLACEMENT,
-            "request.tokens, request.salt, self._adapter(request))",
-            'request.tokens, "", self._adapter(request))',
+            "request.tokens, request.salt, adapter=self._adapter(request))",
+            'request.tokens, "", adapter=self._adapter(request))',
         ),
     ),
     mutant(
         "router-ignores-the-adapter",
         "7.2: prompts of different adapters share no prefix",
-        (PLACEMENT, "request.salt, self._adapter(request))", "request.salt)"),
+        (PLACEMENT, "request.salt, adapter=self._adapter(request))", "request.salt)"),
     ),
     mutant(
         "adapter-prompt-matches-reported-blocks",

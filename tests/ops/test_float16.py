@@ -39,7 +39,7 @@ def test_exported_blocks_are_bitwise_float16() -> None:
     exported = cache.export_blocks(np.array([3, 1]))
     assert exported.dtype == np.float16
     assert exported.tobytes() == data.tobytes()
-    with pytest.raises(ValueError, match="holds float16"):
+    with pytest.raises(ValueError, match="expected float16"):
         cache.import_blocks(np.array([3, 1]), data.view(np.uint16))
 
 

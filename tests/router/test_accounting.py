@@ -99,7 +99,7 @@ def test_columns_match_workers_when_slots_are_reused() -> None:
         loads.add(worker, WorkerLoad(number + 1, number, 100 * number))
     for worker in workers[:9]:
         loads.subtract(worker, loads.of(worker))
-        slots.leave(worker)
+        slots.release(worker)
     late = [RouterWorker(f"http://late{number}", "mixed", 100 + number) for number in range(12)]
     for worker in late[6:]:
         loads.add(worker, WorkerLoad(7, 6, 5))

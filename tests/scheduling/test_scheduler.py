@@ -216,7 +216,7 @@ def test_cached_prefix_is_free_except_last_token() -> None:
 
 
 def test_prompt_filling_context_is_rejected_with_limits() -> None:
-    with pytest.raises(BadRequest, match=r"40 tokens.*at most 40"):
+    with pytest.raises(BadRequest, match=r"40 tokens.*is 40"):
         scheduler().add(spec("a", length=40))
 
 

@@ -62,8 +62,8 @@ def test_statistics_of_the_tiers_are_exported() -> None:
     assert (seen["fdcore_kv_found_blocks_total[host]"], seen["fdcore_kv_found_blocks_total[store]"]) == (4, 6)
     assert (seen["fdcore_kv_store_written_blocks_total"], seen["fdcore_kv_store_dropped_blocks_total"]) == (8, 1)
     assert seen["fdcore_kv_store_damaged_total[digest]"] == 2
-    assert seen["fdcore_kv_store_failures_total[timeout]"] == 3
-    assert seen["fdcore_kv_store_failures_total[full]"] == 0, "a later failure must appear as an increase"
+    assert seen["fdcore_kv_store_failures_total[timeout][timeout]"] == 3
+    assert seen["fdcore_kv_store_failures_total[full][full]"] == 0, "a later failure must appear as an increase"
     states = {name: value for name, value in seen.items() if name.startswith("fdcore_kv_store_breaker")}
     assert len(states) == 6
     assert {name for name, value in states.items() if value} == {

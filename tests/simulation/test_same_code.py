@@ -117,7 +117,7 @@ def test_plans_and_routes_are_made_by_production_code(monkeypatch: pytest.Monkey
     count_calls(monkeypatch, counted, ContinuousBatchingScheduler, "add")
     count_calls(monkeypatch, counted, ContinuousBatchingScheduler, "commit")
     count_calls(monkeypatch, counted, Placer, "place")
-    count_calls(monkeypatch, counted, EngineService, "tell")
+    count_calls(monkeypatch, counted, EngineService, "send")
     one = world(group(count=2), router=RouterConfig(policy="round_robin"))
     run = one.run(conversations(10))
     assert counted["add"] == counted["place"] == len(run.outcomes) == 10

@@ -49,20 +49,20 @@ def latency(
     from fd_core.cli.bench.workload import generate, synthetic_ids
 
     console = _prepare(json)
-    with contextlib.closing(_load(model, given, input_len + output_len, console)) as llm:
-        first, *prompts = synthetic_ids(runs + 1, input_len, llm.info.vocab_size, seed)
+    with contextlib.closing(_load(model, given, input_len + output_len, console=console)) as llm:
+        first, *prompts = synthetic_ids(runs + 1, input_len, llm.info.vocab_size, seed=seed)
         timelines: list[RequestTimes] = []
         seconds = 0.0
         with _bar(console) as bar:
             task = bar.add_task("Warming up", total=runs)
-            generate(llm, [first], output_len, lambda: None)
+            generate(llm, [first], output_len, ended=lambda: None)
             bar.update(task, description="Measuring")
             for prompt in prompts:
-                trace, duration = generate(llm, [prompt], output_len, lambda: bar.advance(task))
+                trace, duration = generate(llm, [prompt], output_len, ended=lambda: bar.advance(task))
                 timelines += trace
                 seconds += duration
         settings = _settings(llm, "latency", input_len=input_len, output_len=output_len, runs=runs, seed=seed)
-        _close(console, json, report(timelines, seconds), settings)
+        _close(console, json, report(timelines, seconds), settings=settings)
 
 
 @app.command()
@@ -82,13 +82,13 @@ def throughput(
     from fd_core.cli.bench.workload import generate, synthetic_ids
 
     console = _prepare(json)
-    with contextlib.closing(_load(model, given, input_len + output_len, console)) as llm:
-        prompts = synthetic_ids(num_prompts, input_len, llm.info.vocab_size, seed)
+    with contextlib.closing(_load(model, given, input_len + output_len, console=console)) as llm:
+        prompts = synthetic_ids(num_prompts, input_len, llm.info.vocab_size, seed=seed)
         with _bar(console) as bar:
             task = bar.add_task("Measuring", total=num_prompts)
-            timelines, seconds = generate(llm, prompts, output_len, lambda: bar.advance(task))
+            timelines, seconds = generate(llm, prompts, output_len, ended=lambda: bar.advance(task))
         shape = {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len, "seed": seed}
-        _close(console, json, report(timelines, seconds), _settings(llm, "throughput", **shape))
+        _close(console, json, report(timelines, seconds), settings=_settings(llm, "throughput", **shape))
 
 
 @app.command()
@@ -136,7 +136,7 @@ def serve(
     if dataset is not None:
         asks = from_file(dataset, num_prompts, output_len)
     else:
-        asks = synthetic(num_prompts, input_len, output_len, seed)
+        asks = synthetic(num_prompts, input_len, output_len, seed=seed)
     key = client_key(given, os.environ)
 
     async def run(bar: Progress) -> tuple[str, list[RequestTimes], float]:
@@ -166,7 +166,7 @@ def serve(
         "seed": seed,
     }
     result = report(timelines, seconds, limits)
-    _close(console, json, result, settings)
+    _close(console, json, result, settings=settings)
     if result.completed == 0:
         raise FdError("no request was completed")
 
@@ -233,7 +233,7 @@ def scheduler(
             if waiting is None:
                 figures.append(step_figures(count, k, steps=steps, **common))
             else:
-                figures.append(queue_figures(count, k, waiting, waiting_tokens, steps=steps, **common))
+                figures.append(queue_figures(count, k, waiting, waiting_tokens=waiting_tokens, steps=steps, **common))
             bar.advance(task)
         if waiting is not None:
             burst = burst_figures(waiting, waiting_tokens, **common)

@@ -58,7 +58,7 @@ class StepTimes:
 def prompts(count: int, block_size: int, seed: int) -> list[list[int]]:
     """Return prompts that share no prefix and end at every position of a block, as those of requests that arrived one
     by one do: each step fills a block of one request in `block_size`."""
-    longest = synthetic_ids(count, _PROMPT_TOKENS + block_size - 1, VOCAB_SIZE, seed)
+    longest = synthetic_ids(count, _PROMPT_TOKENS + block_size - 1, VOCAB_SIZE, seed=seed)
     return [ids[: _PROMPT_TOKENS + index % block_size] for index, ids in enumerate(longest)]
 
 
@@ -103,7 +103,7 @@ def measure(workload: SteadyDecode, steps: int) -> StepTimes:
 
 def step_figures(running: int, drafts: int, *, steps: int, block_size: int, seed: int) -> dict[str, Any]:
     """Time steps of steady decode."""
-    workload = steady_decode(prompts(running, block_size, seed), steps, drafts, block_size, seed)
+    workload = steady_decode(prompts(running, block_size, seed), steps, drafts, block_size=block_size, seed=seed)
     return measure(workload, steps).figures(running, drafts)
 
 
@@ -118,8 +118,8 @@ def queue_figures(
     asked = prompts(running, block_size, seed)
     empty, beside = (steady_decode(asked, steps, drafts, block_size, seed, waiting_tokens) for _ in range(2))
     # Different from the first block on; the rest is identical, which saves memory.
-    heads = synthetic_ids(waiting, min(block_size, waiting_tokens), VOCAB_SIZE, seed + 1)
-    [tail] = synthetic_ids(1, waiting_tokens - len(heads[0]), VOCAB_SIZE, seed + 2)
+    heads = synthetic_ids(waiting, min(block_size, waiting_tokens), VOCAB_SIZE, seed=seed + 1)
+    [tail] = synthetic_ids(1, waiting_tokens - len(heads[0]), VOCAB_SIZE, seed=seed + 2)
     for head in heads:
         beside.queue(head + tail)
     times = {"empty": StepTimes(), "waiting": StepTimes()}

@@ -150,7 +150,7 @@ async def measure(
     async def one(ask: BenchRequest, at: float) -> RequestTimes:
         await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
         async with gate:
-            timeline = await _send(api, model, ask, ignore_eos)
+            timeline = await _send(api, model, ask, ignore_eos=ignore_eos)
         ended()
         return timeline
 

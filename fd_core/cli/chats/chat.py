@@ -56,7 +56,7 @@ def chat(
     """
     from fd_core.cli.settings.settings import client_key
 
-    options = _sampling(max_tokens, temperature, top_p, seed)
+    options = _sampling(max_tokens, temperature, top_p, seed=seed)
     with _chat_backend(model, url, given, chats=True) as (loop, backend, name):
         if sys.stdin.isatty():
             print(
@@ -66,7 +66,7 @@ def chat(
         # Messages to a server that requires a key are not saved here.
         secret = url is not None and client_key(given, os.environ)
         with input_history(None if secret else find_cache_dir() / "chat_history"):
-            _converse(loop, backend, ChatHistory(system), options)
+            _converse(loop, backend, ChatHistory(system), options=options)
 
 
 @reports_errors
@@ -85,7 +85,7 @@ def complete(
     seed: Seed = None,
 ) -> None:
     """Continue a text."""
-    options = _sampling(128 if max_tokens is None else max_tokens, temperature, top_p, seed)
+    options = _sampling(128 if max_tokens is None else max_tokens, temperature, top_p, seed=seed)
     text = sys.stdin.read() if prompt == "-" else prompt
     with _chat_backend(model, url, given) as (loop, backend, _):
         for piece in loop.iterate(backend.complete(text, options)):
@@ -98,7 +98,7 @@ def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: in
     from fd_core.cli.chats.chat_backend import SamplingOptions
     from fd_core.types.checks import check_sampling
 
-    options = SamplingOptions(max_tokens, temperature, top_p, seed)
+    options = SamplingOptions(max_tokens, temperature, top_p, seed=seed)
     try:
         check_sampling(options.params(2**31 - 1))
     except BadRequest as error:
@@ -171,7 +171,7 @@ def _converse(loop: LoopThread, backend: ChatBackend, conversation: ChatHistory,
         if notice is not None:
             print(harmless(notice), file=sys.stderr)
         elif line:
-            answer, whole = _answer(loop, backend, conversation.asked(text), options)
+            answer, whole = _answer(loop, backend, conversation.asked(text), options=options)
             if answer or whole:
                 conversation.answered(text, answer)
 

@@ -109,7 +109,7 @@ class ServerChatBackend:
         self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount | None = None
     ) -> AsyncGenerator[str, None]:
         """Answer a conversation."""
-        return self._generate("/v1/chat/completions", {"messages": list(messages)}, options, count)
+        return self._generate("/v1/chat/completions", {"messages": list(messages)}, options, count=count)
 
     def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Continue a text."""

@@ -78,7 +78,7 @@ class ChatHistory:
                 _read(path, "/save")  # another file is not overwritten
             path.write_bytes(content.encode())
         except (OSError, ValueError) as error:
-            raise _unusable("/save", "write", path, error) from error
+            raise _unusable("/save", "write", path, error=error) from error
         return f"saved {len(messages)} messages in {path}"
 
     def _load(self, path: Path) -> str:
@@ -100,7 +100,7 @@ def _read(path: Path, command: str) -> list[Message]:
             isinstance(each["role"], str) and isinstance(each["content"], str) for each in messages
         )
     except OSError as error:
-        raise _unusable(command, "read", path, error) from error
+        raise _unusable(command, "read", path, error=error) from error
     except (ValueError, TypeError, LookupError, RecursionError):
         valid = False
     if not valid:

@@ -134,22 +134,22 @@ def plan(
     limits, began = parse_slo(slo), time.monotonic()
     text = _workload_text(workload, trace_file)
     engine = parse_given(given)
-    profiles, left_out = _profiles(profile or [], devices, model, tp)
+    profiles, left_out = _profiles(profile or [], devices, model, tp=tp)
     prices = _prices(price or [], profiles)
     shapes = shapes_of(
         profiles,
         parse_roles(roles),
         _numbers(max_num_seqs, "--max-num-seqs"),
-        _numbers(max_num_batched_tokens, "--max-num-batched-tokens"),
+        budgets=_numbers(max_num_batched_tokens, "--max-num-batched-tokens"),
     )
     # Contradictions are reported before anything runs.
     longest = {}
     for shape in shapes:
-        made = setup_of(shape, 1, profiles[shape.profile], engine).deployment(shape.described(1))
+        made = setup_of(shape, 1, profiles[shape.profile], given=engine).deployment(shape.described(1))
         longest[shape] = min(group.limits.max_model_len for group in made.groups)
     asked = read_workload(text, seed)
     demand = demand_of(asked)
-    possible = _possible(limits, profiles, demand, longest)
+    possible = _possible(limits, profiles, demand, longest=longest)
     sizes, kept = _sized(profiles, demand, limits, prices, max_devices, possible, len(longest))
     search = PlanSearch(
         sizes,
@@ -176,8 +176,8 @@ def plan(
         about,
         search,
         kept,
-        searching.runs,
-        profiles,
+        runs=searching.runs,
+        profiles=profiles,
         unfinished=unfinished,
         excluded=len(shapes) - len(kept),
         runners_up=runners_up,
@@ -189,7 +189,7 @@ def plan(
     if page is not None and searching.runs:
         from fd_core.simulation.results.page.pack import write_page
 
-        write_page(page, page_report(about, searching.runs, answer, limits))
+        write_page(page, page_report(about, searching.runs, answer, slo=limits))
     if unfinished == _INTERRUPTED:
         raise typer.Exit(INTERRUPTED)
     if answer.best is None:

@@ -154,7 +154,7 @@ def _serve() -> None:
             error = caught if isinstance(caught, FdError) else blamed_on_file(caught)
             if error is None:
                 raise
-            reply = _Reply(None, error.message, error.hint, error.field, isinstance(error, PluginError))
+            reply = _Reply(None, error.message, error.hint, field=error.field, plugin=isinstance(error, PluginError))
         replies.write(msgspec.json.encode(reply) + b"\n")
         replies.flush()
 

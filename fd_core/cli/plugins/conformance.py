@@ -105,7 +105,7 @@ def conformance(
                 last_printed = time.monotonic()
                 print(state, file=sys.stderr, flush=True)
 
-        report = run_suite(targets, expression, shlex.join(words), progress, quick=quick, kit=kit)
+        report = run_suite(targets, expression, shlex.join(words), progress=progress, quick=quick, kit=kit)
     print_report(report, console)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
@@ -180,7 +180,7 @@ def _print(report: DoctorReport, console: Console) -> None:
     for finding in report.findings:
         groups.setdefault((finding.primitive, finding.case, finding.dtype), []).append(finding)
     for (primitive, case, dtype), findings in groups.items():
-        _add_row(table, f"{primitive} {case}".rstrip(), dtype, findings)
+        _add_row(table, f"{primitive} {case}".rstrip(), dtype, findings=findings)
     console.print(table)
     for pack in report.packs:
         speed = "not measured" if pack.bandwidth is None else f"{pack.bandwidth / 1e9:,.1f} GB/s"

@@ -160,7 +160,7 @@ def check_plugins(name: str | None = None) -> list[Checked]:
 
 def _checked(point: EntryPoint) -> Checked:
     name, version = (point.dist.name, point.dist.version) if point.dist else ("unknown distribution", "?")
-    return Checked(name, version, f"{point.name} = {point.value}", _inspect_isolated(name, point.name))
+    return Checked(name, version, f"{point.name} = {point.value}", seen=_inspect_isolated(name, point.name))
 
 
 def _inspect_isolated(distribution: str, entry_point: str) -> Inspection:
@@ -216,7 +216,7 @@ def _without_entry_point(name: str, checked: Sequence[Checked]) -> Checked:
         group = f"project.entry-points.{ENTRY_POINT_GROUP}"
         cause = f"it is installed but has no entry point in group {ENTRY_POINT_GROUP}, so it is not a plugin"
         hint = f"to make it one, add its module under [{group}] in its pyproject.toml and reinstall it"
-        return Checked(guess, version, "", Inspection(findings=(Finding(cause, hint),)))
+        return Checked(guess, version, "", seen=Inspection(findings=(Finding(cause, hint),)))
     core = Plugins.discover([])
     if any(offer.name == name for origin in core.origins for offer in core.offers(origin)):
         raise ConfigError(f"{name} is part of fd_core; this command checks installed plugins", field="NAME")

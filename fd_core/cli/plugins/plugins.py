@@ -94,7 +94,7 @@ def new(
     """
     from fd_core.cli.plugins.scaffold.project import write_project
 
-    written, commands = write_project(name, kind, framework, into)
+    written, commands = write_project(name, kind, framework, folder=into)
     print(f"wrote {written}; next:", *commands, sep="\n  ")
 
 

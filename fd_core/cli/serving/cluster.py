@@ -66,9 +66,9 @@ def serve(
         if group.max is not None
     }
     # Missing prerequisites of a process are reported before any is started.
-    router_spec("router", config, 0, ClusterSecrets(), variables)
+    router_spec("router", config, 0, own=ClusterSecrets(), variables=variables)
     for name in config.worker_groups:
-        worker_spec(name, config, name, ClusterSecrets(), variables)
+        worker_spec(name, config, name, own=ClusterSecrets(), variables=variables)
     launcher_class = plugins.load(LAUNCHER, config.launcher)
     if check:
         print(f"{file} is valid")
@@ -76,7 +76,7 @@ def serve(
     configure_logs("info", "text", access=False)
     console = Console(stderr=True)
     with bind_socket(config.host, config.port, flag="port", host_flag="host") as sock:
-        deployment = Deployment(config, launcher_class(), policies, variables)
+        deployment = Deployment(config, launcher_class(), policies, variables=variables)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_serve(deployment, sock, console))
     if deployment.controller.failure:

@@ -66,7 +66,7 @@ def run_batch(
 
     console = Console(stderr=True)
     with AnswerFile(target) as answers, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        progress = runner.run(_run(settings, source, answers, console))
+        progress = runner.run(_run(settings, source, answers, console=console))
     print(f"{target}: {progress.completed} answered, {progress.failed} failed")
     if progress.failed:
         raise typer.Exit(1)
@@ -99,7 +99,7 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
             client = await stack.enter_async_context(engine)
         names = (server.tool_call_parser, server.reasoning_parser)
         chosen = choose_parsers(*names, model.template, client.info.architecture)
-        app = create_app(server, client, model.tokenizer, model.template, parsers=chosen.parsers)
+        app = create_app(server, client, model.tokenizer, template=model.template, parsers=chosen.parsers)
         stack.callback(app.state.fd.prompt_reader.close)
         stack.callback(app.state.fd.grammars.close)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

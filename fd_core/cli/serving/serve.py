@@ -134,7 +134,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
             server,
             client,
             model.tokenizer,
-            model.template,
+            template=model.template,
             ticket_key=_ticket_key(settings.engine),
             parsers=chosen.parsers,
             spans=spans,

@@ -325,7 +325,7 @@ ENGINE_FLAGS: Final = (
         'Speculative decoding, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, '
         "suffix, draft_model or a plugin's.",
         "JSON",
-        speculation,
+        parser=speculation,
         name="--speculative-config",
     ),
     Flag("structured_output", "Support structured output: JSON, schemas, regular expressions, choices, grammars."),
@@ -343,7 +343,7 @@ API_KEY_FILE: Final = Flag(
     "api_key_file",
     "File of API keys with names and limits, as TOML or JSON, or with one key per line; SIGHUP reloads it.",
     "FILE",
-    key_file,
+    parser=key_file,
 )
 
 LISTEN_FLAGS: Final = (
@@ -360,7 +360,7 @@ LISTEN_FLAGS: Final = (
         "API key that clients must send; may be repeated. Other users of the machine can see command lines: "
         "--api-key-file or FD_API_KEY keep the key secret.",
         "KEY",
-        keys,
+        parser=keys,
         name="--api-key",
         repeated=True,
     ),
@@ -443,7 +443,7 @@ SERVER_FLAGS: Final = (
         name="--served-model-name",
         repeated=True,
     ),
-    Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", jinja),
+    Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", parser=jinja),
     Flag("trust_request_chat_template", "Accept chat templates in requests and run them in a sandbox."),
     Flag("enable_tokenizer_info_endpoint", "Expose control tokens and the chat template at /tokenizer_info."),
     Flag(
@@ -487,7 +487,7 @@ SERVER_FLAGS: Final = (
         "router_secret",
         "File with the secret shared by a router and its workers: one line of at least 16 characters.",
         "FILE",
-        secret_in_file,
+        parser=secret_in_file,
         name="--router-secret-file",
     ),
     Flag(
@@ -542,7 +542,7 @@ GATEWAY_FLAGS: Final = (
 )
 
 CLIENT_KEY_FILE: Final = Flag(
-    "client_keys", "File whose first line is the API key to send.", "FILE", keys_in_file, name="--api-key-file"
+    "client_keys", "File whose first line is the API key to send.", "FILE", parser=keys_in_file, name="--api-key-file"
 )
 CHAT_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
@@ -550,7 +550,7 @@ CHAT_FLAGS: Final = (
 )
 """Server settings that apply to a command which uses a model or a server."""
 
-CONFIG_FILE: Final = Flag("config", "TOML file with settings named like the flags.", "FILE", text)
+CONFIG_FILE: Final = Flag("config", "TOML file with settings named like the flags.", "FILE", parser=text)
 
 
 def _shown(default: Any) -> str:

@@ -234,7 +234,7 @@ def merge_route(given: Given, environment: Mapping[str, str]) -> RouteSettings:
     """Merge every source. Raises `ConfigError` naming the flag, variable or key at fault."""
     path = _settings_path(given, environment)
     file, of_file = _route_file_layer(path) if path else ({}, RouterConfig())
-    merged = _merge_layers(_ROUTE_FLAGS, file, given, environment)
+    merged = _merge_layers(_ROUTE_FLAGS, file, given, environment=environment)
     router = msgspec.structs.replace(of_file, **{name: merged.pop(name) for name in _OF_ROUTER & merged.keys()})
     gateway = GatewayConfig(**merged)
     _check_workers(gateway)

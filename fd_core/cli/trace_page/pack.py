@@ -24,7 +24,7 @@ def page(trace: TraceContents, title: str) -> str:
     requests = _request_ids(trace)
     number = {request_id: index for index, request_id in enumerate(requests)}
     chunks = [(index, *chunk) for index, position in enumerate(trace.positions) for chunk in position.line.chunks]
-    sections = columns(trace) | _named("chunk", ("Step", "Slot", "Tokens"), chunks, np.int32) | cells(trace)
+    sections = columns(trace) | _named("chunk", ("Step", "Slot", "Tokens"), chunks, dtype=np.int32) | cells(trace)
     sections |= _residencies(trace, number) | _loads(trace, number) | _decisions(trace, number)
     blob, places = _joined(sections)
     facts: dict[str, Any] = {
@@ -124,7 +124,7 @@ def _residencies(trace: TraceContents, number: Mapping[str, int]) -> dict[str, n
         for occupancy in sorted(trace.occupancies, key=lambda occupancy: (occupancy.slot, occupancy.start))
     ]
     names = ("Slot", "Gen", "Request", "Start", "End", "Returned", "Exit", "Tokens", "Computed")
-    return _named("residency", names, rows, np.int32)
+    return _named("residency", names, rows, dtype=np.int32)
 
 
 def _loads(trace: TraceContents, number: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:
@@ -141,7 +141,7 @@ def _loads(trace: TraceContents, number: Mapping[str, int]) -> dict[str, npt.NDA
     ]
     times = [((offset + load.began) / 1000, (offset + load.ended) / 1000) for _, offset, load in loads]
     names = ("Step", "Slot", "Request", "Blocks", "Loaded", "FromHost")
-    return _named("load", names, rows, np.int32) | _named("load", ("Began", "Ended"), times, np.float64)
+    return _named("load", names, rows, dtype=np.int32) | _named("load", ("Began", "Ended"), times, dtype=np.float64)
 
 
 def _decisions(trace: TraceContents, number: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:

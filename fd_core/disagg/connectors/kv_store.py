@@ -48,11 +48,11 @@ class KVStoreConnector(contract.Connector):
 
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> contract.KVInbox:
         """Put a greeting into the store and return an inbox that takes values from it."""
-        return _KVStoreInbox(self, lease, pieces, window, value_bytes)
+        return _KVStoreInbox(self, lease, pieces, window=window, value_bytes=value_bytes)
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> contract.KVOutbox:
         """Check the inbox's greeting and return an outbox that writes to the store."""
-        return _KVStoreOutbox(self, lease, address, value_bytes)
+        return _KVStoreOutbox(self, lease, address, value_bytes=value_bytes)
 
     def close(self) -> None:
         """Close the store."""

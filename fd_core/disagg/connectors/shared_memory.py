@@ -207,7 +207,7 @@ def create(lease: str, size: int) -> Segment:
         raise contract.ConnectorError(
             f"cannot allocate {size:,} bytes of shared memory: {error.strerror or error}"
         ) from error
-    address = _SegmentAddress(host, processes, os.getpid(), descriptor, token)
+    address = _SegmentAddress(host, processes, os.getpid(), descriptor=descriptor, token=token)
     return Segment(descriptor, size, msgspec.msgpack.encode(address))
 
 

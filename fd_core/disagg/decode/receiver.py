@@ -253,7 +253,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         self._due = min(self._due, now)  # the connection may be idle from now on
         self._close_end(lease.inbox)
         seconds = max(0.0, lease.last_copy - lease.began)
-        self._complete(Fetched(lease.effect.operation, outcome, lease.machine.cached, seconds, reason))
+        self._complete(Fetched(lease.effect.operation, outcome, lease.machine.cached, seconds=seconds, reason=reason))
 
     def _tick(self, lease: _DecodeSide, now: float) -> None:
         self._act(lease, lease.machine.tick(now))

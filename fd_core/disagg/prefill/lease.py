@@ -80,7 +80,7 @@ class PrefillLease:
         self._putting.remove(index)
         self._sent[index] = digest
         self._progress = now
-        sending = self._send(messages.KVPiece(self._name, index, digest, reference), now)
+        sending = self._send(messages.KVPiece(self._name, index, digest, reference=reference), now)
         return [*sending, *self._commit(now)]
 
     def finished(self, tokens: int, cached: int, now: float) -> list[Action]:
@@ -143,7 +143,7 @@ class PrefillLease:
         if self._final is None or len(self._sent) < len(self._pieces):
             return []
         tokens, cached = self._final
-        return self._send(messages.Commit(self._name, tokens, commit_digest(self._sent), cached), now)
+        return self._send(messages.Commit(self._name, tokens, commit_digest(self._sent), cached=cached), now)
 
     def _send(self, message: messages.FromPrefill, now: float) -> list[Action]:
         self._clock.sent(now)

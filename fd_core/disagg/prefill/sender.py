@@ -176,10 +176,10 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         name = opening.job.lease
         sentence = difference(self._compatibility, opening.compatibility)
         if sentence is not None:
-            self._reject(route, name, "terms", sentence)
+            self._reject(route, name, "terms", reason=sentence)
             return
         if len(self._leases) >= self._max_leases:
-            self._reject(route, name, "busy", f"the prefill worker is at its limit of {self._max_leases} leases")
+            self._reject(route, name, "busy", reason=f"the prefill worker is at its limit of {self._max_leases} leases")
             return
         try:
             connector = self._connectors.get(opening.connector)
@@ -192,7 +192,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             self._failed("connector", "open_outbox", error)
             reason = f": {error}" if isinstance(error, FdError) else ""
             reason = f"the prefill worker cannot use the connector {opening.connector}{reason}"
-            self._reject(route, name, "connector", reason)
+            self._reject(route, name, "connector", reason=reason)
             return
         now = self._clock()
         machine = PrefillLease(opening, longest=self._longest, now=now)
@@ -205,7 +205,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
 
     def _reject_invalid(self, route: bytes, lease: str, reason: str) -> None:
         if lease not in self._leases:
-            self._reject(route, lease, "malformed", reason)
+            self._reject(route, lease, "malformed", reason=reason)
 
     def _reject(self, route: bytes, lease: str, kind: str, reason: str) -> None:
         self._stats.refused = one_more(self._stats.refused, kind)

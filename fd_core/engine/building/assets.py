@@ -52,7 +52,7 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
     if config.speculative is not None:
         check_drafter(known.load(plugins.DRAFTER, config.speculative.method), config.speculative)
     if config.backend != "auto" and not known.choose_backend(config.backend).cls.needs_checkpoint:
-        return Assets(config.model, None, byte_tokenizer(), config)
+        return Assets(config.model, None, byte_tokenizer(), config=config)
     found = resolve_model(config.model, revision=config.revision, progress=progress)
     if config.speculative is not None:
         config = msgspec.structs.replace(config, speculative=_with_draft_model(config.speculative, progress))
@@ -60,7 +60,7 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
     try:
         tokenizer = load_tokenizer(checkpoint)
         _report_missing_rows(tokenizer, checkpoint)
-        return Assets(found.name, found.path, tokenizer, config)
+        return Assets(found.name, found.path, tokenizer, config=config)
     finally:
         checkpoint.close()
 

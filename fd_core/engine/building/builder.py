@@ -63,7 +63,7 @@ def load_engine(
     progress on something not submitted; `admitted` is called with the ids of requests that enter a slot, before a step
     computes them. Raises `ConfigError`, `ModelError` or `PluginError`.
     """
-    builder = _EngineBuilder(config, path, epoch, progress)
+    builder = _EngineBuilder(config, path, epoch, progress=progress)
     try:
         return builder.build(wake, admitted)
     except BaseException:
@@ -133,14 +133,14 @@ class _EngineBuilder:
         transfer = open_kv_transfer(
             self._config, self._plugins, self._limits, cache, self._computing.ops.dtype, lambda: self._identity, queue
         )
-        offload = start_kv_offload(self._storage, self._config, cache, self._computing.ops.dtype, queue)
+        offload = start_kv_offload(self._storage, self._config, cache, dtype=self._computing.ops.dtype, queue=queue)
         grammars = None if compiler is None else GrammarPort(queue, compiler)
         return Engine(
             self._info(transfer.port if isinstance(transfer, Sender) else None),
             scheduler,
             make_device(runner, self._limits.pipeline_depth, self._config.output_transport),
-            JoinedEffectPort(queue, offload, transfer, grammars),
-            adapters,
+            outside=JoinedEffectPort(queue, offload, transfer, compiler=grammars),
+            adapters=adapters,
             watchdog_seconds=self._config.watchdog_seconds,
             prefill_token=prefill_token,
             admitted=admitted,

@@ -93,8 +93,8 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
         PrefixHasher(block_size=config.block_size, identity=identity(), secret=derive(secret, "block keys")),
         kept_kv(config, stored=True),
         SealedStore(store, Envelope(derive(secret, "envelope"), compression)),
-        summary,
-        reachable,
+        summary=summary,
+        reachable=reachable,
     )
 
 
@@ -204,9 +204,9 @@ def open_kv_transfer(
         cache,
         block,
         compatibility,
-        envelope,
-        lambda name: plugins.load(CONNECTOR, name)(settings),
-        queue,
+        envelope=envelope,
+        make_connector=lambda name: plugins.load(CONNECTOR, name)(settings),
+        queue=queue,
         host=config.transfer_host,
         port=config.transfer_port,
         max_leases=4 * limits.max_num_seqs,

@@ -33,7 +33,7 @@ async def open_client(
             )
         from fd_core.engine.clients.data_parallel import open_engines
 
-        return await open_engines(config, path, report, engines)
+        return await open_engines(config, path, report, count=engines)
     if where == "inproc":
         from fd_core.engine.clients.inproc import InprocClient
 

@@ -101,5 +101,5 @@ def _change_adapters(engine: Engine, asked: messages.ChangeAdapters) -> messages
         else:
             engine.load_adapter(asked.name, Path(asked.path))
     except FdError as error:
-        return messages.AdaptersChanged(asked.ticket, engine.info.adapters, str(error), error.field)
+        return messages.AdaptersChanged(asked.ticket, engine.info.adapters, str(error), field=error.field)
     return messages.AdaptersChanged(asked.ticket, engine.info.adapters)

@@ -52,7 +52,7 @@ def main() -> int:
         steps.send(msgspec.msgpack.encode(message))
 
     try:
-        runner = _load(start, group, steps, send, copies.report_progress)
+        runner = _load(start, group, steps, send=send, progress=copies.report_progress)
         copies.begin(runner.cache)
         # Loaded objects live as long as the process: the garbage collector need not scan them during a step.
         gc.collect()
@@ -93,7 +93,7 @@ def _load(
 ) -> Runner:
     """Load this rank's share of the model, and allocate memory within the limits of rank 0."""
     path = Path(start.path) if start.path is not None else None
-    computing = Computing(start.config, path, progress, group)
+    computing = Computing(start.config, path, progress, group=group)
     send(computing.loaded())
     limits = msgspec.msgpack.decode(steps.recv(), type=Limits)
     return computing.runner(

@@ -293,7 +293,7 @@ class RankProcesses:
         self._processes = launcher.start(specs)
         together = all(process.node == launcher.here for process in self._processes)
         transport = config.rank_transport if together else "gloo"
-        self.group, address = opened_group(size, config.rank_seconds, transport, host)
+        self.group, address = opened_group(size, config.rank_seconds, transport, host=host)
         """Rank 0's end of sums and gathers."""
         if isinstance(address, int):
             self._memory = address
@@ -302,7 +302,7 @@ class RankProcesses:
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"fdcore-rank-{rank}", daemon=True).start()
         for rank in self._ranks:
-            start = messages.RankStart(own, None if path is None else str(path), rank, shared)
+            start = messages.RankStart(own, None if path is None else str(path), rank, group_address=shared)
             silent = PolledTimeout(2 * self._seconds)
             while not self._ready_to(zmq.POLLOUT, rank):  # until it has connected
                 self._require_heartbeats(rank, silent)
@@ -405,8 +405,8 @@ class LeadingRunner(Runner):
         super().__init__(ops, model, *parts)
         self.ranks = ranks
         """The other ranks, for audits and benchmarks."""
-        self.cache = JoinedKVCache(self.cache, ranks, shares, axis)
-        self.adapters = JoinedAdapters(ops, model, self.cache, ranks)
+        self.cache = JoinedKVCache(self.cache, ranks, shares, axis=axis)
+        self.adapters = JoinedAdapters(ops, model, self.cache, ranks=ranks)
         self._leads = False
 
     def warm_up(self, progress: LoadProgress) -> float:

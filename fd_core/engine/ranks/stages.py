@@ -83,7 +83,7 @@ class EarlierStageRunner(Runner):
             case StagePlan(plan):
                 self._plans.append(plan)
             case StageOutcome(slots, gens, lengths, num_drafts, tokens):
-                self.batch.correct(slots, gens, lengths, num_drafts, tokens)
+                self.batch.correct(slots, gens, lengths, num_drafts=num_drafts, tokens=tokens)
                 self._known += 1
         while self._plans and (self._sampled[self._plans[0].slots] <= self._known).all():
             self._begin(self._plans.popleft())
@@ -92,7 +92,7 @@ class EarlierStageRunner(Runner):
         for admission in plan.admissions:
             self.batch.admit(admission)
         self.batch.grant(plan)
-        rows = resolve_rows(plan, self.batch, self.limits, self.ops.padded)
+        rows = resolve_rows(plan, self.batch, self.limits, padded=self.ops.padded)
         if len(rows.slots):
             size, spare = self.limits.block_size, self.cache.spare_block
             inputs = uploaded(gather_inputs(rows, self.batch.tokens, self.batch.tables, size, spare), self.ops)

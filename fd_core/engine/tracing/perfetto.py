@@ -107,7 +107,7 @@ def _steps(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
             "tokens delivered": line.delivered,
             "steps missing before": position.missing,
         }
-        yield _slice(_STEPS, 1, f"step {line.step}", "step", began, ended, figures)
+        yield _slice(_STEPS, 1, f"step {line.step}", cat="step", begin=began, end=ended, args=figures)
         owned, fenced, cached = line.kv
         for name, values in (
             ("tokens per step", tokens),
@@ -131,7 +131,7 @@ def _slots(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
             "ended by": occupancy.exit,
             "steps": last - first + 1,
         }
-        yield _slice(_SLOTS, track, occupancy.request_id, "residency", begin, end, about)
+        yield _slice(_SLOTS, track, occupancy.request_id, cat="residency", begin=begin, end=end, args=about)
         if occupancy.exit not in ("open", "unknown", "engine ended"):
             name = "preempted" if occupancy.exit == "preempted" else f"finished: {occupancy.exit}"
             args = {"request": occupancy.request_id}

@@ -67,11 +67,11 @@ class KVTrace:
                     self._now(),
                     decision.request_id,
                     decision.load,
-                    decision.host_blocks,
-                    decision.store_blocks,
-                    decision.num_tokens,
-                    _microseconds(decision.load_seconds),
-                    _microseconds(decision.recompute_seconds),
+                    host_blocks=decision.host_blocks,
+                    store_blocks=decision.store_blocks,
+                    tokens=decision.num_tokens,
+                    load_time=_microseconds(decision.load_seconds),
+                    compute_time=_microseconds(decision.recompute_seconds),
                 )
             )
         for effect in effects.operations:
@@ -98,7 +98,7 @@ class KVTrace:
                 done = blocks
         done = min(done, blocks)
         if isinstance(effect, Save):
-            self.entries.append(lines.SaveEntry(began, self._now(), blocks, done))
+            self.entries.append(lines.SaveEntry(began, self._now(), blocks, saved=done))
         else:
             self.entries.append(
                 lines.LoadEntry(began, self._now(), effect.slot, effect.request_id, blocks, done, from_host)
@@ -290,15 +290,15 @@ class TraceWriter:
                 self._clock(self._began),
                 self._clock(now),
                 plan,
-                output,
-                tuple(deltas),
-                held,
-                self._dropped,
-                tuple(self._occupants.values()) if self._dropped else (),
-                tuple(self.kv.loading.values()),
-                tuple(self.kv.entries),
-                tuple(self._arrived),
-                answered,
+                output=output,
+                deltas=tuple(deltas),
+                held=held,
+                dropped=self._dropped,
+                occupants=tuple(self._occupants.values()) if self._dropped else (),
+                loading=tuple(self.kv.loading.values()),
+                kv_entries=tuple(self.kv.entries),
+                arrived=tuple(self._arrived),
+                answered=answered,
             )
         )
         self.kv.entries.clear()

@@ -138,9 +138,9 @@ class KeyAccount:
         """Admit a request, which counts in `running`. Raises `LimitReached`; a rejected request uses nothing."""
         limits = self.limits
         if limits.parallel_requests is not None and self.running >= limits.parallel_requests:
-            raise LimitReached("parallel", limits.parallel_requests, self.running, 1, 1.0)
+            raise LimitReached("parallel", limits.parallel_requests, self.running, asked=1, wait=1.0)
         if limits.requests_per_minute is not None:
-            _require("requests", self.requests, limits.requests_per_minute, now, 1)
+            _require("requests", self.requests, limits.requests_per_minute, now=now, asked=1)
             self.requests.add(now, 1)
         self.running += 1
 
@@ -149,7 +149,7 @@ class KeyAccount:
         limit = self.limits.tokens_per_minute
         if limit is None:
             return Reservation(self, None, tokens)
-        _require("tokens", self.tokens, limit, now, tokens)
+        _require("tokens", self.tokens, limit, now=now, asked=tokens)
         return Reservation(self, self.tokens.add(now, tokens), tokens)
 
 
@@ -303,7 +303,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     entries = table.get("keys") if isinstance(table, dict) else None
     if not isinstance(entries, list) or not entries or len(table) > 1:
         raise _error(f"{path} must hold a list `keys` with at least one key, and nothing else")
-    return _unique(path, entries, _entry, partial(_place_of, data, kind == ".json"))
+    return _unique(path, entries, _entry, place_of=partial(_place_of, data, kind == ".json"))
 
 
 def warn_if_others_read(path: Path) -> None:
@@ -328,7 +328,7 @@ def _checked_lines(path: Path, data: bytes) -> tuple[ApiKey, ...]:
         path,
         [line for _, line in numbered],
         lambda line: ApiKey.of(_key_text(line)),
-        lambda n, _: f"line {numbered[n][0]}",
+        place_of=lambda n, _: f"line {numbered[n][0]}",
     )
 
 

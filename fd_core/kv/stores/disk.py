@@ -193,7 +193,7 @@ def found_values(root: int, deadline: Deadline) -> Iterator[FoundFile]:
         shards = [entry.name for entry in listing if _SHARD.fullmatch(entry.name)]
     block = free_space_of(root).block
     for shard in shards:
-        yield from _listed(root, shard, _VALUE, block)
+        yield from _listed(root, shard, _VALUE, block=block)
         deadline.check()
 
 
@@ -208,7 +208,7 @@ def _listed(root: int, folder: str, names: re.Pattern[str], block: int) -> Itera
                 except FileNotFoundError:
                     continue  # another engine deleted it
                 if stat.S_ISREG(found.st_mode):
-                    yield FoundFile(found.st_mtime_ns, _space(found, block), folder, entry.name)
+                    yield FoundFile(found.st_mtime_ns, _space(found, block), folder, name=entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return
 
@@ -240,7 +240,7 @@ class DiskReservations:
             # Writing takes blocks for folders as well.
             short = room.free < space + _SPARE_BLOCKS * room.block or room.full_of_files
             if used is None or not self.store.counted or used + space > limit or short:
-                used = _evict(self, space, limit, room)
+                used = _evict(self, space, limit, room=room)
                 self.store.counted = True
             if used + space > limit:
                 raise StoreError(
@@ -298,7 +298,7 @@ def _evict(reservations: DiskReservations, space: int, limit: int, room: FreeSpa
     root, deadline = reservations.root, reservations.deadline
     # Reservations first: a value that is finished meanwhile is counted twice rather than not at all.
     writing = 0
-    for found in _listed(root, PARTIAL, _PARTIAL_NAME, 1):
+    for found in _listed(root, PARTIAL, _PARTIAL_NAME, block=1):
         if time.time() - found.used_ns / 1e9 < _STALE_SECONDS:
             writing += int(found.name.partition("-")[0])  # the space that was reserved for it
         else:
@@ -444,7 +444,7 @@ class DiskStore(KVStore):
             usage = os.open(_USAGE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=root)
             stack.callback(os.close, usage)
             partial = stack.enter_context(inside(root, PARTIAL, create=True))
-            yield DiskReservations(self, root, partial, usage, deadline)
+            yield DiskReservations(self, root, partial, usage=usage, deadline=deadline)
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:

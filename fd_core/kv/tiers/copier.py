@@ -117,7 +117,7 @@ class Copier:
         if load.operation not in self._pending:
             return
         arrays = [self._host.get(key) for key in keys]
-        job = LoadJob(load, began, arrays, len(keys), Loaded(load.operation, 0))
+        job = LoadJob(load, began, arrays, end=len(keys), answer=Loaded(load.operation, 0))
         missing = [index for index, array in enumerate(arrays) if array is None]
         self._host.touch(keys)
         if missing and self._reader.store.ready():

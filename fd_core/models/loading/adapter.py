@@ -62,15 +62,15 @@ def read_adapter(folder: Path, linears: Mapping[str, tuple[int, int]], max_rank:
     scale = alpha / (math.sqrt(rank) if config.flag("use_rslora") else rank)
     stored = read_safetensors(path)
     found = _by_linear(path, stored, linears)
-    _check_targets(config, path, found, linears)
+    _check_targets(config, path, found, linears=linears)
     digest = hashlib.sha256(f"fd_core adapter 1 {scale!r}\n".encode())
     deltas = {}
     for name in sorted(found):
         if lack := {"A", "B"} - found[name].keys():
             raise _wrong(f"{path}: {name} has no lora_{lack.pop()}")
         out, ins = linears[name]
-        down = _read(path, found[name]["A"], (rank, ins), digest)
-        deltas[name] = LowRank(down, _read(path, found[name]["B"], (out, rank), digest, scale))
+        down = _read(path, found[name]["A"], (rank, ins), digest=digest)
+        deltas[name] = LowRank(down, _read(path, found[name]["B"], (out, rank), digest=digest, scale=scale))
     return Adapter(digest.hexdigest(), rank, deltas)
 
 

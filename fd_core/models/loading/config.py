@@ -35,11 +35,11 @@ class ModelConfig:
 
     def count(self, field: str, default: int | None = None) -> int:
         """Return a positive integer."""
-        return self._integer(field, default, 1, "a positive integer")
+        return self._integer(field, default, 1, expected="a positive integer")
 
     def index(self, field: str, default: int) -> int:
         """Return an integer that is not negative."""
-        return self._integer(field, default, 0, "an integer that is not negative")
+        return self._integer(field, default, 0, expected="an integer that is not negative")
 
     def optional_count(self, field: str) -> int | None:
         """Return a positive integer, or None if it is absent."""

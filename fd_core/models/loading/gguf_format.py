@@ -87,7 +87,7 @@ def _place(file: MappedFile, infos: Iterable[_TensorInfo], start: int) -> dict[s
             raise _bad(file.path, f"{what}: rows of {dims[0]} are not whole {kind.name} blocks of {block}")
         nbytes = math.prod(dims) // block * block_bytes
         file.check(start + distance, nbytes, what)
-        tensors[name] = StoredTensor(file, name, kind.name, dims[::-1], start + distance, nbytes)
+        tensors[name] = StoredTensor(file, name, kind.name, shape=dims[::-1], offset=start + distance, nbytes=nbytes)
     end, before = start, "the header"
     for tensor in sorted(tensors.values(), key=lambda each: each.offset):
         if tensor.offset < end:
@@ -199,7 +199,7 @@ def unpack_blocks(kind: str, packed: _Bytes) -> PackedTensor:
     if offset:
         signed -= np.int8(offset)
     flat = None if minima is None else minima.reshape(out, -1)
-    return PackedTensor(kind, bits, signed, scales.reshape(out, -1), flat)
+    return PackedTensor(kind, bits, signed, scales=scales.reshape(out, -1), minima=flat)
 
 
 def _nibbles(packed: _Bytes, run: int) -> _Bytes:

@@ -212,7 +212,7 @@ def _gptq(own: _Pieces) -> TensorView:
 
     def read() -> Weight:
         found = (_unpacked(_array(zeros), bits)[:, :out] + np.uint8(less)) & np.uint8((1 << bits) - 1)
-        return _packed("gptq", bits, _unpacked(_array(words).T, bits), _scales(scales).T, found.T)
+        return _packed("gptq", bits, _unpacked(_array(words).T, bits), scales=_scales(scales).T, zeros=found.T)
 
     return TensorView((out, width), words, stored_format="gptq", joined=read)
 
@@ -273,7 +273,7 @@ def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
         found = np.repeat(found.reshape(-1, found.shape[-1] if block else 1), rows, axis=0)[:out]
         found = np.repeat(found, columns // group, axis=1)[:, : width // group]
         whole = np.ascontiguousarray(np.broadcast_to(found, (out, width // group)))
-        return PackedTensor(FP8, 8, values.view(np.int8), whole)
+        return PackedTensor(FP8, 8, values.view(np.int8), scales=whole)
 
     return TensorView((out, width), weight, stored_format=FP8, joined=read)
 
@@ -316,7 +316,7 @@ def _packed_words(own: _Pieces, schemes: list[ModelConfig]) -> TensorView:
 
     def read() -> Weight:
         values = _unpacked(_array(words), bits)[:, :width]
-        return _packed(f"int{bits}", bits, values, scales(), zeros and zeros(bits))
+        return _packed(f"int{bits}", bits, values, scales=scales(), zeros=zeros and zeros(bits))
 
     return TensorView((out, width), words, stored_format=f"int{bits}", joined=read)
 

@@ -56,7 +56,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         raise _bad(path, f"its header is not a JSON object: {error}") from error
     entries.pop("__metadata__", None)
     start = 8 + length
-    tensors = {name: _placed(file, name, entry, start) for name, entry in entries.items()}
+    tensors = {name: _placed(file, name, entry, start=start) for name, entry in entries.items()}
     end = start
     for tensor in sorted(tensors.values(), key=lambda each: (each.offset, each.nbytes)):
         what = f"tensor {tensor.name!r}"
@@ -87,7 +87,7 @@ def _placed(file: MappedFile, name: str, raw: msgspec.Raw, start: int) -> Stored
     expected = math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
     if end - begin != expected:
         raise _bad(path, f"{what} of shape {entry.shape} in {entry.dtype} needs {expected} bytes, got {end - begin}")
-    return StoredTensor(file, name, entry.dtype, tuple(entry.shape), start + begin, expected)
+    return StoredTensor(file, name, entry.dtype, shape=tuple(entry.shape), offset=start + begin, nbytes=expected)
 
 
 def _bad(path: Path, what: str) -> ModelError:

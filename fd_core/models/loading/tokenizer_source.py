@@ -190,7 +190,7 @@ def read_tokenizer_folder(folder: Path) -> JsonTokenizerSource:
     if "added_tokens_decoder" not in settings:
         settings |= _older_settings(folder, settings)
     default = templates.pop(DEFAULT_TEMPLATE, None)
-    return JsonTokenizerSource(path, read_limited(path), settings, default, templates)
+    return JsonTokenizerSource(path, read_limited(path), settings, chat_template=default, named_templates=templates)
 
 
 def named_templates(given: Any, origin: object) -> dict[str, str]:

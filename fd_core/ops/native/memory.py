@@ -78,10 +78,10 @@ def pack_lora(
                 whole[end - len(of_part) : end, start : start + rank] = of_part
         ups, places, outs = [whole], [0], [sum(outs)]
     down, up = (
-        pack(runtime, arena, [RawTensor("F32", each) for each in weights], None, gated=of_gate)
+        pack(runtime, arena, [RawTensor("F32", each) for each in weights], biases=None, gated=of_gate)
         for weights, of_gate in ((downs, False), (ups, gated))
     )
-    return NativeLora(down, up, tuple(places), tuple(outs))
+    return NativeLora(down, up, tuple(places), outs=tuple(outs))
 
 
 def _filled(values: npt.NDArray[np.float32], rows: int, columns: int) -> npt.NDArray[np.float32]:
@@ -120,7 +120,7 @@ def pack(
             bias = np.ascontiguousarray(biases[i].data)
             library.fd_linear_bias(handle, *place, bias.ctypes.data, _TYPE_CODES[biases[i].dtype], bias.size)
         column += part.shape[0]
-    return NativeLinear(handle, width, inputs, arena)
+    return NativeLinear(handle, width, inputs, arena=arena)
 
 
 def _form_of(parts: Sequence[Weight]) -> PackedForm | None:

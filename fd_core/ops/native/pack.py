@@ -126,7 +126,7 @@ class NativeOps(TorchOps):
         Packed parts stay in 4 or 8 bits, in a common format that holds all of them exactly: 8 bits if they differ, and
         the finest group. They are dequantized if one is not packed, or a group is not 16, a multiple of 32 or a row.
         """
-        return pack(self.runtime, self._arena, parts, biases, gated=gated)
+        return pack(self.runtime, self._arena, parts, biases=biases, gated=gated)
 
     @contextmanager
     def replaceable_weights(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class NativeOps(TorchOps):
 
     def prepare_lora(self, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool = False) -> NativeLora:
         """Pack without blocks of zeros."""
-        return pack_lora(self.runtime, self._arena, parts, outs, gated=gated)
+        return pack_lora(self.runtime, self._arena, parts, outs=outs, gated=gated)
 
     def tied_head(self, embedding: Array, weight: Weight) -> NativeLinear:
         """Pack the table a second time: lookups read it by row, products by column."""
@@ -185,7 +185,7 @@ class NativeOps(TorchOps):
 
     def gated_linear(self, x: Array, weight: NativeLinear, activation: Activation) -> Array:
         """Multiply by interleaved gate and up, and combine them."""
-        return self._gated(x, None, weight, activation)
+        return self._gated(x, None, weight, activation=activation)
 
     def lora(self, y: Array, x: Array, lora: Lora) -> Array:
         """Add part by part; the fusions that models call do it in their kernels."""
@@ -209,7 +209,7 @@ class NativeOps(TorchOps):
         keys, values = k.float().contiguous(), v.float().contiguous()
         slots, shape = kv_slots.int().contiguous(), layer.cache.shape
         count = len(slots) * shape.num_kv_heads * shape.head_dim
-        where = (address("k", keys, count, torch.float32), address("v", values, count, torch.float32))
+        where = (address("k", keys, count, dtype=torch.float32), address("v", values, count, dtype=torch.float32))
         target = (layer.cache.handle, layer.index)
         invoke(self.runtime.library, "fd_kv_write", *target, *where, slots.data_ptr(), len(slots), what="write_kv")
 
@@ -243,10 +243,10 @@ class NativeOps(TorchOps):
             vocabulary,
             logits.data_ptr(),
             logits.stride(0),
-            address("temperature", rows.temperature, count, torch.float32),
+            address("temperature", rows.temperature, count, dtype=torch.float32),
             address("top_k", rows.top_k, count),
-            address("top_p", rows.top_p, count, torch.float32),
-            address("min_p", rows.min_p, count, torch.float32),
+            address("top_p", rows.top_p, count, dtype=torch.float32),
+            address("min_p", rows.min_p, count, dtype=torch.float32),
             None if numbers is None else numbers.ctypes.data,
             tokens.data_ptr(),
             peaks.data_ptr(),
@@ -271,9 +271,9 @@ class NativeOps(TorchOps):
             address("counts_rows", penalties.counts_rows, count),
             address("draft_rows", penalties.draft_rows, drafts),
             address("draft_ids", penalties.draft_ids, drafts),
-            address("repetition", penalties.repetition, count, torch.float32),
-            address("presence", penalties.presence, count, torch.float32),
-            address("frequency", penalties.frequency, count, torch.float32),
+            address("repetition", penalties.repetition, count, dtype=torch.float32),
+            address("presence", penalties.presence, count, dtype=torch.float32),
+            address("frequency", penalties.frequency, count, dtype=torch.float32),
         )
         self._choose("penalize", parameters)
         return logits
@@ -338,10 +338,10 @@ class NativeOps(TorchOps):
     def mlp_inputs(
         self, x: Array, norm: Norm, gate_up: NativeLinear, activation: Activation, lora: Lora | None = None
     ) -> Array:
-        return self._gated(x, norm, gate_up, activation, lora)
+        return self._gated(x, norm, gate_up, activation=activation, lora=lora)
 
     def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
-        return self._moe(x, norm, experts, activation, x, ranked=True)
+        return self._moe(x, norm, experts, kind=activation, residual=x, ranked=True)
 
     def logits(
         self, x: Array, norm: Norm, head: Array, rows: Array, softcap: float | None = None, *, split: bool = False
@@ -353,7 +353,7 @@ class NativeOps(TorchOps):
         source = recorder.input(x, head.inputs, True)
         # Over shared memory, ranks write their parts into each other's logits; else the caller concatenates them.
         inside = split and self._group is not None and self._group.shares_memory
-        buffer, y = recorder.output(x, head.width * (self.parallel.size if inside else 1), True, "logits")
+        buffer, y = recorder.output(x, head.width * (self.parallel.size if inside else 1), True, rows_of="logits")
         group = self.runtime.group_handle if inside else None
         recorder.add("logits", source, *_norm(recorder, norm), head.handle, softcap or 0.0, group, buffer)
         recorder.yields_logits = True

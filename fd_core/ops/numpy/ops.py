@@ -145,7 +145,7 @@ class NumpyOps(NumpySampling, Ops):
             blocks = step.block_tables[row, : -(-context // block_size)]
             held = layer[:, blocks].reshape(2, -1, heads.num_kv_heads, layer.shape[-1])[:, :context]
             k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
-            output[tokens] = _attend(q[tokens], k, v, heads)
+            output[tokens] = _attend(q[tokens], k, v, heads=heads)
         return output
 
     def moe(self, x: Floats, experts: Experts, activation: Activation) -> Floats:

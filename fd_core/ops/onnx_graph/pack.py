@@ -174,20 +174,20 @@ class OnnxOps(NumpyOps):
         if isinstance(layer, TracedLayer):
             attention.write(layer, k, v, kv_slots)
         else:
-            self._on_layer(layer, {"k": k, "v": v, "slots": kv_slots}, {}, attention.write)
+            self._on_layer(layer, {"k": k, "v": v, "slots": kv_slots}, {}, emit=attention.write)
 
     def paged_attention(self, q: Array, layer: Array | TracedLayer, heads: Heads, step: StepInput) -> Array:
         if isinstance(layer, TracedLayer):
             return attention.attend(q, layer, heads)
         plan = attention.plan(step, layer.shape[2])
-        return self._on_layer(layer, {"q": q}, plan, lambda layer, q: attention.attend(q, layer, heads))
+        return self._on_layer(layer, {"q": q}, plan, emit=lambda layer, q: attention.attend(q, layer, heads))
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
             def compute(x: GraphSymbol, gate_up: NumpyLinear, down: NumpyLinear) -> GraphSymbol:
                 return _linear(graph, _gate(graph, _linear(graph, x, gate_up), activation), down)
 
-            y = routed_experts(graph, x, experts, compute)
+            y = routed_experts(graph, x, experts, compute=compute)
             if experts.shared_gate_up is None or experts.shared_down is None:
                 return y
             return graph.op("Add", y, compute(x, experts.shared_gate_up, experts.shared_down))
@@ -245,7 +245,7 @@ class OnnxOps(NumpyOps):
     ) -> Any:
         graph = Graph()
         _, _, block_size, num_kv_heads, head_dim = layer.shape
-        cache = TracedCache(graph, KVShape(1, num_kv_heads, head_dim, block_size))
+        cache = TracedCache(graph, KVShape(1, num_kv_heads, head_dim, block_size=block_size))
         attention.declare_inputs(graph)
         symbols = [graph.input(name, array.dtype, array.shape) for name, array in arrays.items()]
         result = emit(cache.layer(0), *symbols)

@@ -78,7 +78,7 @@ class PaddleKVCache(KVCache):
             needed = shape.bytes_per_block(self._host_dtype.itemsize) * num_blocks
             raise MemoryError(f"not enough memory for a KV cache of {num_blocks} blocks ({needed} bytes)") from error
         self._layers = [
-            PaddleLayer(keys, values, shape.block_size, words_of(keys), words_of(values))
+            PaddleLayer(keys, values, shape.block_size, key_words=words_of(keys), value_words=words_of(values))
             for keys, values in zip(flat[::2], flat[1::2], strict=True)
         ]
         # Keys, values, keys, ...: the same memory, by block.
@@ -144,7 +144,7 @@ class PaddleAttentionPlan:
             by_count[count].append(row)
         by_count.pop(0, None)
         self._groups = [
-            _PaddleGroup(metadata, np.array(rows, np.int32), count, block_size, place)
+            _PaddleGroup(metadata, np.array(rows, np.int32), count, size=block_size, place=place)
             for count, rows in by_count.items()
         ]
         self._tokens: list[Array] = []
@@ -158,9 +158,9 @@ class PaddleAttentionPlan:
     def attend(self, q: Array, layer: PaddleLayer, heads: Heads) -> Array:
         """Return the attention of q [T, nh, d] as [T, nh * d]."""
         if not self._tokens:
-            return _attend(q, layer, heads, self._groups[0])
+            return _attend(q, layer, heads, group=self._groups[0])
         outputs = [
-            _attend(paddle.index_select(q, tokens), layer, heads, group)
+            _attend(paddle.index_select(q, tokens), layer, heads, group=group)
             for tokens, group in zip(self._tokens, self._groups, strict=True)
         ]
         return paddle.index_select(paddle.concat(outputs), self._back)
@@ -346,7 +346,7 @@ class PaddleOps(Ops):
         return tensors[0] if len(tensors) == 1 else paddle.concat(tensors)
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
-        return PaddleKVCache(shape, num_blocks, self.paddle_dtype, self.place)
+        return PaddleKVCache(shape, num_blocks, self.paddle_dtype, place=self.place)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows. Rounds the scale to the pack's dtype, as the reference models do."""

@@ -147,10 +147,10 @@ class TorchAttentionPlan:
     def attend(self, q: Array, layer: TorchLayer, heads: Heads) -> Array:
         """Return the attention of q [T, nh, d] as [T, nh * d]."""
         if len(self._groups) == 1 and self._groups[0].tokens is None:
-            return self._attend(q, layer, heads, self._groups[0])
+            return self._attend(q, layer, heads, group=self._groups[0])
         output = torch.empty_like(q).flatten(1)
         for group in self._groups:
-            output[group.tokens] = self._attend(q[group.tokens], layer, heads, group)
+            output[group.tokens] = self._attend(q[group.tokens], layer, heads, group=group)
         return output
 
     def _attend(self, q: Array, layer: TorchLayer, heads: Heads, group: _TorchGroup) -> Array:

@@ -116,7 +116,7 @@ class TorchGroup(RankGroup):
         # The local address of this machine's connection to the rendezvous.
         with socket.create_connection((self.rendezvous.host, self.rendezvous.port)) as connection:
             address = str(connection.getsockname()[0])
-        self._gloo = gloo_group(store, self.parallel, address, self.timeout)
+        self._gloo = gloo_group(store, self.parallel, address, seconds=self.timeout)
         return True
 
     def _has_joined(self, rank: int) -> bool:

@@ -125,7 +125,7 @@ class TorchOps(TorchSampling, Ops):
         return stacked
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
-        return TorchKVCache(shape, num_blocks, self.torch_dtype, self.device)
+        return TorchKVCache(shape, num_blocks, self.torch_dtype, device=self.device)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows. Rounds the scale to the pack's dtype, as the reference models do."""

@@ -105,7 +105,7 @@ class RouterGate:
         record.key = self._access.identify(request.method, path, *sent)
         CLIENT.set(record.owner or source_of(request.remote or "-"))
         template = self._access.authorize(record, request.method, path)
-        self._access.enter(record, request.method, path, time.monotonic())
+        self._access.enter(record, request.method, path, now=time.monotonic())
         shown = PAGES.get(template)
         if shown is not None:
             return await shown(self._state)
@@ -118,7 +118,7 @@ class RouterGate:
         if template == ABORT_PATH or template in _ADAPTERS:
             with self._share(request) as share:
                 body = await read_body(request, share)
-            headers = to_worker(self._state, request.headers, record, "POST", path)
+            headers = to_worker(self._state, request.headers, record, method="POST", path=path)
             act = abort if template == ABORT_PATH else change_adapters
             return await act(self._state, path, body, headers, record)
         if not ROUTES[template].forwarded:
@@ -128,7 +128,7 @@ class RouterGate:
         self._state.drain.running += 1
         try:
             with self._share(request) as share:
-                return await self._forward(request, record, added, share)
+                return await self._forward(request, record, added, share=share)
         finally:
             self._state.drain.running -= 1
 
@@ -141,19 +141,19 @@ class RouterGate:
         arrived = time.monotonic()
         body = await read_body(request, share)
         session = request.headers.get("X-Session-Id", "")[:256] or None
-        headers, meter = to_worker(self._state, request.headers, record, request.method, request.path), None
+        headers, meter = to_worker(self._state, request.headers, record, method=request.method, path=request.path), None
         if request.path in _COMPUTES_NOTHING or request.method != "POST":
             asked = RouteRequest(np.zeros(1, np.int32), session, model=await self._state.reader.model(body))
         else:
             cost = None
             if record.tokens_per_minute is not None:
                 kind, limit = request.headers.get("Content-Type", ""), record.tokens_per_minute
-                cost = await self._state.costs.cost(request.path, kind, body, limit)
+                cost = await self._state.costs.cost(request.path, kind, body, limit=limit)
                 self._access.reserve(record, cost.most)
             asked = await self._state.reader.read(body, session)
             length = asked.length if cost is None else cost.prompt
             asked = replace(asked, salt=self._access.salt(record.owner, asked.salt), prefill_tokens=length)
-        home = await keeper(self._state, request, body, record)
+        home = await keeper(self._state, request, body, record=record)
         if home is not None:
             asked = replace(asked, home=home)
         if record.reservation is not None or self._state.config.access_log:

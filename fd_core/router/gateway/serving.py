@@ -85,11 +85,11 @@ async def serve_gateway(
             config,
             router,
             session,
-            RouteRequestReader(text),
-            ticket_key,
-            GatewayMetrics(router, refusals=access.refusals, stats=stats),
-            bodies,
-            access,
+            reader=RouteRequestReader(text),
+            ticket_key=ticket_key,
+            metrics=GatewayMetrics(router, refusals=access.refusals, stats=stats),
+            bodies=bodies,
+            access=access,
             costs=CostReader(text),
             supervisor=supervisor,
             spans=spans,
@@ -101,10 +101,10 @@ async def serve_gateway(
         if admin_sock is not None:
             few = Connections(config, _ADMIN_CONNECTIONS)
             with listening.port_errors(config.admin_host, admin_sock, "--admin-port"):
-                admin = GatewayHttp(Admin(state, checks.wake), admin_sock, config, few, tls)
+                admin = GatewayHttp(Admin(state, checks.wake), admin_sock, config, connections=few, tls=tls)
             stack.push_async_callback(admin.close, _CLOSE_SECONDS)
         with listening.port_errors(config.host, sock):
-            gateway = GatewayHttp(RouterGate(state), sock, config, connections, tls)
+            gateway = GatewayHttp(RouterGate(state), sock, config, connections=connections, tls=tls)
         stack.push_async_callback(gateway.close, _CLOSE_SECONDS)
         state.supervisor.start("health_checks", checks.run)
         if learns and text is None:

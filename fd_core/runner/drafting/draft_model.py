@@ -135,7 +135,7 @@ class DraftModelDrafter(Drafter):
         if len(ready):
             rows, slots, wanted = rows[ready], slots[ready], wanted[ready]
             counts[rows] = wanted
-            tokens[rows] = self._draft(slots, wanted, logits, limit)
+            tokens[rows] = self._draft(slots, wanted, logits, limit=limit)
         return tokens, counts
 
     def _choose(self, slots: IntArray, wanted: IntArray) -> tuple[npt.NDArray[np.intp], IntArray]:
@@ -163,7 +163,7 @@ class DraftModelDrafter(Drafter):
         starts = self._blocks.computed[slots]
         ready = np.flatnonzero(starts + chunks == self._length[slots])
         last = (np.cumsum(chunks)[ready] - 1).astype(np.int32)
-        inputs = build_inputs(Spans(slots, starts, chunks, last), *self._known, self._ops)
+        inputs = build_inputs(Spans(slots, starts, chunks, logits_rows=last), *self._known, self._ops)
         logits = self._forward(inputs, self._cache)
         self._blocks.computed[slots] = starts + chunks
         return ready, logits
@@ -182,7 +182,7 @@ class DraftModelDrafter(Drafter):
             if len(left) < len(live):
                 live, chosen = live[left], ops.gather_rows(chosen, ops.from_host(left.astype(np.int32)))
             one = np.ones(len(live), np.int32)
-            spans = Spans(slots[live], length[live] + (step - 1), one, np.arange(len(live), dtype=np.int32))
+            spans = Spans(slots[live], length[live] + (step - 1), one, logits_rows=np.arange(len(live), dtype=np.int32))
             inputs = dataclasses.replace(build_inputs(spans, *self._known, ops), token_ids=chosen)
             chosen, _ = ops.sample(self._forward(inputs, self._cache), _greedy(ops, len(live)))
             parts.append((live, chosen))

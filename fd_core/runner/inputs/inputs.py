@@ -194,7 +194,7 @@ def resolve_rows(
 
 def build_inputs(spans: Spans, tokens: IntArray, tables: IntArray, size: int, ops: Ops) -> StepInput:
     """Build and upload the input of a forward pass outside the steps; see `gather_inputs`."""
-    return uploaded(gather_inputs(spans, tokens, tables, size), ops)
+    return uploaded(gather_inputs(spans, tokens, tables, size=size), ops)
 
 
 def gather_inputs(

@@ -17,7 +17,7 @@ class TorchPostprocess(Postprocess):
     serves: ClassVar[tuple[str, ...]] = ("torch",)
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array) -> Array:
-        return write_token_matrix(sampled, accepted, slots, revoked, self.limits.max_num_seqs)
+        return write_token_matrix(sampled, accepted, slots, revoked=revoked, num_slots=self.limits.max_num_seqs)
 
 
 def write_token_matrix(sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:

@@ -84,7 +84,7 @@ class SlotGrammars:
                 raise GrammarError("structured output is disabled")
             grammar = self._compiler.compiled(params.grammar)
         ends = params.stop_token_ids if params.ignore_eos else (*admission.eos_token_ids, *params.stop_token_ids)
-        matcher = TokenMatcher(grammar, ends, self._vocab_size, params.reasoning)
+        matcher = TokenMatcher(grammar, ends, self._vocab_size, reasoning=params.reasoning)
         matcher.consume(admission.token_ids[admission.prompt_len :].tolist())
         self.matchers[slot] = matcher
 

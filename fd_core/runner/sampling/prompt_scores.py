@@ -33,7 +33,7 @@ class PromptScores:
         """Return the rows, given `arrays` from the device."""
         chosen, top = (np.concatenate(arrays[kind::4]).astype(np.float32) for kind in (0, 2))
         top_ids, ranks = (np.concatenate(arrays[kind::4]).astype(np.int32) for kind in (1, 3))
-        return PromptLogprobRows(self.slots, self.positions, chosen, top_ids, top, ranks)
+        return PromptLogprobRows(self.slots, self.positions, chosen, top_ids=top_ids, top=top, ranks=ranks)
 
 
 class PromptScorer:
@@ -117,7 +117,7 @@ class PooledParts:
                 values.append((value if part.pooling.kind == "tokens" else value.sum(axis=0)).astype(np.float32))
         columns = zip(*((part.slot, part.start, len(part.places)) for part in self.parts), strict=True)
         slots, starts, counts = (np.array(column, np.int32) for column in columns)
-        return PooledRows(slots, starts, counts, tuple(values))
+        return PooledRows(slots, starts, counts, values=tuple(values))
 
 
 class Pooler:
@@ -147,7 +147,7 @@ class Pooler:
             first = 0 if pooling.kind == "mean" else last
             places = np.arange(max(first, 0), min(last + 1, count), dtype=np.int32)
             if len(places):
-                found.append(PooledPart(slot, start, begin + places, pooling))
+                found.append(PooledPart(slot, start, begin + places, pooling=pooling))
         states, scores = _grouped(found)
         return (*states, *scores)
 

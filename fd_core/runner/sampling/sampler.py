@@ -287,7 +287,7 @@ class Sampler:
         drafted = bool(columns.any())
         penalties = counting = None
         if self.penalties.num_rows:
-            penalties = self.penalties.gather(slots, positions, columns, tokens)
+            penalties = self.penalties.gather(slots, positions, columns, tokens=tokens)
             counting = None if drafted else self.penalties.counting(slots)
         wanted = self._logprobs[slots]
         scored = (wanted >= 0).nonzero()[0]
@@ -337,7 +337,7 @@ class Sampler:
         if raw is None:
             return Sampled(chosen, peaks, work.scored_rows)
         return Sampled(
-            chosen, peaks, work.scored_rows, ops.logprobs(raw, ops.gather_rows(chosen, work.scored), work.top_n)
+            chosen, peaks, work.scored_rows, scores=ops.logprobs(raw, ops.gather_rows(chosen, work.scored), work.top_n)
         )
 
     def _added(

@@ -57,7 +57,7 @@ class LoadOrRecompute:
     def load_measured(self, pace: effects.LoadPaceMeasured) -> None:
         """Update the cost of loading."""
         latency = pace.store_latency or 0.0
-        self.pace = Pace(self.pace.prefill_token, pace.host_block, pace.store_block, latency)
+        self.pace = Pace(self.pace.prefill_token, pace.host_block, pace.store_block, store_latency=latency)
 
     def decide(self, request_id: str, host_blocks: int, store_blocks: int, block_size: int) -> effects.LoadDecision:
         """Compare loading `host_blocks` and `store_blocks` with recomputing their tokens."""
@@ -193,7 +193,7 @@ class KVOffloading:
 
     def load(self, request: Request, slot: int, keys: Sequence[bytes], blocks: IntArray) -> None:
         """Load `keys` of the request's chain into `blocks`, which `slot` owns."""
-        load = effects.Load(self.operations.next, tuple(keys), blocks, slot, request.spec.request_id)
+        load = effects.Load(self.operations.next, tuple(keys), blocks, slot=slot, request_id=request.spec.request_id)
         request.load = self.operations.begin(load, request, blocks)
         self.counters.loads += 1
 
@@ -223,7 +223,7 @@ class KVOffloading:
             self._stored_keys.update(dict.fromkeys(named))
             while len(self._stored_keys) > _MAX_STORED_KEYS:
                 del self._stored_keys[next(iter(self._stored_keys))]
-        save = effects.Save(self.operations.next, named, copied, self.keep.persist)
+        save = effects.Save(self.operations.next, named, copied, persist=self.keep.persist)
         number = self.operations.begin(save, request, copied)
         if len(named) < len(keys):
             self._partial_saves.add(number)

@@ -69,7 +69,7 @@ class KVTransferring:
         job = PrefillJob(
             tokens, first, spec.cache_salt, spec.priority, spec.tenant, spec.traceparent, adapter=spec.adapter
         )
-        fetch = Fetch(self.operations.next, spec.prefill_at, job, blocks, slot, spec.request_id)
+        fetch = Fetch(self.operations.next, spec.prefill_at, job, blocks=blocks, slot=slot, request_id=spec.request_id)
         request.fetch = self.operations.begin(fetch, request, blocks)
 
     def cancel(self, request: Request) -> None:

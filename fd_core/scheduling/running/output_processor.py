@@ -98,9 +98,9 @@ class OutputProcessor:
             self._collect(output, indices)
         all_deliver = np.count_nonzero(delivers) == len(indices)
         asked, given = (indices, counts) if all_deliver else (indices[delivers], counts[delivers])
-        delivered, ended = self._append(asked, given, outcomes.tokens, output.logprobs)
+        delivered, ended = self._append(asked, given, outcomes.tokens, logprobs=output.logprobs)
         # Settle blocks before ending requests: the blocks that a last step completes are registered like any others.
-        self._settle(plan, rows, indices, counts, all_deliver)
+        self._settle(plan, rows, indices, counts=counts, all_deliver=all_deliver)
         for slot, request, reason in ended:
             self._running_batch.finish(slot, request, reason)
         deltas += delivered
@@ -115,7 +115,7 @@ class OutputProcessor:
 
     def end(self, request: Request, reason: FinishReason) -> Delta:
         """Return the last delta of a request that ended with nothing left to deliver."""
-        return self._delta(request, (), reason, None)
+        return self._delta(request, (), reason, logprobs=None)
 
     def _append(
         self, rows: npt.NDArray[np.intp], counts: IntArray, tokens: IntArray, logprobs: LogprobRows | None
@@ -164,7 +164,7 @@ class OutputProcessor:
                 reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
                 ended.append((slot, request, reason))
             given = scores.get(slot)
-            deltas[index] = self._delta(request, token_ids, reason, given[:count] if given else None)
+            deltas[index] = self._delta(request, token_ids, reason, logprobs=given[:count] if given else None)
         return deltas, ended
 
     def _collect(self, output: StepOutput, rows: npt.NDArray[np.intp]) -> None:

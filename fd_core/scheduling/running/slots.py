@@ -247,8 +247,8 @@ class SlotTable:
             rows,
             self.arrival[rows],
             self.priority[rows],
-            self.num_planned[rows],
-            self.num_tokens[rows] - self.num_at_admission[rows],
-            self.preempted_before[rows],
-            self.block_size,
+            num_tokens=self.num_planned[rows],
+            num_gained=self.num_tokens[rows] - self.num_at_admission[rows],
+            preempted_before=self.preempted_before[rows],
+            block_size=self.block_size,
         )

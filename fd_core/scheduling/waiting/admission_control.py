@@ -112,7 +112,7 @@ class AdmissionControl:
         left = self.forecast.remaining_of(length - request.prompt_len, request.limit - request.prompt_len)
         remaining = np.append(self._remaining(slots, rows), left)
         horizon = self.return_cost.horizon(length, size)
-        return peak_growth(lengths, blocks, np.minimum(remaining, horizon), size)
+        return peak_growth(lengths, blocks, np.minimum(remaining, horizon), block_size=size)
 
     def largest_growth(self, slots: SlotTable) -> int:
         """Return an upper bound of `growth` for the running requests alone: each at its own peak."""

@@ -126,14 +126,14 @@ class AdmissionPlanner:
                 continue
             needed = -(-request.num_tokens // size) - len(matched)
             pool.acquire(matched)
-            fits = self._control.admits(self._slots, request, needed, pool.num_free)
+            fits = self._control.admits(self._slots, request, needed, free=pool.num_free)
             blocks = pool.allocate(needed) if fits else None
             if blocks is None:
                 pool.release(matched, -1)
                 self._blocked = (request.arrival, pool.num_freed, step)
                 self._times.set_queue_phase(Phase.BLOCKS)
                 return
-            self._enter(slot, request, keys, matched, blocks, builder)
+            self._enter(slot, request, keys, matched=matched, blocks=blocks, builder=builder)
             shared += len(matched)
             slot = self._slots.free_slot()
         self._times.set_queue_phase(Phase.SLOT if slot is None else Phase.BUDGET)
@@ -173,7 +173,7 @@ class AdmissionPlanner:
         self._waiting.remove(request)
         self._prefix_wait_expired.discard(request.arrival)
         self._blocked = None
-        self._slots.occupy(slot, request, matched, blocks)
+        self._slots.occupy(slot, request, matched, blocks=blocks)
         self._policy.admitted(queued)
         if self._waiting.turns_move:
             self._waiting.turn_changed(request)

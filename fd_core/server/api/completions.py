@@ -51,7 +51,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
     state, body, headers = await CHAT_BODY.read(request)
     job = await cancel_on_disconnect(request, jobs.conversation_job(state, body, request))
-    return GenerationResponse(state, _ChatFormat(job, state.tokenizer), bool(body.stream), headers)
+    return GenerationResponse(state, _ChatFormat(job, state.tokenizer), bool(body.stream), headers=headers)
 
 
 class _ChatFormat(ResponseFormat):
@@ -119,7 +119,7 @@ async def create_completion(request: Request) -> Response:
         )
         prompts = await cancel_on_disconnect(request, jobs.completion_prompts(state, body))
         ids = [each.ids for each in prompts]
-        job = jobs.build_job(state, request, body, served, ids, logprobs=body.logprobs, outcome=outcome)
+        job = jobs.build_job(state, request, body, served=served, prompts=ids, logprobs=body.logprobs, outcome=outcome)
     except (ApiError, BadRequest) as error:
         raise jobs.named_as_sent(error, jobs.other_names(body)) from None
     return GenerationResponse(state, _CompletionFormat(job, state.tokenizer, body, prompts), bool(body.stream), headers)

@@ -113,7 +113,7 @@ class PooledTexts:
         """Return a score for each pair: the probability of yes from a model that scores pairs, else a cosine."""
         judge = self._state.client.info.vectors.judge
         if judge is not None:
-            return await self._judged(pairs, judge, field, instruction or _ASKED)
+            return await self._judged(pairs, judge, field, instruction=instruction or _ASKED)
         if instruction is not None:
             raise invalid(
                 "instruction is only supported by models that score pairs; this model compares vectors", "instruction"
@@ -222,7 +222,7 @@ async def create_embeddings(request: Request) -> Response:
     """Return a vector of each text, in the same order."""
     state, body, headers = await EMBEDDINGS.read(request)
     texts = PooledTexts(state, request, body)
-    reading = read_texts(state, body.input, "input", body.add_special_tokens is not False)
+    reading = read_texts(state, body.input, "input", add_special=body.add_special_tokens is not False)
     prompts = await cancel_on_disconnect(request, reading)
     vectors = await texts.vectors(prompts, "input", body.dimensions)
     packed = body.encoding_format == "base64"

@@ -85,7 +85,7 @@ async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state, body, headers = await _DETOKENIZE.read(request)
     state.served(body.model)
-    check_ids(body.tokens, state.client.info.vocab_size, "tokens", state.tokenizer.token_text)
+    check_ids(body.tokens, state.client.info.vocab_size, "tokens", text_of=state.tokenizer.token_text)
     ids, skipping = body.tokens, bool(body.skip_special_tokens)
     text = await state.prompt_reader.run(len(ids), lambda: state.tokenizer.decode(ids, skip_special=skipping))
     return json_response(responses.DetokenizeAnswer(text), headers)

@@ -121,7 +121,7 @@ class OwnedIndex(Generic[T]):
             self._entries[name] = old._replace(value=value)
             return
         self._added += 1
-        self._entries[name] = _IndexEntry(self._added, owner, kind, value)
+        self._entries[name] = _IndexEntry(self._added, owner, kind, value=value)
         for listed in ((owner, None), (owner, kind)):
             self._lists.setdefault(listed, []).append((self._added, name))
 

@@ -90,13 +90,13 @@ def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) ->
         if len(line) > longest:
             while not line.endswith(b"\n") and (line := file.readline(1 << 20)):
                 pass
-            yield _wrong(number, None, "line_too_long", f"the line exceeds {longest:,} bytes")
+            yield _wrong(number, None, "line_too_long", message=f"the line exceeds {longest:,} bytes")
         elif line.strip():
             request = _read(number, line, endpoint)
             first = number if request.custom_id is None else seen.setdefault(request.custom_id, number)
             if first != number:
                 message = f"custom_id is already used by line {first}; it must be unique"
-                request = _wrong(number, request.custom_id, "duplicate_custom_id", message)
+                request = _wrong(number, request.custom_id, "duplicate_custom_id", message=message)
             yield request
 
 
@@ -125,23 +125,23 @@ def _read(number: int, line: bytes, endpoint: str | None) -> BatchLine:
         found = _line.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error).removeprefix("JSON is malformed: ") or "nested too deeply"
-        return _wrong(number, None, "invalid_line", f"invalid request: {reason[:1].lower()}{reason[1:]}")
+        return _wrong(number, None, "invalid_line", message=f"invalid request: {reason[:1].lower()}{reason[1:]}")
     custom_id, wanted = found.custom_id[:_LONGEST_ID], (endpoint,) if endpoint is not None else ENDPOINTS
     if len(found.custom_id) > _LONGEST_ID or not found.custom_id:
         message = f"custom_id has {len(found.custom_id)} characters; expected 1 to {_LONGEST_ID}"
-        return _wrong(number, custom_id or None, "invalid_custom_id", message)
+        return _wrong(number, custom_id or None, "invalid_custom_id", message=message)
     if found.method != "POST":
-        return _wrong(number, custom_id, "invalid_method", f"method is {found.method[:20]!r}; expected POST")
+        return _wrong(number, custom_id, "invalid_method", message=f"method is {found.method[:20]!r}; expected POST")
     if found.url not in wanted:
         return _wrong(number, custom_id, "invalid_url", f"url is {found.url[:80]!r}; expected {' or '.join(wanted)}")
     body = bytes(found.body)
     try:
         streams = bool(_asked.decode(body).stream)
     except (msgspec.DecodeError, RecursionError):
-        return _wrong(number, custom_id, "invalid_body", "body must be an object")
+        return _wrong(number, custom_id, "invalid_body", message="body must be an object")
     if streams:
-        return _wrong(number, custom_id, "invalid_body", "body.stream is true; batches do not support streams")
-    return BatchLine(number, custom_id, found.url, body)
+        return _wrong(number, custom_id, "invalid_body", message="body.stream is true; batches do not support streams")
+    return BatchLine(number, custom_id, found.url, body=body)
 
 
 def _wrong(number: int, custom_id: str | None, code: str, message: str) -> BatchLine:

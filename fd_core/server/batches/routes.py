@@ -110,7 +110,7 @@ async def list_files(
 ) -> Response:
     """List files, the newest first."""
     store = await _store(request)
-    page = store.files.page(request.state.owner, _limit(limit, _FILES_PER_PAGE), after, purpose)
+    page = store.files.page(request.state.owner, _limit(limit, _FILES_PER_PAGE), after, kind=purpose)
     return json_response(FileList(**_page(page, after)))
 
 

@@ -136,7 +136,7 @@ async def run_requests(
             lines.appendleft(request)
         else:
             request_id = answer.headers.get("x-request-id", request.id)
-            take(answered(request, answer.status, request_id, answer.body))
+            take(answered(request, answer.status, request_id, body=answer.body))
 
     def release(_: object) -> None:
         nonlocal running

@@ -131,7 +131,7 @@ class BatchService:
                 if batch.status == "validating":
                     stop = threading.Event()
                     errors, total = await in_thread(
-                        lambda: _validate(source, self._longest, batch.endpoint, stop), stop
+                        lambda: _validate(source, self._longest, batch.endpoint, stop=stop), stop
                     )
                     batch = store.save(
                         batch.id,
@@ -153,7 +153,7 @@ class BatchService:
         owner = store.batches.owner(batch.id)
 
         async def sent(path: str, body: bytes, request_id: str) -> AsgiAnswer:
-            return await ask(self._app, path, body, f"{batch.id}.{request_id}", owner)
+            return await ask(self._app, path, body, request_id=f"{batch.id}.{request_id}", owner=owner)
 
         opened = [
             partial(AnswerFile, store.answers(batch, kind), partial(store.reserve_answers, batch.id, kind))

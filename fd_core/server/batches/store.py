@@ -132,9 +132,9 @@ class BatchStore:
         """Lock the folder and read it, which may take long. Raises `ApiError` (503) if another server has locked it."""
         self.folder = folder
         more = "delete files, or increase --batch-store-limit or --batch-store-key-limit"
-        self.bytes = Account("bytes", limit, keys, more, key_limit)
-        self._file_count = Account("files", _MOST_FILES, keys, "delete some")
-        self._batch_count = Account("batches", _MOST_BATCHES, keys, "retry after one has ended", param=None)
+        self.bytes = Account("bytes", limit, keys, remedy=more, key_limit=key_limit)
+        self._file_count = Account("files", _MOST_FILES, keys, remedy="delete some")
+        self._batch_count = Account("batches", _MOST_BATCHES, keys, remedy="retry after one has ended", param=None)
         self.files: OwnedIndex[StoredFile] = OwnedIndex()
         self.batches: OwnedIndex[StoredBatch] = OwnedIndex()
         self._pending: dict[str, dict[str, None]] = {}
@@ -173,7 +173,7 @@ class BatchStore:
 
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Return the description of an owner's file; `ApiError` (404) if there is no such file."""
-        return _known(self.files, file_id, owner, "file")
+        return _known(self.files, file_id, owner, kind="file")
 
     def content(self, file_id: str) -> Path:
         """Return where the content of a file is."""
@@ -207,7 +207,7 @@ class BatchStore:
 
     def batch(self, batch_id: str, owner: str) -> StoredBatch:
         """Return an owner's batch; `ApiError` (404) if there is none of that id."""
-        return _known(self.batches, batch_id, owner, "batch")
+        return _known(self.batches, batch_id, owner, kind="batch")
 
     def begin(self, batch: StoredBatch, owner: str) -> None:
         """Store a new batch, reserve room for its files; may evict an ended one. Raises `ApiError` (429), `OSError`."""

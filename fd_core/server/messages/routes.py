@@ -46,7 +46,7 @@ async def create_message(request: Request) -> Response:
     state, body, headers = await BODY.read(request)
     asked = jobs.conversation_job(state, as_chat(state, body), request, required_constraint(body), jobs.MESSAGES_NAMES)
     job = await response_format.cancel_on_disconnect(request, asked)
-    return response_format.GenerationResponse(state, _MessagesFormat(job), bool(body.stream), headers)
+    return response_format.GenerationResponse(state, _MessagesFormat(job), bool(body.stream), headers=headers)
 
 
 @router.post(
@@ -263,7 +263,7 @@ def _tools(body: CountRequest) -> list[Tool] | None:
         if tool.type not in (None, "custom"):
             message = f"tools[{index}].type is {tool.type[:40]!r}; only client tools of type 'custom' are supported"
             raise unsupported(message, f"tools[{index}].type")
-        tools.append(function_tool(tool.name, tool.description, tool.input_schema, tool.strict))
+        tools.append(function_tool(tool.name, tool.description, tool.input_schema, strict=tool.strict))
     return tools or None
 
 

@@ -251,7 +251,7 @@ async def decodable(body: bytes, ids: int) -> bool:
     if len(body) <= SMALL_BYTES:
         return True
     shape = await asyncio.to_thread(shape_of, body)
-    most = JsonShape(_MAX_CONTAINERS, _MAX_NAMES, _MAX_VALUES + ids, _MAX_ESCAPES)
+    most = JsonShape(_MAX_CONTAINERS, _MAX_NAMES, _MAX_VALUES + ids, escapes=_MAX_ESCAPES)
     return all(count <= limit for count, limit in zip(shape, most, strict=True))
 
 
@@ -274,7 +274,7 @@ def shape_of(body: bytes) -> JsonShape:
         containers += sum(int(np.count_nonzero((part == sign) & outside)) for sign in _OPENING)
         names += int(np.count_nonzero((part == _COLON) & outside))
         commas += int(np.count_nonzero((part == _COMMA) & outside))
-    return JsonShape(containers, names, commas, escapes)
+    return JsonShape(containers, names, commas, escapes=escapes)
 
 
 def _quotes(part: npt.NDArray[np.uint8], before: int) -> tuple[npt.NDArray[np.bool_], int]:

@@ -86,7 +86,7 @@ def offered_tools(
         return None
     shown = [shown_tool({"function": msgspec.structs.asdict(tool.function)}) for tool in body.tools or ()]
     strict = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
-    return OfferedTools(shown, schemas, forced, strict)
+    return OfferedTools(shown, schemas, forced, strict=strict)
 
 
 def answer_reading(state: ServerState, body: requests.ChatRequest, tools: OfferedTools | None) -> AnswerReading:
@@ -99,7 +99,7 @@ def answer_reading(state: ServerState, body: requests.ChatRequest, tools: Offere
         )
     parallel, shows_reasoning = body.parallel_tool_calls is not False, body.include_reasoning is not False
     if tools is None:
-        return AnswerReading(parsers.reasoning, None, {}, parallel, shows_reasoning)
+        return AnswerReading(parsers.reasoning, None, {}, parallel=parallel, show_reasoning=shows_reasoning)
     return AnswerReading(parsers.reasoning, parsers.tools, tools.schemas, parallel, shows_reasoning)
 
 
@@ -128,7 +128,7 @@ def required_constraint(
     if form is not None and not tools.strict:
         field = form.field
     calls = [
-        _asked(parser, tools, name, index, field)
+        _asked(parser, tools, name, index=index, field=field)
         for index, name in enumerate(tools.schemas)
         if not tools.forced or name in tools.forced
     ]
@@ -168,7 +168,7 @@ def constrained(
     held = []
     for prompt, given in zip(prompts, params, strict=True):
         tail = state.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
-        held.append(msgspec.structs.replace(given, reasoning=_reasoning(state, parser, tail, budget)))
+        held.append(msgspec.structs.replace(given, reasoning=_reasoning(state, parser, tail, budget=budget)))
     return held
 
 
@@ -186,7 +186,7 @@ def _reasoning(
     if not parser.begins_reasoning(tail, state.prompt_reader.switches_reasoning):
         return None
     end = tuple(state.tokenizer.encode(parser.end, add_special=False))
-    check_ids(end, state.client.info.vocab_size, "the end of reasoning", state.tokenizer.token_text)
+    check_ids(end, state.client.info.vocab_size, "the end of reasoning", text_of=state.tokenizer.token_text)
     return Reasoning(end=end, max_tokens=budget)
 
 
@@ -200,7 +200,7 @@ def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int,
         )
     keeps = name in tools.strict or name in tools.forced
     schema = dict(tools.schemas[name]) if keeps else {"type": "object"}
-    return RequestedCall(form, schema, f"tools[{index}].function.parameters", name, name in tools.strict)
+    return RequestedCall(form, schema, f"tools[{index}].function.parameters", name=name, is_strict=name in tools.strict)
 
 
 class PromptState(Protocol):
@@ -423,7 +423,7 @@ async def conversation_job(
         reading = AnswerReading(None, None, {}) if names is not None else None
         if tools is not None or state.parsers.reasoning is not None:
             reading = answer_reading(state, body, tools)
-        calls = None if tools is None else required_constraint(state, tools, reading, form)
+        calls = None if tools is None else required_constraint(state, tools, reading, form=form)
         if calls is not None:
             outcome = await state.grammars.checked(calls)
         prompt = await chat_prompt(state, body, tools)
@@ -431,8 +431,8 @@ async def conversation_job(
             state,
             request,
             body,
-            served,
-            [prompt],
+            served=served,
+            prompts=[prompt],
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             reading=reading,
             outcome=outcome,
@@ -477,12 +477,12 @@ def build_job(
         context=info.max_model_len,
         limit=record.tokens_per_minute if owner else None,
     )
-    params = sampling_params(body, info, cost.outputs, logprobs, state.tokenizer)
+    params = sampling_params(body, info, cost.outputs, logprobs=logprobs, tokenizer=state.tokenizer)
     if params[0].prompt_logprobs is not None:
         name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * cost.n, name)
     if logprobs is not None:
-        check_logprobs(logprobs, [each.max_tokens for each in params], cost.n, info.max_model_len)
+        check_logprobs(logprobs, [each.max_tokens for each in params], cost.n, context=info.max_model_len)
     stop = stop_strings(body) if body.stop else ()
     peer = _prefill_peer(state, request, ticket) if (ticket := headers.get(TICKET_HEADER)) is not None else ""
     warnings: tuple[Unenforced, ...] = ()

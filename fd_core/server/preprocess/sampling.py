@@ -133,7 +133,7 @@ def sampling_params(
         ("allowed_token_ids", request.allowed_token_ids),
     ):
         if ids:
-            check_ids(ids, info.vocab_size, name, (lambda _: "") if tokenizer is None else tokenizer.token_text)
+            check_ids(ids, info.vocab_size, name, text_of=(lambda _: "") if tokenizer is None else tokenizer.token_text)
     bias: dict[int, float] | None = None
     if request.logit_bias:
         if len(request.logit_bias) > MAX_LOGIT_BIAS:
@@ -210,7 +210,7 @@ def _bad_word_ids(request: GenerationRequest, info: EngineInfo, tokenizer: Token
         for word in request.bad_words or ()
         for space in ("", " ")
     ]
-    check_ids({*chain.from_iterable(spelled)}, info.vocab_size, "bad_words", tokenizer.token_text)
+    check_ids({*chain.from_iterable(spelled)}, info.vocab_size, "bad_words", text_of=tokenizer.token_text)
     given = [(each,) if isinstance(each, int) else tuple(each) for each in request.bad_words_token_ids or ()]
-    check_ids({*chain.from_iterable(given)}, info.vocab_size, "bad_words_token_ids", tokenizer.token_text)
+    check_ids({*chain.from_iterable(given)}, info.vocab_size, "bad_words_token_ids", text_of=tokenizer.token_text)
     return tuple(dict.fromkeys(ids for ids in (*spelled, *given) if ids))

@@ -45,7 +45,7 @@ async def create_response(request: Request) -> Response:
     chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
     job = await response_format.cancel_on_disconnect(
-        request, conversation_job(state, chat, request, required_constraint(body), RESPONSES_NAMES)
+        request, conversation_job(state, chat, request, form=required_constraint(body), names=RESPONSES_NAMES)
     )
     asked = (chat.messages or [])[1 if body.instructions else 0 :]
 
@@ -54,7 +54,7 @@ async def create_response(request: Request) -> Response:
 
     keeps = bool(state.responses.capacity) and body.store is not False
     return response_format.GenerationResponse(
-        state, _ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers
+        state, _ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers=headers
     )
 
 
@@ -388,7 +388,7 @@ def _tools(body: schemas.ResponsesRequest) -> list[Tool] | None:
             message = f"tools[{index}].type is {tool.type[:40]!r}; only tools of type 'function' are supported"
             raise unsupported(message, f"tools[{index}].type")
         name = required(tool.name, f"tools[{index}].name")
-        tools.append(function_tool(name, tool.description, tool.parameters, tool.strict))
+        tools.append(function_tool(name, tool.description, tool.parameters, strict=tool.strict))
     return tools or None
 
 

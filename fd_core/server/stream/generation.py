@@ -207,23 +207,23 @@ class ChoiceStream:
         if reason is FinishReason.ERROR:
             raise self._failure(delta.error or "the engine gave no reason")
         if self._job.prompt_only and reason is not FinishReason.ABORT:
-            return TextChunk("", (), (), None if reason is None else FinishReason.LENGTH.value)
+            return TextChunk("", (), (), finish_reason=None if reason is None else FinishReason.LENGTH.value)
         silent = reason is FinishReason.STOP and ids and ids[-1] in self._silent_ends
         read = ids[:-1] if silent else ids
         text, stopped_by, consumed = self._detokenizer.push(read, last=reason is not None)
         if stopped_by is not None:
             self.tokens += consumed
-            return TextChunk(text, ids[:consumed], logprobs[:consumed], "stop", stopped_by)
+            return TextChunk(text, ids[:consumed], logprobs[:consumed], finish_reason="stop", stop_reason=stopped_by)
         self.tokens += len(ids)
         if reason is None:
             return TextChunk(text, ids, logprobs)
         if reason is FinishReason.ABORT:
             # Typed clients reject reasons that are not OpenAI's; of those, this one marks an incomplete text.
-            return TextChunk(text, ids, logprobs, FinishReason.LENGTH, FinishReason.ABORT)
+            return TextChunk(text, ids, logprobs, finish_reason=FinishReason.LENGTH, stop_reason=FinishReason.ABORT)
         stop_id = (
             ids[-1] if reason is FinishReason.STOP and ids and ids[-1] in self.spec.params.stop_token_ids else None
         )
-        return TextChunk(text, ids, logprobs, reason.value, stop_id)
+        return TextChunk(text, ids, logprobs, finish_reason=reason.value, stop_reason=stop_id)
 
     def _failure(self, reason: str) -> ApiError:
         """Return the error of a failed generation: a 400 if the request allows no next token."""
@@ -263,7 +263,7 @@ class Generation:
         self._engine_ids: list[str] = []
         self._span: RequestSpan | None = None
         self.choices: list[ChoiceStream] = []
-        self.used = Usage(0, 0, 0, PromptTokensDetails(0))
+        self.used = Usage(0, 0, 0, prompt_tokens_details=PromptTokensDetails(0))
         """Tokens read and written, set at the end of the block."""
 
     async def __aenter__(self) -> Generation:
@@ -294,7 +294,7 @@ class Generation:
                     choice.end(outcome)
         finally:
             if self._span is not None:
-                end_generation(self._span, job, self.choices, outcome)
+                end_generation(self._span, job, self.choices, outcome=outcome)
             self._state.active.leave(record.request_id, self._engine_ids)
             if self.choices:
                 self.used = self.usage()
@@ -321,7 +321,7 @@ class Generation:
         read = sum(map(len, job.prompts))
         written = sum([choice.tokens for choice in self.choices])
         cached = sum([choice.cached_tokens for choice in self.choices[:: job.n]])
-        return Usage(read, written, read + written, PromptTokensDetails(cached))
+        return Usage(read, written, read + written, prompt_tokens_details=PromptTokensDetails(cached))
 
     def _submit(self, index: int, engine_id: str) -> None:
         job, client = self._job, self._state.client
@@ -348,7 +348,7 @@ class Generation:
         )
         deltas = client.submit(spec)
         try:
-            self.choices.append(ChoiceStream(self._state, job, spec, deltas, index, scores))
+            self.choices.append(ChoiceStream(self._state, job, spec, deltas=deltas, index=index, scores=scores))
         except BaseException:
             deltas.abort()
             raise

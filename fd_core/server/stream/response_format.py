@@ -209,7 +209,7 @@ class ResponseFormat(AnswerFormat):
         pieces = [b"null"]  # for the first token
         ids = self.job.prompts[prompt][1:]
         for part in slices(len(rows)):
-            pieces.append(_encode(prompt_logprobs(self.tokenizer, ids[part], rows[part], top))[1:-1])
+            pieces.append(_encode(prompt_logprobs(self.tokenizer, ids[part], rows[part], top=top))[1:-1])
             await asyncio.sleep(0)
         self.prompt_scores[prompt] = msgspec.Raw(b"[%b]" % b",".join(pieces))
 
@@ -267,8 +267,8 @@ def chat_logprobs(
     content = []
     for token_id, row in zip(ids, rows, strict=True):
         likely = [_top(tokenizer, *pair, as_ids) for pair in zip(row.top_ids[:top], row.top[:top], strict=True)]
-        own = _top(tokenizer, token_id, row.logprob, as_ids)
-        content.append(responses.TokenLogprob(own.token, own.logprob, own.bytes, likely))
+        own = _top(tokenizer, token_id, row.logprob, as_ids=as_ids)
+        content.append(responses.TokenLogprob(own.token, own.logprob, own.bytes, top_logprobs=likely))
     return responses.ChatLogprobs(content)
 
 
@@ -334,7 +334,7 @@ class CompletionLogprobsBuilder:
 
     def build(self, ids: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> responses.CompletionLogprobs:
         """Return the next tokens' log-probabilities; null for a token without, such as the first of a text."""
-        answer = responses.CompletionLogprobs([], [], [], [])
+        answer = responses.CompletionLogprobs([], [], [], top_logprobs=[])
         for token_id, row in zip(ids, rows, strict=True):
             name = self._name(token_id)
             answer.text_offset.append(self._offset)

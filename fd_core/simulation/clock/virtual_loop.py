@@ -83,7 +83,7 @@ class VirtualThreads:
 
     def make_loop(self, name: str, turn: Callable[[], float] | None = None, end: Job | None = None, /) -> VirtualLoop:
         """Return a loop of this process that is not started, as `ThreadLoop` makes it."""
-        return VirtualLoop(self, self._timeline, turn, end)
+        return VirtualLoop(self, self._timeline, turn, end=end)
 
     def run(self, when: float, work: Callable[[], None]) -> float:
         """Run part of a loop's work from time `when`; return its end time."""

@@ -280,7 +280,7 @@ def _loop_times(engine: Engine, encode: Callable[[str], Sequence[int]], progress
     for index in range(_LOOP_ROUNDS):
         progress("turns of the loop", index, _LOOP_ROUNDS)
         for batch in sorted({1, max(1, most // 4), most}):
-            turns[batch] += _turns(engine, service, batch, limits)
+            turns[batch] += _turns(engine, service, batch, limits=limits)
     per_row, constant = _line({batch: usual(times) for batch, times in turns.items()})
     text = "The quick brown fox jumps over the lazy dog, and 42 others watch it. " * 40
     encoding = []

@@ -191,7 +191,7 @@ def cases_of(limits: Limits, draw: np.random.Generator) -> list[StepCase]:
     for kind in kinds[: 4 if drafts else 3]:
         found = 0
         for _ in range(50 * _DRAWN):
-            case = replace(_drawn(kind, limits, drafts, draw), held_out=True)
+            case = replace(_drawn(kind, limits, drafts, draw=draw), held_out=True)
             if found < _DRAWN and case.rows and case.fits(limits):
                 cases.append(case)
                 found += 1

@@ -75,13 +75,13 @@ def _calculated(text: str) -> CostProfile:
     for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
         if key == "tp":
-            ranks = _number(text, key, value, int, 1, 1024)
+            ranks = _number(text, key, value, kind=int, low=1, high=1024)
         elif key == "kv":
             if value not in KV_DTYPES:
                 raise wrong_profile(f"{text}: kv is {' or '.join(KV_DTYPES)}, not {value!r:.40}")
             kv_dtype = value
         elif key in shares:
-            shares[key] = _number(text, key, value, float, 0.01, 1.0)
+            shares[key] = _number(text, key, value, kind=float, low=0.01, high=1.0)
         elif key == "pp":
             raise wrong_profile(f"{text}: pipeline parallel sizes are not calculated", "use tp, or calibrate")
         else:

@@ -85,7 +85,7 @@ class ScriptedComputer(PlanComputer):
             own, drafts = plan.num_tokens, plan.num_drafts
             if width > 1:
                 own, drafts = own - drafts, np.minimum(drafts, self._drafts[slots])
-            self._check(plan, slots, own, drafts)
+            self._check(plan, slots, own, drafts=drafts)
             sampling = plan.samples
             if np.count_nonzero(sampling) < len(slots):
                 slots, drafts = slots[sampling], drafts[sampling]
@@ -105,7 +105,7 @@ class ScriptedComputer(PlanComputer):
         for revocation in plan.revocations:
             tokens[revocation.slot, 0] = PREEMPTED_TOKEN_ID
         ready = self._drafts.copy() if width > 1 else None
-        return StepOutput(plan.epoch, plan.step, tokens, self._gens.copy(), ready)
+        return StepOutput(plan.epoch, plan.step, tokens, gens=self._gens.copy(), drafts_ready=ready)
 
     def _admit(self, admission: Admission) -> None:
         slot = admission.slot

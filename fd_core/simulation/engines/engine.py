@@ -194,7 +194,7 @@ class SimulatedEngineClient(SingleEngineClient):
             outside = parts.outside(timeline, queue, computer.cache)
         self._outside = outside
         self._trace = self._open_trace()
-        self.device = SimulatedDevice(timeline, pool.costs, computer, pool.limits)
+        self.device = SimulatedDevice(timeline, pool.costs, computer, limits=pool.limits)
         if parts.beside is not None:
             self.device.beside = parts.beside
         if pool.shares_processor:
@@ -203,8 +203,8 @@ class SimulatedEngineClient(SingleEngineClient):
             _info(pool, self._epoch, outside),
             self._scheduler(outside),
             self.device,
-            outside.port,
-            parts.adapters(pool.config, None),
+            outside=outside.port,
+            adapters=parts.adapters(pool.config, None),
             watchdog_seconds=pool.config.watchdog_seconds,
             prefill_token=1e-4,  # seconds, estimate before any was measured
             admitted=admission_notifier(self._deliver, self._epoch),
@@ -232,7 +232,7 @@ class SimulatedEngineClient(SingleEngineClient):
             speculation=None if config.speculative is None else config.speculative.method,
             limits=parts.pool.limits,
         )
-        return TraceWriter(parts.trace, header, config.trace_limit, self._nanoseconds, complete=True)
+        return TraceWriter(parts.trace, header, config.trace_limit, nanoseconds=self._nanoseconds, complete=True)
 
     def _restart(self) -> None:
         if self._restart_seconds is not None:

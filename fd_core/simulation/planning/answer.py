@@ -115,7 +115,7 @@ def answer_of(
     ranking = search.ranking()
 
     def figures(shape: int, units: int, trials: Sequence[PlanTrial]) -> PlanFigures:
-        return _figures(asked, shapes[shape], units, search.shapes[shape].cost, trials, runs)
+        return _figures(asked, shapes[shape], units, unit_cost=search.shapes[shape].cost, trials=trials, runs=runs)
 
     def known(shape: int, units: int) -> list[PlanTrial]:
         """Return the runs on the whole workload if there are any, else those on its first requests."""
@@ -143,12 +143,12 @@ def answer_of(
         if at is None and tried:
             at, when = tried[-1], f"at {tried[-1].load:g} times the load"
         at = at or max(known(chosen, units), key=lambda each: -search.margins[each])
-        limit = limit_of(runs[at], shapes[chosen], profiles[shapes[chosen].profile], when or "as asked")
+        limit = limit_of(runs[at], shapes[chosen], profiles[shapes[chosen].profile], when=when or "as asked")
     elif search.margins:
         nearest = max(search.margins, key=lambda each: (search.margins[each], -each.units))
         closest = figures(nearest.shape, nearest.units, [nearest])
         about = shapes[nearest.shape]
-        limit = limit_of(runs[nearest], about, profiles[about.profile], f"with {about.described(nearest.units)}")
+        limit = limit_of(runs[nearest], about, profiles[about.profile], when=f"with {about.described(nearest.units)}")
     others = [figures(each, search.units[each], known(each, search.units[each])) for each in ranking[1:]]
     return PlanAnswer(
         fdcore_plan=1,
@@ -267,7 +267,7 @@ def _figures(
     for checks in zip(*(summary.slo.checks for summary in summaries if summary.slo), strict=True):
         values = [check.value for check in checks if check.value is not None]
         found = interval(values) if len(values) == len(checks) else None
-        limits.append(PlanLimit(checks[0].name, checks[0].limit, found, min(map(check_margin, checks))))
+        limits.append(PlanLimit(checks[0].name, checks[0].limit, found, margin=min(map(check_margin, checks))))
     seconds = sum(len(each.workers) * each.seconds for each in summaries)
     busy = sum(each.counters.get("device_busy_seconds", 0.0) for each in summaries) / seconds if seconds else 0.0
     margin = min((each.margin for each in limits), default=0.0)

@@ -69,7 +69,7 @@ def demand_of(workload: Workload) -> Demand:
         if len(rows) >= _MOST_REQUESTS:
             break
     new_tokens, prompts, output, first = np.array(rows, np.float64).reshape(-1, 4).T
-    return Demand(new_tokens, prompts, output, first, at - (begin or 0.0))
+    return Demand(new_tokens, prompts, output, first_turn=first, span=at - (begin or 0.0))
 
 
 def least_possible(
@@ -121,9 +121,9 @@ def fewest_workers(
     late = math.ceil((1 - share) * len(demand.new_tokens)) + 1  # a percentile is interpolated between two values
     first = demand.first_turn > 0
     step = profile.step
-    token = _least_share(curve_function(step.by_tokens), step.by_tokens, budget, step.constant)
-    row = _least_share(curve_function(step.by_tokens), step.by_tokens, max_num_seqs, step.constant)
-    sampled = _least_share(curve_function(step.by_sampled_rows), step.by_sampled_rows, max_num_seqs, 0.0)
+    token = _least_share(curve_function(step.by_tokens), step.by_tokens, budget, constant=step.constant)
+    row = _least_share(curve_function(step.by_tokens), step.by_tokens, max_num_seqs, constant=step.constant)
+    sampled = _least_share(curve_function(step.by_sampled_rows), step.by_sampled_rows, max_num_seqs, constant=0.0)
     new = demand.new_tokens[first]
     prefill = new * token + new * (new + 1) / 2 * step.per_query_key
     steps = np.maximum(demand.output_tokens[first] - 1, 0)

@@ -170,7 +170,7 @@ class PlanSearch:
             failed = self._failed[shape]
             units = failed if best == math.inf else min(failed, math.ceil(best / about.cost - 1e-9) - 1)
             nearly = self.margins.get(self._short(shape, failed), -math.inf) >= _NEARLY
-            trial = PlanTrial(shape, units, self.seeds[0], True)
+            trial = PlanTrial(shape, units, self.seeds[0], whole=True)
             if nearly and units >= about.least and trial not in self.margins:
                 batch.append(trial)
         if not batch:
@@ -194,7 +194,7 @@ class PlanSearch:
             yield from self._try_loads(shape, [round(low + (high - low) * part / 3, 3) for part in (1, 2)])
 
     def _try_loads(self, shape: int, loads: list[float]) -> Generator[list[PlanTrial], Sequence[float], None]:
-        trials = [PlanTrial(shape, self.units[shape], self.seeds[0], True, load) for load in loads]
+        trials = [PlanTrial(shape, self.units[shape], self.seeds[0], whole=True, load=load) for load in loads]
         found = yield from self._ask(trials)
         for trial in trials:
             if found[trial] < 0:
@@ -209,10 +209,10 @@ class PlanSearch:
         return found
 
     def _short(self, shape: int, units: int) -> PlanTrial:
-        return PlanTrial(shape, units, self.seeds[0], not self._shortened)
+        return PlanTrial(shape, units, self.seeds[0], whole=not self._shortened)
 
     def _whole(self, shape: int, units: int) -> list[PlanTrial]:
-        return [PlanTrial(shape, units, seed, True) for seed in self.seeds]
+        return [PlanTrial(shape, units, seed, whole=True) for seed in self.seeds]
 
     def _of(self, shape: int, units: int) -> dict[PlanTrial, float]:
         return {trial: self.margins[trial] for trial in self._whole(shape, units) if trial in self.margins}

@@ -161,7 +161,7 @@ def do_job(job: PlanJob, plugins: Plugins) -> ReportedRun:
     if job.load != 1:
         asked = asked.scaled(job.load)
     label = job.shape.described(job.units)
-    setup = setup_of(job.shape, job.units, _profile(job.shape.profile), job.engine)
+    setup = setup_of(job.shape, job.units, _profile(job.shape.profile), given=job.engine)
     run = World(setup.deployment(label, check=False), plugins, job.seed).run(asked)
     return reported(
         run, label, {LOAD: job.rate}, slo=job.slo, price_per_worker_hour=job.price, devices_per_worker=job.shape.ranks

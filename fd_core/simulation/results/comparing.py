@@ -40,7 +40,7 @@ def _latency(measure: str, statistic: str) -> ComparedFigure:
         return None if figures is None else float(getattr(figures, statistic))
 
     upper = {"ttft": "TTFT", "tpot": "TPOT", "gap": "Longest gap", "e2e": "End to end"}[measure]
-    return ComparedFigure(f"{measure}_{statistic}", f"{upper} {statistic}", "s", False, of)
+    return ComparedFigure(f"{measure}_{statistic}", f"{upper} {statistic}", "s", more_is_better=False, of=of)
 
 
 def _wait(name: str, title: str, *reasons: str) -> ComparedFigure:
@@ -51,7 +51,7 @@ def _wait(name: str, title: str, *reasons: str) -> ComparedFigure:
             return None
         return math.fsum(each.before + each.between for each in summary.waits if each.reason in reasons)
 
-    return ComparedFigure(name, title, "s", False, of, rare=len(reasons) == 1)
+    return ComparedFigure(name, title, "s", more_is_better=False, of=of, rare=len(reasons) == 1)
 
 
 _REASONS: Final = tuple(reason for reason in WAITS if reason != "computing")
@@ -63,7 +63,7 @@ FIGURES: Final = {
         ComparedFigure(
             "attainment", "SLO attainment", "share", True, lambda each: each.slo.attainment if each.slo else None
         ),
-        ComparedFigure("requests_per_s", "Requests", "/s", True, lambda each: each.requests_per_s),
+        ComparedFigure("requests_per_s", "Requests", "/s", more_is_better=True, of=lambda each: each.requests_per_s),
         ComparedFigure("output_tokens_per_s", "Output tokens", "/s", True, lambda each: each.output_tokens_per_s),
         *(_latency("ttft", each) for each in ("mean", "p50", "p99")),
         *(_latency("tpot", each) for each in ("mean", "p50", "p99")),
@@ -71,18 +71,18 @@ FIGURES: Final = {
         *(_latency("e2e", each) for each in ("mean", "p50", "p95", "p99")),
         _wait("waiting", "Waiting", *_REASONS),
         *(_wait(f"waiting_{reason}", f"Waiting for {WAIT_TITLES[reason]}", reason) for reason in _REASONS),
-        ComparedFigure("completed", "Completed", "", True, lambda each: each.completed),
+        ComparedFigure("completed", "Completed", "", more_is_better=True, of=lambda each: each.completed),
         ComparedFigure("lost", "Not completed", "", False, lambda each: each.requests - each.completed, rare=True),
-        ComparedFigure("hit_rate", "Prefix hits", "share", True, lambda each: each.hit_rate),
-        ComparedFigure("kv_use", "KV use", "share", None, lambda each: each.kv_use),
-        ComparedFigure("preemptions", "Preemptions", "", False, lambda each: each.preemptions),
+        ComparedFigure("hit_rate", "Prefix hits", "share", more_is_better=True, of=lambda each: each.hit_rate),
+        ComparedFigure("kv_use", "KV use", "share", more_is_better=None, of=lambda each: each.kv_use),
+        ComparedFigure("preemptions", "Preemptions", "", more_is_better=False, of=lambda each: each.preemptions),
         ComparedFigure("fairness", "Fairness of speed", "share", True, lambda each: each.fairness_speed),
         ComparedFigure(
             "worker_seconds",
             "Worker-seconds for 1M tokens",
             "",
-            False,
-            lambda each: each.cost.worker_seconds_per_million,
+            more_is_better=False,
+            of=lambda each: each.cost.worker_seconds_per_million,
         ),
         ComparedFigure("price", "Price of 1M tokens", "", False, lambda each: each.cost.price_per_million),
     )
@@ -158,10 +158,10 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> SeedInt
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
-        return SeedInterval(mean, None, None, count)
+        return SeedInterval(mean, None, None, seeds=count)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
     wide = _t_quantile((1 + confidence) / 2, count - 1) * deviation / math.sqrt(count)
-    return SeedInterval(mean, mean - wide, mean + wide, count)
+    return SeedInterval(mean, mean - wide, mean + wide, seeds=count)
 
 
 def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None = None) -> SettingsComparison:
@@ -216,7 +216,7 @@ def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None 
         best=best,
         lead=tuple(lead),
         wins=wins,
-        words=_words(by, settings, best, lead, wins, dropper),
+        words=_words(by, settings, best, lead=lead, wins=wins, dropper=dropper),
     )
 
 
@@ -237,7 +237,7 @@ def _difference(
         verdict = "different"
     else:
         verdict = "better" if (more.low > 0) == figure.more_is_better else "worse"
-    return Difference(figure.name, setting, against, more, verdict)
+    return Difference(figure.name, setting, against, more=more, verdict=verdict)
 
 
 def _words(

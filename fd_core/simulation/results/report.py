@@ -290,7 +290,7 @@ def load_curves_of(cases: Sequence[ReportCase]) -> list[LoadCurve]:
             if isinstance(rate, str):
                 raise ConfigError(f"a rate is a number of requests a second, and not {rate!r}")
             done, late, good = (case.figure(name) for name in ("requests_per_s", "ttft_p99", "goodput"))
-            points.append(LoadPoint(rate, done, late, good, case.held))
+            points.append(LoadPoint(rate, done, late, goodput=good, held=case.held))
         curves.append(LoadCurve(setting, dict(place), tuple(points), *_knee(points)))
     return curves
 

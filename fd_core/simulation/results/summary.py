@@ -351,7 +351,7 @@ def summarize(
         latencies={
             name: _figures(there) for name, values in columns.latencies.items() if len(there := _there(values[done]))
         },
-        slo=_kept(slo, columns, good, seconds) if slo is not None and good is not None else None,
+        slo=_kept(slo, columns, good, seconds=seconds) if slo is not None and good is not None else None,
         hit_rate=sums["cached"] / sums["prompt"] if sums["prompt"] else None,
         kv_use=use.kv_use,
         kv_peak=use.kv_peak,
@@ -403,7 +403,7 @@ def _mean(values: Numbers) -> float:
 
 def _figures(values: Numbers) -> LatencyFigures:
     p50, p90, p95, p99 = percentiles(values, PERCENTILES)
-    return LatencyFigures(len(values), _mean(values), p50, p90, p95, p99, float(values.max()))
+    return LatencyFigures(len(values), _mean(values), p50, p90=p90, p95=p95, p99=p99, max=float(values.max()))
 
 
 def _kept(slo: Slo, columns: _Columns, good: npt.NDArray[np.bool_], seconds: float) -> SloFigures:
@@ -424,7 +424,7 @@ def _kept(slo: Slo, columns: _Columns, good: npt.NDArray[np.bool_], seconds: flo
         checks.append(ObjectiveCheck(each.name, each.limit, value if value < math.inf else None, value <= each.limit))
     if slo.attainment is not None:
         held = attainment is None or attainment >= slo.attainment
-        checks.append(ObjectiveCheck("attainment", slo.attainment, attainment, held))
+        checks.append(ObjectiveCheck("attainment", slo.attainment, attainment, held=held))
     return SloFigures(
         slo=str(slo),
         good=int(np.count_nonzero(good)),

@@ -62,7 +62,7 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
 
 def tokens_of(piece: Piece, vocab_size: int) -> IntArray:
     """Return the tokens of a piece, int32[piece.tokens], each in [16, vocab_size)."""
-    return tokens_from(piece, 0, piece.tokens, vocab_size)
+    return tokens_from(piece, 0, piece.tokens, vocab_size=vocab_size)
 
 
 def tokens_from(piece: Piece, first: int, count: int, vocab_size: int) -> IntArray:
@@ -257,5 +257,5 @@ class TextContents(Contents):
                 adds, pause = turn.adds, next(think) if turns or closed else 0.0
                 if copy and not turns:
                     adds = (adds[0], Piece(int(stir(copy)[0]), _MARK_TOKENS), *adds[1:])
-                turns.append(UserTurn(adds, turn.answer, pause, next(limits), next(patience)))
+                turns.append(UserTurn(adds, turn.answer, pause, max_tokens=next(limits), patience=next(patience)))
             yield tuple(turns)

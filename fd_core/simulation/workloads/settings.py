@@ -143,7 +143,7 @@ def _within(text: str, label: str, most: float) -> float:
 
 
 def _fixed(text: str, value: float) -> Distribution:
-    return Distribution(text, value, lambda _, count: np.full(count, value), value)
+    return Distribution(text, value, lambda _, count: np.full(count, value), fixed=value)
 
 
 def _uniform(text: str, low: float, high: float) -> Distribution:
@@ -345,28 +345,28 @@ ARRIVALS: Final = ("poisson", "gamma", "bursts", "diurnal", "constant", "closed"
 KEYS: Final[dict[str, WorkloadKey]] = {
     "rate": WorkloadKey("NUMBER", "mean number of conversations that start per second", _number(1e-6, 1e6), "1"),
     "cv": WorkloadKey("NUMBER", "variation of the gaps: 1 is poisson, above is burstier", _number(0.01, 100), "2"),
-    "on": WorkloadKey("SECONDS", "length of a burst", _number(1e-3, 1e6), "10"),
-    "off": WorkloadKey("SECONDS", "time from the end of a burst to the next", _number(1e-3, 1e6), "50"),
-    "quiet": WorkloadKey("SHARE", "share of conversations that start between bursts", _number(0, 1), "0"),
-    "period": WorkloadKey("SECONDS", "length of a day; it starts at the minimum", _number(1, 1e7), "86400"),
-    "depth": WorkloadKey("SHARE", "relative amplitude of the daily curve", _number(0, 1), "0.8"),
+    "on": WorkloadKey("SECONDS", "length of a burst", _number(1e-3, 1e6), default="10"),
+    "off": WorkloadKey("SECONDS", "time from the end of a burst to the next", _number(1e-3, 1e6), default="50"),
+    "quiet": WorkloadKey("SHARE", "share of conversations that start between bursts", _number(0, 1), default="0"),
+    "period": WorkloadKey("SECONDS", "length of a day; it starts at the minimum", _number(1, 1e7), default="86400"),
+    "depth": WorkloadKey("SHARE", "relative amplitude of the daily curve", _number(0, 1), default="0.8"),
     "users": WorkloadKey(
-        "COUNT", "concurrent users; each continues when its response is complete", _whole(1, 1_000_000), "8"
+        "COUNT", "concurrent users; each continues when its response is complete", _whole(1, 1_000_000), default="8"
     ),
-    "arrivals": WorkloadKey("KIND", f"arrival process: {', '.join(ARRIVALS)}", _arrivals, "poisson"),
+    "arrivals": WorkloadKey("KIND", f"arrival process: {', '.join(ARRIVALS)}", _arrivals, default="poisson"),
     "requests": WorkloadKey("COUNT", "maximum number of requests; each turn counts", _whole(1, MAX_REQUESTS)),
     "duration": WorkloadKey("SECONDS", "time after which no conversation starts", _number(0, MAX_SECONDS)),
-    "prompt": WorkloadKey("LENGTHS", "tokens of a first request, after its prefix", _TOKENS, "512"),
-    "output": WorkloadKey("LENGTHS", "tokens of a response, unless a limit cuts it", _TOKENS, "128"),
+    "prompt": WorkloadKey("LENGTHS", "tokens of a first request, after its prefix", _TOKENS, default="512"),
+    "output": WorkloadKey("LENGTHS", "tokens of a response, unless a limit cuts it", _TOKENS, default="128"),
     "lengths": WorkloadKey("PATH", "file with joint prompt and output lengths, two numbers per line", _path),
     "longest": WorkloadKey("TOKENS", "maximum length; longer ones are cut to it", _whole(1, MAX_TOKENS), "131072"),
-    "turns": WorkloadKey("LENGTHS", "requests per conversation", _distribution(10_000), "1"),
+    "turns": WorkloadKey("LENGTHS", "requests per conversation", _distribution(10_000), default="1"),
     "adds": WorkloadKey("LENGTHS", "tokens that each later turn adds; by default as `prompt`", _TOKENS),
-    "think": WorkloadKey("TIMES", "seconds between a response and the next request", _SECONDS, "0"),
+    "think": WorkloadKey("TIMES", "seconds between a response and the next request", _SECONDS, default="0"),
     "prefixes": WorkloadKey("COUNTxTOKENS", "system prompts; each conversation starts with one", _prefixes),
-    "popularity": WorkloadKey("EXPONENT", "Zipf exponent over the prefixes; 0 is uniform", _number(0, 10), "1"),
-    "speed": WorkloadKey("NUMBER", "speed-up over the recording", _number(1e-6, 1e6), "1"),
-    "block": WorkloadKey("TOKENS", "tokens per hash id", _whole(1, 65536), "512"),
+    "popularity": WorkloadKey("EXPONENT", "Zipf exponent over the prefixes; 0 is uniform", _number(0, 10), default="1"),
+    "speed": WorkloadKey("NUMBER", "speed-up over the recording", _number(1e-6, 1e6), default="1"),
+    "block": WorkloadKey("TOKENS", "tokens per hash id", _whole(1, 65536), default="512"),
     "repeat": WorkloadKey(
         "COUNT", "number of replays; they share only the first texts of conversations", _whole(1, 1_000_000), "1"
     ),
@@ -376,8 +376,8 @@ KEYS: Final[dict[str, WorkloadKey]] = {
         "NAME:WEIGHT/...", "tenants by weight; a number N creates N equal tenants", _weighted("tenant-")
     ),
     "priorities": WorkloadKey("PRIORITY:WEIGHT/...", "priorities by weight; lower runs first", _weighted(""), "0"),
-    "leave": WorkloadKey("SHARE", "share of requests whose client may disconnect", _number(0, 1), "0"),
-    "patience": WorkloadKey("TIMES", "seconds until such a client disconnects", _SECONDS, "30"),
+    "leave": WorkloadKey("SHARE", "share of requests whose client may disconnect", _number(0, 1), default="0"),
+    "patience": WorkloadKey("TIMES", "seconds until such a client disconnects", _SECONDS, default="30"),
 }
 """All keys. LENGTHS and TIMES are distributions; see `DISTRIBUTION_FORMS`."""
 

@@ -110,7 +110,7 @@ class Workload:
         changed = parse_key(key, given[key], Path())
         settings = dataclasses.replace(settings, **{key: changed})
         _require_bounded(settings, self._contents)
-        return Workload(self.kind, given, settings, self._contents, self.seed)
+        return Workload(self.kind, given, settings, contents=self._contents, seed=self.seed)
 
     def shortened(self, requests: int) -> Workload:
         """Return the first conversations of this workload, with at most `requests` requests."""
@@ -137,7 +137,7 @@ class Workload:
                 return
             turns = turns[:left]
             left -= len(turns)
-            yield Conversation(str(number), at, turns, tenant, priority)
+            yield Conversation(str(number), at, turns, tenant=tenant, priority=priority)
 
     def _users(self, clients: Iterator[tuple[str, int]], draws: Draws) -> Iterator[Conversation]:
         settings, contents = self.settings, self._contents
@@ -225,7 +225,7 @@ def read_workload(text: str, seed: int, folder: Path = Path()) -> Workload:
         given = {"file": file, **given}
         contents = _READERS[kind](folder / file, settings)
     _require_bounded(settings, contents)
-    return Workload(kind, given, settings, contents, seed)
+    return Workload(kind, given, settings, contents=contents, seed=seed)
 
 
 def _require_bounded(settings: WorkloadSettings, contents: Contents) -> None:

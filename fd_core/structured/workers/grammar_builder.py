@@ -43,7 +43,7 @@ def faulty_location(schema: Any, reason: str, refusal: Callable[[Any], str | Non
                 return path, reason
             tries += 1
             found = refusal({**shared, **part} if isinstance(part, Mapping) else part)
-            if found is not None and (found == reason or _is_cause(found, reason, schema, location)):
+            if found is not None and (found == reason or _is_cause(found, reason, schema, location=location)):
                 path, schema, reason = path + location, part, found
                 break
         else:
@@ -105,7 +105,7 @@ def relaxed(
     for _ in range(_MAX_PARTS):
         if fault is None:
             return schema, warnings
-        where, after = _leave_out(schema, location, fault, fault_of, is_late)
+        where, after = _leave_out(schema, location, fault, fault_of=fault_of, is_late=is_late)
         warnings.append(Unenforced(where, f"not enforced: {fault.reason}"))
         if where == location or is_late():
             break
@@ -241,7 +241,7 @@ class GrammarBuilder:
             def fault_of_schema(schema: Any) -> SchemaFault | None:
                 return self._fault(RequestedConstraint(field, msgspec.structs.replace(constraint, schema=schema)))
 
-            schema, warnings = relaxed(constraint.schema, field, {}, fault_of_schema, self._is_late)
+            schema, warnings = relaxed(constraint.schema, field, {}, fault_of=fault_of_schema, is_late=self._is_late)
             constraint = msgspec.structs.replace(constraint, schema=schema)
         elif isinstance(constraint, CallsConstraint):
             calls, instead = list(constraint.calls), constraint.instead

@@ -211,7 +211,7 @@ class _Process:
                 start_new_session=True,
             )
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._socket = MessageSocket(own, self._answered, self._failed, _MAX_ANSWER)
+        self._socket = MessageSocket(own, self._answered, self._failed, limit=_MAX_ANSWER)
 
     async def ask(self, body: bytes) -> bytes:
         """Send a frame and return the answer. Raises `EOFError` if the process ended."""

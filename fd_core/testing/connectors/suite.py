@@ -151,7 +151,7 @@ class ConnectorSuite:
                 near, other = recipe.make(), side.make(recipe)
                 for decode, prefill in ((near, other), (other, near)):
                     inbox, outbox = _opened(decode, prefill)
-                    carry(inbox, outbox, [b"first"], PIECES.start, WINDOW, random.Random(0))  # noqa: S311
+                    carry(inbox, outbox, [b"first"], first=PIECES.start, window=WINDOW, chance=random.Random(0))  # noqa: S311
                     outbox.close()
                     inbox.close()
                 other.close()
@@ -207,7 +207,7 @@ class ConnectorSuite:
         def run(sizes: list[int], chance: random.Random) -> None:
             inbox, outbox = open_both(value_bytes=5000)
             values = [value_of(index, size) for index, size in enumerate(sizes)]
-            carry(inbox, outbox, values, PIECES.start, WINDOW, chance)
+            carry(inbox, outbox, values, first=PIECES.start, window=WINDOW, chance=chance)
             outbox.close()
             inbox.close()
 
@@ -228,7 +228,7 @@ class ConnectorSuite:
         inbox, outbox = open_both()
         sizes = [VALUE_BYTES, *(VALUE_BYTES - index * 4093 for index in PIECES[1:])]
         values = [value_of(index, size) for index, size in zip(PIECES, sizes, strict=True)]
-        carry(inbox, outbox, values, PIECES.start, WINDOW, random.Random(1))  # noqa: S311
+        carry(inbox, outbox, values, first=PIECES.start, window=WINDOW, chance=random.Random(1))  # noqa: S311
 
     @pytest.mark.law("6.2")
     def test_parts_of_every_kind_are_joined_in_order(self, open_both: OpenBoth) -> None:
@@ -282,7 +282,7 @@ class ConnectorSuite:
         def work(number: int) -> None:
             inbox, outbox = _opened(decode, prefill, value_bytes=50_000)
             values = [value_of(100 * number + index, 50_000) for index in range(10)]
-            carry(inbox, outbox, values, PIECES.start, WINDOW, random.Random(number))  # noqa: S311
+            carry(inbox, outbox, values, first=PIECES.start, window=WINDOW, chance=random.Random(number))  # noqa: S311
             outbox.close()
             inbox.close()
 

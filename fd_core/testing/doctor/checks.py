@@ -43,14 +43,14 @@ class Size(NamedTuple):
 
 
 SIZES: Final = (
-    Size("small", 5, Geometry(hidden=64, inner=96, experts=5), 20, 1003),
+    Size("small", 5, Geometry(hidden=64, inner=96, experts=5), context=20, vocabulary=1003),
     Size("odd", 37, Geometry(heads=6, kv_heads=3, d=20, hidden=130, inner=66, experts=7, block_size=16), 150, 5003),
     Size(
         "large",
         64,
         Geometry(heads=16, kv_heads=4, d=64, hidden=1024, inner=1408, experts=4, block_size=32),
-        1024,
-        70_001,
+        context=1024,
+        vocabulary=70_001,
     ),
 )
 """The last one is timed."""
@@ -370,7 +370,7 @@ def _verify(ops: Ops, size: Size) -> Prepared:
 
 def _allocate_kv(ops: Ops, size: Size) -> Prepared:
     g = size.geometry
-    shape = KVShape(2, g.kv_heads, g.d, g.block_size)
+    shape = KVShape(2, g.kv_heads, g.d, block_size=g.block_size)
     return Prepared(lambda: ops.allocate_kv(shape, size.context // g.block_size), 0, lambda _: [])
 
 

@@ -61,7 +61,7 @@ def examine(
         fell_back = _elsewhere(ops, arrays) or next(filter(_FALL_BACK.search, words), "")
         found = msgspec.structs.replace(found, fell_back=_line(fell_back))
         right = check.prepare(_ORACLE, size)
-        _compare(ops, check, hosts, [np.array(each) for each in right.results(right.call())])
+        _compare(ops, check, hosts, right=[np.array(each) for each in right.results(right.call())])
         if size is SIZES[-1] and prepared.moved:
             seconds, floor = _shortest(ops, prepared.call), prepared.moved / bandwidth if bandwidth else None
             ratio = seconds / floor if floor else None
@@ -162,14 +162,14 @@ def _events(text: str, begin: int, read_output: HostCalls, only: frozenset[str])
         work = [(check, size) for check in CHECKS if not only or check.primitive in only for size in SIZES]
         yield PackDescribed(ops.dtype, target.backend.describe(), target.emulated, bandwidth, len(work))
         for number, (check, size) in enumerate(work[begin:], begin):
-            yield ProbeBegun(number, check.primitive, check.case, size.name)
-            yield examine(ops, check, size, target.limits, bandwidth, read_output)
+            yield ProbeBegun(number, check.primitive, check.case, size=size.name)
+            yield examine(ops, check, size, limits=target.limits, bandwidth=bandwidth, read_output=read_output)
 
 
 def _main(text: str, begin: str, events: str, errors: str, only: str = "") -> None:
     names = frozenset(filter(None, only.split(",")))
     with Path(events).open("ab", buffering=0) as file:
-        for event in _events(text, int(begin), _new_words(Path(errors)), names):
+        for event in _events(text, int(begin), _new_words(Path(errors)), only=names):
             file.write(msgspec.json.encode(event) + b"\n")
 
 

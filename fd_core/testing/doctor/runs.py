@@ -127,7 +127,7 @@ def run_doctor(text: str, progress: DoctorProgress, only: Sequence[str] = ()) ->
         if target.config().dtype == "auto":
             texts = {dtype: f"{text}{',' if ':' in text else ':'}dtype={dtype}" for dtype in _DTYPES}
         for dtype, each in texts.items():
-            found += _examine(each, dtype, only, Path(name) / dtype, progress)
+            found += _examine(each, dtype, only, folder=Path(name) / dtype, progress=progress)
     return DoctorReport(
         fd_core=fd_core.__version__,
         machine=f"{platform.system()} {platform.machine()}",

@@ -60,7 +60,7 @@ def _logits_of(target: Target, case: str, spec: RequestSpec, text: Sequence[int]
     assert path is not None
     with open_checkpoint(path) as checkpoint:
         model = load_model(checkpoint, ops, len(tokens), quantization=target.quantization)
-    driver = PagedDriver(model, ops, [tokens], len(tokens), kv_dtype=target.kv_dtype)
+    driver = PagedDriver(model, ops, [tokens], longest=len(tokens), kv_dtype=target.kv_dtype)
     driver.step([(0, len(tokens) - 1)])
     return driver.rows[0].logits[len(spec.prompt) - 1 :]
 
@@ -104,7 +104,7 @@ class Golden:
         parted = next(at for at, token in enumerate(text) if at >= len(right) or token != right[at])
         where = f"{spec.request_id} deviates from the expected text at token {parted}"
         assert margin and spec.params.temperature == 0.0, f"{where}: expected {right}, got {list(text)}"
-        logits = np.stack(_logits_of(self.target, ENGINE_CASE, spec, text)).astype(np.float64)
+        logits = np.stack(_logits_of(self.target, ENGINE_CASE, spec, text=text)).astype(np.float64)
         lead = logits.max(axis=1) - logits[np.arange(len(text)), text]
         assert lead.max(initial=0.0) <= margin, f"{where}, where the best token leads by {lead.max():.3g}"
 
@@ -175,9 +175,9 @@ class Judge:
             parted = next(at for at, token in enumerate(text) if at >= len(right) or token != right[at])
             where = f"{name} deviates from the expected text at token {parted} of {len(text)}"
             assert self.target.oracle.cls.needs_checkpoint, f"{where}: {text[parted]} for {right[parted:][:1]}"
-            logits = _logits_of(self.target, self._case, spec, text)
+            logits = _logits_of(self.target, self._case, spec, text=text)
             for at in range(parted, len(text)):
-                self._check_token(spec, list(text), at, logits[at], where)
+                self._check_token(spec, list(text), at, logits=logits[at], where=where)
 
     def check_scores(self, name: str, at: int, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
         """Compare the log-probabilities of token `at`, before which the text equals the oracle's."""
@@ -200,7 +200,7 @@ class Judge:
         rng = np.random.default_rng(at)
         for trial in range(_TRIALS):
             noise = rng.uniform(-_FLOAT32_MARGIN, _FLOAT32_MARGIN, len(logits)).astype(np.float32) if trial else 0
-            sampled = sampler.sample((logits + noise)[None], sampler.gather(zero, place, zero, tokens[None]))
+            sampled = sampler.sample((logits + noise)[None], sampler.gather(zero, place, zero, tokens=tokens[None]))
             if int(sampled.tokens[0]) == text[at]:
                 return
             if spec.params.temperature == 0.0:

@@ -66,7 +66,7 @@ def _configured(text: str, folder: Path) -> Target:
                 field="BACKEND",
                 hint="such as cpu:dtype=bfloat16,native_kernels=false",
             )
-    return Target(text, text.partition(":")[0], settings, folder)
+    return Target(text, text.partition(":")[0], settings, folder=folder)
 
 
 def environment_of(text: str) -> dict[str, str]:
@@ -124,7 +124,7 @@ class Target:
         plugins = installed_plugins()
         name = self.config().postprocess or plugins.default_postprocessor(self.name, self.ops.framework)
         found = plugins.load(POSTPROCESS, name)
-        require_fit(found, name, self.ops.framework, self.name)
+        require_fit(found, name, self.ops.framework, backend=self.name)
         return found
 
     @property
@@ -155,7 +155,7 @@ class Target:
     def oracle(self) -> Target:
         """The oracle as a target, which stores weights and KV in the same number of bits."""
         kept = {name: value for name, value in self._settings.items() if name in _OF_THE_ORACLE}
-        return Target(self.oracle_name, self.oracle_name, kept, self._folder)
+        return Target(self.oracle_name, self.oracle_name, kept, folder=self._folder)
 
     @property
     def right(self) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ class Target:
 
     def quantized(self) -> Target:
         settings = {**self._settings, "kv_cache_dtype": "int8"}
-        return Target(f"{self.text} with int8 KV", self.name, settings, self._folder)
+        return Target(f"{self.text} with int8 KV", self.name, settings, folder=self._folder)
 
     def checkpoint(self, case: str = ENGINE_CASE) -> Path | None:
         """Return the folder of a tiny checkpoint, written at the first call; None for a backend that reads none."""
@@ -206,7 +206,7 @@ class Target:
         speculative = {"speculative": speculation(k), "structured_output": k > 0, "pipeline_depth": 1}
         engine = self.load(case, **speculative | settings)
         if k:
-            engine.probe().runner.drafter = OracleDrafter(engine.info.max_num_seqs, whole, wrong, 0)
+            engine.probe().runner.drafter = OracleDrafter(engine.info.max_num_seqs, whole, wrong, seed=0)
         try:
             yield engine
         finally:

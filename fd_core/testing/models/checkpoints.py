@@ -35,7 +35,7 @@ def _sizes(
 
 
 SIZES: Final[Mapping[str, Any]] = {
-    **_sizes(64, 96, 3, 4, 2, 16, 160, 256),
+    **_sizes(64, 96, 3, heads=4, kv_heads=2, head_dim=16, vocabulary=160, longest=256),
     "rms_norm_eps": 1e-6,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -112,10 +112,10 @@ WIDE_CASE: Final = "wide"
 """A small model with a vocabulary larger than 2^17."""
 
 _SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
-    LONG_CASE: _sizes(64, 96, 2, 4, 2, 32, 1031, 4096),
-    WIDE_CASE: _sizes(32, 64, 1, 2, 1, 16, 140_003, 512),
-    PACKED_ENGINE_CASE: _sizes(32, 32, 1, 4, 1, 8, 97, 512),
-    ENGINE_CASE: _sizes(16, 16, 1, 2, 1, 8, 97, 512),
+    LONG_CASE: _sizes(64, 96, 2, heads=4, kv_heads=2, head_dim=32, vocabulary=1031, longest=4096),
+    WIDE_CASE: _sizes(32, 64, 1, heads=2, kv_heads=1, head_dim=16, vocabulary=140_003, longest=512),
+    PACKED_ENGINE_CASE: _sizes(32, 32, 1, heads=4, kv_heads=1, head_dim=8, vocabulary=97, longest=512),
+    ENGINE_CASE: _sizes(16, 16, 1, heads=2, kv_heads=1, head_dim=8, vocabulary=97, longest=512),
 }
 _ARCHITECTURE_OF: Final[Mapping[str, str]] = {
     "llama": "LlamaForCausalLM",
@@ -157,7 +157,7 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     parsed = ModelConfig(config)
     spec = decoder_spec(name, parsed, ARCHITECTURES[name](parsed))
     values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
-    tensors = {tensor: _weight(values, tensor, shape, spec.norm_offset) for tensor, shape in spec.tensors()}
+    tensors = {tensor: _weight(values, tensor, shape, norm_offset=spec.norm_offset) for tensor, shape in spec.tensors()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -91,7 +91,7 @@ class LayerOn:
         tables[np.arange(used.max()) < used[:, None]] = np.random.default_rng(7).permutation(count)
         tables[:, :shared_blocks] = tables[0, :shared_blocks]
         self.blocks = tables
-        self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, g.block_size, g.kv_dtype), count)
+        self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, block_size=g.block_size, dtype=g.kv_dtype), count)
         history: npt.NDArray[Any] = make(count, 2, 2, g.block_size, g.kv_heads, g.d)
         if self.cache.shape.quantized:
             history = quantize_kv(history)

@@ -121,7 +121,7 @@ class ParserTarget:
         if (form := self.form(words.tool)) is not None:
             content = words.content if form.anywhere else ""
             expected = calls if form.between is not None else calls[:1]
-            yield SampleAnswer(content + self.written(form, expected), tools, content, "", expected)
+            yield SampleAnswer(content + self.written(form, expected), tools, content, reasoning="", calls=expected)
 
     def written(self, form: CallForm, calls: Sequence[tuple[str, Any]], *, ascii_only: bool = False) -> str:
         """Return calls as forced by a grammar; `form` is that of one of them."""
@@ -205,7 +205,7 @@ def meaning_of(events: list[Event]) -> Meaning:
         text_of(events, Content),
         text_of(events, ReasoningDelta),
         [(event.name, arguments[event.index]) for event in events if isinstance(event, CallBegun)],
-        sum(isinstance(event, CallEnded) for event in events),
+        ended=sum(isinstance(event, CallEnded) for event in events),
     )
 
 

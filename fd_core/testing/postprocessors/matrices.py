@@ -74,7 +74,7 @@ def random_rows(rng: np.random.Generator, slots: int, k: int, rows: int, revoked
         rng.integers(0, 140_003, (rows, 1 + k)).astype(np.int32),
         rng.integers(0, k + 1, rows).astype(np.int32),
         order[:rows].copy(),
-        order[rows : rows + revoked].copy(),
+        revoked=order[rows : rows + revoked].copy(),
     )
 
 

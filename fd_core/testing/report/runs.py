@@ -58,19 +58,19 @@ KITS: Final = (
         "fd_core.testing.schedulers.suite",
         "--fd-scheduler",
         ("--fd-quick",),
-        ("signals", "budget", "blocks", "golden", "storage", "pairs"),
-        _found(SCHEDULER),
-        OF_OTHERS_THAN_SCHEDULERS,
+        sections=("signals", "budget", "blocks", "golden", "storage", "pairs"),
+        find=_found(SCHEDULER),
+        others=OF_OTHERS_THAN_SCHEDULERS,
     ),
     Kit(
         "fd_core.testing.postprocessors.suite",
         "--fd-postprocess",
         (),
-        ("matrix", "flight", "device"),
-        lambda text: installed_plugins().find(POSTPROCESS, text.partition(":")[0]),
+        sections=("matrix", "flight", "device"),
+        find=lambda text: installed_plugins().find(POSTPROCESS, text.partition(":")[0]),
     ),
-    Kit(_PARSERS, "--fd-tool-parser", (), (*PARSER_SECTIONS, "calls"), _found(TOOL_PARSER)),
-    Kit(_PARSERS, "--fd-reasoning-parser", (), (*PARSER_SECTIONS, "reasoning"), _found(REASONING_PARSER)),
+    Kit(_PARSERS, "--fd-tool-parser", (), sections=(*PARSER_SECTIONS, "calls"), find=_found(TOOL_PARSER)),
+    Kit(_PARSERS, "--fd-reasoning-parser", (), sections=(*PARSER_SECTIONS, "reasoning"), find=_found(REASONING_PARSER)),
 )
 """Kits in the order of `fdcore conformance`."""
 
@@ -98,7 +98,7 @@ def run_suite(
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
         command=command,
-        cards=[_card(kit, target, expression, quick, progress) for target in targets],
+        cards=[_card(kit, target, expression, quick=quick, progress=progress) for target in targets],
     )
 
 
@@ -114,10 +114,10 @@ def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: 
         environment = os.environ | environment_of(target)
         progress(target, 0, 0)
         for event in follow(
-            _command(kit, target, expression, quick, folder),
+            _command(kit, target, expression, quick=quick, folder=folder),
             folder / "results",
             RecordedEvent,
-            _QUIET_SECONDS,
+            most_quiet_seconds=_QUIET_SECONDS,
             output=folder / "output",
             stdin=subprocess.DEVNULL,
             env=environment | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")},
@@ -125,7 +125,7 @@ def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: 
             if run.add(event):
                 progress(target, len(run.results), run.failed)
         output = (folder / "output").read_text(errors="replace")
-    return run.card(kit, target, output, time.monotonic() - started)
+    return run.card(kit, target, output, seconds=time.monotonic() - started)
 
 
 def _command(kit: Kit, target: str, expression: str | None, quick: bool, folder: Path) -> list[str]:

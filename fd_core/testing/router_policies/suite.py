@@ -91,7 +91,7 @@ class RouterPolicySuite:
             Candidate(worker, load, *((hits, min(_BLOCKS, hits + 1)) if prefix else ()))
             for worker, load, hits in workers
         )
-        return RoutingContext(candidates, tokens, keys if prefix else (), session, number, now)
+        return RoutingContext(candidates, tokens, keys if prefix else (), session=session, random=number, now=now)
 
     @pytest.mark.law("7.2")
     def test_it_chooses_a_candidate_and_equal_calls_give_equal_answers(self) -> None:
@@ -113,7 +113,7 @@ class RouterPolicySuite:
                     (_worker(at, incarnations[at]), WorkerLoad(waiting + running, waiting, 100 * tokens), hits)
                     for at, (waiting, running, tokens, hits) in enumerate(call.loads)
                 ]
-                context = self.shown(workers, call.number, call.session, call.prompt, now)
+                context = self.shown(workers, call.number, call.session, prompt=call.prompt, now=now)
                 chosen = one.choose(context)
                 assert any(chosen is candidate for candidate in context.candidates), "it chose no candidate"
                 with _another_world(shift):

@@ -339,7 +339,7 @@ class Auditor:
         occupancy = Occupancy(request, slot, admission.gen, [], len(told), computed, len(told))
         first = [grant for grant in plan.grants if grant.slot == slot and grant.offset == 0]
         for grant in first:
-            self._grant(grant, touched, occupancy, [] if loaded is None else loaded.blocks.tolist())
+            self._grant(grant, touched, occupancy, own=[] if loaded is None else loaded.blocks.tolist())
         self.occupancies[slot], request.occupancy = occupancy, occupancy
         if not occupancies:
             return
@@ -424,7 +424,7 @@ class Auditor:
         held = self.operating()
         require(not written & held, "3.2", f"{where} writes blocks {written & held}, which an operation holds")
         step.touched.update(blocks)
-        step.rows.append(_Row(occupancy, real, own, drafts, samples))
+        step.rows.append(_Row(occupancy, real, own, drafts=drafts, samples=samples))
         for position in range(real, start + count):
             self._content[occupancy.table[position // size]][position % size] = None
         occupancy.num_computed += count
@@ -599,7 +599,7 @@ class Auditor:
                 continue
             request, draining = row.occupancy.request, row.occupancy.revoked
             if kind == Outcome.ERROR:
-                expected[request.name] = _Expected(request, (), FinishReason.ERROR, draining)
+                expected[request.name] = _Expected(request, (), FinishReason.ERROR, draining=draining)
                 continue
             if row.start <= request.seen:
                 request.seen = max(request.seen, row.start + row.own)
@@ -607,7 +607,7 @@ class Auditor:
             told: tuple[int, ...] = ()
             if row.samples:
                 told, reason = _cut(request, outcomes.tokens[row.occupancy.slot, :count].tolist())
-                expected[request.name] = _Expected(request, told, reason, draining)
+                expected[request.name] = _Expected(request, told, reason, draining=draining)
                 rejected = row.drafts - max(count - 1, 0)
                 row.occupancy.num_planned -= rejected
                 row.occupancy.num_computed -= rejected
@@ -621,7 +621,7 @@ class Auditor:
             request = self.occupancies.pop(revoked.slot).request
             request.occupancy = None
             if request.end is None and request.abort_requested:
-                expected[request.name] = _Expected(request, (), FinishReason.ABORT, True)
+                expected[request.name] = _Expected(request, (), FinishReason.ABORT, draining=True)
         self._check_deltas(plan, expected, deltas)
         slots = {row.occupancy.request.name: row.occupancy.slot for row in step.rows}
         for delta in deltas:

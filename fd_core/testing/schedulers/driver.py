@@ -275,7 +275,7 @@ def drive(
     drafter = None
     if k:
         texts = [[*spec.prompt, *whole_text(spec)] for spec in (*specs, *known)]
-        drafter = OracleDrafter(chosen.max_num_seqs, texts, wrong, 0)
+        drafter = OracleDrafter(chosen.max_num_seqs, texts, wrong, seed=0)
     driver = Driver(target, setup, drafter)
     driver.submit(*specs)
     return driver

@@ -29,7 +29,7 @@ _ALONE = Limits(
 def make_runner(limits: Limits, drafter: Drafter | None = None) -> Runner:
     """Return a runner of the null model."""
     ops = NullBackend(EngineConfig(model="null", backend="null")).make_ops()
-    return Runner(ops, NullModel(), limits, NumpyPostprocess, drafter)
+    return Runner(ops, NullModel(), limits, postprocess=NumpyPostprocess, drafter=drafter)
 
 
 def whole_text(spec: RequestSpec) -> list[int]:

@@ -71,21 +71,21 @@ def most_computed(
 @pytest.mark.law("2.1")
 def test_a_budget_equal_to_the_demand_serves_every_decode(golden: Golden, k: int, depth: int) -> None:
     specs = [greedy(f"r{index}", PROMPTS[index][: 1 + k], 20) for index in range(3)]
-    assert most_computed(golden, specs, 3 * (1 + k), k, 0.0, depth=depth, num_kv_blocks=64) <= 3 * (1 + k)
+    assert most_computed(golden, specs, 3 * (1 + k), k=k, wrong=0.0, depth=depth, num_kv_blocks=64) <= 3 * (1 + k)
 
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("2.4")
 def test_the_smallest_legal_budget_brings_everybody_to_the_end(golden: Golden, k: int) -> None:
     specs = [greedy(f"r{index}", PROMPTS[index][:8], 12) for index in range(3)]
-    assert most_computed(golden, specs, 1 + k, k, 0.3, eager=True) == 1 + k
+    assert most_computed(golden, specs, 1 + k, k=k, wrong=0.3, eager=True) == 1 + k
 
 
 @pytest.mark.law("2")
 def test_each_step_computes_what_it_was_charged(golden: Golden) -> None:
     """Prompt chunks with decodes: no step computes tokens other than those of its plan and its padding."""
     specs = [greedy(f"r{index}", PROMPTS[index][: 3 + 4 * index], 10) for index in range(4)]
-    assert most_computed(golden, specs, 9, 3, 0.5, num_kv_blocks=64) <= 9
+    assert most_computed(golden, specs, 9, k=3, wrong=0.5, num_kv_blocks=64) <= 9
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
@@ -101,5 +101,5 @@ def test_padding_never_exceeds_the_budget(target: Target, k: int, rows: int) -> 
 
 @pytest.mark.law("2.5")
 def test_a_budget_below_one_decode_with_its_drafts_is_refused(target: Target) -> None:
-    with pytest.raises(ConfigError, match="takes 4 tokens"), target.engine(3, max_num_batched_tokens=3):
+    with pytest.raises(ConfigError, match="4 tokens"), target.engine(3, max_num_batched_tokens=3):
         pass

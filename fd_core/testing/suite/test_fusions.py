@@ -70,7 +70,7 @@ def test_fusions_equal_the_composition(ops: Ops, require: Callable[..., None], n
         tolerance = PACKED_TOLERANCE[geometry.packed]
     for fusion, found, expected in zip(NAMES, LayerOn(ops, geometry).run(ops), composed(name), strict=False):
         try:
-            assert_near(ops, ops.from_host(found), expected, tolerance)
+            assert_near(ops, ops.from_host(found), expected, tolerance=tolerance)
         except AssertionError as error:
             raise AssertionError(f"{fusion}: {error}") from error
 

@@ -68,7 +68,7 @@ def test_exported_blocks_are_keys_then_values_by_position(ops: Ops, require: Cal
     values = Values(3)
     flat = activations(ops, values(3, 3 * 16))
     _, k, v = ops.split_heads(flat, layer.heads)
-    cache = ops.allocate_kv(KVShape(2, 2, 8, 2), 3)
+    cache = ops.allocate_kv(KVShape(2, 2, 8, block_size=2), 3)
     # Block 2, then the first entry of block 0.
     ops.write_kv(cache.layer(1), k, v, ops.from_host(blocks(4, 5, 0)))
     exported = cache.export_blocks(blocks(2, 0))

@@ -59,7 +59,7 @@ def oracle_logits(
         model: Model = load_model(checkpoint, NumpyOps(), 64, quantization=quantization)
     if adapter is not None:
         model = adapted_by(model, folder, [adapter])
-    driver = PagedDriver(model, NumpyOps(), [list(tokens)], 64, places=None if adapter is None else [1])
+    driver = PagedDriver(model, NumpyOps(), [list(tokens)], longest=64, places=None if adapter is None else [1])
     driver.step([(0, len(tokens))])
     return np.stack(driver.rows[0].logits)
 
@@ -126,12 +126,12 @@ def test_adapters_in_one_batch_compute_what_merged_weights_compute(
     model = loaded(target, ops, folder)
     places = [2, 0, 1, 2][: len(lengths)]
     driver = PagedDriver(
-        adapted_by(model, folder, adapters), ops, prompts(model.vocab_size, lengths), 64, places=places
+        adapted_by(model, folder, adapters), ops, prompts(model.vocab_size, lengths), longest=64, places=places
     )
     driver.generate(GENERATED, chunk)
     for row, place in zip(driver.rows, places, strict=True):
         expected = right[place](tuple(row.tokens[:-1]))
-        assert_close(target, row, expected, ADAPTED_ERROR, 2.0)
+        assert_close(target, row, expected, largest=ADAPTED_ERROR, share=2.0)
 
 
 @pytest.mark.parametrize("way", thorough_but(WAYS, "whole", "mixed"))
@@ -143,7 +143,7 @@ def test_a_model_computes_what_the_oracle_computes(
     folder = written(case, checkpoints)
     chunk, lengths = WAYS[way]
     model = loaded(target, ops, folder)
-    driver = PagedDriver(model, ops, prompts(model.vocab_size, lengths), 64)
+    driver = PagedDriver(model, ops, prompts(model.vocab_size, lengths), longest=64)
     driver.generate(GENERATED, chunk)
     for row in driver.rows:
         expected = oracle_logits(folder, tuple(row.tokens[:-1]), target.quantization)
@@ -158,7 +158,7 @@ def test_equal_dimensions(target: Target, ops: Ops, checkpoints: Path) -> None:
     folder = checkpoints / "equal"
     write_checkpoint("llama", folder, **EQUAL)
     model = loaded(target, ops, folder)
-    driver = PagedDriver(model, ops, prompts(model.vocab_size, (1, 23, 8)), 64, last_only=True)
+    driver = PagedDriver(model, ops, prompts(model.vocab_size, (1, 23, 8)), longest=64, last_only=True)
     driver.generate(GENERATED)
     for row in driver.rows:
         expected = oracle_logits(folder, tuple(row.tokens[:-1]), target.quantization)[row.prompt_len - 1 :]

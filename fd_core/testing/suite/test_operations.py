@@ -47,7 +47,7 @@ def heads_of(ops: Ops, x: Floats) -> tuple[Array, Array, Array]:
     """Return [T, heads, d] values as activations of the pack, as q, k and v."""
     tokens, heads, d = x.shape
     flat = activations(ops, np.concatenate([x, x, x], axis=1).reshape(tokens, -1))
-    return ops.split_heads(flat, Heads(heads, heads, d, 1.0, no_rope(ops)))
+    return ops.split_heads(flat, Heads(heads, heads, d, scale=1.0, rope=no_rope(ops)))
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,15 @@ def test_packed_weights_equal_what_they_stand_for(ops: Ops, values: Values, kind
     expected, expected_up = x @ weight.to_float32().T, x @ up.to_float32().T
     bias = raw(np.arange(40))
     found = ops.linear(activations(ops, x), ops.prepare_linear([weight], [bias]))
-    assert_near(ops, found, expected + np.arange(40), tolerance)
+    assert_near(ops, found, expected + np.arange(40), tolerance=tolerance)
     if other.format in ops.weight_formats:
         found = ops.linear(activations(ops, x), ops.prepare_linear([weight, other]))
-        assert_near(ops, found, np.hstack([expected, x @ other.to_float32().T]), tolerance)
+        assert_near(ops, found, np.hstack([expected, x @ other.to_float32().T]), tolerance=tolerance)
     gate_up = ops.prepare_linear([weight, up], gated=True)
     gated = ops.gated_linear(activations(ops, x), gate_up, "silu")
-    assert_near(ops, gated, expected / (1 + np.exp(-expected)) * expected_up, tolerance)
+    assert_near(ops, gated, expected / (1 + np.exp(-expected)) * expected_up, tolerance=tolerance)
     apart = ops.gate_up(activations(ops, x), gate_up)
-    assert_near(ops, apart, np.hstack([expected, expected_up]), tolerance)
+    assert_near(ops, apart, np.hstack([expected, expected_up]), tolerance=tolerance)
 
 
 def test_embedding_looks_up_and_scales_rows(ops: Ops, values: Values) -> None:
@@ -192,7 +192,7 @@ def test_the_numbers_of_an_adapter_reach_no_token_of_another(ops: Ops, values: V
 
 def test_split_heads_takes_queries_then_keys_then_values(ops: Ops, values: Values) -> None:
     x = values(3, (4 + 2 * 2) * 8)
-    found = ops.split_heads(activations(ops, x), Heads(4, 2, 8, 1.0, no_rope(ops)))
+    found = ops.split_heads(activations(ops, x), Heads(4, 2, 8, scale=1.0, rope=no_rope(ops)))
     for part, expected in zip(found, np.split(x, [32, 48], axis=1), strict=True):
         assert_near(ops, part, expected.reshape(3, -1, 8))
 
@@ -283,13 +283,13 @@ def attend(ops: Ops, values: Values, rows: list[tuple[int, int]], kv_dtype: str 
     keys = [values(context, kv_heads, d) for _, context in rows]
     contents = [values(context, kv_heads, d) for _, context in rows]
     q = values(sum(count for count, _ in rows), q_heads, d)
-    heads = Heads(q_heads, kv_heads, d, 0.3, no_rope(ops), **changes)
+    heads = Heads(q_heads, kv_heads, d, scale=0.3, rope=no_rope(ops), **changes)
     earlier = step_input([(context, context) for _, context in rows], block_size, tables)
     used = -(-np.array([context for _, context in rows]) // block_size)
     # Entries beyond the context are undefined.
     visible = np.where(np.arange(width) < used[:, None], tables, np.int32(2**20))
     step = replace(step_input(rows, block_size, tables), block_tables=visible)
-    cache = ops.allocate_kv(KVShape(2, kv_heads, d, block_size, kv_dtype), len(rows) * width + 2)
+    cache = ops.allocate_kv(KVShape(2, kv_heads, d, block_size=block_size, dtype=kv_dtype), len(rows) * width + 2)
     layer = cache.layer(1)
     _, k, _ = heads_of(ops, np.concatenate(keys))
     _, _, v = heads_of(ops, np.concatenate(contents))
@@ -297,7 +297,7 @@ def attend(ops: Ops, values: Values, rows: list[tuple[int, int]], kv_dtype: str 
     found = ops.paged_attention(heads_of(ops, q)[0], layer, heads, on_device(ops, step))
     if cache.shape.quantized:
         keys, contents = ([dequantize_kv(quantize_kv(each)) for each in side] for side in (keys, contents))
-    assert_near(ops, found, attention_by_definition(q, keys, contents, heads, rows))
+    assert_near(ops, found, attention_by_definition(q, keys, contents, heads=heads, rows=rows))
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -321,9 +321,9 @@ def test_attention_caps_its_scores(ops: Ops, values: Values, require: Require, r
 def test_later_steps_with_other_shapes_are_planned_anew(ops: Ops, values: Values, require: Require) -> None:
     """A pack that caches a plan per step must not reuse it for the next step."""
     require("paged_kv")
-    heads = Heads(2, 1, 8, 0.5, no_rope(ops))
+    heads = Heads(2, 1, 8, scale=0.5, rope=no_rope(ops))
     tables = np.array([[1, 0]], np.int32)
-    cache = ops.allocate_kv(KVShape(1, 1, 8, 2), 2)
+    cache = ops.allocate_kv(KVShape(1, 1, 8, block_size=2), 2)
     k, v = values(4, 1, 8), values(4, 1, 8)
     for before, after in pairwise([0, 2, 3, 4]):
         step = on_device(ops, step_input([(after - before, after)], 2, tables))
@@ -332,7 +332,7 @@ def test_later_steps_with_other_shapes_are_planned_anew(ops: Ops, values: Values
         ops.write_kv(cache.layer(0), new_k, new_v, step.kv_slots)
         found = ops.paged_attention(heads_of(ops, q)[0], cache.layer(0), heads, step)
         rows = [(after - before, after)]
-        assert_near(ops, found, attention_by_definition(q, [k[:after]], [v[:after]], heads, rows))
+        assert_near(ops, found, attention_by_definition(q, [k[:after]], [v[:after]], heads=heads, rows=rows))
 
 
 @pytest.mark.parametrize("corrected", [False, True], ids=["", "corrected"])
@@ -372,4 +372,4 @@ def test_moe_adds_the_weighted_outputs_of_the_chosen_experts(
 
 def test_oversized_cache_is_reported(ops: Ops) -> None:
     with pytest.raises(MemoryError):
-        ops.allocate_kv(KVShape(64, 64, 256, 64), 2**24)
+        ops.allocate_kv(KVShape(64, 64, 256, block_size=64), 2**24)

@@ -100,12 +100,12 @@ def test_batching_and_chunking_change_no_text(narrow: Target) -> None:
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "recomputed"])
 @pytest.mark.law("4")
 def test_preemption_changes_no_text(narrow: Target, keep: bool) -> None:
-    test_golden.test_preemption_changes_no_text(narrow, Golden(narrow), keep, 2)
+    test_golden.test_preemption_changes_no_text(narrow, Golden(narrow), keep, depth=2)
 
 
 @pytest.mark.law("4")
 def test_speculation_changes_no_text(narrow: Target) -> None:
-    test_golden.test_speculation_changes_no_text(narrow, Golden(narrow), 3, 0.3)
+    test_golden.test_speculation_changes_no_text(narrow, Golden(narrow), 3, wrong=0.3)
 
 
 def test_kv_that_left_the_device_serves_as_well_as_computed(narrow: Target) -> None:

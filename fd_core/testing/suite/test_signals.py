@@ -50,7 +50,7 @@ def manual_driver(target: Target, golden: Golden, k: int = 0, slots: Sequence[in
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.2")
 def test_a_revocation_is_answered_in_its_own_step(target: Target, golden: Golden, k: int) -> None:
-    with manual_driver(target, golden, k, [0, 2, 3]) as hand:
+    with manual_driver(target, golden, k, slots=[0, 2, 3]) as hand:
         _, first = hand.step((0, 8), (2, 8), (3, 8))
         assert (first.kinds == Outcome.RELEASED).sum() == 0
         _, second = hand.step((0, 1), (3, 1), back=[2])
@@ -62,7 +62,7 @@ def test_a_revocation_is_answered_in_its_own_step(target: Target, golden: Golden
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.3")
 def test_rows_next_to_a_revocation_keep_their_tokens(target: Target, golden: Golden, k: int) -> None:
-    with manual_driver(target, golden, k, range(4)) as hand:
+    with manual_driver(target, golden, k, slots=range(4)) as hand:
         hand.step(*((slot, 8) for slot in range(4)))
         drafts = int(k > 0)
         _, outcomes = hand.step((3, 1, True, drafts), (0, 1, True, drafts), (2, 1, True, drafts), back=[1])
@@ -88,7 +88,7 @@ def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.2")
 def test_idle_slot_is_empty(target: Target, golden: Golden, k: int) -> None:
-    with manual_driver(target, golden, k, [1, 2]) as hand:
+    with manual_driver(target, golden, k, slots=[1, 2]) as hand:
         _, first = hand.step((1, 8), (2, 8))
         assert first.kinds.tolist() == [Outcome.EMPTY, Outcome.TOKENS, Outcome.TOKENS, Outcome.EMPTY]
         hand.step((2, 1), back=[1])
@@ -108,7 +108,7 @@ def test_unfinished_chunk_delivers_nothing(target: Target, golden: Golden) -> No
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.3")
 def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: Target, golden: Golden, k: int) -> None:
-    with manual_driver(target, golden, k, range(3)) as hand:
+    with manual_driver(target, golden, k, slots=range(3)) as hand:
         hand.step((0, 8), (1, 8), (2, 8))
         output, outcomes = hand.step(back=[0, 1, 2])
         assert output.step == 1
@@ -194,7 +194,7 @@ def test_preempted_again_and_again_nothing_is_lost(
 ) -> None:
     specs = long_ones(3, 34)
     victims: Counter[str] = Counter()
-    with pressed(target, golden, specs, k, transport, num_kv_blocks=16) as stepper:
+    with pressed(target, golden, specs, k=k, transport=transport, num_kv_blocks=16) as stepper:
         stepper.run(
             depth, watch=lambda plan: victims.update(stepper.request_in(back.slot) for back in plan.revocations)
         )
@@ -206,7 +206,7 @@ def test_preempted_again_and_again_nothing_is_lost(
 def test_a_batch_that_is_preempted_as_a_whole_goes_on(target: Target, golden: Golden, transport: str) -> None:
     specs = long_ones(2)
     alone: list[StepPlan] = []
-    with pressed(target, golden, specs, 0, transport) as stepper:
+    with pressed(target, golden, specs, k=0, transport=transport) as stepper:
         stepper.run(2, watch=lambda plan: alone.append(plan) if plan.revocations and not len(plan.slots) else None)
         assert alone, "no step consisted of revocations alone"
         golden.check(specs, stepper.texts.tokens)
@@ -322,7 +322,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(
 @pytest.mark.law("1.9")
 def test_no_negative_id_reaches_log_probabilities(target: Target, golden: Golden, k: int) -> None:
     specs = [greedy(spec.request_id, spec.prompt, 34, logprobs=3) for spec in long_ones(3)]
-    with pressed(target, golden, specs, k) as stepper:
+    with pressed(target, golden, specs, k=k) as stepper:
         texts = stepper.run(2)
         for spec in specs:
             scores = texts.scores[spec.request_id]

@@ -234,7 +234,7 @@ class NixlConnector(Connector):
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
         """Return an inbox with memory for `window` values."""
         with self._entered() as station:
-            return NixlInbox(station, lease, pieces, Layout(window, value_bytes), self.settings.timeout)
+            return NixlInbox(station, lease, pieces, layout=Layout(window, value_bytes), timeout=self.settings.timeout)
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         """Return an outbox that is connected to the inbox's agent and can access its memory."""

@@ -48,8 +48,8 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
             field=_TRUST,
             hint=f"set {_TRUST}=yes if only trusted processes can connect, or use --kv-connector tcp",
         )
-    transports = _chosen(environment, "FD_NIXL_TLS", "UCX_TLS", Settings().transports)
-    devices = _chosen(environment, "FD_NIXL_NET_DEVICES", "UCX_NET_DEVICES", Settings().devices)
+    transports = _chosen(environment, "FD_NIXL_TLS", "UCX_TLS", default=Settings().transports)
+    devices = _chosen(environment, "FD_NIXL_NET_DEVICES", "UCX_NET_DEVICES", default=Settings().devices)
     megabytes = environment.get(_MEMORY, str(_DEFAULT_MB))
     if not (megabytes.isascii() and megabytes.isdigit() and 1 <= int(megabytes[:9]) <= _MOST_MB):
         raise ConfigError(f"{_MEMORY} is not a number of MiB from 1 to {_MOST_MB:,}", field=_MEMORY)

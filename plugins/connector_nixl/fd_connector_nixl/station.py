@@ -108,11 +108,11 @@ class Agent:
 
     def write(self, start: int, length: int, peer: str, there: int, notice: Notice) -> Transfer:
         """Begin to write bytes to another agent's memory, followed by a notification."""
-        return self._begin("WRITE", start, length, peer, there, notice.encode())
+        return self._begin("WRITE", start, length, peer=peer, there=there, notice=notice.encode())
 
     def read(self, start: int, length: int, peer: str, there: int) -> Transfer:
         """Begin to read bytes from another agent's memory."""
-        return self._begin("READ", start, length, peer, there, b"")
+        return self._begin("READ", start, length, peer=peer, there=there, notice=b"")
 
     def tell(self, peer: str, notice: Notice) -> None:
         """Send a notification without a write."""
@@ -478,7 +478,7 @@ class Station:
         with self.lock:
             if self.closed:
                 return
-            parting = _PendingClose(peer, slab, token, list(transfers))
+            parting = _PendingClose(peer, slab, token, transfers=list(transfers))
             if not self._parted(parting):
                 self._partings.append(parting)
         self.nudge()

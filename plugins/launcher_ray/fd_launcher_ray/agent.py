@@ -28,7 +28,7 @@ class Agent:
         if not spec.cores:
             os.environ.pop("OMP_NUM_THREADS", None)  # set by Ray for actors without CPUs
         devices = {} if spec.devices else {"CUDA_VISIBLE_DEVICES": ""}
-        self._process = OwnedProcess(spec, node, address, self._cores.numbers, devices)
+        self._process = OwnedProcess(spec, node, address, cores=self._cores.numbers, environment=devices)
         return node, address, self._process.pid
 
     def announcement(self) -> str | None:

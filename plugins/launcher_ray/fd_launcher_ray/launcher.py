@@ -150,7 +150,7 @@ class PlacedGroup:
                 max_concurrency=_CALLS,
                 scheduling_strategy=strategy(self._placement, placement_group_bundle_index=index),
             )
-            self.processes.append(RayProcess(self._ray, spec, options.remote(), self))
+            self.processes.append(RayProcess(self._ray, spec, options.remote(), group=self))
         return self.processes
 
     def left(self, process: RayProcess) -> None:
@@ -237,8 +237,8 @@ class RayLauncher(Launcher):
                 node["NodeID"],
                 node["NodeManagerAddress"],
                 int(node["Resources"].get("CPU", 0)),
-                int(node["Resources"].get("GPU", 0)),
-                node["Alive"],
+                devices=int(node["Resources"].get("GPU", 0)),
+                alive=node["Alive"],
             )
             for node in self._ray.nodes()
         )

@@ -153,7 +153,10 @@ def test_preempting_prefill_worker_sends_each_block_once(secret: str) -> None:
 
 @pytest.mark.parametrize(
     "different, expected",
-    [({"block_size": 32, "num_kv_blocks": 20}, "--block-size is 32"), ({"max_model_len": 64}, "at most 64")],
+    [
+        ({"block_size": 32, "num_kv_blocks": 20}, "--block-size is 32"),
+        ({"max_model_len": 64}, "exceeds the prefill worker's 64"),
+    ],
     ids=["block size", "longest prompt"],
 )
 def test_incompatible_prefill_worker_falls_back_to_local_prefill(

@@ -107,14 +107,14 @@ async def test_server_stays_registered_and_deregisters() -> None:
         assert registration is not None
         registration.start()
         await live.healthy(1)
-        await registration.leave()
+        await registration.deregister()
         await eventually(lambda: live.router.workers() == ())
-        await registration.leave()
+        await registration.deregister()
 
 
 @in_loop
 async def test_restarted_engine_registers_as_a_new_instance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fd_core.server.serve._AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr("fd_core.server.serve._REREGISTER_SECONDS", 0.02)
     async with FakeWorker(role="decode") as worker, routed(router_secret=SECRET) as live:
         config = ServerConfig(router=live.admin, router_secret=SECRET)
         registration = registration_of(config, worker.url, lambda: worker.instance, "decode")
@@ -127,7 +127,7 @@ async def test_restarted_engine_registers_as_a_new_instance(monkeypatch: pytest.
         worker.instance = "w-2"
         await eventually(lambda: live.router.workers() != (first,))
         await live.healthy(1)
-        await registration.leave()
+        await registration.deregister()
 
 
 @in_loop
@@ -137,7 +137,7 @@ async def test_unreachable_router_does_not_disturb_a_server(caplog: pytest.LogCa
     assert registration is not None
     registration.start()
     await asyncio.sleep(0.1)
-    await registration.leave()
+    await registration.deregister()
     assert "did not register this server" in caplog.text and SECRET not in caplog.text
 
 
@@ -181,7 +181,7 @@ async def test_server_registers_with_every_resolved_router(
         assert registration is not None
         registration.start()
         await eventually(lambda: len(posted) == 2)
-        await registration.leave()
+        await registration.deregister()
     both = {"127.0.0.1/{} routers.test", "127.0.0.2/{} routers.test"}
     assert set(posted[:2]) == {each.format("register") for each in both}
     assert set(posted[2:]) == {each.format("deregister") for each in both}
@@ -197,7 +197,7 @@ async def test_router_that_rejects_the_secret_is_named(
         assert registration is not None
         registration.start()
         await eventually(lambda: "127.0.0.2" in caplog.text)
-        await registration.leave()
+        await registration.deregister()
     assert "127.0.0.1" not in caplog.text and "HTTP status 401" in caplog.text
 
 

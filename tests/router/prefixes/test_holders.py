@@ -27,7 +27,7 @@ def test_prefixes_match_to_their_full_length(paths: list[tuple[int, int]], left:
         model[worker] = max(model[worker], length)
     for worker in WORKERS[:left]:  # the slots of leaving workers are reused
         holders.discard(holders.bit(worker), KEYS)
-        slots.leave(worker)
+        slots.release(worker)
         model[worker] = 0
     late = RouterWorker("http://late", "mixed", 99)
     holders.add(holders.bit(late), KEYS[:2])

@@ -58,7 +58,7 @@ def test_invalid_grammar_ends_only_its_request() -> None:
     good = operation(s)
     end = s.complete(GrammarReady(compiling, "unknown name: foo"))
     assert end is not None and (end.request_id, end.finish_reason) == ("bad", FinishReason.ERROR)
-    assert end.error == "its grammar is invalid: unknown name: foo"
+    assert end.error == "its grammar cannot be used: unknown name: foo"
     assert s.request_ids() == ["good"]
     s.complete(GrammarReady(good))
     assert [admission.request_id for admission in planned(s).admissions] == ["good"]

@@ -96,7 +96,8 @@ def test_base64_holds_float32(server: LiveServer) -> None:
     numbers = [each["embedding"] for each in server.post(PATH, body).json["data"]]
     packed = [each["embedding"] for each in server.post(PATH, {**body, "encoding_format": "base64"}).json["data"]]
     found = [np.frombuffer(base64.b64decode(each), "<f4") for each in packed]
-    np.testing.assert_array_equal(found, np.array(numbers, np.float32))
+    # The prompts may share a step in one of the requests and not in the other.
+    np.testing.assert_allclose(found, np.array(numbers, np.float32), atol=1e-6)
 
 
 def test_score_is_the_cosine_of_two_embeddings(server: LiveServer, folder: Path) -> None:

@@ -39,9 +39,9 @@ async def keeper(
     name = _named(request.path, body)
     if not name:
         return None
-    headers = to_worker(state, request.headers, record, "HEAD", f"{_RESPONSES_PATH}/{name}")
+    headers = to_worker(state, request.headers, record, method="HEAD", path=f"{_RESPONSES_PATH}/{name}")
     workers = _answering(state)
-    found = await asyncio.gather(*(_keeps(state, worker, name, headers) for worker in workers))
+    found = await asyncio.gather(*(_keeps(state, worker, name, headers=headers) for worker in workers))
     return next((worker for worker, keeps in zip(workers, found, strict=True) if keeps), None)
 
 
@@ -79,7 +79,7 @@ async def abort(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
     """Return the ids that the workers aborted and those unknown to all; an error response if every worker failed."""
-    responses = await _broadcast(state, path, body, headers, record, _TIMEOUT)
+    responses = await _broadcast(state, path, body, headers=headers, record=record, timeout=_TIMEOUT)
     answers = []
     for each in responses:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):

@@ -299,7 +299,7 @@ class Exchange:
                     self.meter.whole(first)
                 self.attempts.ended(response.status, time.monotonic())
                 return web.Response(body=first, status=response.status, headers=kept)
-            return await self._stream(selection, response, answer, first, kept)
+            return await self._stream(selection, response, answer, first=first, headers=kept)
         finally:
             if response is not None:
                 response.close()
@@ -313,7 +313,7 @@ class Exchange:
                     self.request.method,
                     URL(selection.decode.url + self.target, encoded=True),
                     data=self.body,
-                    headers=ticket_headers(self.state, selection, headers, self.record.request_id),
+                    headers=ticket_headers(self.state, selection, headers, request_id=self.record.request_id),
                     skip_auto_headers=AUTO_HEADERS,
                     allow_redirects=False,
                     trace_request_ctx=asked,

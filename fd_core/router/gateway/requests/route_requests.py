@@ -134,9 +134,9 @@ class RouteRequestReader:
             ids, length = self._ids(asked)
             tokens = np.fromiter(ids[:_MAX_TOKENS], np.int32)
         except (FdError, OverflowError, TypeError):  # the worker rejects it with the proper error
-            read = _by_bytes(_bytes_of(asked) or body, session, salt, _name(asked.model))
+            read = _by_bytes(_bytes_of(asked) or body, session, salt, model=_name(asked.model))
         else:
-            read = RouteRequest(tokens, session, salt, length, _name(asked.model))
+            read = RouteRequest(tokens, session, salt, prefill_tokens=length, model=_name(asked.model))
         return replace(read, output_tokens=asked.output_tokens)
 
     def _ids(self, asked: _Body) -> tuple[Sequence[int], int]:
@@ -271,7 +271,7 @@ class CostReader:
 
     async def _pooled(self, decoded: EmbeddingRequest | ScoreRequest | RerankRequest) -> int:
         if isinstance(decoded, EmbeddingRequest):
-            found = await read_texts(self, decoded.input, "input", decoded.add_special_tokens is not False)
+            found = await read_texts(self, decoded.input, "input", add_special=decoded.add_special_tokens is not False)
         else:
             pairs, name = pairs_of(decoded)
             found = await read_texts(self, distinct(pairs), name)

@@ -99,9 +99,9 @@ class GatewayMetrics:
         yield self.first_byte.family()
         ended = {(role, name): getattr(counts, name) for role, counts in snapshot.roles.items() for name in OUTCOMES}
         text = "Ended attempts on workers, by role and outcome."
-        yield count_family("fdcore_router_outcomes", text, ("role", "outcome"), ended)
+        yield count_family("fdcore_router_outcomes", text, ("role", "outcome"), counts=ended)
         text = "HTTP responses started, by path and status."
-        yield count_family("fdcore_router_answers", text, ("path", "status"), self.answers)
+        yield count_family("fdcore_router_answers", text, ("path", "status"), counts=self.answers)
         yield refusal_family("fdcore_router_", self.refusals)
 
 

@@ -53,7 +53,7 @@ class GatewayHttp:
                 watch=connections,
             )
 
-        self._listener = Listener(sock, protocol, connections, tls)
+        self._listener = Listener(sock, protocol, connections, tls=tls)
 
     async def close(self, seconds: float) -> None:
         """Stop listening, with a grace period for answers in transit."""

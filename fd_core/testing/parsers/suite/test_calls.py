@@ -63,5 +63,5 @@ def test_calls_follow_one_another(target: ParserTarget) -> None:
     if form.between is None:
         lacks("a response in this format has at most one call")
     calls = [("weather", {"city": str(number)}) for number in range(12)]
-    answer = SampleAnswer(target.written(form, calls), ("weather",), "", "", tuple(calls))
+    answer = SampleAnswer(target.written(form, calls), ("weather",), "", reasoning="", calls=tuple(calls))
     answer.require_of(meaning_of(target.read(*answer.text, tools=answer.tools)))

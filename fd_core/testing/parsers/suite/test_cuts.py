@@ -10,7 +10,7 @@ from fd_core.testing.parsers.target import SHOWN, ParserTarget, Words
 
 WORDS = {
     "plain": SHOWN,
-    "unicode": Words("Ich säe 🙂\u2028é…", "Hm\u0301 ≠ 👩‍👩‍👧.", "weather", "Röm \u200f東京 🙂"),
+    "unicode": Words("Ich säe 🙂\u2028é…", "Hm\u0301 ≠ 👩‍👩‍👧.", "weather", city="Röm \u200f東京 🙂"),
     "names without a tool": Words(tool="rain"),
     "names with injection": Words(tool='a"}</b>[{\\n'),
     "markup": Words("1 < 2 [x] {y} `z`", "a <b> {", city="[R] {o} <m>"),
@@ -30,8 +30,8 @@ def test_any_cut_of_the_text_gives_the_same_events(target: ParserTarget, words: 
     for answer in target.answers(WORDS[words]):
         tools = () if "nobody" in words else answer.tools
         for cut in range(len(answer.text) + 1):
-            require_same(target, answer.text, [answer.text[:cut], answer.text[cut:]], tools)
-        require_same(target, answer.text, list(answer.text), tools)
+            require_same(target, answer.text, [answer.text[:cut], answer.text[cut:]], tools=tools)
+        require_same(target, answer.text, list(answer.text), tools=tools)
 
 
 @pytest.mark.law("8.1")
@@ -57,5 +57,5 @@ def test_malformed_texts_are_handled(target: ParserTarget) -> None:
         parts.insert(int(rng.integers(len(parts) + 1)), answer[at:to])
         text = "".join(parts)
         cut = int(rng.integers(len(text) + 1))
-        require_same(target, text, [text[:cut], text[cut:]], SHOWN[2:3])
-        require_same(target, text, list(text), SHOWN[2:3])
+        require_same(target, text, [text[:cut], text[cut:]], tools=SHOWN[2:3])
+        require_same(target, text, list(text), tools=SHOWN[2:3])

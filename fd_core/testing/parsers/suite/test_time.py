@@ -34,8 +34,8 @@ def test_time_is_linear_in_the_text(target: ParserTarget) -> None:
             text = begin + unit * (SIZE * GROWTH // len(unit) + 1)
             for piece in (4, len(text)):
                 for _ in range(3):
-                    short = seconds(target, answer.tools, text[: len(begin) + SIZE], piece)
-                    long = seconds(target, answer.tools, text, piece)
+                    short = seconds(target, answer.tools, text[: len(begin) + SIZE], piece=piece)
+                    long = seconds(target, answer.tools, text, piece=piece)
                     if long < max(0.02, short * GROWTH * SLACK):
                         break
                 else:

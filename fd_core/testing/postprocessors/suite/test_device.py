@@ -85,7 +85,7 @@ def _refusing(name: str, right: Callable[..., Any], only_if: Callable[..., bool]
 @pytest.mark.parametrize(("rows", "revoked"), STEPS)
 def test_the_matrix_is_an_array_of_the_device(target: PostprocessTarget, rows: int, revoked: int, k: int) -> None:
     matrices = Matrices(target, 6, k)
-    given = matrices.upload(random_rows(np.random.default_rng(k), 6, k, rows, revoked))
+    given = matrices.upload(random_rows(np.random.default_rng(k), 6, k, rows=rows, revoked=revoked))
     matrix = matrices.compute(given)
     require(place_of(matrix) == place_of(given[0]), "1", f"it is {place_of(matrix)}; tokens are {place_of(given[0])}")
     require(matrix.dtype == given[0].dtype, "1", f"expected a matrix of int32, got {matrix.dtype}")
@@ -98,8 +98,8 @@ def test_the_matrix_is_an_array_of_the_device(target: PostprocessTarget, rows: i
 def test_the_host_waits_for_nothing(target: PostprocessTarget, rows: int, revoked: int, k: int) -> None:
     """Check the second step of a shape, because the first one may compile."""
     matrices, rng = Matrices(target, 6, k), np.random.default_rng(k)
-    matrices.check(random_rows(rng, 6, k, rows, revoked))
-    step = random_rows(rng, 6, k, rows, revoked)
+    matrices.check(random_rows(rng, 6, k, rows=rows, revoked=revoked))
+    step = random_rows(rng, 6, k, rows=rows, revoked=revoked)
     given = matrices.upload(step)
     with no_waiting(target.ops, given[0]):
         matrix = matrices.compute(given)
@@ -109,7 +109,7 @@ def test_the_host_waits_for_nothing(target: PostprocessTarget, rows: int, revoke
 @pytest.mark.law("1")
 def test_nothing_of_a_step_is_kept(target: PostprocessTarget) -> None:
     matrices = Matrices(target, 6, 3)
-    given = matrices.upload(random_rows(np.random.default_rng(1), 6, 3, 3, 2))
+    given = matrices.upload(random_rows(np.random.default_rng(1), 6, 3, rows=3, revoked=2))
     matrix = matrices.compute(given)
     try:
         left = [weakref.ref(each) for each in (matrix, *given)]

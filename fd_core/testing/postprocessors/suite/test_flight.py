@@ -18,7 +18,7 @@ def in_order(slots: int, k: int) -> SampledRows:
     """Return a step in which every slot has a row, in order, and accepts all of its drafts."""
     tokens = 10 + np.arange(slots * (1 + k), dtype=np.int32).reshape(slots, 1 + k)
     order = np.arange(slots, dtype=np.int32)
-    return SampledRows(tokens, np.full(slots, k, np.int32), order, order[:0])
+    return SampledRows(tokens, np.full(slots, k, np.int32), order, revoked=order[:0])
 
 
 @pytest.mark.law("1")
@@ -27,7 +27,7 @@ def test_later_steps_leave_earlier_matrices_alone(target: PostprocessTarget, k: 
     """Run steps of equal sizes, then of varying sizes; read all of them at the end."""
     matrices, rng = Matrices(target, 8, k), np.random.default_rng(k)
     counts = [(5, 2)] * 200 + [(rows, (8 - rows) // 2) for rows in range(9)]
-    steps = [random_rows(rng, 8, k, rows, revoked) for rows, revoked in counts]
+    steps = [random_rows(rng, 8, k, rows=rows, revoked=revoked) for rows, revoked in counts]
     for matrix, rows in [(matrices.begin(rows), rows) for rows in steps]:
         matrices.compare_later(matrix, rows)
 
@@ -47,7 +47,7 @@ def test_two_runners_do_not_meet(target: PostprocessTarget) -> None:
     rng = np.random.default_rng(1)
     both = [(Matrices(target, slots, k), slots, k) for slots, k in ((4, 3), (9, 3), (4, 0), (4, 3))]
     for _ in range(8):
-        steps = [(each, random_rows(rng, slots, k, 3, 1)) for each, slots, k in both]
+        steps = [(each, random_rows(rng, slots, k, rows=3, revoked=1)) for each, slots, k in both]
         for each, matrix, rows in [(each, each.begin(rows), rows) for each, rows in steps]:
             each.compare_later(matrix, rows)
 
@@ -56,7 +56,7 @@ def test_two_runners_do_not_meet(target: PostprocessTarget) -> None:
 @pytest.mark.parametrize("k", KS)
 def test_the_inputs_are_left_as_they_are(target: PostprocessTarget, k: int) -> None:
     matrices, rng = Matrices(target, 6, k), np.random.default_rng(k)
-    for rows in (in_order(6, k), random_rows(rng, 6, k, 3, 2), random_rows(rng, 6, k, 0, 6)):
+    for rows in (in_order(6, k), random_rows(rng, 6, k, rows=3, revoked=2), random_rows(rng, 6, k, rows=0, revoked=6)):
         given = matrices.upload(rows)
         matrices.compute(given)
         for name, array, before in zip(("sampled", "accepted", "slots", "revoked"), given, rows, strict=True):
@@ -78,7 +78,7 @@ def test_the_matrix_shares_no_memory_with_what_was_sampled(target: PostprocessTa
 
 @pytest.mark.law("1")
 def test_it_is_made_on_one_thread_and_computes_on_another(target: PostprocessTarget) -> None:
-    matrices, rows = Matrices(target, 4, 2), random_rows(np.random.default_rng(3), 4, 2, 2, 1)
+    matrices, rows = Matrices(target, 4, 2), random_rows(np.random.default_rng(3), 4, 2, rows=2, revoked=1)
     matrices.check(rows)
     with ThreadPoolExecutor(1) as runner:
         begun = runner.submit(matrices.begin, rows)

@@ -27,7 +27,7 @@ def combinations(slots: int, k: int) -> list[SampledRows]:
                 tokens[rows].astype(np.int32),
                 np.array([chosen[slot][0] for slot in rows], np.int32),
                 np.array(rows, np.int32),
-                np.array([slot for slot in order if chosen[slot] == "revoked"], np.int32),
+                revoked=np.array([slot for slot in order if chosen[slot] == "revoked"], np.int32),
             )
         )
     return steps
@@ -48,8 +48,8 @@ def test_every_slot(target: PostprocessTarget, slots: int, k: int) -> None:
     for slot in range(slots):
         one, others = np.array([slot], np.int32), np.delete(np.arange(slots, dtype=np.int32), slot)
         for rows, revoked in ((one, others), (one, others[:0]), (others, one), (others, one[:0])):
-            drawn = random_rows(rng, slots, k, len(rows), 0)
-            matrices.check(SampledRows(drawn.sampled, drawn.accepted, rows, revoked))
+            drawn = random_rows(rng, slots, k, rows=len(rows), revoked=0)
+            matrices.check(SampledRows(drawn.sampled, drawn.accepted, rows, revoked=revoked))
 
 
 @pytest.mark.law("1.1", "1.2", "1.3")
@@ -60,14 +60,14 @@ def test_many_slots_in_no_order(target: PostprocessTarget, slots: int, k: int) -
     matrices, rng = Matrices(target, slots, k), np.random.default_rng(slots + k)
     half, third = slots // 2, slots // 3
     for rows, revoked in ((half, third), (slots, 0), (0, slots), (1, 0), (slots - 1, 1), (1, slots - 1)):
-        matrices.check(random_rows(rng, slots, k, rows, revoked))
+        matrices.check(random_rows(rng, slots, k, rows=rows, revoked=revoked))
 
 
 @pytest.mark.law("1.3")
 @pytest.mark.parametrize("k", [0, 1, 8])
 def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: PostprocessTarget, k: int) -> None:
     matrices, rng = Matrices(target, 5, k), np.random.default_rng(k)
-    matrices.check(*(random_rows(rng, 5, k, 0, revoked) for revoked in (5, 1, 0, 5)))
+    matrices.check(*(random_rows(rng, 5, k, rows=0, revoked=revoked) for revoked in (5, 1, 0, 5)))
 
 
 @pytest.mark.law("1.1", "1.9")
@@ -78,6 +78,6 @@ def test_token_of_any_id_is_delivered(target: PostprocessTarget, k: int) -> None
     matrices, all_slots = Matrices(target, len(numbers), k), np.arange(len(numbers), dtype=np.int32)
     for turn in range(len(numbers)):
         tokens = np.roll(np.array(numbers, np.int32), turn)[:, None].repeat(1 + k, axis=1)
-        matrices.check(SampledRows(tokens, np.full(len(numbers), k, np.int32), all_slots, all_slots[:0]))
+        matrices.check(SampledRows(tokens, np.full(len(numbers), k, np.int32), all_slots, revoked=all_slots[:0]))
     zeros = np.zeros((len(numbers), 1 + k), np.int32)
-    matrices.check(SampledRows(zeros, all_slots % (1 + k), all_slots, all_slots[:0]))
+    matrices.check(SampledRows(zeros, all_slots % (1 + k), all_slots, revoked=all_slots[:0]))

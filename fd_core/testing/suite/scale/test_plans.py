@@ -283,7 +283,7 @@ class RandomPlans:
                 begin = len(occupancy.text.delivered)
                 occupancy.text.delivered += outcomes.tokens[occupancy.slot, :count].tolist()
                 self.seen["accepted"] += count - 1
-                self._check_scores(occupancy, output, begin, count)
+                self._check_scores(occupancy, output, begin, count=count)
         for back in plan.revocations:
             self._leave(self._draining.pop(back.slot))
         for occupancy in [
@@ -314,7 +314,7 @@ class RandomPlans:
         for column, row in enumerate(rows[:count].tolist()):
             ids, top = output.logprobs.top_ids[row, :wanted], output.logprobs.top[row, :wanted]
             self._judge.check_scores(
-                name, begin + column, float(output.logprobs.chosen[row]), ids.tolist(), top.tolist()
+                name, begin + column, float(output.logprobs.chosen[row]), top_ids=ids.tolist(), top=top.tolist()
             )
             self.seen["scores"] += 1
 

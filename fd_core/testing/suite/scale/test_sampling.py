@@ -244,7 +244,7 @@ def test_the_matrix_of_many_slots(target: Target, slots: int, k: int) -> None:
     rng = np.random.default_rng(slots + k)
     matrices = Matrices(PostprocessTarget(target.name, target.postprocess, target.ops), slots, k)
     for rows, back in ((slots // 2, slots // 3), (slots, 0), (0, slots), (1, 0), (0, 0), (slots - 1, 1)):
-        matrices.check(random_rows(rng, slots, k, rows, back))
+        matrices.check(random_rows(rng, slots, k, rows=rows, revoked=back))
 
 
 @pytest.mark.parametrize("k", [1, 7, 16])

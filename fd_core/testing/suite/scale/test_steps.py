@@ -174,7 +174,7 @@ def test_a_vocabulary_beyond_2_17_with_everything_at_once(target: Target, requir
         for at, score in enumerate(texts.scores[name]):
             if texts.tokens[name][: at + 1] != judge.texts[name][: at + 1]:
                 break
-            judge.check_scores(name, at, score.logprob, score.top_ids, score.top)
+            judge.check_scores(name, at, score.logprob, top_ids=score.top_ids, top=score.top)
 
 
 def wide_specs(exact: bool) -> list[RequestSpec]:

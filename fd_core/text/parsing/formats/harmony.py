@@ -42,7 +42,7 @@ class HarmonyTools(JsonCallReader):
     @classmethod
     def form(cls, name: str) -> CallForm:
         begin = f"{_CHANNEL}commentary{_TO}{_FUNCTION}{name} <|constrain|>json{_MESSAGE}"
-        return CallForm(_CHANNEL, begin, "", None)
+        return CallForm(_CHANNEL, begin, "", between=None)
 
     def run(self) -> Steps[None]:
         """Read messages; text that begins without a header is content."""

@@ -235,7 +235,7 @@ class HermesTools(JsonCallReader):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        return CallForm(_BEGIN, f'{_BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{_END}", "\n")
+        return CallForm(_BEGIN, f'{_BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{_END}", between="\n")
 
     def run(self) -> Steps[None]:
         while marker := (yield from self.content_until(_BEGIN, *self.around)):
@@ -262,7 +262,7 @@ class LlamaJsonTools(JsonCallReader):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        return CallForm('{"name": ', f'{{"name": {json.dumps(name)}, "parameters": ', "}", "; ")
+        return CallForm('{"name": ', f'{{"name": {json.dumps(name)}, "parameters": ', "}", between="; ")
 
     def run(self) -> Steps[None]:
         while marker := (yield from self.content_until(_TAG, *_OPENING, _FENCE)):
@@ -286,7 +286,7 @@ class MistralTools(JsonCallReader):
     @classmethod
     def form(cls, name: str) -> CallForm:
         """Return the form of the newer tokenizers; older ones write lists, which are read as well."""
-        return CallForm(_TOOL_CALLS, f"{_TOOL_CALLS}{name}{_ARGS}", "", "")
+        return CallForm(_TOOL_CALLS, f"{_TOOL_CALLS}{name}{_ARGS}", "", between="")
 
     def run(self) -> Steps[None]:
         while (yield from self.content_until(_TOOL_CALLS)):
@@ -329,7 +329,7 @@ class DeepSeekTools(JsonCallReader):
     @classmethod
     def form(cls, name: str) -> CallForm:
         begin = f"{_CALL}function{_SEP}{name}\n{_FENCE}json\n"
-        return CallForm(_CALLS, begin, f"\n{_FENCE}{_CALL_END}", "\n", opening=_CALLS, closing=_CALLS_END)
+        return CallForm(_CALLS, begin, f"\n{_FENCE}{_CALL_END}", between="\n", opening=_CALLS, closing=_CALLS_END)
 
     def run(self) -> Steps[None]:
         while (yield from self.content_until(_CALL)):
@@ -355,4 +355,4 @@ class DeepSeekV31Tools(DeepSeekTools):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        return CallForm(_CALLS, f"{_CALL}{name}{_SEP}", _CALL_END, "", opening=_CALLS, closing=_CALLS_END)
+        return CallForm(_CALLS, f"{_CALL}{name}{_SEP}", _CALL_END, between="", opening=_CALLS, closing=_CALLS_END)

@@ -95,7 +95,7 @@ class GlmTools(TaggedCallReader):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        return CallForm(_BEGIN, f"{_BEGIN}{name}\n", _END, "\n", arguments=cls.tagged)
+        return CallForm(_BEGIN, f"{_BEGIN}{name}\n", _END, between="\n", arguments=cls.tagged)
 
     def run(self) -> Steps[None]:
         while (yield from self.content_until(_BEGIN)):
@@ -134,13 +134,13 @@ class QwenCoderTools(TaggedCallReader):
     """Qwen3-Coder: parameters between tags with names. Models sometimes omit the markers around a call."""
 
     markers = (_BEGIN, _END, _CALL, _CALL_END, _KEY, _VALUE_END)
-    tagged = TaggedArguments(_KEY, ">\n", f"\n{_VALUE_END}\n", (f"\n{_VALUE_END}", _VALUE_END))
+    tagged = TaggedArguments(_KEY, ">\n", f"\n{_VALUE_END}\n", ends=(f"\n{_VALUE_END}", _VALUE_END))
     ends = (_CALL_END, _END, _BEGIN, _CALL)
 
     @classmethod
     def form(cls, name: str) -> CallForm:
         begin = f"{_BEGIN}\n{_CALL}{name}>\n"
-        return CallForm(_BEGIN, begin, f"{_CALL_END}\n{_END}", "\n", arguments=cls.tagged)
+        return CallForm(_BEGIN, begin, f"{_CALL_END}\n{_END}", between="\n", arguments=cls.tagged)
 
     def run(self) -> Steps[None]:
         while (yield from self.content_until(_CALL)):
