@@ -136,7 +136,7 @@ class SimulatedClient:
     def tried(self) -> None:
         """Record that the request was sent to a worker."""
         if self._check and self._now.count and not self._now.over:
-            raise WrongAnswer(f"request {self.request_id} was given to another worker after its first token")
+            raise WrongAnswer(f"request {self.request_id} was retried on another worker after its first token")
         self._now.attempts += 1
         if self._now.attempts > 1 and not self._now.over:
             self.account.begin_again()
@@ -163,7 +163,9 @@ class SimulatedClient:
                 begin = now.count - len(tokens)
                 wanted = [*self.wanted[0][begin : now.count]]
                 if [*tokens] != wanted:
-                    raise WrongAnswer(f"request {self.request_id} got {[*tokens]} from token {begin} on, not {wanted}")
+                    raise WrongAnswer(
+                        f"request {self.request_id}: expected {wanted} from token {begin} on, got {[*tokens]}"
+                    )
         if delta.cached_tokens is not None:
             now.cached = delta.cached_tokens
         now.worker = worker
@@ -227,7 +229,7 @@ class SimulatedClient:
         if self.wanted is not None:
             whole, wanted_end = self.wanted
             if (now.count, end) != (len(whole), wanted_end):
-                what = f"{now.count} tokens in place of {len(whole)} and {wanted_end!r}"
+                what = f"expected {len(whole)} tokens and {wanted_end!r}, got {now.count}"
                 raise WrongAnswer(f"request {self.request_id} ended by {end!r}: {what}")
             return
         answer = self._turn.answer
@@ -236,5 +238,5 @@ class SimulatedClient:
         stops = answer.tokens < now.most
         if got != wanted or (end == "stop") is not stops:
             place = next((at for at, pair in enumerate(zip(got, wanted, strict=False)) if pair[0] != pair[1]), None)
-            what = f"{len(got)} tokens in place of {len(wanted)}" if place is None else f"token {place} is wrong"
+            what = f"expected {len(wanted)} tokens, got {len(got)}" if place is None else f"token {place} is wrong"
             raise WrongAnswer(f"request {self.request_id} ended by {end!r}: {what}")

@@ -64,15 +64,15 @@ class Setup:
     def _require_sense(self) -> None:
         total = self.workers + self.prefill + self.decode
         if not 1 <= total <= _MAX_WORKERS:
-            raise ConfigError(f"{total} workers are asked for; 1 to {_MAX_WORKERS:,} can be", field="--workers")
+            raise ConfigError(f"expected 1 to {_MAX_WORKERS:,} workers, got {total}", field="--workers")
         if bool(self.prefill) is not bool(self.decode):
-            what = f"{self.prefill} prefill workers and {self.decode} decode workers can serve nothing together"
+            what = f"{self.prefill} prefill workers and {self.decode} decode workers cannot serve requests"
             missing = "--prefill" if self.decode else "--decode"
-            raise ConfigError(what, field=missing, hint="give at least one of both, or none")
+            raise ConfigError(what, field=missing, hint="use at least one of each, or none")
         if self.routers is not None and not (total == 1) <= self.routers + (total == 1) <= _MAX_ROUTERS:
-            raise ConfigError(f"{self.routers} routers are asked for; 0 to {_MAX_ROUTERS} can be", field="--routers")
+            raise ConfigError(f"expected 0 to {_MAX_ROUTERS} routers, got {self.routers}", field="--routers")
         if self.routers == 0 and total > 1:
-            raise ConfigError(f"{total} workers need a router", field="--routers", hint="leave --routers out")
+            raise ConfigError(f"{total} workers need a router", field="--routers", hint="omit --routers")
 
     def _pool(self, role: Role, count: int) -> SimulatedPool:
         profile, own = self.profile, self.profile.limits

@@ -177,7 +177,7 @@ def test_scheduler_rejects_waiting_prompts_that_would_fit():
     flags = ["--running", "3", "--waiting", "1", "--waiting-tokens", "40", "--steps", "12", "--block-size", "4"]
     result = runner.invoke(app, ["bench", "scheduler", *flags])
     assert result.exit_code == 2
-    assert "--waiting-tokens: a prompt of 40 tokens may fit beside 3 requests" in result.stderr
+    assert "--waiting-tokens: a prompt of 40 tokens may fit with 3 requests" in result.stderr
 
 
 def test_step_time_is_plan_plus_commit():

@@ -37,9 +37,9 @@ def test_queued_prompts_wait_throughout_the_run():
     assert (workload.num_running, workload.num_waiting) == (5, 3)
     workload.check_integrity()
     assert workload.limits.num_kv_blocks * workload.limits.block_size >= 200
-    with pytest.raises(ValueError, match="the prompt has 3 tokens instead of 200"):
+    with pytest.raises(ValueError, match="expected a prompt of 200 tokens, got 3"):
         workload.queue([1, 2, 3])
-    with pytest.raises(ValueError, match="may fit beside 5 requests"):
+    with pytest.raises(ValueError, match="may fit with 5 requests"):
         decoding(waiting_tokens=20, steps=10)
 
 
@@ -66,5 +66,5 @@ def test_too_many_steps_for_the_pool_are_rejected():
             plan = workload.plan()
             workload.commit(plan, workload.answer(plan))
 
-    with pytest.raises(RuntimeError, match="more steps were asked for"):
+    with pytest.raises(RuntimeError, match="requested steps exceed"):
         play()

@@ -155,7 +155,7 @@ class LocalTimeline(Timeline):
 
     def run(self, until: float = math.inf) -> None:
         """Raise: time advances for all processes together."""
-        raise RuntimeError("the time of one process does not run by itself")
+        raise RuntimeError("the clock of one process cannot run separately")
 
 
 class Network:

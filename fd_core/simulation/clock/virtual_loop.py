@@ -209,4 +209,4 @@ class VirtualCompletions(CompletionQueue):
 
     def wait(self, seconds: float) -> None:
         """Raise: waiting would block for ever, because time advances only between events."""
-        raise RuntimeError("an engine under the virtual clock waits for no completion, it is woken")
+        raise RuntimeError("an engine under the virtual clock must not block on completions")

@@ -31,7 +31,7 @@ WAIT_TITLES: Final = {
     "transfer": "a prefill worker",
     "preempted": "resumption",
     "network": "the network",
-    "retry": "attempts in vain",
+    "retry": "failed attempts",
     "front": "the server's front",
     "step": "the step in progress",
     "restart": "another engine",

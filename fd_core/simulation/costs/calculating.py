@@ -202,8 +202,8 @@ def calculated_profile(
     if not blocks:
         fits = [n for n in fits if n > ranks and 0.8 * n * device.memory > weights]
         raise wrong_profile(
-            f"{model.title} has {weights / 1e9:,.0f} GB of weights in bf16, and {ranks} x {device.title} leave no room "
-            "for KV beside them",
+            f"{model.title} has {weights / 1e9:,.0f} GB of weights in bf16, and {ranks} x {device.title} leave no "
+            "memory for KV",
             f"use tp={fits[0]}" if fits else "use a device with more memory",
         )
     bandwidth = device.bandwidth * reached.bandwidth
@@ -230,13 +230,13 @@ def calculated_profile(
         device=f"{ranks} x {device.title}" if ranks > 1 else device.title,
         ranks=ranks,
         notes=(
-            "Calculated from the maker's numbers, never measured: nobody knows how far it is from the truth.",
+            "Calculated from the vendor's numbers, never measured: the error is unknown.",
             device.source,
             f"Shares assumed: bandwidth {reached.bandwidth:g}, compute {reached.compute:g}, attention "
             f"{reached.attention:g}, link {reached.link:g}, memory {reached.memory:g}.",
             f"Assumed as well: {device.step_overhead * 1e6:g} us a step, {device.layer_overhead * 1e6:g} us a layer, "
-            f"{device.link_latency * 1e6:g} us a collective, and this engine's own times beside steps.",
-            "Prices of drafts are their tokens alone: guessing them costs nothing here.",
+            f"{device.link_latency * 1e6:g} us a collective, and this engine's overhead outside steps.",
+            "The cost of drafts is that of their tokens: proposing them is free here.",
         ),
         model=ProfiledModel(
             name=model.title,

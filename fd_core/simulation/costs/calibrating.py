@@ -97,9 +97,9 @@ def calibrate(
     spread = bench.measure(how.seconds, progress)
     if spread > how.most_spread:
         raise MachineTooNoisy(
-            f"the same step took {spread:.0%} more or less from one time to the next, and a profile of that would say "
-            f"nothing; at most {how.most_spread:.0%} is taken",
-            hint="end what else runs on this machine and try again",
+            f"the time of the same step varied by {spread:.0%}, which exceeds the limit of "
+            f"{how.most_spread:.0%} for a meaningful profile",
+            hint="stop other work on this machine and try again",
         )
     fitted = [step for case, step in bench.steps() if not case.held_out and not case.shared]
     judged = [step for case, step in bench.steps() if case.held_out]
@@ -141,9 +141,9 @@ def require_alone(config: EngineConfig) -> EngineConfig:
     for name, usual in (("role", "mixed"), ("kv_store", None), ("pipeline_parallel_size", 1), ("lora_modules", ())):
         if getattr(config, name) != usual:
             raise ConfigError(
-                f"{name} is {getattr(config, name)}, but what it costs is not measured",
+                f"{name} is {getattr(config, name)}, but its cost is not measured",
                 field="--" + name.replace("_", "-"),
-                hint="leave it out; a simulation takes it with the profile",
+                hint="omit it; a simulation accepts it with the profile",
             )
     return config
 
@@ -402,7 +402,7 @@ def disk_links(block_bytes: int) -> tuple[KVLink, KVLink]:
             if value is not None:
                 envelope.open(key, value, len(block))
 
-        reads = _link(load, block_bytes, f"{source}, what was written just before")
+        reads = _link(load, block_bytes, f"{source}, right after the write")
         store.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

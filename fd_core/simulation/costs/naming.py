@@ -39,7 +39,7 @@ def profile_named(text: str) -> CostProfile:
     own_names = sorted(file.stem for file in calibrated_folder().glob(f"*{_SUFFIX}"))
     named = ", ".join(dict.fromkeys((*own_names, *packaged_profiles()))) or "none"
     raise wrong_profile(
-        f"there is no profile {text!r:.80}",
+        f"unknown profile {text!r:.80}",
         f"measured: {named}; calculated: DEVICE:MODEL with {', '.join(ACCELERATORS)} and {', '.join(ARCHITECTURES)}, "
         "such as h100:llama-70b:tp=8; or the path of a .json file",
     )
@@ -54,7 +54,7 @@ def calibrated_path(name: str) -> Path:
     """Return the path of a calibrated profile. Raises `ConfigError` for an invalid name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r:.80} is no name for a profile", field="--name", hint="use letters, digits, dots, - and _"
+            f"{name!r:.80} is not a valid profile name", field="--name", hint="use letters, digits, dots, - and _"
         )
     return calibrated_folder() / f"{name}{_SUFFIX}"
 
@@ -78,14 +78,14 @@ def _calculated(text: str) -> CostProfile:
             ranks = _number(text, key, value, kind=int, low=1, high=1024)
         elif key == "kv":
             if value not in KV_DTYPES:
-                raise wrong_profile(f"{text}: kv is {' or '.join(KV_DTYPES)}, not {value!r:.40}")
+                raise wrong_profile(f"{text}: expected kv of {' or '.join(KV_DTYPES)}, got {value!r:.40}")
             kv_dtype = value
         elif key in shares:
             shares[key] = _number(text, key, value, kind=float, low=0.01, high=1.0)
         elif key == "pp":
             raise wrong_profile(f"{text}: pipeline parallel sizes are not calculated", "use tp, or calibrate")
         else:
-            raise wrong_profile(f"{text}: there is no option {key!r:.40}", f"there are tp, kv, {', '.join(shares)}")
+            raise wrong_profile(f"{text}: unknown option {key!r:.40}", f"valid options: tp, kv, {', '.join(shares)}")
     return calculated_profile(text, device, model, ranks=ranks, kv_dtype=kv_dtype, reached=Efficiency(**shares))
 
 
@@ -93,8 +93,8 @@ def _look_up(table: dict[str, _T], name: str, kind: str) -> _T:
     if name in table:
         return table[name]
     close = difflib.get_close_matches(name, table, n=1)
-    hint = f"did you mean {close[0]}? There are {', '.join(table)}" if close else f"there are {', '.join(table)}"
-    raise wrong_profile(f"no {kind} {name!r:.40} is known to calculate with", hint)
+    hint = f"did you mean {close[0]}? Known: {', '.join(table)}" if close else f"known: {', '.join(table)}"
+    raise wrong_profile(f"unknown {kind} {name!r:.40}", hint)
 
 
 def _number(text: str, key: str, value: str, kind: type[_N], low: _N, high: _N) -> _N:
@@ -103,5 +103,5 @@ def _number(text: str, key: str, value: str, kind: type[_N], low: _N, high: _N) 
     except ValueError:
         number = None
     if number is None or not low <= number <= high:
-        raise wrong_profile(f"{text}: {key} is a number from {low:g} to {high:g}, not {value!r:.40}")
+        raise wrong_profile(f"{text}: expected {key} from {low:g} to {high:g}, got {value!r:.40}")
     return number

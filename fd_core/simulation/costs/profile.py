@@ -44,10 +44,10 @@ class CostCurve(_Strict, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if len(self.counts) != len(self.seconds):
-            raise ValueError(f"there are {len(self.counts)} counts, but {len(self.seconds)} seconds")
+            raise ValueError(f"expected {len(self.counts)} seconds, one per count, got {len(self.seconds)}")
         for name, values, strictly in (("counts", self.counts, True), ("seconds", self.seconds, False)):
             if any(b < a or (strictly and a == b) for a, b in pairwise(values)):
-                raise ValueError(f"{name} fall: more of anything never costs less")
+                raise ValueError(f"{name} decrease, but costs must not decrease with the count")
 
 
 class StepTerms(_Strict, frozen=True, kw_only=True):
@@ -199,7 +199,7 @@ def parse_profile(content: bytes, where: str) -> CostProfile:
     if unknown:
         raise wrong_profile(f"{where} is not a profile of costs: limits has no field {unknown[0]!r:.60}")
     if profile.fdcore_profile != FORMAT_VERSION:
-        what = f"has version {profile.fdcore_profile} of the format, but version {FORMAT_VERSION} is known here"
+        what = f"has format version {profile.fdcore_profile}, expected {FORMAT_VERSION}"
         raise wrong_profile(f"{where} {what}", "calibrate again")
     return profile
 

@@ -156,7 +156,7 @@ class ScriptedComputer(PlanComputer):
         total = sum(own.tolist()) + (sum(drafts.tolist()) if len(self._columns) > 1 else 0)
         budget = self._limits.max_num_batched_tokens
         if total > budget:
-            raise RuntimeError(f"step {plan.step} computes {total} tokens, the step token budget is {budget}")
+            raise RuntimeError(f"step {plan.step} computes {total} tokens, over the step token budget {budget}")
         last = self._length[slots] - own
         if np.count_nonzero(last - plan.starts):  # else every row computes the tokens of its slot, up to its last token
             early = np.where(plan.samples, last, plan.starts)

@@ -314,7 +314,7 @@ class SimulatedEngineClient(SingleEngineClient):
 
     def _stalled(self) -> None:
         seconds = self._parts.pool.config.watchdog_seconds
-        self.die(str(EngineDead(f"a step was not answered within {seconds:g} s")))
+        self.die(str(EngineDead(f"a step timed out after {seconds:g} s")))
 
 
 def _info(pool: SimulatedPool, epoch: int, outside: OutsideParts) -> EngineInfo:
@@ -467,7 +467,7 @@ class SimulatedWorker:
             self.on_answer()
             if delta is None:
                 if self._callers.pop(name, None) is not None:
-                    caller.lost("the engine is gone for good")
+                    caller.lost("the engine is permanently lost")
                 return
             if delta.finish_reason is not None:
                 self._callers.pop(name, None)
@@ -478,11 +478,11 @@ class SimulatedWorker:
                 raise EngineDead("the server is shutting down")
             most = self._pool.max_queued_requests
             if client.active_requests >= client.info.max_num_seqs + most:
-                raise EngineDead(f"the queue holds {most} requests and has no room for more")
+                raise EngineDead(f"the queue is full ({most} requests)")
             check_spec(spec, client.info.max_model_len)
             if spec.prefill_at:
                 if self.role != "decode":
-                    raise BadRequest("a prefill worker is named to a worker that is no decode worker")
+                    raise BadRequest("a prefill worker was assigned to a worker without the decode role")
                 if (peer := read_ticket(SECRET, spec.request_id, spec.prefill_at)) is None:
                     raise _BadTicket("the ticket to a prefill worker is not signed with the secret of this deployment")
                 spec = msgspec.structs.replace(spec, prefill_at=peer)

@@ -66,7 +66,7 @@ class ScriptedEngine:
         """Plan the next step."""
         plan, _ = self._scheduler.plan()
         if plan is None:
-            raise RuntimeError("nothing is left to plan: more steps were asked for than there is room for")
+            raise RuntimeError("nothing is left to plan: the requested steps exceed the capacity")
         return plan
 
     def answer(self, plan: StepPlan) -> StepOutput:
@@ -126,7 +126,7 @@ class SteadyDecode(ScriptedEngine):
             shortest = (blocks - occupied) * block_size + 1
             if waiting_tokens < shortest:
                 raise ValueError(
-                    f"a prompt of {waiting_tokens:,} tokens may fit beside {count:,} requests that run for "
+                    f"a prompt of {waiting_tokens:,} tokens may fit with {count:,} requests that run for "
                     f"{steps:,} steps; one of {shortest:,} does not"
                 )
             blocks = occupied + -(-waiting_tokens // block_size) - 1
@@ -152,7 +152,7 @@ class SteadyDecode(ScriptedEngine):
     def queue(self, prompt: Sequence[int]) -> None:
         """Queue a prompt of `waiting_tokens` tokens, which waits for blocks."""
         if len(prompt) != self._waiting_tokens:
-            raise ValueError(f"the prompt has {len(prompt):,} tokens instead of {self._waiting_tokens:,}")
+            raise ValueError(f"expected a prompt of {self._waiting_tokens:,} tokens, got {len(prompt):,}")
         self.add(prompt, self.max_tokens)
 
 

@@ -181,7 +181,7 @@ def page_report(asked: PlanAsked, runs: Mapping[PlanTrial, ReportedRun], answer:
     kept = kept or [run for run in runs.values() if run.setting in shown]
     if best is not None:
         kept.sort(key=lambda run: run.setting != best.plan)
-    facts = {"what limits": answer.limit.words if answer.limit else "nothing was tried"}
+    facts = {"what limits": answer.limit.words if answer.limit else "no plan was tried"}
     return Report(
         title=f"Plan: {_headline(answer)}",
         runs=tuple(kept),
@@ -196,14 +196,14 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
     asked = answer.asked
     if asked.calculated:
         warning = (
-            "CALCULATED, NEVER MEASURED: no device was timed for this plan. Trust the order of plans more than "
-            "their seconds, and measure before money is spent."
+            "CALCULATED, NEVER MEASURED: this plan was not run on a device. Trust the order of plans more than "
+            "their seconds, and measure before buying hardware."
         )
         console.print(Text(warning, "bold yellow"))
     for name, reason in asked.left_out.items():
-        console.print(Text(f"Left out: {name}: {reason}", "yellow"))
+        console.print(Text(f"Excluded: {name}: {reason}", "yellow"))
     if answer.unfinished:
-        console.print(Text(f"NOT FINISHED, this is the best so far: {answer.unfinished}", "bold yellow"))
+        console.print(Text(f"NOT COMPLETE, best result so far: {answer.unfinished}", "bold yellow"))
     plans = [plan for plan in (answer.best, *answer.runners_up, answer.below, answer.closest) if plan is not None]
     if plans:
         table = Table(title=f"Plans for {asked.slo}", title_justify="left", box=None, padding=(0, 1, 0, 0))
@@ -232,26 +232,26 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
         console.print(Text(f"Margin to each limit, in the worst of {answer.best.seeds} seeds: {margins}."))
     if answer.below is not None:
         below = answer.below
-        console.print(Text(f"One unit less breaks it: {below.plan}, margin {_margin_text(below.margin)}."))
+        console.print(Text(f"One unit less violates it: {below.plan}, margin {_margin_text(below.margin)}."))
     if answer.limit is not None:
         console.print(Text(answer.limit.words))
     if answer.best is not None:
-        console.print(Text(f"See it: {answer.best.command}"))
-    out = f"; {answer.shapes_excluded} more were excluded without any" if answer.shapes_excluded else ""
+        console.print(Text(f"Reproduce it: {answer.best.command}"))
+    out = f"; {answer.shapes_excluded} more were excluded without a simulation" if answer.shapes_excluded else ""
     console.print(Text(f"{answer.runs} simulations of {answer.shapes} kinds of deployment{out}.", "dim"))
 
 
 def _headline(answer: PlanAnswer) -> str:
     best = answer.best
     if best is None:
-        return f"No plan that was tried holds {answer.asked.slo}."
-    sure = "holds" if best.checked else "holds, as far as it was tried,"
+        return f"None of the tried plans meets {answer.asked.slo}."
+    sure = "holds" if best.checked else "meets, as far as it was tried,"
     words = f"{best.plan}: {best.devices} device{'s' if best.devices > 1 else ''}, {sure} {answer.asked.slo}"
     if answer.holds_load is None:
         return f"{words}."
     if answer.breaks_load is None:
-        return f"{words}, and up to {answer.holds_load:g} times the load at least."
-    return f"{words}, up to {answer.holds_load:g} times the load; at {answer.breaks_load:g} times it breaks."
+        return f"{words}, up to at least {answer.holds_load:g} times the load."
+    return f"{words}, up to {answer.holds_load:g} times the load; it fails at {answer.breaks_load:g} times."
 
 
 def _figures(

@@ -117,7 +117,7 @@ def _lost(summary: RunSummary, worst: ObjectiveCheck) -> tuple[str, str] | None:
         missed = lost > (1 - worst.limit) * summary.requests
     if not missed or lost < summary.left:
         return None
-    why = next(iter(summary.reasons), "nobody said why")
+    why = next(iter(summary.reasons), "no reason was reported")
     if summary.refused >= summary.failed:
         return "refused requests", f"{summary.refused:,} requests were refused, most since {why}"
     return "failed requests", f"{summary.failed:,} requests failed, most since {why}"
@@ -163,7 +163,7 @@ def _decided(seen: _Seen, measure: str, seconds: float | None) -> tuple[str, str
     if measure == "ttft" and (seen.shape.prefill or seen.prefill_share >= _MOST):
         return "compute of prefill", f"{seen.summary.prompt_tokens_per_s:,.0f} prompt tokens a second"
     if measure == "ttft":
-        return "decodes beside prefill", f"prefill is {seen.prefill_share:.0%} of what devices compute"
+        return "decodes with prefill", f"prefill is {seen.prefill_share:.0%} of what devices compute"
     if seen.stalls(measure, seconds):
         return "prefill between decodes", f"a step that only decodes takes {duration_text(seen.step)}"
     what = "reading KV in decode" if seen.keys > seen.weights else "reading weights in decode"

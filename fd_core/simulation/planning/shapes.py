@@ -81,15 +81,15 @@ def parse_roles(text: str) -> tuple[tuple[int, int], ...]:
             found[0, 0] = None
             continue
         if not (colon and prefill.isdecimal() and decode.isdecimal() and word.isascii()):
-            what = f"--roles: {word!r:.40} is neither `mixed` nor prefill and decode workers"
+            what = f"--roles: expected `mixed` or PREFILL:DECODE, got {word!r:.40}"
             raise ConfigError(what, field="--roles", hint="for example mixed,1:1,1:2")
         sizes = int(prefill), int(decode)
         if not all(1 <= size <= _MOST_OF_A_ROLE for size in sizes):
-            raise ConfigError(f"--roles: {word}: 1 to {_MOST_OF_A_ROLE} of each can be", field="--roles")
+            raise ConfigError(f"--roles: {word}: expected 1 to {_MOST_OF_A_ROLE} of each", field="--roles")
         common = math.gcd(*sizes)
         found[sizes[0] // common, sizes[1] // common] = None
     if not found:
-        raise ConfigError("--roles names none", field="--roles", hint="for example mixed,1:1,1:2")
+        raise ConfigError("--roles is empty", field="--roles", hint="for example mixed,1:1,1:2")
     return tuple(found)
 
 
@@ -116,9 +116,9 @@ def shapes_of(
         if budget >= rows
     ]
     if not 0 < len(made) <= _MOST_SHAPES:
-        what = f"{len(made):,} combinations of profiles, roles, batches and budgets are asked for"
-        hint = "name fewer of each; a budget is at least a batch"
-        raise ConfigError(f"{what}; 1 to {_MOST_SHAPES:,} can be", field="--max-num-seqs", hint=hint)
+        what = f"got {len(made):,} combinations of profiles, roles, batches and budgets"
+        hint = "pass fewer of each; a budget is at least a batch"
+        raise ConfigError(f"{what}; expected 1 to {_MOST_SHAPES:,}", field="--max-num-seqs", hint=hint)
     return made
 
 

@@ -145,11 +145,11 @@ class SettingsComparison(msgspec.Struct, frozen=True, kw_only=True):
 def figure_named(name: str, flag: str = "--by", *, slo: bool = True, price: bool = True) -> ComparedFigure:
     """Return a figure; raises `ConfigError` that lists the figures, or names the option that this one requires."""
     if name not in FIGURES:
-        raise ConfigError(f"{flag}: {name!r} is no figure: there are {', '.join(FIGURES)}", field=flag)
+        raise ConfigError(f"{flag}: unknown figure {name!r}: use one of {', '.join(FIGURES)}", field=flag)
     if name in ("goodput", "attainment") and not slo:
-        raise ConfigError(f"{flag}: there is no {name} without an SLO", field=flag, hint="give --slo")
+        raise ConfigError(f"{flag}: {name} requires an SLO", field=flag, hint="give --slo")
     if name == "price" and not price:
-        raise ConfigError(f"{flag}: tokens have no price without that of a worker", field=flag, hint="give --price")
+        raise ConfigError(f"{flag}: the price of tokens requires that of a worker", field=flag, hint="give --price")
     return FIGURES[name]
 
 
@@ -250,19 +250,16 @@ def _words(
 ) -> str:
     what = f"{by.title} ({by.name})"
     if best is None:
-        return f"No seed has {what} in all settings, so nothing is compared."
+        return f"No seed has {what} in all settings, so there is no comparison."
     if not lead:
-        return f"There is one setting, {best}, and nothing to compare it with."
+        return f"There is only one setting, {best}, so there is no comparison."
     seeds = min(each.more.seeds for each in lead)
     undecided = [each for each in lead if each.verdict != "better"]
     closest = min(undecided or lead, key=lambda each: abs(each.more.mean))
     if seeds < 2 and closest.more.mean == 0:
         return f"{best} and {closest.against} are equal by {what} with one seed."
     if seeds < 2:
-        return (
-            f"{best} has the best {what}, with one seed: nothing says whether that is more than noise. "
-            "Several seeds would."
-        )
+        return f"{best} has the best {what}, with one seed, which may be noise. Use several seeds."
     if dropper is not None:
         return (
             f"No winner by {what}, which is that of completed requests: {best} is ahead, but completes fewer of them "

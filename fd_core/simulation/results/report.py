@@ -245,7 +245,7 @@ def cases_of(report: Report) -> tuple[ReportCase, ...]:
     for _, runs in sorted(found.items()):
         seeds = [run.summary.seed for run in runs]
         if len(set(seeds)) < len(seeds):
-            raise ConfigError(f"{ReportCase(runs[0].setting, runs[0].values, ()).name}: a seed is there twice: {seeds}")
+            raise ConfigError(f"{ReportCase(runs[0].setting, runs[0].values, ()).name}: a seed occurs twice: {seeds}")
         in_order = sorted(runs, key=lambda run: run.summary.seed)
         cases.append(ReportCase(runs[0].setting, runs[0].values, tuple(in_order)))
     return tuple(cases)
@@ -288,7 +288,7 @@ def load_curves_of(cases: Sequence[ReportCase]) -> list[LoadCurve]:
         for case in there:
             rate = case.values[LOAD]
             if isinstance(rate, str):
-                raise ConfigError(f"a rate is a number of requests a second, and not {rate!r}")
+                raise ConfigError(f"expected a rate in requests per second, got {rate!r}")
             done, late, good = (case.figure(name) for name in ("requests_per_s", "ttft_p99", "goodput"))
             points.append(LoadPoint(rate, done, late, goodput=good, held=case.held))
         curves.append(LoadCurve(setting, dict(place), tuple(points), *_knee(points)))
@@ -341,10 +341,10 @@ def _knee(points: Sequence[LoadPoint]) -> tuple[float | None, str]:
         last = None
         for point in points:
             if not point.held:
-                words = f"{point.rate:g}/s does not hold the SLO"
-                return (None, f"none: {words}") if last is None else (last, f"the last rate that holds it; {words}")
+                words = f"{point.rate:g}/s violates the SLO"
+                return (None, f"none: {words}") if last is None else (last, f"the last rate that meets it; {words}")
             last = point.rate
-        return None, f"beyond {points[-1].rate:g}/s: every rate holds the SLO"
+        return None, f"beyond {points[-1].rate:g}/s: every rate meets the SLO"
     power = {
         point.rate: point.requests_per_s.mean / point.ttft_p99.mean
         for point in points

@@ -80,17 +80,17 @@ def parse_slo(text: str, flag: str = "--slo") -> Slo:
         except ValueError:
             number = math.nan
         if not equals or not 0 < number < math.inf:
-            raise _wrong(flag, f"{part.strip()!r} is not a name, = and a number above 0")
+            raise _wrong(flag, f"expected NAME=NUMBER above 0, got {part.strip()!r}")
         if name in objectives or (name == "attainment" and attainment is not None):
-            raise _wrong(flag, f"{name} is there twice")
+            raise _wrong(flag, f"{name} occurs twice")
         if name == "attainment":
             if number > 1:
-                raise _wrong(flag, f"attainment is a share, at most 1, and not {value}")
+                raise _wrong(flag, f"expected an attainment of at most 1, got {value}")
             attainment = number
             continue
         measure, _, statistic = name.partition("_")
         if measure not in MEASURES or not _is_statistic(statistic) or name.endswith("_"):
-            raise _wrong(flag, f"{name!r} is no limit that there is")
+            raise _wrong(flag, f"unknown limit {name!r}")
         objectives[name] = Objective(measure, statistic, number)
     if not objectives:
         raise _wrong(flag, "there is no limit")
@@ -98,7 +98,7 @@ def parse_slo(text: str, flag: str = "--slo") -> Slo:
     if attainment is None and any(not each.statistic for each in slo.objectives):
         return msgspec.structs.replace(slo, attainment=_USUAL_ATTAINMENT)
     if attainment is not None and not slo.request_limits():
-        raise _wrong(flag, "attainment needs a limit that a request can keep, and a mean is none")
+        raise _wrong(flag, "attainment needs a limit per request, not a mean")
     return slo
 
 
@@ -112,4 +112,4 @@ def _is_statistic(name: str) -> bool:
 
 def _wrong(flag: str, what: str) -> ConfigError:
     there_is = f"{', '.join(MEASURES)}, in seconds, alone or with _mean, _p50, _p99 and so on; and attainment, a share"
-    return ConfigError(f"{flag}: {what}: there is {there_is}", field=flag, hint=_EXAMPLE)
+    return ConfigError(f"{flag}: {what}: use {there_is}", field=flag, hint=_EXAMPLE)

@@ -38,7 +38,7 @@ def print_report(report: Report, console: Console) -> None:
     """Print one case in full, several as one table, then comparisons of settings and the knees of load curves."""
     cases = cases_of(report)
     for profile in dict.fromkeys(run.summary.profile for run in report.runs if is_calculated(run.summary)):
-        console.print(Text(f"CALCULATED, NEVER MEASURED: the times of steps rest on {profile}", "bold yellow"))
+        console.print(Text(f"CALCULATED, NEVER MEASURED: the times of steps are based on {profile}", "bold yellow"))
     if len(cases) == 1:
         _print_case(cases[0], console)
         return
@@ -136,7 +136,7 @@ def _print_summary(summary: RunSummary, console: Console) -> None:
         fair = f"speed {summary.fairness_speed:.3f}, service {summary.fairness_service:.3f}"
         table.add_row("Fairness between tenants (Jain)", fair)
     cost = summary.cost
-    for title, seconds in (("away", cost.away_seconds), ("that loaded engines anew", cost.restarting_seconds)):
+    for title, seconds in (("away", cost.away_seconds), ("that reloaded engines", cost.restarting_seconds)):
         if seconds:
             table.add_row(f"Worker-seconds {title}", Text(duration_text(seconds), "red"))
     if cost.worker_seconds_per_million is not None:
@@ -154,7 +154,7 @@ def _print_summary(summary: RunSummary, console: Console) -> None:
         latency.add_row(_TITLES[name], *(duration_text(getattr(figures, each)) for each in columns))
     console.print(latency if summary.latencies else Text("No request was completed: there are no latencies."))
     if summary.waits:
-        waits = Table(title="What a request waits for, and its computing: means", title_justify="left")
+        waits = Table(title="Mean time of a request by wait reason", title_justify="left")
         columns = ("", "to first token", "slowest 1 %", "between tokens", "slowest 1 %", "not completed")
         for name in columns if summary.requests > summary.completed else columns[:-1]:
             waits.add_column(name, justify="right" if name else "left")

@@ -233,7 +233,7 @@ def simulated_storage(
 
 
 _UNREACHABLE: Final = "the prefill worker cannot be reached"
-_BROKE: Final = "the connection to the prefill worker broke"
+_BROKE: Final = "the connection to the prefill worker was lost"
 
 
 Message = tuple[FromDecode | FromPrefill, Sequence[Bytes]]

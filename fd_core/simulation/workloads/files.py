@@ -25,11 +25,13 @@ def opened(path: Path, most: int | None = None) -> BinaryIO:
     """Open a file to read. Raises `ConfigError` if it cannot be, or has more than `most` or `MAX_FILE_BYTES` bytes."""
     try:
         if not path.is_file():
-            what = f"{path} is no file that can be read again" if path.exists() else f"there is no file {path}"
-            raise wrong_file(what, "name a file that exists")
+            what = f"{path} is not a regular file" if path.exists() else f"the file {path} does not exist"
+            raise wrong_file(what, "use an existing file")
         size, limit = path.stat().st_size, MAX_FILE_BYTES if most is None else most
         if size > limit:
-            raise wrong_file(f"{path} has {format_size(size)}; {format_size(limit)} can be read", "cut it into parts")
+            raise wrong_file(
+                f"{path} has {format_size(size)}, which exceeds the limit of {format_size(limit)}", "split it"
+            )
         return path.open("rb")
     except OSError as error:
         raise wrong_file(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
@@ -48,7 +50,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
                 raw = raw.removeprefix(BOM_UTF8)
             if raw.strip():
                 yield number, raw
-    raise wrong_file(f"{path} has more than {MAX_LINES:,} lines", "cut it into parts, or limit it by requests=N")
+    raise wrong_file(f"{path} has more than {MAX_LINES:,} lines", "split it, or limit it by requests=N")
 
 
 def wrong_file(what: str, hint: str | None = None) -> ConfigError:
@@ -75,21 +77,21 @@ def number_rows(path: Path, columns: int, most: float) -> npt.NDArray[np.float64
         except ValueError:
             row = []
         if len(row) != columns or not all(0 <= value <= most for value in row):
-            raise wrong_line(path, number, f"is not {columns} numbers from 0 to {most:,.10g}")
+            raise wrong_line(path, number, f"does not have {columns} numbers from 0 to {most:,.10g}")
         if len(rows) == _MAX_ROWS:
-            raise wrong_line(path, number, f"is one too many: {_MAX_ROWS:,} lines with numbers can be")
+            raise wrong_line(path, number, f"exceeds the limit of {_MAX_ROWS:,} lines with numbers")
         rows.append(row)
     if not rows:
-        raise wrong_file(f"{path} holds no number", "write one number in each line")
+        raise wrong_file(f"{path} has no numbers", "write one number per line")
     return np.array(rows)
 
 
 def require_writable(path: Path, flag: str) -> None:
     """Raise `ConfigError` for `flag` if no file can be created there, before its content is computed."""
     folder = path.absolute().parent
-    reason = "it is a folder" if path.is_dir() else None if folder.is_dir() else f"there is no folder {folder}"
+    reason = "it is a folder" if path.is_dir() else None if folder.is_dir() else f"the folder {folder} does not exist"
     if reason is None and not os.access(folder, os.W_OK):
-        reason = f"{folder} is not yours to write"
+        reason = f"{folder} is not writable"
     if reason is not None:
         raise ConfigError(f"cannot write {path}: {reason}", field=flag)
 

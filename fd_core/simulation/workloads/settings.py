@@ -123,11 +123,11 @@ def distribution(text: str, folder: Path, most: float) -> Distribution:
         values = number_rows(folder / rest, 1, most)[:, 0]
         return _table(text, values, np.ones(len(values)))
     if name not in _FORMS:
-        raise ValueError(f"{text!r} is none of {', '.join(f'`{form}`' for form in DISTRIBUTION_FORMS)}")
+        raise ValueError(f"expected one of {', '.join(f'`{form}`' for form in DISTRIBUTION_FORMS)}, got {text!r}")
     wanted, build = _FORMS[name]
     given = rest.split(":")
     if len(given) != len(wanted):
-        raise ValueError(f"{text!r} has {len(given)} numbers where `{name}:{':'.join(wanted)}` has {len(wanted)}")
+        raise ValueError(f"expected {len(wanted)} numbers as in `{name}:{':'.join(wanted)}`, got {text!r}")
     numbers = [_within(one, label, most) for one, label in zip(given, wanted, strict=True)]
     return build(text, *numbers)
 
@@ -136,9 +136,9 @@ def _within(text: str, label: str, most: float) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{label} is {text!r}, which is not a number") from None
+        raise ValueError(f"expected a number for {label}, got {text!r}") from None
     if not 0 <= value <= most:
-        raise ValueError(f"{label} is {text}; it can be 0 to {most:,.10g}")
+        raise ValueError(f"expected {label} from 0 to {most:,.10g}, got {text}")
     return value
 
 
@@ -157,7 +157,7 @@ def _exponential(text: str, mean: float) -> Distribution:
 
 def _lognormal(text: str, median: float, sigma: float) -> Distribution:
     if sigma > 5:
-        raise ValueError(f"SIGMA is {sigma:g}; it can be 0 to 5, and 0.5 to 1.5 is usual")
+        raise ValueError(f"expected SIGMA from 0 to 5, usually 0.5 to 1.5, got {sigma:g}")
     mean = median * math.exp(sigma**2 / 2)
     return Distribution(text, mean, lambda generator, count: median * np.exp(sigma * generator.standard_normal(count)))
 
@@ -165,12 +165,12 @@ def _lognormal(text: str, median: float, sigma: float) -> Distribution:
 def _zipf(text: str, exponent: float, low: float, high: float) -> Distribution:
     _ascending(low, high)
     if exponent > 10:
-        raise ValueError(f"EXPONENT is {exponent:g}; it can be 0 to 10")
+        raise ValueError(f"expected EXPONENT from 0 to 10, got {exponent:g}")
     if high - low >= _MAX_RANGE:
-        raise ValueError(f"LOW to HIGH are {high - low + 1:,.0f} numbers; {_MAX_RANGE:,} can be")
+        raise ValueError(f"LOW to HIGH are {high - low + 1:,.0f} numbers, over the limit of {_MAX_RANGE:,}")
     values = np.arange(math.ceil(low), math.floor(high) + 1, dtype=np.float64)
     if not len(values):
-        raise ValueError(f"there is no whole number from {low:g} to {high:g}")
+        raise ValueError(f"there is no integer from {low:g} to {high:g}")
     return _table(text, values, np.asarray(np.arange(1.0, len(values) + 1) ** -exponent, np.float64))
 
 
@@ -273,9 +273,9 @@ def _number(low: float, high: float) -> Parser:
         try:
             value = float(text)
         except ValueError:
-            raise ValueError(f"{text!r} is not a number; give {low:,.10g} to {high:,.10g}") from None
+            raise ValueError(f"expected a number from {low:,.10g} to {high:,.10g}, got {text!r}") from None
         if not low <= value <= high:
-            raise ValueError(f"{text} is out of range; give {low:,.10g} to {high:,.10g}")
+            raise ValueError(f"expected {low:,.10g} to {high:,.10g}, got {text}")
         return value
 
     return parse
@@ -303,14 +303,14 @@ def _path(text: str, folder: Path) -> Path:
 
 def _arrivals(text: str, _: Path) -> str:
     if text not in ARRIVALS:
-        raise ValueError(f"{text!r} is none of {', '.join(ARRIVALS)}")
+        raise ValueError(f"expected one of {', '.join(ARRIVALS)}, got {text!r}")
     return text
 
 
 def _prefixes(text: str, folder: Path) -> tuple[int, int]:
     count, mark, tokens = text.partition("x")
     if not mark:
-        raise ValueError(f"{text!r} is not COUNTxTOKENS, such as 4x256")
+        raise ValueError(f"expected COUNTxTOKENS, such as 4x256, got {text!r}")
     return _whole(1, 100_000)(count, folder), _whole(1, MAX_TOKENS)(tokens, folder)
 
 
@@ -325,12 +325,12 @@ def _weighted(prefix: str) -> Parser:
             if not prefix:
                 name = str(_whole(-(2**31), 2**31 - 1)(name, folder))
             if not name or name in found:
-                raise ValueError(f"{text!r} names {name!r} twice" if name else f"{text!r} has a part without a name")
+                raise ValueError(f"{text!r} has {name!r} twice" if name else f"{text!r} has a part without a name")
             found[name] = _number(0, 1e9)(weight or "1", folder)
         if len(found) > _MAX_NAMED:
-            raise ValueError(f"there are {len(found):,} of them; {_MAX_NAMED:,} can be")
+            raise ValueError(f"expected at most {_MAX_NAMED:,} names, got {len(found):,}")
         if not any(found.values()):
-            raise ValueError(f"{text!r} has only weights of 0; give one that is larger")
+            raise ValueError(f"{text!r} has only weights of 0; at least one must be positive")
         return tuple(found.items())
 
     return parse

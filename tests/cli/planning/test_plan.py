@@ -63,13 +63,13 @@ def test_load_above_the_rate_limit_is_not_tried() -> None:
     brief = ["constant:rate=400000,requests=6,prompt=5,output=2", "--profile", "h100:llama-8b", "--roles", "mixed"]
     result = planned(*brief, *SLO, "--jobs", "1", "--seeds", "1")
     assert result.exit_code == 0, result.output
-    assert "up to 2 times the load at least" in result.stdout
+    assert "up to at least 2 times the load" in result.stdout
     assert "What would limit first is" in " ".join(result.stdout.split())
 
 
 def test_best_plan_so_far_is_shown_when_runs_are_exhausted() -> None:
     result = planned(*SMALL, *SLO, "--jobs", "1", "--max-runs", "7")
-    assert "NOT FINISHED" in result.stdout
+    assert "NOT COMPLETE" in result.stdout
     assert "--max-runs" in result.stdout
 
 
@@ -77,7 +77,7 @@ def test_closest_plan_is_shown_when_none_holds() -> None:
     load = "constant:rate=400,requests=30,prompt=4000,output=2"
     result = planned(load, "--profile", "h100:llama-8b", "--roles", "mixed", *SLO, "--jobs", "1", "--max-devices", "2")
     assert result.exit_code in (1, 2)
-    assert "No plan" in result.stdout or "are needed" in result.output
+    assert "None of the tried plans" in result.stdout or "are needed" in result.output
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_closest_plan_is_shown_when_none_holds() -> None:
         ),
         ([LOAD, *SLO], 2, "no profile was specified"),
         ([LOAD, *SLO, "--devices", "h100"], 2, "must be used together"),
-        ([LOAD, *SLO, "--devices", "h100", "--model", "llama-70b", "--tp", "1"], 2, "leave no room"),
+        ([LOAD, *SLO, "--devices", "h100", "--model", "llama-70b", "--tp", "1"], 2, "leave no memory"),
         ([LOAD, *SLO, "--devices", "h900", "--model", "llama-70b"], 2, "h900"),
         ([*SMALL, *SLO, "--trace", "x.bin"], 2, "exclude each other"),
         (["--trace", "nowhere.bin", "--profile", "h100:llama-8b", *SLO], 2, "nowhere.bin"),

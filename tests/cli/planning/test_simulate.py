@@ -103,8 +103,8 @@ def test_trace_records_wait_reasons_of_every_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--by", "speed"], "'speed' is no figure"),
-        (["--by", "goodput"], "no goodput without an SLO"),
+        (["--by", "speed"], "unknown figure 'speed'"),
+        (["--by", "goodput"], "goodput requires an SLO"),
     ],
 )
 def test_invalid_comparison_fails_before_simulating(
@@ -164,4 +164,4 @@ def test_error_in_a_policy_file_is_one_line(flag: str, named: str, words: str, t
 def test_unwritable_output_fails_before_simulating(flag: str) -> None:
     result = CliRunner().invoke(app, ["simulate", "poisson:requests=1000000", flag, "/nowhere/out"])
     assert result.exit_code == 2
-    assert "there is no folder /nowhere" in result.output
+    assert "the folder /nowhere does not exist" in result.output

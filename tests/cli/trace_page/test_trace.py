@@ -148,7 +148,9 @@ def test_page_and_terminal_show_loads_and_wait_reasons(kept: tuple[Path, EngineS
     path, stats = kept
     code, output = fdcore(path)
     assert code == 0
-    assert re.search(rf"KV outside the device: {stats.scheduler.offload.loads} loads transferred \d+ of \d+ blocks", output)
+    assert re.search(
+        rf"KV outside the device: {stats.scheduler.offload.loads} loads transferred \d+ of \d+ blocks", output
+    )
     facts, arrays = unpacked(path.with_suffix(".html").read_text())
     assert facts["problems"] == []
     assert arrays["loadedTokens"].sum() == 16 * arrays["loadLoaded"].sum() == stats.scheduler.offload.loaded_tokens > 0

@@ -73,7 +73,7 @@ def test_draft_cost_is_measured_only_with_a_drafter() -> None:
 
 
 def test_noisy_machine_is_reported() -> None:
-    with engine_of(SMALL) as engine, pytest.raises(MachineTooNoisy, match="end what else runs"):
+    with engine_of(SMALL) as engine, pytest.raises(MachineTooNoisy, match="stop other work"):
         calibrate(engine, str.split, Calibration("tiny", "a machine", 0.1, 1e-6), lambda *_: None)
 
 

@@ -36,7 +36,7 @@ def test_noise_alone_is_no_difference() -> None:
 def test_single_seed_has_no_confidence() -> None:
     found = compare({"plain": runs(1), "slower": runs(1, slower=1.5)}, FIGURES["e2e_mean"])
     assert (found.best, found.wins) == ("plain", False)
-    assert "with one seed: nothing says whether that is more than noise" in found.words
+    assert "with one seed, which may be noise" in found.words
     assert {each.verdict for each in found.differences} == {"one seed"}
     assert all(each.more.low is None for each in found.differences)
 
@@ -129,14 +129,14 @@ def test_dropping_requests_does_not_win_by_latency() -> None:
 def test_settings_without_common_seed_or_metric_not_compared() -> None:
     found = compare({"one": runs(2), "none": [summarize(run_of())]}, FIGURES["e2e_mean"])
     assert (found.best, found.wins, found.lead) == (None, False, ())
-    assert "nothing is compared" in found.words
+    assert "there is no comparison" in found.words
 
 
 def test_unknown_metric_lists_alternatives() -> None:
     assert figure_named("tpot_p99").title == "TPOT p99"
-    with pytest.raises(ConfigError, match="--by: 'speed' is no figure: there are goodput, attainment") as caught:
+    with pytest.raises(ConfigError, match="--by: unknown figure 'speed': use one of goodput, attainment") as caught:
         figure_named("speed")
     assert caught.value.field == "--by"
     for name, missing in (("goodput", "slo"), ("attainment", "slo"), ("price", "price")):
-        with pytest.raises(ConfigError, match="without"):
+        with pytest.raises(ConfigError, match="requires"):
             figure_named(name, **{missing: False})

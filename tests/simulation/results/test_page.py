@@ -152,7 +152,7 @@ def test_thousand_cases_stay_below_two_megabytes(report: Report) -> None:
 
 
 def test_too_many_cases_are_rejected(report: Report) -> None:
-    with pytest.raises(ConfigError, match="1,001 cases are more than the 1,000 that a page shows"):
+    with pytest.raises(ConfigError, match="1,001 cases exceed the limit of a page"):
         page_of(sweep(report, 1001))
 
 

@@ -71,7 +71,7 @@ def test_cases_are_ordered_by_setting_then_numerically() -> None:
 
 def test_duplicate_seed_and_missing_axis_are_rejected() -> None:
     runs = made(2.0, seeds=1)
-    with pytest.raises(ConfigError, match=r"plain, rate 2: a seed is there twice: \[0, 0\]"):
+    with pytest.raises(ConfigError, match=r"plain, rate 2: a seed occurs twice: \[0, 0\]"):
         cases_of(report_of(runs + runs[:1]))
     with pytest.raises(ConfigError, match="axes"):
         cases_of(report_of([*runs, msgspec.structs.replace(runs[0], values={})]))
@@ -81,10 +81,10 @@ def test_knee_is_the_last_rate_within_slo() -> None:
     plain, slower = load_curves_of(cases_of(report_of(made(4.0, 8.0, 16.0, 32.0))))
     assert plain.knee is not None and slower.knee is not None and slower.knee < plain.knee
     held = [point.rate for point in plain.points if point.held]
-    assert plain.knee == max(held) and "does not hold the SLO" in plain.words
+    assert plain.knee == max(held) and "violates the SLO" in plain.words
     hopeless = parse_slo("ttft_p99=0.0001")
     (curve,) = load_curves_of(cases_of(report_of(made(4.0, 8.0, settings=("plain",), slo=hopeless))))
-    assert (curve.knee, curve.words) == (None, "none: 4/s does not hold the SLO")
+    assert (curve.knee, curve.words) == (None, "none: 4/s violates the SLO")
 
 
 def test_knee_without_slo_is_the_bend_of_the_curve() -> None:
@@ -145,7 +145,7 @@ def test_many_workers_are_grouped_into_rows() -> None:
 
 def test_single_case_table_warns_of_calculated_costs() -> None:
     text = printed(report_of(made(4.0, seeds=1, settings=("plain",))))
-    assert text.startswith("CALCULATED, NEVER MEASURED: the times of steps rest on made up")
+    assert text.startswith("CALCULATED, NEVER MEASURED: the times of steps are based on made up")
     for words in ("150 of 150", "TTFT", "a slot", "holds ttft_p99", "Jain", "Good requests per second"):
         assert words in text
     measured = msgspec.structs.replace(queued(50), profile="measured on a machine")

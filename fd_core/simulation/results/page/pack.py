@@ -48,7 +48,7 @@ def facts_of(report: Report) -> dict[str, Any]:
     """Return the data of the page's scripts: plain values, numbers with four digits."""
     cases = cases_of(report)
     if len(cases) > _MOST_CASES:
-        what = f"{len(cases):,} cases are more than the {_MOST_CASES:,} that a page shows"
+        what = f"{len(cases):,} cases exceed the limit of a page ({_MOST_CASES:,})"
         raise ConfigError(what, field="--page", hint="write JSON, or try fewer values")
     summaries = [run.summary for run in report.runs]
     settings = list(dict.fromkeys(case.setting for case in cases))
