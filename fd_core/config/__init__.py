@@ -16,8 +16,13 @@ from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 
 __all__ = [
-    *("EngineConfig", "Limits", "ListenConfig", "ServerConfig", "SpeculativeConfig"),
-    *("resolve_limits", "step_budget"),
+    "EngineConfig",
+    "Limits",
+    "ListenConfig",
+    "ServerConfig",
+    "SpeculativeConfig",
+    "resolve_limits",
+    "step_budget",
 ]
 
 CHEAP_TOKENS: Final = 64

@@ -83,8 +83,18 @@ class ContinuousBatchingScheduler(Scheduler):
             slots, pool, prefixes, offloading, transferring, drafts, control, times, self._ended
         )
         self._admission_planner = AdmissionPlanner(
-            *(limits, policy, pool, slots, waiting, prefixes),
-            *(offloading, transferring, self._operations, control, running_batch, times),
+            _limits=limits,
+            _policy=policy,
+            _pool=pool,
+            _slots=slots,
+            _waiting=waiting,
+            _prefixes=prefixes,
+            _offloading=offloading,
+            _transferring=transferring,
+            _operations=self._operations,
+            _control=control,
+            _running_batch=running_batch,
+            _times=times,
         )
         self._planner = Planner(
             limits, setup.epoch, policy, setup.victims, pool, slots, drafts, running_batch, times, self.admit

@@ -430,8 +430,16 @@ class ServerMetrics(Collector):
             vllm=("e2e_request_latency_seconds",),
         )
         self._histograms = (
-            *(self.ttft, self.inter_token, self.end_to_end, self.time_per_token, self.queue, self.prefill, self.decode),
-            *(self.prompt_length, self.text_length, self.max_tokens),
+            self.ttft,
+            self.inter_token,
+            self.end_to_end,
+            self.time_per_token,
+            self.queue,
+            self.prefill,
+            self.decode,
+            self.prompt_length,
+            self.text_length,
+            self.max_tokens,
         )
         self.outcomes: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error", "disconnect"), 0))
         self.adapter_generations: Counter[str] = Counter()

@@ -15,10 +15,12 @@ import numpy.typing as npt
 from msgspec import Meta
 
 __all__ = [
+    "GRAMMAR_FAULT",
+    "NOT_FINITE",
+    "NO_CHOICE",
     "PHASE_NAMES",
     "Admission",
     "BlockGrant",
-    *("GRAMMAR_FAULT", "NOT_FINITE", "NO_CHOICE"),
     "Delta",
     "FinishReason",
     "IntArray",

@@ -79,12 +79,12 @@ def columns(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
             *(position.events[name] for name in _EVENTS),
         )
 
-    names = (
-        *("step", "epoch", "began", "ended", "prefillTokens", "decodeTokens", "drafted", "accepted", "limit"),
-        *("delivered", "waiting", "scheduled", "owned", "fenced", "cached", "blocks", "missing"),
-        *("loadedTokens", "recomputedTokens", "loadsEnded", "declined", "savedBlocks"),
-        *_EVENTS,
-    )
+    columns = """
+        step epoch began ended prefillTokens decodeTokens drafted accepted limit
+        delivered waiting scheduled owned fenced cached blocks missing
+        loadedTokens recomputedTokens loadsEnded declined savedBlocks
+    """
+    names = (*columns.split(), *_EVENTS)
     table = np.array([row(position) for position in trace.positions], np.float64).reshape(-1, len(names))
     return {name: np.ascontiguousarray(table[:, index]) for index, name in enumerate(names)}
 

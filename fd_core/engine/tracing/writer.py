@@ -165,7 +165,9 @@ def line_of(record: StepRecord) -> lines.StepLine:
         revoked=tuple((revocation.slot, revocation.gen) for revocation in plan.revocations),
         finished=tuple(
             lines.FinishEntry(
-                *(delta.request_id, delta.finish_reason, tokens),
+                delta.request_id,
+                delta.finish_reason,
+                tokens,
                 None if delta.phases is None else tuple(round(1e6 * seconds) for seconds in delta.phases),
             )
             for delta, tokens in itertools.zip_longest(record.deltas, record.answered)

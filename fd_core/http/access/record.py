@@ -90,8 +90,15 @@ def log_access(client: str, method: str, path: str, status: int, seconds: float,
     }
     log.info(
         "%s %s %s %d %.3f s in=%d out=%d id=%s key=%s",
-        *(fields["client"], fields["method"], fields["path"], status, seconds),
-        *(record.tokens_in, record.tokens_out, record.request_id, key),
+        fields["client"],
+        fields["method"],
+        fields["path"],
+        status,
+        seconds,
+        record.tokens_in,
+        record.tokens_out,
+        record.request_id,
+        key,
         extra={"fields": fields},
     )
 

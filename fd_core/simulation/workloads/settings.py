@@ -392,10 +392,8 @@ _OF_ARRIVALS: Final[dict[str, tuple[str, ...]]] = {
     "constant": ("rate",),
     "closed": ("users",),
 }
-_TEXTS = (
-    *("arrivals", *dict.fromkeys(key for keys in _OF_ARRIVALS.values() for key in keys)),
-    *("think", "repeat", "tokenizer", *_BOUNDS, *_CLIENTS),
-)
+_ARRIVAL_KEYS = dict.fromkeys(key for keys in _OF_ARRIVALS.values() for key in keys)
+_TEXTS = ("arrivals", *_ARRIVAL_KEYS, "think", "repeat", "tokenizer", *_BOUNDS, *_CLIENTS)
 _REPLAY = ("speed", *_BOUNDS, *_CLIENTS)
 
 
