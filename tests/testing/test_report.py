@@ -134,7 +134,7 @@ def test_command_writes_a_report_of_its_cases(tmp_path):
         ("null:speed=9", "is not a setting"),
         ("null:max_num_seqs=x", "null:max"),
         ("null:dtype", "is not a setting"),
-        ("null:FD_ISA=abacus", "FD_ISA is 'abacus'; known: native"),
+        ("null:FD_ISA=abacus", "FD_ISA='abacus' is unknown; use one of native"),
     ],
 )
 def test_unusable_backend_is_reported_in_one_line(backend, words):
