@@ -210,12 +210,12 @@ def test_parts_have_no_import_cycles() -> None:
 
 
 def test_folders_have_few_modules() -> None:
-    full_rows = {}
+    crowded = {}
     for folder in (ROOT, *(path for path in ROOT.rglob("*") if path.is_dir() and path.name != "__pycache__")):
         entries = [path for path in folder.iterdir() if path.name != "__pycache__"]
         if len(entries) > (28 if folder == ROOT else 14):
-            full_rows[str(folder.relative_to(ROOT))] = len(entries)
-    assert full_rows == {}
+            crowded[str(folder.relative_to(ROOT))] = len(entries)
+    assert crowded == {}
 
 
 def test_checkpoint_reading_does_not_import_models() -> None:

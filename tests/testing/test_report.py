@@ -196,7 +196,7 @@ def test_rule_with_a_failed_case_is_not_held():
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--scheduler", "nosuch"], 4, "there is no scheduler called"),
+        (["--scheduler", "nosuch"], 4, "unknown scheduler"),
         (["null", "--scheduler", "continuous"], 2, "either backends or one of"),
         (["--scheduler", "continuous", "--postprocess", "numpy"], 2, "either backends or one of"),
         (["--tool-parser", "mistral", "--reasoning-parser", "mistral"], 2, "either backends or one of"),

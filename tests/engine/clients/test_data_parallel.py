@@ -282,7 +282,7 @@ def test_texts_survive_the_death_of_one_engine() -> None:
 @two_processors
 def test_dead_rank_ends_only_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines of two ranks each, which share a processor here only because it is a test."""
-    monkeypatch.setattr(places, "_require_enough", lambda *_: None)
+    monkeypatch.setattr(places, "_require_enough", lambda *_, **__: None)
     specs = random_specs(6, seed=12, max_prompt=30, max_tokens=150)
 
     async def main() -> None:
