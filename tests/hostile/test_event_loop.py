@@ -55,6 +55,7 @@ def test_large_body_does_not_block_the_loop(server: LiveServer, name: str) -> No
     assert pause < LONGEST_STALL
 
 
+@pytest.mark.parametrize("server", [400], indirect=True)
 def test_stall_is_detected(server: LiveServer) -> None:
     def hold() -> None:
         sum(range(20_000_000))

@@ -137,7 +137,7 @@ def test_any_json_object(null: LiveServer) -> None:
         ({"guided_json": {"type": "string", "pattern": "(a"}}, "", "unclosed group"),
         ({"guided_json": {"const": "x" * 2**20}}, "", "at most 131,072"),
         ({"guided_json": [1]}, "", "expected"),
-        ({"guided_json": "[1]"}, "", "JSON object"),
+        ({"guided_json": "[1]"}, "", "JSON schema as an object"),
         ({"guided_regex": "(a"}, "", "unclosed group"),
         ({"guided_choice": ["a"] * 5000}, "", "4096"),
         ({"guided_grammar": "start: foo"}, "", 'unknown name: "foo"'),
