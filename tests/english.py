@@ -103,19 +103,23 @@ def wrong_subjects(subjects: Mapping[str, str]) -> Iterator[str]:
 
 
 def subjects() -> dict[str, str]:
-    """Return the subjects of the commits from `FIRST_COMMIT` on, by hash; none outside a git checkout.
+    """Return the subjects of the commits from `FIRST_COMMIT` on, by hash: in a shallow clone, those that it holds.
 
-    In a shallow clone, those that it holds. Raises `CalledProcessError` if a whole history lacks the first commit.
+    None outside a git checkout, and none of a history without that commit, such as a squashed one.
     """
     if not (ROOT / ".git").exists():
         return {}
-    shallow = _git("rev-parse", "--is-shallow-repository") == "true"
-    commits = _git("log", "--format=%H %s", "HEAD" if shallow else f"{FIRST_COMMIT}^..HEAD")
-    return {line[:40]: line[41:] for line in commits.splitlines()}
+    if _git("merge-base", "--is-ancestor", FIRST_COMMIT, "HEAD").returncode == 0:
+        commits = f"{FIRST_COMMIT}^..HEAD"
+    elif _git("rev-parse", "--is-shallow-repository").stdout.strip() == "true":
+        commits = "HEAD"
+    else:
+        return {}
+    return {line[:40]: line[41:] for line in _git("log", "--format=%H %s", commits).stdout.splitlines()}
 
 
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -130,8 +134,9 @@ def main(arguments: list[str]) -> int:
         if "--counts" in arguments:
             num_words, found = occurrences(counted)
             print(folder, {name: round(count / num_words * 10_000, 1) for name, count in found.items()})
-    faults += wrong_subjects(subjects())
-    print(*faults, f"{len(texts):,} files, {len(faults)} faults", sep="\n")
+    commits = subjects()
+    faults += wrong_subjects(commits)
+    print(*faults, f"{len(texts):,} files, {len(commits):,} commits, {len(faults)} faults", sep="\n")
     return 1 if faults else 0
 
 
