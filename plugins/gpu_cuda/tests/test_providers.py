@@ -215,7 +215,7 @@ def test_failing_composition_is_not_attributed_to_a_provider(models: Models, cap
     with caplog.at_level(logging.WARNING):
         providers.settle(trial)
     assert providers.name("attention") == "double"
-    assert "what is tried is computed without a trial, which is not possible: Untried: out of memory" in caplog.text
+    assert "what is tried is used without a trial, which is not possible: TrialSkipped: out of memory" in caplog.text
 
 
 def test_failure_of_an_explicit_provider_ends_the_start(models: Models) -> None:

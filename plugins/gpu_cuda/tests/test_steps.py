@@ -266,5 +266,5 @@ def test_dtype_without_kernels_is_rejected() -> None:
 
     from fd_gpu_cuda.backend import CudaBackend
 
-    with pytest.raises(ConfigError, match="'float8' is not one of auto, float32, bfloat16, float16"):
+    with pytest.raises(ConfigError, match="expected one of auto, float32, bfloat16, float16, got 'float8'"):
         CudaBackend(EngineConfig(model="x", dtype="float8")).make_ops()
