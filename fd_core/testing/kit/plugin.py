@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import pytest
 
 from fd_core.errors import FdError
 
 _Found = TypeVar("_Found")
+_CASE_HELP: Final = "run only this case, such as layer:rows=65,window=none; may be repeated"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,11 +29,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             help_text = f"{what}; may be repeated"
             group.addoption(f"--fd-{name}", action="append", default=[], metavar=metavar, help=help_text)
         group.addoption("--fd-quick", action="store_true", help="drive a scheduler through fewer random sequences")
+        group.addoption("--fd-case", action="append", default=[], metavar="CASE", help=_CASE_HELP)
+        group.addoption(
+            "--fd-seed", type=int, default=0, metavar="N", help="seed of the cases that cover pairs of values"
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker by which tests name the rules of `fd_core.testing.kit.law` that they check."""
     config.addinivalue_line("markers", "law(rule, ...): checks these invariants, docs/understand/law.md")
+    config.addinivalue_line("markers", "fd_cases(part): runs with `case` for each case of a part of the kit")
+    config.addinivalue_line("markers", "fd_pairs: covers pairs of values; excluded by `fdcore conformance --quick`")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test with the marker `fd_cases` for each case of its part, or for those that `--fd-case` names."""
+    mark = metafunc.definition.get_closest_marker("fd_cases")
+    if mark is None:
+        return
+    from fd_core.testing.axes.parts import cases_of
+
+    part = mark.args[0]
+    named: list[str] = metafunc.config.getoption("--fd-case")
+    if named:
+        texts = [text.partition(":")[2] for text in named if text.partition(":")[0] == part.name]
+        cases = [pytest.param(chosen(text, part.case), id=f"{part.name}:{text}") for text in texts]
+    else:
+        found, quick = cases_of(part, metafunc.config.getoption("--fd-seed"))
+        cases = [
+            pytest.param(case, id=str(case), marks=() if index < quick else pytest.mark.fd_pairs)
+            for index, case in enumerate(found)
+        ]
+    metafunc.parametrize("case", cases)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect all tests without cases if `--fd-case` names cases."""
+    named: list[str] = config.getoption("--fd-case")
+    if named:
+        others = [item for item in items if item.get_closest_marker("fd_cases") is None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+        if not items:
+            raise pytest.UsageError(f"no part of the kit has the case {named[0]}")
 
 
 def rules_of(item: pytest.Item) -> tuple[str, ...]:

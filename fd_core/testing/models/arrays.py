@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops, PenaltyInput, SampleInput, StepInput
+from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.weights import FP8, WEIGHT_FORMATS, PackedTensor, RawTensor
 from fd_core.types import IntArray
 
@@ -49,9 +50,12 @@ def assert_near(ops: Ops, found: Array, expected: npt.NDArray[Any], tolerance: f
     values = np.asarray(ops.to_host(found), np.float64).reshape(expected.shape)
     scale = max(float(np.abs(expected).max()), 1e-3)
     error = np.abs(values - expected)
-    assert np.isfinite(values).all()
-    assert error.max() < tolerance * scale, f"maximum error {error.max():.3g}, largest value {scale:.3g}"
-    assert error.mean() < tolerance / 8 * scale, f"mean error {error.mean():.3g}"
+    error[~np.isfinite(values)] = np.inf
+    index = np.unravel_index(int(error.argmax()), error.shape)
+    at = f"at {tuple(map(int, index))} of {error.shape}: expected {expected[index]:.6g}, got {values[index]:.6g}"
+    limit = f"where the largest value is {scale:.3g} and {tolerance:.2g} of it is allowed"
+    assert error.max() < tolerance * scale, f"{at}: off by {error.max():.3g} {limit}"
+    assert error.mean() < tolerance / 8 * scale, f"off by {error.mean():.3g} on average {limit}, most {at}"
 
 
 def raw(values: npt.NDArray[Any]) -> RawTensor:
@@ -60,8 +64,12 @@ def raw(values: npt.NDArray[Any]) -> RawTensor:
 
 
 def float32_of(held: npt.NDArray[Any]) -> Floats:
-    """Convert exported KV to float32, from float32 or the bits of bfloat16."""
-    return held if held.dtype == np.float32 else (held.astype(np.uint32) << 16).view(np.float32)
+    """Convert exported KV of any pack to float32; uint16 holds the bits of bfloat16."""
+    if held.dtype == np.int8:
+        return dequantize_kv(held)
+    if held.dtype == np.uint16:
+        return (held.astype(np.uint32) << 16).view(np.float32)
+    return held.astype(np.float32, copy=False)
 
 
 _PACKED: Final = {

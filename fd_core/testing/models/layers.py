@@ -35,13 +35,17 @@ class Geometry:
     biases: bool = False
     activation: Activation = "silu"
     experts: int = 0
+    top_k: int = 2
+    normalize: bool = True
     shared_expert: bool = False
     correction_bias: bool = False
     packed: str | None = None
     """Format of all linear layers; None for float32."""
     kv_dtype: str = "auto"
-    adapters: bool = False
-    """True if tokens have adapters (of ranks 5 and 8)."""
+    adapter_ranks: tuple[int, ...] = ()
+    """Ranks of the adapters that tokens have."""
+    spare_blocks: int = 0
+    """Blocks of the pool that no row owns; those of the rows lie among them."""
 
 
 ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]
@@ -86,9 +90,9 @@ class LayerOn:
         self.down = linear((g.hidden, g.inner))
         self.experts = self._experts(make) if g.experts else None
         used = -(-np.array([context for _, context in rows]) // g.block_size)
-        count = int(used.sum())
+        count = int(used.sum()) + g.spare_blocks
         tables = np.full((len(rows), used.max()), NOWHERE, np.int32)
-        tables[np.arange(used.max()) < used[:, None]] = np.random.default_rng(7).permutation(count)
+        tables[np.arange(used.max()) < used[:, None]] = np.random.default_rng(7).permutation(count)[: used.sum()]
         tables[:, :shared_blocks] = tables[0, :shared_blocks]
         self.blocks = tables
         self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, block_size=g.block_size, dtype=g.kv_dtype), count)
@@ -104,8 +108,8 @@ class LayerOn:
         self.step = on_device(ops, step_input(rows, g.block_size, tables))
         self.tokens = sum(count for count, _ in rows)
         # Adapters also change within rows, which no request does, to cover every split of a block.
-        self.places = (np.arange(self.tokens) // 3 % 3).astype(np.int32)
-        if g.adapters:
+        self.places = (np.arange(self.tokens) // 3 % (len(g.adapter_ranks) + 1)).astype(np.int32)
+        if g.adapter_ranks:
             self.step = replace(self.step, **adapter_rows(self.places, ops))
         self.x = make(self.tokens, g.hidden)
 
@@ -122,16 +126,17 @@ class LayerOn:
         return [self._lora(outs, ins, gated=outs == [inner, inner]) for outs, ins in shapes]
 
     def _lora(self, outs: Sequence[int], ins: int, *, gated: bool = False) -> Lora | None:
-        """Return two adapters on a linear; the second one does not change the first of several parts."""
-        if not self.g.adapters:
+        """Return the adapters on a linear; every second one does not change the first of several parts."""
+        if not self.g.adapter_ranks:
             return None
         make = Values(ins)
 
         def delta(rank: int, out: int) -> LowRank:
             return LowRank(make(rank, ins, scale=ins**-0.5), make(out, rank, scale=rank**-0.5))
 
-        parts = [[delta(rank, out) for out in outs] for rank in (5, 8)]
-        adapters: list[list[LowRank | None]] = [[*parts[0]], [None, *parts[1][1:]] if outs[1:] else [*parts[1]]]
+        adapters: list[list[LowRank | None]] = [[delta(rank, out) for out in outs] for rank in self.g.adapter_ranks]
+        for parts in adapters[1::2] if outs[1:] else ():
+            parts[0] = None
         return Lora([self.ops.prepare_lora(each, outs, gated=gated) for each in adapters], self.step)
 
     def _experts(self, make: Values) -> Experts:
@@ -141,13 +146,17 @@ class LayerOn:
             router=ops.prepare_vector(make(g.experts, g.hidden)),
             gate_up=ops.prepare_experts([self._parts(make, up, up) for _ in range(g.experts)], gated=True),
             down=ops.prepare_experts([self._parts(make, down) for _ in range(g.experts)], gated=False),
-            top_k=2,
-            normalize=True,
+            top_k=g.top_k,
+            normalize=g.normalize,
             correction_bias=ops.prepare_vector(make(g.experts, scale=0.1)) if g.correction_bias else None,
             norm_floor=1e-12,
             shared_gate_up=ops.prepare_linear(self._parts(make, up, up), gated=True) if g.shared_expert else None,
             shared_down=ops.prepare_linear(self._parts(make, down)) if g.shared_expert else None,
         )
+
+    def exported(self) -> npt.NDArray[Any]:
+        """Return the whole cache as the pack keeps it: block, layer, key or value, position, head, element."""
+        return self.cache.export_blocks(np.arange(self.cache.num_blocks, dtype=np.int32))
 
     def run(self, fusions: type[Ops] | Ops) -> list[npt.NDArray[np.float32]]:
         """Run the layer with the fusions of a pack, or of a class (`Ops` composes them); return the result of each.

@@ -50,7 +50,9 @@ def _found(kind: Kind[Any]) -> Callable[[str], object]:
     return lambda name: installed_plugins().find(kind, name)
 
 
-BACKENDS: Final = Kit("fd_core.testing.suite", "--fd-backend", ("-m", "not fd_scale"), SECTIONS, find_target)
+BACKENDS: Final = Kit(
+    "fd_core.testing.suite", "--fd-backend", ("-m", "not fd_scale and not fd_pairs"), SECTIONS, find_target
+)
 _PARSERS: Final = "fd_core.testing.parsers.suite"
 KITS: Final = (
     BACKENDS,

@@ -237,7 +237,7 @@ LAYERS = {
     "neighbours": Geometry(interleaved=True),
     "head norms": Geometry(head_norms=True),
     "norms after": Geometry(post_norm=True, activation="gelu_tanh"),
-    "adapters": Geometry(post_norm=True, d=64, block_size=32, inner=150, adapters=True),
+    "adapters": Geometry(post_norm=True, d=64, block_size=32, inner=150, adapter_ranks=(5, 8)),
     "experts": Geometry(experts=5, shared_expert=True),
     "packed": Geometry(d=32, hidden=128, inner=256, packed="Q4_1"),
 }

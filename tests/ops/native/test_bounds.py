@@ -60,7 +60,7 @@ def test_step_arrays_of_wrong_size_or_type_are_rejected(layer, field):
 
 @pytest.mark.parametrize("adapter_slot", [-1, 3, 2**31 - 1])
 def test_missing_adapter_is_rejected(native, adapter_slot):
-    layer = LayerOn(native(), Geometry(adapters=True))
+    layer = LayerOn(native(), Geometry(adapter_ranks=(5, 8)))
     places = layer.places.copy()
     places[3] = adapter_slot
     layer.step = replace(layer.step, lora_slots=adapter_rows(places, layer.ops)["lora_slots"])

@@ -62,12 +62,14 @@ def test_rows_sharing_a_prefix_are_bitwise_equal_to_alone(native, dtype, threads
 @pytest.mark.parametrize("packed", [None, "Q4_1"])
 def test_adapter_row_is_bitwise_equal_alone_and_in_batch(native, dtype, packed):
     """Also next to rows of other adapters and of none; the latter equal a step without adapters."""
-    geometry = Geometry(heads=9, kv_heads=3, d=64, hidden=96, inner=160, block_size=32, packed=packed, adapters=True)
+    geometry = Geometry(
+        heads=9, kv_heads=3, d=64, hidden=96, inner=160, block_size=32, packed=packed, adapter_ranks=(5, 8)
+    )
     rows = [(1, count) for count in range(1, 60)]
     ops = native(dtype, 2)
     together = LayerOn(ops, geometry, rows)
     found = together.run(ops)
-    plain = LayerOn(ops, replace(geometry, adapters=False), rows).run(ops)
+    plain = LayerOn(ops, replace(geometry, adapter_ranks=()), rows).run(ops)
     for row in (0, 3, 7, 31, 58):
         alone = LayerOn(ops, geometry, rows)
         index = np.full(1, row)

@@ -47,7 +47,7 @@ def test_recorded_forward_equals_eager_operations(native, dtype, threads):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recorded_forward_serves_with_and_without_adapters(native, dtype, caplog):
-    plain, adapted = (LayerOn(native(dtype, 2), Geometry(adapters=adapters)) for adapters in (False, True))
+    plain, adapted = (LayerOn(native(dtype, 2), Geometry(adapter_ranks=ranks)) for ranks in ((), (5, 8)))
     ops, layers = plain.ops, {False: plain, True: adapted}
 
     def forward_of(layer):

@@ -1,0 +1,186 @@
+"""Cases that cover every pair of values of two axes, and the smallest case that still fails.
+
+A fault that needs two particular settings is met by the first case that has both: pairwise testing, after Cohen et al.,
+"The AETG System", IEEE Transactions on Software Engineering 23 (1997).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fd_core.errors import ConfigError
+
+Value = int | float | str | bool | None
+Case = Mapping[str, Value]
+"""A value of each axis, by name."""
+Allowed = Callable[[Case], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One thing that a kit varies."""
+
+    name: str
+    values: tuple[Value, ...]
+    """The first one is the plainest, to which a failing case is reduced."""
+    fields: tuple[str, ...] = ()
+    """Fields of the contract that the axis varies, such as `Heads.window`."""
+    rare: tuple[Case, ...] = ()
+    """Cases with expensive values, which are in no pairs; each names only values that are not the plainest."""
+    needs: str | None = None
+    """Ability of `fd_core.testing.kit.limits` that a backend needs for any value but the plainest."""
+
+
+def around(*numbers: int) -> tuple[int, ...]:
+    """Return each number with those before and after it."""
+    return tuple(dict.fromkeys(near for number in numbers for near in (number, number - 1, number + 1)))
+
+
+def default_case(axes: Sequence[Axis]) -> Case:
+    """Return the plainest case."""
+    return {axis.name: axis.values[0] for axis in axes}
+
+
+def covering_cases(axes: Sequence[Axis], seed: int, allowed: Allowed = lambda _: True) -> list[Case]:
+    """Return cases in which every pair of values of two axes occurs that any allowed case has; `seed` orders them.
+
+    A pair counts as possible if the plainest case with it is allowed. Each case begins with a pair that no earlier case
+    has, and takes the value of each other axis that adds the most such pairs. The first case is the plainest, and the
+    first cases together have every value; those with rare values are last.
+    """
+    order = {axis.name: index for index, axis in enumerate(axes)}
+    rng, plain = random.Random(seed), default_case(axes)  # noqa: S311 - reproducible tests
+    open_pairs = [pair for pair in _all_pairs(axes) if allowed({**plain, **dict(pair)})]
+    rng.shuffle(open_pairs)
+    left = dict.fromkeys(open_pairs)
+    cases = [plain]
+    for pair in _pairs_of(plain):
+        left.pop(pair, None)
+    while left:
+        first = next(iter(left))
+        fixed, case = dict(first), {**plain, **dict(first)}
+        for axis in rng.sample(axes, len(axes)):
+            if axis.name in fixed:
+                continue
+            gains = {value: _gain(axis.name, value, fixed, order, left) for value in axis.values}
+            for value in sorted(axis.values, key=lambda value: -gains[value]):
+                if allowed({**case, axis.name: value}):
+                    case[axis.name] = fixed[axis.name] = value
+                    break
+        for pair in _pairs_of(case):
+            left.pop(pair, None)
+        cases.append(case)
+    return _values_first(cases) + [{**plain, **rare} for axis in axes for rare in axis.rare]
+
+
+def count_until_every_value(axes: Sequence[Axis], cases: Sequence[Case]) -> int:
+    """Return how many of the first cases together have every value of the axes that any case has, without rare ones."""
+    common = {(axis.name, value) for axis in axes for value in axis.values}
+    left = {value for case in cases for value in case.items()} & common
+    for count, case in enumerate(cases):
+        if not left:
+            return count
+        left -= set(case.items())
+    return len(cases)
+
+
+def _values_first(cases: Sequence[Case]) -> list[Case]:
+    """Reorder cases: after the first one, those that add the most values, then the others."""
+    first, *others = cases
+    left = {value for case in others for value in case.items()} - set(first.items())
+    chosen = [first]
+    while left:
+        best = max(others, key=lambda case: len(left & set(case.items())))
+        others.remove(best)
+        chosen.append(best)
+        left -= set(best.items())
+    return chosen + others
+
+
+def uncovered(axes: Sequence[Axis], cases: Sequence[Case], allowed: Allowed = lambda _: True) -> list[Case]:
+    """Return the pairs of values that an allowed case has and none of `cases`."""
+    covered = {pair for case in cases for pair in _pairs_of(case)}
+    return [
+        dict(pair)
+        for pair in _all_pairs(axes)
+        if pair not in covered and _completed(dict(pair), axes, allowed) is not None
+    ]
+
+
+def smallest(
+    case: Case, axes: Sequence[Axis], fails: Callable[[Case], bool], allowed: Allowed = lambda _: True
+) -> Case:
+    """Return a case that fails as `case` does, and passes if one of its values is the plainest of its axis."""
+    while True:
+        for axis in axes:
+            plainer = {**case, axis.name: axis.values[0]}
+            if plainer != case and allowed(plainer) and fails(plainer):
+                case = plainer
+                break
+        else:
+            return case
+
+
+def case_text(case: Case, axes: Sequence[Axis]) -> str:
+    """Return the values that are not the plainest, as `--case` takes them: `rows=65,window=none`."""
+    return (
+        ",".join(f"{axis.name}={_text(case[axis.name])}" for axis in axes if case[axis.name] != axis.values[0])
+        or "plain"
+    )
+
+
+def parse_case(text: str, axes: Sequence[Axis]) -> Case:
+    """Return the case that `case_text` wrote; axes that it does not name are plain. Raises `ConfigError`."""
+    case, by_name = dict(default_case(axes)), {axis.name: axis for axis in axes}
+    for part in filter(None, text.split(",") if text != "plain" else ()):
+        name, _, value = part.partition("=")
+        if name not in by_name:
+            raise ConfigError(f"{name!r} is not an axis of the kit", field="--case", hint=f"axes: {', '.join(by_name)}")
+        case[name] = _value(value, by_name[name])
+    return case
+
+
+def _value(text: str, axis: Axis) -> Value:
+    for known in (*axis.values, *(rare[axis.name] for rare in axis.rare)):
+        if _text(known) == text:
+            return known
+    try:
+        return int(text)
+    except ValueError:
+        known_values = ", ".join(map(_text, axis.values))
+        raise ConfigError(
+            f"{axis.name}={text} is not a value", field="--case", hint=f"values: {known_values}"
+        ) from None
+
+
+def _text(value: Value) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+_Pair = tuple[tuple[str, Value], tuple[str, Value]]
+
+
+def _pairs_of(case: Case) -> Iterator[_Pair]:
+    return itertools.combinations(case.items(), 2)
+
+
+def _all_pairs(axes: Sequence[Axis]) -> Iterator[_Pair]:
+    for first, second in itertools.combinations(axes, 2):
+        for one, other in itertools.product(first.values, second.values):
+            yield (first.name, one), (second.name, other)
+
+
+def _completed(pair: Case, axes: Sequence[Axis], allowed: Allowed) -> Case | None:
+    case = {**default_case(axes), **pair}
+    return case if allowed(case) else None
+
+
+def _gain(name: str, value: Value, fixed: Case, order: Mapping[str, int], left: Mapping[_Pair, None]) -> int:
+    """Return how many pairs a value adds to those of the axes that are `fixed`; pairs are in the order of the axes."""
+    pairs = (
+        ((name, value), other) if order[name] < order[other[0]] else (other, (name, value)) for other in fixed.items()
+    )
+    return sum(pair in left for pair in pairs)

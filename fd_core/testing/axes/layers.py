@@ -1,0 +1,183 @@
+"""Axes of one layer: geometry, form of weights and KV, and the step that it computes; each case against numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.ops.contract import Activation, Ops
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.weights import WEIGHT_FORMATS
+from fd_core.testing.axes.covering import Axis, Case, around
+from fd_core.testing.axes.parts import Part
+from fd_core.testing.models.arrays import PACKED_TOLERANCE, TOLERANCE, assert_near, float32_of, step_input
+from fd_core.testing.models.layers import Geometry, LayerOn
+
+ACTIVATIONS: Final[tuple[str, ...]] = get_args(Activation)
+AXES: Final = (
+    Axis("decodes", (1, 0, 2, 15, 31, 32, 33, 64, 65, 128, 129, 192, 193, 257), ("StepInput.query_start",)),
+    Axis(
+        "chunk",
+        (0, 1, 2, 16, 17, 128, 129, 601),
+        ("StepInput.max_query",),
+        rare=({"chunk": 2048}, {"chunk": 8192, "kv_heads": 1, "group": 1}),
+    ),
+    Axis(
+        "context",
+        (9, 1, *around(128), 1025, 4097),
+        ("StepInput.context_len", "StepInput.max_context"),
+        ({"context": 32_768},),
+    ),
+    Axis("kv_heads", (2, 1, 3, 5, 8), ("Heads.num_kv_heads", "KVShape.num_kv_heads")),
+    Axis("group", (4, 1, 2, 3, 5, 6, 7, 8, 12, 16), ("Heads.num_heads",)),
+    Axis("head_dim", (16, 8, 10, 24, 32, 64, 80, 96, 128, 256), ("Heads.head_dim", "KVShape.head_dim", "Heads.scale")),
+    Axis("hidden", (128, 38, 256, 1000), rare=({"hidden": 4104}, {"hidden": 8192})),
+    Axis("inner", (128, 50, 260, 4104), rare=({"inner": 14_336},)),
+    Axis("block_size", (8, 1, 5, 16, 32, 64, 128), ("KVShape.block_size", "StepInput.block_tables")),
+    Axis("spare_blocks", (0, 1, 999), ("StepInput.kv_slots",), rare=({"spare_blocks": 9000},)),
+    Axis("rotary", (1.0, 0.5), ("Heads.rope",)),
+    Axis("interleaved", (False, True), needs="interleaved_rope"),
+    Axis("window", (None, 1, 7, 128, 1030), ("Heads.window",), needs="window"),
+    Axis("softcap", (None, 5.0, 50.0), ("Heads.softcap",), needs="softcap"),
+    Axis("head_norms", (False, True), ("Heads.q_norm", "Heads.k_norm")),
+    Axis("post_norm", (False, True)),
+    Axis("biases", (False, True), needs="biases"),
+    Axis("activation", ACTIVATIONS),
+    Axis("experts", (0, 2, 5, 33, 128), ("Experts.router", "Experts.gate_up", "Experts.down"), needs="moe"),
+    Axis("top_k", (2, 1, 4, 8, 16), ("Experts.top_k",), needs="moe"),
+    Axis("normalize", (True, False), ("Experts.normalize",), needs="moe"),
+    Axis("shared_expert", (False, True), ("Experts.shared_gate_up", "Experts.shared_down"), needs="moe"),
+    Axis("correction_bias", (False, True), ("Experts.correction_bias", "Experts.norm_floor"), needs="moe"),
+    Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
+    Axis("kv_dtype", ("auto", "int8"), ("KVShape.dtype",)),
+    Axis("adapters", (0, 1, 2, 8), ("StepInput.lora_slots", "StepInput.lora_groups", "Lora.deltas", "Lora.step")),
+    Axis("adapter_rank", (8, 1, 5, 16, 64)),
+)
+"""Axes of a layer and of the step over it."""
+EXCUSED: Final[Mapping[str, str]] = {
+    "StepInput.token_ids": "no layer reads them; models embed them",
+    "StepInput.positions": "they follow from the contexts",
+    "StepInput.logits_rows": "the head of a model reads them",
+    "StepInput.uniform": "a promise about the other fields",
+    "StepInput.host": "a copy of the other fields",
+    "StepInput.states": "stages of a pipeline exchange them; `test_ranks` varies them",
+    "KVShape.num_layers": "each layer has a cache; `test_models` varies their number",
+    "KVShape.first_kv_head": "ranks vary it; see `test_ranks`",
+    "KVShape.first_layer": "stages vary it; see `test_ranks`",
+}
+"""Fields of the contract that no axis varies, with the reason."""
+
+FUSIONS: Final = ("attention_inputs", "attention", "project_residual", "mlp_inputs or moe_residual", "project_residual")
+"""Results of `LayerOn.run`."""
+_MAX_PRODUCT: Final = 3e9
+"""Multiplications of the products of a case."""
+_MAX_SCORES: Final = 1e7
+"""Scores of attention over all heads."""
+_MAX_ELEMENTS: Final = 6e6
+"""Elements of weights, and of the cache."""
+
+
+def rows_of(case: Case) -> list[tuple[int, int]]:
+    """Return (tokens, context) of each row: decodes of `context` tokens and of fewer, and a chunk after `context`."""
+    context, decodes, chunk = _int(case, "context"), _int(case, "decodes"), _int(case, "chunk")
+    rows = [(1, context if index == 0 else 1 + 37 * index % min(context, 300)) for index in range(decodes)]
+    if chunk:
+        rows.insert(len(rows) // 2, (chunk, chunk + context - 1))
+    return rows
+
+
+def geometry_of(case: Case) -> Geometry:
+    """Return the layer of a case."""
+    heads, d, rank = _int(case, "kv_heads") * _int(case, "group"), _int(case, "head_dim"), _int(case, "adapter_rank")
+    return Geometry(
+        heads=heads,
+        kv_heads=_int(case, "kv_heads"),
+        d=d,
+        rotary=None if case["rotary"] == 1.0 else d // 4 * 2,
+        adapter_ranks=tuple(max(1, rank - index % 3) for index in range(_int(case, "adapters"))),
+        **{name: case[name] for name in _SAME},  # type: ignore[arg-type]
+    )
+
+
+_SAME: Final = {*Geometry.__dataclass_fields__} & {axis.name for axis in AXES} - {"kv_heads", "rotary"}
+
+
+def allowed(case: Case) -> bool:
+    """Return True if a layer can have the values of a case, and numpy computes it in about a second."""
+    rows, experts = rows_of(case), _int(case, "experts")
+    if not rows or (experts and case["top_k"] > experts) or (experts and case["adapters"]):  # type: ignore[operator]
+        return False
+    g, tokens = geometry_of(case), sum(count for count, _ in rows)
+    if g.packed is not None and (g.hidden % 128 or g.inner % 128 or g.heads * g.d % 128):
+        return False
+    attention = g.hidden * g.d * 2 * (g.heads + g.kv_heads)
+    active = attention + 3 * g.hidden * g.inner * (g.top_k if experts else 1)
+    weights = attention + 3 * g.hidden * g.inner * max(1, experts)
+    scores = sum(count * context for count, context in rows) * g.heads
+    blocks = sum(-(-context // g.block_size) for _, context in rows) + g.spare_blocks
+    cache = blocks * g.block_size * g.kv_heads * g.d * 4
+    return tokens * active < _MAX_PRODUCT and scores < _MAX_SCORES and max(weights, cache) < _MAX_ELEMENTS
+
+
+def check_layer(ops: Ops, case: Case) -> None:
+    """Compare what the pack computes in a case, and the cache after it, with numpy. Raises `AssertionError`."""
+    geometry, rows = geometry_of(case), rows_of(case)
+    ours, oracle = LayerOn(ops, geometry, rows), LayerOn(NumpyOps(), geometry, rows)
+    before = ours.exported()
+    tolerance = max(
+        TOLERANCE[ops.dtype],
+        0.0 if geometry.packed is None else PACKED_TOLERANCE[geometry.packed],
+        # A sum in another order moves an element on the verge between two of the 255 steps.
+        1e-2 if geometry.kv_dtype == "int8" else 0.0,
+    )
+    for name, found, expected in zip(FUSIONS, ours.run(ops), oracle.run(Ops), strict=False):
+        with _named(name):
+            assert_near(ops, ops.from_host(found), expected, tolerance)
+    with _named("cache"):
+        check_cache(ops, ours, before, oracle.exported(), tolerance)
+
+
+def check_cache(
+    ops: Ops, layer: LayerOn, before: npt.NDArray[Any], right: npt.NDArray[Any], tolerance: float | None = None
+) -> None:
+    """Compare the cache of a layer that ran with the oracle's; no other position differs from `before`.
+
+    Raises `AssertionError`.
+    """
+    size, rows = layer.g.block_size, layer.rows
+    written = np.zeros((layer.cache.num_blocks, size), np.bool_)
+    written.reshape(-1)[step_input(rows, size, layer.blocks).kv_slots] = True
+    free = written.copy()
+    for (_, context), table in zip(rows, layer.blocks, strict=True):
+        # What follows a context in its last block means nothing; a pack may clear it.
+        free[table[(context - 1) // size], (context - 1) % size + 1 :] = True
+    after = layer.exported()
+    others = np.flatnonzero((after[:, 0] != before[:, 0]).reshape(len(after), -1).any(axis=1)).tolist()
+    assert not others, f"blocks {others[:9]} of another layer were written to"
+    # Axes: block, position, key or value, head, element.
+    after, before, right = (each[:, 1].swapaxes(1, 2) for each in (after, before, right))
+    differ = (after != before).reshape(*written.shape, -1).any(axis=2) & ~free
+    assert not differ.any(), f"(block, position) {np.argwhere(differ)[:5].tolist()} of other tokens were written to"
+    found, expected = (float32_of(np.ascontiguousarray(each[written])) for each in (after, right))
+    assert_near(ops, ops.from_host(found.reshape(len(found), -1)), expected.reshape(len(found), -1), tolerance)
+
+
+@contextmanager
+def _named(part: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{part}: {error}") from error
+
+
+def _int(case: Case, name: str) -> int:
+    value = case[name]
+    assert isinstance(value, int)
+    return value
+
+
+LAYERS: Final[Part[Ops]] = Part("layer", AXES, check_layer, allowed)

@@ -1,0 +1,98 @@
+"""Covering cases: every possible pair occurs, every value early, and failures shrink to what matters."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fd_core.errors import ConfigError
+from fd_core.testing.axes import covering, layers, parts
+from fd_core.testing.axes.covering import Axis, case_text, covering_cases, parse_case, smallest, uncovered
+
+AXES = (
+    Axis("rows", (1, 2, 65)),
+    Axis("window", (None, 7)),
+    Axis("dtype", ("auto", "int8")),
+    Axis("post", (False, True)),
+)
+axes_of_any_size = st.lists(st.integers(1, 5), min_size=2, max_size=6).map(
+    lambda sizes: tuple(Axis(f"a{index}", tuple(range(size))) for index, size in enumerate(sizes))
+)
+
+
+@given(axes=axes_of_any_size, seed=st.integers(0, 9))
+def test_every_pair_occurs(axes, seed):
+    cases = covering_cases(axes, seed)
+    for first, second in itertools.combinations(axes, 2):
+        pairs = {(case[first.name], case[second.name]) for case in cases}
+        assert pairs == set(itertools.product(first.values, second.values))
+
+
+@given(axes=axes_of_any_size, seed=st.integers(0, 9))
+def test_first_cases_have_every_value(axes, seed):
+    cases = covering_cases(axes, seed)
+    first = cases[: covering.count_until_every_value(axes, cases)]
+    assert cases[0] == covering.default_case(axes)
+    assert {value for case in first for value in case.items()} == {(a.name, v) for a in axes for v in a.values}
+
+
+def test_every_pair_that_the_plainest_case_allows_occurs():
+    def allowed(case):
+        return not (case["rows"] == 65 and case["dtype"] == "int8")
+
+    cases = covering_cases(AXES, 0, allowed)
+    assert all(map(allowed, cases))
+    assert uncovered(AXES, cases, allowed) == []
+
+
+def test_cases_of_layers_cover_all_pairs():
+    cases, quick = parts.cases_of(layers.LAYERS)
+    assert uncovered(layers.AXES, [case.values for case in cases], layers.allowed) == []
+    assert quick < len(cases) / 3
+
+
+def test_failing_case_shrinks_to_the_values_that_matter():
+    def fails(case):
+        return case["rows"] == 65 and case["post"]
+
+    found = smallest({"rows": 65, "window": 7, "dtype": "int8", "post": True}, AXES, fails)
+    assert case_text(found, AXES) == "rows=65,post=true"
+
+
+@given(index=st.integers(0, 23))
+def test_text_of_a_case_names_it(index):
+    values = list(itertools.product(*(axis.values for axis in AXES)))[index]
+    case = dict(zip([axis.name for axis in AXES], values, strict=True))
+    assert parse_case(case_text(case, AXES), AXES) == case
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("row=1", "'row' is not an axis"), ("window=wide", "window=wide is not a value")]
+)
+def test_unknown_case_is_rejected(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_case(text, AXES)
+
+
+def test_failure_names_the_smallest_case_and_the_command(monkeypatch):
+    def check(limit, case):
+        assert case["rows"] < limit, f"row {case['rows']} is wrong"
+
+    monkeypatch.setattr(parts, "_REDUCED", set())
+    part = parts.Part("rows", AXES, check)
+    with pytest.raises(AssertionError) as caught:
+        part.case("rows=65,window=7,post=true").check(3, "fdcore conformance mychip")
+    assert str(caught.value) == (
+        "rows:rows=65: row 65 is wrong; repeat: fdcore conformance mychip --case rows:rows=65 "
+        "(reduced from rows=65,window=7,post=true)"
+    )
+
+
+def test_error_of_a_plugin_is_a_failure_with_its_type(monkeypatch):
+    monkeypatch.setattr(parts, "_REDUCED", set())
+    part = parts.Part("rows", AXES, lambda *_: 1 / 0)
+    with pytest.raises(AssertionError, match="ZeroDivisionError: division by zero"):
+        part.case("rows=2").check(None, "pytest")
