@@ -185,9 +185,9 @@ class Target:
         folder = self._folder / case
         return folder if (folder / "model.safetensors").exists() else write_checkpoint(case, folder)
 
-    def load(self, case: str = ENGINE_CASE, **settings: Any) -> Engine:
+    def load(self, case: str = ENGINE_CASE, epoch: int = 1, **settings: Any) -> Engine:
         """Load a small engine on the checkpoint of a case; close it after use."""
-        return load_engine(self.config(**settings), self.checkpoint(case), progress=lambda *_: None)
+        return load_engine(self.config(**settings), self.checkpoint(case), epoch=epoch, progress=lambda *_: None)
 
     @contextmanager
     def engine(
