@@ -28,7 +28,7 @@ AXES: Final = (
         "slots",
         (4, 1, 2, 3, 17, 33),
         ("EngineConfig.max_num_seqs", "Limits.max_num_seqs", "Admission.slot", "StepPlan.slots"),
-        rare=({"slots": 300, "requests": 300, "prompt": 1, "max_tokens": 2, "budget": 700},),
+        rare=({"slots": 260, "requests": 260, "prompt": 1, "max_tokens": 2, "budget": 700},),
     ),
     Axis(
         "budget",
@@ -69,15 +69,15 @@ AXES: Final = (
     ),
     Axis("adapter_rank", (8, 1, 64), ("EngineConfig.max_lora_rank",), needs="checkpoints"),
     # Requests. Two of three have a value, others of the same batch the plainest one; a single one always has it.
-    Axis("requests", (5, 1, 2, 3, 9, 40), ("RequestSpec.request_id", "Admission.request_id", "StepPlan.admissions")),
+    Axis("requests", (5, 1, 2, 3, 9, 24), ("RequestSpec.request_id", "Admission.request_id", "StepPlan.admissions")),
     Axis(
         "prompt",
         (9, 1, 2, 4, 16, 31, 32, 64, 127),
         ("RequestSpec.prompt", "Admission.token_ids", "Admission.prompt_len", "StepPlan.starts", "StepPlan.samples"),
         rare=(
-            {"prompt": 2049, "budget": 3000, "prompt_logprobs": 1, "requests": 2},
-            {"prompt": 2049, "budget": 3000, "pooling": "mean", "requests": 2},
-            {"prompt": 1500, "budget": 3000, "pooling": "tokens", "requests": 2, "block_size": 32},
+            {"prompt": 1100, "budget": 3000, "prompt_logprobs": 1, "requests": 1},
+            {"prompt": 2049, "budget": 3000, "pooling": "mean", "requests": 1, "block_size": 32},
+            {"prompt": 1100, "budget": 3000, "pooling": "tokens", "requests": 1, "arrivals": 1},
         ),
     ),
     Axis("shared_prefix", (0, 8, 21), ("Admission.computed",)),
@@ -157,9 +157,11 @@ EXACT_ONLY: Final = ("temperature", "repetition", "reasoning")
 """Axes whose effect on a text cannot be told from rounding in lower precision."""
 VOCABULARY: Final = 131
 """Of the model; tokens of the requests are below, and the last one is NaN."""
-_MOST_TOKENS: Final = 3000
+_MOST_TOKENS: Final = 1500
 """Tokens of all requests of a case that is not rare."""
-_MOST_STEPS: Final = 800
+_MOST_STEPS: Final = 500
+_MOST_FILLED: Final = 1000
+"""Longest context of which further requests fill the pool; attention to longer ones takes seconds in numpy."""
 
 
 def allowed(case: Case) -> bool:
@@ -349,7 +351,7 @@ def requests_that_fill(settings: Mapping[str, Any], digests: tuple[str, ...]) ->
     """Return requests of one token for every slot, then others that together need every block of the pool."""
     slots, context, size = settings["max_num_seqs"], settings["max_model_len"], settings["block_size"]
     left, lengths = settings["num_kv_blocks"] * size, [2] * slots
-    while left >= 4:
+    while left >= 4 and context <= _MOST_FILLED:
         lengths.append(min(context, left))
         left -= -(-lengths[-1] // size) * size
     rng = np.random.default_rng(len(lengths))
@@ -365,18 +367,18 @@ def requests_that_fill(settings: Mapping[str, Any], digests: tuple[str, ...]) ->
 
 
 def _judge(target: Target, specs: list[RequestSpec], adapters: dict[str, Path], settings: Mapping[str, Any]) -> Judge:
-    """Return the judge of requests that an oracle computes one at a time; the same for any other settings."""
-    alone = {
-        "max_num_seqs": 1,
+    """Return the judge of some requests; their texts are the same for all other settings."""
+    plain = {
+        "max_num_seqs": 16,
         "max_num_batched_tokens": 4096,
-        "num_kv_blocks": -(-settings["max_model_len"] // 32),
+        "num_kv_blocks": 16 * -(-settings["max_model_len"] // 32),
         "block_size": 32,
         "enable_prefix_caching": False,
         "structured_output": True,
         **{name: settings[name] for name in ("max_model_len", "lora_modules", "max_lora_rank") if name in settings},
     }
-    name = msgspec.json.encode([specs, alone]).hex()
-    return Judge.of(target, name, STEP_CASE, specs, adapters=adapters, **alone)
+    name = msgspec.json.encode([specs, plain]).hex()
+    return Judge.of(target, name, STEP_CASE, specs, adapters=adapters, **plain)
 
 
 STEPS: Final[Part[Target]] = Part("step", AXES, check_steps, allowed)
