@@ -56,7 +56,7 @@ AXES: Final = (
         (0, 1, 3, 5, 16),
         ("EngineConfig.speculative", "Limits.max_drafts", "StepPlan.num_drafts"),
     ),
-    Axis("wrong_drafts", (0.3, 0.0, 1.0)),
+    Axis("wrong_drafts", (0.3, 0.0, 0.1, 1.0)),
     Axis("structured", (False, True), ("EngineConfig.structured_output",)),
     Axis("forced", (8, 0, 16), ("EngineConfig.max_forced_tokens",)),
     Axis("transport", ("memory", "zmq"), ("EngineConfig.output_transport",)),

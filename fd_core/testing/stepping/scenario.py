@@ -23,6 +23,8 @@ from fd_core.testing.stepping.texts import Texts
 from fd_core.types import NO_CHOICE, FinishReason, IntArray, RequestSpec, SamplingParams, TokenLogprobs
 
 _MOST_STEPS: Final = 20_000
+_MOST_IDLE: Final = 1000
+"""Consecutive steps that compute nothing while requests wait, 5 ms each."""
 _SPARE_BLOCKS: Final = 4
 """Blocks that are copied while steps use the others."""
 
@@ -38,7 +40,7 @@ class Events:
     abort: int | None = None
     """Step after which the second and the last request are aborted."""
     poison: int | None = None
-    """Token whose embedding is NaN, in the prompt of an additional request."""
+    """Token whose embedding is NaN, in the prompt of an additional request; earlier ones left NaN in every block."""
     copies: bool = False
     """Copy spare blocks of the cache on a thread."""
     in_thread: bool = False
@@ -100,6 +102,8 @@ class Scenario:
                     return request
 
                 probe.running_batch.release = forgetting  # type: ignore[method-assign]  # patched for the case
+            if self.events.poison is not None and "kv_transfer" not in self.target.limits:
+                fill_with_nan(engine.probe().runner.cache)
             yield engine
 
     def _drive(self, engine: Engine, specs: Sequence[RequestSpec]) -> Generator[None]:
@@ -121,7 +125,7 @@ class Scenario:
             self._check(spec, texts)
 
     def _steps(self, engine: Engine, specs: Sequence[RequestSpec], texts: Texts, victims: set[str]) -> Generator[None]:
-        waiting = list(specs)
+        waiting, idle = list(specs), 0
         for step in range(_MOST_STEPS):
             if step == self.events.abort and victims:
                 for spec in waiting:  # an unknown request cannot be aborted
@@ -136,12 +140,16 @@ class Scenario:
             if not engine.has_work and not waiting:
                 return
             if engine.has_work:
+                before = texts.deltas
                 texts.take(engine.step())
+                idle = idle + 1 if texts.deltas == before and not engine.num_in_flight else 0
+                if idle > _MOST_IDLE:
+                    break
                 if not self.events.copies:  # their blocks have no owner
                     engine.check_integrity()
             yield
         unfinished = [spec.request_id for spec in specs if spec.request_id not in texts.ends]
-        raise AssertionError(f"{unfinished[:5]} did not end in {_MOST_STEPS} steps")
+        raise AssertionError(f"{unfinished[:5]} did not end in {step + 1} steps, of which the last {idle} were idle")
 
     def _resumed(self, spec: RequestSpec) -> RequestSpec:
         """Return a request that continues after the first tokens of its text."""
@@ -263,6 +271,17 @@ def _in_threads(mine: Generator[None], theirs: Generator[None]) -> None:
         sys.setswitchinterval(before)
     if errors:
         raise errors[0]
+
+
+def fill_with_nan(cache: KVCache) -> None:
+    """Leave NaN in every block, as requests whose KV is NaN do when they end."""
+    blocks = np.arange(cache.num_blocks, dtype=np.int32)
+    data = cache.export_blocks(blocks)
+    if data.dtype == np.int8:  # the last four bytes are a float32 scale
+        data[..., -4:] = np.frombuffer(np.float32(np.nan).tobytes(), np.int8)
+    else:
+        data[...] = 0x7FC0 if data.dtype == np.uint16 else np.nan
+    cache.import_blocks(blocks, data)
 
 
 @contextmanager

@@ -21,10 +21,13 @@ class Texts:
         self.vectors: dict[str, bytes] = {}
         self.prompt_scores: dict[str, tuple[TokenLogprobs, ...]] = {}
         self.errors: dict[str, str] = {}
+        self.deltas = 0
+        """Number of deltas."""
 
     def take(self, deltas: Iterable[Delta]) -> None:
         """Append deltas; none may follow an end or contain a negative id."""
         for delta in deltas:
+            self.deltas += 1
             assert delta.request_id not in self.ends, "a delta after the end"
             assert all(token >= 0 for token in delta.token_ids)
             assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
