@@ -15,7 +15,7 @@ import numpy as np
 from fd_core.engine.core import Engine
 from fd_core.ops.contract import KVCache
 from fd_core.scheduling.requests import Request
-from fd_core.testing.kit.judging import SCORE_MARGIN, Judge, margin_of
+from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import STEP_CASE
 from fd_core.testing.stepping.stepper import parts_of
@@ -31,7 +31,7 @@ _SPARE_BLOCKS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Events:
-    """What happens in addition to steps."""
+    """Events between the steps of an engine, in addition to its requests."""
 
     arrivals: int = 0
     """Steps between two requests; 0 submits all at once."""
@@ -225,7 +225,7 @@ class Scenario:
     ) -> None:
         counts = tuple(-1 if each is None else len(each) for each in (found, right))
         assert counts[0] == counts[1], f"{name}: expected scores of {counts[1]} prompt tokens, got {counts[0]}"
-        margin = max(SCORE_MARGIN[self.target.precision], margin_of(self.target))
+        margin = self.judge.score_margin
         for place, (ours, best) in enumerate(zip(found or (), right or (), strict=True), 1):
             values, expected = (np.array([each.logprob, *each.top]) for each in (ours, best))
             where = f"prompt token {place} of {name}"

@@ -42,8 +42,7 @@ def test_probe_reports_availability_and_device(target: Target) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_computes_in_the_dtype_asked_for(target: Target, require: Callable[..., None], dtype: str) -> None:
-    if dtype == "bfloat16":
-        require("bfloat16")
+    require(dtype)
     config = target.config().__class__(model="kit", backend=target.name, dtype=dtype, num_threads=1)
     assert target.cls(config).make_ops().dtype == dtype
 

@@ -8,10 +8,15 @@ import pkgutil
 
 import pytest
 
+from fd_core.config import EngineConfig, Limits
 from fd_core.ops import contract
 from fd_core.testing import axes as package
+from fd_core.types import Admission, RequestSpec, SamplingParams, StepPlan
 
-TYPES = (contract.Heads, contract.Experts, contract.KVShape, contract.StepInput, contract.Lora)
+TYPES = (
+    *(contract.Heads, contract.Experts, contract.KVShape, contract.StepInput, contract.Lora),
+    *(RequestSpec, SamplingParams, Admission, StepPlan, Limits, EngineConfig),
+)
 MODULES = [
     importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
 ]
