@@ -9,7 +9,7 @@ import numpy as np
 from fd_core.backends.null import NullCache
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.numpy.ops import NumpyKVCache
-from tests.testing.wrong.fault import wrong_in
+from tests.testing.wrong.fault import wrong, wrong_in
 
 _QUERIES: dict[tuple[int, ...], np.ndarray] = {}
 _PLANNED: dict[tuple[int, ...], np.ndarray] = {}
@@ -198,3 +198,31 @@ class NamesAlternativesOfTheFirstRows:
         chosen, top_ids, top = super().logprobs(logits, tokens, top_n)
         chosen[9:], top_ids[9:], top[9:] = chosen[:1], top_ids[:1], top[:1]
         return chosen, top_ids, top
+
+
+@wrong("null", "scale:test_memory_is_flat_over_thousands_of_steps")
+class KeepsAnArrayForEachShape:
+    """Plans once for each number of rows, tokens and contexts, and forgets no plan."""
+
+    def compile(self, forward):
+        plans = {}
+
+        def planned(step, cache):
+            key = len(step.token_ids), step.max_query, step.max_context, len(step.context_len)
+            plans.setdefault(key, np.zeros(64, np.int32))
+            return forward(step, cache)
+
+        return planned
+
+
+@wrong("null", "scale:test_the_step_after_the_last_of_sixteen_bits_is_right")
+class CountsStepsInSixteenBits:
+    """A ring of flags, indexed by the number of the step, which is negative after 2^15."""
+
+    steps = np.int16(0)
+
+    def sample(self, logits, rows):
+        tokens, peaks = super().sample(logits, rows)
+        with np.errstate(over="ignore"):
+            self.steps += np.int16(1)
+        return (tokens if self.steps >= 0 else tokens * 0), peaks
