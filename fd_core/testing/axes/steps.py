@@ -68,6 +68,7 @@ AXES: Final = (
         needs="checkpoints",
     ),
     Axis("adapter_rank", (8, 1, 64), ("EngineConfig.max_lora_rank",), needs="checkpoints"),
+    Axis("reloaded", (False, True), needs="checkpoints"),
     # Requests. Two of three have a value, others of the same batch the plainest one; a single one always has it.
     Axis("requests", (5, 1, 2, 3, 9, 24), ("RequestSpec.request_id", "Admission.request_id", "StepPlan.admissions")),
     Axis(
@@ -117,7 +118,8 @@ AXES: Final = (
     ),
 )
 """Axes of an engine and its requests. `abort` is the step after which two requests are aborted; `poisoned` adds a
-request whose prompt is NaN inside the model; `company` is another engine of the same backend in this process."""
+request whose prompt is NaN inside the model; `company` is another engine of the same backend in this process; with
+`reloaded`, another adapter takes the place of the first one when all requests have ended."""
 _ELSEWHERE: Final = "other kits vary it; a backend does not see it"
 _START: Final = "it chooses what is loaded; a case uses the target's"
 EXCUSED: Final[Mapping[str, str]] = {
@@ -170,6 +172,8 @@ _MOST_FILLED: Final = 1000
 def allowed(case: Case) -> bool:
     """Return True if an engine can have these settings, and the oracle computes the requests in about a second."""
     if case["reasoning"] is not None and not (case["structured"] or case["drafts"]):
+        return False
+    if case["reloaded"] and not case["adapters"]:
         return False
     if case["copies"] and case["memory"] == "restored":  # which copies on a thread of its own, one at a time
         return False
@@ -302,14 +306,12 @@ def _adapter(model: Path, rank: int, index: int) -> tuple[Path, str]:
 
 
 def _adapters(target: Target, case: Case) -> dict[str, Path]:
-    """Return the folders of the adapters of a case, by digest; ranks differ."""
+    """Return the folders of the adapters of a case, by digest, and of one more; ranks differ."""
     model = target.checkpoint(STEP_CASE)
-    if model is None:
+    if model is None or not case["adapters"]:
         return {}
-    found = (
-        _adapter(model, max(1, _int(case, "adapter_rank") - index % 3), index)
-        for index in range(_int(case, "adapters"))
-    )
+    count, rank = _int(case, "adapters") + 1, _int(case, "adapter_rank")
+    found = (_adapter(model, max(1, rank - index % 3), index) for index in range(count))
     return {digest: folder for folder, digest in found}
 
 
@@ -317,17 +319,18 @@ def check_steps(target: Target, case: Case) -> None:
     """Run the requests of a case, then fill the engine, and compare all with the oracle. Raises `AssertionError`."""
     target = target.quantized() if case["kv_dtype"] == "int8" else target
     adapters = _adapters(target, case)
-    specs = requests_of(case, tuple(adapters))
-    neighbours = requests_of(case, tuple(adapters), first=len(specs)) if case["company"] != "none" else []
-    longest = max(len(spec.prompt) + spec.params.max_tokens for spec in specs + neighbours)
-    settings = settings_of(case, longest)
+    *digests, spare = adapters or [""]
+    specs = requests_of(case, tuple(digests))
+    neighbours = requests_of(case, tuple(digests), first=len(specs)) if case["company"] != "none" else []
+    settings = settings_of(case, max(len(spec.prompt) + spec.params.max_tokens for spec in specs + neighbours))
     if adapters:
         settings |= {
-            "lora_modules": tuple(f"a{index}={folder}" for index, folder in enumerate(adapters.values())),
-            "max_loras": len(adapters),
+            "lora_modules": tuple(f"{digest}={adapters[digest]}" for digest in digests),
+            "max_loras": len(digests),
             "max_lora_rank": case["adapter_rank"],
         }
-    full = requests_that_fill(settings, tuple(adapters))
+    reloaded = (digests[0], spare) if case["reloaded"] else None
+    full = requests_that_fill(settings, (*digests[1:], spare) if reloaded else tuple(digests))
     judge = _judge(target, [*specs, *neighbours, *full], adapters, settings)
     Scenario(
         target=target,
@@ -348,6 +351,7 @@ def check_steps(target: Target, case: Case) -> None:
             first_number=_int(case, "first_number"),
             eager=case["memory"] != "ample",
             forgets_prefixes=case["memory"] == "restored",
+            reloaded=None if reloaded is None else (*reloaded, adapters[spare]),
         ),
     ).check()
 
@@ -373,15 +377,18 @@ def requests_that_fill(settings: Mapping[str, Any], digests: tuple[str, ...]) ->
 
 def _judge(target: Target, specs: list[RequestSpec], adapters: dict[str, Path], settings: Mapping[str, Any]) -> Judge:
     """Return the judge of some requests; their texts are the same for all other settings."""
-    plain = {
+    plain: dict[str, Any] = {
         "max_num_seqs": 16,
         "max_num_batched_tokens": 4096,
         "num_kv_blocks": 16 * -(-settings["max_model_len"] // 32),
         "block_size": 32,
         "enable_prefix_caching": False,
         "structured_output": True,
-        **{name: settings[name] for name in ("max_model_len", "lora_modules", "max_lora_rank") if name in settings},
+        "max_model_len": settings["max_model_len"],
     }
+    if adapters:
+        plain["lora_modules"] = tuple(f"{digest}={folder}" for digest, folder in adapters.items())
+        plain |= {"max_loras": len(adapters), "max_lora_rank": settings["max_lora_rank"]}
     name = msgspec.json.encode([specs, plain]).hex()
     return Judge.of(target, name, STEP_CASE, specs, adapters=adapters, slack=_SLACK, **plain)
 

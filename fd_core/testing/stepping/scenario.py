@@ -7,6 +7,7 @@ import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -51,6 +52,9 @@ class Events:
     """Admit requests without reserving blocks for their output: much more preemption."""
     forgets_prefixes: bool = False
     """Evict cached prefixes at each preemption, so that KV returns from the host only."""
+    reloaded: tuple[str, str, Path] | None = None
+    """Name of the adapter that is unloaded when all requests have ended, and name and folder of the one that replaces
+    it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +123,11 @@ class Scenario:
             self._check_poisoned(spec, texts)
         for spec in resumed:
             self._check(spec, texts, may_be_aborted=spec.request_id in victims)
+        if self.events.reloaded is not None:
+            before, after, folder = self.events.reloaded
+            engine.unload_adapter(before)
+            engine.begin_steps()  # which releases it
+            engine.load_adapter(after, folder)
         texts = Texts()
         yield from self._steps(engine, self.full, texts, set())
         for spec in self.full:

@@ -88,9 +88,7 @@ def test_a_text_survives_a_crash_in_the_middle(target: Target, golden: Golden, r
 
 
 @pytest.mark.fd_thorough
-def test_engines_in_two_processes_share_nothing(
-    target: Target, golden: Golden, require: Callable[..., None]
-) -> None:
+def test_engines_in_two_processes_share_nothing(target: Target, golden: Golden, require: Callable[..., None]) -> None:
     """Run different requests in two engine processes at the same time."""
     require("own_process")
     config = target.config(max_model_len=128, num_kv_blocks=128, pipeline_depth=2)

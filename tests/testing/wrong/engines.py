@@ -157,6 +157,16 @@ class KeepsTheAdaptersOfTheFirstStep:
         return replay
 
 
+@wrong_in("reference", "adapters=2,reloaded=true")
+class KeepsReplacedAdapters:
+    """Copies the terms of an adapter once for each place."""
+
+    def place_loras(self, deltas, inputs, outs, before=None):
+        if before is None or all(delta is None for delta in deltas):
+            return super().place_loras(deltas, inputs, outs, before)
+        return [old if old is not None else new for old, new in zip(before, deltas, strict=True)]
+
+
 @wrong_in("reference", "memory=restored,requests=9,slots=17,max_tokens=33")
 class RestoresOneLayerOnly:
     def allocate_kv(self, shape, num_blocks):

@@ -48,7 +48,7 @@ def wrong_in(base: str, case: str) -> Any:
     """Turn a class with methods of a pack or a postprocessor into a backend that fails in a case of an engine."""
 
     def register(methods: type) -> type:
-        wrong(base, "cases:test_step*", spreads_to=("*",))(methods)
+        wrong(base, "cases:test_step*")(methods)
         name, fault = FAULTS.popitem()
         FAULTS[name] = replace(fault, case=case)
         return methods

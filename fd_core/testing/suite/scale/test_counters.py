@@ -56,7 +56,12 @@ def test_the_step_after_the_last_of_sixteen_bits_is_right(target: Target, requir
     """Repeat a greedy and a penalized text, admitted anew each time, in one runner and one cache."""
     ops = type(target.backend)(target.config()).make_ops()
     limits = Limits(
-        max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64, block_size=64, num_kv_blocks=2, vocab_size=VOCABULARY
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        max_model_len=64,
+        block_size=64,
+        num_kv_blocks=2,
+        vocab_size=VOCABULARY,
     )
     script = Script(ops)
     runner = Runner(ops, script, limits, target.postprocess)
