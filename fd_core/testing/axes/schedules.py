@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -11,7 +12,7 @@ import numpy as np
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.victims import FewestTokens, LatestArrival, VictimPolicy
-from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.covering import Axis, Case, default_case
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.schedulers.driver import Driver, RecordingPolicy, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import whole_texts
@@ -21,18 +22,23 @@ from fd_core.types import Pooling, PrefillJob, Reasoning, RequestSpec, SamplingP
 AXES: Final = (
     Axis("slots", (4, 1, 2, 3, 16, 33, 65, 300), ("Limits.max_num_seqs",)),
     Axis("spare_budget", (20, 0, 1, 2, 7, 64, 4096), ("Limits.max_num_batched_tokens",)),
-    Axis("context", (64, 2, 3, 63, 65, 257, 1025), ("Limits.max_model_len",), rare=(
+    Axis("context", (64, 2, 3, 63, 65, 129), ("Limits.max_model_len",), rare=(
+        {"context": 1025, "output": 40, "block_size": 16, "requests": 20, "prompt": "longest"},
         {"context": 70_000, "block_size": 1, "spare_budget": 70_000, "prompt": "longest", "requests": 2},
     )),
     Axis("block_size", (4, 1, 2, 3, 16, 64, 127, 128), ("Limits.block_size", "SchedulerSetup.hasher")),
-    Axis("spare_blocks", (0, 1, 2, 5, 64, 1000), ("Limits.num_kv_blocks",), rare=({"spare_blocks": 99_984},)),
+    Axis("spare_blocks", (0, 1, 2, 5, 64), ("Limits.num_kv_blocks",), rare=({"spare_blocks": 1000}, {"spare_blocks": 99_984})),
     Axis("k", (0, 1, 2, 3, 5, 8, 16), ("Limits.max_drafts", "SchedulerSetup.drafts")),
     Axis("wrong", (0.3, 0.0, 1.0)),
     Axis("depth", (1, 2, 3, 4, 8, 16), ("Limits.pipeline_depth",)),
     Axis("stages", (1, 2, 4), ("Limits.num_stages",)),
     Axis("epoch", (3, 1, 2**15, 2**16, 2**31, 2**32), ("SchedulerSetup.epoch",)),
     Axis("first_step", (0, 2**8 - 3, 2**15 - 3, 2**16 - 3, 2**31 - 3, 2**32 - 3), ("SchedulerSetup.first_step",)),
-    Axis("policy", ("fcfs", "priority", "fair"), ("SchedulerSetup.policy",)),
+    Axis("policy", ("fcfs", "priority", "fair"), ("SchedulerSetup.policy",), rare=(
+        {"requests": 60},
+        {"requests": 60, "policy": "priority", "priority": "wide"},
+        {"requests": 60, "policy": "fair", "tenants": 5},
+    )),
     Axis("victims", ("cheapest", "youngest"), ("SchedulerSetup.victims",)),
     Axis("caching", (False, True), needs="prefix_caching"),
     Axis("keep", ("none", "preempted", "finished", "all"), ("SchedulerSetup.keep_kv",), needs="storage"),
@@ -52,10 +58,10 @@ AXES: Final = (
     ), needs="pairs"),
     Axis("events", (False, True), ("SchedulerSetup.kv_events",), needs="prefix_caching"),
     Axis("timed", (False, True), ("SchedulerSetup.clock",)),
-    Axis("requests", (6, 1, 2, 20, 100)),
+    Axis("requests", (6, 1, 2, 20)),
     Axis("prompt", ("mixed", "one", "full", "below", "above", "longest"), ("RequestSpec.prompt",)),
     Axis("shared", ("none", "prefix", "same")),
-    Axis("output", (12, 1, 2, 5, 33, 2**31 - 1), ("SamplingParams.max_tokens",)),
+    Axis("output", (40, 1, 2, 5, 2**31 - 1), ("SamplingParams.max_tokens",)),
     Axis("min_tokens", (0, 1, 6), ("SamplingParams.min_tokens",)),
     Axis("delivered", (0, 1, 7), ("RequestSpec.delivered",)),
     Axis("ends", ("limit", "eos", "stop", "both", "ignored"), (
@@ -121,9 +127,11 @@ KEPT: Final[Mapping[str, OffloadSelection | None]] = {
 _DIGITS: Final = "0123456789abcdef" * 4
 _CROSSED: Final = (("", ""), ("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""), ("/abc", ""), ("c", "ab"))
 """Salts and adapters of which several are the same text when joined."""
-_MAX_TOKENS: Final = 6000
+_MAX_TOKENS: Final = 3000
 """Tokens of all requests of a case."""
-_MAX_STEPS: Final = 1200
+_MAX_STEPS: Final = 1000
+_LONG, _MANY = 1000, 50
+"""Contexts and requests of rare cases."""
 
 
 def prompt_lengths(case: Case) -> list[int]:
@@ -141,26 +149,26 @@ def prompt_lengths(case: Case) -> list[int]:
     return [min(max(length(index), 1), most) for index in range(_int(case, "requests"))]
 
 
+def effective(case: Case) -> Case:
+    """Return a case with the settings that its other settings require."""
+    changed = dict(case)
+    if case["stages"] != 1:  # no engine speculates with stages
+        changed |= {"k": 0, "depth": max(_int(case, "depth"), _int(case, "stages"))}
+    if case["incident"] == "abort_loading" and case["keep"] == "none":
+        changed["pairs"] = "elsewhere"
+    changed["caching"] = case["caching"] or case["events"] or case["keep"] != "none" or changed["pairs"] != "none"
+    return changed
+
+
 def allowed(case: Case) -> bool:
-    """Return True if a case can exist and takes at most about a second."""
-    context, stages = _int(case, "context"), _int(case, "stages")
-    if stages > 1 and (case["k"] or _int(case, "depth") < stages):
-        return False
-    if (case["events"] or case["keep"] != "none" or case["pairs"] != "none") and not case["caching"]:
-        return False
-    if context > 10_000:
+    """Return True if a case takes at most about a second."""
+    context = _int(case, "context")
+    if context > _LONG or _int(case, "requests") > _MANY:
         return True
     lengths = prompt_lengths(case)
     outputs = [min(_int(case, "output"), context - length) for length in lengths]
-    if case["delivered"] and max(outputs) < 2:
-        return False
     tokens, budget = sum(lengths) + sum(outputs), 1 + _int(case, "k") + _int(case, "spare_budget")
-    rows = min(_int(case, "slots"), _int(case, "requests"), budget)
-    # A pool for one request of maximum size holds several shorter ones.
-    longest = max(length + output for length, output in zip(lengths, outputs, strict=True))
-    rows = min(rows, 1 + context // longest + _int(case, "spare_blocks") * _int(case, "block_size") // longest)
-    steps = sum(lengths) / budget + sum(outputs) / rows
-    return tokens <= _MAX_TOKENS and steps <= _MAX_STEPS
+    return tokens <= _MAX_TOKENS and tokens / min(budget, 2) <= _MAX_STEPS
 
 
 def specs_of(case: Case) -> list[RequestSpec]:
@@ -302,6 +310,7 @@ def check_schedule(target: SchedulerTarget, case: Case) -> None:
 
     Raises `InvariantViolated`.
     """
+    case = effective({**default_case(AXES), **case})
     specs = specs_of(case)
     driver, depth = driver_of(target, case, specs), _int(case, "depth")
     incidents = _incidents(driver, str(case["incident"]))
@@ -372,4 +381,29 @@ def _int(case: Case, name: str) -> int:
     return value
 
 
-SCHEDULES: Final[Part[SchedulerTarget]] = Part("schedule", AXES, check_schedule, allowed)
+_SIZED: Final = (
+    *("slots", "spare_budget", "context", "block_size", "spare_blocks", "k", "wrong", "depth", "stages"),
+    *("requests", "prompt", "shared", "output", "caching", "keep", "incident"),
+)
+_CROWDED: Final[Mapping[str, tuple[int | str, ...]]] = {
+    "slots": (4, 2, 3, 16),
+    "spare_budget": (20, 2, 7, 64),
+    "context": (64, 65),
+    "block_size": (4, 2, 3, 5),
+    "spare_blocks": (0, 1, 2),
+    "requests": (6, 12),
+    "prompt": ("mixed", "full", "below", "above"),
+    "output": (40, 2**31 - 1),
+}
+"""Values with which requests compete for slots and blocks, so that some are preempted, evicted and loaded again."""
+SIZES: Final[Part[SchedulerTarget]] = Part(
+    "size", tuple(axis for axis in AXES if axis.name in _SIZED), check_schedule, allowed
+)
+"""Every limit, down to contexts of two tokens, with requests of every size."""
+SCHEDULES: Final[Part[SchedulerTarget]] = Part(
+    "schedule",
+    tuple(replace(axis, values=_CROWDED[axis.name], rare=()) if axis.name in _CROWDED else axis for axis in AXES),
+    check_schedule,
+    allowed,
+)
+"""Every kind of request under every policy, with incidents, where slots and blocks are scarce."""

@@ -59,8 +59,8 @@ KITS: Final = (
     Kit(
         "fd_core.testing.schedulers.suite",
         "--fd-scheduler",
-        ("--fd-quick",),
-        sections=("signals", "budget", "blocks", "golden", "storage", "pairs"),
+        ("--fd-quick", "-m", "not fd_pairs"),
+        sections=("signals", "budget", "blocks", "golden", "storage", "pairs", "cases", "lifetime"),
         find=_found(SCHEDULER),
         others=OF_OTHERS_THAN_SCHEDULERS,
     ),

@@ -28,10 +28,11 @@ def kit_cases() -> list[SchedulerCase]:
         test_budget,
         test_cases,
         test_golden,
+        test_lifetime,
         test_pairs,
         test_signals,
         test_storage,
     )
 
-    modules = (test_signals, test_budget, test_blocks, test_golden, test_storage, test_pairs, test_cases)
+    modules = (test_signals, test_budget, test_blocks, test_golden, test_storage, test_pairs, test_cases, test_lifetime)
     return [SchedulerCase(case.section, case.function, case.parameters) for case in cases_of(modules)]

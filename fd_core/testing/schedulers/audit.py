@@ -440,23 +440,24 @@ class Auditor:
             broken("3.1", f"slot {grant.slot} was granted blocks, but has no running request")
         require(grant.offset == len(occupancy.table), "3.1", f"{occupancy} was granted blocks at offset {grant.offset}")
         tables = self.tables | {block for other in self.requests.values() for block in _loaded(other.loading)}
+        held, known, who = self.operating(), set(occupancy.table), str(occupancy)
         for index, block in enumerate(grant.blocks.tolist()):
-            require(0 <= block < self.limits.num_kv_blocks, "3.1", f"{occupancy} was granted block {block}")
+            require(0 <= block < self.limits.num_kv_blocks, "3.1", f"{who} was granted block {block}")
             twice = "3.3" if grant.offset == 0 and shared else "3.1"
-            require(block not in occupancy.table, twice, f"{occupancy} was granted block {block} twice")
+            require(block not in known, twice, f"{who} was granted block {block} twice")
+            known.add(block)
             occupancy.table.append(block)
             if grant.offset == 0 and index < shared:
                 coming = self.operating(operations.Load, operations.Fetch) - set(own)
-                require(block not in coming, "3.2", f"{occupancy} shares block {block}, whose KV is in transit")
+                require(block not in coming, "3.2", f"{who} shares block {block}, whose KV is in transit")
                 continue
-            require(block not in tables, "3.1", f"{occupancy} was granted block {block}, which another request owns")
+            require(block not in tables, "3.1", f"{who} was granted block {block}, which another request owns")
             if block in own:
                 continue
             require(
-                block not in touched, "3.2", f"{occupancy} was granted block {block}, which a step in flight touches"
+                block not in touched, "3.2", f"{who} was granted block {block}, which a step in flight touches"
             )
-            held = self.operating()
-            require(block not in held, "3.2", f"{occupancy} was granted block {block}, which an operation holds")
+            require(block not in held, "3.2", f"{who} was granted block {block}, which an operation holds")
             self._content[block] = [None] * self.limits.block_size
             self._stale_blocks.pop(block, None)
 

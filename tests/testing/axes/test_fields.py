@@ -8,10 +8,17 @@ import pkgutil
 
 import pytest
 
+from fd_core import types
+from fd_core.config import Limits
 from fd_core.ops import contract
+from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.testing import axes as package
 
-TYPES = (contract.Heads, contract.Experts, contract.KVShape, contract.StepInput, contract.Lora)
+TYPES = (
+    *(contract.Heads, contract.Experts, contract.KVShape, contract.StepInput, contract.Lora),
+    *(types.RequestSpec, types.SamplingParams, types.Reasoning, types.Pooling, types.PrefillJob),
+    *(Limits, SchedulerSetup),
+)
 MODULES = [
     importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
 ]
