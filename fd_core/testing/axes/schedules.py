@@ -35,7 +35,7 @@ AXES: Final = (
     Axis("epoch", (3, 1, 2**15, 2**16, 2**31, 2**32), ("SchedulerSetup.epoch",)),
     Axis("first_step", (0, 2**8 - 3, 2**15 - 3, 2**16 - 3, 2**31 - 3, 2**32 - 3), ("SchedulerSetup.first_step",)),
     Axis("policy", ("fcfs", "priority", "fair"), ("SchedulerSetup.policy",), rare=(
-        {"requests": 60},
+        {"requests": 60, "policy": "fcfs"},
         {"requests": 60, "policy": "priority", "priority": "wide"},
         {"requests": 60, "policy": "fair", "tenants": 5},
     )),

@@ -41,7 +41,7 @@ from fd_core.types.kv_events import KVEvent, Stored, StoredBlocks
 WHERES: Final = ("waits", "loads", "runs", "drains", "ended")
 _PATIENCE: Final = 4
 """Maximum number of consecutive plans per slot that may skip a decode."""
-_MAX_OVERTAKEN: Final = 48
+_MAX_OVERTAKEN: Final = 24
 """Plans that may admit a later request while one waits for no operation, beyond those that its prefill takes twice:
 a prompt whose prefix another request computes may wait for it."""
 Order = Callable[[QueuedRequest], tuple[str, tuple[int, ...]]]

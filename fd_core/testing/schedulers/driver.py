@@ -137,7 +137,10 @@ class Driver:
     def submit(self, *specs: RequestSpec) -> None:
         for spec in specs:
             self.clock.now += 1.0
-            effects = self.scheduler.add(spec)
+            try:
+                effects = self.scheduler.add(spec)
+            except FdError as error:
+                broken("8", f"it rejects the request {spec.request_id}: {error}")
             self.auditor.added(spec, effects)
             self.tiers.perform(effects.operations)
         self.audit()

@@ -9,12 +9,10 @@ import numpy as np
 
 from fd_core.effects.operations import CompileGrammar, GrammarReady
 from fd_core.scheduling.contract import SchedulerHoldings
+from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
 from fd_core.types import FinishReason
 from tests.testing.wrong.scheduling import Changed, ChangesDeltas, Plans, breaks, instead
-
-CASE = "schedule:"
-
 
 class StopsAt(Changed):
     """Ends texts at some of their stop ids only."""
@@ -33,19 +31,19 @@ class StopsAt(Changed):
         instead(self._slots, "occupy", occupy)
 
 
-@breaks("1.1", CASE)
+@breaks("1.1", "schedule:ends=eos")
 class OnlyTheFirstEosEndsAText(StopsAt):
     def stops(self, stop, eos):
         return (*stop, *eos[:1])
 
 
-@breaks("1.1", CASE)
+@breaks("1.1", "schedule:ends=eos")
 class KnowsEightStopIds(StopsAt):
     def stops(self, stop, eos):
         return (*stop, *eos)[:8]
 
 
-@breaks("1.1", CASE)
+@breaks("1.1", "schedule:ends=eos")
 class IgnoresEosWithStopIds(StopsAt):
     def stops(self, stop, eos):
         return stop or eos
@@ -58,25 +56,25 @@ class Roots(Changed):
         instead(self._prefixes, "root", lambda prefixes, right, salt, adapter: right(*self.identity(salt, adapter)))
 
 
-@breaks("3.5", CASE)
+@breaks("3.5", "schedule:caching=true,shared=prefix,owner=adapters")
 class SharesPrefixesBetweenAdapters(Roots):
     def identity(self, salt, adapter):
         return salt, adapter[:40]
 
 
-@breaks("5.3", CASE)
+@breaks("5.3", "schedule:caching=true,shared=prefix,owner=long_salts")
 class ComparesShortSalts(Roots):
     def identity(self, salt, adapter):
         return salt[:255], adapter
 
 
-@breaks("5.3", CASE)
+@breaks("3.5", "schedule:caching=true,shared=prefix,owner=crossed")
 class JoinsSaltAndAdapter(Roots):
     def identity(self, salt, adapter):
         return salt + adapter, ""
 
 
-@breaks("2.2", CASE)
+@breaks("2.2", "schedule:requests=60")
 class PutsPreemptedRequestsLast(Changed):
     """A preempted request waits behind everything that arrived meanwhile."""
 
@@ -88,7 +86,7 @@ class PutsPreemptedRequestsLast(Changed):
         instead(self._waiting, "push", push)
 
 
-@breaks("2.2", CASE)
+@breaks("2.2", "schedule:policy=priority,requests=60,priority=wide")
 class ComparesPrioritiesAsBytes(Changed):
     def change(self):
         def push(waiting, right, request):
@@ -98,7 +96,7 @@ class ComparesPrioritiesAsBytes(Changed):
         instead(self._waiting, "push", push)
 
 
-@breaks("8", CASE)
+@breaks("8", "schedule:policy=fair")
 class NotifiesThePolicyOfTheFirstAdmissionOnly(Changed):
     def change(self):
         policy = self._admission_planner._policy
@@ -114,7 +112,7 @@ class NotifiesThePolicyOfTheFirstAdmissionOnly(Changed):
         self._admission_planner._policy = Quiet()
 
 
-@breaks("8", CASE)
+@breaks("8", "schedule:policy=fair")
 class ReportsOneTokenLess(Changed):
     """The policy receives the number of tokens without the last one."""
 
@@ -130,7 +128,7 @@ class ReportsOneTokenLess(Changed):
         self._policy = Cheap()
 
 
-@breaks("2.6", CASE)
+@breaks("2.6", "schedule:grammar=true")
 class AdmitsBeforeTheGrammarIsCompiled(Changed):
     def plan(self):
         for number, (effect, request, _) in list(self._operations.open.items()):
@@ -140,7 +138,7 @@ class AdmitsBeforeTheGrammarIsCompiled(Changed):
         return super().plan()
 
 
-@breaks("1.3", CASE)
+@breaks("1.3", "schedule:grammar=true,outcome=badly")
 class RunsRequestsWithABadGrammar(Changed):
     def complete(self, completion):
         if isinstance(completion, GrammarReady):
@@ -156,8 +154,8 @@ class Lies(Changed):
         return held if self._requests or self._operations.open or self._slots.num_draining else SchedulerHoldings()
 
 
-@breaks("3.6", CASE)
-class LosesBlocksOfAbortedLoads(Lies):
+@breaks("3.1", "schedule:incident=abort_loading")
+class LosesBlocksOfAbortedLoads(Changed):
     def change(self):
         def abort_loading(running_batch, right, request):
             slot = request.slot
@@ -167,8 +165,8 @@ class LosesBlocksOfAbortedLoads(Lies):
         instead(self._running_batch, "abort_loading", abort_loading)
 
 
-@breaks("3.6", CASE)
-class LosesABlockOfEachFailedRow(Lies):
+@breaks("3.1", "schedule:incident=error")
+class LosesABlockOfEachFailedRow(Changed):
     def change(self):
         def finish(running_batch, right, slot, request, reason):
             if reason is FinishReason.ERROR and request.state is State.RUNNING:
@@ -178,7 +176,7 @@ class LosesABlockOfEachFailedRow(Lies):
         instead(self._running_batch, "finish", finish)
 
 
-@breaks("3.6", CASE)
+@breaks("3.6", "schedule:depth=2,incident=abort_draining")
 class LosesTheSlotOfAnAbortedVictim(Lies):
     """A slot whose request is aborted while it drains is never assigned again."""
 
@@ -198,7 +196,7 @@ class LosesTheSlotOfAnAbortedVictim(Lies):
         instead(self._slots, "free_slot", free_slot)
 
 
-@breaks("1.5", CASE)
+@breaks("1.5", "schedule:first_step=65533")
 class CountsStepsInSixteenBits(Plans):
     def changed(self, plan):
         return replace(plan, step=plan.step & 0xFFFF)
@@ -208,7 +206,7 @@ class CountsStepsInSixteenBits(Plans):
         return super().commit(replace(plan, step=step), replace(output, step=step))
 
 
-@breaks("3.2", CASE)
+@breaks("3.2", "schedule:depth=8,first_step=2147483645")
 class ComparesFencesAsInt32(Changed):
     """Blocks are free as soon as they are released once steps have more than 31 bits."""
 
@@ -220,7 +218,7 @@ class ComparesFencesAsInt32(Changed):
         )
 
 
-@breaks("3.1", CASE)
+@breaks("3.1", "size:spare_budget=70000,context=70000,block_size=1,requests=2,prompt=longest")
 class StoresBlocksInSixteenBits(Changed):
     def change(self):
         def allocate(pool, right, count):
@@ -230,7 +228,7 @@ class StoresBlocksInSixteenBits(Changed):
         instead(self._pool, "allocate", allocate)
 
 
-@breaks("3.2", CASE)
+@breaks("3.2", "schedule:depth=8")
 class FencesFourSteps(Changed):
     """Frees blocks four steps before the last one that touches them."""
 
@@ -238,14 +236,14 @@ class FencesFourSteps(Changed):
         instead(self._pool, "release", lambda pool, right, blocks, fence: right(blocks, fence - 3))
 
 
-@breaks("1.4", CASE)
+@breaks("1.1", "schedule:results=top")
 class DeliversElevenAlternatives(ChangesDeltas):
     def changed_delta(self, delta):
         cut = lambda score: msgspec.structs.replace(score, top=score.top[:11])  # noqa: E731
         return msgspec.structs.replace(delta, logprobs=delta.logprobs and tuple(map(cut, delta.logprobs)))
 
 
-@breaks("4", CASE)
+@breaks("4", "schedule:spare_budget=2,results=mean")
 class PoolsTheLastChunkOnly(ChangesDeltas):
     def change(self):
         def collect(processor, right, output, indices):
@@ -259,7 +257,7 @@ class PoolsTheLastChunkOnly(ChangesDeltas):
         return delta
 
 
-@breaks("5.3", CASE)
+@breaks("5.3", "schedule:events=true,owner=salts")
 class PublishesSaltedPrefixes(Changed):
     def change(self):
         def complete(prefixes, right, request, table, first, upto):
@@ -271,14 +269,14 @@ class PublishesSaltedPrefixes(Changed):
         instead(self._prefixes, "complete", complete)
 
 
-@breaks("8", CASE)
+@breaks("8", "schedule:timed=true")
 class ForgetsTheTimeBeforeAPreemption(ChangesDeltas):
     def changed_delta(self, delta):
         phases = delta.phases
         return delta if phases is None else msgspec.structs.replace(delta, phases=(*phases[:-1], 0.0))
 
 
-@breaks("4", CASE)
+@breaks("4", "schedule:owner=adapters")
 class DropsTheAdapterOfAPreemptedRequest(Plans):
     def changed(self, plan):
         again = tuple(
@@ -288,10 +286,72 @@ class DropsTheAdapterOfAPreemptedRequest(Plans):
         return replace(plan, admissions=again)
 
 
-@breaks("8", CASE)
+@breaks("8", "schedule:ids=long")
 class ComparesShortIds(Changed):
     """Requests whose ids agree in 64 characters count as one."""
 
     def add(self, spec):
         name = spec.request_id[:64]
         return super().add(msgspec.structs.replace(spec, request_id=name))
+
+
+@breaks("2.2", "budget:test_tenant_with_few_requests_waits_for_few_of_another")
+class ServesTenantsByArrival(Changed):
+    """Notifies the policy of everything, and then ignores its flows."""
+
+    def change(self):
+        self._waiting._policy = Fcfs()
+        self._waiting.turns_move = False
+
+
+class ExaminesTheQueue(Changed):
+    """Costs grow with the number of waiting requests in one of the calls."""
+
+
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[slots]")
+class SearchesTheQueueForAnAbort(ExaminesTheQueue):
+    def abort(self, request_id):
+        found = [name for name in self._requests if name == request_id]
+        return super().abort(found[0]) if found else None
+
+
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[slots]")
+class SortsTheQueue(ExaminesTheQueue):
+    def plan(self):
+        sorted(request.rank for request in self._requests.values() if request.rank)
+        return super().plan()
+
+
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[turns]")
+class ComparesAllTenants(ExaminesTheQueue):
+    def add(self, spec):
+        min(self._waiting._flows, key=lambda flow: self._policy.turn(flow), default=None)
+        return super().add(spec)
+
+
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[grammars]")
+class CopiesTheQueue(ExaminesTheQueue):
+    def plan(self):
+        self.waits = list(self._requests)
+        return super().plan()
+
+
+@breaks("3.6", "lifetime:test_memory_does_not_grow_with_requests")
+class RemembersEveryRequest(Changed):
+    def change(self):
+        self.begun = set()
+
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        self.begun |= {delta.request_id for delta in deltas}
+        return deltas, effects
+
+
+@breaks("1.5", "lifetime:test_counters_grow_beyond_sixteen_bits")
+class CountsGensInFifteenBits(Changed):
+    def change(self):
+        def occupy(slots, right, slot, request, matched, blocks):
+            right(slot, request, matched, blocks)
+            slots.gen[slot] = slots.delivering_gen[slot] = max(int(slots.gen[slot]) & 0x7FFF, 1)
+
+        instead(self._slots, "occupy", occupy)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
-from fd_core.scheduling.policies import Priority
+from fd_core.scheduling.policies import FairShare, Priority
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
@@ -219,6 +219,19 @@ def test_policy_determines_the_next_admission(target: SchedulerTarget) -> None:
     order = list(driver.first_plan)
     right = [spec.request_id for spec in sorted(specs, key=lambda spec: spec.priority)]
     require(order == right, "8", f"expected the policy's order {right}, got {order}")
+
+
+@pytest.mark.law("2.2")
+def test_tenant_with_few_requests_waits_for_few_of_another(target: SchedulerTarget) -> None:
+    """Under `fair`, the requests of a second tenant take turns with the many that arrived before them."""
+    driver = drive(target, policy=FairShare(), max_num_seqs=2)
+    driver.submit(*(greedy(f"many{index}", prompt_of(4, index), 4, tenant="many") for index in range(40)))
+    driver.step()
+    driver.submit(*(greedy(f"few{index}", prompt_of(4, 100 + index), 4, tenant="few") for index in range(3)))
+    driver.run()
+    order = list(driver.first_plan)
+    last = order.index("few2")
+    require(last < 12, "2.2", f"the third request of the tenant with few is number {last} of {len(order)}")
 
 
 @pytest.mark.law("2.2")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
-import msgspec
 import pytest
 
 from fd_core.config import Limits
@@ -110,31 +109,22 @@ def test_memory_does_not_grow_with_requests(target: SchedulerTarget) -> None:
     require(grown <= _SERVED * _MAX_BYTES, "3.6", f"after {_SERVED} requests that ended it holds {grown} bytes more")
 
 
-def _waiting_for_slots(number: int) -> RequestSpec:
-    return greedy(f"waits {number}", (number % 250, number // 250, 1), 8)
-
-
-def _of_many_tenants(number: int) -> RequestSpec:
-    return msgspec.structs.replace(_waiting_for_slots(number), tenant=f"tenant {number}")
-
-
-def _with_one_prompt(number: int) -> RequestSpec:
-    return greedy(f"waits {number}", range(12), 8)
-
-
-def _for_grammars(number: int) -> RequestSpec:
-    return greedy(f"waits {number}", (number % 250, 1), 8, grammar=f"start: /{number}/")
+_WAITING: Final[Mapping[str, Callable[[int], RequestSpec]]] = {
+    "slots": lambda number: greedy(f"waits {number}", (number % 250, number // 250, 1), 8),
+    "turns": lambda number: greedy(f"waits {number}", (number % 250, number // 250, 1), 8, tenant=f"tenant {number}"),
+    "prefix": lambda number: greedy(f"waits {number}", range(12), 8),
+    "grammars": lambda number: greedy(f"waits {number}", (number % 250, 1), 8, grammar=f"start: /{number}/"),
+}
+"""Requests by number, by what they wait for."""
 
 
 @pytest.mark.law("2.6")
-@pytest.mark.parametrize("waiting", [_waiting_for_slots, _of_many_tenants, _with_one_prompt, _for_grammars])
-def test_cost_does_not_grow_with_waiting_requests(
-    target: SchedulerTarget, waiting: Callable[[int], RequestSpec]
-) -> None:
-    """Count bytecodes and memory of each call; requests wait for slots, for blocks, a prefix or their grammars."""
-    costs: list[dict[str, int]] = []
+@pytest.mark.parametrize("waits_for", list(_WAITING))
+def test_cost_does_not_grow_with_waiting_requests(target: SchedulerTarget, waits_for: str) -> None:
+    """Count the bytecodes and the memory of each call."""
+    waiting, costs = _WAITING[waits_for], list[dict[str, int]]()
     for count in (_FEW, _MANY):
-        policy = FairShare() if waiting is _of_many_tenants else _Counted()
+        policy = FairShare() if waits_for == "turns" else _Counted()
         run = _run(target, policy, max_num_seqs=8, max_model_len=400, num_kv_blocks=800)
         scheduler = run.scheduler
         for number in range(8):
