@@ -6,12 +6,8 @@ random numbers. So the cases pass the same inputs to two instances, varied in ev
 
 from __future__ import annotations
 
-import gc
 import random
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,6 +21,7 @@ from fd_core.router.policies import Candidate, Candidates, RouterPolicy, Routing
 from fd_core.router.router import Router
 from fd_core.router.selection import IDLE, RouteRequest, Selection, WorkerLoad
 from fd_core.router.workers import ROLES, Role, RouterWorker
+from fd_core.testing.policies.purity import another_world, holdings
 
 _BLOCKS: Final = 4
 """Full blocks of each prompt."""
@@ -116,7 +113,7 @@ class RouterPolicySuite:
                 context = self.shown(workers, call.number, call.session, prompt=call.prompt, now=now)
                 chosen = one.choose(context)
                 assert any(chosen is candidate for candidate in context.candidates), "it chose no candidate"
-                with _another_world(shift):
+                with another_world(shift):
                     again = other.choose(context)
                 assert again is chosen, "another instance with the same inputs chose another worker"
 
@@ -134,13 +131,13 @@ class RouterPolicySuite:
     def test_it_forgets_workers_that_are_gone_and_requests_that_are_long_past(self) -> None:
         policy = self.new_policy()
         policy.choose(self.shown([(_worker(0, 0), IDLE, 0)]))
-        before = _holdings(policy)
+        before = holdings(policy)
         for number in range(1, _REQUESTS):
             worker = _worker(number, number)
             policy.choose(self.shown([(worker, IDLE, 0)], session=f"session {number}", prompt=number, now=number))
             policy.departed(worker)
         policy.sweep(_NEVER)
-        grown = _holdings(policy) - before
+        grown = holdings(policy) - before
         assert grown < _CONSTANT, f"it holds {grown} objects more after {_REQUESTS} requests and as many workers"
 
     @pytest.mark.law("7.1")
@@ -180,30 +177,3 @@ def _end(router: Router, selection: Selection, now: float) -> None:
         if selection.mode == "pd":
             router.prefilled(selection, now)
         router.served(selection, now)
-
-
-@contextmanager
-def _another_world(shift: int) -> Iterator[None]:
-    """Perturb clocks and random generators of the process, which a pure policy does not use."""
-    with pytest.MonkeyPatch.context() as patch:
-        for clock in ("time", "monotonic", "perf_counter"):
-            reading = getattr(time, clock)() + 3600 * shift
-            patch.setattr(time, clock, lambda reading=reading: reading)
-        state = random.getstate()
-        random.seed(shift)
-        try:
-            yield
-        finally:
-            random.setstate(state)
-
-
-def _holdings(policy: RouterPolicy) -> int:
-    """Count the objects reachable from a policy."""
-    seen: set[int] = set()
-    left: list[object] = [vars(policy)]
-    while left:
-        each = left.pop()
-        if id(each) not in seen and not isinstance(each, (type, ModuleType, FunctionType, MethodType)):
-            seen.add(id(each))
-            left += gc.get_referents(each)
-    return len(seen)

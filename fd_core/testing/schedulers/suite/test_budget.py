@@ -18,7 +18,7 @@ from fd_core.testing.schedulers.tiers import OperationEnd
 from fd_core.testing.stepping.texts import greedy
 from fd_core.types import RequestSpec
 
-KS = [0, 1, 3, 5]
+KS = [0, 1, 3, 5, 16]
 
 
 def decoding(count: int, max_tokens: int = 30) -> list[RequestSpec]:
@@ -261,8 +261,8 @@ def _planning_seconds(driver: Driver, plans: int) -> float:
 @pytest.mark.law("2.6")
 @pytest.mark.parametrize(
     ("waits_for", "count", "length"),
-    [("slots", 10_000, 20), ("slots", 60, 900), ("blocks", 200, 900)],
-    ids=["many for slots", "long for slots", "many for blocks"],
+    [("slots", 60, 900), ("blocks", 200, 900)],
+    ids=["long for slots", "many for blocks"],
 )
 def test_planning_does_not_grow_with_what_waits(
     target: SchedulerTarget, waits_for: str, count: int, length: int

@@ -28,7 +28,7 @@ _SERVED = 1000
 """Requests after which memory is compared."""
 _MAX_BYTES = 4
 """Bytes that may remain of each request on average."""
-_FEW, _MANY = 64, 4096
+_FEW, _MANY = 64, 2048
 """Numbers of waiting requests whose costs are compared."""
 
 
