@@ -47,9 +47,21 @@ MakeVictims = Callable[[], VictimPolicy]
 
 def requests_of(case: Case) -> list[QueuedRequest]:
     """Return the requests of a case, in the order of their arrival."""
-    prompts = {"mixed": lambda at: 1 + 37 * at % 900, "one": lambda _: 1, "large": lambda at: 2**17 + at % 3}
-    outputs = {"mixed": lambda at: 1 + 53 * at % 700, "one": lambda _: 1, "most": lambda _: 2**31 - 1}
-    priorities = {"same": lambda _: 0, "falling": lambda at: -at, "wide": lambda at: _WIDE[at % len(_WIDE)]}
+    prompts: Mapping[str, Callable[[int], int]] = {
+        "mixed": lambda at: 1 + 37 * at % 900,
+        "one": lambda _: 1,
+        "large": lambda at: 2**17 + at % 3,
+    }
+    outputs: Mapping[str, Callable[[int], int]] = {
+        "mixed": lambda at: 1 + 53 * at % 700,
+        "one": lambda _: 1,
+        "most": lambda _: 2**31 - 1,
+    }
+    priorities: Mapping[str, Callable[[int], int]] = {
+        "same": lambda _: 0,
+        "falling": lambda at: -at,
+        "wide": lambda at: _WIDE[at % len(_WIDE)],
+    }
     prompt, output = prompts[str(case["prompt"])], outputs[str(case["output"])]
     priority, tenants = priorities[str(case["priority"])], _int(case, "tenants")
     return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -22,40 +22,60 @@ from fd_core.types import Pooling, PrefillJob, Reasoning, RequestSpec, SamplingP
 AXES: Final = (
     Axis("slots", (4, 1, 2, 3, 16, 33, 65, 300), ("Limits.max_num_seqs",)),
     Axis("spare_budget", (20, 0, 1, 2, 7, 64, 4096), ("Limits.max_num_batched_tokens",)),
-    Axis("context", (64, 2, 3, 63, 65, 129), ("Limits.max_model_len",), rare=(
-        {"context": 1025, "output": 40, "block_size": 16, "requests": 20, "prompt": "longest"},
-        {"context": 70_000, "block_size": 1, "spare_budget": 70_000, "prompt": "longest", "requests": 2},
-    )),
+    Axis(
+        "context",
+        (64, 2, 3, 63, 65, 129),
+        ("Limits.max_model_len",),
+        rare=(
+            {"context": 1025, "output": 40, "block_size": 16, "requests": 20, "prompt": "longest"},
+            {"context": 70_000, "block_size": 1, "spare_budget": 70_000, "prompt": "longest", "requests": 2},
+        ),
+    ),
     Axis("block_size", (4, 1, 2, 3, 16, 64, 127, 128), ("Limits.block_size", "SchedulerSetup.hasher")),
-    Axis("spare_blocks", (0, 1, 2, 5, 64), ("Limits.num_kv_blocks",), rare=({"spare_blocks": 1000}, {"spare_blocks": 99_984})),
+    Axis(
+        "spare_blocks",
+        (0, 1, 2, 5, 64),
+        ("Limits.num_kv_blocks",),
+        rare=({"spare_blocks": 1000}, {"spare_blocks": 99_984}),
+    ),
     Axis("k", (0, 1, 2, 3, 5, 8, 16), ("Limits.max_drafts", "SchedulerSetup.drafts")),
     Axis("wrong", (0.3, 0.0, 1.0)),
     Axis("depth", (1, 2, 3, 4, 8, 16), ("Limits.pipeline_depth",)),
     Axis("stages", (1, 2, 4), ("Limits.num_stages",)),
     Axis("epoch", (3, 1, 2**15, 2**16, 2**31, 2**32), ("SchedulerSetup.epoch",)),
     Axis("first_step", (0, 2**8 - 3, 2**15 - 3, 2**16 - 3, 2**31 - 3, 2**32 - 3), ("SchedulerSetup.first_step",)),
-    Axis("policy", ("fcfs", "priority", "fair"), ("SchedulerSetup.policy",), rare=(
-        {"requests": 60, "policy": "fcfs"},
-        {"requests": 60, "policy": "priority", "priority": "wide"},
-        {"requests": 60, "policy": "fair", "tenants": 5},
-    )),
+    Axis(
+        "policy",
+        ("fcfs", "priority", "fair"),
+        ("SchedulerSetup.policy",),
+        rare=(
+            {"requests": 60, "policy": "fcfs"},
+            {"requests": 60, "policy": "priority", "priority": "wide"},
+            {"requests": 60, "policy": "fair", "tenants": 5},
+        ),
+    ),
     Axis("victims", ("cheapest", "youngest"), ("SchedulerSetup.victims",)),
     Axis("caching", (False, True), needs="prefix_caching"),
     Axis("keep", ("none", "preempted", "finished", "all"), ("SchedulerSetup.keep_kv",), needs="storage"),
-    Axis("pairs", ("none", "elsewhere", "jobs"), (
-        "SchedulerSetup.paired",
-        "RequestSpec.prefill_at",
-        "RequestSpec.prefill_job",
-        "RequestSpec.traceparent",
-        "PrefillJob.tokens",
-        "PrefillJob.held_blocks",
-        "PrefillJob.lease",
-        "PrefillJob.cache_salt",
-        "PrefillJob.priority",
-        "PrefillJob.tenant",
-        "PrefillJob.traceparent",
-        "PrefillJob.adapter",
-    ), needs="pairs"),
+    Axis(
+        "pairs",
+        ("none", "elsewhere", "jobs"),
+        (
+            "SchedulerSetup.paired",
+            "RequestSpec.prefill_at",
+            "RequestSpec.prefill_job",
+            "RequestSpec.traceparent",
+            "PrefillJob.tokens",
+            "PrefillJob.held_blocks",
+            "PrefillJob.lease",
+            "PrefillJob.cache_salt",
+            "PrefillJob.priority",
+            "PrefillJob.tenant",
+            "PrefillJob.traceparent",
+            "PrefillJob.adapter",
+        ),
+        needs="pairs",
+    ),
     Axis("events", (False, True), ("SchedulerSetup.kv_events",), needs="prefix_caching"),
     Axis("timed", (False, True), ("SchedulerSetup.clock",)),
     Axis("requests", (6, 1, 2, 20)),
@@ -64,48 +84,78 @@ AXES: Final = (
     Axis("output", (40, 1, 2, 5, 2**31 - 1), ("SamplingParams.max_tokens",)),
     Axis("min_tokens", (0, 1, 6), ("SamplingParams.min_tokens",)),
     Axis("delivered", (0, 1, 7), ("RequestSpec.delivered",)),
-    Axis("ends", ("limit", "eos", "stop", "both", "ignored"), (
-        "RequestSpec.eos_token_ids",
-        "SamplingParams.stop_token_ids",
-        "SamplingParams.ignore_eos",
-    )),
-    Axis("sampling", ("greedy", "seeded", "filtered", "penalized"), (
-        "SamplingParams.temperature",
-        "SamplingParams.top_p",
-        "SamplingParams.top_k",
-        "SamplingParams.min_p",
-        "SamplingParams.seed",
-        "SamplingParams.presence_penalty",
-        "SamplingParams.frequency_penalty",
-        "SamplingParams.repetition_penalty",
-        "SamplingParams.logit_bias",
-        "SamplingParams.allowed_token_ids",
-        "SamplingParams.bad_words_token_ids",
-    )),
-    Axis("results", ("none", "chosen", "top", "prompt", "prompt_top", "last", "mean", "tokens"), (
-        "SamplingParams.logprobs",
-        "SamplingParams.prompt_logprobs",
-        "RequestSpec.pooling",
-        "Pooling.kind",
-        "Pooling.token_ids",
-    )),
-    Axis("grammar", (False, True), (
-        "SamplingParams.grammar",
-        "SamplingParams.reasoning",
-        "Reasoning.end",
-        "Reasoning.max_tokens",
-    )),
-    Axis("owner", ("same", "salts", "long_salts", "adapters", "crossed"), (
-        "RequestSpec.cache_salt",
-        "RequestSpec.adapter",
-    )),
+    Axis(
+        "ends",
+        ("limit", "eos", "stop", "both", "ignored"),
+        (
+            "RequestSpec.eos_token_ids",
+            "SamplingParams.stop_token_ids",
+            "SamplingParams.ignore_eos",
+        ),
+    ),
+    Axis(
+        "sampling",
+        ("greedy", "seeded", "filtered", "penalized"),
+        (
+            "SamplingParams.temperature",
+            "SamplingParams.top_p",
+            "SamplingParams.top_k",
+            "SamplingParams.min_p",
+            "SamplingParams.seed",
+            "SamplingParams.presence_penalty",
+            "SamplingParams.frequency_penalty",
+            "SamplingParams.repetition_penalty",
+            "SamplingParams.logit_bias",
+            "SamplingParams.allowed_token_ids",
+            "SamplingParams.bad_words_token_ids",
+        ),
+    ),
+    Axis(
+        "results",
+        ("none", "chosen", "top", "prompt", "prompt_top", "last", "mean", "tokens"),
+        (
+            "SamplingParams.logprobs",
+            "SamplingParams.prompt_logprobs",
+            "RequestSpec.pooling",
+            "Pooling.kind",
+            "Pooling.token_ids",
+        ),
+    ),
+    Axis(
+        "grammar",
+        (False, True),
+        (
+            "SamplingParams.grammar",
+            "SamplingParams.reasoning",
+            "Reasoning.end",
+            "Reasoning.max_tokens",
+        ),
+    ),
+    Axis(
+        "owner",
+        ("same", "salts", "long_salts", "adapters", "crossed"),
+        (
+            "RequestSpec.cache_salt",
+            "RequestSpec.adapter",
+        ),
+    ),
     Axis("tenants", (1, 2, 5), ("RequestSpec.tenant",)),
     Axis("priority", ("same", "falling", "wide"), ("RequestSpec.priority",)),
     Axis("ids", ("short", "long", "unicode"), ("RequestSpec.request_id",)),
-    Axis("incident", (
-        "none", "abort_waiting", "abort_loading", "abort_running", "abort_draining", "abort_all",
-        "error", "stale", "repeated",
-    )),
+    Axis(
+        "incident",
+        (
+            "none",
+            "abort_waiting",
+            "abort_loading",
+            "abort_running",
+            "abort_draining",
+            "abort_all",
+            "error",
+            "stale",
+            "repeated",
+        ),
+    ),
     Axis("operations", ("first", "last", "late", "at_once")),
     Axis("outcome", ("well", "in_part", "badly")),
 )
@@ -137,7 +187,7 @@ _LONG, _MANY = 1000, 50
 def prompt_lengths(case: Case) -> list[int]:
     """Return the length of each request's prompt: relative to a block, and at most the context."""
     size, most = _int(case, "block_size"), _int(case, "context") - 1
-    kinds = {
+    kinds: Mapping[str, Callable[[int], int]] = {
         "mixed": lambda index: 1 + 7 * index % (2 * size + 5),
         "one": lambda index: 1,
         "full": lambda index: size * (1 + index % 2),
@@ -217,7 +267,9 @@ def _spec(case: Case, index: int, length: int) -> RequestSpec:
     spec = RequestSpec(
         request_id=name[str(case["ids"])],
         prompt=tuple(prompt),
-        params=SamplingParams(max_tokens=most, ignore_eos=True, min_tokens=min(_int(case, "min_tokens"), most), **params),
+        params=SamplingParams(
+            max_tokens=most, ignore_eos=True, min_tokens=min(_int(case, "min_tokens"), most), **params
+        ),
         priority=priority[str(case["priority"])],
         tenant=f"tenant{index % _int(case, 'tenants')}" if case["tenants"] != 1 else "",
         cache_salt=salt,
@@ -338,7 +390,12 @@ def _incidents(driver: Driver, kind: str) -> Iterator[None]:
     harmed: set[str] = set()
     while True:
         requests = driver.auditor.requests
-        state = {"abort_waiting": "waits", "abort_loading": "loads", "abort_running": "runs", "abort_draining": "drains"}
+        state = {
+            "abort_waiting": "waits",
+            "abort_loading": "loads",
+            "abort_running": "runs",
+            "abort_draining": "drains",
+        }
         candidates = [
             name
             for name, each in requests.items()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import pytest
 
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
+from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.axes.policies import ORDERS, Queue, running_of
 from fd_core.testing.kit.law import require
@@ -23,7 +26,7 @@ _CONSTANT = 60
 """Objects that it may hold more than at the start."""
 _PATIENCE = 200
 """Admissions of later requests that may come before a request."""
-_ROWS = {"rows": 9, "oldest": 0, "tokens": "mixed", "gained": "mixed", "again": "some", "block": 16}
+_ROWS: Final[Case] = {"rows": 9, "oldest": 0, "tokens": "mixed", "gained": "mixed", "again": "some", "block": 16}
 
 
 class SchedulingPolicySuite:
@@ -56,7 +59,9 @@ class SchedulingPolicySuite:
         for arrival in range(20):
             queue.add(QueuedRequest(arrival, 10, 10, 0, "t0", False))
         queue.add(QueuedRequest(20, size, 10, 0, f"t{tenants - 1}", False))
-        for arrival in range(21, 21 + _PATIENCE):
+        for arrival in range(21, 40):
+            queue.add(QueuedRequest(arrival, 10, 10, 0, "t0", False))
+        for arrival in range(40, 40 + _PATIENCE):
             admitted = queue.admit()
             if admitted.arrival == 20:
                 return
@@ -94,7 +99,7 @@ class SchedulingPolicySuite:
         rows = np.asarray(found[0]).tolist()
         valid = rows and len(set(rows)) == len(rows) and all(0 <= row < count for row in rows)
         require(valid, "8", f"expected some of {count} rows, each once, got {rows}")
-        require(np.array_equal(*found), "8", f"expected {rows} again, got {found[1]}")
+        require(np.array_equal(found[0], found[1]), "8", f"expected {rows} again, got {found[1]}")
 
     @pytest.mark.law("1.1", "2.2", "4")
     def test_a_scheduler_serves_with_it(self) -> None:

@@ -454,9 +454,7 @@ class Auditor:
             require(block not in tables, "3.1", f"{who} was granted block {block}, which another request owns")
             if block in own:
                 continue
-            require(
-                block not in touched, "3.2", f"{who} was granted block {block}, which a step in flight touches"
-            )
+            require(block not in touched, "3.2", f"{who} was granted block {block}, which a step in flight touches")
             require(block not in held, "3.2", f"{who} was granted block {block}, which an operation holds")
             self._content[block] = [None] * self.limits.block_size
             self._stale_blocks.pop(block, None)
@@ -605,9 +603,9 @@ class Auditor:
         require(once, "6.3", f"{what} fetches a prompt that was fetched before, or after the first token")
         tokens = job.token_ids.tolist()
         require(tokens and tokens == request.tokens[: len(tokens)], "6.3", f"{what} fetches the KV of other tokens")
-        for field in ("cache_salt", "priority", "tenant", "traceparent", "adapter"):
-            told, right = getattr(job, field), getattr(spec, field)
-            require(told == right, "6.3", f"{what}: expected {field} {right!r}, got {told!r}")
+        for name in ("cache_salt", "priority", "tenant", "traceparent", "adapter"):
+            told, right = getattr(job, name), getattr(spec, name)
+            require(told == right, "6.3", f"{what}: expected {name} {right!r}, got {told!r}")
         count = -(-len(tokens) // size) - job.held_blocks
         require(count == len(fetch.blocks), "6.1", f"{what} leases {len(fetch.blocks)} blocks, expected {count}")
 
@@ -858,7 +856,9 @@ class Auditor:
             require(counted or delta.cached_tokens == request.cached, "2.1", cached)
             vector = (request.pooled[0] / max(request.pooled[1], 1)).astype("<f4").tobytes()
             pooled = vector if request.spec.pooling is not None else None
-            require(delta.pooled == pooled, "4", f"{request.name}: expected the vector {pooled!r}, got {delta.pooled!r}")
+            require(
+                delta.pooled == pooled, "4", f"{request.name}: expected the vector {pooled!r}, got {delta.pooled!r}"
+            )
             known = delta.prefill == request.prefill or (delta.prefill == "held" and not request.fetches)
             require(known, "6.3", f"{request.name}: expected prefill outcome {request.prefill}, got {delta.prefill}")
         else:

@@ -285,7 +285,9 @@ class Driver:
         admitted = Counter(each.request_id for plan in self.plans for each in plan.admissions)
         for arrival, (name, request) in enumerate(self.auditor.requests.items()):
             events = self.calls.events.get(arrival, [])
-            once = events[:1] == ["arrived"] and events[-1:] == ["ended"] and len(events) == 2 + events.count("admitted")
+            once = (
+                events[:1] == ["arrived"] and events[-1:] == ["ended"] and len(events) == 2 + events.count("admitted")
+            )
             # A request that was aborted while it loaded was admitted to a slot, but the runner was not notified.
             enough = events.count("admitted") >= admitted[name]
             require(once and enough, "8", f"{name} was admitted {admitted[name]} times; the policy got {events}")

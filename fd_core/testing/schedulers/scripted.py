@@ -69,7 +69,7 @@ class ScriptedRun:
 
 
 class CountedInt(int):
-    """A number whose comparisons run bytecode, so that `count_bytecodes` counts them in `min`, `sort` and heaps, too."""
+    """A number whose comparisons run bytecode, so that those in `min`, `sort` and heaps are counted, too."""
 
     def __lt__(self, other: object) -> bool:
         return int.__lt__(self, other) if isinstance(other, int) else NotImplemented

@@ -58,9 +58,7 @@ class ScriptedTiers:
         for effect in effects:
             if isinstance(effect, operations.Cancel):
                 self.cancelled.add(effect.operation)
-            elif isinstance(
-                effect, operations.Lookup | operations.Load | operations.Save | operations.CompileGrammar
-            ):
+            elif isinstance(effect, operations.Lookup | operations.Load | operations.Save | operations.CompileGrammar):
                 self._begin(effect)
 
     def _begin(self, operation: Operation) -> None:

@@ -1,4 +1,4 @@
-"""Schedulers whose fault shows for some settings, requests or incidents only; each fails a case of the part `schedule`."""
+"""Schedulers whose fault shows for some settings, requests or incidents only; each fails a case of the kit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
 from fd_core.types import FinishReason
 from tests.testing.wrong.scheduling import Changed, ChangesDeltas, Plans, breaks, instead
+
 
 class StopsAt(Changed):
     """Ends texts at some of their stop ids only."""

@@ -153,6 +153,11 @@ def _costs_of(run: ScriptedRun, count: int, waiting: Callable[[int], RequestSpec
             results.clear()
             measure("commit", lambda: scheduler.commit(plan, run.output(plan)))
 
+    def measure_bytes(name: str, call: Callable[[], Any]) -> Any:
+        results: list[Any] = []
+        found.setdefault(f"{name} (memory)", []).append(count_bytes(lambda: results.append(call())))
+        return results[0]
+
     for number in range(5):
         measure("plan", scheduler.plan)
         measure("add", lambda: scheduler.add(waiting(count + number)))  # noqa: B023 - called at once
@@ -160,9 +165,7 @@ def _costs_of(run: ScriptedRun, count: int, waiting: Callable[[int], RequestSpec
         measure("has_work", lambda: scheduler.has_work)
         if len(run.compiling) > 1:
             measure("complete", run.compiled)
-        held: list[Any] = []
-        found.setdefault("plan (memory)", []).append(count_bytes(lambda: held.append(scheduler.plan())))
-        plan, _ = held[0]
+        plan = measure_bytes("plan", scheduler.plan)[0]
         output = run.output(plan)
-        found.setdefault("commit (memory)", []).append(count_bytes(lambda: scheduler.commit(plan, output)))  # noqa: B023
+        measure_bytes("commit", lambda: scheduler.commit(plan, output))  # noqa: B023
     return {name: min(each) for name, each in found.items()}
