@@ -93,7 +93,8 @@ class Followed:
     """Plans that admitted a request of a larger rank while this one waited for no operation."""
     compiling: int | None = None
     """Open operation that compiles its grammar."""
-    failed_grammar: bool = False
+    compiled: bool = False
+    """True if its grammar was compiled."""
     marks: list[int] = field(default_factory=list)
     """For each position, a hash of the inputs of its KV: salt, adapter and all tokens up to there."""
     occupancy: Occupancy | None = None
@@ -398,7 +399,7 @@ class Auditor:
         require(admission.eos_token_ids == request.spec.eos_token_ids, "4", f"{name} was admitted with wrong EOS ids")
         require(admission.adapter == request.spec.adapter, "4", f"{name} was admitted with a wrong adapter")
         require(admission.pooling == request.spec.pooling, "4", f"{name} was admitted with a wrong pooling")
-        compiled = request.compiling is None and not request.failed_grammar
+        compiled = request.spec.params.grammar is None or (request.compiled and request.compiling is None)
         require(compiled, "2.6", f"{name} was admitted before its grammar was compiled")
         request.overtaken = 0
         computed = admission.computed
@@ -687,7 +688,7 @@ class Auditor:
         del self._operations[completion.operation]
         waits = [each for each in self.requests.values() if each.compiling == completion.operation]
         for request in waits:
-            request.compiling = None
+            request.compiling, request.compiled = None, completion.error is None
         if not waits or waits[0].end is not None or completion.error is None:
             require(delta is None, "1.1", f"{completion} returned {delta}")
             return
@@ -696,7 +697,7 @@ class Auditor:
             broken("1.3", f"{what}, but the request got no delta with its end")
         right = delta.request_id == waits[0].name and delta.finish_reason is FinishReason.ERROR and not delta.token_ids
         require(right and completion.error in (delta.error or ""), "1.3", f"{what}, but it got {delta}")
-        waits[0].end, waits[0].failed_grammar = FinishReason.ERROR, True
+        waits[0].end = FinishReason.ERROR
         self._check_phases(waits[0], delta)
 
     def _fetched(self, operation: int, outcome: PrefillOutcome) -> None:
