@@ -15,6 +15,6 @@ def test_guide_leads_to_policies_that_pass_their_kits(tmp_path):
     assert passed(scheduling) >= 20 and passed(victims) >= 20
     policy = folder / "fd_spare" / "policy.py"
     right = policy.read_text()
-    assert right.count("running.arrivals, ") == 1
-    policy.write_text(right.replace("running.arrivals, ", ""))
+    assert right.count("(running.arrivals,") == 1
+    policy.write_text(right.replace("(running.arrivals,", "(0 * running.arrivals,"))
     assert "with the rows in another order" in run_line(folder, "pytest -k test_victim", code=1)

@@ -80,7 +80,8 @@ class KitCase:
             _REDUCED.add(self.part.name)
             case, reason = self._reduced(subject, reason)
         reduced = "" if case is self else f" (reduced from {self.text})"
-        repeat = f"{command} --case {shlex.quote(str(case))}"
+        option = "--fd-case" if command.startswith("pytest") else "--case"
+        repeat = f"{command} {option} {shlex.quote(str(case))}"
         raise AssertionError(f"{case}: {' '.join(reason.split())}; repeat: {repeat}{reduced}")
 
     def _reduced(self, subject: Any, reason: str) -> tuple[KitCase, str]:
