@@ -39,7 +39,9 @@ def test_every_rule_of_schedulers_has_a_case() -> None:
     assert of_schedulers <= {rule for case in CASES.values() for rule in case.rules} <= set(RULES)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if WRONG[name].noticed_by == LONG else ()) for name in WRONG]
+)
 def test_wrong_plugin_fails_the_case_that_names_its_fault(name: str) -> None:
     wrong = WRONG[name]
     target = SchedulerTarget(name, wrong.cls)

@@ -37,7 +37,7 @@ def until_all_decode(driver: Driver, count: int) -> None:
 def test_a_budget_equal_to_the_demand_plans_the_whole_demand(target: SchedulerTarget, k: int) -> None:
     """All drafts are correct, so every request has k of them in every step."""
     budget = 4 * (1 + k)
-    driver = drive(target, *decoding(4), k=k, num_kv_blocks=64, max_num_batched_tokens=budget)
+    driver = drive(target, *decoding(4, 60), k=k, num_kv_blocks=64, max_num_batched_tokens=budget)
     until_all_decode(driver, 4)
     plan = driver.plan()
     total = 0 if plan is None else plan.total_tokens
