@@ -67,8 +67,10 @@ class KitCase:
     def __str__(self) -> str:
         return f"{self.part.name}:{self.text}"
 
-    def check(self, subject: Any, command: str) -> None:
+    def check(self, subject: Any, command: str, option: str = "--case") -> None:
         """Check a plugin; raise `AssertionError` with the smallest failing case and `command` to repeat it.
+
+        `option` is the one by which the command takes a case.
 
         Only the first failure of a part in a process is reduced, because others usually have the same cause.
         """
@@ -80,7 +82,7 @@ class KitCase:
             _REDUCED.add(self.part.name)
             case, reason = self._reduced(subject, reason)
         reduced = "" if case is self else f" (reduced from {self.text})"
-        repeat = f"{command} --case {shlex.quote(str(case))}"
+        repeat = f"{command} {option} {shlex.quote(str(case))}"
         raise AssertionError(f"{case}: {' '.join(reason.split())}; repeat: {repeat}{reduced}")
 
     def _reduced(self, subject: Any, reason: str) -> tuple[KitCase, str]:
