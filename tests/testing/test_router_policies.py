@@ -13,7 +13,7 @@ from fd_core.plugins.builtin import fd_register_router_policies
 from fd_core.router.policies import Candidate, RequestNum, RouterPolicy
 from fd_core.router.workers import RouterWorker
 from fd_core.testing.axes import parts
-from fd_core.testing.axes.routing import ROUTING
+from fd_core.testing.axes.router_policies import ROUTING
 from fd_core.testing.router_policies import RouterPolicySuite
 
 CORE = Plugins.discover([])
@@ -190,7 +190,7 @@ SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
 @pytest.fixture(autouse=True)
 def without_shrinking(monkeypatch):
     """Shrinking takes long and is only useful to people."""
-    monkeypatch.setattr(parts, "_REDUCED", {"routing"})
+    monkeypatch.setattr(parts, "_REDUCED", {"router"})
 
 
 @pytest.mark.parametrize(

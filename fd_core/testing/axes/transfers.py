@@ -74,6 +74,7 @@ AXES: Final = (
 )
 """Axes of the leases of two connectors; `peer` is the side in another process."""
 EXCUSED: Final[Mapping[str, str]] = {
+    "Connector.settings": "the suite of a connector names them",
     "ConnectorSettings.make_store": "the suite of a connector names its store",
     "ConnectorSettings.timeout": "the suite of a connector names it",
 }
@@ -103,7 +104,7 @@ def allowed(case: Case) -> bool:
 
 
 @dataclass(slots=True)
-class _Lease:
+class _LeaseUnderTest:
     """One lease: its ends, and where each piece is."""
 
     inbox: KVInbox
@@ -136,7 +137,7 @@ class _Transfer:
         self._window = _int(case, "window")
         self._draw = draws(_int(case, "pieces"))
 
-    def open(self, number: int, stack: ExitStack, name: str | None = None) -> _Lease:
+    def open(self, number: int, stack: ExitStack, name: str | None = None) -> _LeaseUnderTest:
         """Open both ends of a lease; `stack` closes them."""
         first, count, size = _int(self.case, "first"), _int(self.case, "pieces"), _int(self.case, "value_bytes")
         name = name or _LEASES[str(self.case["lease"])](number)
@@ -148,7 +149,7 @@ class _Transfer:
         stack.callback(outbox.close)
         content = str(self.case["content"])
         values = {first + at: value_of(content, 1000 * number + at, self._size(at)) for at in range(count)}
-        return _Lease(inbox, outbox, values, unsent=[*values])
+        return _LeaseUnderTest(inbox, outbox, values, unsent=[*values])
 
     def _size(self, at: int) -> int:
         size = _int(self.case, "value_bytes")
@@ -160,7 +161,7 @@ class _Transfer:
         with ExitStack() as stack:
             self.move_all([self.open(number, stack) for number in range(_int(self.case, "leases"))])
 
-    def move_all(self, leases: Sequence[_Lease]) -> None:
+    def move_all(self, leases: Sequence[_LeaseUnderTest]) -> None:
         """Move the pieces of all leases, in turns."""
         active = list(leases)
         while active:
@@ -168,7 +169,7 @@ class _Transfer:
                 if not self._move(lease, leases.index(lease)):
                     active.remove(lease)
 
-    def _move(self, lease: _Lease, number: int) -> bool:
+    def _move(self, lease: _LeaseUnderTest, number: int) -> bool:
         """Make one move; return False if no piece is left."""
         untaken = sorted(set(lease.announced) - set(lease.taken), reverse=self.case["take"] == "falling")
         moves = {"take": untaken[:1], "done": [*lease.taken][:1]}
@@ -182,7 +183,7 @@ class _Transfer:
         self._do(move, lease, moves[move][0], f"piece {moves[move][0]} of lease {number}")
         return True
 
-    def _do(self, move: str, lease: _Lease, index: int, what: str) -> None:
+    def _do(self, move: str, lease: _LeaseUnderTest, index: int, what: str) -> None:
         value = lease.values[index]
         if move == "put":
             lease.unsent.remove(index)

@@ -6,10 +6,9 @@ random numbers. So the cases pass the same inputs to two instances, varied in ev
 
 from __future__ import annotations
 
-import gc
+import importlib
 import json
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -17,9 +16,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace as replace_fields
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
 from typing import Final
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -30,8 +29,9 @@ from fd_core.router.router import Router
 from fd_core.router.selection import IDLE, RouteRequest, Selection, WorkerLoad
 from fd_core.router.workers import ROLES, Role, RouterWorker
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.axes.routing import ROUTING, PolicyUnderTest, choices
+from fd_core.testing.axes.router_policies import ROUTING, PolicyUnderTest, choices
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.policies.purity import holdings
 
 _BLOCKS: Final = 4
 """Full blocks of each prompt."""
@@ -92,22 +92,24 @@ class RouterPolicySuite:
     @pytest.mark.law("7.2")
     def test_another_process_chooses_the_same(self) -> None:
         """Compare with a process whose hashes of strings differ, such as another replica of the router."""
-        policy = PolicyUnderTest(self.policy_class(), self.router_config())
+        cls = self.policy_class()
+        policy = PolicyUnderTest(cls, self.router_config())
+        if "<locals>" in cls.__qualname__ or cls.__module__ not in sys.modules:
+            lacks("the class of the policy is local, and no other process can import it")
         texts = ["plain", "workers=256,loads=equal,calls=40", "urls=unordered,session=each its own,calls=40"]
-        try:
-            encoded = pickle.dumps((policy, texts))
-        except (pickle.PicklingError, AttributeError):
-            lacks("another process cannot import the class of the policy")
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        code = "from fd_core.testing.router_policies.suite import print_choices; print_choices()"
+        code = f"from {__name__} import print_choices; print_choices()"
         ended = subprocess.run(
             [sys.executable, "-P", "-c", code],
-            input=encoded,
+            input=json.dumps(
+                [policy.cls.__module__, policy.cls.__qualname__, msgspec.to_builtins(policy.config), texts]
+            ),
             env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "77"},
             capture_output=True,
+            text=True,
             check=False,
         )
-        assert ended.returncode == 0, ended.stderr.decode()
+        assert ended.returncode == 0, ended.stderr
         here = [choices(policy, ROUTING.case(text).values) for text in texts]
         assert json.loads(ended.stdout) == here, "another process with equal calls chose other workers"
 
@@ -153,13 +155,13 @@ class RouterPolicySuite:
     def test_it_forgets_workers_that_are_gone_and_requests_that_are_long_past(self) -> None:
         policy = self.new_policy()
         policy.choose(self.shown([(_worker(0, 0), IDLE, 0)]))
-        before = _holdings(policy)
+        before = holdings(policy)
         for number in range(1, _REQUESTS):
             worker = _worker(number, number)
             policy.choose(self.shown([(worker, IDLE, 0)], session=f"session {number}", prompt=number, now=number))
             policy.departed(worker)
         policy.sweep(_NEVER)
-        grown = _holdings(policy) - before
+        grown = holdings(policy) - before
         assert grown < _CONSTANT, f"it holds {grown} objects more after {_REQUESTS} requests and as many workers"
 
     @pytest.mark.law("7.1")
@@ -190,8 +192,10 @@ class RouterPolicySuite:
 
 
 def print_choices() -> None:
-    """Print the choices of a policy in some cases; both are read from standard input, as another test wrote them."""
-    policy, texts = pickle.load(sys.stdin.buffer)  # noqa: S301 - written by the test that started this process
+    """Print the choices of a policy in some cases; a test writes both to standard input."""
+    module, name, config, texts = json.load(sys.stdin)
+    cls = getattr(importlib.import_module(module), name)
+    policy = PolicyUnderTest(cls, msgspec.convert(config, RouterConfig))
     print(json.dumps([choices(policy, ROUTING.case(text).values) for text in texts]))
 
 
@@ -205,15 +209,3 @@ def _end(router: Router, selection: Selection, now: float) -> None:
         if selection.mode == "pd":
             router.prefilled(selection, now)
         router.served(selection, now)
-
-
-def _holdings(policy: RouterPolicy) -> int:
-    """Count the objects reachable from a policy."""
-    seen: set[int] = set()
-    left: list[object] = [vars(policy)]
-    while left:
-        each = left.pop()
-        if id(each) not in seen and not isinstance(each, (type, ModuleType, FunctionType, MethodType)):
-            seen.add(id(each))
-            left += gc.get_referents(each)
-    return len(seen)

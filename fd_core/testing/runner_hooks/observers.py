@@ -6,10 +6,8 @@ every step, keeps up, and leaves neither threads nor descriptors after `close`.
 
 from __future__ import annotations
 
-import gc
 import time
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
@@ -18,6 +16,7 @@ from fd_core.testing.axes.observed import OBSERVED, check_observer, steps_of
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
 from fd_core.testing.kit.requirements import OPEN, Requirement
+from fd_core.testing.policies.purity import holdings
 
 _MANY: Final = "steps=33000,requests=1"
 _FEW: Final = "steps=300,requests=1"
@@ -64,7 +63,7 @@ class ObserverSuite:
         for text in (_FEW, _MANY):
             for step in steps_of(OBSERVED.case(text).values):
                 observer.observe(step)
-            sizes.append(_holdings(observer))
+            sizes.append(holdings(observer))
         observer.close()
         assert sizes[1] < 4 * sizes[0] + 1000, f"{sizes[1]:,} objects after 33,300 steps, {sizes[0]:,} after 300"
 
@@ -88,15 +87,3 @@ def _seconds(observer: Observer, text: str) -> float:
         observer.observe(step)
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def _holdings(observer: Observer) -> int:
-    """Count the objects reachable from an observer and from the attributes of its class."""
-    seen: set[int] = set()
-    left: list[Any] = [getattr(observer, "__dict__", observer), dict(vars(type(observer)))]
-    while left:
-        each = left.pop()
-        if id(each) not in seen and not isinstance(each, (type, ModuleType, FunctionType, MethodType)):
-            seen.add(id(each))
-            left += gc.get_referents(each)
-    return len(seen)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import random
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +18,7 @@ from fd_core.router.workers import ROLES, RouterWorker
 from fd_core.testing.axes.covering import Axis, Case
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.axes.values import draws
+from fd_core.testing.policies.purity import another_world
 
 _LOADS: Final[dict[str, Callable[[int, int], tuple[int, int, int]]]] = {
     "rising": lambda at, _: (at % 50, at % 3, 100 * (at % 7)),
@@ -215,26 +212,10 @@ def _prompt(kind: str, length: int, number: int) -> Any:
     return tokens
 
 
-@contextmanager
-def another_world(shift: int) -> Iterator[None]:
-    """Perturb clocks and random generators of the process, which a pure policy does not use."""
-    clocks = {name: getattr(time, name) for name in ("time", "monotonic", "perf_counter")}
-    state = random.getstate()
-    for name, clock in clocks.items():
-        setattr(time, name, partial(float, clock() + 3600 * shift))
-    random.seed(shift)
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        for name, clock in clocks.items():
-            setattr(time, name, clock)
-
-
 def _int(case: Case, name: str) -> int:
     value = case[name]
     assert isinstance(value, int)
     return value
 
 
-ROUTING: Final[Part[PolicyUnderTest]] = Part("routing", AXES, check_policy, allowed)
+ROUTING: Final[Part[PolicyUnderTest]] = Part("router", AXES, check_policy, allowed)
