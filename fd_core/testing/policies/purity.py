@@ -1,4 +1,4 @@
-"""What every kit for policies needs: a process with other clocks and random numbers, and the objects that one holds."""
+"""Helpers of the kits for policies: a process with other clocks and random numbers, and the objects that one holds."""
 
 from __future__ import annotations
 
