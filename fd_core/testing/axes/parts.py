@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
@@ -49,11 +49,22 @@ class KitCase:
 
     part: Part[Any]
     values: Case
+    seed: int = 0
+    """Seed of the covering cases that it is one of."""
 
     @property
     def text(self) -> str:
         """The values that are not the plainest, as in `rows=65,window=none`."""
         return case_text(self.values, self.part.axes)
+
+    def has(self, text: str) -> bool:
+        """Return True if the case has all the values that `text` names; `plain` names those of the plainest case.
+
+        Raises `ConfigError` for an axis or a value that does not exist.
+        """
+        wanted = parse_case(text, self.part.axes)
+        named = wanted if text == "plain" else [value.partition("=")[0] for value in text.split(",")]
+        return all(self.values[name] == wanted[name] for name in named)
 
     def with_only(self, supported: Callable[[Axis, Value], bool]) -> KitCase:
         """Return the case with the plainest value in place of each one that a plugin does not support."""
@@ -62,7 +73,7 @@ class KitCase:
         for axis in self.part.axes:
             if values[axis.name] != plain[axis.name] and not supported(axis, values[axis.name]):
                 values[axis.name] = plain[axis.name]
-        return KitCase(self.part, values)
+        return replace(self, values=values)
 
     def __str__(self) -> str:
         return f"{self.part.name}:{self.text}"
@@ -74,12 +85,13 @@ class KitCase:
         """
         reason = self._failure(subject, self.values)
         if reason is None:
+            _HELD.append(self)
             return
         case = self
         if self.part.name not in _REDUCED:
             _REDUCED.add(self.part.name)
             case, reason = self._reduced(subject, reason)
-        reduced = "" if case is self else f" (reduced from {self.text})"
+        reduced = "" if case is self else f" (reduced from {self.text}, seed {self.seed})"
         repeat = f"{command} --case {shlex.quote(str(case))}"
         raise AssertionError(f"{case}: {' '.join(reason.split())}; repeat: {repeat}{reduced}")
 
@@ -94,7 +106,7 @@ class KitCase:
             return now is not None
 
         values = smallest(self.values, self.part.axes, fails, self.part.allowed)
-        return (self, reason) if values == self.values else (KitCase(self.part, values), found)
+        return (self, reason) if values == self.values else (replace(self, values=values), found)
 
     def _failure(self, subject: Any, case: Case) -> str | None:
         try:
@@ -107,10 +119,18 @@ class KitCase:
 
 
 _REDUCED: Final[set[str]] = set()
+_HELD: Final[list[KitCase]] = []
+
+
+def take_held() -> list[KitCase]:
+    """Return the cases that passed in this process since the last call, with the values that were checked."""
+    found = list(_HELD)
+    _HELD.clear()
+    return found
 
 
 @cache
 def cases_of(part: Part[Any], seed: int = 0) -> tuple[Sequence[KitCase], int]:
     """Return the cases of a part, and how many of the first ones have every value; see `covering_cases`."""
     cases = covering_cases(part.axes, seed, part.allowed)
-    return [KitCase(part, case) for case in cases], count_until_every_value(part.axes, cases)
+    return [KitCase(part, case, seed) for case in cases], count_until_every_value(part.axes, cases)

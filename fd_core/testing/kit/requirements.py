@@ -16,11 +16,11 @@ PACKAGES: Final = ("pytest", "hypothesis")
 """Imports of the kit that are not dependencies of the core."""
 
 
-def require_packages() -> None:
-    """Raise `PluginError`, with the name of the extra, if a package of the kit is missing."""
+def require_packages(*more: str) -> None:
+    """Raise `PluginError`, with the name of the extra, if a package of the kit, or one of `more`, is missing."""
     from fd_core.errors import PluginError
 
-    for package in PACKAGES:
+    for package in (*PACKAGES, *more):
         if find_spec(package) is None:
             raise PluginError(f"the conformance kit needs {package}", hint=f"pip install '{EXTRA}'")
 

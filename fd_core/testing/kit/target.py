@@ -144,6 +144,7 @@ class Target:
             "dtype": self.ops.dtype,
             "emulated": self.emulated,
             "limits": dict(self.limits),
+            "envelope": self.backend.envelope.limits(),
         }
 
     @property
