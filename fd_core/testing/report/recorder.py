@@ -95,6 +95,14 @@ class _ResultRecorder:
             self._write(RunMisused(str(error)))
             raise
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_generate_tests(self) -> Any:
+        try:
+            return (yield)
+        except pytest.exit.Exception as error:
+            self._write(RunMisused(error.msg))
+            raise
+
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         counts = Counter(plugin.identity_of(item)[:2] for item in items if self._collects)
         for (target, section), count in counts.items():
