@@ -137,7 +137,7 @@ class Backend(abc.ABC):
     """Capabilities of `fd_core.testing.kit.limits` that the backend cannot support, each with the reason that the
     support table shows. Preempted-slot signalling and the step token budget are mandatory."""
 
-    envelope: OperatingEnvelope = OperatingEnvelope()
+    envelope: ClassVar[OperatingEnvelope] = OperatingEnvelope()
     """Largest sizes that the backend supports, by default what settings and models ask for. With several ranks, the
     sizes are those of the whole model."""
 

@@ -76,6 +76,10 @@ def conformance(
     workers: Annotated[
         int, typer.Option("-n", metavar="WORKERS", min=1, max=256, help="Processes that test one plugin.")
     ] = 1,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="PATH", help="Add cases with the shapes of this model's config.json."),
+    ] = None,
     expected_failures: Annotated[
         Path | None,
         typer.Option(
@@ -103,6 +107,7 @@ def conformance(
     import msgspec
     from rich.console import Console
 
+    from fd_core.models.registry import spec_of_config
     from fd_core.testing.kit.expected import read_expected_failures
     from fd_core.testing.report.page import html_of
     from fd_core.testing.report.runs import KITS, RunOptions, run_suite
@@ -112,6 +117,8 @@ def conformance(
         require_writable(path)
     if expected_failures is not None:
         read_expected_failures(expected_failures)
+    if model is not None:
+        spec_of_config(model)
     options = RunOptions(
         expression=expression,
         quick=quick,
@@ -119,6 +126,7 @@ def conformance(
         seed=seed,
         soak_seconds=None if soak is None else soak * 60,
         workers=workers,
+        model=None if model is None else model.absolute(),
         expected_failures=None if expected_failures is None else expected_failures.absolute(),
     )
     kit, targets = next((kit, targets) for kit, targets in zip(KITS, asked, strict=True) if targets)
@@ -132,6 +140,7 @@ def conformance(
     ):
         words += [] if value is None else [option, f"{value}"]
     words += [word for case in options.cases for word in ("--case", case)]
+    words += [] if model is None else ["--model", f"{model}"]
     words += [] if expected_failures is None else ["--expected-failures", f"{expected_failures}"]
     command = shlex.join([*words, *(["--quick"] if quick else [])])
     console, last_printed = Console(), time.monotonic()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.testing.axes.covering import (
     Allowed,
     Axis,
@@ -22,9 +23,24 @@ from fd_core.testing.axes.covering import (
     smallest,
 )
 
+if TYPE_CHECKING:
+    from fd_core.models.spec import DecoderSpec
+
 Subject = TypeVar("Subject")
 _SECONDS_TO_REDUCE: Final = 20.0
 """Time after which a failing case is reported as far as it was reduced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """How a part reaches a limit of `OperatingEnvelope`."""
+
+    axis: str
+    """Axis whose value is the size."""
+    others: Case = field(default_factory=dict)
+    """Values of other axes without which the size is not reached."""
+    step: int = 1
+    """Distance of the largest size that is just inside."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +53,27 @@ class Part(Generic[Subject]):
     """Checks a plugin in one case; any exception is a failure."""
     allowed: Allowed = lambda _: True
     """Returns False for a case that cannot exist or would take too long."""
+    edges: Mapping[str, Edge] = field(default_factory=dict)
+    """Limits of `OperatingEnvelope` that the part tests."""
+    sizes: Callable[[Case], Mapping[str, int]] = lambda _: {}
+    """Returns the sizes of a case under the names of `edges`."""
+    of_model: Callable[[DecoderSpec], Sequence[Case]] | None = None
+    """Returns cases with the shapes of a model; by default one with its sizes at the axes of `edges`."""
+
+    def within(self, envelope: OperatingEnvelope) -> Part[Subject]:
+        """Return the part without cases beyond an envelope, and with cases at its edge and just inside."""
+        return _within(self, envelope)
+
+    def cases_of(self, model: DecoderSpec) -> Sequence[KitCase]:
+        """Return cases with the shapes of a model."""
+        if self.of_model is not None:
+            cases = self.of_model(model)
+        else:
+            sizes = {name: size for name, size in model.sizes().items() if name in self.edges and size}
+            case = {edge.axis: sizes[name] for name, edge in self.edges.items() if name in sizes}
+            others = {key: value for name in sizes for key, value in self.edges[name].others.items()}
+            cases = [{**others, **case}] if case else []
+        return [KitCase(self, {**default_case(self.axes), **case}) for case in cases]
 
     def case(self, text: str) -> KitCase:
         """Return the case that `KitCase.text` names. Raises `ConfigError`."""
@@ -116,6 +153,38 @@ class KitCase:
         except Exception as error:  # noqa: BLE001 - a plugin may raise anything
             return f"{type(error).__name__}: {error}"
         return None
+
+
+@cache
+def _within(part: Part[Any], envelope: OperatingEnvelope) -> Part[Any]:
+    limits = {name: limit for name, limit in envelope.limits().items() if name in part.edges}
+    if not limits:
+        return part
+    axes = {axis.name: axis for axis in part.axes}
+    beyond = []
+    for name, limit in limits.items():
+        edge = part.edges[name]
+        axis, near = axes[edge.axis], [size for size in (limit, limit - edge.step) if size > 0]
+        numbers = [value for value in axis.values if isinstance(value, int)]
+        if limit > max(numbers):
+            beyond += [{**edge.others, edge.axis: size} for size in near]
+            continue
+        inside = [value for value in axis.values if not isinstance(value, int) or value <= limit]
+        is_plain_inside = axis.values[0] in inside
+        values = dict.fromkeys([*inside, *near] if is_plain_inside else [limit, *inside, *near])
+        axes[edge.axis] = replace(axis, values=tuple(values))
+
+    def allowed(case: Case) -> bool:
+        return not envelope.exceeded(part.sizes(case)) and part.allowed(case)
+
+    plain = default_case(tuple(axes.values()))
+    for axis in axes.values():
+        rare = [case for case in axis.rare if not envelope.exceeded(part.sizes({**plain, **case}))]
+        axes[axis.name] = replace(axis, rare=tuple(rare))
+    first = next(iter(axes.values()))
+    edges = [case for case in beyond if not envelope.exceeded(part.sizes({**plain, **case}))]
+    axes[first.name] = replace(first, rare=(*first.rare, *edges))
+    return replace(part, axes=tuple(axes.values()), allowed=allowed)
 
 
 _REDUCED: Final[set[str]] = set()

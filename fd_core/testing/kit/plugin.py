@@ -12,7 +12,8 @@ import pytest
 from fd_core.errors import FdError
 
 if TYPE_CHECKING:
-    from fd_core.testing.axes.parts import KitCase
+    from fd_core.config.envelope import OperatingEnvelope
+    from fd_core.testing.axes.parts import KitCase, Part
     from fd_core.testing.kit.expected import ExpectedFailure
 
 _Found = TypeVar("_Found")
@@ -46,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             "--fd-seed", type=int, default=0, metavar="N", help="seed of the cases that cover pairs of values"
         )
         group.addoption("--fd-soak", type=float, metavar="SECONDS", help="run only cases, each part for its share")
+        group.addoption("--fd-model", metavar="PATH", help="add cases with the shapes of this model's config.json")
         group.addoption("--fd-expected-failures", metavar="FILE", help="tests that may fail: lines PATTERN  # REASON")
         group.addoption(
             "--fd-phase", choices=_PHASES, default="all", help="select tests that may, or may not, run concurrently"
@@ -69,18 +71,42 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     from fd_core.testing.axes.parts import cases_of
 
-    part = mark.args[0]
-    named: list[str] = metafunc.config.getoption("--fd-case")
+    config = metafunc.config
+    part = mark.args[0].within(_envelope(config)) if mark.args[0].edges else mark.args[0]
+    named: list[str] = config.getoption("--fd-case")
     if named:
         texts = [text.partition(":")[2] for text in named if text.partition(":")[0] == part.name]
         cases = [pytest.param(chosen(text, part.case), id=f"{part.name}:{text}") for text in texts]
     else:
-        found, quick = cases_of(part, metafunc.config.getoption("--fd-seed"))
+        found, quick = cases_of(part, config.getoption("--fd-seed"))
         cases = [
             pytest.param(case, id=str(case), marks=() if index < quick else pytest.mark.fd_pairs)
             for index, case in enumerate(found)
         ]
+        if (path := config.getoption("--fd-model")) is not None and part.edges:
+            cases += [pytest.param(case, id=str(case)) for case in chosen(path, lambda path: _shaped(part, path))]
     metafunc.parametrize("case", cases)
+
+
+def _envelope(config: pytest.Config) -> OperatingEnvelope:
+    """Return the tightest limits of the plugins under test; one that cannot be imported is reported by its fixture."""
+    from fd_core.config.envelope import OperatingEnvelope
+    from fd_core.plugins import BACKEND, POSTPROCESS, SCHEDULER, installed_plugins
+
+    limits: dict[str, int] = {}
+    for option, kind in (("--fd-backend", BACKEND), ("--fd-scheduler", SCHEDULER), ("--fd-postprocess", POSTPROCESS)):
+        for text in config.getoption(option):
+            with contextlib.suppress(FdError):
+                cls: Any = installed_plugins().load(kind, text.partition(":")[0])
+                for name, limit in cls.envelope.limits().items():
+                    limits[name] = min(limit, limits.get(name, limit))
+    return OperatingEnvelope(**limits)
+
+
+def _shaped(part: Part[Any], path: str) -> Sequence[KitCase]:
+    from fd_core.models.registry import spec_of_config
+
+    return part.cases_of(spec_of_config(Path(path)))
 
 
 @pytest.hookimpl(trylast=True)

@@ -107,6 +107,8 @@ class RunOptions:
     workers: int = 1
     """Processes that run tests at the same time."""
     expected_failures: Path | None = None
+    model: Path | None = None
+    """`config.json`, or its folder, of a model whose shapes are tested in addition."""
 
     def arguments(self) -> list[str]:
         """Return the arguments of pytest, without those of one process."""
@@ -114,6 +116,7 @@ class RunOptions:
         found += [f"--fd-case={case}" for case in self.cases]
         found += ["--fd-quick"] if self.quick else []
         found += [] if self.expected_failures is None else [f"--fd-expected-failures={self.expected_failures}"]
+        found += [] if self.model is None else [f"--fd-model={self.model}"]
         return found
 
     def processes(self) -> Iterator[list[str]]:
