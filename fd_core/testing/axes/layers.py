@@ -16,7 +16,7 @@ from fd_core.ops.weights import WEIGHT_FORMATS
 from fd_core.testing.axes.covering import Axis, Case, Value, around
 from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.models.arrays import PACKED_TOLERANCE, TOLERANCE, assert_near, float32_of, step_input
-from fd_core.testing.models.layers import Geometry, LayerOn
+from fd_core.testing.models.layers import Geometry, LayerOn, sizes_of_layer
 
 ACTIVATIONS: Final[tuple[str, ...]] = get_args(Activation)
 AXES: Final = (
@@ -183,21 +183,7 @@ def _int(case: Case, name: str) -> int:
 
 def sizes_of(case: Case) -> Mapping[str, int]:
     """Return the sizes of a case under the names of `OperatingEnvelope`."""
-    g, rows = geometry_of(case), rows_of(case)
-    return {
-        "max_num_seqs": len(rows),
-        "max_num_batched_tokens": sum(count for count, _ in rows),
-        "max_model_len": max((context for _, context in rows), default=0),
-        "block_size": g.block_size,
-        "max_loras": len(g.adapter_ranks),
-        "max_lora_rank": max(g.adapter_ranks, default=0),
-        "hidden": g.hidden,
-        "inner": g.inner,
-        "head_dim": g.d,
-        "group": g.heads // g.kv_heads,
-        "experts": g.experts,
-        "top_k": g.top_k if g.experts else 0,
-    }
+    return sizes_of_layer(geometry_of(case), rows_of(case))
 
 
 EDGES: Final[Mapping[str, Edge]] = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from fd_core.config.envelope import OperatingEnvelope
 
 if TYPE_CHECKING:
     from fd_core.ops.contract import Ops
@@ -51,6 +53,23 @@ def lacks(reason: str) -> NoReturn:
     import pytest
 
     raise pytest.skip.Exception(f"not tested: {reason}")
+
+
+class _DeclaredEnvelope:
+    """Envelope of the plugin that the running tests test."""
+
+    envelope = OperatingEnvelope()
+
+
+def declare_envelope(envelope: OperatingEnvelope) -> None:
+    """Skip tests beyond an envelope from now on; see `require_sizes`."""
+    _DeclaredEnvelope.envelope = envelope
+
+
+def require_sizes(sizes: Mapping[str, int]) -> None:
+    """Skip the running test if the plugin under test declares a smaller limit; cases test up to the edge instead."""
+    for name, limit in _DeclaredEnvelope.envelope.exceeded(sizes).items():
+        lacks(f"its envelope has {name}={limit}; the test has {sizes[name]}")
 
 
 def require_format(ops: Ops, kind: str) -> None:

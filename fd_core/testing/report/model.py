@@ -125,6 +125,11 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         return self.error is None and bool(self.results) and not any(self.failures)
 
     @property
+    def expected(self) -> list[str]:
+        """Lines of expected failures of which a test fails."""
+        return list(dict.fromkeys(result.expected for result in self.results if result.outcome == "expected"))
+
+    @property
     def unneeded(self) -> list[str]:
         """Lines of expected failures of which every test passes now."""
         listed = [result for result in self.results if result.expected and result.outcome != "limit"]
@@ -134,6 +139,13 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def failures(self) -> list[Result]:
         return [result for result in self.results if result.outcome == "fail"]
+
+    def totals(self) -> dict[str, int]:
+        """Return the number of tests by outcome, in words; expected failures only if there are some."""
+        counts = Counter(result.outcome for result in self.results)
+        words: dict[CaseOutcome, str] = {"pass": "passed", "fail": "failed", "limit": "excluded"}
+        found = {words[outcome]: counts[outcome] for outcome in words}
+        return found | ({"expected to fail": counts["expected"]} if counts["expected"] else {})
 
     def of(self, section: str, function: str | None = None) -> list[Result]:
         """Return the results of a section, or of one test with all its parameters."""

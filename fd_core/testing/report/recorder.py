@@ -157,6 +157,8 @@ def _reason(item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[
         return ""
     lines = str(call.excinfo.value).strip().splitlines()
     text = lines[0].removeprefix("not tested: ") if lines else ""
+    if text.startswith("assert "):  # without a message: pytest's lines name the values
+        text = " ".join(" ".join(lines).split())
     is_limit = _outcome(report) == "limit"
     if not is_limit and not isinstance(call.excinfo.value, AssertionError):
         text = f"{call.excinfo.typename}: {text}"

@@ -48,11 +48,9 @@ def _print_card(card: Card, console: Console) -> None:
         reason = card.error.removeprefix(f"{card.target}: ")
         console.print(Text(f"\n{card.target} ").append("WAS NOT TESTED", "bold red").append(f": {reason}"))
         return
-    counts: Counter[CaseOutcome] = Counter(result.outcome for result in card.results)
     verdict = Text("passes" if card.passed else "DOES NOT PASS", "bold green" if card.passed else "bold red")
     line = Text(f"\n{card.target} ").append(verdict)
-    done = f"{counts['pass']} passed, {counts['fail']} failed, {counts['limit']} excluded"
-    done += f", {counts['expected']} expected to fail" if counts["expected"] else ""
+    done = ", ".join(f"{count} {outcome}" for outcome, count in card.totals().items())
     line.append(f": {done}, {card.seconds:.0f} s")
     console.print(line.append(f" ({card.device})" if card.device else ""))
     if card.emulated:
