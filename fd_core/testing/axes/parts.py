@@ -33,7 +33,7 @@ _SECONDS_TO_REDUCE: Final = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """How a part reaches a limit of `OperatingEnvelope`."""
+    """Values with which a part reaches a limit of `OperatingEnvelope`."""
 
     axis: str
     """Axis whose value is the size."""

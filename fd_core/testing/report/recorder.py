@@ -50,7 +50,7 @@ class CaseEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class RunMisused(msgspec.Struct, frozen=True, tag="misused"):
-    """The options name a case or an expected failure that does not exist."""
+    """The options name something that does not exist, such as a case, or cannot be parsed."""
 
     message: str
 

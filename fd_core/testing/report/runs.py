@@ -21,7 +21,6 @@ import msgspec
 import fd_core
 from fd_core.errors import ConfigError, FdError
 from fd_core.plugins import POSTPROCESS, REASONING_PARSER, SCHEDULER, TOOL_PARSER, Kind, installed_plugins
-from fd_core.testing.kit.expected import FLAG
 from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import environment_of, find_target
 from fd_core.testing.report.model import (
@@ -178,7 +177,7 @@ def _card(kit: Kit, target: str, options: RunOptions, progress: RunProgress) -> 
                 env=environment,
             ):
                 if isinstance(event, RunMisused):
-                    raise ConfigError(event.message, field="--case" if options.cases else FLAG)
+                    raise ConfigError(event.message)
                 if run.add(event):
                     progress(target, len(run.results), run.failed)
             if run.is_broken:
