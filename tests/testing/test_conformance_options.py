@@ -98,7 +98,8 @@ def test_soak_goes_on_with_other_seeds_until_time_is_over() -> None:
 
 def test_expected_failures_do_not_fail_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lines = "# known\n\ntest_shared[1]  # 1 is odd\nsmall:rows=65,wide=true  # the last row\nsmall:rows=64  # nothing\n"
-    found = card(monkeypatch, "case shared", expected_failures=listed(tmp_path, lines))
+    path = listed(tmp_path, lines + "test_alone  # a line of a test that -k excludes\n")
+    found = card(monkeypatch, "case shared", expected_failures=path, expression="not alone")
     expected = {result.test: result for result in found.results if result.outcome == "expected"}
     assert expected["test_shared[1]"].expected == "test_shared[1]  # 1 is odd"
     assert "1 is wrong" in expected["test_shared[1]"].reason

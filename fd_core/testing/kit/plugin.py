@@ -60,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fd_cases(part): runs with `case` for each case of a part of the kit")
     config.addinivalue_line("markers", "fd_pairs: covers pairs of values; excluded by `fdcore conformance --quick`")
     config.addinivalue_line("markers", "fd_alone: measures time or memory; runs after the others, never beside them")
+    config.pluginmanager.register(_NamesInOptions(), "fd-names")
     if config.getoption("--fd-soak") is not None:
         config.pluginmanager.register(_SharesOfTime(config.getoption("--fd-soak")), "fd-soak")
 
@@ -109,25 +110,29 @@ def _shaped(part: Part[Any], path: str) -> Sequence[KitCase]:
     return part.cases_of(spec_of_config(Path(path)))
 
 
+class _NamesInOptions:
+    """Looks up cases and expected failures among all tests, before any are deselected."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Mark expected failures. Raises `pytest.UsageError` for a case or a line that matches no test."""
+        parts = {case.part.name for case in map(case_of, items) if case is not None}
+        for case in config.getoption("--fd-case"):
+            if case.partition(":")[0] not in parts:
+                raise pytest.UsageError(f"no part of the kit has the case {case}; parts: {', '.join(sorted(parts))}")
+        if (path := config.getoption("--fd-expected-failures")) is not None:
+            from fd_core.testing.kit.expected import read_expected_failures
+
+            try:
+                _mark_expected(items, read_expected_failures(Path(path)))
+            except FdError as error:
+                raise pytest.UsageError(str(error)) from error
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark expected failures, and deselect what `--fd-case`, `--fd-quick`, `--fd-soak` and `--fd-phase` exclude.
-
-    Raises `pytest.UsageError` for a case or an expected failure that matches no test.
-    """
-    named: list[str] = config.getoption("--fd-case")
-    parts = {case.part.name for case in map(case_of, items) if case is not None}
-    for case in named:
-        if case.partition(":")[0] not in parts:
-            raise pytest.UsageError(f"no part of the kit has the case {case}; parts: {', '.join(sorted(parts))}")
-    if (path := config.getoption("--fd-expected-failures")) is not None:
-        from fd_core.testing.kit.expected import read_expected_failures
-
-        try:
-            _mark_expected(items, read_expected_failures(Path(path)))
-        except FdError as error:
-            raise pytest.UsageError(str(error)) from error
-    if named or config.getoption("--fd-soak") is not None:
+    """Deselect what `--fd-case`, `--fd-quick`, `--fd-soak` and `--fd-phase` exclude."""
+    if config.getoption("--fd-case") or config.getoption("--fd-soak") is not None:
         _deselect(config, items, lambda item: case_of(item) is None)
     if config.getoption("--fd-quick"):
         _deselect(config, items, lambda item: any(map(item.get_closest_marker, ("fd_scale", "fd_pairs"))))
