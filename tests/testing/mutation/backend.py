@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import ClassVar
 
 from fd_core.backends.cpu import ReferenceBackend
@@ -15,6 +16,7 @@ class MutantBackend(ReferenceBackend):
     """The reference backend, whose pack is another module than that of the oracle."""
 
     name: ClassVar[str] = "mutant"
+    limits = MappingProxyType(ReferenceBackend.limits | {"own_process": "only the process of the trial has its pack"})
 
     def make_ops(self) -> Ops:
         super().make_ops()
