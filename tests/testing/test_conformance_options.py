@@ -56,6 +56,7 @@ def test_failure_names_smallest_case_seed_and_command(monkeypatch: pytest.Monkey
     command = "repeat: fdcore conformance small --case small:rows=65,wide=true"
     assert reasons
     assert all(f"row 64 is missing; {command}" in reason for reason in reasons)
+    assert all("seed 12)" in reason for reason in reasons)
     assert found.held["small"]["rows"] == "1 to 65 (4 values)"
 
 

@@ -128,9 +128,12 @@ class KitCase:
         if self.part.name not in _REDUCED:
             _REDUCED.add(self.part.name)
             case, reason = self._reduced(subject, reason)
-        reduced = "" if case is self else f" (reduced from {self.text}, seed {self.seed})"
+        origin = [] if case is self else [f"reduced from {self.text}"]
+        origin += [f"seed {self.seed}"] if self.seed else []
         repeat = f"{command} --case {shlex.quote(str(case))}"
-        raise AssertionError(f"{case}: {' '.join(reason.split())}; repeat: {repeat}{reduced}")
+        raise AssertionError(
+            f"{case}: {' '.join(reason.split())}; repeat: {repeat}" + (f" ({', '.join(origin)})" if origin else "")
+        )
 
     def _reduced(self, subject: Any, reason: str) -> tuple[KitCase, str]:
         deadline = time.monotonic() + _SECONDS_TO_REDUCE
