@@ -118,7 +118,8 @@ class KitCase:
     def check(self, subject: Any, command: str, option: str = "--case") -> None:
         """Check a plugin; raise `AssertionError` with the smallest failing case and `command` to repeat it.
 
-        `option` is the one by which the command takes a case. Only the first failure of a part in a process is reduced, because others usually have the same cause.
+        `option` is the one by which the command takes a case. Only the first failure of a part in a process is
+        reduced, because others usually have the same cause.
         """
         reason = self._failure(subject, self.values)
         if reason is None:

@@ -114,12 +114,14 @@ class RouterPolicySuite:
         assert json.loads(ended.stdout) == here, "another process with equal calls chose other workers"
 
     @pytest.mark.timing
+    @pytest.mark.fd_alone
     @pytest.mark.law("7.2")
     def test_the_time_of_a_choice_is_at_most_linear_in_workers(self) -> None:
         few, many = (self._seconds(self.new_policy(), workers=workers) for workers in (64, 1024))
         assert many < 50 * few, f"a choice among 1,024 workers takes {many / few:.0f} times as long as among 64"
 
     @pytest.mark.timing
+    @pytest.mark.fd_alone
     @pytest.mark.law("7.2")
     def test_the_time_of_a_choice_does_not_grow_with_past_requests(self) -> None:
         policy = self.new_policy()

@@ -68,6 +68,7 @@ class ObserverSuite:
         assert sizes[1] < 4 * sizes[0] + 1000, f"{sizes[1]:,} objects after 33,300 steps, {sizes[0]:,} after 300"
 
     @pytest.mark.timing
+    @pytest.mark.fd_alone
     @pytest.mark.law("8")
     def test_the_time_of_a_step_does_not_grow_with_past_steps(self) -> None:
         observer = self.new_observer()

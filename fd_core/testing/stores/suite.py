@@ -443,6 +443,7 @@ class StoreSuite:
         assert writer.result() == 7
 
     @pytest.mark.timing
+    @pytest.mark.fd_alone
     @pytest.mark.law("5.5")
     def test_the_time_of_a_call_does_not_grow_with_the_values(self, store: KVStore) -> None:
         calls: dict[str, Callable[[], object]] = {
