@@ -115,10 +115,11 @@ class KitCase:
     def __str__(self) -> str:
         return f"{self.part.name}:{self.text}"
 
-    def check(self, subject: Any, command: str) -> None:
+    def check(self, subject: Any, command: str, option: str = "--case") -> None:
         """Check a plugin; raise `AssertionError` with the smallest failing case and `command` to repeat it.
 
-        Only the first failure of a part in a process is reduced, because others usually have the same cause.
+        `option` is the one by which the command takes a case. Only the first failure of a part in a process is
+        reduced, because others usually have the same cause.
         """
         reason = self._failure(subject, self.values)
         if reason is None:
@@ -130,7 +131,7 @@ class KitCase:
             case, reason = self._reduced(subject, reason)
         origin = [] if case is self else [f"reduced from {self.text}"]
         origin += [f"seed {self.seed}"] if self.seed else []
-        repeat = f"{command} --case {shlex.quote(str(case))}"
+        repeat = f"{command} {option} {shlex.quote(str(case))}"
         raise AssertionError(
             f"{case}: {' '.join(reason.split())}; repeat: {repeat}" + (f" ({', '.join(origin)})" if origin else "")
         )
