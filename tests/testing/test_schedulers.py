@@ -2,6 +2,7 @@
 
 import pytest
 
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.axes.schedules import SCHEDULES, SIZES, check_schedule
 from fd_core.testing.kit.law import RULES, InvariantViolated
@@ -52,6 +53,14 @@ def test_wrong_plugin_fails_the_case_that_names_its_fault(name: str) -> None:
             part, _, case = wrong.noticed_by.partition(":")
             check_schedule(target, PARTS[part].case(case).values)
     assert caught.value.rule == wrong.rule, caught.value
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_cases_reach_the_edge_of_an_envelope_and_nothing_beyond(name: str) -> None:
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 40, "max_model_len": 90, "block_size": 16, "max_drafts": 2}
+    part = PARTS[name].within(OperatingEnvelope(**limits, pipeline_depth=4))
+    sizes = [part.sizes(case.values) for case in cases_of(part)[0]]
+    assert {name: max(each[name] for each in sizes) for name in limits} == limits
 
 
 def test_wrong_schedulers_cover_every_section() -> None:

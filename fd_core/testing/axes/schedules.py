@@ -13,7 +13,7 @@ from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.victims import FewestTokens, LatestArrival, VictimPolicy
 from fd_core.testing.axes.covering import Axis, Case, default_case
-from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.schedulers.driver import Driver, RecordingPolicy, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import whole_texts
 from fd_core.testing.schedulers.tiers import PEER, OperationEnd
@@ -21,14 +21,14 @@ from fd_core.types import Pooling, PrefillJob, Reasoning, RequestSpec, SamplingP
 
 AXES: Final = (
     Axis("slots", (4, 1, 2, 3, 16, 33, 65, 300), ("Limits.max_num_seqs",)),
-    Axis("spare_budget", (20, 0, 1, 2, 7, 64, 4096), ("Limits.max_num_batched_tokens",)),
+    Axis("budget", (21, 1, 2, 3, 8, 65, 4097), ("Limits.max_num_batched_tokens",)),
     Axis(
         "context",
         (64, 2, 3, 63, 65, 129),
         ("Limits.max_model_len",),
         rare=(
             {"context": 1025, "output": 40, "block_size": 16, "requests": 20, "prompt": "longest"},
-            {"context": 70_000, "block_size": 1, "spare_budget": 70_000, "prompt": "longest", "requests": 2},
+            {"context": 70_000, "block_size": 1, "budget": 70_000, "prompt": "longest", "requests": 2},
         ),
     ),
     Axis("block_size", (4, 1, 2, 3, 16, 64, 127, 128), ("Limits.block_size", "SchedulerSetup.hasher")),
@@ -217,7 +217,7 @@ def allowed(case: Case) -> bool:
         return True
     lengths = prompt_lengths(case)
     outputs = [min(_int(case, "output"), context - length) for length in lengths]
-    tokens, budget = sum(lengths) + sum(outputs), 1 + _int(case, "k") + _int(case, "spare_budget")
+    tokens, budget = sum(lengths) + sum(outputs), max(1 + _int(case, "k"), _int(case, "budget"))
     return tokens <= _MAX_TOKENS and tokens / min(budget, 2) <= _MAX_STEPS
 
 
@@ -349,7 +349,7 @@ def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec])
         known=tuple(specs),
         setup={name: case[name] for name in ("epoch", "first_step")} | {"kv_events": bool(case["events"])},
         max_num_seqs=_int(case, "slots"),
-        max_num_batched_tokens=1 + k + _int(case, "spare_budget"),
+        max_num_batched_tokens=max(1 + k, _int(case, "budget")),
         max_model_len=_int(case, "context"),
         block_size=size,
         num_kv_blocks=-(-_int(case, "context") // size) + _int(case, "spare_blocks"),
@@ -439,12 +439,12 @@ def _int(case: Case, name: str) -> int:
 
 
 _SIZED: Final = (
-    *("slots", "spare_budget", "context", "block_size", "spare_blocks", "k", "wrong", "depth", "stages"),
+    *("slots", "budget", "context", "block_size", "spare_blocks", "k", "wrong", "depth", "stages"),
     *("requests", "prompt", "shared", "output", "caching", "keep", "incident"),
 )
 _CROWDED: Final[Mapping[str, tuple[int | str, ...]]] = {
     "slots": (4, 2, 3, 16),
-    "spare_budget": (20, 2, 7, 64),
+    "budget": (21, 3, 8, 65),
     "context": (64, 65),
     "block_size": (4, 2, 3, 5),
     "spare_blocks": (0, 1, 2),
@@ -453,8 +453,26 @@ _CROWDED: Final[Mapping[str, tuple[int | str, ...]]] = {
     "output": (40, 2**31 - 1),
 }
 """Values with which requests compete for slots and blocks, so that some are preempted, evicted and loaded again."""
+EDGES: Final[Mapping[str, Edge]] = {
+    "max_num_seqs": Edge("slots"),
+    "max_num_batched_tokens": Edge("budget"),
+    "max_model_len": Edge("context"),
+    "block_size": Edge("block_size"),
+    "max_drafts": Edge("k"),
+    "pipeline_depth": Edge("depth"),
+}
+"""Axes that reach the limits of an envelope."""
+
+
+def sizes_of(case: Case) -> Mapping[str, int]:
+    """Return the sizes of a case under the names of an envelope's limits."""
+    case = effective({**default_case(AXES), **case})
+    sizes = {name: _int(case, edge.axis) for name, edge in EDGES.items()}
+    return {**sizes, "max_num_batched_tokens": max(sizes["max_num_batched_tokens"], 1 + sizes["max_drafts"])}
+
+
 SIZES: Final[Part[SchedulerTarget]] = Part(
-    "size", tuple(axis for axis in AXES if axis.name in _SIZED), check_schedule, allowed
+    "size", tuple(axis for axis in AXES if axis.name in _SIZED), check_schedule, allowed, EDGES, sizes_of
 )
 """Every limit, down to contexts of two tokens, with requests of every size."""
 SCHEDULES: Final[Part[SchedulerTarget]] = Part(
@@ -462,5 +480,7 @@ SCHEDULES: Final[Part[SchedulerTarget]] = Part(
     tuple(replace(axis, values=_CROWDED[axis.name], rare=()) if axis.name in _CROWDED else axis for axis in AXES),
     check_schedule,
     allowed,
+    EDGES,
+    sizes_of,
 )
 """Every kind of request under every policy, with incidents, where slots and blocks are scarce."""

@@ -1,4 +1,4 @@
-"""Checks that all kits for policies need: other clocks and random numbers, and the number of objects held."""
+"""Helpers of the kits for policies: a process with other clocks and random numbers, and the objects that one holds."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class SchedulingPolicySuite:
     @pytest.mark.law("2.2", "8")
     @pytest.mark.fd_cases(ORDERS)
     def test_order(self, case: KitCase) -> None:
-        case.check(self.policy_class(), "pytest")
+        case.check(self.policy_class(), "pytest", option="--fd-case")
 
     @pytest.mark.law("2.2")
     @pytest.mark.parametrize("tenants", [1, 2])

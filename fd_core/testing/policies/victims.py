@@ -44,7 +44,7 @@ class VictimPolicySuite:
     @pytest.mark.law("8")
     @pytest.mark.fd_cases(CHOICES)
     def test_victim(self, case: KitCase) -> None:
-        case.check(self.policy_class(), "pytest")
+        case.check(self.policy_class(), "pytest", option="--fd-case")
 
     @pytest.mark.law("2.2")
     @pytest.mark.parametrize("k", [0, 3])

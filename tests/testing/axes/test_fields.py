@@ -4,21 +4,57 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
 
 import pytest
 
 from fd_core import types
+from fd_core.cluster.scaling import GroupLoad
 from fd_core.config import Limits
+from fd_core.disagg.connectors.contract import Connector, ConnectorSettings, KVInbox, KVOutbox
+from fd_core.kv.stores.contract import KVStore
 from fd_core.ops import contract
+from fd_core.router.config import RouterConfig
+from fd_core.router.policies import Candidate, RoutingContext
+from fd_core.router.selection import WorkerLoad
+from fd_core.router.workers import RouterWorker
+from fd_core.runner.observing import SampledRequest, SampledStep
 from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.requests import QueuedRequest
+from fd_core.scheduling.victims import RunningRequests
 from fd_core.testing import axes as package
 
 TYPES = (
-    *(contract.Heads, contract.Experts, contract.KVShape, contract.StepInput, contract.Lora),
-    *(types.RequestSpec, types.SamplingParams, types.Reasoning, types.Pooling, types.PrefillJob),
-    *(Limits, SchedulerSetup),
+    contract.Heads,
+    contract.Experts,
+    contract.KVShape,
+    contract.StepInput,
+    contract.Lora,
+    KVStore,
+    Connector,
+    KVInbox,
+    KVOutbox,
+    ConnectorSettings,
+    RoutingContext,
+    Candidate,
+    WorkerLoad,
+    RouterWorker,
+    RouterConfig,
+    GroupLoad,
+    SampledStep,
+    SampledRequest,
+    types.RequestSpec,
+    types.SamplingParams,
+    types.Reasoning,
+    types.Pooling,
+    types.PrefillJob,
+    Limits,
+    SchedulerSetup,
+    QueuedRequest,
+    RunningRequests,
 )
+"""Values that plugins receive, and contracts whose methods receive them."""
 MODULES = [
     importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
 ]
@@ -28,7 +64,20 @@ EXCUSED = {name: reason for module in MODULES for name, reason in getattr(module
 
 
 def fields_of(cls: type) -> list[str]:
-    names = getattr(cls, "__struct_fields__", None) or [field.name for field in dataclasses.fields(cls)]
+    """Return the fields of a type; for a contract of methods, their arguments as `Class.method.argument`."""
+    if inspect.isabstract(cls):
+        methods = {name: method for name, method in vars(cls).items() if inspect.isfunction(method)}
+        arguments = [(name, each) for name, method in methods.items() for each in inspect.signature(method).parameters]
+        return [
+            f"{cls.__name__}.{each if name == '__init__' else f'{name}.{each}'}"
+            for name, each in arguments
+            if each != "self"
+        ]
+    names = (
+        getattr(cls, "__struct_fields__", None)
+        or getattr(cls, "_fields", None)
+        or [field.name for field in dataclasses.fields(cls)]
+    )
     return [f"{cls.__name__}.{name}" for name in names]
 
 

@@ -219,7 +219,7 @@ class ComparesFencesAsInt32(Changed):
         )
 
 
-@breaks("3.1", "size:spare_budget=70000,context=70000,block_size=1,requests=2,prompt=longest")
+@breaks("3.1", "size:budget=70000,context=70000,block_size=1,requests=2,prompt=longest")
 class StoresBlocksInSixteenBits(Changed):
     def change(self):
         def allocate(pool, right, count):
@@ -244,7 +244,7 @@ class DeliversElevenAlternatives(ChangesDeltas):
         return msgspec.structs.replace(delta, logprobs=delta.logprobs and tuple(map(cut, delta.logprobs)))
 
 
-@breaks("4", "schedule:spare_budget=2,results=mean")
+@breaks("4", "schedule:budget=3,results=mean")
 class PoolsTheLastChunkOnly(ChangesDeltas):
     def change(self):
         def collect(processor, right, output, indices):
