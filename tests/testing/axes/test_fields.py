@@ -9,7 +9,9 @@ import pkgutil
 
 import pytest
 
+from fd_core import types
 from fd_core.cluster.scaling import GroupLoad
+from fd_core.config import Limits
 from fd_core.disagg.connectors.contract import Connector, ConnectorSettings, KVInbox, KVOutbox
 from fd_core.kv.stores.contract import KVStore
 from fd_core.ops import contract
@@ -18,6 +20,9 @@ from fd_core.router.policies import Candidate, RoutingContext
 from fd_core.router.selection import WorkerLoad
 from fd_core.router.workers import RouterWorker
 from fd_core.runner.observing import SampledRequest, SampledStep
+from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.requests import QueuedRequest
+from fd_core.scheduling.victims import RunningRequests
 from fd_core.testing import axes as package
 
 TYPES = (
@@ -39,6 +44,15 @@ TYPES = (
     GroupLoad,
     SampledStep,
     SampledRequest,
+    types.RequestSpec,
+    types.SamplingParams,
+    types.Reasoning,
+    types.Pooling,
+    types.PrefillJob,
+    Limits,
+    SchedulerSetup,
+    QueuedRequest,
+    RunningRequests,
 )
 """Values that plugins receive, and contracts whose methods receive them."""
 MODULES = [
