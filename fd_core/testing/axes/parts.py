@@ -37,6 +37,8 @@ class Part(Generic[Subject]):
     """Checks a plugin in one case; any exception is a failure."""
     allowed: Allowed = lambda _: True
     """Returns False for a case that cannot exist or would take too long."""
+    mixed: bool = False
+    """See `covering_cases`; for parts whose cases are cheap."""
 
     def case(self, text: str) -> KitCase:
         """Return the case that `KitCase.text` names. Raises `ConfigError`."""
@@ -112,5 +114,5 @@ _REDUCED: Final[set[str]] = set()
 @cache
 def cases_of(part: Part[Any], seed: int = 0) -> tuple[Sequence[KitCase], int]:
     """Return the cases of a part, and how many of the first ones have every value; see `covering_cases`."""
-    cases = covering_cases(part.axes, seed, part.allowed)
+    cases = covering_cases(part.axes, seed, part.allowed, mixed=part.mixed)
     return [KitCase(part, case) for case in cases], count_until_every_value(part.axes, cases)
