@@ -152,7 +152,7 @@ def _value(text: str, axis: Axis) -> Value:
         if _text(known) == text:
             return known
     try:
-        return int(text)
+        return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
         known_values = ", ".join(map(_text, axis.values))
         raise ConfigError(

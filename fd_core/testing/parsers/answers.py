@@ -49,8 +49,8 @@ _SHORT: Final = ("number", "word", "empty")
 _WITH_VALUE: Final = ("city", "nested", "mixed")
 _CHUNKS: Final = ("whole", 1, 2, 3, 7, 64, "random", "at-markers", "in-markers")
 _COMMON: Final = (
-    Axis("chunk", _CHUNKS, ("OutputParser.push",)),
-    Axis("end", ("flush", "finish"), ("OutputParser.flush", "OutputParser.finish")),
+    Axis("chunk", _CHUNKS, ("OutputParser.push.text",)),
+    Axis("end", ("flush", "finish")),
     Axis("tail", ("none", "space", "half-marker")),
     Axis("cut", (False, True)),
     Axis("instances", ("one", "in-turn", "abandoned", "threads")),
@@ -69,7 +69,7 @@ CALL_AXES: Final = (
     *_COMMON,
 )
 ANSWER_AXES: Final = (
-    Axis("reasoning", tuple(TEXTS), ("ReasoningParser.end",)),
+    Axis("reasoning", tuple(TEXTS)),
     Axis("size", _SIZES),
     Axis("text", tuple(TEXTS)),
     Axis("text_size", _SIZES),
@@ -81,12 +81,6 @@ EXCUSED: Final[Mapping[str, str]] = {
     "TaggedArguments.before_key": "it is written as the parser declares it",
     "TaggedArguments.before_value": "it is written as the parser declares it",
     "TaggedArguments.after_value": "it is written as the parser declares it",
-    "OutputParser.markers": "each one is a value of an argument, and each prefix is part of a text",
-    "OutputParser.sample": "it is the answer that cases of reasoning vary",
-    "ToolParser.reads_reasoning": "the answer's parser reads it, see `tests/text/parsing`",
-    "ToolParser.bare_ids": "the server reads it",
-    "ToolParser.before_calls": "content before calls is the last of them",
-    "ToolParser.answer_begin": "grammars read it",
 }
 """Fields of the contract that no axis varies, with the reason."""
 _SPACES: Final = r"\s*"

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from fd_core.config import Limits
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.errors import FdError
 from fd_core.ops.contract import Array, Ops
 from fd_core.plugins import POSTPROCESS, installed_plugins
@@ -42,7 +43,8 @@ class PostprocessTarget:
     def about(self) -> dict[str, Any]:
         """Return the description for its report card."""
         origin = str(installed_plugins().offered(POSTPROCESS)[self.name].origin)
-        return {"distribution": origin, "device": self.device, "emulated": self.emulated}
+        envelope = getattr(self.make, "envelope", OperatingEnvelope()).limits()
+        return {"distribution": origin, "device": self.device, "emulated": self.emulated, "envelope": envelope}
 
 
 def find_postprocessor(text: str) -> PostprocessTarget:

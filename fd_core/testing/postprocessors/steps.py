@@ -15,29 +15,42 @@ from fd_core.ops.contract import Array
 from fd_core.signals import PREEMPTED_TOKEN_ID
 from fd_core.testing.axes.covering import Axis, Case, around
 from fd_core.testing.axes.interleaving import interleaved
-from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.kit.law import broken
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows
 from fd_core.types import IntArray
 
+_RANGES: Final = {
+    "random": (0, 140_003),
+    "zero": (0, 1),
+    "small": (0, 4),
+    "15-bits": (2**15 - 2, 2**15 + 2),
+    "16-bits": (2**16 - 2, 2**16 + 2),
+    "24-bits": (2**24 - 2, 2**24 + 4),
+    "31-bits": (2**31 - 9, 2**31),
+}
 AXES: Final = (
     Axis(
         "slots",
         (6, 1, 2, *around(32, 64, 128, 256), 1000, *around(1024), 2048, 4099),
-        ("Limits.max_num_seqs", "Postprocess.slots", "Postprocess.revoked"),
+        ("Postprocess.limits", "Postprocess.token_matrix.slots"),
         rare=({"slots": 2**15 + 1, "rows": "all"}, {"slots": 2**16, "k": 16, "rows": "all-but-one", "revoked": "rest"}),
     ),
-    Axis("k", (3, 0, 1, 2, *range(4, 17)), ("Limits.max_drafts",)),
-    Axis("rows", ("half", "none", "one", "two-thirds", "all-but-one", "all"), ("Postprocess.sampled",)),
-    Axis("revoked", ("half", "none", "one", "rest-but-one", "rest"), ("Postprocess.revoked",)),
-    Axis("order", ("random", "kept", "ascending", "descending"), ("Postprocess.slots",)),
-    Axis("accepted", ("random", "none", "all", "all-but-one", "in-turn"), ("Postprocess.accepted",)),
-    Axis("tokens", ("random", "zero", "small", "15-bits", "16-bits", "24-bits", "31-bits"), ("Postprocess.sampled",)),
-    Axis("rejected", ("random", "empty", "released", "lowest"), ("Postprocess.sampled",)),
+    Axis("k", (3, 0, 1, 2, *range(4, 17)), ("Postprocess.limits",)),
+    Axis("rows", ("half", "none", "one", "two-thirds", "all-but-one", "all"), ("Postprocess.token_matrix.sampled",)),
+    Axis("revoked", ("half", "none", "one", "rest-but-one", "rest"), ("Postprocess.token_matrix.revoked",)),
+    Axis("order", ("random", "kept", "ascending", "descending"), ("Postprocess.token_matrix.slots",)),
+    Axis("accepted", ("random", "none", "all", "all-but-one", "in-turn"), ("Postprocess.token_matrix.accepted",)),
+    Axis(
+        "tokens",
+        ("random", "zero", "small", "15-bits", "16-bits", "24-bits", "31-bits"),
+        ("Postprocess.token_matrix.sampled",),
+    ),
+    Axis("rejected", ("random", "empty", "released", "lowest"), ("Postprocess.token_matrix.sampled",)),
     Axis(
         "steps",
         (3, 1, 2, 17, 33),
-        ("Limits.pipeline_depth",),
+        ("Postprocess.limits",),
         rare=(
             {"steps": 300, "slots": 257, "before": "shrinking"},
             {"steps": 300, "slots": 257, "before": "growing", "rows": "all", "memory": "reused"},
@@ -51,12 +64,7 @@ AXES: Final = (
 )
 """`before` is how the number of rows changes from step to step, `counted` how many steps were counted before."""
 EXCUSED: Final[Mapping[str, str]] = {
-    "Limits.max_num_batched_tokens": "no row of a matrix depends on it",
-    "Limits.max_model_len": "no row of a matrix depends on it",
-    "Limits.block_size": "no row of a matrix depends on it",
-    "Limits.num_kv_blocks": "no row of a matrix depends on it",
-    "Limits.vocab_size": "it is the largest, and `tokens` has ids of any size",
-    "Limits.num_stages": "each stage but the last one has no postprocessor",
+    "Postprocess.ops": "the pack of the backend under test, of which there is one per framework",
 }
 """Fields of the contract that no axis varies, with the reason."""
 
@@ -68,23 +76,13 @@ _MAX_CELLS: Final = 1e6
 """Cells of all matrices of a case."""
 _MAX_BLOCKS_PER_STEP: Final = 0.02
 """Objects that a step may leave behind, from noise of other threads."""
-_RANGES: Final = {
-    "random": (0, 140_003),
-    "zero": (0, 1),
-    "small": (0, 4),
-    "15-bits": (2**15 - 2, 2**15 + 2),
-    "16-bits": (2**16 - 2, 2**16 + 2),
-    "24-bits": (2**24 - 2, 2**24 + 4),
-    "31-bits": (2**31 - 9, 2**31),
-}
 _REJECTED: Final = {"empty": (-1, 0), "released": (PREEMPTED_TOKEN_ID, PREEMPTED_TOKEN_ID + 1), "lowest": (-(2**31), 9)}
 
 
-def steps_of(case: Case, others: int = 0) -> list[SampledRows]:
-    """Return the steps of a case, up to `_PERIOD` or one of each size; `others` is added to slots, drafts and seed."""
+def steps_of(case: Case) -> list[SampledRows]:
+    """Return the steps of a case, up to `_PERIOD` or one of each size."""
     slots, k, steps = (_int(case, name) for name in ("slots", "k", "steps"))
-    slots, k = slots + others, k + others
-    rng = np.random.default_rng(zlib.crc32(f"{sorted(case.items())} {others}".encode()))
+    rng = np.random.default_rng(zlib.crc32(str(sorted(case.items())).encode()))
     period = min(steps, _HELD if case["before"] in ("shrinking", "growing") else _PERIOD)
     kept = rng.permutation(slots)
     found = []
@@ -145,10 +143,9 @@ def allowed(case: Case) -> bool:
 class _Instance:
     """A postprocessor, its steps in a cycle, and the matrices that were not compared yet."""
 
-    def __init__(self, target: PostprocessTarget, case: Case, others: int = 0) -> None:
-        self._steps = steps_of(case, others)
-        slots, k = _int(case, "slots") + others, _int(case, "k") + others
-        self.matrices = Matrices(target, slots, k, reuse=case["memory"] == "reused")
+    def __init__(self, target: PostprocessTarget, case: Case) -> None:
+        self._steps = steps_of(case)
+        self.matrices = Matrices(target, _int(case, "slots"), _int(case, "k"), reuse=case["memory"] == "reused")
         self._expected = [self.matrices.expected(rows) for rows in self._steps]
         self._held: deque[tuple[Any, int]] = deque()
         self._done = 0
@@ -184,12 +181,14 @@ class _Instance:
 
 def check_matrices(target: PostprocessTarget, case: Case) -> None:
     """Compute the steps of a case and compare every matrix. Raises `InvariantViolated`."""
+    smaller = {**case, "slots": max(1, _int(case, "slots") - 1), "k": max(0, _int(case, "k") - 1)}
+    same = {**case, "tokens": "small" if case["tokens"] == "random" else "random"}
     if case["instances"] == "successive":
-        for _ in range(2):
-            _finish(_Instance(target, case, others=1), 2)
+        for each in (smaller, same):
+            _finish(_Instance(target, each), 2)
     ours = _Instance(target, case)
-    others = {"in-turn": (0, 1), "threads": (0,)}.get(str(case["instances"]), ())
-    more = [_Instance(target, case, each) for each in others]
+    others = {"in-turn": (same, smaller), "threads": (same,)}.get(str(case["instances"]), ())
+    more = [_Instance(target, each) for each in others]
     blocks = 0
     for step in range(_int(case, "steps")):
         if step == 1 and case["counted"]:
@@ -201,13 +200,13 @@ def check_matrices(target: PostprocessTarget, case: Case) -> None:
         if case["instances"] == "threads":
             ours.step(more[0].step)
             continue
-        for each in (ours, *more):
-            each.step()
+        for instance in (ours, *more):
+            instance.step()
     left, counted = sys.getallocatedblocks() - blocks, _int(case, "steps") - 4 * _HELD
     if counted > _HELD and left > counted * _MAX_BLOCKS_PER_STEP:
         broken("1", f"{counted} steps left {left} objects behind: a step keeps nothing")
-    for each in (ours, *more):
-        each.end()
+    for instance in (ours, *more):
+        instance.end()
 
 
 def _finish(instance: _Instance, steps: int) -> None:
@@ -250,4 +249,16 @@ def _int(case: Case, name: str) -> int:
     return value
 
 
-MATRICES: Final[Part[PostprocessTarget]] = Part("matrix", AXES, check_matrices, allowed, mixed=True)
+def _sizes(case: Case) -> Mapping[str, int]:
+    return {"max_num_seqs": _int(case, "slots"), "max_drafts": _int(case, "k")}
+
+
+MATRICES: Final[Part[PostprocessTarget]] = Part(
+    "matrix",
+    AXES,
+    check_matrices,
+    allowed,
+    mixed=True,
+    edges={"max_num_seqs": Edge("slots"), "max_drafts": Edge("k")},
+    sizes=_sizes,
+)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from fd_core.config import Limits
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.effects.operations import Completion
 from fd_core.errors import FdError
 from fd_core.kv.prefix import PrefixHasher
@@ -50,7 +51,8 @@ class SchedulerTarget:
     def about(self) -> dict[str, Any]:
         """Return the description for its report card."""
         origin = str(installed_plugins().find(SCHEDULER, self.name).origin)
-        return {"distribution": origin, "limits": dict(self.lacks)}
+        envelope = getattr(self.make, "envelope", OperatingEnvelope()).limits()
+        return {"distribution": origin, "limits": dict(self.lacks), "envelope": envelope}
 
     def require(self, ability: str) -> None:
         """Skip the running test, with the reason, if the scheduler lacks an ability."""

@@ -14,6 +14,9 @@ class PluginKind(StrEnum):
     STORE = "store"
     CONNECTOR = "connector"
     ROUTER_POLICY = "router-policy"
+    LAUNCHER = "launcher"
+    SCALING_POLICY = "scaling-policy"
+    OBSERVER = "observer"
     TOOL_PARSER = "tool-parser"
     REASONING_PARSER = "reasoning-parser"
 

@@ -9,6 +9,7 @@ import pytest
 from fd_core.testing.kit.law import broken
 from fd_core.testing.parsers.target import SHOWN, ParserTarget
 
+pytestmark = pytest.mark.fd_alone
 SIZE = 1 << 14
 PARTS = 8
 SLACK = 3.0

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.testing.axes.parts import KitCase, cases_of
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
@@ -58,6 +59,9 @@ def test_every_slot(target: PostprocessTarget, slots: int, k: int) -> None:
 @pytest.mark.law("1", "1.1", "1.2", "1.3", "1.9", "8")
 @pytest.mark.fd_cases(MATRICES)
 def test_matrix(target: PostprocessTarget, case: KitCase) -> None:
+    envelope = getattr(target.make, "envelope", OperatingEnvelope())
+    if beyond := envelope.exceeded(MATRICES.sizes(case.values)):
+        lacks(f"its envelope has {beyond}")
     case.check(target, f"fdcore conformance --postprocess {target.name}")
 
 
