@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ from fd_core.errors import ConfigError
 from fd_core.testing.kit.expected import ExpectedFailure, read_expected_failures
 from fd_core.testing.report.model import Card
 from fd_core.testing.report.runs import Kit, RunOptions, run_suite
+from tests.testing.documents import ROOT
 from tests.testing.small_suite import SMALL
 
 KIT = Kit("tests.testing.small_suite", "--fd-backend", ("small_suite",), find=lambda name: name)
@@ -146,3 +151,21 @@ def test_pattern_of_a_case_matches_its_values() -> None:
     assert all(ExpectedFailure(pattern, "why").matches("x", "test_case", case) for pattern in matching)
     for pattern in ("small:plain", "small:rows=64", "small:rows=65,wide=true"):
         assert not ExpectedFailure(pattern, "why").matches("x", "test_case", case)
+
+
+def test_terminated_run_leaves_no_process_behind(tmp_path: Path) -> None:
+    events, seen = tmp_path / "events", tmp_path / "pid"
+    child = f"import os, time; open({str(seen)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(60)"
+    run = (
+        "import os, sys; from pathlib import Path; from fd_core.testing.kit.processes import follow\n"
+        f"for _ in follow([sys.executable, '-c', {child!r}], Path({str(events)!r}), object, 60.0,"
+        f" output=Path({str(tmp_path / 'output')!r}), stdin=0, env=os.environ): pass"
+    )
+    process = subprocess.Popen([sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    while not seen.exists() or not seen.read_text().endswith(" "):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(20) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(seen.read_text()), 0)

@@ -59,6 +59,8 @@ class Part(Generic[Subject]):
     """Returns the sizes of a case under the names of `edges`."""
     of_model: Callable[[DecoderSpec], Sequence[Case]] | None = None
     """Returns cases with the shapes of a model; by default one with its sizes at the axes of `edges`."""
+    mixed: bool = False
+    """See `covering_cases`; for parts whose cases are cheap."""
 
     def within(self, envelope: OperatingEnvelope) -> Part[Subject]:
         """Return the part without cases beyond an envelope, and with cases at its edge and just inside."""
@@ -205,5 +207,5 @@ def take_held() -> list[KitCase]:
 @cache
 def cases_of(part: Part[Any], seed: int = 0) -> tuple[Sequence[KitCase], int]:
     """Return the cases of a part, and how many of the first ones have every value; see `covering_cases`."""
-    cases = covering_cases(part.axes, seed, part.allowed)
+    cases = covering_cases(part.axes, seed, part.allowed, mixed=part.mixed)
     return [KitCase(part, case, seed) for case in cases], count_until_every_value(part.axes, cases)

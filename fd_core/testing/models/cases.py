@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from fd_core.testing.axes import parts
 from fd_core.testing.axes.parts import Part
-from fd_core.testing.axes.parts import cases_of as part_cases
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def cases_of(modules: Iterable[ModuleType]) -> Iterator[KitCase]:
                 yield KitCase(section, function, {name: value for part in values for name, value in part.items()})
 
 
-def _parameters(names: str | tuple[str, ...] | Part[Any], values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    if isinstance(names, Part):
-        return [{"case": case} for case in part_cases(names)[0]]
+def _parameters(names: Part[Any] | str | tuple[str, ...], values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    if isinstance(names, Part):  # of the mark fd_cases
+        return [{"case": case} for case in parts.cases_of(names)[0]]
     if isinstance(names, str):
         return [{names: value} for value in values]
     return [dict(zip(names, value, strict=True)) for value in values]

@@ -33,9 +33,10 @@ OF_OTHERS_THAN_SCHEDULERS: Final[Mapping[str, str]] = {
     "6": "connectors seal and pace transfers between workers: fd_core.testing.connectors",
 }
 """Rules that no scheduler can break, with the component that enforces them."""
-PARSER_SECTIONS: Final = ("cuts", "waiting", "characters", "ends")
+PARSER_SECTIONS: Final = ("cuts", "waiting", "characters", "ends", "markup", "time")
 """Sections of the parser kit common to all kinds; each is a file of `fd_core.testing.parsers.suite`."""
-_BLAMED: Final = re.compile(r"law ([\d., ]+): ")
+_BLAMED: Final = re.compile(r"(?:\w+:\S+: )?law ([\d., ]+): ")
+"""The rules at the beginning of a failure, after the case if it has one."""
 
 CaseOutcome = Literal["pass", "fail", "expected", "limit"]
 """`expected`: failed, and a line of the file of expected failures names it."""

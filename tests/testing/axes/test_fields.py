@@ -20,10 +20,21 @@ from fd_core.router.policies import Candidate, RoutingContext
 from fd_core.router.selection import WorkerLoad
 from fd_core.router.workers import RouterWorker
 from fd_core.runner.observing import SampledRequest, SampledStep
+from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import RunningRequests
 from fd_core.testing import axes as package
+from fd_core.testing.parsers import answers
+from fd_core.testing.postprocessors import steps
+from fd_core.text.parsing.contract import (
+    CallForm,
+    FreePart,
+    OutputParser,
+    ReasoningParser,
+    TaggedArguments,
+    ToolParser,
+)
 
 TYPES = (
     contract.Heads,
@@ -53,10 +64,19 @@ TYPES = (
     SchedulerSetup,
     QueuedRequest,
     RunningRequests,
+    Postprocess,
+    OutputParser,
+    ToolParser,
+    ReasoningParser,
+    CallForm,
+    TaggedArguments,
+    FreePart,
 )
 """Values that plugins receive, and contracts whose methods receive them."""
 MODULES = [
-    importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
+    answers,
+    steps,
+    *(importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)),
 ]
 PARTS = [part for module in MODULES for part in vars(module).values() if type(part).__name__ == "Part"]
 VARIED = {field for part in PARTS for axis in part.axes for field in axis.fields}
