@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import pytest
 
 from fd_core.backends.contract import Backend
 from fd_core.backends.memory import available_memory
@@ -21,6 +22,7 @@ from fd_core.ops.weights import ITEM_BYTES
 from fd_core.testing.kit.target import Target
 from fd_core.testing.stepping.stepper import ManualDriver
 
+pytestmark = pytest.mark.fd_alone
 KIBI: Final = 2**10
 MEBI: Final = 2**20
 MOST_BYTES: Final = 24
