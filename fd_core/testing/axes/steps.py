@@ -14,7 +14,7 @@ from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import spec_of
 from fd_core.testing.axes.covering import Axis, Case, default_case
-from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
@@ -214,6 +214,36 @@ def _int(case: Case, name: str) -> int:
     return value
 
 
+def sizes_of(case: Case) -> Mapping[str, int]:
+    """Return the sizes of a case under the names of `OperatingEnvelope`."""
+    forced = min(_int(case, "forced"), _budget(case) - 1) if case["structured"] else 0
+    return {
+        "max_num_seqs": _int(case, "slots"),
+        "max_num_batched_tokens": _budget(case),
+        "max_model_len": 1
+        + sum(_int(case, each) for each in ("prompt", "shared_prefix", "max_tokens", "requests"))
+        + 9
+        + _int(case, "room"),
+        "block_size": _int(case, "block_size"),
+        "max_drafts": _int(case, "drafts") or forced,
+        "pipeline_depth": _int(case, "depth"),
+        "max_loras": _int(case, "adapters"),
+        "max_lora_rank": _int(case, "adapter_rank") if case["adapters"] else 0,
+    }
+
+
+EDGES: Final[Mapping[str, Edge]] = {
+    "max_num_seqs": Edge("slots"),
+    "max_num_batched_tokens": Edge("budget", {"prompt": 127}),
+    "max_model_len": Edge("prompt", {"requests": 1, "budget": 300}),
+    "block_size": Edge("block_size"),
+    "max_drafts": Edge("drafts", {"budget": 300}),
+    "pipeline_depth": Edge("depth"),
+    "max_loras": Edge("adapters"),
+    "max_lora_rank": Edge("adapter_rank", {"adapters": 1}),
+}
+
+
 def requests_of(case: Case, digests: tuple[str, ...], first: int = 0) -> list[RequestSpec]:
     """Return the requests of a case, numbered from `first`; adapters have the given digests."""
     return [_request(case, first + index, digests) for index in range(_int(case, "requests"))]
@@ -393,4 +423,4 @@ def _judge(target: Target, specs: list[RequestSpec], adapters: dict[str, Path], 
     return Judge.of(target, name, STEP_CASE, specs, adapters=adapters, slack=_SLACK, **plain)
 
 
-STEPS: Final[Part[Target]] = Part("step", AXES, check_steps, allowed)
+STEPS: Final[Part[Target]] = Part("step", AXES, check_steps, allowed, EDGES, sizes_of)
