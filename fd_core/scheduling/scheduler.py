@@ -301,11 +301,6 @@ class ContinuousBatchingScheduler(Scheduler):
         """Return the parts of this scheduler, for audits and tests."""
         return self._probe
 
-    def number_from(self, first: int) -> None:
-        """Number steps and generations from `first`; before the first request only, for tests of large numbers."""
-        self._planner.next_step = self._output_processor.next_step = first
-        self._slots.gen[:] = first
-
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if slots, requests and blocks contradict each other."""
         self._running_batch.check_integrity()

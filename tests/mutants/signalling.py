@@ -204,8 +204,8 @@ MUTANTS = (
         "1.5: outputs apply only if the epoch matches",
         (
             OUTPUTS,
-            "(output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self.next_step",
-            "output.step != plan.step or plan.step != self.next_step",
+            "(output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self._next_step",
+            "output.step != plan.step or plan.step != self._next_step",
         ),
     ),
     mutant(
@@ -213,7 +213,7 @@ MUTANTS = (
         "1.5: outputs apply only if the step matches",
         (
             OUTPUTS,
-            "(output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self.next_step",
+            "(output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self._next_step",
             "output.epoch != plan.epoch",
         ),
     ),

@@ -61,15 +61,14 @@ class OutputProcessor:
     _on_released: Callable[[Request], None]
     """Called with each request whose slot was released and that did not end."""
     counters: OutputCounters = field(default_factory=OutputCounters)
-    next_step: int = 0
-    """Number of the next output."""
+    _next_step: int = 0
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         """Apply the output of `plan`; return at most one delta per request. Raises `signals.MalformedOutput`."""
-        if (output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self.next_step:
+        if (output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self._next_step:
             self.counters.stale_outputs += 1
             return []
-        self.next_step = plan.step + 1
+        self._next_step = plan.step + 1
         outcomes = signals.read(output.tokens, output.errors)
         deltas: list[Delta] = []
         slots = self._slots

@@ -40,8 +40,7 @@ class Planner:
     _times: PhaseClock
     _admit: Callable[[PlanBuilder, int], None]
     """Moves waiting requests into free slots; receives the plan and the number of the step."""
-    next_step: int = 0
-    """Number of the next plan."""
+    _step: int = 0
     _left_out: list[int] = field(default_factory=list)
     """Running slots that the last plan skipped."""
     _decodes: Decodes | None = None
@@ -51,7 +50,7 @@ class Planner:
 
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are aborted."""
-        builder = PlanBuilder(self._epoch, self.next_step, self._limits.max_num_batched_tokens)
+        builder = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
         for slot in self._running_batch.kv_loaded:
             if self._slots.running[slot]:
                 builder.admit(slot, self._slots.request_in(slot), self._slots)
@@ -83,7 +82,7 @@ class Planner:
         if builder.preempted:
             self._times.set_queue_phase(Phase.BLOCKS)
         else:
-            self._admit(builder, self.next_step)
+            self._admit(builder, self._step)
         if not self._times.queue_phase_set:
             self._times.set_queue_phase(Phase.SCHEDULER)
         plan = builder.build(self._slots)
@@ -95,7 +94,7 @@ class Planner:
                 # Until the output arrives, assume the maximum of drafts that the runner may hold.
                 sampling = builder.rows[plan.samples]
                 self._slots.hold_drafts(sampling, self._drafts.most(sampling))
-            self.next_step += 1
+            self._step += 1
             counters = self._running_batch.counters
             counters.steps += 1
             counters.budget_used += builder.budget.limit - builder.budget.left

@@ -91,10 +91,16 @@ class Scenario:
         settings = {**self.settings, "num_kv_blocks": self.settings["num_kv_blocks"] + spare}
         first = self.events.first_number
         with self.target.engine(
-            self.drafts, self.judge.whole(), self.wrong_drafts, case=STEP_CASE, epoch=first or 1, **settings
+            self.drafts,
+            self.judge.whole(),
+            self.wrong_drafts,
+            case=STEP_CASE,
+            epoch=first or 1,
+            first_step=first,
+            **settings,
         ) as engine:
             probe = parts_of(engine)
-            engine.probe().scheduler.number_from(first)  # type: ignore[attr-defined]  # the built-in one has it
+            probe.slots.gen[:] = first
             if self.events.eager:
                 probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # patched for the case
             if self.events.forgets_prefixes:

@@ -176,7 +176,7 @@ class AcceptsAnotherEpoch(Changed):
 @breaks("1.5", "signals:test_repeated_output_is_dropped")
 class AppliesAnAnswerTwice(Changed):
     def commit(self, plan, output):
-        self._output_processor.next_step = plan.step
+        self._output_processor._next_step = plan.step
         return super().commit(plan, output)
 
 
