@@ -10,6 +10,7 @@ from fd_core.ops.contract import Ops
 from fd_core.testing.axes.covering import Axis, Value
 from fd_core.testing.axes.layers import LAYERS
 from fd_core.testing.axes.parts import KitCase
+from fd_core.testing.axes.steps import EXACT_ONLY, STEPS
 from fd_core.testing.kit.target import Target
 
 
@@ -23,3 +24,14 @@ def test_layer(ops: Ops, target: Target, require: Callable[..., None], case: Kit
         return axis.needs not in target.limits
 
     case.with_only(supported).check(ops, f"fdcore conformance {target}")
+
+
+@pytest.mark.fd_cases(STEPS)
+@pytest.mark.law("4")
+def test_step(target: Target, case: KitCase) -> None:
+    def supported(axis: Axis, value: Value) -> bool:
+        if axis.name == "kv_dtype":
+            return value in target.ops.kv_dtypes
+        return axis.needs not in target.limits and (target.exact or axis.name not in EXACT_ONLY)
+
+    case.with_only(supported).check(target, f"fdcore conformance {target}")
