@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
+from fd_core.ops.contract import Ops
 from fd_core.testing.axes.covering import (
     Allowed,
     Axis,
@@ -107,6 +108,17 @@ class KitCase:
 
 
 _REDUCED: Final[set[str]] = set()
+
+
+def supported_by(ops: Ops, limits: Collection[str]) -> Callable[[Axis, Value], bool]:
+    """Return the argument of `KitCase.with_only` for a pack, and the limits of its backend."""
+
+    def supported(axis: Axis, value: Value) -> bool:
+        if axis.name in ("packed", "kv_dtype"):
+            return value in (ops.weight_formats if axis.name == "packed" else ops.kv_dtypes)
+        return axis.needs not in limits
+
+    return supported
 
 
 @cache

@@ -11,7 +11,18 @@ import pytest
 from fd_core.ops import contract
 from fd_core.testing import axes as package
 
-TYPES = (contract.Heads, contract.Experts, contract.KVShape, contract.StepInput, contract.Lora)
+TYPES = (
+    contract.Experts,
+    contract.Heads,
+    contract.HostStep,
+    contract.KVShape,
+    contract.Lora,
+    contract.Norm,
+    contract.PenaltyInput,
+    contract.Rope,
+    contract.SampleInput,
+    contract.StepInput,
+)
 MODULES = [
     importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
 ]
