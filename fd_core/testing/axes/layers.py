@@ -81,7 +81,7 @@ EXCUSED: Final[Mapping[str, str]] = {
 
 FUSIONS: Final = ("attention_inputs", "attention", "project_residual", "mlp_inputs or moe_residual", "project_residual")
 """Results of `LayerOn.run`."""
-_MAX_PRODUCT: Final = 1e9
+_MAX_PRODUCT: Final = 4e8
 """Multiplications of the products of a case."""
 _MAX_SCORES: Final = 1e7
 """Scores of attention over all heads."""
@@ -139,8 +139,14 @@ def allowed(case: Case) -> bool:
     weights = attention + 3 * g.hidden * g.inner * max(1, experts)
     scores = sum(count * context for count, context in rows) * g.heads
     blocks = sum(-(-context // g.block_size) for _, context in rows) + g.spare_blocks
+    # A simple pack pads all rows to the longest context.
+    padded = len(rows) * max(context for _, context in rows)
     cache = blocks * g.block_size * g.kv_heads * g.d * 4
-    return tokens * active < _MAX_PRODUCT and scores < _MAX_SCORES and max(weights, cache) < _MAX_ELEMENTS
+    return (
+        tokens * active < _MAX_PRODUCT
+        and max(scores, 32 * padded) < _MAX_SCORES
+        and max(weights, cache) < _MAX_ELEMENTS
+    )
 
 
 def check_layer(ops: Ops, case: Case) -> None:

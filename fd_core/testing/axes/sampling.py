@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -19,10 +19,13 @@ ORACLE: Final = NumpyOps()
 MIXED: Final = "mixed"
 """A different one of the axis's other values in each row."""
 
-_ROWS: Final = (3, 1, 2, 31, 33, 64, 65, 128, 129, 193, 256, 257)
-_VOCABULARIES: Final = (1003, 1, 2, 31, 33, 64, 1025, 32_767, 32_769, 65_537, 131_073, 151_936, 262_144)
-_EDGES: Final = tuple({"vocabulary": vocabulary} for vocabulary in (2**15, 2**16 - 1, 2**16, 2**17 - 1, 2**17))
-_MAX_LOGITS: Final = 900_000
+_ROWS: Final = (5, 1, 2, 31, 33, 64, 65, 128, 129, 193, 256, 257)
+_VOCABULARIES: Final = (1003, 33, 1025, 32_767, 32_769, 65_537, 131_073)
+_EDGES: Final = tuple(
+    {"vocabulary": vocabulary}
+    for vocabulary in (1, 2, 31, 64, 2**15, 2**16 - 1, 2**16, 2**17 - 1, 2**17, 151_936, 262_144)
+)
+_MAX_LOGITS: Final = 1_400_000
 """Logits of a case, which numpy sorts in about 0.1 seconds."""
 _LOGITS: Final = (
     "even",
@@ -45,30 +48,32 @@ def _small(case: Case) -> bool:
 
 
 def logits_of(case: Case) -> Floats:
-    """Return the logits of a case.
+    """Return the logits of a case: in every second row of its kind, in the others `even`.
 
-    `even` ones have nearly equal weights, so that the choice changes with each token that a filter keeps or drops. The
-    last kinds have one to three rows without a finite peak among healthy ones.
+    `even` ones have nearly equal weights, so that the choice changes with each token that a filter keeps or drops.
+    `nan`, `inf` and `none` are one to three rows without a finite peak among healthy ones.
     """
     rows, vocabulary, kind = int_of(case, "rows"), int_of(case, "vocabulary"), case["logits"]
     rng = _random(case)
-    scale = {"even": 0.2, "peaked": 30.0, "huge": 1e35}.get(str(kind), 2.0)
-    logits: Floats = rng.standard_normal((rows, vocabulary), np.float32) * np.float32(scale)
+    logits: Floats = rng.standard_normal((rows, vocabulary), np.float32) * np.float32(0.2)
     strange = rng.permutation(rows)[: 1 + (rows > 3) + (rows > 9)]
+    some = logits[(rows - 1) % 2 :: 2]
     match kind:
+        case "normal" | "peaked" | "huge":
+            some *= np.float32({"normal": 10.0, "peaked": 150.0, "huge": 5e35}[kind])
         case "ties":
-            logits = np.round(logits)  # including -0.0
+            some[:] = np.round(10 * some)  # including -0.0
         case "equal":
-            logits = np.zeros_like(logits)
-            logits[:, 1::2] = -0.0
+            some[:] = 0.0
+            some[:, 1::2] = -0.0
         case "falling":
-            logits = np.tile(np.linspace(0.5, -0.5, vocabulary, dtype=np.float32), (rows, 1))
+            some[:] = np.linspace(0.5, -0.5, vocabulary, dtype=np.float32)
         case "masked":
-            logits[rng.random(logits.shape) < 0.9] = -np.inf
-            logits[np.arange(rows), rng.integers(0, vocabulary, rows)] = 1.5
+            some[rng.random(some.shape) < 0.9] = -np.inf
+            some[:, rng.integers(0, vocabulary)] = 0.1
         case "one left":
-            logits[:] = -np.inf
-            logits[np.arange(rows), [vocabulary - 1 if row % 2 else 0 for row in range(rows)]] = -3.0
+            some[:] = -np.inf
+            some[::2, 0] = some[1::2, -1] = -3.0
         case "nan" | "inf":
             value = np.nan if kind == "nan" else np.inf
             logits[strange, [0, vocabulary - 1, vocabulary // 2][: len(strange)]] = value
@@ -79,28 +84,45 @@ def logits_of(case: Case) -> Floats:
 
 # Sampling ------------------------------------------------------------------------------------------------------------
 
+_HEATS: Final = (1.0, 0.0, 1e-5, 0.3, 1.7, 100.0, MIXED)
+_TOP_K: Final = (0, 1, 2, 8, 9, 50, 64, 65, 257, 1024, 1025, 16_385, 65_537, 2**31 - 1, MIXED)
+_TOP_P: Final = (1.0, 0.0, 1e-6, 0.1, 0.5, 0.9, 0.9999, MIXED)
+_MIN_P: Final = (0.0, 1e-6, 0.05, 0.6, 0.99, 1.0, MIXED)
+_SEEDS: Final = ("random", *(n for power in (31, 32, 63) for n in (2**power - 1, 2**power)), 0, 2**64 - 1)
+
+
+def _alone(name: str, values: Sequence[Value], **others: Value) -> tuple[Case, ...]:
+    """Return rare cases with one value each, which no other filter hides."""
+    return tuple({name: value, **others} for value in values[1:])
+
+
 _SAMPLE: Final = (
     Axis("rows", _ROWS, rare=({"rows": 1025}, {"rows": 193, "vocabulary": 65_537, "temperature": 0.0})),
     Axis("vocabulary", _VOCABULARIES, rare=_EDGES),
     Axis("logits", _LOGITS),
     Axis(
-        "temperature", (1.0, 0.0, 1e-5, 0.3, 1.7, 100.0, MIXED), ("SampleInput.temperature", "SampleInput.all_greedy")
+        "temperature",
+        _HEATS,
+        ("SampleInput.temperature", "SampleInput.all_greedy"),
+        rare=_alone("temperature", _HEATS, logits="falling", rows=33),
     ),
-    Axis(
-        "top_k",
-        (0, 1, 2, 8, 9, 50, 64, 65, 257, 1024, 1025, 16_385, 65_537, 2**31 - 1, MIXED),
-        ("SampleInput.top_k", "SampleInput.any_filter"),
-    ),
-    Axis("top_p", (1.0, 0.0, 1e-6, 0.1, 0.5, 0.9, 0.9999, MIXED), ("SampleInput.top_p",)),
-    Axis("min_p", (0.0, 1e-6, 0.05, 0.6, 0.99, 1.0, MIXED), ("SampleInput.min_p",)),
-    Axis(
-        "seed",
-        ("random", *(n for power in (31, 32, 63) for n in (2**power - 1, 2**power)), 0, 2**64 - 1),
-        ("SampleInput.seeds",),
-    ),
+    Axis("top_k", _TOP_K, ("SampleInput.top_k", "SampleInput.any_filter"), _alone("top_k", _TOP_K, vocabulary=131_073)),
+    Axis("top_p", _TOP_P, ("SampleInput.top_p",), _alone("top_p", _TOP_P, rows=65)),
+    Axis("min_p", _MIN_P, ("SampleInput.min_p",), _alone("min_p", _MIN_P, rows=65)),
+    Axis("seed", _SEEDS, ("SampleInput.seeds",)),
     Axis("position", (0, "random", 2**15, 2**16, 2**24 + 1, 2**31 - 1), ("SampleInput.positions",)),
     Axis("promises", ("by row", "by random row")),
+    Axis(
+        "spread",
+        ("some rows",),
+        rare=tuple(
+            {"spread": "all rows", "rows": rows, **values}
+            for rows in (2, 65, 257)
+            for values in ({}, {"temperature": 0.0}, {"top_k": 50, "top_p": 0.9, "min_p": 0.05})
+        ),
+    ),
 )
+"""`spread`: each row has each value of the case or the plainest one, at random, so that no value hides all others."""
 
 
 def sample_input_of(case: Case) -> SampleInput:
@@ -166,6 +188,7 @@ _PENALIZE: Final = (
     Axis("frequency", (0.1, *_FACTORS), ("PenaltyInput.frequency",)),
     Axis("drafts", (0, 1, 2, 7, 16), ("PenaltyInput.draft_rows",)),
     Axis("draft_ids", ("random", "repeated", "counted", "last"), ("PenaltyInput.draft_ids",)),
+    Axis("spread", ("some rows", "all rows")),
 )
 
 
@@ -325,7 +348,9 @@ def check_verify(ops: Ops, case: Case) -> None:
         right[:] = case["right"] != "none"
     if "but" in str(case["right"]):
         right[:, 0 if case["right"] == "but the first" else -1] = False
-    drafts = np.where(right, sampled[:, :k], sampled[:, :k] ^ 1).astype(np.int32)
+    # A wrong draft differs in one bit, which is a high one in most rows.
+    other = sampled[:, :k] ^ (1 << rng.choice([0, 8, 15, 16, 17, 24], (rows, 1)))
+    drafts = np.where(right, sampled[:, :k], other).astype(np.int32)
     number = {"all": k, "none": 0}.get(str(case["num_drafts"]), rng.integers(0, k + 1, rows))
     num_drafts = np.broadcast_to(np.asarray(number, np.int32), (rows,)).copy()
     arrays = {"sampled": sampled, "drafts": drafts, "num_drafts": num_drafts}
@@ -461,7 +486,10 @@ def _share(value: Value, rows: int) -> int:
 def _column(case: Case, name: str, rng: np.random.Generator) -> npt.NDArray[np.float64]:
     """Return one value for each row."""
     rows = int_of(case, "rows")
-    if case[name] != MIXED:
-        return np.full(rows, case[name])
     values = next(axis.values for axis in (*_SAMPLE, *_PENALIZE) if axis.name == name)
-    return rng.choice(np.array([value for value in values if value != MIXED], np.float64), rows)
+    if case[name] == MIXED:
+        return rng.choice(np.array([value for value in values if value != MIXED], np.float64), rows)
+    given = np.full(rows, case[name], np.float64)
+    return (
+        given if case["spread"] == "all rows" else np.where(rng.random(rows) < 0.5, given, np.float64(values[0] or 0))
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -116,7 +117,9 @@ class LayerOn:
         self._share_blocks(tables, rows)
         self.blocks = tables
         self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, block_size=g.block_size, dtype=g.kv_dtype), count)
-        history: npt.NDArray[Any] = make(count, 2, 2, g.block_size, g.kv_heads, g.d)
+        shape = count, 2, 2, g.block_size, g.kv_heads, g.d
+        # The period is a prime, so that values at wrong addresses differ.
+        history: npt.NDArray[Any] = np.resize(make(min(math.prod(shape), 250_007)), shape)
         if self.cache.shape.quantized:
             history = quantize_kv(history)
         elif ops.dtype == "bfloat16":

@@ -90,7 +90,7 @@ def test_pool(target: Target, require: Require, case: KitCase) -> None:
 @pytest.mark.fd_cases(pools.TABLE)
 def test_table(target: Target, require: Require, case: KitCase) -> None:
     require("primitives")
-    require_memory(target, pools.bytes_of(case.values))
+    require_memory(target, 2 * pools.bytes_of(case.values))
     check(target, case)
 
 
