@@ -76,8 +76,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"server", "simulation"}
     | {"testing", "text", "engine/tracing"},
     "testing": BASE
-    | {"backends", "disagg", "effects", "engine", "kv", "launching", "models", "ops", "plugins"}
-    | {"router", "runner", "scheduling", "signals", "text"},
+    | {"backends", "cluster/scaling", "disagg", "effects", "engine", "http", "kv", "launching", "models", "ops"}
+    | {"plugins", "router", "runner", "scheduling", "signals", "text"},
 }
 """Part of fd_core to the other parts that it may import, anywhere in its files."""
 

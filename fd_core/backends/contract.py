@@ -18,6 +18,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from fd_core.backends.device_assignment import DeviceAssignment
 from fd_core.backends.memory import cpu_quota
 from fd_core.config import EngineConfig
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
@@ -135,6 +136,10 @@ class Backend(abc.ABC):
     limits: Mapping[str, str] = MappingProxyType({})
     """Capabilities of `fd_core.testing.kit.limits` that the backend cannot support, each with the reason that the
     support table shows. Preempted-slot signalling and the step token budget are mandatory."""
+
+    envelope: ClassVar[OperatingEnvelope] = OperatingEnvelope()
+    """Largest sizes that the backend supports, by default what settings and models ask for. With several ranks, the
+    sizes are those of the whole model."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

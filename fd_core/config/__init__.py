@@ -21,6 +21,7 @@ __all__ = [
     "ListenConfig",
     "ServerConfig",
     "SpeculativeConfig",
+    "requested_sizes",
     "resolve_limits",
     "step_budget",
 ]
@@ -248,6 +249,27 @@ def step_budget(config: EngineConfig, default: int) -> int:
     return config.max_num_batched_tokens or max(default, config.max_num_seqs)
 
 
+def requested_sizes(
+    config: EngineConfig, default_pipeline_depth: int = 1, default_batched_tokens: int = 2048
+) -> dict[str, int]:
+    """Return the sizes that settings and defaults determine, under the names of `OperatingEnvelope`."""
+    budget = step_budget(config, default_batched_tokens)
+    max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    if not max_drafts and config.structured_output:
+        max_drafts = min(config.max_forced_tokens, budget - 1)
+    adapted = bool(config.lora_modules) or config.lora_folder is not None
+    return {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": budget,
+        "max_model_len": config.max_model_len or 0,
+        "block_size": config.block_size,
+        "max_drafts": max_drafts,
+        "pipeline_depth": config.pipeline_depth or max(default_pipeline_depth, config.pipeline_parallel_size),
+        "max_loras": config.max_loras if adapted else 0,
+        "max_lora_rank": config.max_lora_rank if adapted else 0,
+    }
+
+
 def resolve_limits(
     config: EngineConfig,
     *,
@@ -259,10 +281,8 @@ def resolve_limits(
     default_batched_tokens: int = 2048,
 ) -> Limits:
     """Compute every limit for a loaded model with `free_bytes` left; `ConfigError` names the settings that conflict."""
-    budget = step_budget(config, default_batched_tokens)
-    max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-    if not max_drafts and config.structured_output:
-        max_drafts = min(config.max_forced_tokens, budget - 1)
+    sizes = requested_sizes(config, default_pipeline_depth, default_batched_tokens)
+    budget, max_drafts = sizes["max_num_batched_tokens"], sizes["max_drafts"]
     if budget < 1 + max_drafts:
         message = (
             f"max_num_batched_tokens={budget} is less than the {1 + max_drafts} tokens of a decode with {max_drafts} "
@@ -291,7 +311,7 @@ def resolve_limits(
         num_kv_blocks=blocks,
         vocab_size=vocab_size,
         max_drafts=max_drafts,
-        pipeline_depth=config.pipeline_depth or max(default_pipeline_depth, config.pipeline_parallel_size),
+        pipeline_depth=sizes["pipeline_depth"],
         num_stages=config.pipeline_parallel_size,
     )
 

@@ -14,12 +14,13 @@ import msgspec
 import numpy as np
 
 from fd_core.backends.contract import Backend, Model, cache_shape
-from fd_core.config import EngineConfig, Limits, resolve_limits
+from fd_core.config import EngineConfig, Limits, requested_sizes, resolve_limits
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.messages import RankLoaded
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantization import require_formats
+from fd_core.models.registry import spec_of
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.plugins import DRAFTER, POSTPROCESS, installed_plugins
@@ -94,6 +95,11 @@ class Computing:
         self.choice = self._plugins.choose_backend(config.backend)
         self.backend: Backend = self.choice.cls(config)
         self.backend.require_attention_backend()
+        self._owner = f"the {self.choice.name} backend"
+        self.requested = requested_sizes(
+            config, self.backend.default_pipeline_depth, self.backend.default_batched_tokens
+        )
+        self.backend.envelope.require(self.requested, self._owner)
         progress("prepare", 0, 1)
         self.ops = self.backend.make_ops()
         progress("prepare", 1, 1)
@@ -115,11 +121,21 @@ class Computing:
         postprocess = config.postprocess or default
         self._postprocess = self._plugins.load(POSTPROCESS, postprocess)
         require_fit(self._postprocess, postprocess, self.ops.framework, backend=self.choice.name)
+        self._postprocess.envelope.require(self.requested, f"the postprocessor {postprocess}")
 
     @cached_property
     def model(self) -> Model:
-        """The model, with its weights."""
+        """The model, with its weights; one beyond the backend's envelope raises `ModelError` before they are read."""
+        if self._path is not None and self.backend.needs_checkpoint and self.backend.envelope.limits():
+            with open_checkpoint(self._path) as checkpoint:
+                self.backend.envelope.require(spec_of(checkpoint).sizes(), self._owner)
         return self.backend.load_model(self._path, self.ops, lambda done, total: self._progress("load", done, total))
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context of the model and of the envelopes of backend and postprocessor."""
+        limits = (self.backend.envelope.max_model_len, self._postprocess.envelope.max_model_len)
+        return min([self.model.max_positions, *(limit for limit in limits if limit is not None)])
 
     @cached_property
     def drafter(self) -> Drafter | None:
@@ -155,7 +171,7 @@ class Computing:
         """Compute the largest steps, to measure their memory."""
         limits = resolve_limits(
             msgspec.structs.replace(self._config, num_kv_blocks=None, kv_cache_memory=None),
-            model_max_len=self.model.max_positions,
+            model_max_len=self.max_positions,
             vocab_size=self.model.vocab_size,
             bytes_per_block=1,
             free_bytes=_ENOUGH,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from fd_core.errors import ConfigError, ModelError
@@ -251,6 +253,22 @@ def load_model(
         state_size=spec.embedding.shape[1],
         generates=not spec.architecture.endswith("Model"),
     )
+
+
+def spec_of_config(path: Path) -> DecoderSpec:
+    """Describe the model of a `config.json`, or of the folder with it, whose weights need not be there.
+
+    Raises `ModelError` if it cannot be read or its architecture is unknown.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        name = values["architectures"][0]
+        config = ModelConfig(values, origin=str(file))
+        return decoder_spec(name, config, ARCHITECTURES[name](config))
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        hint = f"use a config.json with one of the architectures {', '.join(ARCHITECTURES)}"
+        raise ModelError(f"{file}: {type(error).__name__}: {error}", hint=hint) from error
 
 
 def spec_of(checkpoint: Checkpoint) -> DecoderSpec:

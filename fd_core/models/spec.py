@@ -279,6 +279,20 @@ class DecoderSpec(_Parts):
         linears = [linear for layer in self.layers for linear in layer.adaptable]
         return {name: (out, each.ins) for each in linears for name, out in zip(each.names, each.outs, strict=True)}
 
+    def sizes(self) -> dict[str, int]:
+        """Return the largest sizes over all layers, under the names of `OperatingEnvelope`."""
+        attention = [layer.attention for layer in self.layers]
+        experts = [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeSpec)]
+        return {
+            "vocab_size": self.embedding.shape[0],
+            "hidden": self.embedding.shape[1],
+            "inner": max(down.ins for layer in self.layers for down in layer.feed_forward.downs),
+            "head_dim": max(each.head_dim for each in attention),
+            "group": max(-(-each.num_heads // each.num_kv_heads) for each in attention),
+            "experts": max((len(each.experts) for each in experts), default=0),
+            "top_k": max((each.top_k for each in experts), default=0),
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:

@@ -17,6 +17,7 @@ from typing import ClassVar
 import msgspec
 
 from fd_core.config import Limits
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.effects.operations import Completion, Effects
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.prefix import PrefixHasher
@@ -54,6 +55,8 @@ class SchedulerSetup:
     kv_events: bool = False
     """True if effects include events for the prefixes that the device holds. Needs a hasher."""
     epoch: int = 1
+    first_step: int = 0
+    """Number of the first plan. The kit begins just below powers of two, where a number in too few bits overflows."""
     clock: Callable[[], float] | None = None
     """Clock in seconds, for phase durations of requests; must not influence decisions. None turns durations off."""
 
@@ -111,6 +114,8 @@ class Scheduler(abc.ABC):
     lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Unsupported features, with reasons: `prefix_caching` (shares no KV), `storage` (stores no KV outside the
     device), `pairs` (works with no other prefill or decode worker). Sections 1 to 4 are mandatory in full."""
+    envelope: ClassVar[OperatingEnvelope] = OperatingEnvelope()
+    """Largest settings that it supports, by default any."""
 
     def __init__(self, setup: SchedulerSetup) -> None:
         self.limits = setup.limits

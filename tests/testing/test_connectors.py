@@ -4,11 +4,16 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from fd_core.testing.axes import parts
+from fd_core.testing.axes.transfers import TRANSFERS, ConnectorPair
 from fd_core.testing.connectors import ConnectorSuite
+from fd_core.testing.connectors.remote import Recipe, RemoteProcess
+from tests.testing.wrong.moving import WRONG
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,25 +21,16 @@ SHARED = "shared_memory:SharedMemoryConnector"
 DISK = "kv_store:KVStoreConnector"
 TCP = "tcp:TCPConnector"
 
-ARRIVE = "values_arrive_as_they_were_sent_in_any_order"
+PLAIN = "test_case[transfer:plain]"
 BROKEN = {
-    "sends the first part only": (TCP, "o.put = lambda i, parts: whole.put(i, parts[:1])", ARRIVE),
     "joins parts in another order": (TCP, "o.put = lambda i, parts: whole.put(i, parts[::-1])", "parts_of_every_kind"),
     "ignores the limit when it sends": (TCP, "whole._value_bytes = 1 << 40", "a_value_over_the_limit"),
     "ignores the limit when it takes": (TCP, "i.take = lambda n, r, f: b''.join(f)", "frames_over_the_limit"),
     "raises another exception": (TCP, "i.take = lambda n, r, f: f[0] + f[1]", "garbage_for_a_piece"),
     "returns pieces after close": (TCP, "i.close = lambda: None", "a_closed_inbox"),
     "accepts pieces after close": (TCP, "o.close = lambda: None", "a_closed_outbox"),
-    "has one slot only": (SHARED, "o.put = lambda i, parts: (narrow(whole), whole.put(i, parts))[1]", ARRIVE),
-    "frees a slot when it is taken": (
-        SHARED,
-        "i.take = lambda n, r, f: (whole.take(n, r, f), whole.done(n, r))[0]",
-        "may_be_taken_again",
-    ),
-    "believes references": (SHARED, "i.take = lambda n, r, f: whole._segment.bytes[r[0] : r[1]]", ARRIVE),
-    "leaves memory mapped": (SHARED, "o.close = lambda: None", "a_whole_prompt"),
-    "returns memory that changes": (SHARED, "i.take = lambda n, r, f: again(whole.take(n, r, f))", "stay_as_they_are"),
-    "leaks values": (DISK, "i.close = lambda: None; o.close = lambda: None", "a_whole_prompt"),
+    "leaves memory mapped": (SHARED, "o.close = lambda: None", PLAIN),
+    "leaks values": (DISK, "i.close = lambda: None; o.close = lambda: None", PLAIN),
     "leaks pieces without acknowledgement": (
         DISK,
         "i.close = lambda: (setattr(whole, '_window', 0), whole.close())",
@@ -45,7 +41,6 @@ BROKEN = {
         "o.close = lambda: (whole._left.pop(0), whole.close())",
         "the_decode_side_is_killed",
     ),
-    "mixes leases": (DISK, "whole._lease = 'one'", "leases_do_not_mix"),
 }
 """Intact connector, change of each end, and the case that fails, by fault."""
 
@@ -58,15 +53,6 @@ from fd_core.testing.connectors import ConnectorSuite
 
 settings.register_profile("as found", phases=[Phase.generate])  # shrinking takes long and is for people
 settings.load_profile("as found")
-
-buffer = bytearray(1 << 20)
-
-def again(value):
-    buffer[: len(value)] = value
-    return memoryview(buffer)[: len(value)]
-
-def narrow(outbox):
-    outbox._layout = outbox._layout._replace(window=1)
 
 class Broken(Whole):
     def open_inbox(self, lease, **limits):
@@ -109,7 +95,8 @@ def outcomes(tmp_path_factory):
     for number, (built_in, change, case) in enumerate(BROKEN.values()):
         module, _, cls = built_in.partition(":")
         (folder / f"test_broken_{number}.py").write_text(FILE.format(module=module, cls=cls, change=change))
-        [name] = [name for name in vars(ConnectorSuite) if name.startswith("test_") and case in name]
+        names = [name for name in vars(ConnectorSuite) if name.startswith("test_") and case in name]
+        [name] = [case] if case == PLAIN else names
         cases.append(f"test_broken_{number}.py::TestBroken::{name}")
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfE", "--tb=no", *cases],
@@ -125,3 +112,25 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize("number, what", list(enumerate(BROKEN)), ids=BROKEN)
 def test_connector_that_breaks_a_promise_fails(outcomes, number, what):
     assert re.search(rf"(FAILED|ERROR) test_broken_{number}.py::TestBroken::", outcomes), outcomes
+
+
+@pytest.fixture(scope="module")
+def far():
+    """The other process."""
+    side = RemoteProcess()
+    yield side
+    side.close()
+
+
+@pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
+def test_wrong_connector_fails_the_case_that_names_its_fault(cls, far, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "_REDUCED", {"transfer"})
+    text, right = WRONG[cls]
+    for each in (right, cls):
+        recipe = Recipe(f"{each.__module__}:{each.__qualname__}", f"disk:{tmp_path / each.__name__}", 1.0)
+        case, pair = TRANSFERS.case(text), ConnectorPair(recipe.make, partial(far.make, recipe))
+        if each is right:
+            case.check(pair, "pytest")
+        else:
+            with pytest.raises(AssertionError):
+                case.check(pair, "pytest")

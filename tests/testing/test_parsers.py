@@ -6,14 +6,19 @@ import pytest
 
 from fd_core.errors import PluginError
 from fd_core.plugins import installed_plugins
+from fd_core.testing.axes.parts import cases_of
 from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.parsers import REASONING_PARSER, TOOL_PARSER, ParserTarget, find_parser, kit_cases, target
+from fd_core.testing.parsers.answers import part_of
+from fd_core.testing.parsers.suite.test_calls import test_answer_with_calls as over_calls
+from fd_core.testing.parsers.suite.test_reasoning import test_answer_with_reasoning as over_answers
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from tests.testing.wrong.parsing import WRONG
 
 KINDS = (TOOL_PARSER, REASONING_PARSER)
-CASES = {kind: {str(case): case for case in kit_cases(kind)} for kind in KINDS}
+OVER_CASES = (over_calls, over_answers)
+CASES = {kind: {str(case): case for case in kit_cases(kind) if case.function not in OVER_CASES} for kind in KINDS}
 OFFERED = [
     (kind, name)
     for kind in KINDS
@@ -33,23 +38,43 @@ def test_core_plugins_pass(kind, name):
             assert name == "gpt_oss", skipped
 
 
+@pytest.mark.parametrize(("kind", "name"), OFFERED, ids=lambda each: getattr(each, "word", each))
+def test_core_plugins_pass_the_quick_cases(kind, name):
+    found = find_parser(name, kind)
+    cases, quick = cases_of(part_of(found))
+    for case in cases[:quick]:
+        case.check(found, "")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "name"), OFFERED, ids=lambda each: getattr(each, "word", each))
+def test_core_plugins_pass_every_case(kind, name):
+    found = find_parser(name, kind)
+    for case in cases_of(part_of(found))[0]:
+        case.check(found, "")
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
-    cls = WRONG[name].cls
-    kind = TOOL_PARSER if issubclass(cls, ToolParser) else REASONING_PARSER
+    wrong = WRONG[name]
+    kind = TOOL_PARSER if issubclass(wrong.cls, ToolParser) else REASONING_PARSER
+    target = ParserTarget(name, wrong.cls, kind)
     with pytest.raises(InvariantViolated) as caught:
-        CASES[kind][WRONG[name].noticed_by].run(target=ParserTarget(name, cls, kind))
-    assert caught.value.rule == WRONG[name].rule, caught.value
+        if ":" in wrong.noticed_by:
+            CASES[kind][wrong.noticed_by].run(target=target)
+        for case in cases_of(part_of(target))[0]:
+            case.part.check(target, case.values)
+    assert re.fullmatch(wrong.rule, caught.value.rule), caught.value
 
 
 def test_each_case_is_needed_by_a_wrong_plugin():
-    assert len(WRONG) >= 30
+    assert len(WRONG) >= 55
     named = {wrong.noticed_by.partition(":")[2].partition("[")[0] for wrong in WRONG.values()}
-    assert {case.function.__name__ for cases in CASES.values() for case in cases.values()} == named
+    assert {case.function.__name__ for cases in CASES.values() for case in cases.values()} <= named
 
 
 def test_every_rule_of_parsers_has_a_case():
-    rules = {rule for cases in CASES.values() for case in cases.values() for rule in case.rules}
+    rules = {rule for kind in KINDS for case in kit_cases(kind) for rule in case.rules}
     assert {rule for rule in RULES if rule.startswith("8.")} == rules
 
 

@@ -1,19 +1,26 @@
 """The core's postprocessors pass the kit, and each wrong one fails the case that names its fault."""
 
+import threading
 from functools import cache
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
 from fd_core.errors import PluginError
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.torch.ops import TorchOps
+from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
-from fd_core.testing.kit.law import RULES, InvariantViolated
+from fd_core.testing.axes.parts import cases_of
+from fd_core.testing.kit.law import RULES
 from fd_core.testing.postprocessors import PostprocessTarget, find_postprocessor, kit_cases
+from fd_core.testing.postprocessors.steps import MATRICES
+from fd_core.testing.postprocessors.suite.test_matrix import test_matrix as over_cases
 from tests.testing.wrong.postprocessing import WRONG
 
-CASES = {str(case): case for case in kit_cases()}
+CASES = {str(case): case for case in kit_cases() if case.function is not over_cases}
+MATRIX, QUICK = cases_of(MATRICES)
 
 
 @cache
@@ -32,24 +39,64 @@ def test_core_plugins_pass(name, case):
 
 def target_of(name: str) -> PostprocessTarget:
     cls = WRONG[name].cls
-    return PostprocessTarget(name, cls, TorchOps() if issubclass(cls, TorchPostprocess) else NumpyOps())
+    others = (PostprocessTarget(name, cls, TorchOps()),) if len(cls.serves) > 1 else ()
+    return PostprocessTarget(name, cls, TorchOps() if issubclass(cls, TorchPostprocess) else NumpyOps(), others=others)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_core_plugins_pass_the_quick_cases(name):
+    for case in MATRIX[:QUICK]:
+        case.check(found(name), "")
+
+
+@pytest.mark.timeout(120)
+def test_numpy_passes_the_cases_of_few_steps():
+    for case in MATRIX[QUICK:]:
+        if case.values["steps"] < 1000:
+            case.check(found("numpy"), "")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["numpy", "torch", "paddle", "numpy:backend=cpu+onnx"])
+def test_core_plugins_pass_every_case(name):
+    target = found(name)
+    for case in MATRIX:
+        case.check(target, "")
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_plugin_fails_the_case_that_names_its_fault(name):
-    with pytest.raises(InvariantViolated) as caught:
-        CASES[WRONG[name].noticed_by].run(target=target_of(name))
-    assert caught.value.rule == WRONG[name].rule, caught.value
+    wrong, target = WRONG[name], target_of(name)
+    with pytest.raises(AssertionError, match=f"law {wrong.rule}: "):
+        if wrong.noticed_by in CASES:
+            CASES[wrong.noticed_by].run(target=target)
+        _, _, text = wrong.noticed_by.partition(":")
+        for case in [MATRICES.case(text)] if text else MATRIX:
+            MATRICES.check(target, case.values)
 
 
 def test_each_case_is_needed_by_a_wrong_plugin():
-    assert len(WRONG) >= 30
+    assert len(WRONG) >= 40
     named = {wrong.noticed_by.partition(":")[2].partition("[")[0] for wrong in WRONG.values()}
-    assert {case.function.__name__ for case in CASES.values()} == named
+    assert {case.function.__name__ for case in CASES.values()} <= named
+
+
+def test_scratch_memory_under_a_lock_passes():
+    lock, scratch = threading.Lock(), np.empty((2**16, 17), np.int32)
+
+    class Locked(NumpyPostprocess):
+        def token_matrix(self, sampled, accepted, slots, revoked):
+            with lock:
+                part = scratch[: self.limits.max_num_seqs, : sampled.shape[1]]
+                part[:] = super().token_matrix(sampled, accepted, slots, revoked)
+                return part.copy()
+
+    for case in MATRIX[:QUICK]:
+        case.check(PostprocessTarget("locked", Locked, NumpyOps()), "")
 
 
 def test_every_rule_of_postprocessors_has_a_case():
-    assert {"1", "1.1", "1.2", "1.3", "1.9"} <= {rule for case in CASES.values() for rule in case.rules} <= set(RULES)
+    assert {"1", "1.1", "1.2", "1.3", "1.9"} <= {rule for case in kit_cases() for rule in case.rules} <= set(RULES)
 
 
 def test_postprocessor_rejects_an_unsupported_backend():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from fd_core.cli.app import app
 from fd_core.errors import ConfigError
 from fd_core.testing.kit.target import environment_of, parse_target
-from fd_core.testing.report.model import Card, ConformanceReport, Result, read_report
+from fd_core.testing.report.model import Card, ConformanceReport, Result, read_report, values_text
 from fd_core.testing.report.page import html_of, markdown_of
 from fd_core.testing.report.terminal import print_report
 
@@ -81,6 +82,43 @@ def test_page_escapes_backend_output_and_needs_no_network():
     assert "<b>lost" not in page
     assert "&lt;b&gt;lost" in page
     assert "http" not in page.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize("show", [in_terminal, html_of, markdown_of])
+def test_expected_failures_envelope_and_tested_values_are_shown(show):
+    line, gone = "test_one[1]  # one is odd", "test_one[0]  # was wrong"
+    results = [
+        Result(section="signals", test="test_one[1]", outcome="expected", reason="lost", expected=line),
+        Result(section="signals", test="test_one[0]", outcome="pass", expected=gone),
+    ]
+    held = {"layer": {"decodes": "1 to 257 (3 values)", "window": "none"}}
+    card = Card(target="mine", results=results, envelope={"hidden": 4096}, held=held, seeds=(77,))
+    assert card.passed
+    shown = " ".join(show(msgspec.structs.replace(REPORT, cards=[card])).split())
+    for words in (line, gone, "hidden=4096", "expected to fail"):
+        assert " ".join(words.split()) in shown
+    if show is not markdown_of:
+        for words in ("Passes now", "Held where tested", "decodes", "1 to 257 (3 values)", "77"):
+            assert words.lower() in shown.lower()
+
+
+def test_values_of_an_axis_are_a_range_only_if_they_are_numbers():
+    assert values_text([65, 1, 257]) == "1 to 257 (3 values)"
+    assert values_text([None, 7]) == "7; none"
+    assert values_text([True, False]) == "false; true"
+    assert values_text(["silu", "gelu", 32_768]) == "32,768; gelu; silu"
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="draws the page in chromium, and there is none")
+@pytest.mark.parametrize("width", [420, 1300])
+def test_page_renders_under_its_policy_with_the_summary_first(tmp_path, width):
+    (page := tmp_path / "page.html").write_text(html_of(REPORT), encoding="utf-8")
+    words = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    words += [f"--user-data-dir={tmp_path}", f"--window-size={width},900"]
+    done = subprocess.run([*words, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    assert "2 of 2 tests" in done.stdout
+    assert done.stdout.index('id="summary"') < done.stdout.index("<table>")
 
 
 def test_json_round_trips_and_rejects_another_version():

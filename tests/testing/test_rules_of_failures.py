@@ -7,7 +7,9 @@ import pytest
 
 from fd_core.testing.connectors.suite import ConnectorSuite
 from fd_core.testing.kit.law import RULES
+from fd_core.testing.policies.scaling import ScalingPolicySuite
 from fd_core.testing.router_policies.suite import RouterPolicySuite
+from fd_core.testing.runner_hooks.observers import ObserverSuite
 from fd_core.testing.stores.suite import StoreSuite
 
 ABOUT_WORDS = {
@@ -15,7 +17,6 @@ ABOUT_WORDS = {
     "test_an_unknown_parameter_is_named",
     "test_open_returns_one_line_and_is_repeatable",
     "test_secrets_are_never_shown",
-    "test_stats_count_what_is_there",
 }
 """Cases about messages and options, to which no rule applies."""
 
@@ -53,7 +54,7 @@ def test_passing_rules_are_not_mentioned(output):
     assert output.count("the law") == 1
 
 
-@pytest.mark.parametrize("suite", [StoreSuite, ConnectorSuite, RouterPolicySuite])
+@pytest.mark.parametrize("suite", [StoreSuite, ConnectorSuite, RouterPolicySuite, ScalingPolicySuite, ObserverSuite])
 def test_every_case_of_a_kit_names_its_rule(suite):
     cases = {name: case for name, case in vars(suite).items() if name.startswith("test_") and name not in ABOUT_WORDS}
     assert len(cases) >= 4

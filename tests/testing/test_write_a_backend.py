@@ -37,6 +37,7 @@ def test_card_shows_the_limits_with_their_reasons(port):
     assert line == "fdcore conformance mychip --quick"
     assert "mychip's attention unit has no tanh" in card
     assert "mychip computes in float32" in card
+    assert "envelope, nothing beyond it was tested: max_num_seqs=512, top_k=16" in card
 
 
 def test_port_passes_ruff_and_mypy(port):

@@ -62,6 +62,30 @@ def conformance(
     quick: Annotated[
         bool, typer.Option("--quick", help="Skip production sizes and most random sequences; takes about a minute.")
     ] = False,
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="CASE", help="Run only this case, such as layer:rows=65; may be repeated."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", min=0, help="Seed of the cases that cover pairs of values.")
+    ] = None,
+    soak: Annotated[
+        float | None,
+        typer.Option("--soak", metavar="MINUTES", min=0.01, help="Run cases of fresh seeds until the time is over."),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("-n", metavar="WORKERS", min=1, max=256, help="Processes that test one plugin.")
+    ] = 1,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="PATH", help="Add cases with the shapes of this model's config.json."),
+    ] = None,
+    expected_failures: Annotated[
+        Path | None,
+        typer.Option(
+            "--expected-failures", metavar="FILE", help="Tests and cases that may fail: lines PATTERN  # REASON."
+        ),
+    ] = None,
 ) -> None:
     """Run the conformance kit on backends, schedulers, postprocessors or parsers, and print their report cards.
 
@@ -70,8 +94,8 @@ def conformance(
     sizes, which takes minutes. A scheduler plans for scripted tokens, through hostile sequences of calls and
     incidents, with an auditor that names each invariant that is violated. A postprocessor makes token matrices of
     every combination of rows, on the processor or on the backend that `backend=` names. A parser reads answers that are
-    split at every position. Each card lists what was not tested. The exit code is 0 if all pass, 1 if one fails, and 4
-    if the tests could not be completed.
+    split at every position. Each card lists what was not tested. The exit code is 0 if all pass, 1 if one fails, 2 if
+    a case or an expected failure matches no test, and 4 if the tests could not be completed.
     """
     from fd_core.testing.kit.requirements import require_packages
 
@@ -79,20 +103,46 @@ def conformance(
     if sum(map(bool, asked)) != 1:
         kinds = "--scheduler, --postprocess, --tool-parser or --reasoning-parser"
         raise typer.BadParameter(f"specify either backends or one of {kinds}")
-    require_packages()
+    require_packages(*(("xdist",) if workers > 1 else ()))
     import msgspec
     from rich.console import Console
 
+    from fd_core.models.registry import spec_of_config
+    from fd_core.testing.kit.expected import read_expected_failures
     from fd_core.testing.report.page import html_of
-    from fd_core.testing.report.runs import KITS, run_suite
+    from fd_core.testing.report.runs import KITS, RunOptions, run_suite
     from fd_core.testing.report.terminal import print_report
 
     for path in (json, html):
         require_writable(path)
+    if expected_failures is not None:
+        read_expected_failures(expected_failures)
+    if model is not None:
+        spec_of_config(model)
+    options = RunOptions(
+        expression=expression,
+        quick=quick,
+        cases=cases or (),
+        seed=seed,
+        soak_seconds=None if soak is None else soak * 60,
+        workers=workers,
+        model=None if model is None else model.absolute(),
+        expected_failures=None if expected_failures is None else expected_failures.absolute(),
+    )
     kit, targets = next((kit, targets) for kit, targets in zip(KITS, asked, strict=True) if targets)
     flag = kit.option.replace("--fd-", "--")
-    named = targets if backends else [word for name in targets for word in (flag, name)]
-    words = ["fdcore", "conformance", *named, *(("-k", expression) if expression else ()), *(("--quick",) * quick)]
+    words = ["fdcore", "conformance", *(targets if backends else [word for name in targets for word in (flag, name)])]
+    for option, value in (
+        ("-k", expression),
+        ("--seed", seed),
+        ("--soak", soak),
+        ("-n", workers if workers > 1 else None),
+    ):
+        words += [] if value is None else [option, f"{value}"]
+    words += [word for case in options.cases for word in ("--case", case)]
+    words += [] if model is None else ["--model", f"{model}"]
+    words += [] if expected_failures is None else ["--expected-failures", f"{expected_failures}"]
+    command = shlex.join([*words, *(["--quick"] if quick else [])])
     console, last_printed = Console(), time.monotonic()
     with console.status("starting") as status:
 
@@ -105,7 +155,7 @@ def conformance(
                 last_printed = time.monotonic()
                 print(state, file=sys.stderr, flush=True)
 
-        report = run_suite(targets, expression, shlex.join(words), progress=progress, quick=quick, kit=kit)
+        report = run_suite(targets, options, command, progress=progress, kit=kit)
     print_report(report, console)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

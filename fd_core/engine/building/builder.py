@@ -36,6 +36,7 @@ from fd_core.engine.tracing.format import TraceHeader
 from fd_core.engine.tracing.writer import TraceWriter, require_trace_file
 from fd_core.errors import ConfigError, PluginError
 from fd_core.models.loading.config import VectorSettings, read_vector_settings
+from fd_core.ops.contract import KVShape
 from fd_core.ops.weights import ITEM_BYTES, WeightUse, summed_uses
 from fd_core.plugins import CONNECTOR, OBSERVER, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
 from fd_core.runner.observing import ObserverThread
@@ -104,6 +105,7 @@ class _EngineBuilder:
             self._ranks = RankProcesses(config, path, environments)
         try:
             self._computing = Computing(config, path, progress, None if self._ranks is None else self._ranks.group)
+            self._scheduler_class.envelope.require(self._computing.requested, f"the scheduler {config.scheduler}")
         except BaseException:
             self.give_up()
             raise
@@ -175,17 +177,22 @@ class _EngineBuilder:
         return summed_uses([rank.weights for rank in self._loaded[: self._config.pipeline_parallel_size]])
 
     @cached_property
-    def _identity(self) -> str:
-        model, ops = self._computing.model, self._computing.ops
-        forms = "+".join(sorted({use.computed for use in self._weights}))
-        shape = cache_shape(model, self._config.block_size, self._config.kv_cache_dtype)
+    def _kv_shape(self) -> KVShape:
+        """KV of all ranks."""
+        shape = cache_shape(self._computing.model, self._config.block_size, self._config.kv_cache_dtype)
         shares = [rank.kv_share for rank in self._loaded]
-        shape = joined_shape(shape, shares, -2 if self._config.pipeline_parallel_size == 1 else 1)
-        return kv_identity(self._path, f"{ops.name}/{ops.dtype}/{forms}/{shape}")
+        return joined_shape(shape, shares, -2 if self._config.pipeline_parallel_size == 1 else 1)
+
+    @cached_property
+    def _identity(self) -> str:
+        ops = self._computing.ops
+        forms = "+".join(sorted({use.computed for use in self._weights}))
+        return kv_identity(self._path, f"{ops.name}/{ops.dtype}/{forms}/{self._kv_shape}")
 
     @cached_property
     def _storage(self) -> KVStorage:
-        return open_kv_storage(self._config, self._plugins, lambda: self._identity)
+        block_bytes = self._kv_shape.bytes_per_block(ITEM_BYTES[self._computing.ops.dtype])
+        return open_kv_storage(self._config, self._plugins, lambda: self._identity, block_bytes)
 
     @cached_property
     def _vectors(self) -> VectorSettings:
@@ -197,13 +204,13 @@ class _EngineBuilder:
 
     @cached_property
     def _limits(self) -> Limits:
-        model = self._computing.model
+        model, longest = self._computing.model, self._scheduler_class.envelope.max_model_len
         tightest = min(self._loaded, key=lambda rank: rank.free_memory / rank.bytes_per_block)
         ops = self._computing.ops
         reserved = self._adapters.reserved_bytes(ITEM_BYTES[ops.dtype], ops.parallel)
         return resolve_limits(
             self._config,
-            model_max_len=model.max_positions,
+            model_max_len=min(self._computing.max_positions, longest or self._computing.max_positions),
             vocab_size=model.vocab_size,
             bytes_per_block=tightest.bytes_per_block,
             free_bytes=tightest.free_memory - reserved,

@@ -28,7 +28,7 @@ from fd_core.errors import ConfigError, ModelError
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.kv.stores.contract import KVStore, StoreError
-from fd_core.kv.stores.envelope import Compression, Envelope
+from fd_core.kv.stores.envelope import HEADER_BYTES, Compression, Envelope
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.secret import derive, load_secret
 from fd_core.kv.tiers.offload import KVOffload, SealedStore
@@ -59,10 +59,11 @@ class KVStorage(msgspec.Struct, frozen=True):
     """True if the first contact with the store succeeded."""
 
 
-def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[], str]) -> KVStorage:
+def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[], str], block_bytes: int) -> KVStorage:
     """Decide how blocks are named and where their KV is stored.
 
-    `identity` names the KV, see `kv_identity`; called only if other processes use it. The engine starts even if the
+    `identity` names the KV, see `kv_identity`; called only if other processes use it; `block_bytes` is the KV of one
+    block. The engine starts even if the
     store is unreachable: requests then recompute their KV. Raises `ConfigError` or `PluginError` for settings that can
     never work.
     """
@@ -80,6 +81,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
         return KVStorage(hasher, kept_kv(config, stored=False))
     location = parse_location(config.kv_store)
     store = plugins.load(STORE, location.scheme)(location)
+    store.envelope.require({"value_bytes": block_bytes + HEADER_BYTES}, f"the KV store {location.scheme}")
     secret = load_secret(Path(config.kv_store_secret_file) if config.kv_store_secret_file else None)
     compression: Compression = "zlib" if config.kv_store_compression == "zlib" else "none"
     reachable = True

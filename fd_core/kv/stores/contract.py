@@ -15,8 +15,9 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.deprecations import accept_old_names, old_attributes
 from fd_core.errors import FdError
 from fd_core.kv.stores.location import StoreLocation
@@ -91,6 +92,8 @@ class KVStore(abc.ABC):
     """The scheme that users write before the colon of `--kv-store`."""
     shared: bool = True
     """True if stores of the same location in other processes hold the same values."""
+    envelope: ClassVar[OperatingEnvelope] = OperatingEnvelope()
+    """Largest `value_bytes` that it supports, by default any."""
 
     def __init__(self, location: StoreLocation) -> None:
         """Parse the location; connects to nothing and creates nothing.

@@ -6,6 +6,7 @@ import abc
 from typing import ClassVar
 
 from fd_core.config import Limits
+from fd_core.config.envelope import OperatingEnvelope
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Array, Ops
 
@@ -21,6 +22,8 @@ class Postprocess(abc.ABC):
 
     serves: ClassVar[tuple[str, ...]] = ()
     """Supported frameworks (`Ops.framework`) or names of supported backends."""
+    envelope: ClassVar[OperatingEnvelope] = OperatingEnvelope()
+    """Largest `max_num_seqs` and `max_drafts` that it supports, by default any."""
 
     def __init__(self, ops: Ops, limits: Limits) -> None:
         """Prepare for steps of at most `limits.max_num_seqs` slots and `limits.max_drafts` drafts. May block."""

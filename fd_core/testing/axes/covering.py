@@ -51,12 +51,15 @@ def default_case(axes: Sequence[Axis]) -> Case:
     return {axis.name: axis.values[0] for axis in axes}
 
 
-def covering_cases(axes: Sequence[Axis], seed: int, allowed: Allowed = lambda _: True) -> list[Case]:
+def covering_cases(
+    axes: Sequence[Axis], seed: int, allowed: Allowed = lambda _: True, *, mixed: bool = False
+) -> list[Case]:
     """Return cases in which every pair of values of two axes occurs that any allowed case has; `seed` orders them.
 
     A pair counts as possible if the plainest case with it is allowed. Each case begins with a pair that no earlier case
-    has, and takes the value of each other axis that adds the most such pairs. The first case is the plainest, and the
-    first cases together have every value; those with rare values are last.
+    has, and takes the value of each other axis that adds the most such pairs. Where several add as many, it takes the
+    plainest, or with `mixed` a random one: then many combinations of three values occur as well, and cases cost more.
+    The first case is the plainest, and the first cases together have every value; those with rare values are last.
     """
     order = {axis.name: index for index, axis in enumerate(axes)}
     rng, plain = random.Random(seed), default_case(axes)  # noqa: S311 - reproducible tests
@@ -73,7 +76,8 @@ def covering_cases(axes: Sequence[Axis], seed: int, allowed: Allowed = lambda _:
             if axis.name in fixed:
                 continue
             gains = {value: _gain(axis.name, value, fixed, order, left) for value in axis.values}
-            for value in sorted(axis.values, key=lambda value: -gains[value]):
+            values = rng.sample(axis.values, len(axis.values)) if mixed else axis.values
+            for value in sorted(values, key=lambda value: -gains[value]):
                 if allowed({**case, axis.name: value}):
                     case[axis.name] = fixed[axis.name] = value
                     break
@@ -155,7 +159,7 @@ def _value(text: str, axis: Axis) -> Value:
         if _text(known) == text:
             return known
     try:
-        return int(text)
+        return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
         known_values = ", ".join(map(_text, axis.values))
         raise ConfigError(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.models.spec import DecoderSpec, LayerSpec, MoeSpec
 from fd_core.ops.contract import SCALE_BYTES, Activation, Ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
-from fd_core.testing.axes.covering import Axis, Case, around, int_of
-from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.covering import Axis, Case, Value, around, int_of
+from fd_core.testing.axes.parts import Edge, Part
 from fd_core.testing.models.arrays import PACKED_TOLERANCE, TOLERANCE, assert_near, float32_of, step_input
-from fd_core.testing.models.layers import Geometry, LayerOn
+from fd_core.testing.models.layers import Geometry, LayerOn, sizes_of_layer
 
 ACTIVATIONS: Final[tuple[str, ...]] = get_args(Activation)
 AXES: Final = (
@@ -210,4 +211,75 @@ def _named(part: str) -> Iterator[None]:
         raise AssertionError(f"{part}: {error}") from error
 
 
-LAYERS: Final[Part[Ops]] = Part("layer", AXES, check_layer, allowed)
+def sizes_of(case: Case) -> Mapping[str, int]:
+    """Return the sizes of a case under the names of `OperatingEnvelope`."""
+    return sizes_of_layer(geometry_of(case), rows_of(case))
+
+
+EDGES: Final[Mapping[str, Edge]] = {
+    "max_num_seqs": Edge("decodes"),
+    "max_num_batched_tokens": Edge("chunk", {"decodes": 0}),
+    "max_model_len": Edge("context"),
+    "block_size": Edge("block_size"),
+    "max_loras": Edge("adapters"),
+    "max_lora_rank": Edge("adapter_rank", {"adapters": 1}),
+    "hidden": Edge("hidden", step=2),
+    "inner": Edge("inner", step=2),
+    "head_dim": Edge("head_dim", step=2),
+    "group": Edge("group"),
+    "experts": Edge("experts"),
+    "top_k": Edge("top_k", {"experts": 128}),
+}
+_MODEL_STEPS: Final[Sequence[Case]] = (
+    {"decodes": 1, "context": 129},
+    {"decodes": 33, "chunk": 17, "context": 257},
+    {"decodes": 0, "chunk": 129, "context": 1025, "block_size": 32},
+)
+_MAX_MODEL_ELEMENTS: Final = 2e8
+"""Elements of the weights of a model's layer; inner width or experts are halved above it."""
+
+
+def cases_of_model(model: DecoderSpec) -> list[Case]:
+    """Return some steps over each kind of layer of a model."""
+    kinds = dict.fromkeys(tuple(_layer_case(model, layer).items()) for layer in model.layers)
+    return [{**dict(kind), **step} for kind in kinds for step in _MODEL_STEPS]
+
+
+def _layer_case(model: DecoderSpec, layer: LayerSpec) -> Case:
+    attention, block = layer.attention, layer.feed_forward
+    rotary = 2 * len(attention.rope.inverse_frequencies)
+    case: dict[str, Value] = {
+        "kv_heads": attention.num_kv_heads,
+        "group": attention.num_heads // attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden": model.embedding.shape[1],
+        "inner": block.downs[0].ins,
+        "rotary": 1.0 if rotary == attention.head_dim else 0.5,
+        "interleaved": attention.rope.interleaved,
+        "window": attention.window,
+        "softcap": attention.softcap,
+        "head_norms": attention.q_norm is not None,
+        "post_norm": attention.post_norm is not None,
+        "biases": attention.qkv.bias,
+        "activation": model.activation,
+    }
+    halved, smallest = "inner", 128
+    if isinstance(block, MoeSpec):
+        halved, smallest = "experts", 2 * block.top_k
+        case |= {
+            "experts": len(block.experts),
+            "top_k": block.top_k,
+            "normalize": block.normalize,
+            "shared_expert": block.shared is not None,
+            "correction_bias": block.correction_bias is not None,
+        }
+    while (size := int_of(case, halved)) >= 2 * smallest and _elements(case) > _MAX_MODEL_ELEMENTS:
+        case[halved] = size // 2
+    return case
+
+
+def _elements(case: Case) -> int:
+    return 3 * int_of(case, "hidden") * int_of(case, "inner") * max(1, int_of({"experts": 0, **case}, "experts"))
+
+
+LAYERS: Final[Part[Ops]] = Part("layer", AXES, check_layer, allowed, EDGES, sizes_of, cases_of_model)

@@ -12,7 +12,7 @@ from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import ITEM_BYTES, RawTensor
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
-from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.parts import Edge, Part, sizes_at
 from fd_core.testing.models.arrays import (
     Floats,
     Inputs,
@@ -62,6 +62,11 @@ def check_rope(ops: Ops, case: Case) -> None:
     assert_near(ops, found, ORACLE.rope(x, replace(rope, cos=cos, sin=sin), positions))
 
 
+_ROPE_EDGES: Final = {
+    "max_num_batched_tokens": Edge("tokens"),
+    "max_model_len": Edge("table"),
+    "head_dim": Edge("head_dim", step=2),
+}
 ROPE: Final[Part[Ops]] = Part(
     "rope",
     _ROPE,
@@ -70,6 +75,8 @@ ROPE: Final[Part[Ops]] = Part(
         int_of(case, "table") * int_of(case, "head_dim") < 3e6
         and int_of(case, "tokens") * int_of(case, "heads") * int_of(case, "head_dim") < 2e6
     ),
+    _ROPE_EDGES,
+    sizes_at(_ROPE_EDGES),
 )
 
 
@@ -158,6 +165,11 @@ def _assert_bits(found: Any, expected: Any, what: str) -> None:
     assert_same(found, expected, what)
 
 
+_KV_EDGES: Final = {
+    "max_num_batched_tokens": Edge("tokens"),
+    "block_size": Edge("block_size"),
+    "head_dim": Edge("head_dim", step=2),
+}
 KV: Final[Part[Ops]] = Part(
     "kv",
     _KV,
@@ -170,6 +182,8 @@ KV: Final[Part[Ops]] = Part(
         * 2
         < 6e6
     ),
+    _KV_EDGES,
+    sizes_at(_KV_EDGES),
 )
 
 
@@ -207,13 +221,13 @@ def check_pool(ops: Ops, case: Case) -> None:
     heads = Heads(kv_heads, kv_heads, d, scale=1.0, rope=Rope(table, table))
     place = np.argsort(every)
     # If both ends share memory, what was written first is lost, at one of them or the other.
-    for some in (place[:_ENDS], place[-_ENDS:], place[rng.permutation(count)[:_ENDS]]):
-        step = step_input([(1, 1)] * len(every[some]), size, every[some, None])
-        queries = heads_on(ops, x[some, :kv_heads])[0]
+    for read in (place[:_ENDS], place[-_ENDS:], place[rng.permutation(count)[:_ENDS]]):
+        step = step_input([(1, 1)] * len(every[read]), size, every[read, None])
+        queries = heads_on(ops, x[read, :kv_heads])[0]
         found = ops.to_host(ops.paged_attention(queries, cache.layer(0), heads, on_device(ops, step)))
-        expected = x[some, kv_heads:].reshape(len(found), -1)
+        expected = x[read, kv_heads:].reshape(len(found), -1)
         assert_same(
-            np.asarray(found, np.float32), expected, f"values of blocks {every[some][:3].tolist()}, ... of {count}"
+            np.asarray(found, np.float32), expected, f"values of blocks {every[read][:3].tolist()}, ... of {count}"
         )
     ends = place[[*range(20), *range(-20, 0)]]
     exported = float32_of(cache.export_blocks(every[ends]))[:, 0, :, 0]

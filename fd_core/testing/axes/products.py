@@ -11,7 +11,7 @@ from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS, RawTensor, Weight
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.layers import ACTIVATIONS
-from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.parts import Edge, Part, sizes_at
 from fd_core.testing.models.arrays import (
     PACKED_TOLERANCE,
     Floats,
@@ -63,11 +63,18 @@ def check_embedding(ops: Ops, case: Case) -> None:
     assert_near(ops, found, table[ids] * np.float32(scale))
 
 
+_EMBEDDING_EDGES: Final = {
+    "max_num_batched_tokens": Edge("rows"),
+    "vocab_size": Edge("vocabulary"),
+    "hidden": Edge("hidden"),
+}
 EMBEDDING: Final[Part[Ops]] = Part(
     "embedding",
     _EMBEDDING,
     check_embedding,
     lambda case: max(int_of(case, "vocabulary"), int_of(case, "rows")) * int_of(case, "hidden") < 3 * _MAX_ELEMENTS,
+    _EMBEDDING_EDGES,
+    sizes_at(_EMBEDDING_EDGES),
 )
 
 
@@ -98,11 +105,14 @@ def check_norm(ops: Ops, case: Case) -> None:
     assert_near(ops, ops.rms_norm(device, norm), expected)
 
 
+_NORM_EDGES: Final = {"max_num_batched_tokens": Edge("rows"), "hidden": Edge("width")}
 NORM: Final[Part[Ops]] = Part(
     "rms_norm",
     _NORM,
     check_norm,
     lambda case: int_of(case, "rows") * int_of(case, "width") * max(1, int_of(case, "heads")) < _MAX_ELEMENTS,
+    _NORM_EDGES,
+    sizes_at(_NORM_EDGES),
 )
 
 
@@ -155,7 +165,8 @@ def check_linear(ops: Ops, case: Case) -> None:
     assert_near(ops, results[0], results[1], tolerance)
 
 
-LINEAR: Final[Part[Ops]] = Part("linear", _LINEAR, check_linear, _linear_fits)
+_LINEAR_EDGES: Final = {"max_num_batched_tokens": Edge("rows"), "inner": Edge("inputs")}
+LINEAR: Final[Part[Ops]] = Part("linear", _LINEAR, check_linear, _linear_fits, _LINEAR_EDGES, sizes_at(_LINEAR_EDGES))
 
 
 # Heads of a model ----------------------------------------------------------------------------------------------------
@@ -195,6 +206,7 @@ def check_head(ops: Ops, case: Case) -> None:
     assert_near(ops, results[0], results[1])
 
 
+_HEAD_EDGES: Final = {"hidden": Edge("hidden"), "vocab_size": Edge("vocabulary")}
 HEAD: Final[Part[Ops]] = Part(
     "logits_of",
     _HEAD,
@@ -203,6 +215,8 @@ HEAD: Final[Part[Ops]] = Part(
         int_of(case, "vocabulary") * max(int_of(case, "hidden"), int_of(case, "rows")) < 3 * _MAX_ELEMENTS
         and int_of(case, "rows") * int_of(case, "vocabulary") * int_of(case, "hidden") < _MAX_PRODUCT
     ),
+    _HEAD_EDGES,
+    sizes_at(_HEAD_EDGES),
 )
 
 

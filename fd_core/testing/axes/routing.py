@@ -13,7 +13,7 @@ from fd_core.ops.weights import WEIGHT_FORMATS, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.axes.covering import Axis, Case, around, int_of
 from fd_core.testing.axes.layers import ACTIVATIONS
-from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.parts import Edge, Part, sizes_at
 from fd_core.testing.models.arrays import PACKED_TOLERANCE, Floats, Values, activations, assert_near, step_input
 from fd_core.testing.models.layers import Geometry, LayerOn
 from fd_core.types import IntArray
@@ -78,6 +78,13 @@ def _router(g: Geometry, favored: int | None) -> Floats:
     return router
 
 
+_MOE_EDGES: Final = {
+    "max_num_batched_tokens": Edge("tokens"),
+    "experts": Edge("experts"),
+    "top_k": Edge("top_k", {"experts": 128}),
+    "hidden": Edge("hidden", step=2),
+    "inner": Edge("inner", step=2),
+}
 MOE: Final[Part[Ops]] = Part(
     "moe",
     _MOE,
@@ -87,6 +94,8 @@ MOE: Final[Part[Ops]] = Part(
         and not (case["packed"] and (int_of(case, "hidden") % 128 or int_of(case, "inner") % 128))
         and int_of(case, "experts") * int_of(case, "hidden") * int_of(case, "inner") < 2e6
     ),
+    _MOE_EDGES,
+    sizes_at(_MOE_EDGES),
 )
 
 
@@ -174,6 +183,12 @@ def _places(case: Case) -> IntArray:
     return places.astype(np.int32)
 
 
-LORA: Final[Part[Ops]] = Part("lora", _LORA, check_lora, _lora_fits)
+_LORA_EDGES: Final = {
+    "max_num_batched_tokens": Edge("rows"),
+    "max_loras": Edge("adapters"),
+    "max_lora_rank": Edge("rank"),
+    "inner": Edge("inputs"),
+}
+LORA: Final[Part[Ops]] = Part("lora", _LORA, check_lora, _lora_fits, _LORA_EDGES, sizes_at(_LORA_EDGES))
 
 PARTS: Final = (MOE, LORA)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fd_core.ops.contract import Ops, PenaltyInput, SampleInput
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.axes.covering import Axis, Case, Value, around, int_of
-from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.parts import Edge, Part, sizes_at
 from fd_core.testing.models.arrays import Floats, Inputs, activations, assert_same, penalty_input, sample_input
 from fd_core.types import IntArray
 
@@ -166,7 +166,8 @@ def check_sample(ops: Ops, case: Case) -> None:
     assert_same(np.where(finite, tokens, 0), np.where(finite, right, 0), "tokens by row")
 
 
-SAMPLE: Final[Part[Ops]] = Part("sample", _SAMPLE, check_sample, _small)
+_SAMPLE_EDGES: Final = {"vocab_size": Edge("vocabulary")}
+SAMPLE: Final[Part[Ops]] = Part("sample", _SAMPLE, check_sample, _small, _SAMPLE_EDGES, sizes_at(_SAMPLE_EDGES))
 
 
 # Penalties -----------------------------------------------------------------------------------------------------------
@@ -232,8 +233,14 @@ def _few_counts(case: Case) -> bool:
     return slots * int_of(case, "vocabulary") <= _MAX_LOGITS
 
 
+_PENALIZE_EDGES: Final = {"vocab_size": Edge("vocabulary")}
 PENALIZE: Final[Part[Ops]] = Part(
-    "penalize", _PENALIZE, check_penalize, lambda case: _small(case) and _few_counts(case)
+    "penalize",
+    _PENALIZE,
+    check_penalize,
+    lambda case: _small(case) and _few_counts(case),
+    _PENALIZE_EDGES,
+    sizes_at(_PENALIZE_EDGES),
 )
 
 
@@ -277,7 +284,8 @@ def check_mask(ops: Ops, case: Case) -> None:
     assert_same(ops.to_host(found), logits, "logits")
 
 
-MASK: Final[Part[Ops]] = Part("mask_logits", _MASK, check_mask, _small)
+_MASK_EDGES: Final = {"vocab_size": Edge("vocabulary")}
+MASK: Final[Part[Ops]] = Part("mask_logits", _MASK, check_mask, _small, _MASK_EDGES, sizes_at(_MASK_EDGES))
 
 
 # Log-probabilities ---------------------------------------------------------------------------------------------------
@@ -325,7 +333,8 @@ def check_scores(ops: Ops, case: Case) -> None:
         )
 
 
-SCORES: Final[Part[Ops]] = Part("logprobs", _SCORES, check_scores, _small)
+_SCORES_EDGES: Final = {"vocab_size": Edge("vocabulary")}
+SCORES: Final[Part[Ops]] = Part("logprobs", _SCORES, check_scores, _small, _SCORES_EDGES, sizes_at(_SCORES_EDGES))
 
 
 # Drafts --------------------------------------------------------------------------------------------------------------

@@ -3,43 +3,67 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
-from typing import Final, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pytest
 
 from fd_core.errors import FdError
 
+if TYPE_CHECKING:
+    from fd_core.config.envelope import OperatingEnvelope
+    from fd_core.testing.axes.parts import KitCase, Part
+    from fd_core.testing.kit.expected import ExpectedFailure
+
 _Found = TypeVar("_Found")
-_CASE_HELP: Final = "run only this case, such as layer:rows=65,window=none; may be repeated"
+_NAMED: Final = (
+    ("backend", "NAME[:FIELD=VALUE,...]", "backend for `--pyargs fd_core.testing.suite`, with engine settings"),
+    ("scheduler", "NAME", "scheduler for `--pyargs fd_core.testing.schedulers.suite`"),
+    (
+        "postprocess",
+        "NAME[:FIELD=VALUE,...]",
+        "postprocessor for `--pyargs fd_core.testing.postprocessors.suite`, with engine settings",
+    ),
+    ("tool-parser", "NAME", "tool parser for `--pyargs fd_core.testing.parsers.suite`"),
+    ("reasoning-parser", "NAME", "reasoning parser for `--pyargs fd_core.testing.parsers.suite`"),
+    ("case", "CASE", "run only this case, such as layer:rows=65,window=none"),
+)
+"""Options that may be repeated."""
+_PHASES: Final = ("all", "shared", "alone")
+_EXPECTED: Final = pytest.StashKey[str]()
+"""Line that lists a test as an expected failure."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the suites, unless they exist already."""
     group = parser.getgroup("fd_core", "conformance kit of fd_core")
     with contextlib.suppress(ValueError):
-        several = "NAME[:FIELD=VALUE,...]"
-        for name, metavar, what in (
-            ("backend", several, "backend for `--pyargs fd_core.testing.suite`, optionally with engine settings"),
-            ("scheduler", "NAME", "scheduler for `--pyargs fd_core.testing.schedulers.suite`"),
-            ("postprocess", several, "postprocessor for `--pyargs fd_core.testing.postprocessors.suite`"),
-            ("tool-parser", "NAME", "tool parser for `--pyargs fd_core.testing.parsers.suite`"),
-            ("reasoning-parser", "NAME", "reasoning parser for `--pyargs fd_core.testing.parsers.suite`"),
-        ):
+        for name, metavar, what in _NAMED:
             help_text = f"{what}; may be repeated"
             group.addoption(f"--fd-{name}", action="append", default=[], metavar=metavar, help=help_text)
-        group.addoption("--fd-quick", action="store_true", help="drive a scheduler through fewer random sequences")
-        group.addoption("--fd-case", action="append", default=[], metavar="CASE", help=_CASE_HELP)
+        group.addoption("--fd-quick", action="store_true", help="exclude production sizes, pairs and random sequences")
         group.addoption(
             "--fd-seed", type=int, default=0, metavar="N", help="seed of the cases that cover pairs of values"
+        )
+        group.addoption("--fd-soak", type=float, metavar="SECONDS", help="run only cases, each part for its share")
+        group.addoption("--fd-model", metavar="PATH", help="add cases with the shapes of this model's config.json")
+        group.addoption("--fd-expected-failures", metavar="FILE", help="tests that may fail: lines PATTERN  # REASON")
+        group.addoption(
+            "--fd-phase", choices=_PHASES, default="all", help="select tests that may, or may not, run concurrently"
         )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker by which tests name the rules of `fd_core.testing.kit.law` that they check."""
+    """Register the markers of the kit."""
     config.addinivalue_line("markers", "law(rule, ...): checks these invariants, docs/understand/law.md")
     config.addinivalue_line("markers", "fd_cases(part): runs with `case` for each case of a part of the kit")
+    config.addinivalue_line("markers", "timing: its verdict depends on elapsed time, compared within one run")
     config.addinivalue_line("markers", "fd_pairs: covers pairs of values; excluded by `fdcore conformance --quick`")
+    config.addinivalue_line("markers", "fd_alone: measures time or memory; runs after the others, never beside them")
+    config.pluginmanager.register(_NamesInOptions(), "fd-names")
+    if config.getoption("--fd-soak") is not None:
+        config.pluginmanager.register(_SharesOfTime(config.getoption("--fd-soak")), "fd-soak")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -49,30 +73,139 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     from fd_core.testing.axes.parts import cases_of
 
-    part = mark.args[0]
-    named: list[str] = metafunc.config.getoption("--fd-case")
+    config = metafunc.config
+    part = mark.args[0].within(_envelope(config)) if mark.args[0].edges else mark.args[0]
+    named: list[str] = config.getoption("--fd-case")
     if named:
         texts = [text.partition(":")[2] for text in named if text.partition(":")[0] == part.name]
         cases = [pytest.param(chosen(text, part.case), id=f"{part.name}:{text}") for text in texts]
     else:
-        found, quick = cases_of(part, metafunc.config.getoption("--fd-seed"))
+        found, quick = cases_of(part, config.getoption("--fd-seed"))
         cases = [
             pytest.param(case, id=str(case), marks=() if index < quick else pytest.mark.fd_pairs)
             for index, case in enumerate(found)
         ]
+        if (path := config.getoption("--fd-model")) is not None and part.edges:
+            cases += [pytest.param(case, id=str(case)) for case in chosen(path, lambda path: _shaped(part, path))]
     metafunc.parametrize("case", cases)
+
+
+def _envelope(config: pytest.Config) -> OperatingEnvelope:
+    """Return the tightest limits of the plugins under test; one that cannot be imported is reported by its fixture."""
+    from fd_core.config.envelope import OperatingEnvelope
+    from fd_core.plugins import BACKEND, POSTPROCESS, SCHEDULER, installed_plugins
+
+    limits: dict[str, int] = {}
+    for option, kind in (("--fd-backend", BACKEND), ("--fd-scheduler", SCHEDULER), ("--fd-postprocess", POSTPROCESS)):
+        for text in config.getoption(option):
+            with contextlib.suppress(FdError):
+                cls: Any = installed_plugins().load(kind, text.partition(":")[0])
+                for name, limit in cls.envelope.limits().items():
+                    limits[name] = min(limit, limits.get(name, limit))
+    return OperatingEnvelope(**limits)
+
+
+def _shaped(part: Part[Any], path: str) -> Sequence[KitCase]:
+    from fd_core.models.registry import spec_of_config
+
+    return part.cases_of(spec_of_config(Path(path)))
+
+
+class _NamesInOptions:
+    """Looks up cases and expected failures among all tests, before any are deselected."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Mark expected failures. Raises `pytest.UsageError` for a case or a line that matches no test."""
+        parts = {case.part.name for case in map(case_of, items) if case is not None}
+        for case in config.getoption("--fd-case"):
+            if case.partition(":")[0] not in parts:
+                raise pytest.UsageError(f"no part of the kit has the case {case}; parts: {', '.join(sorted(parts))}")
+        if (path := config.getoption("--fd-expected-failures")) is not None:
+            from fd_core.testing.kit.expected import read_expected_failures
+
+            try:
+                _mark_expected(items, read_expected_failures(Path(path)))
+            except FdError as error:
+                raise pytest.UsageError(str(error)) from error
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect all tests without cases if `--fd-case` names cases."""
-    named: list[str] = config.getoption("--fd-case")
-    if named:
-        others = [item for item in items if item.get_closest_marker("fd_cases") is None]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
-        if not items:
-            raise pytest.UsageError(f"no part of the kit has the case {named[0]}")
+    """Deselect what `--fd-case`, `--fd-quick`, `--fd-soak` and `--fd-phase` exclude."""
+    if config.getoption("--fd-case") or config.getoption("--fd-soak") is not None:
+        _deselect(config, items, lambda item: case_of(item) is None)
+    if config.getoption("--fd-quick"):
+        _deselect(config, items, lambda item: any(map(item.get_closest_marker, ("fd_scale", "fd_pairs"))))
+    if (phase := config.getoption("--fd-phase")) != "all":
+        # Without a report of deselected tests: the other phase runs them.
+        items[:] = [item for item in items if (item.get_closest_marker("fd_alone") is None) == (phase == "shared")]
+
+
+def _mark_expected(items: Sequence[pytest.Item], expected: Sequence[ExpectedFailure]) -> None:
+    left = list(expected)
+    for item in items:
+        _, section, test = identity_of(item)
+        for line in expected:
+            if line.matches(section, test, case_of(item)):
+                item.stash[_EXPECTED] = str(line)
+                item.add_marker(pytest.mark.xfail(reason=line.reason, strict=False))
+                left = [each for each in left if each is not line]
+    if left:
+        raise pytest.UsageError(f"the expected failure {left[0].pattern!r} matches no test; remove the line")
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], excluded: Callable[[pytest.Item], bool]) -> None:
+    found = [excluded(item) for item in items]
+    config.hook.pytest_deselected(items=[item for item, out in zip(items, found, strict=True) if out])
+    items[:] = [item for item, out in zip(items, found, strict=True) if not out]
+
+
+class _SharesOfTime:
+    """Gives each part of the kit an equal share of some seconds; its remaining cases are not run."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._spent: dict[str, float] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._spent = {case.part.name: 0.0 for case in map(case_of, session.items) if case is not None}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        case = case_of(item)
+        is_over = case is not None and self._spent[case.part.name] >= self._seconds / len(self._spent)
+        return True if is_over else None
+
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        if (case := case_of(item)) is not None:
+            self._spent[case.part.name] += call.duration
+
+
+def case_of(item: Any) -> KitCase | None:
+    """Return the case that an item checks; None for a test without cases."""
+    if item.get_closest_marker("fd_cases") is None:
+        return None
+    found = item.callspec.params["case"]
+    return found if hasattr(found, "part") else None  # pytest makes an item without a case if there are none
+
+
+def expectation_of(item: pytest.Item) -> str:
+    """Return the line that lists an item as an expected failure; empty if there is none."""
+    return item.stash.get(_EXPECTED, "")
+
+
+def identity_of(item: pytest.Item) -> tuple[str, str, str]:
+    """Return target, section and test of an item; a section is a file, or a folder of files."""
+    path = Path(item.path)
+    module = (path.parent if path.parent.parent.name == "suite" else path).stem.removeprefix("test_")
+    function = getattr(item, "originalname", item.name)
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return "", module, function
+    target = str(callspec.params.get("target", ""))
+    parts = callspec.id.removeprefix(target).lstrip("-")
+    return target, module, f"{function}[{parts}]" if parts else function
 
 
 def rules_of(item: pytest.Item) -> tuple[str, ...]:

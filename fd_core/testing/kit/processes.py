@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,23 @@ class RunEnd(NamedTuple):
     """True if it was killed because it wrote no event within the timeout."""
 
 
+@contextmanager
+def _exits_on_termination() -> Iterator[None]:
+    """Turn SIGTERM into `SystemExit`, so that the processes of a run end with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def follow(
     command: Sequence[str],
     path: Path,
@@ -35,10 +54,11 @@ def follow(
     """Run a command and yield the events, of type `kind`, that it writes to `path`; a truncated line is skipped.
 
     The last event is `RunEnd`. Its output is appended to `output`. It is killed, with its children, after `patience`
-    seconds without an event, and when the generator is closed.
+    seconds without an event, when the generator is closed, and on SIGTERM.
     """
     path.touch()
     with (
+        _exits_on_termination(),
         output.open("ab") as printed,
         path.open("rb") as file,
         subprocess.Popen(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from fd_core.config.envelope import OperatingEnvelope
 
 if TYPE_CHECKING:
     from fd_core.ops.contract import Ops
@@ -16,11 +18,11 @@ PACKAGES: Final = ("pytest", "hypothesis")
 """Imports of the kit that are not dependencies of the core."""
 
 
-def require_packages() -> None:
-    """Raise `PluginError`, with the name of the extra, if a package of the kit is missing."""
+def require_packages(*more: str) -> None:
+    """Raise `PluginError`, with the name of the extra, if a package of the kit, or one of `more`, is missing."""
     from fd_core.errors import PluginError
 
-    for package in PACKAGES:
+    for package in (*PACKAGES, *more):
         if find_spec(package) is None:
             raise PluginError(f"the conformance kit needs {package}", hint=f"pip install '{EXTRA}'")
 
@@ -51,6 +53,23 @@ def lacks(reason: str) -> NoReturn:
     import pytest
 
     raise pytest.skip.Exception(f"not tested: {reason}")
+
+
+class _DeclaredEnvelope:
+    """Envelope of the plugin that the running tests test."""
+
+    envelope = OperatingEnvelope()
+
+
+def declare_envelope(envelope: OperatingEnvelope) -> None:
+    """Skip tests beyond an envelope from now on; see `require_sizes`."""
+    _DeclaredEnvelope.envelope = envelope
+
+
+def require_sizes(sizes: Mapping[str, int]) -> None:
+    """Skip the running test if the plugin under test declares a smaller limit; cases test up to the edge instead."""
+    for name, limit in _DeclaredEnvelope.envelope.exceeded(sizes).items():
+        lacks(f"its envelope has {name}={limit}; the test has {sizes[name]}")
 
 
 def require_format(ops: Ops, kind: str) -> None:

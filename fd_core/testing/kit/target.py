@@ -12,13 +12,15 @@ from typing import Any, Final
 import msgspec
 
 from fd_core.backends.contract import Backend
-from fd_core.config import EngineConfig
+from fd_core.config import EngineConfig, requested_sizes
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
+from fd_core.models.registry import spec_of_config
 from fd_core.ops.contract import Ops
 from fd_core.plugins import BACKEND, POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, write_checkpoint
 from fd_core.testing.stepping import SMALL
 from fd_core.testing.stepping.drafting import OracleDrafter, speculation
@@ -144,6 +146,7 @@ class Target:
             "dtype": self.ops.dtype,
             "emulated": self.emulated,
             "limits": dict(self.limits),
+            "envelope": self.backend.envelope.limits(),
         }
 
     @property
@@ -186,8 +189,17 @@ class Target:
         return folder if (folder / "model.safetensors").exists() else write_checkpoint(case, folder)
 
     def load(self, case: str = ENGINE_CASE, **settings: Any) -> Engine:
-        """Load a small engine on the checkpoint of a case; close it after use."""
-        return load_engine(self.config(**settings), self.checkpoint(case), progress=lambda *_: None)
+        """Load a small engine on the checkpoint of a case; close it after use.
+
+        Skips the running test if the engine is beyond the envelope of the backend.
+        """
+        config, path = self.config(**settings), self.checkpoint(case)
+        if self.cls.envelope.limits():
+            sizes = requested_sizes(config, self.cls.default_pipeline_depth, self.cls.default_batched_tokens)
+            model = {} if path is None else spec_of_config(path).sizes()
+            if beyond := self.cls.envelope.exceeded({**sizes, **model}):
+                lacks(f"its envelope has {', '.join(f'{name}={limit}' for name, limit in beyond.items())}")
+        return load_engine(config, path, progress=lambda *_: None)
 
     @contextmanager
     def engine(

@@ -63,17 +63,6 @@ def assert_near(ops: Ops, found: Array, expected: npt.NDArray[Any], tolerance: f
     assert error.mean() < mean_limit * scale, f"off by {error.mean():.3g} on average {limit}, most {at}"
 
 
-def assert_same(found: npt.NDArray[Any], expected: npt.NDArray[Any], what: str) -> None:
-    """Compare arrays that all packs compute alike, bit for bit but for the sign of zero and of NaN."""
-    assert found.shape == expected.shape, f"{what}: expected shape {expected.shape}, got {found.shape}"
-    assert found.dtype == expected.dtype, f"{what}: expected {expected.dtype}, got {found.dtype}"
-    differ = (found != expected) & ~((found != found) & (expected != expected))
-    if differ.any():
-        index = tuple(map(int, np.argwhere(differ)[0]))
-        count = f"{int(differ.sum())} of {expected.size} values differ"
-        raise AssertionError(f"{what}: {count}, first at {index}: expected {expected[index]}, got {found[index]}")
-
-
 class Inputs:
     """Arrays that an operation may read, but not modify."""
 
@@ -98,6 +87,38 @@ class Inputs:
         for name, device, array in self._held:
             found = np.asarray(self._ops.to_host(device))
             assert_same(found.view(np.int64) if found.dtype == np.uint64 else found, array, f"{name} was modified")
+
+
+def assert_same(found: Any, expected: Any, what: str = "result") -> None:
+    """Compare arrays, or sequences of numbers, element by element. Raises `AssertionError` with the first difference.
+
+    NaN equals NaN.
+    """
+    ours, right = np.asarray(found), np.asarray(expected)
+    assert ours.shape == right.shape, f"{what}: expected the shape {right.shape}, got {ours.shape}"
+    differ = ours != right
+    if right.dtype.kind == "f" and ours.dtype.kind == "f":
+        differ &= ~(np.isnan(ours) & np.isnan(right))
+    if differ.any():
+        first = tuple(np.argwhere(differ)[0].tolist())
+        at = first[0] if len(first) == 1 else first
+        count = f"; {differ.sum():,} of {differ.size:,} differ" if differ.size > 1 else ""
+        raise AssertionError(f"{what} at {at} of {ours.shape}: expected {right[first]}, got {ours[first]}{count}")
+
+
+def assert_within(found: Any, expected: Any, atol: float, what: str = "result") -> None:
+    """Compare arrays whose elements may differ by `atol`. Raises `AssertionError` with the largest difference."""
+    ours, right = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    assert ours.shape == right.shape, f"{what}: expected the shape {right.shape}, got {ours.shape}"
+    with np.errstate(invalid="ignore"):  # infinities that are equal
+        error = np.where(ours == right, 0.0, np.abs(ours - right))
+    error[~np.isfinite(error)] = np.inf
+    if error.size and error.max() > atol:
+        at = np.unravel_index(int(error.argmax()), error.shape)
+        where = f"{what} at {tuple(map(int, at))} of {ours.shape}"
+        raise AssertionError(
+            f"{where}: expected {right[at]:.6g}, got {ours[at]:.6g}: off by {error[at]:.3g}, allowed {atol:.3g}"
+        )
 
 
 def raw(values: npt.NDArray[Any]) -> RawTensor:

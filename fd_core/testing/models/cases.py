@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+from fd_core.testing.axes import parts
+from fd_core.testing.axes.parts import Part
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,14 @@ def cases_of(modules: Iterable[ModuleType]) -> Iterator[KitCase]:
         for name, function in vars(module).items():
             if not name.startswith("test_") or function.__module__ != module.__name__:
                 continue
-            marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"]
+            marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name in ("parametrize", "fd_cases")]
             for values in itertools.product(*(_parameters(*mark.args) for mark in reversed(marks))):
                 yield KitCase(section, function, {name: value for part in values for name, value in part.items()})
 
 
-def _parameters(names: str | tuple[str, ...], values: list[Any]) -> list[dict[str, Any]]:
+def _parameters(names: Part[Any] | str | tuple[str, ...], values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    if isinstance(names, Part):  # of the mark fd_cases
+        return [{"case": case} for case in parts.cases_of(names)[0]]
     if isinstance(names, str):
         return [{names: value} for value in values]
     return [dict(zip(names, value, strict=True)) for value in values]

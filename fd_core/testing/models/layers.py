@@ -14,6 +14,7 @@ from fd_core.ops.contract import Activation, Experts, Heads, HostStep, KVShape, 
 from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.weights import LowRank, Weight
 from fd_core.runner.inputs.inputs import adapter_rows
+from fd_core.testing.kit.requirements import require_sizes
 from fd_core.testing.models.arrays import Values, activations, on_device, packed_weight, raw, step_input
 from fd_core.types import IntArray
 
@@ -67,12 +68,31 @@ NOWHERE: Final = 2**20
 """Arbitrary entry of a block table beyond the context."""
 
 
+def sizes_of_layer(g: Geometry, rows: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """Return the sizes of a layer and of a step over it under the names of `OperatingEnvelope`."""
+    return {
+        "max_num_seqs": len(rows),
+        "max_num_batched_tokens": sum(count for count, _ in rows),
+        "max_model_len": max((context for _, context in rows), default=0),
+        "block_size": g.block_size,
+        "max_loras": len(g.adapter_ranks),
+        "max_lora_rank": max(g.adapter_ranks, default=0),
+        "hidden": g.hidden,
+        "inner": g.inner,
+        "head_dim": g.d,
+        "group": g.heads // g.kv_heads,
+        "experts": g.experts,
+        "top_k": g.top_k if g.experts else 0,
+    }
+
+
 class LayerOn:
     """A layer's weights and a cache on one pack, and a step over `rows`."""
 
     def __init__(self, ops: Ops, g: Geometry, rows: list[tuple[int, int]] | None = None) -> None:
         rows = ROWS if rows is None else rows
         self.ops, self.g, self.rows = ops, g, rows
+        require_sizes(sizes_of_layer(g, rows))
         make = Values()
 
         def linear(*shapes: tuple[int, int], gated: bool = False) -> Any:

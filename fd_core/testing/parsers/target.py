@@ -101,9 +101,9 @@ class ParserTarget:
         """Return the form of a tool call, None if the format, or the kind of parser, has none."""
         return self.cls.form(name) if self.kind is TOOL_PARSER else None
 
-    def new(self, tools: tuple[str, ...] = ()) -> OutputParser:
+    def new(self, tools: tuple[str, ...] = (), prompt: str = "") -> OutputParser:
         if self.kind is not TOOL_PARSER:
-            return self.cls("")
+            return self.cls(prompt)
         city = {"type": "object", "properties": {"city": {"type": "string"}}}
         none: dict[str, Any] = {"type": "object", "properties": {}}
         return self.cls({name: none if name == NOW else city for name in tools})
@@ -128,7 +128,7 @@ class ParserTarget:
         texts = []
         for name, arguments in calls:
             own = self.form(name) or form
-            texts.append(own.begin + _arguments(own.arguments, arguments, ascii_only=ascii_only) + own.end)
+            texts.append(own.begin + arguments_text(own.arguments, arguments, ascii_only=ascii_only) + own.end)
         return form.opening + (form.between or "").join(texts) + form.closing
 
     def long_answers(self, size: int) -> Iterator[tuple[type[Event], SampleAnswer, int]]:
@@ -145,19 +145,24 @@ class ParserTarget:
                 if long in answer.text:
                     yield kind, answer, answer.text.index(long)
 
-    def read(self, *pieces: str, tools: tuple[str, ...] = ()) -> list[Event]:
+    def read(self, *pieces: str, tools: tuple[str, ...] = (), prompt: str = "", finish: bool = False) -> list[Event]:
         """Return the events of a response in pieces, concatenated."""
-        return joined(event for events in self.listen(*pieces, tools=tools) for event in events)
+        listened = self.listen(*pieces, tools=tools, prompt=prompt, finish=finish)
+        return joined(event for events in listened for event in events)
 
-    def listen(self, *pieces: str, tools: tuple[str, ...] = ()) -> Iterator[list[Event]]:
+    def listen(
+        self, *pieces: str, tools: tuple[str, ...] = (), prompt: str = "", finish: bool = False
+    ) -> Iterator[list[Event]]:
         """Yield the events of each piece, then those of the end. Raises for invalid events (rules 8.3 and 8.4).
 
-        Calls count from 0; each begins once, and arguments and ends belong to the one that is open.
+        With `finish` the model ended the text, otherwise it is truncated. Calls count from 0; each begins once, and
+        arguments and ends belong to the one that is open.
         """
-        parser, begun, is_open = self.new(tools), 0, False
+        parser, begun, is_open = self.new(tools, prompt), 0, False
+        end = parser.finish if finish else parser.flush
         for piece in (*pieces, None):
             try:
-                events = list(parser.flush() if piece is None else parser.push(piece))
+                events = list(end() if piece is None else parser.push(piece))
             except Exception as error:  # noqa: BLE001 -- any exception breaks the rule
                 broken("8.4", f"{type(error).__name__} ({error}) for {''.join(pieces)!r}")
             for event in events:
@@ -176,7 +181,8 @@ class ParserTarget:
             yield events
 
 
-def _arguments(form: TaggedArguments | str, arguments: dict[str, Any], *, ascii_only: bool) -> str:
+def arguments_text(form: TaggedArguments | str, arguments: dict[str, Any], *, ascii_only: bool) -> str:
+    """Return the arguments of a call in the syntax of a form."""
     if isinstance(form, TaggedArguments):
         return "".join(
             f"{form.before_key}{key}{form.before_value}"

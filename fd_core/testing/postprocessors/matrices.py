@@ -10,6 +10,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from fd_core.config import Limits
+from fd_core.config.envelope import OperatingEnvelope
+from fd_core.errors import FdError
 from fd_core.ops.contract import Array, Ops
 from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess
@@ -35,11 +37,14 @@ class PostprocessTarget:
     device: str = ""
     """One line about the device."""
     emulated: bool = False
+    others: tuple[PostprocessTarget | str, ...] = ()
+    """The same one on a backend of each other framework that it serves, or the reason why that is missing."""
 
     def about(self) -> dict[str, Any]:
         """Return the description for its report card."""
         origin = str(installed_plugins().offered(POSTPROCESS)[self.name].origin)
-        return {"distribution": origin, "device": self.device, "emulated": self.emulated}
+        envelope = getattr(self.make, "envelope", OperatingEnvelope()).limits()
+        return {"distribution": origin, "device": self.device, "emulated": self.emulated, "envelope": envelope}
 
 
 def find_postprocessor(text: str) -> PostprocessTarget:
@@ -55,7 +60,17 @@ def find_postprocessor(text: str) -> PostprocessTarget:
     backend = named[-1].removeprefix("backend=") if named else next((_BACKENDS.get(each, each) for each in served), "")
     rest = ",".join([f"postprocess={name}", *(each for each in settings if each not in named)])
     target = parse_target(f"{backend}{',' if ':' in backend else ':'}{rest}", Path())
-    return PostprocessTarget(name, target.postprocess, target.ops, target.backend.describe(), target.emulated)
+    others = () if named else tuple(_found_on(name, _BACKENDS.get(each, each)) for each in served[1:])
+    return PostprocessTarget(
+        name, target.postprocess, target.ops, target.backend.describe(), emulated=target.emulated, others=others
+    )
+
+
+def _found_on(name: str, backend: str) -> PostprocessTarget | str:
+    try:
+        return find_postprocessor(f"{name}:backend={backend.replace(':', ',')}")
+    except FdError as error:
+        return f"{backend}: {error}"
 
 
 class SampledRows(NamedTuple):
@@ -81,9 +96,10 @@ def random_rows(rng: np.random.Generator, slots: int, k: int, rows: int, revoked
 class Matrices:
     """A postprocessor for a number of slots and drafts, and its matrices."""
 
-    def __init__(self, target: PostprocessTarget, slots: int, k: int) -> None:
+    def __init__(self, target: PostprocessTarget, slots: int, k: int, *, reuse: bool = False) -> None:
+        """Create the postprocessor; with `reuse`, all steps are given the same memory, with garbage after its rows."""
         self._target, self._ops, self._slots, self._k = target, target.ops, slots, k
-        self._postprocess = target.make(
+        self.postprocess = target.make(
             target.ops,
             Limits(
                 max_num_seqs=slots,
@@ -95,17 +111,30 @@ class Matrices:
                 max_drafts=k,
             ),
         )
+        shapes = ((slots, 1 + k), *((slots,),) * 3) if reuse else ()
+        self._memory = [self._ops.from_host(np.full(shape, 7, np.int32)) for shape in shapes]
 
     def upload(self, rows: SampledRows) -> tuple[Array, ...]:
-        """Return the arrays of a step on the device, in new memory.
+        """Return the arrays of a step on the device, in new memory unless it is reused.
 
         Memory freed since then is filled with 7, so that a read of stale memory is detected.
         """
+        if self._memory:
+            return tuple(map(self._written, self._memory, rows))
         self._ops.from_host(np.full((self._slots, 1 + self._k), 7, np.int32))
         return tuple(self._ops.from_host(each.copy()) for each in rows)
 
+    def _written(self, memory: Array, values: IntArray) -> Array:
+        view = memory[: len(values)]
+        if len(values):
+            view[:] = self._ops.from_host(values)
+        if len(values) < len(memory):
+            memory[len(values) :] = -77
+        # A framework whose views are copies is given new memory.
+        return view if np.array_equal(self._ops.to_host(view), values) else self._ops.from_host(values.copy())
+
     def compute(self, given: tuple[Array, ...]) -> Array:
-        return self._postprocess.token_matrix(*given)
+        return self.postprocess.token_matrix(*given)
 
     def begin(self, rows: SampledRows) -> Array:
         return self.compute(self.upload(rows))
@@ -114,9 +143,16 @@ class Matrices:
         for rows in steps:
             self.compare(self.begin(rows), rows)
 
-    def compare(self, matrix: Array, rows: SampledRows) -> None:
+    def require_unchanged(self, given: tuple[Array, ...], rows: SampledRows) -> None:
+        """Fail the running test if a step changed its inputs."""
+        for name, array, before in zip(rows._fields, given, rows, strict=True):
+            found = self._ops.to_host(array)
+            if not np.array_equal(found, before):
+                broken("8", f"{name} changed from {before.tolist()} to {found.tolist()}")
+
+    def compare(self, matrix: Array, rows: SampledRows, expected: IntArray | None = None) -> None:
         """Fail the running test, with the violated rule, unless `matrix` is the expected one."""
-        found, right = self._ops.to_host(matrix), self._right(rows)
+        found, right = self._ops.to_host(matrix), self.expected(rows) if expected is None else expected
         require(found.shape == right.shape, "1", f"expected a matrix {list(right.shape)}, got {list(found.shape)}")
         require(found.dtype == np.int32, "1", f"expected a matrix of int32, got {found.dtype}")
         for slot in np.flatnonzero((found != right).any(axis=1)).tolist():
@@ -131,11 +167,12 @@ class Matrices:
 
     def compare_later(self, matrix: Array, rows: SampledRows) -> None:
         """Compare a matrix after other steps were computed, and distinguish its own errors from their side effects."""
-        if not np.array_equal(self._ops.to_host(matrix), self._right(rows)):
+        if not np.array_equal(self._ops.to_host(matrix), self.expected(rows)):
             Matrices(self._target, self._slots, self._k).check(rows)
             broken("1", "a matrix that was correct is modified by later steps")
 
-    def _right(self, rows: SampledRows) -> IntArray:
+    def expected(self, rows: SampledRows) -> IntArray:
+        """Return the right matrix of a step."""
         matrix = np.full((self._slots, rows.sampled.shape[1]), EMPTY_TOKEN_ID, np.int32)
         for slot, tokens, accepted in zip(rows.slots, rows.sampled, rows.accepted, strict=True):
             matrix[slot, : 1 + accepted] = tokens[: 1 + accepted]

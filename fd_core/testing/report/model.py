@@ -33,11 +33,14 @@ OF_OTHERS_THAN_SCHEDULERS: Final[Mapping[str, str]] = {
     "6": "connectors seal and pace transfers between workers: fd_core.testing.connectors",
 }
 """Rules that no scheduler can break, with the component that enforces them."""
-PARSER_SECTIONS: Final = ("cuts", "waiting", "characters", "ends")
+PARSER_SECTIONS: Final = ("cuts", "waiting", "characters", "ends", "markup", "time")
 """Sections of the parser kit common to all kinds; each is a file of `fd_core.testing.parsers.suite`."""
-_BLAMED: Final = re.compile(r"law ([\d., ]+): ")
+_BLAMED: Final = re.compile(r"(?:\w+:\S+: )?law ([\d., ]+): ")
+"""The rules at the beginning of a failure, after the case if it has one."""
 
-CaseOutcome = Literal["pass", "fail", "limit"]
+CaseOutcome = Literal["pass", "fail", "expected", "limit"]
+"""`expected`: failed, and a line of the file of expected failures names it."""
+AxisValue = int | float | str | bool | None
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +54,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """One-line reason of the failure, or the limit that excludes it."""
     seconds: float = 0.0
     rules: tuple[str, ...] = ()
+    expected: str = ""
+    """Line that lists it as an expected failure; empty if there is none."""
 
     @property
     def blamed(self) -> tuple[str, ...]:
-        found = _BLAMED.match(self.reason) if self.outcome == "fail" else None
+        found = _BLAMED.match(self.reason) if self.outcome in ("fail", "expected") else None
         return tuple(found[1].split(", ")) if found else ()
 
     @property
@@ -74,6 +79,12 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     emulated: bool = False
     """True if the backend was emulated; the results then do not apply to its device."""
     limits: dict[str, str] = {}
+    envelope: dict[str, int] = {}
+    """Declared limits; see `OperatingEnvelope`."""
+    held: dict[str, dict[str, str]] = {}
+    """Values of each axis of each part at which it held."""
+    seeds: tuple[int, ...] = ()
+    """Seeds of the covering cases other than 0."""
     error: str | None = None
     """Reason why the run did not complete; None if it did."""
     seconds: float = 0.0
@@ -115,8 +126,27 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         return self.error is None and bool(self.results) and not any(self.failures)
 
     @property
+    def expected(self) -> list[str]:
+        """Lines of expected failures of which a test fails."""
+        return list(dict.fromkeys(result.expected for result in self.results if result.outcome == "expected"))
+
+    @property
+    def unneeded(self) -> list[str]:
+        """Lines of expected failures of which every test passes now."""
+        listed = [result for result in self.results if result.expected and result.outcome != "limit"]
+        failing = {result.expected for result in listed if result.outcome != "pass"}
+        return [line for line in dict.fromkeys(result.expected for result in listed) if line not in failing]
+
+    @property
     def failures(self) -> list[Result]:
         return [result for result in self.results if result.outcome == "fail"]
+
+    def totals(self) -> dict[str, int]:
+        """Return the number of tests by outcome, in words; expected failures only if there are some."""
+        counts = Counter(result.outcome for result in self.results)
+        words: dict[CaseOutcome, str] = {"pass": "passed", "fail": "failed", "limit": "excluded"}
+        found = {words[outcome]: counts[outcome] for outcome in words}
+        return found | ({"expected to fail": counts["expected"]} if counts["expected"] else {})
 
     def of(self, section: str, function: str | None = None) -> list[Result]:
         """Return the results of a section, or of one test with all its parameters."""
@@ -154,6 +184,16 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self, command=commands, cards=[card for report in every for card in report.cards]
         )
+
+
+def values_text(values: Iterable[AxisValue]) -> str:
+    """Return values of an axis in short: numbers as a range with their count, then the others."""
+    every = list(dict.fromkeys(values))
+    numbers = sorted(value for value in every if isinstance(value, int | float) and not isinstance(value, bool))
+    others = sorted(str(value).lower() for value in every if value not in numbers or isinstance(value, bool))
+    if len(numbers) > 2:
+        return "; ".join([f"{numbers[0]:,} to {numbers[-1]:,} ({len(numbers)} values)", *others])
+    return "; ".join([*(f"{number:,}" for number in numbers), *others])
 
 
 def read_report(content: bytes) -> ConformanceReport:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jinja2
 
+from fd_core.http.pages.assembling import assemble
 from fd_core.testing.report.model import Card, ConformanceReport
 
 
@@ -15,7 +16,7 @@ class Cell(NamedTuple):
     """The outcome of one backend in one row of the table."""
 
     kind: str
-    """`pass`, `fail`, `limit`, or `none` if no test ran."""
+    """`pass`, `fail`, `expected`, `limit`, or `none` if no test ran."""
     words: str
     details: str = ""
 
@@ -30,9 +31,11 @@ class Line(NamedTuple):
 
 def html_of(report: ConformanceReport) -> str:
     """Return the page."""
-    source = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    source = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return environment.from_string(source).render(report=report, lines=list(_lines(report)), verdict=_verdict)
+    content = environment.from_string(source).render(report=report, lines=list(_lines(report)))
+    shared, own = ("theme.css", "curves.js"), ("page.css", "view.js")
+    return assemble(__package__, shared=shared, own=own, values={"report": content})
 
 
 def markdown_of(report: ConformanceReport) -> str:
@@ -48,7 +51,11 @@ def markdown_of(report: ConformanceReport) -> str:
         notes = [f"did not finish: {card.error}"] if card.error else []
         notes += [f"fails {result.section}: `{result.test}`: {result.reason}" for result in card.failures]
         limited = {result.reason for result in card.results if result.outcome == "limit"}
+        notes += [f"expected to fail: `{line}`" for line in card.expected]
+        notes += [f"passes now: `{line}`" for line in card.unneeded]
         notes += [f"limit: {reason}" for reason in sorted(limited)]
+        if card.envelope:
+            notes.append(f"envelope: {', '.join(f'{name}={limit}' for name, limit in card.envelope.items())}")
         notes += [f"rule {rule} is enforced elsewhere: {keeper}" for rule, keeper in card.others.items()]
         if card.unseen:
             notes.insert(0, f"**not tested**: {', '.join(card.unseen)}")
@@ -94,6 +101,9 @@ def _cell(card: Card, section: str, function: str | None = None) -> Cell:
         return Cell("none", "not run")
     if counts["fail"]:
         return Cell("fail", f"{counts['fail']} of {total} fail", details)
+    if counts["expected"]:
+        expected = "; ".join(dict.fromkeys(result.expected for result in shown if result.outcome == "expected"))
+        return Cell("expected", f"{counts['expected']} of {total} expected to fail", expected)
     if counts["limit"] == total:
         return Cell("limit", "limit", reasons)
     some = f", {counts['limit']} excluded by a limit" if counts["limit"] else ""

@@ -13,8 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from fd_core.testing.axes.parts import take_held
 from fd_core.testing.kit import plugin
-from fd_core.testing.report.model import Result
+from fd_core.testing.report.model import AxisValue, CaseOutcome, Result
+
+_REASON_LENGTH = 800
+"""Enough for a case with all its values, twice."""
 
 
 class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
@@ -25,6 +29,7 @@ class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
     dtype: str = ""
     emulated: bool = False
     limits: dict[str, str] = {}
+    envelope: dict[str, int] = {}
 
 
 class CaseStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -40,6 +45,14 @@ class CaseEnded(msgspec.Struct, frozen=True, tag="ended"):
 
     target: str
     result: Result
+    held: list[tuple[str, dict[str, AxisValue]]] = []
+    """Part and values of each case that passed."""
+
+
+class RunMisused(msgspec.Struct, frozen=True, tag="misused"):
+    """The options name something that does not exist, such as a case, or cannot be parsed."""
+
+    message: str
 
 
 class CasesLeftOut(msgspec.Struct, frozen=True, tag="deselected"):
@@ -50,7 +63,7 @@ class CasesLeftOut(msgspec.Struct, frozen=True, tag="deselected"):
     count: int
 
 
-RecordedEvent = BackendDescribed | CaseStarted | CaseEnded | CasesLeftOut
+RecordedEvent = BackendDescribed | CaseStarted | CaseEnded | CasesLeftOut | RunMisused
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,28 +76,46 @@ def pytest_configure(config: pytest.Config) -> None:
     """Record results if `--fd-results` was given."""
     path = config.getoption("--fd-results")
     if path is not None:
-        config.pluginmanager.register(_ResultRecorder(Path(path)), "fd-results")
+        # Workers collect the same tests; the first one reports what the collection found.
+        worker = getattr(config, "workerinput", {"workerid": "gw0"})["workerid"]
+        config.pluginmanager.register(_ResultRecorder(Path(path), collects=worker == "gw0"), "fd-results")
 
 
 class _ResultRecorder:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, collects: bool) -> None:
         self._path = path
+        self._collects = collects
         self._known: set[str] = set()
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self) -> Any:
+        try:
+            return (yield)
+        except pytest.UsageError as error:
+            self._write(RunMisused(str(error)))
+            raise
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_generate_tests(self) -> Any:
+        try:
+            return (yield)
+        except pytest.exit.Exception as error:
+            self._write(RunMisused(error.msg))
+            raise
+
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        counts = Counter(identity_of(item)[:2] for item in items)
+        counts = Counter(plugin.identity_of(item)[:2] for item in items if self._collects)
         for (target, section), count in counts.items():
             self._write(CasesLeftOut(target, section, count))
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        self._write(CaseStarted(*identity_of(item)))
-        return (yield)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._write(CaseStarted(*plugin.identity_of(item)))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         report = yield
-        target, section, test = identity_of(item)
+        target, section, test = plugin.identity_of(item)
         found = getattr(item, "funcargs", {}).get("target")
         if call.when == "setup" and found is not None and target not in self._known:
             self._known.add(target)
@@ -97,12 +128,14 @@ class _ResultRecorder:
             result = Result(
                 section=section,
                 test=test,
-                outcome="pass" if report.passed else "limit" if report.skipped else "fail",
+                outcome=_outcome(report),
                 reason="" if report.passed else _reason(item, report, call),
                 seconds=round(call.duration, 4),
                 rules=plugin.rules_of(item),
+                expected=plugin.expectation_of(item),
             )
-            self._write(CaseEnded(target, result))
+            held = [(case.part.name, dict(case.values)) for case in take_held()]
+            self._write(CaseEnded(target, result, held))
         return report
 
     def _write(self, event: RecordedEvent) -> None:
@@ -110,17 +143,12 @@ class _ResultRecorder:
             file.write(msgspec.json.encode(event) + b"\n")
 
 
-def identity_of(item: pytest.Item) -> tuple[str, str, str]:
-    """Return target, section and test of an item; a section is a file, or a folder of files."""
-    path = Path(item.path)
-    module = (path.parent if path.parent.parent.name == "suite" else path).stem.removeprefix("test_")
-    function = getattr(item, "originalname", item.name)
-    callspec = getattr(item, "callspec", None)
-    if callspec is None:
-        return "", module, function
-    target = str(callspec.params.get("target", ""))
-    parts = callspec.id.removeprefix(target).lstrip("-")
-    return target, module, f"{function}[{parts}]" if parts else function
+def _outcome(report: pytest.TestReport) -> CaseOutcome:
+    if report.passed:
+        return "pass"
+    if report.skipped:
+        return "expected" if hasattr(report, "wasxfail") else "limit"
+    return "fail"
 
 
 def _reason(item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None]) -> str:
@@ -129,9 +157,12 @@ def _reason(item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[
         return ""
     lines = str(call.excinfo.value).strip().splitlines()
     text = lines[0].removeprefix("not tested: ") if lines else ""
-    if report.failed and not isinstance(call.excinfo.value, AssertionError):
+    if text.startswith("assert "):  # without a message: pytest's lines name the values
+        text = " ".join(" ".join(lines).split())
+    is_limit = _outcome(report) == "limit"
+    if not is_limit and not isinstance(call.excinfo.value, AssertionError):
         text = f"{call.excinfo.typename}: {text}"
     # A kit that knows the broken rule reports it itself.
-    if report.failed and not text.startswith("law ") and (rules := plugin.rules_of(item)):
+    if not is_limit and not text.startswith("law ") and (rules := plugin.rules_of(item)):
         text = f"law {', '.join(rules)}: {text}"
-    return text[:300] or call.excinfo.typename
+    return text[:_REASON_LENGTH] or call.excinfo.typename

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
+import secrets
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 import fd_core
-from fd_core.errors import FdError
+from fd_core.errors import ConfigError, FdError
 from fd_core.plugins import POSTPROCESS, REASONING_PARSER, SCHEDULER, TOOL_PARSER, Kind, installed_plugins
 from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import environment_of, find_target
@@ -25,11 +27,20 @@ from fd_core.testing.report.model import (
     OF_OTHERS_THAN_SCHEDULERS,
     PARSER_SECTIONS,
     SECTIONS,
+    AxisValue,
     Card,
     ConformanceReport,
     Result,
+    values_text,
 )
-from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CasesLeftOut, CaseStarted, RecordedEvent
+from fd_core.testing.report.recorder import (
+    BackendDescribed,
+    CaseEnded,
+    CasesLeftOut,
+    CaseStarted,
+    RecordedEvent,
+    RunMisused,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +49,6 @@ class Kit:
 
     suite: str
     option: str
-    quick: tuple[str, ...]
-    """Arguments that exclude slow tests."""
     sections: tuple[str, ...]
     find: Callable[[str], object]
     """Looks up the plugin under test without importing it. Raises `FdError`."""
@@ -50,61 +59,101 @@ def _found(kind: Kind[Any]) -> Callable[[str], object]:
     return lambda name: installed_plugins().find(kind, name)
 
 
-BACKENDS: Final = Kit(
-    "fd_core.testing.suite", "--fd-backend", ("-m", "not fd_scale and not fd_pairs"), SECTIONS, find_target
-)
+BACKENDS: Final = Kit("fd_core.testing.suite", "--fd-backend", SECTIONS, find_target)
 _PARSERS: Final = "fd_core.testing.parsers.suite"
 KITS: Final = (
     BACKENDS,
     Kit(
         "fd_core.testing.schedulers.suite",
         "--fd-scheduler",
-        ("--fd-quick",),
-        sections=("signals", "budget", "blocks", "golden", "storage", "pairs"),
+        sections=("signals", "budget", "blocks", "golden", "storage", "pairs", "cases", "lifetime"),
         find=_found(SCHEDULER),
         others=OF_OTHERS_THAN_SCHEDULERS,
     ),
     Kit(
         "fd_core.testing.postprocessors.suite",
         "--fd-postprocess",
-        (),
         sections=("matrix", "flight", "device"),
         find=lambda text: installed_plugins().find(POSTPROCESS, text.partition(":")[0]),
     ),
-    Kit(_PARSERS, "--fd-tool-parser", (), sections=(*PARSER_SECTIONS, "calls"), find=_found(TOOL_PARSER)),
-    Kit(_PARSERS, "--fd-reasoning-parser", (), sections=(*PARSER_SECTIONS, "reasoning"), find=_found(REASONING_PARSER)),
+    Kit(_PARSERS, "--fd-tool-parser", sections=(*PARSER_SECTIONS, "calls"), find=_found(TOOL_PARSER)),
+    Kit(_PARSERS, "--fd-reasoning-parser", sections=(*PARSER_SECTIONS, "reasoning"), find=_found(REASONING_PARSER)),
 )
 """Kits in the order of `fdcore conformance`."""
 
 _QUIET_SECONDS: Final = 600.0
 """Seconds without a new result after which the suite counts as hanging."""
+_NO_TESTS: Final = 5
+"""Exit code of pytest if all tests were deselected."""
 RunProgress = Callable[[str, int, int], None]
 """Called with (target, tests done, tests that failed)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Selection of tests, and how they run."""
+
+    expression: str | None = None
+    """pytest's `-k`."""
+    quick: bool = False
+    """Excludes slow tests."""
+    cases: Sequence[str] = ()
+    """Runs only these cases, such as `layer:rows=65`."""
+    seed: int | None = None
+    """Seed of the covering cases."""
+    soak_seconds: float | None = None
+    """Time for cases of fresh seeds; None runs the tests once."""
+    workers: int = 1
+    """Processes that run tests at the same time."""
+    expected_failures: Path | None = None
+    model: Path | None = None
+    """`config.json`, or its folder, of a model whose shapes are tested in addition."""
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of pytest, without those of one process."""
+        found = [] if self.expression is None else ["-k", self.expression]
+        found += [f"--fd-case={case}" for case in self.cases]
+        found += ["--fd-quick"] if self.quick else []
+        found += [] if self.expected_failures is None else [f"--fd-expected-failures={self.expected_failures}"]
+        found += [] if self.model is None else [f"--fd-model={self.model}"]
+        return found
+
+    def processes(self) -> Iterator[list[str]]:
+        """Yield the additional arguments of each process that runs tests, one after the other."""
+        seed = [] if self.seed is None else [f"--fd-seed={self.seed}"]
+        workers = ["-n", str(self.workers), "--dist", "worksteal"] if self.workers > 1 and not self.cases else []
+        if self.soak_seconds is not None:
+            yield from self._soak(self.soak_seconds, workers)
+        elif workers:
+            yield [*seed, *workers, "--fd-phase=shared"]
+            yield [*seed, "--fd-phase=alone"]
+        else:
+            yield seed
+
+    def _soak(self, seconds: float, workers: list[str]) -> Iterator[list[str]]:
+        end = time.monotonic() + seconds
+        seeds = itertools.count(secrets.randbelow(2**31) if self.seed is None else self.seed)
+        while (left := end - time.monotonic()) > 0:
+            yield [f"--fd-seed={next(seeds)}", f"--fd-soak={left}", *workers]
+
+
 def run_suite(
-    targets: Sequence[str],
-    expression: str | None,
-    command: str,
-    progress: RunProgress,
-    *,
-    quick: bool = False,
-    kit: Kit = BACKENDS,
+    targets: Sequence[str], options: RunOptions, command: str, progress: RunProgress, kit: Kit = BACKENDS
 ) -> ConformanceReport:
     """Run the suite for each target, one after the other.
 
-    `expression` is pytest's `-k`; `quick` excludes slow tests.
+    Raises `ConfigError` if the options name a case or an expected failure that matches no test.
     """
     return ConformanceReport(
         fd_core=fd_core.__version__,
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
         command=command,
-        cards=[_card(kit, target, expression, quick=quick, progress=progress) for target in targets],
+        cards=[_card(kit, target, options, progress=progress) for target in targets],
     )
 
 
-def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: RunProgress) -> Card:
+def _card(kit: Kit, target: str, options: RunOptions, progress: RunProgress) -> Card:
     started = time.monotonic()
     try:
         kit.find(target)  # starting pytest takes seconds
@@ -113,47 +162,66 @@ def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: 
     run = _Run()
     with tempfile.TemporaryDirectory(prefix="fdcore-conformance-") as name:
         folder = Path(name)
-        environment = os.environ | environment_of(target)
+        environment = os.environ | environment_of(target) | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")}
         progress(target, 0, 0)
-        for event in follow(
-            _command(kit, target, expression, quick=quick, folder=folder),
-            folder / "results",
-            RecordedEvent,
-            most_quiet_seconds=_QUIET_SECONDS,
-            output=folder / "output",
-            stdin=subprocess.DEVNULL,
-            env=environment | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")},
-        ):
-            if run.add(event):
-                progress(target, len(run.results), run.failed)
+        for arguments in options.processes():
+            run.begin(arguments)
+            results = folder / f"results{len(run.codes)}"
+            for event in follow(
+                [*_command(kit, target, folder, results=results), *options.arguments(), *arguments],
+                results,
+                RecordedEvent,
+                most_quiet_seconds=_QUIET_SECONDS,
+                output=folder / "output",
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            ):
+                if isinstance(event, RunMisused):
+                    raise ConfigError(event.message)
+                if run.add(event):
+                    progress(target, len(run.results), run.failed)
+            if run.is_broken:
+                break
         output = (folder / "output").read_text(errors="replace")
     return run.card(kit, target, output, seconds=time.monotonic() - started)
 
 
-def _command(kit: Kit, target: str, expression: str | None, quick: bool, folder: Path) -> list[str]:
+def _command(kit: Kit, target: str, folder: Path, results: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-p", "fd_core.testing.report.recorder", "-p", "no:cacheprovider"]
     # Files in the user's working folder must not affect the test run.
     (folder / "pytest.ini").write_text("[pytest]\n")
     command += ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--basetemp", str(folder / "files")]
-    command += ["--pyargs", kit.suite, f"{kit.option}={target}", f"--fd-results={folder / 'results'}"]
-    command += ["-q", "--tb=short", *(("-k", expression) if expression else ())]
-    return [*command, *kit.quick] if quick else command
+    command += ["--pyargs", kit.suite, f"{kit.option}={target}", f"--fd-results={results}"]
+    return [*command, "-q", "--tb=short"]
 
 
 @dataclass
 class _Run:
-    """Summary of the events of one process."""
+    """Summary of the events of the processes that test one plugin."""
 
     about: BackendDescribed | None = None
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)
-    running: CaseStarted | None = None
-    code: int = 0
+    held: dict[str, dict[str, set[AxisValue]]] = field(default_factory=dict)
+    running: dict[tuple[str, str], CaseStarted] = field(default_factory=dict)
+    """Tests in progress, one for each worker."""
+    codes: list[int] = field(default_factory=list)
+    """Exit codes of the processes."""
+    seeds: list[int] = field(default_factory=list)
     silent: bool = False
 
     @property
     def failed(self) -> int:
         return sum(result.outcome == "fail" for result in self.results.values())
+
+    @property
+    def is_broken(self) -> bool:
+        """True if no further process can help."""
+        return self.silent or any(code not in (0, 1, _NO_TESTS) for code in self.codes)
+
+    def begin(self, arguments: Sequence[str]) -> None:
+        """Prepare for the events of the next process."""
+        self.seeds += [int(argument.partition("=")[2]) for argument in arguments if argument.startswith("--fd-seed=")]
 
     def add(self, event: RecordedEvent | RunEnd) -> bool:
         """Process an event; return True if a test ended."""
@@ -161,29 +229,35 @@ class _Run:
             case BackendDescribed():
                 self.about = event
             case CaseStarted():
-                self.running = event
+                self.running[event.section, event.test] = event
             case RunEnd():
-                self.code, self.silent = event
+                self.codes.append(event.code)
+                self.silent = event.silent
             case CasesLeftOut():
-                self.left_out[event.section] += event.count
+                # All processes collect the same tests.
+                self.left_out[event.section] += 0 if self.codes else event.count
             case CaseEnded():
                 # A failure in teardown overrides the outcome of the test.
                 self.results[event.result.section, event.result.test] = event.result
-                self.running = None
+                self.running.pop((event.result.section, event.result.test), None)
+                for part, values in event.held:
+                    axes = self.held.setdefault(part, {})
+                    for axis, value in values.items():
+                        axes.setdefault(axis, set()).add(value)
                 return True
         return False
 
     def card(self, kit: Kit, target: str, output: str, seconds: float) -> Card:
-        """Return the card of the run; `output` is the output of its process."""
-        error, running, code, silent = None, self.running, self.code, self.silent
-        if silent or code < 0:
-            how = "timed out" if silent else f"ended the process with signal {-code}"
-            if running is not None:
-                self.results[running.section, running.test] = Result(
-                    section=running.section, test=running.test, outcome="fail", reason=f"it {how}"
-                )
-            error = f"{'a test' if running is None else running.test} {how}; later tests were not run"
-        elif code not in (0, 1):
+        """Return the card of the run; `output` is the output of its processes."""
+        error, code = None, min(self.codes, default=0)
+        how = "timed out" if self.silent else "ended the process" + (f" with signal {-code}" if code < 0 else "")
+        crashed = self.silent or code < 0
+        for section, test in self.running if crashed or not self.is_broken else ():
+            self.results[section, test] = Result(section=section, test=test, outcome="fail", reason=f"it {how}")
+        if crashed:
+            tests = ", ".join(test for _, test in self.running) or "a test"
+            error = f"{tests} {how}; later tests were not run"
+        elif self.is_broken or not self.results:
             lines = [line for line in output.splitlines() if line.strip()]
             reasons = [
                 line.strip("! ").removeprefix("_pytest.outcomes.Exit: ") for line in lines if line.startswith("!")
@@ -197,6 +271,10 @@ class _Run:
             seconds=seconds,
             results=list(self.results.values()),
             deselected=dict(self.left_out),
+            held={
+                part: {axis: values_text(values) for axis, values in axes.items()} for part, axes in self.held.items()
+            },
+            seeds=tuple(self.seeds),
             **about,
         )
 

@@ -38,6 +38,7 @@ def _cell(counts: Counter[CaseOutcome]) -> Text:
     if counts["fail"]:
         return Text(f"{counts['fail']} failed, {counts['pass']} passed", "bold red")
     parts = [f"{counts['pass']} passed"] if counts["pass"] else []
+    parts += [f"{counts['expected']} expected to fail"] if counts["expected"] else []
     parts += [f"{counts['limit']} excluded"] if counts["limit"] else []
     return Text(", ".join(parts) or "not run", "green" if counts["pass"] else "yellow")
 
@@ -47,10 +48,9 @@ def _print_card(card: Card, console: Console) -> None:
         reason = card.error.removeprefix(f"{card.target}: ")
         console.print(Text(f"\n{card.target} ").append("WAS NOT TESTED", "bold red").append(f": {reason}"))
         return
-    counts: Counter[CaseOutcome] = Counter(result.outcome for result in card.results)
     verdict = Text("passes" if card.passed else "DOES NOT PASS", "bold green" if card.passed else "bold red")
     line = Text(f"\n{card.target} ").append(verdict)
-    done = f"{counts['pass']} passed, {counts['fail']} failed, {counts['limit']} excluded"
+    done = ", ".join(f"{count} {outcome}" for outcome, count in card.totals().items())
     line.append(f": {done}, {card.seconds:.0f} s")
     console.print(line.append(f" ({card.device})" if card.device else ""))
     if card.emulated:
@@ -59,13 +59,26 @@ def _print_card(card: Card, console: Console) -> None:
         console.print(Text(f"  {card.error}", "red"))
     if card.unseen:
         console.print(Text(f"  not tested: {', '.join(card.unseen)}", "bold yellow"))
+    if any(card.seeds):
+        console.print(Text(f"  seeds: {', '.join(map(str, card.seeds))}"), soft_wrap=True)
     for result in card.failures:
         console.print(Text(f"  failed {result.section}: {result.test}: {result.reason}", "red"), soft_wrap=True)
+    expected = Counter(result.expected for result in card.results if result.outcome == "expected")
+    for listed, count in expected.items():
+        console.print(Text(f"  expected to fail, tests: {count}: {listed}", "yellow"), soft_wrap=True)
+    for unneeded in card.unneeded:
+        console.print(Text(f"  passes now: remove the line: {unneeded}", "bold yellow"), soft_wrap=True)
     for outcome, words, style in _RULES if any(result.rules for result in card.results) else ():
         if rules := card.rules(outcome):
             console.print(Text(f"  rules {words}: {', '.join(rules)}", style))
     for rule, keeper in card.others.items():
         console.print(Text(f"  rule {rule} is enforced elsewhere: {keeper}"))
+    if card.envelope:
+        limits = ", ".join(f"{name}={limit}" for name, limit in card.envelope.items())
+        console.print(Text(f"  envelope, nothing beyond it was tested: {limits}"), soft_wrap=True)
+    for part, axes in card.held.items():
+        tested = ", ".join(f"{axis} {values}" for axis, values in axes.items())
+        console.print(Text(f"  held where tested, {part}: {tested}"), soft_wrap=True)
     reasons = Counter(result.reason for result in card.results if result.outcome == "limit")
     for reason, count in reasons.items():
         console.print(Text(f"  limit, tests excluded: {count}: {reason}", "yellow"))

@@ -6,18 +6,21 @@ random numbers. So the cases pass the same inputs to two instances, varied in ev
 
 from __future__ import annotations
 
-import gc
+import importlib
+import json
+import os
 import random
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FunctionType, MethodType, ModuleType
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace as replace_fields
+from pathlib import Path
+from typing import Final
 
+import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fd_core.router.config import RouterConfig
@@ -25,31 +28,21 @@ from fd_core.router.policies import Candidate, Candidates, RouterPolicy, Routing
 from fd_core.router.router import Router
 from fd_core.router.selection import IDLE, RouteRequest, Selection, WorkerLoad
 from fd_core.router.workers import ROLES, Role, RouterWorker
+from fd_core.testing.axes.parts import KitCase
+from fd_core.testing.axes.router_policies import ROUTING, PolicyUnderTest, choices
+from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.policies.purity import holdings
 
 _BLOCKS: Final = 4
 """Full blocks of each prompt."""
 _REQUESTS: Final = 400
 """Number of requests after which a policy must free old state."""
+_PAST: Final = 33_000
+"""Number of requests after which a choice takes as long as before."""
 _CONSTANT: Final = 40
 """Maximum growth in objects, independent of the number of requests."""
 _NEVER: Final = 1e9
 """Time in seconds at which all state has expired."""
-
-_numbers = st.integers(0, 3)
-_seen = st.lists(st.tuples(_numbers, _numbers, _numbers, _numbers), min_size=1, max_size=5)
-
-
-class _Choice(NamedTuple):
-    """One call of `choose`: the candidate workers, with waiting and running requests, tokens and hits."""
-
-    loads: list[tuple[int, int, int, int]]
-    number: float
-    session: str | None
-    prompt: int
-
-
-_calls = st.builds(_Choice, _seen, st.floats(0, 1, exclude_max=True), st.sampled_from([None, "s", "t"]), _numbers)
-_departures = st.integers(0, 4)
 
 
 class RouterPolicySuite:
@@ -57,8 +50,6 @@ class RouterPolicySuite:
 
     policy: str
     """Value that users pass to `--policy`."""
-    examples: int = 100
-    """Number of random sequences of calls."""
 
     def policy_class(self) -> type[RouterPolicy]:
         """Return the class of the policy; override for a class that no plugin registers."""
@@ -94,33 +85,65 @@ class RouterPolicySuite:
         return RoutingContext(candidates, tokens, keys if prefix else (), session=session, random=number, now=now)
 
     @pytest.mark.law("7.2")
-    def test_it_chooses_a_candidate_and_equal_calls_give_equal_answers(self) -> None:
-        @settings(max_examples=self.examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(calls=st.lists(_calls | _departures, min_size=1, max_size=8), shift=st.integers(1, 1000))
-        def check(calls: list[_Choice | int], shift: int) -> None:
-            one, other = self.new_policy(), self.new_policy()
-            incarnations, now = [0, 1, 2, 3, 4], 0.0
-            for call in calls:
-                now += 1
-                if isinstance(call, int):  # a worker leaves, and returns as a new incarnation
-                    left = _worker(call, incarnations[call])
-                    incarnations[call] += 5
-                    for policy in (one, other):
-                        policy.departed(left)
-                        policy.sweep(now)
-                    continue
-                workers = [
-                    (_worker(at, incarnations[at]), WorkerLoad(waiting + running, waiting, 100 * tokens), hits)
-                    for at, (waiting, running, tokens, hits) in enumerate(call.loads)
-                ]
-                context = self.shown(workers, call.number, call.session, prompt=call.prompt, now=now)
-                chosen = one.choose(context)
-                assert any(chosen is candidate for candidate in context.candidates), "it chose no candidate"
-                with _another_world(shift):
-                    again = other.choose(context)
-                assert again is chosen, "another instance with the same inputs chose another worker"
+    @pytest.mark.fd_cases(ROUTING)
+    def test_case(self, case: KitCase) -> None:
+        case.check(PolicyUnderTest(self.policy_class(), self.router_config()), "pytest", option="--fd-case")
 
-        check()
+    @pytest.mark.law("7.2")
+    def test_another_process_chooses_the_same(self) -> None:
+        """Compare with a process whose hashes of strings differ, such as another replica of the router."""
+        cls = self.policy_class()
+        policy = PolicyUnderTest(cls, self.router_config())
+        if "<locals>" in cls.__qualname__ or cls.__module__ not in sys.modules:
+            lacks("the class of the policy is local, and no other process can import it")
+        texts = ["plain", "workers=256,loads=equal,calls=40", "urls=unordered,session=each its own,calls=40"]
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        code = f"from {__name__} import print_choices; print_choices()"
+        ended = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            input=json.dumps(
+                [policy.cls.__module__, policy.cls.__qualname__, msgspec.to_builtins(policy.config), texts]
+            ),
+            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "77"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        here = [choices(policy, ROUTING.case(text).values) for text in texts]
+        assert json.loads(ended.stdout) == here, "another process with equal calls chose other workers"
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    @pytest.mark.law("7.2")
+    def test_the_time_of_a_choice_is_at_most_linear_in_workers(self) -> None:
+        few, many = (self._seconds(self.new_policy(), workers=workers) for workers in (64, 1024))
+        assert many < 50 * few, f"a choice among 1,024 workers takes {many / few:.0f} times as long as among 64"
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    @pytest.mark.law("7.2")
+    def test_the_time_of_a_choice_does_not_grow_with_past_requests(self) -> None:
+        policy = self.new_policy()
+        before = self._seconds(policy, workers=4)
+        shown = self.shown([(_worker(at, at), WorkerLoad(at % 2), 0) for at in range(4)])
+        for number in range(_PAST):
+            session, now = f"session {number}", 1 + number / 100
+            policy.choose(replace_fields(shown, session=session, random=number % 101 / 101, now=now))
+            if number % 4096 == 4095:
+                ratio = min(self._seconds(policy, workers=4, name=f"{number}/{again}") for again in range(2)) / before
+                assert ratio < 5, f"after {number + 1:,} requests a choice takes {ratio:.0f} times as long"
+
+    def _seconds(self, policy: RouterPolicy, workers: int, name: str = "timed") -> float:
+        """Return the shortest time of a choice among so many workers."""
+        there = [(_worker(at, at), WorkerLoad(at % 5, at % 2, at % 7), at % 3) for at in range(workers)]
+        times = []
+        for number in range(25):
+            context = self.shown(there, number / 25, f"{name} {number}", prompt=number % 3, now=0.0)
+            start = time.perf_counter()
+            policy.choose(context)
+            times.append(time.perf_counter() - start)
+        return min(times)
 
     @pytest.mark.law("7.2")
     @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-53])
@@ -134,13 +157,13 @@ class RouterPolicySuite:
     def test_it_forgets_workers_that_are_gone_and_requests_that_are_long_past(self) -> None:
         policy = self.new_policy()
         policy.choose(self.shown([(_worker(0, 0), IDLE, 0)]))
-        before = _holdings(policy)
+        before = holdings(policy)
         for number in range(1, _REQUESTS):
             worker = _worker(number, number)
             policy.choose(self.shown([(worker, IDLE, 0)], session=f"session {number}", prompt=number, now=number))
             policy.departed(worker)
         policy.sweep(_NEVER)
-        grown = _holdings(policy) - before
+        grown = holdings(policy) - before
         assert grown < _CONSTANT, f"it holds {grown} objects more after {_REQUESTS} requests and as many workers"
 
     @pytest.mark.law("7.1")
@@ -170,6 +193,14 @@ class RouterPolicySuite:
         assert sum(one.tally.selected for one in state.workers) == 100 * len(roles)
 
 
+def print_choices() -> None:
+    """Print the choices of a policy in some cases; a test writes both to standard input."""
+    module, name, config, texts = json.load(sys.stdin)
+    cls = getattr(importlib.import_module(module), name)
+    policy = PolicyUnderTest(cls, msgspec.convert(config, RouterConfig))
+    print(json.dumps([choices(policy, ROUTING.case(text).values) for text in texts]))
+
+
 def _worker(at: int, incarnation: int) -> RouterWorker:
     return RouterWorker(f"http://worker{at}", ROLES[0], incarnation)
 
@@ -180,30 +211,3 @@ def _end(router: Router, selection: Selection, now: float) -> None:
         if selection.mode == "pd":
             router.prefilled(selection, now)
         router.served(selection, now)
-
-
-@contextmanager
-def _another_world(shift: int) -> Iterator[None]:
-    """Perturb clocks and random generators of the process, which a pure policy does not use."""
-    with pytest.MonkeyPatch.context() as patch:
-        for clock in ("time", "monotonic", "perf_counter"):
-            reading = getattr(time, clock)() + 3600 * shift
-            patch.setattr(time, clock, lambda reading=reading: reading)
-        state = random.getstate()
-        random.seed(shift)
-        try:
-            yield
-        finally:
-            random.setstate(state)
-
-
-def _holdings(policy: RouterPolicy) -> int:
-    """Count the objects reachable from a policy."""
-    seen: set[int] = set()
-    left: list[object] = [vars(policy)]
-    while left:
-        each = left.pop()
-        if id(each) not in seen and not isinstance(each, (type, ModuleType, FunctionType, MethodType)):
-            seen.add(id(each))
-            left += gc.get_referents(each)
-    return len(seen)

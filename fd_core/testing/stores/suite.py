@@ -7,13 +7,15 @@ support, with a reason that the report shows.
 from __future__ import annotations
 
 import abc
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -22,7 +24,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes, FailureReason, KVStore, StoreError
 from fd_core.kv.stores.location import StoreLocation, parse_location
+from fd_core.testing.axes.parts import KitCase
+from fd_core.testing.axes.stores import STORES, StorePlace, supported
+from fd_core.testing.axes.values import keys_of
 from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
+from fd_core.testing.stores.writer import writer_process
 
 MakeStore = Callable[..., KVStore]
 
@@ -79,6 +85,37 @@ def _calls(timeout: float) -> list[Callable[[KVStore], object]]:
         lambda store: store.longest_prefix([A], LIMIT, timeout),
         lambda store: store.delete([C], timeout),
     ]
+
+
+_MANY: Final = 2048
+"""Values that a store holds while calls are timed."""
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    """Return the shortest time of a call, in seconds."""
+    times = []
+    for _ in range(25):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+class _PausedValues(Sequence[tuple[bytes, Sequence[Bytes]]]):
+    """Values for a `put` that stops at the third one until the test goes on."""
+
+    def __init__(self, values: Sequence[tuple[bytes, Sequence[Bytes]]]) -> None:
+        self._values = values
+        self.paused, self.go_on = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 2:
+            self.paused.set()
+            self.go_on.wait(2 * SLACK)
+        return self._values[index]
 
 
 class BackDoor(abc.ABC):
@@ -230,6 +267,16 @@ class StoreSuite:
         """The back door of the same location; may use the fixture `store`."""
         raise AssertionError(f"{type(self).__name__} must override the fixture `back_door`")
 
+    def elsewhere(self, location: str) -> str | None:
+        """Return another location with the same name, such as a folder in another folder; None if there is none."""
+        scheme, _, rest = location.partition(":")
+        path = Path(rest)
+        if "?" in rest or not path.is_absolute():
+            return None
+        parent = path.parent / "another place ü"
+        parent.mkdir(exist_ok=True)
+        return f"{scheme}:{parent / path.name}"
+
     def new_store(self, location: StoreLocation) -> KVStore:
         """Return the store that a user would get; override for a class that no plugin registers."""
         from fd_core.plugins import STORE, installed_plugins
@@ -255,80 +302,14 @@ class StoreSuite:
         store.open(TIMEOUT)
         return store
 
-    @pytest.mark.law("5.2")
-    def test_unwritten_key_is_absent(self, store: KVStore, back_door: BackDoor) -> None:
-        assert store.get([A, B], LIMIT, TIMEOUT) == [None, None]
-        assert store.longest_prefix([A, B], LIMIT, TIMEOUT) == 0
-        assert store.delete([A, B], TIMEOUT) == 0
-        assert back_door.read(A) is None
-
-    @pytest.mark.law("5.2")
-    @pytest.mark.parametrize("length", [0, 1, 63, 720 * 1024, LIMIT])
-    def test_value_is_read_back_byte_for_byte(self, store: KVStore, back_door: BackDoor, length: int) -> None:
-        value = value_of(A, length)
-        assert store.put([(A, [value[: length // 3], value[length // 3 :]])], TIMEOUT) == 1
-        assert back_door.read(A) == value
-        assert as_bytes(store.get([A], LIMIT, TIMEOUT)) == [value]
-        assert store.longest_prefix([A], LIMIT, TIMEOUT) == 1
-
-    @pytest.mark.law("5.2")
-    @pytest.mark.parametrize("length", [0, 1, 720 * 1024, LIMIT])
-    def test_values_of_other_writers_are_read(self, store: KVStore, back_door: BackDoor, length: int) -> None:
-        back_door.write(A, value_of(A, length))
-        assert as_bytes(store.get([A], LIMIT, TIMEOUT)) == [value_of(A, length)]
-        assert store.longest_prefix([A], LIMIT, TIMEOUT) == 1
-
-    @pytest.mark.law("5.4")
-    def test_a_value_over_the_limit_is_absent(self, store: KVStore, back_door: BackDoor) -> None:
-        back_door.write(A, value_of(A, 1001))
-        back_door.write(B, value_of(B, 1000))
-        assert as_bytes(store.get([A, B], 1000, TIMEOUT)) == [None, value_of(B, 1000)]
-        assert store.longest_prefix([B, A], 1000, TIMEOUT) == 1
-        assert as_bytes(store.get([A], 1001, TIMEOUT)) == [value_of(A, 1001)]
-
-    @pytest.mark.law("5.2")
-    def test_parts_of_every_kind_are_joined_in_order(self, store: KVStore, back_door: BackDoor) -> None:
-        block = np.arange(256, dtype=np.uint8)
-        kinds: list[Bytes] = [b"bytes", bytearray(b"array"), memoryview(b"a view")[2:], block.data, b"", block.data[9:]]
-        many: list[Bytes] = [bytes([number % 251]) * (number % 3) for number in range(3000)]
-        assert store.put([(A, kinds), (B, many), (C, [])], TIMEOUT) == 3
-        for key, parts in ((A, kinds), (B, many), (C, [])):
-            assert back_door.read(key) == b"".join(parts)
-
-    @pytest.mark.law("5.2")
-    def test_keys_of_all_bytes_and_lengths_stay_apart(self, store: KVStore, back_door: BackDoor) -> None:
-        keys = [bytes([number]) * 16 for number in range(256)]
-        keys += [b"\0", b"\0\0", b"/", b".", b"..", b"../../../escape", b"a\nb", b"{a}b", b"%s", b"*", bytes(range(32))]
-        assert store.put([(key, [value_of(key)]) for key in keys], TIMEOUT) == len(keys)
-        assert as_bytes(store.get(keys, LIMIT, TIMEOUT)) == [value_of(key) for key in keys]
-        assert [back_door.read(key) for key in keys] == [value_of(key) for key in keys]
-        assert store.longest_prefix(keys, LIMIT, TIMEOUT) == len(keys)
-
-    @pytest.mark.law("5.2")
-    def test_answers_keep_the_order_of_the_keys_with_holes_and_repeats(self, store: KVStore) -> None:
-        store.put([(key, [value_of(key)]) for key in (C, A)], TIMEOUT)
-        assert as_bytes(store.get([A, B, C, A, B], LIMIT, TIMEOUT)) == [
-            value_of(A),
-            None,
-            value_of(C),
-            value_of(A),
-            None,
-        ]
-
-    @pytest.mark.law("5.2")
-    def test_an_empty_batch_is_fine(self, store: KVStore) -> None:
-        assert store.get([], LIMIT, TIMEOUT) == []
-        assert store.put([], TIMEOUT) == 0
-        assert store.longest_prefix([], LIMIT, TIMEOUT) == 0
-        assert store.delete([], TIMEOUT) == 0
-
-    @pytest.mark.law("5.2")
-    def test_a_prefix_ends_at_the_first_hole(self, store: KVStore, back_door: BackDoor) -> None:
-        keys = [key_of(number) for number in range(70)]
-        store.put([(key, [value_of(key)]) for key in keys], TIMEOUT)
-        for hole in (69, 40, 1, 0):
-            back_door.delete(keys[hole])
-            assert store.longest_prefix(keys, LIMIT, TIMEOUT) == hole
+    @pytest.mark.law("5.2", "5.4")
+    @pytest.mark.fd_cases(STORES)
+    def test_case(
+        self, store: KVStore, make_store: MakeStore, location: str, back_door: BackDoor, case: KitCase
+    ) -> None:
+        place = StorePlace(store, make_store, self.elsewhere(location), back_door)
+        can = supported(place, shares=self.sharing.reason is None, persists=self.persistence.reason is None)
+        case.with_only(can).check(place, "pytest", option="--fd-case")
 
     @pytest.mark.law("5.2")
     def test_a_value_that_is_put_again_heals(self, store: KVStore, back_door: BackDoor) -> None:
@@ -366,13 +347,6 @@ class StoreSuite:
             assert as_bytes(store.get([key], LIMIT, TIMEOUT)) == [expected], number
             assert store.longest_prefix([key], LIMIT, TIMEOUT) == (0 if expected is None else 1), number
 
-    @pytest.mark.law("5.2")
-    def test_deleting_counts_what_there_was(self, store: KVStore, back_door: BackDoor) -> None:
-        store.put([(key, [value_of(key)]) for key in (A, B, C)], TIMEOUT)
-        assert store.delete([A, C, A, key_of(9)], TIMEOUT) == 2
-        assert [back_door.read(key) for key in (A, B, C)] == [None, value_of(B), None]
-        assert as_bytes(store.get([A, B, C], LIMIT, TIMEOUT)) == [None, value_of(B), None]
-
     @pytest.mark.law("8")
     def test_a_value_in_hand_does_not_change(self, store: KVStore, back_door: BackDoor) -> None:
         store.put([(A, [value_of(A, LIMIT)])], TIMEOUT)
@@ -400,25 +374,24 @@ class StoreSuite:
             assert error.reason is FailureReason.MALFORMED
         assert as_bytes(store.get([B], LIMIT, TIMEOUT)) == [value_of(B)]
 
-    def test_stats_count_what_is_there(self, store: KVStore) -> None:
-        store.put([(key, [value_of(key)]) for key in (A, B)], TIMEOUT)
-        found = store.stats(TIMEOUT)
-        assert found.values in (None, 2)
-        assert found.bytes is None or found.bytes >= 2000
-        assert found.limit_bytes is None or found.limit_bytes >= 2000
-
     @pytest.mark.law("5.2")
-    def test_a_reader_sees_whole_values_while_a_writer_replaces_them(self, store: KVStore) -> None:
+    @pytest.mark.parametrize("writers", ["the same object", "another object", "two other objects"])
+    def test_a_reader_sees_whole_values_while_a_writer_replaces_them(
+        self, store: KVStore, make_store: MakeStore, writers: str
+    ) -> None:
+        if writers != "the same object":
+            self.sharing.require()
+        writing = {"the same object": [store], "another object": [make_store()]}.get(writers)
         keys = [key_of(number) for number in range(4)]
         enough = threading.Event()
 
-        def write() -> None:
+        def write(writer: KVStore) -> None:
             while not enough.is_set():
-                store.put([(key, [value_of(key, LIMIT)]) for key in keys], TIMEOUT)
-                store.delete(keys[::2], TIMEOUT)
+                assert writer.put([(key, [value_of(key, LIMIT)]) for key in keys], TIMEOUT) == len(keys)
+                assert writer.delete(keys[::2], TIMEOUT) <= 2
 
-        with ThreadPoolExecutor(1) as pool:
-            writer = pool.submit(write)
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(write, writer) for writer in writing or [make_store(), make_store()]]
             try:
                 for _ in range(40):
                     found = as_bytes(store.get(keys, LIMIT, TIMEOUT))
@@ -426,7 +399,90 @@ class StoreSuite:
                     assert 0 <= store.longest_prefix(keys, LIMIT, TIMEOUT) <= len(keys)
             finally:
                 enough.set()
-        writer.result()
+        for writer in running:
+            writer.result()
+        store.delete(keys, TIMEOUT)
+        assert store.get(keys, LIMIT, TIMEOUT) == [None] * len(keys)
+
+    @pytest.mark.law("5.2")
+    @pytest.mark.parametrize("puts", [1, 2, 5])
+    def test_a_killed_writer_leaves_whole_values(
+        self, store: KVStore, make_store: MakeStore, location: str, back_door: BackDoor, puts: int
+    ) -> None:
+        """Kill a process in the middle of a put; another one goes on."""
+        self.sharing.require()
+        keys = [key_of(number) for number in range(4)]
+        with writer_process(type(store), location) as writer:
+            for _ in range(puts):
+                writer.wait_for_put()
+                found = as_bytes(store.get(keys, LIMIT, TIMEOUT))
+                assert all(value in (None, value_of(key, LIMIT)) for key, value in zip(keys, found, strict=True))
+            time.sleep(0.001 * puts)
+            writer.kill()
+        assert all(back_door.read(key) in (None, value_of(key, LIMIT)) for key in keys)
+        for each in (store, make_store()):
+            assert each.put([(key, [value_of(key)]) for key in keys], TIMEOUT) == len(keys)
+            assert as_bytes(each.get(keys, LIMIT, TIMEOUT)) == [value_of(key) for key in keys]
+
+    @pytest.mark.law("5.5")
+    def test_a_reader_does_not_wait_for_a_slow_writer(self, store: KVStore) -> None:
+        """Read while a put waits in the middle of its values: the reader ends in time."""
+        store.put([(A, [value_of(A)])], TIMEOUT)
+        values = _PausedValues([(key_of(number), [value_of(key_of(number))]) for number in range(2, 9)])
+        with ThreadPoolExecutor(1) as pool:
+            writer = pool.submit(store.put, values, TIMEOUT)
+            try:
+                assert values.paused.wait(TIMEOUT), "put read none of its values"
+                for call in _calls(0.2)[1::2]:
+                    start = time.monotonic()
+                    with contextlib.suppress(StoreError):
+                        call(store)
+                    assert time.monotonic() - start < 0.2 + SLACK, "a reader waited for a writer beyond its timeout"
+            finally:
+                values.go_on.set()
+        assert writer.result() == 7
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    @pytest.mark.law("5.5")
+    def test_the_time_of_a_call_does_not_grow_with_the_values(self, store: KVStore) -> None:
+        calls: dict[str, Callable[[], object]] = {
+            "put": lambda: store.put([(A, [value_of(A)])], TIMEOUT),
+            "get": lambda: store.get([A], LIMIT, TIMEOUT),
+            "longest_prefix": lambda: store.longest_prefix([A], LIMIT, TIMEOUT),
+            "get of an absent value": lambda: store.get([B], LIMIT, TIMEOUT),
+            "delete": lambda: store.delete([C], TIMEOUT),
+        }
+        few = {name: _fastest(call) for name, call in calls.items()}
+        keys = keys_of("random", length=24, count=_MANY)
+        for start in range(0, _MANY, 64):
+            store.put([(key, [key]) for key in keys[start : start + 64]], TIMEOUT)
+        for _ in range(3):  # other programs take time as well
+            many = {name: _fastest(call) for name, call in calls.items()}
+            slower = {name: many[name] / few[name] for name in calls if many[name] > 4 * few[name]}
+            if not slower:
+                return
+        shown = ", ".join(f"{name} {ratio:.0f} times" for name, ratio in slower.items())
+        raise AssertionError(f"with {_MANY:,} values more, calls take longer: {shown}; at most 4 times are allowed")
+
+    @pytest.mark.law("5.5")
+    def test_closing_during_calls_raises_store_errors_only(self, make_store: MakeStore) -> None:
+        for number in range(5):
+            store, started = make_store(), threading.Barrier(3)
+
+            def work(call: Callable[[KVStore], object], store: KVStore, started: threading.Barrier) -> None:
+                started.wait(TIMEOUT)
+                with contextlib.suppress(StoreError):
+                    while True:
+                        call(store)
+
+            with ThreadPoolExecutor(2) as pool:
+                running = [pool.submit(work, call, store, started) for call in _calls(TIMEOUT)[1:3]]
+                started.wait(TIMEOUT)
+                time.sleep(0.002 * number)
+                store.close()
+            for each in running:
+                each.result()
 
     @pytest.mark.law("5.2")
     def test_two_stores_on_one_place_share_it(self, store: KVStore, make_store: MakeStore) -> None:
@@ -493,6 +549,46 @@ class StoreSuite:
             assert as_bytes(store.get([first, key], LIMIT, TIMEOUT)) == [value_of(first, 9000), value_of(key, 9000)]
             time.sleep(0.005)  # timestamps of file systems are coarser
         assert store.get([key_of(1), key_of(10)], LIMIT, TIMEOUT) == [None, None]
+
+    @pytest.mark.law("5.5")
+    @pytest.mark.parametrize("size", [1, 100, 4096, 9000])
+    def test_space_of_replaced_and_deleted_values_is_free(
+        self, location: str, make_store: MakeStore, size: int
+    ) -> None:
+        """Replace and delete values at the limit: none of the others is evicted, whatever a store counts wrong."""
+        self.size_cap.require()
+        room = -(-size // 4096) * 4096 + 1024  # what a value may take, with the blocks of a file system
+        store = make_store(with_parameter(location, f"max_bytes={16 * room}"))
+        keys = [key_of(number) for number in range(12)]
+        store.put([(key, [value_of(key, size)]) for key in keys], TIMEOUT)
+        for number in range(60):
+            key = keys[number % 3]
+            if number % 4 == 3:
+                assert store.delete([key], TIMEOUT) == 1
+            assert store.put([(key, [value_of(key, size - number % 2)])], TIMEOUT) == 1
+            if number % 5 == 4:
+                store.put(
+                    [(keys[3], [value_of(keys[3], 16 * room + 1)]), (keys[3], [value_of(keys[3], size)])], TIMEOUT
+                )
+        sizes = {key: size - (57 + at) % 2 if at < 3 else size for at, key in enumerate(keys)}
+        found = as_bytes(store.get(keys, LIMIT, TIMEOUT))
+        assert found == [value_of(key, sizes[key]) for key in keys], "values were evicted although the limit has room"
+
+    @pytest.mark.law("5.5")
+    @pytest.mark.parametrize("size", [0, 1, 333, 5000, 20_000])
+    def test_values_behind_the_store_never_exceed_the_cap(
+        self, location: str, make_store: MakeStore, size: int
+    ) -> None:
+        """Add up the values that can be read, instead of believing `stats`."""
+        self.size_cap.require()
+        cap = max(20_000, 3 * size)
+        store = make_store(with_parameter(location, f"max_bytes={cap}"))
+        keys = [key_of(number) for number in range(40)]
+        for at in range(60):
+            key, length = keys[at * 7 % 40], size + at % 3
+            assert store.put([(key, [value_of(key, length)])], TIMEOUT) == 1
+            there = sum(len(value) for value in store.get(keys, LIMIT, TIMEOUT) if value is not None)
+            assert there <= cap, f"the store holds {there:,} bytes, its limit is {cap:,}"
 
     @pytest.mark.law("5.5")
     def test_a_value_over_the_cap_is_left_out_and_costs_no_other(self, location: str, make_store: MakeStore) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from fd_core.ops.contract import Ops
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
 from fd_core.testing.kit.plugin import chosen, run_for_each
-from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.kit.requirements import declare_envelope, lacks, require_sizes
 from fd_core.testing.kit.target import Target, parse_target
 
 # The same examples for every backend, without shrinking, which is slow on some devices.
@@ -58,6 +58,7 @@ def target(request: pytest.FixtureRequest, checkpoints: Path) -> Target:
         found = chosen(request.param, lambda name: parse_target(name, checkpoints))
         chosen(request.param, lambda _: found.cls)  # which imports it
         _TARGETS[request.param] = found
+    declare_envelope(_TARGETS[request.param].backend.envelope)
     return _TARGETS[request.param]
 
 
@@ -86,7 +87,11 @@ def require(target: Target) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def whole_layers_are_needed(request: pytest.FixtureRequest) -> None:
-    """Skip a file with `REQUIRES = (...)` if the backend lacks one of these abilities."""
+    """Skip a file with `REQUIRES = (...)` or `SIZES = {...}` if the backend lacks an ability, or has smaller limits."""
+    sizes: Mapping[str, int] = getattr(request.module, "SIZES", {})
+    if sizes:
+        request.getfixturevalue("target")
+        require_sizes(sizes)
     needs: tuple[str, ...] = getattr(request.module, "REQUIRES", ())
     if needs:
         request.getfixturevalue("require")(*needs)

@@ -13,7 +13,7 @@ from fd_core.ops.contract import Ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.weights import WEIGHT_FORMATS
 from fd_core.testing.kit.requirements import require_format, thorough_but
-from fd_core.testing.models.arrays import PACKED_TOLERANCE, Values, activations, assert_near
+from fd_core.testing.models.arrays import PACKED_TOLERANCE, Values, activations, assert_near, assert_same
 from fd_core.testing.models.layers import Geometry, LayerOn
 
 REQUIRES = ("primitives", "kv_transfer")
@@ -102,4 +102,4 @@ def test_earlier_block_content_does_not_matter(ops: Ops, geometry: Geometry = GE
     nan = {np.dtype(np.float32): np.nan, np.dtype(np.int8): -1}.get(held.dtype, 0x7FC0)
     dirty.cache.import_blocks(blocks, np.full_like(held, nan))
     for ours, theirs in zip(dirty.run(ops), clean.run(ops), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        assert_same(ours, theirs)

@@ -100,6 +100,7 @@ def test_closed_engine_frees_its_cache(target: Target) -> None:
 
 
 @pytest.mark.fd_thorough
+@pytest.mark.fd_alone
 def test_memory_is_freed_when_engines_close(target: Target, require: Callable[..., None]) -> None:
     """Fill caches of 24 MiB: two leaked ones are visible in the memory of the device or of this process."""
     require("kv_transfer")

@@ -12,7 +12,7 @@ from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.arrays import Values
+from fd_core.testing.models.arrays import Values, assert_same, assert_within
 from fd_core.testing.models.layers import Geometry, LayerOn
 from fd_core.testing.suite import test_fusions, test_golden, test_kv, test_operations
 
@@ -45,8 +45,8 @@ def test_quantized_blocks_are_restored_bit_for_bit(ops8: Ops) -> None:
     data = np.random.default_rng(0).integers(-128, 128, (3, 2, 2, 5, 3, 14)).astype(np.int8)  # any scale, including NaN
     data.flags.writeable = False
     cache.import_blocks(np.array([6, 0, 3], np.int32), data)
-    assert cache.export_blocks(np.array([6, 0, 3], np.int32)).tobytes() == data.tobytes()
-    assert cache.export_blocks(np.array([3], np.int32)).tobytes() == data[2:].tobytes()
+    assert_same(cache.export_blocks(np.array([6, 0, 3], np.int32)).view(np.uint8), data.view(np.uint8))
+    assert_same(cache.export_blocks(np.array([3], np.int32)).view(np.uint8), data[2:].view(np.uint8))
 
 
 @pytest.mark.parametrize("tokens", [1, 9], ids=["one by one", "at once"])
@@ -62,7 +62,7 @@ def test_stored_kv_equals_the_oracles(ops8: Ops, require: Callable[..., None], t
         ops8.write_kv(cache.layer(1), k, v, ops8.from_host(slots[start : start + tokens]))
     exported = cache.export_blocks(np.arange(7, dtype=np.int32))
     for side, right in enumerate((quantize_kv(x), quantize_kv(-x))):
-        np.testing.assert_array_equal(exported[slots // 5, 1, side, slots % 5], right)
+        assert_same(exported[slots // 5, 1, side, slots % 5], right)
 
 
 @pytest.mark.parametrize("rows", test_operations.ROWS)
@@ -78,7 +78,7 @@ def test_fusions_keep_and_read_what_their_composition_does(ops8: Ops, require: C
     fused, composed = (LayerOn(ops8, GEOMETRIES[name]) for _ in range(2))
     ours, right = fused.run(ops8), composed.run(Ops)
     for found, expected in zip(ours[:2], right[:2], strict=True):  # queries and attention
-        np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
+        assert_within(found, expected, atol=0.02 * np.abs(expected).max())
     blocks = np.arange(fused.cache.num_blocks, dtype=np.int32)
     kept, theirs = (layer.cache.export_blocks(blocks)[..., : fused.g.d].astype(int) for layer in (fused, composed))
     assert np.abs(kept - theirs).max() <= 1

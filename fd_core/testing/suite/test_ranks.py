@@ -21,7 +21,7 @@ from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
-from fd_core.testing.models.arrays import Values
+from fd_core.testing.models.arrays import Values, assert_same, assert_within
 from fd_core.testing.models.paged import PagedDriver
 from fd_core.testing.suite.test_models import adapted_by
 
@@ -69,8 +69,8 @@ def test_sums_and_gathers_have_the_same_bits_on_all_ranks(
     for part in parts[1:]:
         total += part
     for reduced, gathered in on_ranks(size, work, make=transported(transport)):
-        np.testing.assert_array_equal(reduced, total)
-        np.testing.assert_array_equal(gathered, np.concatenate(parts, axis=1))
+        assert_same(reduced, total)
+        assert_same(gathered, np.concatenate(parts, axis=1))
 
 
 def computed_by_ranks(
@@ -91,9 +91,9 @@ def computed_by_ranks(
 
     alone = run(target.backend.make_ops())
     ranks = on_ranks(2, lambda group: run(joined(target, group)), make=transported(transport))
-    np.testing.assert_array_equal(ranks[0][2], ranks[1][2])
+    assert_same(ranks[0][2], ranks[1][2])
     if ranks[0][0]:
-        np.testing.assert_array_equal(ranks[0][2], alone[2])
+        assert_same(ranks[0][2], alone[2])
     return ranks, alone
 
 
@@ -111,7 +111,7 @@ def test_two_ranks_compute_what_one_does(target: Target, case: str, transport: s
     ranks, (_, texts, logits) = computed_by_ranks(target, target.checkpoint(case), transport=transport)
     if ranks[0][0] or target.exact:
         assert ranks[0][1] == texts
-        np.testing.assert_allclose(ranks[0][2], logits, rtol=0, atol=5e-5)
+        assert_within(ranks[0][2], logits, atol=5e-5)
 
 
 def test_two_ranks_add_what_an_adapter_adds_on_one(target: Target, checkpoints: Path) -> None:
@@ -122,4 +122,4 @@ def test_two_ranks_add_what_an_adapter_adds_on_one(target: Target, checkpoints: 
     adapters = [write_adapter(path, checkpoints / f"of-ranks-{seed}", seed=seed, rank=1 + seed) for seed in (1, 2)]
     ranks, (_, _, alone) = computed_by_ranks(target, path, adapters)
     if target.exact and not ranks[0][0]:
-        np.testing.assert_allclose(ranks[0][2], alone, rtol=0, atol=1e-4)
+        assert_within(ranks[0][2], alone, atol=1e-4)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fd_core.ops.contract import Ops, SampleInput
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.philox import uniform
-from fd_core.testing.models.arrays import Floats, on_device, penalty_input, sample_input
+from fd_core.testing.models.arrays import Floats, assert_same, assert_within, on_device, penalty_input, sample_input
 from fd_core.types import IntArray
 
 # A pack has no state between examples, so they may share one.
@@ -146,7 +146,7 @@ def test_a_large_vocabulary_with_every_filter(ops: Ops) -> None:
         seeds=rng.integers(0, 2**63, rows),
         positions=rng.integers(0, 4000, rows),
     )
-    assert sample(ops, logits, parameters).tolist() == sample(NumpyOps(), logits, parameters).tolist()
+    assert_same(sample(ops, logits, parameters), sample(NumpyOps(), logits, parameters))
 
 
 def test_a_row_does_not_depend_on_its_neighbours(ops: Ops) -> None:
@@ -162,7 +162,7 @@ def test_a_row_does_not_depend_on_its_neighbours(ops: Ops) -> None:
         sample(ops, logits[row : row + 1], sample_input(1, **{name: values[row] for name, values in columns.items()}))
         for row in range(8)
     ]
-    assert together.tolist() == np.concatenate(alone).tolist()
+    assert_same(together, np.concatenate(alone))
 
 
 def test_token_frequencies_match_their_probabilities(ops: Ops) -> None:
@@ -228,7 +228,7 @@ def test_penalties_are_those_of_the_definition(ops: Ops, seed: int) -> None:
                 logit = logit - np.float32(added)
             expected[row, token] = logit
     result = ops.penalize(ops.from_host(logits.copy()), on_device(ops, given))
-    np.testing.assert_array_equal(ops.to_host(result), expected)
+    assert_same(ops.to_host(result), expected)
 
 
 def test_penalties_of_a_real_vocabulary_are_the_oracles(ops: Ops) -> None:
@@ -247,7 +247,7 @@ def test_penalties_of_a_real_vocabulary_are_the_oracles(ops: Ops) -> None:
         frequency=rng.uniform(-2, 2, rows),
     )
     result = ops.penalize(ops.from_host(logits.copy()), on_device(ops, given))
-    np.testing.assert_array_equal(ops.to_host(result), NumpyOps().penalize(logits.copy(), given))
+    assert_same(ops.to_host(result), NumpyOps().penalize(logits.copy(), given))
 
 
 @pytest.mark.parametrize("vocabulary", [9, 32, 33, 64, 1003])
@@ -266,7 +266,7 @@ def test_masked_tokens_become_impossible_and_no_others(ops: Ops, vocabulary: int
             if not int(bits[index, token // 32]) >> token % 32 & 1:
                 expected[row, token] = -np.inf
     result = ops.mask_logits(*map(ops.from_host, (logits.copy(), rows, bits)))
-    np.testing.assert_array_equal(ops.to_host(result), expected)
+    assert_same(ops.to_host(result), expected)
 
 
 def test_a_mask_of_no_rows_changes_nothing(ops: Ops) -> None:
@@ -286,7 +286,7 @@ def test_the_mask_of_a_single_token_leaves_that_token(ops: Ops) -> None:
     masked = ops.mask_logits(*map(ops.from_host, (logits, rows, bits.view(np.int32))))
     parameters = sample_input(vocabulary, temperature=np.arange(vocabulary) % 2, positions=tokens)
     chosen, _ = ops.sample(masked, on_device(ops, parameters))
-    assert ops.to_host(chosen).tolist() == tokens.tolist()
+    assert_same(ops.to_host(chosen), tokens)
 
 
 def test_counts_of_tokens_are_written_and_added_to(ops: Ops) -> None:
@@ -306,13 +306,11 @@ def test_logprobs_are_sorted_and_ties_go_to_the_lower_id(ops: Ops, rows: list[li
     found = ops.logprobs(ops.from_host(logits.copy()), ops.from_host(tokens), top_n)
     chosen, top_ids, top = map(ops.to_host, found)
     exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
-    np.testing.assert_allclose(chosen, exact[tokens, tokens], atol=1e-5)
+    assert_within(chosen, exact[tokens, tokens], atol=1e-5)
     expected = [sorted(range(9), key=lambda token: (-row[token], token))[:top_n] for row in logits.tolist()]
-    assert top_ids.tolist() == expected
+    assert_same(top_ids, expected)
     assert top_ids.dtype == np.int32
-    np.testing.assert_allclose(
-        top, np.take_along_axis(exact, np.array(expected, np.int64).reshape(top.shape), 1), atol=1e-5
-    )
+    assert_within(top, np.take_along_axis(exact, np.array(expected, np.int64).reshape(top.shape), 1), atol=1e-5)
 
 
 @settings(max_examples=20, **SHARED)
@@ -375,8 +373,8 @@ def test_non_finite_row_is_reported_without_affecting_others(
     )
     tokens, peaks = choose(ops, logits, parameters)
     assert np.flatnonzero(np.isfinite(peaks)).tolist() == healthy
-    assert peaks[healthy].tolist() == logits[healthy].max(axis=1).tolist()
-    assert tokens[healthy].tolist() == expected[healthy].tolist()
+    assert_same(peaks[healthy], logits[healthy].max(axis=1))
+    assert_same(tokens[healthy], expected[healthy])
     assert tokens.min() >= 0
     assert tokens.max() < 2001
 

@@ -234,13 +234,17 @@ class TextReader(abc.ABC):
                 self._at = found.end()
                 return found[0]
             if self._ended:
-                cut = begun is not None and (self._cut_off or self._after_call)
+                cut = begun is not None and (self._after_call or (self._cut_off and self._drops(begun[0], emit)))
                 rest = "" if cut else "".join(spaces) + self.rest()
                 self._at = len(self._text)
                 if rest:
                     emit(rest)
                 return ""
             yield
+
+    def _drops(self, begun: str, emit: Callable[[str], None]) -> bool:
+        """Return True if the end of a truncated text is an incomplete marker, not content such as one backtick."""
+        return emit != self._emit_outside or any(marker.startswith(begun) for marker in self.markers)
 
     def content_until(self, *begins: str) -> Steps[str]:
         """Emit content until one of `begins` follows, see `until`.

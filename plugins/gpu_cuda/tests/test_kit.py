@@ -20,9 +20,9 @@ NOT_HERE = "not test_a_text_survives_a_crash_in_the_middle"
 AT_SIZE = "unfinished_chunks or decode_batches or last_slot or wide_step or matrix"
 """Tests of production sizes that take the CPU seconds: graphs, padding and state between steps."""
 
-WIDELY = "not fd_scale and not fd_thorough"
+WIDELY = "not fd_scale and not fd_pairs and not fd_thorough"
 if everything():
-    WIDELY, AT_SIZE = "not fd_scale", f"{AT_SIZE} or memory_is_flat"
+    WIDELY, AT_SIZE = "not fd_scale and not fd_pairs", f"{AT_SIZE} or memory_is_flat"
 else:  # one test of behaviour shared by all backends, and all tests that depend on this one
     NOT_HERE += " and not (test_golden and not preemption) and not (test_budget and not padding) and not zmq"
 

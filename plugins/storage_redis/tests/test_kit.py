@@ -24,6 +24,9 @@ class RedisSuite(StoreSuite):
     size_cap = closed("the limit is the server's own maxmemory")
     secrets = (PASSWORD,)
 
+    def elsewhere(self, location: str) -> str:
+        return f"{location.removesuffix('/0')}/1" if location.endswith("/0") else f"{location}?db=1"
+
     @pytest.fixture(autouse=True)
     def _empty(self, own_server: Server) -> None:
         own_server.back_door.flushall()

@@ -124,7 +124,7 @@ def test_block_hash_covers_everything_that_determines_its_kv(secret: str, monkey
     def name(path: str, numerics: str, block_size: int = 16, salt: str = "") -> bytes:
         config = EngineConfig(model="x", kv_store="memory:", kv_store_secret_file=secret, block_size=block_size)
         identity = kv_offload.kv_identity(Path(path), numerics)
-        hasher = kv_offload.open_kv_storage(config, installed_plugins(), lambda: identity).hasher
+        hasher = kv_offload.open_kv_storage(config, installed_plugins(), lambda: identity, 0).hasher
         assert hasher is not None
         return hasher.root(salt)
 

@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
 
 import pytest
 
+from fd_core import types
+from fd_core.cluster.scaling import GroupLoad
+from fd_core.config import Limits
+from fd_core.disagg.connectors.contract import Connector, ConnectorSettings, KVInbox, KVOutbox
+from fd_core.kv.stores.contract import KVStore
 from fd_core.ops import contract
+from fd_core.router.config import RouterConfig
+from fd_core.router.policies import Candidate, RoutingContext
+from fd_core.router.selection import WorkerLoad
+from fd_core.router.workers import RouterWorker
+from fd_core.runner.observing import SampledRequest, SampledStep
+from fd_core.runner.postprocess.contract import Postprocess
+from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.requests import QueuedRequest
+from fd_core.scheduling.victims import RunningRequests
 from fd_core.testing import axes as package
+from fd_core.testing.parsers import answers
+from fd_core.testing.postprocessors import steps
+from fd_core.text.parsing.contract import (
+    CallForm,
+    FreePart,
+    OutputParser,
+    ReasoningParser,
+    TaggedArguments,
+    ToolParser,
+)
 
 TYPES = (
     contract.Experts,
@@ -22,9 +47,41 @@ TYPES = (
     contract.Rope,
     contract.SampleInput,
     contract.StepInput,
+    KVStore,
+    Connector,
+    KVInbox,
+    KVOutbox,
+    ConnectorSettings,
+    RoutingContext,
+    Candidate,
+    WorkerLoad,
+    RouterWorker,
+    RouterConfig,
+    GroupLoad,
+    SampledStep,
+    SampledRequest,
+    types.RequestSpec,
+    types.SamplingParams,
+    types.Reasoning,
+    types.Pooling,
+    types.PrefillJob,
+    Limits,
+    SchedulerSetup,
+    QueuedRequest,
+    RunningRequests,
+    Postprocess,
+    OutputParser,
+    ToolParser,
+    ReasoningParser,
+    CallForm,
+    TaggedArguments,
+    FreePart,
 )
+"""Values that plugins receive, and contracts whose methods receive them."""
 MODULES = [
-    importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
+    answers,
+    steps,
+    *(importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)),
 ]
 PARTS = [part for module in MODULES for part in vars(module).values() if type(part).__name__ == "Part"]
 VARIED = {field for part in PARTS for axis in part.axes for field in axis.fields}
@@ -32,7 +89,20 @@ EXCUSED = {name: reason for module in MODULES for name, reason in getattr(module
 
 
 def fields_of(cls: type) -> list[str]:
-    names = getattr(cls, "__struct_fields__", None) or [field.name for field in dataclasses.fields(cls)]
+    """Return the fields of a type; for a contract of methods, their arguments as `Class.method.argument`."""
+    if inspect.isabstract(cls):
+        methods = {name: method for name, method in vars(cls).items() if inspect.isfunction(method)}
+        arguments = [(name, each) for name, method in methods.items() for each in inspect.signature(method).parameters]
+        return [
+            f"{cls.__name__}.{each if name == '__init__' else f'{name}.{each}'}"
+            for name, each in arguments
+            if each != "self"
+        ]
+    names = (
+        getattr(cls, "__struct_fields__", None)
+        or getattr(cls, "_fields", None)
+        or [field.name for field in dataclasses.fields(cls)]
+    )
     return [f"{cls.__name__}.{name}" for name in names]
 
 

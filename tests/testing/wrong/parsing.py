@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fd_core.text.parsing.argument_types import KINDS, json_of
 from fd_core.text.parsing.contract import OutputParser, ToolParser
 from fd_core.text.parsing.events import CallEnded, Content
 from fd_core.text.parsing.formats.json_calls import HermesTools
+from fd_core.text.parsing.formats.tagged import GlmTools
 from fd_core.text.parsing.thinking import QwenReasoning
 
 WRONG: dict[str, WrongParser] = {}
@@ -251,7 +254,7 @@ class KeepsTheMarkersOfReasoning(QwenReasoning):
         super().emit_read(cut=cut)
 
 
-@breaks("8.3", "characters:test_two_answers_at_a_time_do_not_meet")
+@breaks("8.[134]", "calls")
 class SharesTextBetweenParsers(HermesTools):
     shared: ClassVar[list[str]] = [""]
 
@@ -345,17 +348,6 @@ class KnowsOnlyTheBeginOfACall(HermesTools):
         return self.until(*begins, emit=self._emit_outside, space=True)
 
 
-@breaks("8.6", "time:test_time_is_linear_in_the_text")
-class RescansTheWholeText(HermesTools):
-    seen = ""
-
-    def push(self, text):
-        self.seen += text
-        for _ in range(20):
-            sum(map(ord, self.seen))
-        return super().push(text)
-
-
 # Calls --------------------------------------------------------------------------------------------------------
 
 
@@ -400,7 +392,7 @@ class LosesBackslashes(HermesTools):
         super().emit_arguments(text.replace("\\", ""))
 
 
-@breaks("8.3", "calls:test_calls_follow_one_another")
+@breaks("8.[134]", "calls")
 class ReadsOneCallOnly(HermesTools):
     def push(self, text):
         return [each for each in super().push(text) if getattr(each, "index", 0) == 0]
@@ -423,3 +415,196 @@ class AlwaysStartsWithReasoning(QwenReasoning):
     @classmethod
     def begins_reasoning(cls, prompt_tail, switched):
         return "</think>" not in prompt_tail
+
+
+# Long, nested and repeated parts, other ends and other answers: the parts `calls` and `answer` ------------------------
+
+
+@breaks("8.[134]", "calls")
+class KeepsEightThousandCharactersOfArguments(HermesTools):
+    emitted = 0
+
+    def begin_call(self, name):
+        self.emitted = 0
+        super().begin_call(name)
+
+    def emit_arguments(self, text):
+        if self.emitted < 8192:
+            super().emit_arguments(text)
+        self.emitted += len(text)
+
+
+@breaks("8.[134]", "calls")
+class DropsTextAfterACall(HermesTools):
+    def emit_content(self, text):
+        if not self._calls:
+            super().emit_content(text)
+
+
+@breaks("8.[134]", "calls")
+class JoinsLinesAfterACall(HermesTools):
+    def emit_content(self, text):
+        super().emit_content(text.replace("\n\n", "\n") if self._calls else text)
+
+
+@breaks("8.[134]", "calls")
+class ReadsNumbersAsFloats(HermesTools):
+    def emit_arguments(self, text):
+        super().emit_arguments(re.sub(r"\b\d{17,}\b", lambda found: f"{float(found[0]):.0f}", text))
+
+
+@breaks("8.[134]", "calls")
+class ComposesArguments(HermesTools):
+    def emit_arguments(self, text):
+        super().emit_arguments(unicodedata.normalize("NFC", text))
+
+
+@breaks("8.[134]", "calls")
+class ReadsFiftyCalls(HermesTools):
+    def push(self, text):
+        return [each for each in super().push(text) if getattr(each, "index", 0) < 50]
+
+
+@breaks("8.[134]", "calls")
+class DropsACallThatRepeatsTheLastOne(HermesTools):
+    """Models that loop repeat a call, but a client may ask for the same thing twice."""
+
+    last = None
+    name = held = ""
+
+    def begin_call(self, name):
+        self.name, self.held, self.call_open, self._arguments = name, "", True, False
+
+    def emit_arguments(self, text):
+        self._arguments = True
+        self.held += text
+
+    def end_call(self):
+        if (self.name, self.held) != self.last and self.held:
+            super().begin_call(self.name)
+            super().emit_arguments(self.held)
+            super().end_call()
+        self.last, self.call_open = (self.name, self.held), False
+
+
+@breaks("8.[134]", "calls")
+class RepeatsHeldBackTextWhenTheModelEnds(HermesTools):
+    def finish(self):
+        events = [*super().finish()]
+        return [*events, *(each for each in events if isinstance(each, Content))]
+
+
+@breaks("8.[134]", "calls")
+class DropsHeldBackTextWhenTheModelEnds(HermesTools):
+    def finish(self):
+        return self.flush()
+
+
+@breaks("8.[134]", "calls")
+class RequiresASpaceAfterAColon(HermesTools):
+    def emit_arguments(self, text):
+        super().emit_arguments(re.sub(r"\A:(?=[^ ])", "", text))
+
+
+@breaks("8.[134]", "calls")
+class ReadsStringsAsValues(GlmTools):
+    """Ignores that the schema wants a string."""
+
+    def _value(self, tool, key):
+        value, closed = yield from self.text_until(*self.tagged.ends)
+        if closed:
+            self.emit_arguments(json_of(value, KINDS))
+        return bool(closed)
+
+
+@breaks("8.[134]", "calls")
+class SharesItsBuffer(HermesTools):
+    """The buffer of the class is emptied within each call, but another thread may write in between."""
+
+    buffer: ClassVar[list[str]] = []
+
+    def emit_arguments(self, text):
+        self.buffer.append(text)
+        text = "".join(self.buffer)
+        self.buffer.clear()
+        super().emit_arguments(text)
+
+
+@breaks("8.[134]", "calls")
+class CountsCallsOfTruncatedAnswers(HermesTools):
+    """Its numbers go on where an answer that was not ended left them."""
+
+    left: ClassVar[list[int]] = [0]
+
+    def __init__(self, tools):
+        super().__init__(tools)
+        self._calls = self.left[0]
+
+    def begin_call(self, name):
+        self.left[0] = self._calls
+        super().begin_call(name)
+
+    def end_call(self):
+        super().end_call()
+        self.left[0] = 0
+
+
+@breaks("8.6", "time:test_time_is_linear_in_the_text")
+class SearchesTheWholeText(HermesTools):
+    seen = ""
+
+    def push(self, text):
+        self.seen += text
+        re.search(r"<\|stop\|>|\[stop\]", self.seen)
+        return super().push(text)
+
+
+@breaks("8.6", "time:test_time_of_a_whole_text_is_linear")
+class CutsOffOneCharacterAtATime(HermesTools):
+    def push(self, text):
+        rest = text
+        while rest and len(text) > 100:
+            rest = rest[1:].replace("\0", "")
+        return super().push(text)
+
+
+@breaks("8.[134]", "answer")
+class IgnoresThePrompt(QwenReasoning):
+    @classmethod
+    def _opened_by(cls, prompt_tail):
+        return False
+
+
+@breaks("8.[134]", "answer")
+class LimitsReasoning(QwenReasoning):
+    emitted = 0
+
+    def emit_reasoning(self, text):
+        if self.emitted < 4096:
+            super().emit_reasoning(text)
+        self.emitted += len(text)
+
+
+@breaks("8.[134]", "answer")
+class LosesLinesOfReasoning(QwenReasoning):
+    def emit_reasoning(self, text):
+        super().emit_reasoning(text.replace("\r\n", "\n"))
+
+
+@breaks("8.[134]", "answer")
+class ReadsOneBlockOfReasoning(QwenReasoning):
+    blocks = 0
+
+    def emit_reasoning(self, text):
+        if self.blocks < 2:
+            super().emit_reasoning(text)
+
+    def until(self, *markers, emit, **others):
+        self.blocks += emit == self.emit_reasoning
+        return super().until(*markers, emit=emit, **others)
+
+
+@breaks("8.[134]", "answer")
+class RepeatsReasoningWhenTheModelEnds(QwenReasoning):
+    def finish(self):
+        return [*super().finish(), Content("\n.")]

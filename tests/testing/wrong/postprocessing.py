@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -16,11 +18,12 @@ from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 WRONG: dict[str, WrongPostprocess] = {}
+MANY = "matrix:slots=2,k=1,steps=70000,before=kept"
 
 
 @dataclass(frozen=True)
 class WrongPostprocess:
-    """A postprocessor, the rule that it breaks, and the case that detects it."""
+    """A postprocessor, the rule that it breaks, and the test, or the part of the kit, that detects it."""
 
     cls: type[Postprocess]
     rule: str
@@ -44,7 +47,7 @@ class AcknowledgesNoRevocation(NumpyPostprocess):
         return super().token_matrix(sampled, accepted, slots, revoked[:0])
 
 
-@breaks("1.2", "matrix:test_a_batch_that_is_revoked_as_a_whole_is_answered[0]")
+@breaks("1.2", "matrix")
 class AcknowledgesNothingWithoutRows(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked if len(slots) else revoked[:0])
@@ -99,13 +102,13 @@ class CutsAfterAnEndOfText(NumpyPostprocess):
         return super().token_matrix(sampled, np.minimum(accepted, first), slots, revoked)
 
 
-@breaks("1.1", "matrix:test_token_of_any_id_is_delivered[0]")
+@breaks("1.1", "matrix")
 class IgnoresTokenZero(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(np.where(sampled > 0, sampled, EMPTY_TOKEN_ID), accepted, slots, revoked)
 
 
-@breaks("1.1", "matrix:test_token_of_any_id_is_delivered[0]")
+@breaks("1.1", "matrix")
 class RoundsThroughFloats(NumpyPostprocess):
     """A kernel library without integers: float32 holds them up to 2^24."""
 
@@ -119,7 +122,7 @@ class WritesRowsInOrder(NumpyPostprocess):
         return super().token_matrix(sampled, accepted, np.sort(slots), revoked)
 
 
-@breaks("1.1", "matrix:test_many_slots_in_no_order[0-40]")
+@breaks("1.1", "matrix")
 class WritesATileOf32(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled[:32], accepted[:32], slots[:32], revoked)
@@ -131,7 +134,7 @@ class LosesTheLastSlot(NumpyPostprocess):
         return super().token_matrix(sampled, accepted, slots, revoked[revoked < max(32, self.limits.max_num_seqs - 1)])
 
 
-@breaks("1.1", "matrix:test_many_slots_in_no_order[16-4099]")
+@breaks("1.1", "matrix:slots=65536,k=16,rows=all-but-one,revoked=rest")
 class CountsCellsInSixteenBits(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         matrix = super().token_matrix(sampled, accepted, slots, revoked)
@@ -140,7 +143,7 @@ class CountsCellsInSixteenBits(NumpyPostprocess):
         return matrix
 
 
-@breaks("1.2", "matrix:test_many_slots_in_no_order[0-1023]")
+@breaks("1.2", "matrix")
 class StoresARevokedSlotInAByte(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled, accepted, slots, revoked[revoked < 256])
@@ -179,17 +182,17 @@ class Rotating(NumpyPostprocess):
         return matrix
 
 
-@breaks("1", "flight:test_later_steps_leave_earlier_matrices_alone[0]")
+@breaks("1.1", "matrix")
 class ReusesItsMatrix(Rotating):
     pass
 
 
-@breaks("1", "flight:test_later_steps_leave_earlier_matrices_alone[3]")
+@breaks("1.2", "matrix")
 class RotatesThreeMatrices(Rotating):
     buffers = 3
 
 
-@breaks("1", "flight:test_two_runners_do_not_meet")
+@breaks("1.1", "matrix")
 class SharesABufferOfItsShape(NumpyPostprocess):
     shared: ClassVar[dict[tuple[int, ...], np.ndarray]] = {}
 
@@ -200,7 +203,7 @@ class SharesABufferOfItsShape(NumpyPostprocess):
         return shared
 
 
-@breaks("1.1", "flight:test_matrix_contains_only_its_step[1]")
+@breaks("1.1", "matrix")
 class LeavesAStaleToken(NumpyPostprocess):
     last = None
 
@@ -214,7 +217,7 @@ class LeavesAStaleToken(NumpyPostprocess):
         return matrix
 
 
-@breaks("1.1", "flight:test_matrix_contains_only_its_step[8]")
+@breaks("1.1", "matrix")
 class LeavesIdleRowsUnwritten(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         matrix = np.empty((self.limits.max_num_seqs, sampled.shape[1]), np.int32)
@@ -223,7 +226,7 @@ class LeavesIdleRowsUnwritten(NumpyPostprocess):
         return matrix
 
 
-@breaks("1.2", "flight:test_matrix_contains_only_its_step[0]")
+@breaks("1.2", "matrix")
 class ReleasesOneStepLate(NumpyPostprocess):
     late = np.empty(0, np.int32)
 
@@ -232,7 +235,7 @@ class ReleasesOneStepLate(NumpyPostprocess):
         return super().token_matrix(sampled, accepted, slots, np.setdiff1d(now, slots))
 
 
-@breaks("1", "flight:test_later_steps_leave_earlier_matrices_alone[1]")
+@breaks("1.1", "matrix")
 class ReplaysTheStepOfItsShape(NumpyPostprocess):
     """A graph that is replayed with the inputs of its capture."""
 
@@ -245,7 +248,7 @@ class ReplaysTheStepOfItsShape(NumpyPostprocess):
         return super().token_matrix(*self._captured.setdefault(shapes, given))
 
 
-@breaks("8", "flight:test_the_inputs_are_left_as_they_are[3]")
+@breaks("8", "matrix")
 class WritesIntoTheSampledTokens(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         sampled[np.arange(sampled.shape[1]) > accepted[:, None]] = EMPTY_TOKEN_ID
@@ -368,3 +371,169 @@ class BelongsToAThread(NumpyPostprocess):
 
     def token_matrix(self, sampled, accepted, slots, revoked):
         return super().token_matrix(sampled[:, : self._context.width], accepted, slots, revoked)
+
+
+# Sizes, history and other instances: the part `matrix` -----------------------------------------------------------
+
+
+@breaks("1.1", "matrix")
+class NumbersStepsInSixteenBits(NumpyPostprocess):
+    """The step with number 0 is taken for a warm-up, also after 2^16 steps."""
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self._step = np.uint16(1)
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        warm_up = self._step == 0
+        self._step = np.uint16((int(self._step) + 1) % 2**16)
+        if warm_up:
+            sampled, accepted, slots = sampled[:0], accepted[:0], slots[:0]
+        return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("1.1", MANY)
+class CountsStepsInAClosure(NumpyPostprocess):
+    """As the one before, but its count is in no attribute."""
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        count = itertools.count(1)
+        self._warms_up = lambda: next(count) % 2**16 == 0
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        if self._warms_up():
+            sampled, accepted, slots = sampled[:0], accepted[:0], slots[:0]
+        return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("1.1", "matrix")
+class ComparesStepsInThirtyTwoBits(NumpyPostprocess):
+    """An event counter that overflows after 2^31 steps, a month of serving."""
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self.events = {"queued": 0}
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        self.events["queued"] += 1
+        if self.events["queued"] >= 2**31:
+            sampled, accepted, slots = sampled[:0], accepted[:0], slots[:0]
+        return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("1.1", "matrix")
+class SharesScratchMemory(NumpyPostprocess):
+    """Memory of the class, in which each step is built before it is copied out."""
+
+    scratch: ClassVar[dict[tuple[int, ...], np.ndarray]] = {}
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        scratch = self.scratch.setdefault(sampled.shape[1:], np.empty((2**16, sampled.shape[1]), np.int32))
+        part = scratch[: self.limits.max_num_seqs]
+        part.fill(EMPTY_TOKEN_ID)
+        part[slots] = np.where(np.arange(sampled.shape[1]) <= accepted[:, None], sampled, EMPTY_TOKEN_ID)
+        part[revoked, 0] = PREEMPTED_TOKEN_ID
+        return part.copy()
+
+
+@breaks("1.1", "matrix")
+class KeepsTheLastRowOfALargerBatch(NumpyPostprocess):
+    """A buffer of rows that is cleared only if more than one row is gone."""
+
+    rows = None
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = super().token_matrix(sampled, accepted, slots, revoked)
+        if self.rows is not None and len(self.rows[0]) == len(slots) + 1 and len(slots):
+            slot = self.rows[0][-1]
+            if slot not in slots and slot not in revoked:
+                matrix[slot, 0] = self.rows[1][-1, 0]
+        self.rows = slots.copy(), sampled.copy()
+        return matrix
+
+
+@breaks("1.[13]", "matrix:slots=32769,rows=all")
+class StoresSlotsInSixteenBits(NumpyPostprocess):
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        return super().token_matrix(sampled, accepted, slots.astype(np.int16), revoked)
+
+
+@breaks("1.1", "matrix")
+class PadsRowsToATile(NumpyPostprocess):
+    """More than eight drafts and a last tile of rows that is not full."""
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        if sampled.shape[1] > 9 and len(slots) > 64 and len(slots) % 32 == 1:
+            accepted = np.append(accepted[:-1], np.minimum(accepted[-1:], 8))
+        return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("1.2", "matrix")
+class FindsRevocationsInRejectedDrafts(NumpyPostprocess):
+    """Marks a row as released if any of its cells has that value, also one that is not delivered."""
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = super().token_matrix(sampled, accepted, slots, revoked)
+        matrix[slots[(sampled == PREEMPTED_TOKEN_ID).any(axis=1)], 0] = PREEMPTED_TOKEN_ID
+        return matrix
+
+
+@breaks("1.1", "matrix")
+class StopsAtANegativeDraft(NumpyPostprocess):
+    """Delivers drafts up to the first negative one instead of counting the accepted ones."""
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        negative = sampled < 0
+        length = np.where(negative.any(axis=1), negative.argmax(axis=1) - 1, accepted)
+        return super().token_matrix(sampled, length, slots, revoked)
+
+
+@breaks("1.1", "matrix")
+class TrustsTheMemoryOfItsInputs(NumpyPostprocess):
+    """Keeps the mask of delivered drafts for the memory that counts them."""
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self._masks = {}
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        key = accepted.ctypes.data, accepted.shape, sampled.shape
+        if accepted.base is None:
+            return super().token_matrix(sampled, accepted, slots, revoked)
+        return super().token_matrix(sampled, self._masks.setdefault(key, accepted.copy()), slots, revoked)
+
+
+@breaks("1", MANY.replace("70000", "3000"))
+class KeepsCopiesInItsModule(NumpyPostprocess):
+    kept: ClassVar[list[np.ndarray]] = []
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        self.kept.append(revoked.copy())
+        return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("1", "matrix")
+class TakesTheLimitsOfTheLargestInstance(NumpyPostprocess):
+    most: ClassVar[list[int]] = [0]
+
+    def __init__(self, ops, limits):
+        self.most[0] = max(self.most[0], limits.max_num_seqs)
+        super().__init__(ops, msgspec.structs.replace(limits, max_num_seqs=self.most[0]))
+
+
+@breaks("1.1", "matrix")
+class RotatesTwoHundredFiftySixMatrices(Rotating):
+    buffers = 256
+
+
+@breaks("1.1", "matrix:test_matrix_on_each_framework_that_it_serves")
+class ServesTorchWithoutDrafts(NumpyPostprocess):
+    """Serves two frameworks, and drops the drafts of the second."""
+
+    serves = ("numpy", "torch")
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        if not isinstance(sampled, torch.Tensor):
+            return super().token_matrix(sampled, accepted, slots, revoked)
+        return TorchPostprocess.token_matrix(self, sampled, accepted * 0, slots, revoked)

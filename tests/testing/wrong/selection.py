@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from fd_core.testing.report.recorder import identity_of
+from fd_core.testing.kit.plugin import identity_of
 from tests.testing.wrong import plugin
 from tests.testing.wrong.fault import BASES, FAULTS, matches
 

@@ -81,3 +81,10 @@ def test_parse_time_is_linear(name: str) -> None:
             reading.push((opening[:-12] if start == 0 else "") + tail[start : start + 4])
         reading.flush()
         assert time.perf_counter() - began < 10
+
+
+@pytest.mark.parametrize("end", ["`", "``"])
+def test_backticks_at_the_end_of_truncated_content_are_kept(end: str) -> None:
+    reading = parser(None, "llama3_json")
+    events = joined([*reading.push(f"Call it `z{end}"), *reading.flush()])
+    assert events == [Content(f"Call it `z{end}")]

@@ -10,10 +10,15 @@ class PluginKind(StrEnum):
 
     BACKEND = "backend"
     SCHEDULER = "scheduler"
+    SCHEDULING_POLICY = "scheduling-policy"
+    VICTIM_POLICY = "victim-policy"
     POSTPROCESS = "postprocess"
     STORE = "store"
     CONNECTOR = "connector"
     ROUTER_POLICY = "router-policy"
+    LAUNCHER = "launcher"
+    SCALING_POLICY = "scaling-policy"
+    OBSERVER = "observer"
     TOOL_PARSER = "tool-parser"
     REASONING_PARSER = "reasoning-parser"
 

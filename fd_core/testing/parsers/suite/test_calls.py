@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.parsers.answers import CALLS
 from fd_core.testing.parsers.target import ParserTarget, SampleAnswer, Words, meaning_of
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
 
@@ -57,11 +59,7 @@ def test_grammar_constrained_output_is_parsed(target: ParserTarget, ascii_only: 
                 answer.require_of(meaning_of(target.read(*pieces, tools=answer.tools)))
 
 
-@pytest.mark.law("8.3")
-def test_calls_follow_one_another(target: ParserTarget) -> None:
-    form = form_of(target, "weather")
-    if form.between is None:
-        lacks("a response in this format has at most one call")
-    calls = [("weather", {"city": str(number)}) for number in range(12)]
-    answer = SampleAnswer(target.written(form, calls), ("weather",), "", reasoning="", calls=tuple(calls))
-    answer.require_of(meaning_of(target.read(*answer.text, tools=answer.tools)))
+@pytest.mark.law("8.1", "8.3", "8.4")
+@pytest.mark.fd_cases(CALLS)
+def test_answer_with_calls(target: ParserTarget, case: KitCase) -> None:
+    case.check(target, f"fdcore conformance --tool-parser {target.name}")

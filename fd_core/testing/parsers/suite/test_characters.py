@@ -1,15 +1,12 @@
-"""Characters: none is lost or repeated, and no state leaks between responses."""
+"""Characters: none is lost or repeated."""
 
 from __future__ import annotations
-
-from itertools import zip_longest
 
 import pytest
 
 from fd_core.testing.kit.law import require
 from fd_core.testing.parsers.suite.test_cuts import WORDS
-from fd_core.testing.parsers.target import ParserTarget, Words, meaning_of
-from fd_core.text.parsing.events import Event, joined
+from fd_core.testing.parsers.target import ParserTarget, meaning_of
 
 PLAIN = {
     "a letter": "a",
@@ -47,16 +44,3 @@ def test_half_a_marker_before_other_text_is_text(target: ParserTarget) -> None:
 def test_answer_is_parsed_to_its_meaning(target: ParserTarget, words: str) -> None:
     for answer in target.answers(WORDS[words], raw=words != "markup"):
         answer.require_of(meaning_of(target.read(*answer.text, tools=answer.tools)))
-
-
-@pytest.mark.law("8.3")
-def test_two_answers_at_a_time_do_not_meet(target: ParserTarget) -> None:
-    """Interleave two streams, character by character."""
-    for one, other in zip(target.answers(), target.answers(Words("You look.", "Oh.", "rain", "Oslo")), strict=True):
-        found: tuple[list[Event], list[Event]] = ([], [])
-        turns = [target.listen(*each.text, tools=each.tools) for each in (one, other)]
-        for both in zip_longest(*turns, fillvalue=[]):
-            for content, events in zip(found, both, strict=True):
-                content.extend(events)
-        for answer, content in zip((one, other), found, strict=True):
-            answer.require_of(meaning_of(joined(content)))

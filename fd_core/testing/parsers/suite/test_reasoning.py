@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.parsers.answers import ANSWERS
 from fd_core.testing.parsers.target import SHOWN, ParserTarget, meaning_of
 
 
@@ -33,3 +35,9 @@ def test_reasoning_that_the_prompt_closed_does_not_begin_again(target: ParserTar
         parser = target.cls(tail + end)
         meaning = meaning_of([*parser.push(text), *parser.flush()])
         require(meaning.reasoning == "", "8.3", f"reasoning after a prompt that closed it: {meaning.reasoning!r}")
+
+
+@pytest.mark.law("8.1", "8.3", "8.4")
+@pytest.mark.fd_cases(ANSWERS)
+def test_answer_with_reasoning(target: ParserTarget, case: KitCase) -> None:
+    case.check(target, f"fdcore conformance --reasoning-parser {target.name}")

@@ -7,7 +7,11 @@ from itertools import product
 import numpy as np
 import pytest
 
+from fd_core.config.envelope import OperatingEnvelope
+from fd_core.testing.axes.parts import KitCase, cases_of
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
+from fd_core.testing.postprocessors.steps import MATRICES
 
 EOS = 2
 
@@ -52,32 +56,24 @@ def test_every_slot(target: PostprocessTarget, slots: int, k: int) -> None:
             matrices.check(SampledRows(drawn.sampled, drawn.accepted, rows, revoked=revoked))
 
 
-@pytest.mark.law("1.1", "1.2", "1.3")
-@pytest.mark.parametrize("k", [0, 3, 8, 16])
-@pytest.mark.parametrize("slots", [40, 257, 1023, 4099])
-def test_many_slots_in_no_order(target: PostprocessTarget, slots: int, k: int) -> None:
-    """Exceed a warp, a byte, a launch of 1,024, and 2^16 cells."""
-    matrices, rng = Matrices(target, slots, k), np.random.default_rng(slots + k)
-    half, third = slots // 2, slots // 3
-    for rows, revoked in ((half, third), (slots, 0), (0, slots), (1, 0), (slots - 1, 1), (1, slots - 1)):
-        matrices.check(random_rows(rng, slots, k, rows=rows, revoked=revoked))
+@pytest.mark.law("1", "1.1", "1.2", "1.3", "1.9", "8")
+@pytest.mark.fd_cases(MATRICES)
+def test_matrix(target: PostprocessTarget, case: KitCase) -> None:
+    envelope = getattr(target.make, "envelope", OperatingEnvelope())
+    if beyond := envelope.exceeded(MATRICES.sizes(case.values)):
+        lacks(f"its envelope has {beyond}")
+    case.check(target, f"fdcore conformance --postprocess {target.name}")
 
 
-@pytest.mark.law("1.3")
-@pytest.mark.parametrize("k", [0, 1, 8])
-def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: PostprocessTarget, k: int) -> None:
-    matrices, rng = Matrices(target, 5, k), np.random.default_rng(k)
-    matrices.check(*(random_rows(rng, 5, k, rows=0, revoked=revoked) for revoked in (5, 1, 0, 5)))
-
-
-@pytest.mark.law("1.1", "1.9")
-@pytest.mark.parametrize("k", [0, 1, 4])
-def test_token_of_any_id_is_delivered(target: PostprocessTarget, k: int) -> None:
-    """Deliver token 0, ends of text, and ids beyond 2^15, 2^16 and 2^24, which narrower types cannot represent."""
-    numbers = [0, 1, EOS, 2**15, 2**16, 2**17 + 1, 2**24 + 1, 2**31 - 1]
-    matrices, all_slots = Matrices(target, len(numbers), k), np.arange(len(numbers), dtype=np.int32)
-    for turn in range(len(numbers)):
-        tokens = np.roll(np.array(numbers, np.int32), turn)[:, None].repeat(1 + k, axis=1)
-        matrices.check(SampledRows(tokens, np.full(len(numbers), k, np.int32), all_slots, revoked=all_slots[:0]))
-    zeros = np.zeros((len(numbers), 1 + k), np.int32)
-    matrices.check(SampledRows(zeros, all_slots % (1 + k), all_slots, revoked=all_slots[:0]))
+@pytest.mark.law("1", "1.1", "1.2", "1.3", "1.9", "8")
+def test_matrix_on_each_framework_that_it_serves(target: PostprocessTarget) -> None:
+    """Check the quick cases on the frameworks other than the first one."""
+    cases, quick = cases_of(MATRICES)
+    missing = [other for other in target.others if isinstance(other, str)]
+    for other in target.others:
+        if isinstance(other, PostprocessTarget):
+            for case in cases[:quick]:
+                command = f"fdcore conformance --postprocess {other.name}:backend={other.ops.framework}"
+                case.check(other, command)
+    if missing:
+        lacks(f"it also serves {'; '.join(missing)}")

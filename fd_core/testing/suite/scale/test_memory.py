@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import pytest
 
 from fd_core.backends.contract import Backend
 from fd_core.backends.memory import available_memory
@@ -18,6 +19,7 @@ from fd_core.ops.weights import ITEM_BYTES
 from fd_core.testing.kit.target import Target
 from fd_core.testing.stepping.stepper import ManualDriver
 
+pytestmark = pytest.mark.fd_alone
 MEBI: Final = 2**20
 SLOTS = 5
 ROOM: dict[str, Any] = {

@@ -9,9 +9,19 @@ import pytest
 
 from fd_core.ops.contract import KVShape, Norm, Ops
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.testing.models.arrays import Floats, Values, activations, assert_near, float32_of, raw, step_input
+from fd_core.testing.models.arrays import (
+    Floats,
+    Values,
+    activations,
+    assert_near,
+    assert_same,
+    float32_of,
+    raw,
+    step_input,
+)
 from fd_core.testing.models.layers import Geometry, LayerOn
 
+SIZES = {"vocab_size": 140_003}
 REQUIRES = ("primitives", "kv_transfer")
 
 Rows = list[tuple[int, int]]
@@ -69,9 +79,9 @@ def test_layers_of_production_sizes(ops: Ops, require: Callable[..., None], name
         free[table[(context - 1) // geometry.block_size], (context - 1) % geometry.block_size + 1 :] = True
     after, right = exported(ours), exported(oracle)
     # Axes of the cache: block, layer, key or value, offset, head, element.
-    np.testing.assert_array_equal(after[:, 0], before[:, 0], "another layer was written")
+    assert_same(after[:, 0], before[:, 0], "another layer was written")
     ours_by_place, held, theirs = (each[:, 1].swapaxes(1, 2) for each in (after, before, right))
-    np.testing.assert_array_equal(ours_by_place[~free], held[~free], "an entry of another token was written")
+    assert_same(ours_by_place[~free], held[~free], "an entry of another token was written")
     assert_near(
         ops,
         ops.from_host(ours_by_place[written].reshape(written.sum(), -1)),
@@ -140,8 +150,8 @@ def test_places_of_the_cache_beyond_2_16(ops: Ops) -> None:
     assert touched == sorted(tables[:, 0].tolist())
     floats = float32_of(held[tables[:, 0], 1])
     keys, values = x[:, 8:16].reshape(-1, block_size, 1, 8), x[:, 16:].reshape(-1, block_size, 1, 8)
-    np.testing.assert_array_equal(floats[:, 0], keys)
-    np.testing.assert_array_equal(floats[:, 1], values)
+    assert_same(floats[:, 0], keys)
+    assert_same(floats[:, 1], values)
     again = ops.allocate_kv(shape, blocks)
     again.import_blocks(every[::-1].copy(), held)
-    np.testing.assert_array_equal(again.export_blocks(every), held[::-1])
+    assert_same(again.export_blocks(every), held[::-1])

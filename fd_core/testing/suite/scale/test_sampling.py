@@ -10,10 +10,11 @@ import pytest
 from fd_core.ops.contract import Ops, SampleInput
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.arrays import Floats, on_device, penalty_input, sample_input
+from fd_core.testing.models.arrays import Floats, assert_same, assert_within, on_device, penalty_input, sample_input
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, random_rows
 from fd_core.types import IntArray
 
+SIZES = {"vocab_size": 140_003, "max_num_seqs": 131}
 VOCABULARIES = [70_001, 140_003]
 ROWS = 41
 ORACLE = NumpyOps()
@@ -43,7 +44,7 @@ def check_choice(ops: Ops, logits: Floats, parameters: SampleInput) -> IntArray:
     right, right_peaks = ORACLE.sample(logits, parameters)
     rows = np.flatnonzero(tokens != right).tolist()
     assert not rows, f"rows {rows}: expected {right[rows].tolist()}, got {tokens[rows].tolist()}"
-    np.testing.assert_array_equal(peaks, right_peaks)
+    assert_same(peaks, right_peaks)
     found: IntArray = tokens
     return found
 
@@ -98,11 +99,11 @@ def test_greedy_finds_the_largest_logit_wherever_it_is(ops: Ops, rows: int) -> N
     tied = np.arange(rows) % 3 == 1
     logits[tied, np.maximum(best[tied], vocabulary - 1 - best[tied])] = 0.5
     right = np.where(tied, np.minimum(best, np.maximum(best, vocabulary - 1 - best)), best)
-    assert check_choice(ops, logits, sample_input(rows, temperature=0.0)).tolist() == right.tolist()
+    assert_same(check_choice(ops, logits, sample_input(rows, temperature=0.0)), right)
     if rows > 41:  # the oracle sorts slowly
         return
     mixed = sample_input(rows, temperature=(np.arange(rows) % 2).astype(np.float32), top_k=1)
-    assert check_choice(ops, logits, mixed).tolist() == right.tolist()
+    assert_same(check_choice(ops, logits, mixed), right)
 
 
 @pytest.mark.parametrize("rows", [40, 67, 131])
@@ -149,12 +150,12 @@ def test_log_probabilities_over_a_large_vocabulary(ops: Ops, vocabulary: int, to
     given = ops.from_host(logits.copy())
     chosen, top_ids, top = map(ops.to_host, ops.logprobs(given, ops.from_host(tokens), top_n))
     right_chosen, right_ids, right_top = ORACLE.logprobs(logits, tokens, top_n)
-    assert top_ids.tolist() == right_ids.tolist()
-    np.testing.assert_allclose(chosen, right_chosen, atol=2e-4)
-    np.testing.assert_allclose(top, right_top, atol=2e-4)
+    assert_same(top_ids, right_ids)
+    assert_within(chosen, right_chosen, atol=2e-4)
+    assert_within(top, right_top, atol=2e-4)
     ranks = ops.to_host(ops.ranks(given, ops.from_host(tokens)))
-    assert ranks.tolist() == ORACLE.ranks(logits, tokens).tolist()
-    np.testing.assert_array_equal(ops.to_host(given), logits, "the logits were modified")
+    assert_same(ranks, ORACLE.ranks(logits, tokens))
+    assert_same(ops.to_host(given), logits, "the logits were modified")
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
@@ -181,8 +182,8 @@ def test_penalties_over_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
     )
     held = counts.copy()
     found = ops.to_host(ops.penalize(ops.from_host(logits.copy()), on_device(ops, given)))
-    np.testing.assert_array_equal(found, ORACLE.penalize(logits.copy(), given))
-    np.testing.assert_array_equal(counts, held, "drafts must not stay in the counts")
+    assert_same(found, ORACLE.penalize(logits.copy(), given))
+    assert_same(counts, held, "drafts must not stay in the counts")
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
@@ -197,7 +198,7 @@ def test_masks_over_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
     for row, token in enumerate((0, 2**16 - 1, 2**16, 31, vocabulary - 1)):
         bits[row, token // 32] = np.array(1 << token % 32, np.uint32).astype(np.int32)
     found = ops.to_host(ops.mask_logits(*map(ops.from_host, (logits.copy(), rows, bits))))
-    np.testing.assert_array_equal(found, ORACLE.mask_logits(logits.copy(), rows, bits))
+    assert_same(found, ORACLE.mask_logits(logits.copy(), rows, bits))
 
 
 def test_thousands_of_biases_land_where_they_belong(ops: Ops) -> None:
@@ -212,7 +213,7 @@ def test_thousands_of_biases_land_where_they_belong(ops: Ops) -> None:
     )
     right = np.zeros((ROWS, vocabulary), np.float32)
     np.add.at(right, (rows, ids), values)
-    np.testing.assert_array_equal(ops.to_host(found), right)
+    assert_same(ops.to_host(found), right)
 
 
 def test_counts_of_many_slots_are_written_and_kept(ops: Ops) -> None:
@@ -234,7 +235,7 @@ def test_counts_of_many_slots_are_written_and_kept(ops: Ops) -> None:
         np.add.at(held, places[:2], 2)
         more = np.arange(2 * len(held), dtype=np.int32) % len(held)
         counts, held = ops.gather_rows(counts, ops.from_host(more)), held[more]
-    np.testing.assert_array_equal(ops.to_host(counts), held)
+    assert_same(ops.to_host(counts), held)
 
 
 @pytest.mark.parametrize("slots", [64, 257, 1023])
@@ -256,5 +257,5 @@ def test_drafts_of_many_rows_are_verified(ops: Ops, k: int) -> None:
     counts = rng.integers(0, k + 1, 131).astype(np.int32)
     counts[::4] = k
     accepted = ops.to_host(ops.verify(*map(ops.from_host, (sampled, drafts, counts))))
-    assert accepted.tolist() == ORACLE.verify(sampled, drafts, counts).tolist()
+    assert_same(accepted, ORACLE.verify(sampled, drafts, counts))
     assert accepted[0] == k

@@ -1,0 +1,221 @@
+"""Axes of router policies: workers, loads, prompts, history and time; two instances have to agree in each case."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from msgspec.structs import replace
+
+from fd_core.router.config import RouterConfig
+from fd_core.router.policies import Candidate, Candidates, RouterPolicy, RoutingContext
+from fd_core.router.selection import WorkerLoad
+from fd_core.router.workers import ROLES, RouterWorker
+from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.values import draws
+from fd_core.testing.policies.purity import another_world
+
+_LOADS: Final[dict[str, Callable[[int, int], tuple[int, int, int]]]] = {
+    "rising": lambda at, _: (at % 50, at % 3, 100 * (at % 7)),
+    "idle": lambda at, _: (0, 0, 0),
+    "equal": lambda at, _: (7, 3, 1000),
+    "one idle": lambda at, count: (0, 0, 0) if at == count - 1 else (9, 1, 512),
+    "one busy": lambda at, _: (40_000, 33_000, 70_000_000) if at == 0 else (1, 0, 0),
+    "near 2^31": lambda at, _: (2**31 - 1 + at % 3, 2**15 + at % 2, 2**31 - 2 + at % 4),
+    "near 2^32": lambda at, _: (2**16 - at % 3, 2**16 - 1, 2**32 - 1 + at % 5),
+}
+"""Requests, waiting requests and prefill tokens of a worker, by its index and the number of workers."""
+_HITS: Final[dict[str, Callable[[int, int, int], tuple[int, int]]]] = {
+    "falling": lambda at, _, blocks: (max(0, blocks - at), max(0, blocks - at)),
+    "none": lambda at, count, blocks: (0, 0),
+    "all": lambda at, count, blocks: (blocks, blocks),
+    "one": lambda at, count, blocks: (blocks, blocks) if at == count - 1 else (0, 0),
+    "expected": lambda at, _, blocks: (min(1, blocks), blocks if at % 2 else min(1, blocks)),
+}
+"""Hits and expected hits of a worker, by its index, the number of workers, and the blocks of the prompt."""
+_URLS: Final[dict[str, Callable[[int], str]]] = {
+    "names": lambda at: f"http://worker{at}",
+    "ports": lambda at: f"http://127.0.0.1:{8000 + at}",
+    "ipv6": lambda at: f"http://[2001:db8::{at:x}]:8000",
+    "long": lambda at: f"https://{'w' * 60}.{at}.cluster.local:8443/{'path/' * 30}",
+    "unordered": lambda at: f"http://w{at * 7919 % 10_007}",
+}
+_SESSIONS: Final = (None, "s", "", "ü漢" * 9, "x" * 10_000, "each its own")
+
+AXES: Final = (
+    Axis("workers", (3, 1, 2, 4, 5, 8, 9, 64, 65, 255, 256, 257, 1000), ("RoutingContext.candidates",)),
+    Axis(
+        "loads",
+        tuple(_LOADS),
+        ("WorkerLoad.requests", "WorkerLoad.waiting", "WorkerLoad.prefill_tokens", "Candidate.load"),
+    ),
+    Axis("hits", tuple(_HITS), ("Candidate.hits", "Candidate.expected_hits")),
+    Axis("urls", tuple(_URLS), ("RouterWorker.url", "Candidate.worker")),
+    Axis("role", ROLES, ("RouterWorker.role",)),
+    Axis(
+        "tokens",
+        (256, 1, 63, 64, 65, 255, 4097, 32_769, 100_000),
+        ("RoutingContext.tokens", "RoutingContext.keys"),
+    ),
+    Axis("token_ids", ("small", "zero", "near 2^31", "alike")),
+    Axis("block_size", (64, 1, 16, 65_536), ("RouterConfig.cache_block_size",)),
+    Axis("max_sessions", (65_536, 1, 2), ("RouterConfig.max_sessions",)),
+    Axis("session", _SESSIONS, ("RoutingContext.session",)),
+    Axis("random", (0.25, 0.0, 2**-53, 0.5, 1 / 3, 1 - 2**-53), ("RoutingContext.random",)),
+    Axis("now", (1.0, 0.0, 32_767.5, 2_147_483_647.0, 4_294_967_296.5, 1e12), ("RoutingContext.now",)),
+    Axis("calls", (3, 1, 40)),
+    Axis(
+        "change",
+        ("none", "one leaves", "the last leaves", "one returns", "one joins", "all return", "reversed"),
+        ("RouterWorker.incarnation",),
+    ),
+    Axis("made", ("of columns", "of candidates")),
+)
+"""Axes of a sequence of calls."""
+EXCUSED: Final[Mapping[str, str]] = {
+    f"RouterConfig.{name}": "a setting of the router, or a weight of a policy of the core, whose own tests vary it"
+    for name in RouterConfig.__struct_fields__
+    if name not in ("cache_block_size", "max_sessions")
+}
+"""Fields of the contract that no axis varies, with the reason."""
+_MAX_SHOWN: Final = 20_000
+"""Candidates that a case shows to a policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyUnderTest:
+    """A policy and its settings."""
+
+    cls: type[RouterPolicy]
+    config: RouterConfig
+
+
+def allowed(case: Case) -> bool:
+    """Return True if a case takes less than about a second."""
+    calls, workers, tokens = (_int(case, name) for name in ("calls", "workers", "tokens"))
+    blocks = tokens // _int(case, "block_size")
+    return calls * workers <= _MAX_SHOWN and calls * (tokens / 20 + blocks) <= 3e5
+
+
+def choices(policy: PolicyUnderTest, case: Case) -> list[int]:
+    """Return the indices of the workers that a new instance chooses in a case. Raises `AssertionError`."""
+    made = _Instance(policy, case)
+    return [made.choose(*call) for call in made.calls]
+
+
+def check_policy(policy: PolicyUnderTest, case: Case) -> None:
+    """Compare two instances that get equal calls, the second one in another world. Raises `AssertionError`."""
+    one, other = _Instance(policy, case), _Instance(policy, case)
+    with ThreadPoolExecutor(1) as pool:
+        for number, (call, again) in enumerate(zip(one.calls, other.calls, strict=True)):
+            chosen = one.choose(*call)
+            with another_world(shift=77 + number):
+                also = pool.submit(other.choose, *again).result()
+            assert chosen == also, f"two instances with equal calls differ at call {number}: workers {chosen}, {also}"
+
+
+class _Instance:
+    """A new instance of a policy, and its calls."""
+
+    def __init__(self, policy: PolicyUnderTest, case: Case) -> None:
+        sizes = {"cache_block_size": case["block_size"], "max_sessions": case["max_sessions"]}
+        config = replace(policy.config, **sizes)
+        self._policy = policy.cls(config)
+        self.calls = _contexts(policy.cls, config, case)
+
+    def choose(self, workers: list[RouterWorker], context: RoutingContext, gone: list[RouterWorker]) -> int:
+        """Return the index of the chosen candidate, after workers departed."""
+        for worker in gone:
+            self._policy.departed(worker)
+        if gone:
+            self._policy.sweep(context.now)
+        choice = self._policy.choose(context)
+        at = next((at for at, candidate in enumerate(context.candidates) if candidate is choice), None)
+        assert at is not None, f"the policy chose {choice!r:.80}, which is no candidate"
+        assert context.candidates.workers == tuple(workers), "the policy changed the candidates"
+        return at
+
+
+def _contexts(
+    cls: type[RouterPolicy], config: RouterConfig, case: Case
+) -> Iterator[tuple[list[RouterWorker], RoutingContext, list[RouterWorker]]]:
+    """Yield the workers, the context and the departed workers of each call, all of them new objects."""
+    count, calls, role = _int(case, "workers"), _int(case, "calls"), str(case["role"])
+    url, incarnation = _URLS[str(case["urls"])], itertools.count()
+    workers = [RouterWorker(url(at), role, next(incarnation)) for at in range(count)]  # type: ignore[arg-type]
+    draw, now, once = draws(count), float(case["now"] or 0), dict[Callable[..., Any], Any]()
+    prompts = [_prompt(str(case["token_ids"]), _int(case, "tokens"), number) for number in range(min(3, calls))]
+    for call in range(calls):
+        gone: list[RouterWorker] = []
+        if call >= calls // 2 and (call - calls // 2) % 5 == 0:
+            workers, gone = _changed(str(case["change"]), workers, url, incarnation)
+            once = {}
+        tokens = prompts[call % len(prompts)]
+        blocks = len(tokens) // config.cache_block_size
+        candidates = _candidates(case, workers, blocks if cls.uses_prefix else None, once)
+        keys = tuple(b"%d/%d" % (call % 3, block) for block in range(blocks)) if cls.uses_prefix else ()
+        number = case["random"] if call >= calls - 3 else draw.random()
+        session = f"s{call}" if case["session"] == "each its own" else case["session"]
+        yield workers, RoutingContext(candidates, tokens, keys, session, float(number or 0), now + call), gone  # type: ignore[arg-type]
+
+
+def _candidates(
+    case: Case, workers: list[RouterWorker], blocks: int | None, once: dict[Callable[..., Any], Any]
+) -> Candidates:
+    loads = [_LOADS[str(case["loads"])](at, len(workers)) for at in range(len(workers))]
+    hits = [_HITS[str(case["hits"])](at, len(workers), blocks or 0) for at in range(len(workers))]
+    if case["made"] == "of candidates":
+        rows = zip(workers, loads, hits, strict=True)
+        return Candidates.of(Candidate(worker, WorkerLoad(*load), *pair) for worker, load, pair in rows)
+    columns = np.array(hits, np.int64).T
+    known = {} if blocks is None else {"hits": columns[0], "expected_hits": columns[1]}
+    return Candidates(tuple(workers), np.array(loads, np.int64).T, **known, worked_out=once)
+
+
+def _changed(
+    change: str, workers: list[RouterWorker], url: Callable[[int], str], incarnation: Iterator[int]
+) -> tuple[list[RouterWorker], list[RouterWorker]]:
+    """Return the workers after a change, and those that departed."""
+    first, last = workers[0], workers[-1]
+    match change:
+        case "one leaves" | "the last leaves" if len(workers) > 1:
+            gone = first if change == "one leaves" else last
+            return [worker for worker in workers if worker is not gone], [gone]
+        case "one returns":
+            return [replace(first, incarnation=next(incarnation)), *workers[1:]], [first]
+        case "all return":
+            return [replace(worker, incarnation=next(incarnation)) for worker in workers], workers
+        case "one joins":
+            return [*workers, replace(first, url=url(len(workers)), incarnation=next(incarnation))], []
+        case "reversed":
+            return workers[::-1], []
+    return workers, []
+
+
+def _prompt(kind: str, length: int, number: int) -> Any:
+    match kind:
+        case "zero":
+            tokens = np.zeros(length, np.int32)
+        case "near 2^31":
+            tokens = (2**31 - 1 - np.arange(length, dtype=np.int64)).astype(np.int32)
+        case "alike":
+            tokens = np.full(length, 9, np.int32)
+            tokens[-1] = number
+        case _:
+            tokens = (np.arange(length, dtype=np.int32) + 17 * number) % 32_000
+    tokens.flags.writeable = False
+    return tokens
+
+
+def _int(case: Case, name: str) -> int:
+    value = case[name]
+    assert isinstance(value, int)
+    return value
+
+
+ROUTING: Final[Part[PolicyUnderTest]] = Part("router", AXES, check_policy, allowed)

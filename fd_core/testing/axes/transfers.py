@@ -1,0 +1,245 @@
+"""Axes of connectors: leases, pieces, windows, sizes and history; each piece is compared with what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fd_core.disagg.connectors.contract import (
+    MAX_ADDRESS_BYTES,
+    MAX_REFERENCE_BYTES,
+    Connector,
+    ConnectorError,
+    KVInbox,
+    KVOutbox,
+    PutResult,
+)
+from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.parts import Part
+from fd_core.testing.axes.values import BUFFERS, CONTENTS, assert_value, draws, parts_of, value_of
+
+_LEASES: Final[dict[str, Callable[[int], str]]] = {
+    "random": lambda number: draws(number).randbytes(16).hex(),
+    "last letter": lambda number: f"{number:032x}",
+    "first letter": lambda number: f"{number:x}{'5a' * 16}"[:32],
+    "middle letter": lambda number: f"{'5a' * 8}{number:x}{'a5' * 8}"[:32],
+}
+_MOVES: Final[dict[str, tuple[str, ...]]] = {
+    "one by one": ("done", "take", "put"),
+    "a window at a time": ("put", "take", "done"),
+    "done late": ("take", "put", "done"),
+    "at random": (),
+}
+"""Orders of the possible moves by preference."""
+
+AXES: Final = (
+    Axis("pieces", (9, 1, 2, 3, 5, 33, 129, 257), ("Connector.open_inbox.pieces",)),
+    Axis(
+        "first",
+        (3, 0, 1, 126, 254, 32_766, 65_534, 2**31 - 2, 2**32 - 2, 2**40),
+        ("KVInbox.take.index", "KVOutbox.put.index", "KVInbox.done.index"),
+    ),
+    Axis(
+        "window",
+        (4, 1, 2, 3, 8, 64, 65, 257),
+        ("Connector.open_inbox.window", "Connector.open_outbox.window"),
+    ),
+    Axis(
+        "value_bytes",
+        (5000, 1, 2, 64, 65, 79, 81, 4095, 4097, 65_535, 65_537, 737_360, 1_048_577),
+        ("Connector.open_inbox.value_bytes", "Connector.open_outbox.value_bytes"),
+        rare=(
+            {"value_bytes": 4_194_305, "window": 2, "pieces": 2},
+            {"value_bytes": 16_777_217, "window": 1, "pieces": 1},
+        ),
+    ),
+    Axis("sizes", ("falling", "full", "empty", "every second empty")),
+    Axis("content", CONTENTS),
+    Axis("parts", (2, 1, 3, 65), ("KVOutbox.put.parts",)),
+    Axis("buffer", tuple(BUFFERS)),
+    Axis("moves", tuple(_MOVES), ("KVInbox.take.reference", "KVInbox.take.frames", "KVInbox.done.reference")),
+    Axis("take", ("rising", "falling", "twice")),
+    Axis("leases", (1, 2, 3, 9)),
+    Axis(
+        "lease",
+        tuple(_LEASES),
+        ("Connector.open_inbox.lease", "Connector.open_outbox.lease", "Connector.open_outbox.address"),
+    ),
+    Axis("before", ("nothing", "the same lease", "a transfer", "four aborts", "a refused value", "another peer")),
+    Axis("peer", ("prefill", "decode", "none")),
+    Axis("thread", (False, True)),
+)
+"""Axes of the leases of two connectors; `peer` is the side in another process."""
+EXCUSED: Final[Mapping[str, str]] = {
+    "Connector.settings": "the suite of a connector names them",
+    "ConnectorSettings.make_store": "the suite of a connector names its store",
+    "ConnectorSettings.timeout": "the suite of a connector names it",
+}
+"""Fields of the contract that no axis varies, with the reason."""
+_MAX_BYTES: Final = 9e6
+"""Bytes of the values, and of the buffers of all windows, of a case."""
+_MAX_PIECES: Final = 400
+"""Pieces of all leases of a case."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorPair:
+    """Functions that make connectors of one kind here and in another process."""
+
+    here: Callable[[], Connector]
+    there: Callable[[], Connector]
+
+
+def allowed(case: Case) -> bool:
+    """Return True if a case takes less than about a second; at least `window` pieces may arrive."""
+    pieces, window, size, leases = (_int(case, name) for name in ("pieces", "window", "value_bytes", "leases"))
+    return (
+        leases * max(pieces, window) * size <= _MAX_BYTES
+        and leases * pieces <= _MAX_PIECES
+        and pieces * leases * _int(case, "parts") <= 3000
+    )
+
+
+@dataclass(slots=True)
+class _LeaseUnderTest:
+    """One lease: its ends, and where each piece is."""
+
+    inbox: KVInbox
+    outbox: KVOutbox
+    values: dict[int, bytes]
+    unsent: list[int] = field(default_factory=list)
+    announced: dict[int, PutResult] = field(default_factory=dict)
+    taken: dict[int, Any] = field(default_factory=dict)
+
+
+def check_transfer(pair: ConnectorPair, case: Case) -> None:
+    """Move pieces through all leases of a case. Raises `AssertionError` for a piece that differs."""
+    with ExitStack() as stack:
+        decode = (pair.there if case["peer"] == "decode" else pair.here)()
+        stack.callback(decode.close)
+        prefill = (pair.there if case["peer"] == "prefill" else pair.here)()
+        stack.callback(prefill.close)
+        transfer = _Transfer(case, decode, prefill)
+        _happens_before(str(case["before"]), transfer, pair)
+        if case["thread"]:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(transfer.run).result()
+        else:
+            transfer.run()
+
+
+class _Transfer:
+    def __init__(self, case: Case, decode: Connector, prefill: Connector) -> None:
+        self.case, self.decode, self.prefill = case, decode, prefill
+        self._window = _int(case, "window")
+        self._draw = draws(_int(case, "pieces"))
+
+    def open(self, number: int, stack: ExitStack, name: str | None = None) -> _LeaseUnderTest:
+        """Open both ends of a lease; `stack` closes them."""
+        first, count, size = _int(self.case, "first"), _int(self.case, "pieces"), _int(self.case, "value_bytes")
+        name = name or _LEASES[str(self.case["lease"])](number)
+        pieces = range(first, first + max(count, self._window))
+        inbox = self.decode.open_inbox(name, pieces=pieces, window=self._window, value_bytes=size)
+        stack.callback(inbox.close)
+        assert len(inbox.address) <= MAX_ADDRESS_BYTES, f"an address has {len(inbox.address)} bytes"
+        outbox = self.prefill.open_outbox(name, inbox.address, window=self._window, value_bytes=size)
+        stack.callback(outbox.close)
+        content = str(self.case["content"])
+        values = {first + at: value_of(content, 1000 * number + at, self._size(at)) for at in range(count)}
+        return _LeaseUnderTest(inbox, outbox, values, unsent=[*values])
+
+    def _size(self, at: int) -> int:
+        size = _int(self.case, "value_bytes")
+        every_second = 0 if at % 2 else size
+        return {"falling": max(0, size - 13 * at), "full": size, "empty": 0}.get(str(self.case["sizes"]), every_second)
+
+    def run(self) -> None:
+        """Open all leases, move their pieces in turns, and close them."""
+        with ExitStack() as stack:
+            self.move_all([self.open(number, stack) for number in range(_int(self.case, "leases"))])
+
+    def move_all(self, leases: Sequence[_LeaseUnderTest]) -> None:
+        """Move the pieces of all leases, in turns."""
+        active = list(leases)
+        while active:
+            for lease in list(active):
+                if not self._move(lease, leases.index(lease)):
+                    active.remove(lease)
+
+    def _move(self, lease: _LeaseUnderTest, number: int) -> bool:
+        """Make one move; return False if no piece is left."""
+        untaken = sorted(set(lease.announced) - set(lease.taken), reverse=self.case["take"] == "falling")
+        moves = {"take": untaken[:1], "done": [*lease.taken][:1]}
+        if lease.unsent and len(lease.announced) < self._window:
+            moves["put"] = lease.unsent[:1]
+        possible = [move for move, indices in moves.items() if indices]
+        if not possible:
+            return False
+        wanted = _MOVES[str(self.case["moves"])]
+        move = next((move for move in wanted if move in possible), None) or self._draw.choice(possible)
+        self._do(move, lease, moves[move][0], f"piece {moves[move][0]} of lease {number}")
+        return True
+
+    def _do(self, move: str, lease: _LeaseUnderTest, index: int, what: str) -> None:
+        value = lease.values[index]
+        if move == "put":
+            lease.unsent.remove(index)
+            lease.announced[index] = self._put(lease.outbox, index, value)
+        elif move == "take":
+            for _ in range(2 if self.case["take"] == "twice" else 1):
+                lease.taken[index] = lease.inbox.take(index, *lease.announced[index])
+                assert_value(what, lease.taken[index], value)
+        else:
+            assert_value(f"{what} before it is done", lease.taken.pop(index), value)
+            lease.inbox.done(index, lease.announced.pop(index).reference)
+
+    def _put(self, outbox: KVOutbox, index: int, value: bytes) -> PutResult:
+        parts = parts_of(value, _int(self.case, "parts"), str(self.case["buffer"]))
+        done = outbox.put(index, parts)
+        assert len(done.reference) <= MAX_REFERENCE_BYTES, f"a reference has {len(done.reference)} bytes"
+        # As a message carries them, in new memory.
+        return PutResult(bytes(done.reference), tuple(bytes(frame) for frame in done.frames))
+
+    def abort(self, number: int, name: str | None = None) -> None:
+        """Open a lease, and close it with announced, taken and unsent pieces."""
+        with ExitStack() as stack:
+            lease = self.open(number, stack, name)
+            for _ in range(1 + number % (2 * self._window + 1)):
+                self._move(lease, number)
+            lease.taken.clear()
+
+
+def _happens_before(what: str, transfer: _Transfer, pair: ConnectorPair) -> None:
+    """Use the connectors for other leases first."""
+    match what:
+        case "the same lease":
+            transfer.abort(5, _LEASES[str(transfer.case["lease"])](0))
+        case "a transfer":
+            with ExitStack() as stack:
+                transfer.move_all([transfer.open(90, stack)])
+        case "four aborts":
+            for number in range(91, 95):
+                transfer.abort(number)
+        case "a refused value":
+            with ExitStack() as stack:
+                lease = transfer.open(102, stack)
+                too_long = bytes(_int(transfer.case, "value_bytes") + 1)
+                with suppress(ConnectorError):
+                    lease.outbox.put(_int(transfer.case, "first"), [too_long])
+                    raise AssertionError(f"put accepted a value of {len(too_long):,} bytes, one over the limit")
+        case "another peer":
+            other = pair.here()
+            _Transfer(transfer.case, other, other).abort(103)
+            other.close()
+
+
+def _int(case: Case, name: str) -> int:
+    value = case[name]
+    assert isinstance(value, int)
+    return value
+
+
+TRANSFERS: Final[Part[ConnectorPair]] = Part("transfer", AXES, check_transfer, allowed)

@@ -1,0 +1,439 @@
+"""Axes of an answer: its texts and calls, how it is cut into pieces, where it ends, and other answers meanwhile.
+
+A case builds an answer from a model of it, so that the result is known without a parser.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from fd_core.plugins import TOOL_PARSER
+from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.interleaving import interleaved
+from fd_core.testing.axes.parts import Part
+from fd_core.testing.kit.law import broken, require
+from fd_core.testing.parsers.target import SHOWN, Meaning, ParserTarget, arguments_text, meaning_of
+from fd_core.text.parsing.contract import CallForm, TaggedArguments
+from fd_core.text.parsing.events import Event, joined
+
+TEXTS: Final = {
+    "plain": "The quick brown fox jumps over 13 lazy dogs; then it rests",
+    "unicode": "Röm 🙂 東京, e\u0301 👩‍👩‍👧 \u05e9\u05dc\u05d5\u05dd \u202babc\u202c \U0010ffff end",
+    "lines": "first\n\n  second\r\n\tthird   and on",
+    "code": "if 1 < 2 and [x] or {y}: `z` \\n 'q' \"r\" end",
+    "half-markers": "",
+    "words": "null, true and 007 end",
+}
+"""Texts by kind; `half-markers` is one of each format."""
+VALUES: Final = {
+    **TEXTS,
+    "markers": "",
+    "escapes": 'c:\\new "x" \\u0041 \\\\ \t \b\f\n / \x7f \u2028 end\\',
+    "json": '{"name": "now", "arguments": {"a": [1]}}',
+    "number": "0012345678901234567890.50",
+    "word": "true",
+    "spaces": "  both ends \n\n ",
+    "empty": "",
+}
+"""Values of an argument that is a string; `markers` is one of each format."""
+_SIZES: Final = (1, 2, 40, 300)
+"""Number of repetitions of a text."""
+_SHORT: Final = ("number", "word", "empty")
+_WITH_VALUE: Final = ("city", "nested", "mixed")
+_CHUNKS: Final = ("whole", 1, 2, 3, 7, 64, "random", "at-markers", "in-markers")
+_COMMON: Final = (
+    Axis("chunk", _CHUNKS, ("OutputParser.push.text",)),
+    Axis("end", ("flush", "finish")),
+    Axis("tail", ("none", "space", "half-marker")),
+    Axis("cut", (False, True)),
+    Axis("instances", ("one", "in-turn", "abandoned", "threads")),
+)
+CALL_AXES: Final = (
+    Axis("shape", ("city", "none", "nested", "wide", "numbers", "words", "empty", "mixed"), ("CallForm.arguments",)),
+    Axis("value", tuple(VALUES), ("TaggedArguments.ends",)),
+    Axis("size", _SIZES),
+    Axis("calls", (1, 0, 2, 3, 12, 65), ("CallForm.between",)),
+    Axis("groups", (1, 2, 3), ("CallForm.opening", "CallForm.closing", "CallForm.anywhere")),
+    Axis("text", ("plain", "none", *list(TEXTS)[1:]), ("CallForm.trigger", "FreePart.begin", "FreePart.end")),
+    Axis("after", ("none", *TEXTS), ("CallForm.end",)),
+    Axis("space", ("\n", "", " \n\t ", "\r\n\r\n"), ("FreePart.behind",)),
+    Axis("name", ("weather", "w", "now_and_then", "get.weather-2_x", "x" * 64), ("CallForm.begin", "ToolParser.tools")),
+    Axis("style", ("usual", "ascii", "compact")),
+    *_COMMON,
+)
+ANSWER_AXES: Final = (
+    Axis("reasoning", tuple(TEXTS)),
+    Axis("size", _SIZES),
+    Axis("text", tuple(TEXTS)),
+    Axis("text_size", _SIZES),
+    Axis("blocks", (1, 2, 3)),
+    Axis("begins", ("text", "prompt"), ("ReasoningParser.prompt_tail",)),
+    *_COMMON,
+)
+EXCUSED: Final[Mapping[str, str]] = {
+    "TaggedArguments.before_key": "it is written as the parser declares it",
+    "TaggedArguments.before_value": "it is written as the parser declares it",
+    "TaggedArguments.after_value": "it is written as the parser declares it",
+}
+"""Fields of the contract that no axis varies, with the reason."""
+_SPACES: Final = r"\s*"
+"""White space around markers, which belongs to them."""
+_MAX_CHARACTERS: Final = 24_000
+_MAX_PUSHES: Final = 20_000
+_MAX_CUTS: Final = 16
+
+
+@dataclass(slots=True)
+class _Model:
+    """An answer and its meaning; positions are those of its text."""
+
+    tools: tuple[str, ...] = ()
+    prompt: str = ""
+    text: str = ""
+    contents: list[tuple[int, str]] = field(default_factory=list)
+    reasonings: list[tuple[int, str]] = field(default_factory=list)
+    calls: list[tuple[str, Any, int]] = field(default_factory=list)
+    """Name, arguments, and the end."""
+    tail: str = ""
+    """End of the content, which may be the beginning of a marker."""
+
+    def add(self, text: str, into: list[tuple[int, str]] | None = None) -> None:
+        if into is not None and text:
+            into.append((len(self.text), text))
+        self.text += text
+
+    def end_with(self, target: ParserTarget, tail: object) -> None:
+        """Add white space or half a marker to the content at the end of the answer."""
+        begin, text = self.contents[-1]
+        halves = {"space": ["  \n "], "half-marker": [half for half in target.half_markers if half == half.strip()]}
+        found = max(halves.get(str(tail), ()), key=len, default="")
+        if begin + len(text) == len(self.text):
+            self.text, self.tail = self.text + found, found
+
+    def require_of(self, found: Meaning, *, whole: bool, finished: bool) -> None:
+        """Fail unless `found` is the meaning of the text; unless `whole`, texts may be in the order of the answer.
+
+        Unless the model `finished` the text, half a marker at the end is none.
+        """
+        about = f"in {shortened(self.text)}"
+        for what, there, parts in (
+            ("content", found.content, self.contents),
+            ("reasoning", found.reasoning, self.reasonings),
+        ):
+            right = _SPACES.join(["", *(re.escape(text) for _, text in parts), ""])
+            if what == "content" and self.tail:
+                optional = "" if finished or not self.tail.strip() else "?"
+                right = f"{right.removesuffix(_SPACES)}({re.escape(self.tail)}){optional}"
+            if whole:
+                require(re.fullmatch(right, there), "8.3", f"{what} {differing(there, parts)}, {about}")
+        if not whole:
+            parts = sorted([*self.reasonings, *self.contents])
+            require(
+                _spaceless(found.reasoning + found.content).removesuffix(self.tail)
+                == _spaceless("".join(text for _, text in parts)),
+                "8.3",
+                f"reasoning and content {differing(found.reasoning + found.content, parts)}, {about}",
+            )
+        self._require_calls(found, len(self.calls), about)
+
+    def _require_calls(self, found: Meaning, least: int, about: str) -> None:
+        names, right = [name for name, _ in found.calls], [name for name, _, _ in self.calls]
+        require(names == right[: len(names)], "8.3", f"expected the calls {right[:9]}, got {names[:9]}, {about}")
+        require(found.ended >= least, "8.3", f"{found.ended} calls have an end, expected {least}, {about}")
+        for (name, text), (_, arguments, _) in list(zip(found.calls, self.calls, strict=False))[: found.ended]:
+            try:
+                same = json.dumps(json.loads(text)) == json.dumps(arguments)  # 1, 1.0 and true differ
+            except ValueError:
+                broken("8.3", f"arguments of {name} are not JSON: {shortened(text)}, {about}")
+            if not same:
+                expected = shortened(json.dumps(arguments))
+                broken("8.3", f"arguments of {name}: expected {expected}, got {shortened(text)}, {about}")
+
+    def require_of_part(self, found: Meaning, cut: int, markers: Sequence[str], *, finished: bool) -> None:
+        """Fail unless `found` is the meaning of the first `cut` characters.
+
+        An incomplete marker at the end may be missing, and one character of it may be content.
+        """
+        about = f"in {shortened(self.text[:cut])}, which was truncated"
+        self._require_calls(found, sum(end <= cut for _, _, end in self.calls), about)
+        for what, there, parts in (
+            ("content", found.content, self.contents),
+            ("reasoning", found.reasoning, self.reasonings),
+        ):
+            right = _spaceless("".join(text[: max(0, cut - begin)] for begin, text in parts))
+            got = _spaceless(there)
+            missing = right[len(got) :]
+            held = any(_spaceless(marker).startswith(missing) for marker in markers) and not finished
+            good = right.startswith(got) and (not missing or held)
+            extra = got[:-1] == right or (finished and got.startswith(right))
+            require(good or extra, "8.4", f"{what} {differing(got, [(0, right)])}, {about}")
+
+
+def _spaceless(text: str) -> str:
+    return "".join(text.split())
+
+
+def shortened(text: str) -> str:
+    """Return a text in quotes, without its middle if it is long."""
+    return repr(text if len(text) < 200 else f"{text[:90]}[{len(text) - 180} characters]{text[-90:]}")
+
+
+def differing(found: str, parts: Sequence[tuple[int, str]]) -> str:
+    """Return what was expected and found from the first difference on."""
+    right = "".join(text for _, text in parts)
+    at = next((at for at, pair in enumerate(zip(found, right, strict=False)) if pair[0] != pair[1]), len(right))
+    return f"differs at {at}: expected {shortened(right[at : at + 40])}, got {shortened(found[at : at + 40])}"
+
+
+def calls_model(target: ParserTarget, case: Case) -> _Model:
+    """Return the answer of a case of tool calls."""
+    name = str(case["name"])
+    form = target.form(name)
+    model = _Model(("now", "weather", name, f"{name}2"))
+    if form is None:
+        return _sample_model(target, case)
+    text, after, space = (_text(target, str(case["text"])), _text(target, str(case["after"])), str(case["space"]))
+    groups = _int(case, "groups") if form.anywhere and form.between is not None else 1
+    number = 0
+    for _ in range(groups):
+        if form.anywhere and text:
+            _add_content(target, model, text)
+            model.add("" if target.cls.before_calls else space)
+        if _int(case, "calls"):
+            model.add(form.opening)
+            for index in range(_int(case, "calls") if form.between is not None else 1):
+                called = name if number % 3 != 1 else f"{name}2"
+                arguments = _arguments(target, case, form, number)
+                own = target.form(called) or form
+                model.add(form.between or "" if index else "")
+                model.add(own.begin + _written(own, arguments, str(case["style"])) + own.end)
+                model.calls.append((called, arguments, len(model.text)))
+                number += 1
+            model.add(form.closing)
+    if after and form.between is not None and model.calls:
+        model.add(space)
+        model.add(after, model.contents)
+    if model.contents and not target.cls.before_calls:
+        model.end_with(target, case["tail"])
+    return model
+
+
+def _add_content(target: ParserTarget, model: _Model, text: str) -> None:
+    if target.cls.before_calls:
+        part = target.cls.before_calls[-1]
+        model.add(part.begin)
+        model.add(text, model.contents)
+        model.add(part.end + part.behind)
+    else:
+        model.add(text, model.contents)
+
+
+def _sample_model(target: ParserTarget, case: Case) -> _Model:
+    """Return the parser's own sample with another value and another name."""
+    name, value = str(case["name"]), TEXTS["plain"] * _int(case, "size")
+    model = _Model((name, "now"))
+    before, _, rest = target.cls.sample.partition(SHOWN.content)
+    between, _, after = rest.partition(SHOWN.city)
+    model.add(before)
+    model.add(TEXTS["plain"], model.contents)
+    model.add(between.replace(SHOWN.tool, name) + value)
+    model.add(after)
+    model.calls = [(name, {"city": value}, len(model.text)), ("now", {}, len(model.text))]
+    return model
+
+
+def answer_model(target: ParserTarget, case: Case) -> _Model:
+    """Return the answer of a case of reasoning: the parser's sample with other texts, and several blocks."""
+    head, _, rest = target.cls.sample.partition(SHOWN.reasoning)
+    middle, _, tail = rest.partition(SHOWN.content)
+    model = _Model()
+    reasoning = _repeated(_text(target, str(case["reasoning"])), _int(case, "size"))
+    # Only a marker can begin another block.
+    for block in range(_int(case, "blocks") if head.strip() else 1):
+        if block == 0 and case["begins"] == "prompt" and head.strip() in target.markers and target.cls.end:
+            model.prompt = f"<|user|>Hi<|assistant|>{head}"
+        else:
+            model.add(head)
+        model.add(f"{reasoning} {block}", model.reasonings)
+        model.add(middle)
+    model.add(_repeated(_text(target, str(case["text"])), _int(case, "text_size")), model.contents)
+    model.add(tail)
+    model.end_with(target, case["tail"])
+    return model
+
+
+def _repeated(text: str, times: int) -> str:
+    """Return a text several times, numbered, so that no part of it equals another."""
+    return "\n".join([text, *(f"{text} {number}" for number in range(1, times))])
+
+
+def _text(target: ParserTarget, kind: str) -> str:
+    if kind == "half-markers":
+        halves = [half for half in target.half_markers if half.strip() == half]
+        return f"It {' ~'.join(halves[: 2 * len(target.markers) + 1])} ~ end"
+    return TEXTS.get(kind, "")
+
+
+def _arguments(target: ParserTarget, case: Case, form: CallForm, number: int) -> dict[str, Any]:
+    """Return the arguments of a call; `number` is in each of them."""
+    value = _value(target, case, form)
+    deep: Any = [value]
+    for level in range(12):
+        deep = {"a": deep, "b": level} if level % 2 else [deep, {}, []]
+    shapes: dict[str, dict[str, Any]] = {
+        "city": {"city": value},
+        "none": {},
+        "nested": {"where": deep},
+        "wide": {f"key{index}": index * 7 for index in range(60)},
+        "numbers": {"where": [0, -1, 2**53 + 1, 2**63, 2**64 + 1, -(2**31), 1.5, -2.5e-07, 1e308, number]},
+        "words": {"a": True, "b": False, "c": None, "d": [True, False, None], "city": "null"},
+        "empty": {"city": "", "where": [], "what": {}},
+        "mixed": {"where": {"x": [value, number]}, "city": value, "n": 12345678901234567890},
+    }
+    return shapes[str(case["shape"])]
+
+
+def _value(target: ParserTarget, case: Case, form: CallForm) -> str:
+    kind, size = str(case["value"]), _int(case, "size")
+    ends = form.arguments.ends if isinstance(form.arguments, TaggedArguments) else ()
+    text = VALUES[kind]
+    if kind == "half-markers":
+        text = _text(target, kind)
+    elif kind == "markers":
+        text = f"so {' and '.join(marker for marker in target.markers if not any(end in marker for end in ends))} end"
+    return text if size == 1 or kind in _SHORT else _repeated(text, size)
+
+
+def _written(form: CallForm, arguments: dict[str, Any], style: str) -> str:
+    if form.arguments == "json" and style == "compact":
+        return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    return arguments_text(form.arguments, arguments, ascii_only=style == "ascii")
+
+
+def pieces_of(target: ParserTarget, text: str, chunk: object, rng: np.random.Generator) -> list[str]:
+    """Return a text in pieces."""
+    if chunk == "whole":
+        return [text]
+    if chunk == "random":
+        sizes = rng.choice([0, 1, 2, 3, 5, 17, 170], size=1 + len(text) // 2)
+        places = np.minimum(np.cumsum(sizes), len(text)).tolist()
+    elif isinstance(chunk, int):
+        places = list(range(chunk, len(text), chunk))
+    else:
+        found = [at for marker in target.markers for at in _places(text, marker)]
+        inside = [begin + 1 + index % max(1, end - begin - 1) for index, (begin, end) in enumerate(found)]
+        places = sorted(inside if chunk == "in-markers" else {at for pair in found for at in pair})
+    return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def _places(text: str, marker: str) -> Iterator[tuple[int, int]]:
+    return ((found.start(), found.end()) for found in re.finditer(re.escape(marker), text))
+
+
+def _check(target: ParserTarget, case: Case, model: _Model, other: Callable[[], _Model], *, whole: bool = True) -> None:
+    rng = np.random.default_rng(zlib.crc32(str(sorted(case.items())).encode()))
+    finished = case["end"] == "finish"
+    pieces = pieces_of(target, model.text, case["chunk"], rng)
+    if case["instances"] == "abandoned":
+        another = other()
+        target.read(another.text[: 2 * len(another.text) // 3], tools=another.tools)
+    once = target.read(model.text, tools=model.tools, prompt=model.prompt, finish=finished)
+    model.require_of(meaning_of(once), whole=whole, finished=finished)
+    if _read(target, case, model, pieces, other) != once:
+        broken("8.1", f"the pieces {shortened(str(pieces))} yield other events than the whole text")
+    if case["cut"] and whole and model.text:
+        ends = {at for marker in target.markers for pair in _places(model.text, marker) for at in pair}
+        near = [at + shift for at in sorted(ends) for shift in (-1, 0, 1) if 0 <= at + shift < len(model.text)]
+        places = rng.permutation([*near, *rng.integers(0, len(model.text), _MAX_CUTS).tolist()])[:_MAX_CUTS]
+        form = target.form(str(case["name"])) if "name" in case else None
+        markers = [*target.markers, *([] if form is None else [form.opening + form.begin])]
+        for cut in places.tolist():
+            parts = pieces_of(target, model.text[:cut], case["chunk"], rng)
+            found = target.read(*parts, tools=model.tools, prompt=model.prompt, finish=finished)
+            model.require_of_part(meaning_of(found), cut, markers, finished=finished)
+
+
+def _read(
+    target: ParserTarget, case: Case, model: _Model, pieces: list[str], other: Callable[[], _Model]
+) -> list[Event]:
+    """Return the events of an answer in pieces, while others are read as the case wants."""
+
+    def listen() -> Iterator[list[Event]]:
+        finish = case["end"] == "finish"
+        return target.listen(*pieces, tools=model.tools, prompt=model.prompt, finish=finish)
+
+    if case["instances"] == "in-turn":
+        another = other()
+        turns = target.listen(*pieces_of(target, another.text, 5, np.random.default_rng(1)), tools=another.tools)
+        found = []
+        for events in listen():
+            next(turns, None)
+            found += events
+        return joined(found)
+    if case["instances"] == "threads":
+        another = other()
+        package = target.cls.__module__.partition(".")[0]
+        return interleaved(
+            lambda: joined(event for events in listen() for event in events),
+            lambda: target.read(another.text, tools=another.tools),
+            package,
+        )
+    return joined(event for events in listen() for event in events)
+
+
+def check_calls(target: ParserTarget, case: Case) -> None:
+    """Parse an answer with tool calls. Raises `InvariantViolated`."""
+    model = calls_model(target, case)
+    _check(target, case, model, lambda: calls_model(target, {**_PLAIN_CALLS, "value": "unicode", "name": "w"}))
+
+
+def check_answer(target: ParserTarget, case: Case) -> None:
+    """Parse an answer with reasoning. Raises `InvariantViolated`."""
+    model, whole = answer_model(target, case), case["blocks"] == 1
+    _check(target, case, model, lambda: answer_model(target, {**_PLAIN_ANSWER, "reasoning": "unicode"}), whole=whole)
+
+
+def _allowed_calls(case: Case) -> bool:
+    characters = (60 + 60 * _int(case, "size")) * max(1, _int(case, "calls")) * _int(case, "groups")
+    characters *= 3 if case["shape"] in ("nested", "mixed") else 1
+    characters += 900 * _int(case, "calls") * _int(case, "groups") if case["shape"] == "wide" else 0
+    if case["size"] != 1 and (case["shape"] not in _WITH_VALUE or case["value"] in _SHORT):
+        return False  # there is nothing to repeat
+    return _fits(case, characters)
+
+
+def _allowed_answers(case: Case) -> bool:
+    return _fits(case, 60 * (_int(case, "size") * _int(case, "blocks") + _int(case, "text_size")))
+
+
+def _fits(case: Case, characters: int) -> bool:
+    """Return True if a case takes less than a second."""
+    chunk = case["chunk"]
+    pushes = characters // (chunk if isinstance(chunk, int) else 10)
+    if case["cut"]:
+        pushes, characters = pushes * _MAX_CUTS, characters * _MAX_CUTS
+    return characters <= _MAX_CHARACTERS and (chunk == "whole" or pushes <= _MAX_PUSHES)
+
+
+def _int(case: Case, name: str) -> int:
+    value = case[name]
+    assert isinstance(value, int)
+    return value
+
+
+_PLAIN_CALLS: Final[Case] = {axis.name: axis.values[0] for axis in CALL_AXES}
+_PLAIN_ANSWER: Final[Case] = {axis.name: axis.values[0] for axis in ANSWER_AXES}
+CALLS: Final[Part[ParserTarget]] = Part("calls", CALL_AXES, check_calls, _allowed_calls, mixed=True)
+ANSWERS: Final[Part[ParserTarget]] = Part("answer", ANSWER_AXES, check_answer, _allowed_answers, mixed=True)
+
+
+def part_of(target: ParserTarget) -> Part[ParserTarget]:
+    """Return the part for a parser of this kind."""
+    return CALLS if target.kind is TOOL_PARSER else ANSWERS

@@ -1,0 +1,264 @@
+"""Axes of token matrices: size, rows and revocations of a step, the steps before it, and other instances."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from fd_core.ops.contract import Array
+from fd_core.signals import PREEMPTED_TOKEN_ID
+from fd_core.testing.axes.covering import Axis, Case, around
+from fd_core.testing.axes.interleaving import interleaved
+from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.kit.law import broken
+from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows
+from fd_core.types import IntArray
+
+_RANGES: Final = {
+    "random": (0, 140_003),
+    "zero": (0, 1),
+    "small": (0, 4),
+    "15-bits": (2**15 - 2, 2**15 + 2),
+    "16-bits": (2**16 - 2, 2**16 + 2),
+    "24-bits": (2**24 - 2, 2**24 + 4),
+    "31-bits": (2**31 - 9, 2**31),
+}
+AXES: Final = (
+    Axis(
+        "slots",
+        (6, 1, 2, *around(32, 64, 128, 256), 1000, *around(1024), 2048, 4099),
+        ("Postprocess.limits", "Postprocess.token_matrix.slots"),
+        rare=({"slots": 2**15 + 1, "rows": "all"}, {"slots": 2**16, "k": 16, "rows": "all-but-one", "revoked": "rest"}),
+    ),
+    Axis("k", (3, 0, 1, 2, *range(4, 17)), ("Postprocess.limits",)),
+    Axis("rows", ("half", "none", "one", "two-thirds", "all-but-one", "all"), ("Postprocess.token_matrix.sampled",)),
+    Axis("revoked", ("half", "none", "one", "rest-but-one", "rest"), ("Postprocess.token_matrix.revoked",)),
+    Axis("order", ("random", "kept", "ascending", "descending"), ("Postprocess.token_matrix.slots",)),
+    Axis("accepted", ("random", "none", "all", "all-but-one", "in-turn"), ("Postprocess.token_matrix.accepted",)),
+    Axis(
+        "tokens",
+        ("random", "zero", "small", "15-bits", "16-bits", "24-bits", "31-bits"),
+        ("Postprocess.token_matrix.sampled",),
+    ),
+    Axis("rejected", ("random", "empty", "released", "lowest"), ("Postprocess.token_matrix.sampled",)),
+    Axis(
+        "steps",
+        (3, 1, 2, 17, 33),
+        ("Postprocess.limits",),
+        rare=(
+            {"steps": 300, "slots": 257, "before": "shrinking"},
+            {"steps": 300, "slots": 257, "before": "growing", "rows": "all", "memory": "reused"},
+            {"steps": 70_000, "slots": 2, "k": 1, "before": "kept"},
+        ),
+    ),
+    Axis("before", ("other", "kept", "shrinking", "growing")),
+    Axis("memory", ("new", "reused")),
+    Axis("instances", ("one", "in-turn", "successive", "threads")),
+    Axis("counted", (0, 2**15, 2**16, 2**31, 2**32, 2**63)),
+)
+"""`before` is how the number of rows changes from step to step, `counted` how many steps were counted before."""
+EXCUSED: Final[Mapping[str, str]] = {
+    "Postprocess.ops": "the pack of the backend under test, of which there is one per framework",
+}
+"""Fields of the contract that no axis varies, with the reason."""
+
+_HELD: Final = 300
+"""Matrices that are compared only after this many further steps; the deepest pipeline has 16."""
+_PERIOD: Final = 61
+"""Steps after which the same rows follow, a prime number."""
+_MAX_CELLS: Final = 1e6
+"""Cells of all matrices of a case."""
+_MAX_BLOCKS_PER_STEP: Final = 0.02
+"""Objects that a step may leave behind, from noise of other threads."""
+_REJECTED: Final = {"empty": (-1, 0), "released": (PREEMPTED_TOKEN_ID, PREEMPTED_TOKEN_ID + 1), "lowest": (-(2**31), 9)}
+
+
+def steps_of(case: Case) -> list[SampledRows]:
+    """Return the steps of a case, up to `_PERIOD` or one of each size."""
+    slots, k, steps = (_int(case, name) for name in ("slots", "k", "steps"))
+    rng = np.random.default_rng(zlib.crc32(str(sorted(case.items())).encode()))
+    period = min(steps, _HELD if case["before"] in ("shrinking", "growing") else _PERIOD)
+    kept = rng.permutation(slots)
+    found = []
+    for step in range(period):
+        order = {"kept": kept, "ascending": np.sort(kept), "descending": np.sort(kept)[::-1]}.get(
+            str(case["order"]), rng.permutation(slots)
+        )
+        rows, revoked = _counts(case, slots, step, period, rng=rng)
+        found.append(_rows(case, order.astype(np.int32), rows, revoked, k=k, rng=rng))
+    return found
+
+
+def _counts(case: Case, slots: int, step: int, period: int, rng: np.random.Generator) -> tuple[int, int]:
+    """Return how many slots have rows, and how many of the others are revoked."""
+    last = {"none": 0, "one": 1, "half": slots // 2, "two-thirds": -(-slots * 2 // 3), "all-but-one": slots - 1}.get(
+        str(case["rows"]), slots
+    )
+    to_go = period - 1 - step
+    rows = {
+        "other": last if to_go == 0 or period == _PERIOD else int(rng.integers(0, slots + 1)),
+        "kept": last,
+        "shrinking": min(slots, last + to_go),
+        "growing": max(0, last - to_go),
+    }[str(case["before"])]
+    rest = slots - rows
+    return rows, min(
+        rest, {"none": 0, "one": 1, "half": rest // 2, "rest-but-one": max(0, rest - 1)}.get(str(case["revoked"]), rest)
+    )
+
+
+def _rows(case: Case, order: IntArray, rows: int, revoked: int, k: int, rng: np.random.Generator) -> SampledRows:
+    number = np.arange(rows)
+    accepted = {
+        "none": np.zeros(rows),
+        "all": np.full(rows, k),
+        "all-but-one": np.full(rows, max(0, k - 1)),
+        "in-turn": number % (1 + k),
+    }.get(str(case["accepted"]), rng.integers(0, k + 1, rows))
+    tokens = rng.integers(*_RANGES[str(case["tokens"])], (rows, 1 + k))
+    dropped = rng.integers(*_REJECTED.get(str(case["rejected"]), (-(2**31), 2**31)), (rows, 1 + k))
+    sampled = np.where(np.arange(1 + k) <= accepted[:, None], tokens, dropped)
+    return SampledRows(
+        sampled.astype(np.int32),
+        accepted.astype(np.int32),
+        order[:rows].copy(),
+        revoked=order[rows : rows + revoked].copy(),
+    )
+
+
+def allowed(case: Case) -> bool:
+    """Return True if there is such a step, and it is computed in less than a second."""
+    slots, k, steps = (_int(case, name) for name in ("slots", "k", "steps"))
+    several = 1 if case["instances"] == "one" else 3
+    lines = 20 if case["instances"] == "threads" else 1
+    return slots * (2 + k) * steps * several * lines < _MAX_CELLS and (lines == 1 or steps < 33)
+
+
+class _Instance:
+    """A postprocessor, its steps in a cycle, and the matrices that were not compared yet."""
+
+    def __init__(self, target: PostprocessTarget, case: Case) -> None:
+        self._steps = steps_of(case)
+        self.matrices = Matrices(target, _int(case, "slots"), _int(case, "k"), reuse=case["memory"] == "reused")
+        self._expected = [self.matrices.expected(rows) for rows in self._steps]
+        self._held: deque[tuple[Any, int]] = deque()
+        self._done = 0
+        self._many = _int(case, "steps") > _HELD
+        self._given: dict[int, tuple[Array, ...]] = {}
+
+    def step(self, other: Callable[[], None] | None = None) -> None:
+        """Compute the next step; `other` runs in another thread at each line of the postprocessor."""
+        number = self._done % len(self._steps)
+        self._done += 1
+        first = number not in self._given
+        # Uploads would take most of the time of thousands of steps.
+        given = self.matrices.upload(self._steps[number]) if first else self._given[number]
+        compute = partial(self.matrices.compute, given)
+        package = type(self.matrices.postprocess).__module__.partition(".")[0]
+        matrix = compute() if other is None else interleaved(compute, other, package)
+        self._held.append((matrix, number))
+        if first:
+            self.matrices.require_unchanged(given, self._steps[number])
+        if self._many:
+            self._given[number] = given
+        if len(self._held) > _HELD:
+            self._compare()
+
+    def end(self) -> None:
+        while self._held:
+            self._compare()
+
+    def _compare(self) -> None:
+        matrix, number = self._held.popleft()
+        self.matrices.compare(matrix, self._steps[number], self._expected[number])
+
+
+def check_matrices(target: PostprocessTarget, case: Case) -> None:
+    """Compute the steps of a case and compare every matrix. Raises `InvariantViolated`."""
+    smaller = {**case, "slots": max(1, _int(case, "slots") - 1), "k": max(0, _int(case, "k") - 1)}
+    same = {**case, "tokens": "small" if case["tokens"] == "random" else "random"}
+    if case["instances"] == "successive":
+        for each in (smaller, same):
+            _finish(_Instance(target, each), 2)
+    ours = _Instance(target, case)
+    others = {"in-turn": (same, smaller), "threads": (same,)}.get(str(case["instances"]), ())
+    more = [_Instance(target, each) for each in others]
+    blocks = 0
+    for step in range(_int(case, "steps")):
+        if step == 1 and case["counted"]:
+            numbers = {path: value for path, (_, _, value) in _numbers(ours.matrices.postprocess).items()}
+        if step == 2 and case["counted"]:
+            _count_from(ours.matrices.postprocess, numbers, _int(case, "counted"))
+        if step == 4 * _HELD:
+            blocks = sys.getallocatedblocks()
+        if case["instances"] == "threads":
+            ours.step(more[0].step)
+            continue
+        for instance in (ours, *more):
+            instance.step()
+    left, counted = sys.getallocatedblocks() - blocks, _int(case, "steps") - 4 * _HELD
+    if counted > _HELD and left > counted * _MAX_BLOCKS_PER_STEP:
+        broken("1", f"{counted} steps left {left} objects behind: a step keeps nothing")
+    for instance in (ours, *more):
+        instance.end()
+
+
+def _finish(instance: _Instance, steps: int) -> None:
+    for _ in range(steps):
+        instance.step()
+    instance.end()
+
+
+def _count_from(postprocess: object, before: Mapping[str, int], start: int) -> None:
+    """Set each number of an instance that has grown since `before`, a count of steps, to just below `start`."""
+    for path, (owner, name, value) in _numbers(postprocess).items():
+        if value > before.get(path, value) and start - 2 <= _largest(owner[name]):
+            owner[name] = type(owner[name])(start - 2)
+
+
+def _numbers(thing: object, path: str = "") -> dict[str, tuple[Any, Any, int]]:
+    """Return the integers in the attributes of an instance, by path, each with its owner and the key there."""
+    if isinstance(thing, np.ndarray):
+        small = thing.dtype.kind in "iu" and thing.size < 9
+        return {f"{path}{at}": (thing, at, int(value)) for at, value in np.ndenumerate(thing)} if small else {}
+    owner = thing if isinstance(thing, dict | list) else getattr(thing, "__dict__", None)
+    found: dict[str, tuple[Any, Any, int]] = {}
+    if owner is None or path.count(".") > 3:
+        return found
+    for name, value in list(owner.items() if isinstance(owner, dict) else enumerate(owner)):
+        if isinstance(value, int | np.integer) and not isinstance(value, bool):
+            found[f"{path}.{name}"] = owner, name, int(value)
+        else:
+            found |= _numbers(value, f"{path}.{name}")
+    return found
+
+
+def _largest(number: Any) -> int:
+    return int(np.iinfo(number.dtype).max) if isinstance(number, np.generic | np.ndarray) else 2**64
+
+
+def _int(case: Case, name: str) -> int:
+    value = case[name]
+    assert isinstance(value, int)
+    return value
+
+
+def _sizes(case: Case) -> Mapping[str, int]:
+    return {"max_num_seqs": _int(case, "slots"), "max_drafts": _int(case, "k")}
+
+
+MATRICES: Final[Part[PostprocessTarget]] = Part(
+    "matrix",
+    AXES,
+    check_matrices,
+    allowed,
+    mixed=True,
+    edges={"max_num_seqs": Edge("slots"), "max_drafts": Edge("k")},
+    sizes=_sizes,
+)

@@ -1,0 +1,90 @@
+"""The cases that every observer has to pass.
+
+The engine counts the exceptions of an observer and drops steps while it lags. The kit is stricter: an observer accepts
+every step, keeps up, and leaves neither threads nor descriptors after `close`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import pytest
+
+from fd_core.runner.observing import Observer
+from fd_core.testing.axes.observed import OBSERVED, check_observer, steps_of
+from fd_core.testing.axes.parts import KitCase
+from fd_core.testing.connectors.remote import resource_snapshot
+from fd_core.testing.kit.requirements import OPEN, Requirement
+from fd_core.testing.policies.purity import holdings
+
+_MANY: Final = "steps=33000,requests=1"
+_FEW: Final = "steps=300,requests=1"
+
+
+class ObserverSuite:
+    """Derive a class `Test...` from it and name the observer."""
+
+    observer: str
+    """Value that users pass to `--observer`."""
+    bounded: Requirement = OPEN
+    """Its memory does not grow with the steps of an engine."""
+
+    def observer_class(self) -> type[Observer]:
+        """Return the class of the observer; override for a class that no plugin registers."""
+        from fd_core.plugins import OBSERVER, installed_plugins
+
+        return installed_plugins().load(OBSERVER, self.observer)
+
+    def new_observer(self) -> Observer:
+        """Create the observer as an engine does."""
+        return self.observer_class()()
+
+    @pytest.mark.law("8")
+    @pytest.mark.fd_cases(OBSERVED)
+    def test_case(self, case: KitCase) -> None:
+        case.check(self.new_observer, "pytest", option="--fd-case")
+
+    @pytest.mark.law("8")
+    def test_closing_releases_threads_and_files(self) -> None:
+        case = OBSERVED.case("plain").values
+        check_observer(self.new_observer, case)  # first imports stay
+        before = resource_snapshot()
+        for _ in range(3):
+            check_observer(self.new_observer, case)
+        after = resource_snapshot()
+        assert after.threads == before.threads, f"threads are left running: {after.threads}"
+        assert after.descriptors == before.descriptors, f"descriptors are left open: {after.descriptors}"
+
+    @pytest.mark.law("8")
+    def test_memory_does_not_grow_with_steps(self) -> None:
+        self.bounded.require()
+        observer, sizes = self.new_observer(), []
+        for text in (_FEW, _MANY):
+            for step in steps_of(OBSERVED.case(text).values):
+                observer.observe(step)
+            sizes.append(holdings(observer))
+        observer.close()
+        assert sizes[1] < 4 * sizes[0] + 1000, f"{sizes[1]:,} objects after 33,300 steps, {sizes[0]:,} after 300"
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    @pytest.mark.law("8")
+    def test_the_time_of_a_step_does_not_grow_with_past_steps(self) -> None:
+        observer = self.new_observer()
+        before = _seconds(observer, _FEW)
+        for step in steps_of(OBSERVED.case(_MANY).values):
+            observer.observe(step)
+        after = min(_seconds(observer, _FEW) for _ in range(3))
+        observer.close()
+        assert after < 5 * before, f"after 33,000 steps a step takes {after / before:.0f} times as long"
+
+
+def _seconds(observer: Observer, text: str) -> float:
+    """Return the shortest time of a step of a case."""
+    times = []
+    for step in steps_of(OBSERVED.case(text).values):
+        start = time.perf_counter()
+        observer.observe(step)
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,66 @@
+"""A process that puts values into a store until it is killed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fd_core.kv.stores.contract import KVStore
+from fd_core.kv.stores.location import parse_location
+from fd_core.testing.kit.requirements import lacks
+
+
+class WriterProcess:
+    """The process, and lines that it prints after each put."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def wait_for_put(self) -> None:
+        """Return after the next put. Raises `AssertionError` if the process ended."""
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline(), "the process that writes has ended"
+
+    def kill(self) -> None:
+        """Kill the process, in the middle of a put."""
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def writer_process(cls: type[KVStore], location: str) -> Iterator[WriterProcess]:
+    """Start a process that writes to the location; skip the test if it cannot import the class."""
+    if "<locals>" in cls.__qualname__:
+        lacks("the class of the store is local to a function, and no other process can import it")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", f"from {__name__} import write; write()"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    with process:
+        # Not as arguments: a location may hold a password.
+        process.stdin.write(f"{cls.__module__}\n{cls.__qualname__}\n{location}\n")
+        process.stdin.flush()
+        try:
+            yield WriterProcess(process)
+        finally:
+            process.kill()
+
+
+def write() -> None:
+    """Read a class and a location from standard input, and put values until this process is killed."""
+    from fd_core.testing.stores.suite import LIMIT, TIMEOUT, key_of, value_of
+
+    module, name, location = (sys.stdin.readline().rstrip("\n") for _ in range(3))
+    store = getattr(importlib.import_module(module), name)(parse_location(location))
+    while True:
+        store.put([(key_of(number), [value_of(key_of(number), LIMIT)]) for number in range(4)], TIMEOUT)
+        print("put", flush=True)

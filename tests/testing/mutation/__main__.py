@@ -1,0 +1,88 @@
+"""Try a sample of the edits of the plugins of one kind, and list those that the kit does not detect."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.testing.mutation.edits import Edit, edits_of
+from tests.testing.mutation.subjects import SUBJECTS
+from tests.testing.mutation.trial import outcome, path_of
+
+EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+"""Edits that change nothing that the contract promises: `module: old line => new line  # reason`."""
+
+
+def main() -> int:
+    """Run the command; return 1 if fewer than 95 of 100 edits are detected."""
+    parser = argparse.ArgumentParser(prog="python -m tests.testing.mutation", description=__doc__)
+    parser.add_argument("kind", choices=SUBJECTS)
+    parser.add_argument("--count", type=int, default=100, help="number of edits")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=300.0, help="limit of one run of the kit")
+    parser.add_argument("--only", default="", help="edits whose description contains this text")
+    options = parser.parse_args()
+    subject = SUBJECTS[options.kind]
+    known = {line.partition("  # ")[0] for line in EQUIVALENT.read_text().splitlines() if line}
+    sources = {module: path_of(module).read_text() for module in subject.modules}
+    every = [(module, edit) for module, source in sources.items() for edit in edits_of(source)]
+
+    def described(module: str, edit: Edit) -> str:
+        return f"{module}: {edit.describe(sources[module])}"
+
+    wanted = [each for each in every if options.only in described(*each) and described(*each) not in known]
+    random.Random(options.seed).shuffle(wanted)
+    chosen, counts, started = wanted[: options.count], Counter[str](), time.monotonic()
+    print(
+        f"{len(chosen)} of {len(every)} edits, {len(every) - len(wanted)} known as equivalent or not wanted", flush=True
+    )
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
+        folder = Path(name)
+        prepare(folder)
+        right = outcome(subject.modules[0], None, subject.runs, folder=folder, seconds=3 * options.seconds)
+        if right != "survives":
+            print(f"the kit fails without an edit ({right}):\n{last_output(folder)}")
+            return 1
+
+        def tried(each: tuple[str, Edit]) -> str:
+            return outcome(*each, subject.runs, folder=folder, seconds=options.seconds)
+
+        for each, found in zip(chosen, pool.map(tried, chosen), strict=True):
+            counts[found] += 1
+            if found != "killed":
+                print(f"{found}: {described(*each)} (line {each[1].line})", flush=True)
+    loaded = len(chosen) - counts["does not load"]
+    detected = counts["killed"] + counts["hangs"]
+    print(f"{options.kind}: {detected} of {loaded} detected, {dict(counts)}, {time.monotonic() - started:.0f} s")
+    return 0 if detected >= 0.95 * loaded else 1
+
+
+def prepare(folder: Path) -> None:
+    """Install the backend `mutant` into a folder, and import what no edit changes."""
+    import hypothesis  # noqa: F401
+    import msgspec  # noqa: F401
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    info = folder / "fd_mutant_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fd-mutant-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fd_core]\nmutant = tests.testing.mutation.backend\n")
+
+
+def last_output(folder: Path) -> str:
+    """Return the end of the output of the last run."""
+    last = max(folder.glob("output*"), key=lambda path: path.stat().st_mtime)
+    return last.read_text(errors="replace")[-3000:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""A right observer passes the kit, and each of these wrong ones fails the case that names its fault."""
+
+import struct
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fd_core.runner.observing import Observer
+from fd_core.testing.axes import parts
+from fd_core.testing.axes.observed import OBSERVED
+from fd_core.testing.runner_hooks.observers import ObserverSuite
+
+
+class Counts(Observer):
+    """Counts tokens and accepted drafts."""
+
+    def __init__(self):
+        self.counts = Counter()
+
+    def observe(self, step):
+        for request in step.requests:
+            self.counts["tokens"] += len(request.token_ids)
+            self.counts["accepted"] += request.drafts_accepted
+
+
+class TestCounts(ObserverSuite):
+    def observer_class(self):
+        return Counts
+
+
+class DividesByDrafts(Counts):
+    def observe(self, step):
+        for request in step.requests:
+            self.counts[request.drafts_accepted / request.drafts_proposed] += 1
+
+
+class ReadsTheFirstRequest(Counts):
+    def observe(self, step):
+        self.counts[step.requests[0].request_id] = 1
+
+
+class ExpectsEveryStep(Counts):
+    last = None
+
+    def observe(self, step):
+        assert self.last is None or step.step == self.last + 1
+        self.last = step.step
+
+
+class ExpectsRisingSteps(Counts):
+    last = -1
+
+    def observe(self, step):
+        assert step.step > self.last
+        self.last = step.step
+
+
+class PacksTokensIn16Bits(Counts):
+    def observe(self, step):
+        for request in step.requests:
+            struct.pack(f"{len(request.token_ids)}H", *request.token_ids)
+
+
+class PacksStepsIn32Bits(Counts):
+    def observe(self, step):
+        struct.pack("i", step.step)
+
+
+class EncodesNamesAsAscii(Counts):
+    def observe(self, step):
+        for request in step.requests:
+            request.request_id.encode("ascii")
+
+
+class SkipsTokenZero(Counts):
+    def observe(self, step):
+        assert all(all(request.token_ids) for request in step.requests)
+
+
+class HasAFewPlaces(Counts):
+    def observe(self, step):
+        places = [0] * 256
+        for at, _ in enumerate(step.requests):
+            places[at] += 1
+
+
+class SharesAnIterator(Counts):
+    open = 0
+
+    def __init__(self):
+        type(self).open += 1
+        assert type(self).open == 1, "one observer at a time"
+
+    def close(self):
+        type(self).open -= 1
+
+
+class LeavesAThread(Counts):
+    def __init__(self):
+        super().__init__()
+        self.ending = threading.Event()
+        threading.Thread(target=self.ending.wait, args=(5,), daemon=True).start()
+
+
+class LeavesAFile(Counts):
+    files = []  # noqa: RUF012 - that is the fault
+
+    def __init__(self):
+        super().__init__()
+        self.files.append(Path("/dev/null").open())  # noqa: SIM115
+
+
+class KeepsEveryStep(Counts):
+    def __init__(self):
+        self.seen = []
+
+    def observe(self, step):
+        self.seen.append((step.epoch, step.step))
+
+
+class SearchesEveryRequest(Counts):
+    def __init__(self):
+        self.seen = []
+
+    def observe(self, step):
+        for request in step.requests:
+            if request.request_id not in self.seen[-2000:]:
+                self.seen.append(request.request_id)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case"),
+    [
+        (DividesByDrafts, "plain"),
+        (ReadsTheFirstRequest, "requests=0"),
+        (ExpectsEveryStep, "gaps=2"),
+        (ExpectsRisingSteps, "restarts=true"),
+        (PacksTokensIn16Bits, "token_id=151935"),
+        (PacksStepsIn32Bits, "first=2147483646"),
+        (EncodesNamesAsAscii, "names=unicode"),
+        (SkipsTokenZero, "token_id=0"),
+        (HasAFewPlaces, "requests=257"),
+        (SharesAnIterator, "observers=2"),
+        (LeavesAThread, "test_closing_releases_threads_and_files"),
+        (LeavesAFile, "test_closing_releases_threads_and_files"),
+        (KeepsEveryStep, "test_memory_does_not_grow_with_steps"),
+        (SearchesEveryRequest, "test_the_time_of_a_step_does_not_grow_with_past_steps"),
+    ],
+)
+def test_wrong_observer_fails_the_case_that_names_its_fault(wrong, case, monkeypatch):
+    monkeypatch.setattr(parts, "_REDUCED", {"observer"})
+    suite = ObserverSuite()
+    suite.observer_class = lambda: wrong
+    check = getattr(suite, case, None) or (lambda: suite.test_case(OBSERVED.case(case)))
+    with pytest.raises(AssertionError):
+        check()

@@ -1,0 +1,129 @@
+"""The core's scaling policy passes the kit, and each of these wrong ones fails the case that names its fault."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from fd_core.cluster.scaling import LoadPolicy, ScalingPolicy
+from fd_core.testing.axes import parts
+from fd_core.testing.axes.scaling import SCALING
+from fd_core.testing.policies.scaling import ScalingPolicySuite
+
+
+class TestLoadPolicy(ScalingPolicySuite):
+    policy = "load"
+
+
+class Proposes(ScalingPolicy):
+    def __init__(self, options):
+        self.state = {}
+
+    def propose(self, load, now):
+        return load.target
+
+
+class UsesRandom(Proposes):
+    def propose(self, load, now):
+        return load.target + random.randrange(9)
+
+
+class UsesClock(Proposes):
+    def propose(self, load, now):
+        return int(time.monotonic() / 3600) % 5
+
+
+class DividesByReady(Proposes):
+    def propose(self, load, now):
+        return load.target + (load.waiting // load.ready > 4)
+
+
+class DividesBySlots(Proposes):
+    def propose(self, load, now):
+        return load.target + (load.running / load.slots > 0.9)
+
+
+class ComparesAbsentLatency(Proposes):
+    def propose(self, load, now):
+        return load.target + (load.ttft_seconds > 1)
+
+
+class ProposesFloats(Proposes):
+    def propose(self, load, now):
+        return load.target * 1.5
+
+
+class ProposesBelowZero(Proposes):
+    def propose(self, load, now):
+        return load.target - (not load.running)
+
+
+class CountsIn32Bits(Proposes):
+    def propose(self, load, now):
+        return int(np.array(0, np.int32) + load.waiting > 9) + load.target
+
+
+class KeepsTimesIn32Bits(Proposes):
+    def propose(self, load, now):
+        return load.target + int(np.array(int(now)).astype(np.int32) < 0) * (-load.target - 1)
+
+
+class KnowsOneRole(Proposes):
+    def propose(self, load, now):
+        return {"mixed": load.target, "prefill": load.target}[load.role]
+
+
+class SharesState(Proposes):
+    calls = 0
+
+    def propose(self, load, now):
+        type(self).calls += 1
+        return self.calls // 100 % 9
+
+
+class Flaps(Proposes):
+    def propose(self, load, now):
+        return load.ready + 1 if load.running > 0.6 * load.slots else load.ready - 1 if load.ready > 1 else 1
+
+
+class NeverAdds(Proposes):
+    pass
+
+
+class NeverRemoves(LoadPolicy):
+    def propose(self, load, now):
+        return max(load.target, super().propose(load, now))
+
+
+SETTLES, FOLLOWS = "test_the_number_settles_under_a_constant_load", "test_the_number_follows_the_load"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case", "arguments"),
+    [
+        (UsesRandom, "plain", ()),
+        (UsesClock, "plain", ()),
+        (DividesByReady, "ready=none,waiting=9", ()),
+        (DividesBySlots, "slots=0", ()),
+        (ComparesAbsentLatency, "plain", ()),
+        (ProposesFloats, "plain", ()),
+        (ProposesBelowZero, "target=0", ()),
+        (CountsIn32Bits, "waiting=2147483648", ()),
+        (KeepsTimesIn32Bits, "now=2147483640.0", ()),
+        (KnowsOneRole, "role=decode", ()),
+        (SharesState, "calls=700", ()),
+        (SharesState, "test_groups_do_not_affect_each_other", ()),
+        (Proposes, "test_an_unknown_option_is_named", ()),
+        (Flaps, SETTLES, (40,)),
+        (NeverAdds, FOLLOWS, (40,)),
+        (NeverRemoves, FOLLOWS, (40,)),
+    ],
+)
+def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments, monkeypatch):
+    monkeypatch.setattr(parts, "_REDUCED", {"scaling"})
+    suite = ScalingPolicySuite()
+    suite.policy_class = lambda: wrong
+    check = getattr(suite, case, None) or (lambda: suite.test_case(SCALING.case(case)))
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check(*arguments)

@@ -1,0 +1,404 @@
+"""Faults in KV stores, each with the case or the test of the kit that detects it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+
+from fd_core.kv.stores.disk import DiskStore
+from fd_core.kv.stores.memory import MemoryStore
+
+WRONG = {}
+"""By class: the case `store:...` or the test that detects it, and the arguments of the test."""
+
+
+def found_by(test, **arguments):
+    """Name the test that detects a store."""
+
+    def register(cls):
+        WRONG[cls] = test, arguments
+        return cls
+
+    return register
+
+
+class ByAnotherKey(MemoryStore):
+    """Stores a value under a function of its key."""
+
+    def named(self, key):
+        raise NotImplementedError
+
+    def get(self, keys, limit, timeout):
+        return super().get([*map(self.named, keys)], limit, timeout)
+
+    def put(self, values, timeout):
+        return super().put([(self.named(key), parts) for key, parts in values], timeout)
+
+    def longest_prefix(self, keys, limit, timeout):
+        return super().longest_prefix([*map(self.named, keys)], limit, timeout)
+
+    def delete(self, keys, timeout):
+        return super().delete([*map(self.named, keys)], timeout)
+
+
+class StoresOtherValues(MemoryStore):
+    """Stores a function of a value."""
+
+    def stored(self, value):
+        raise NotImplementedError
+
+    def put(self, values, timeout):
+        return super().put([(key, [self.stored(b"".join(parts))]) for key, parts in values], timeout)
+
+
+@found_by("store:keys=last byte,key_bytes=17")
+class CutsKeys(ByAnotherKey):
+    def named(self, key):
+        return key[:16]
+
+
+@found_by("store:keys=first byte")
+class IgnoresTheFirstByte(ByAnotherKey):
+    def named(self, key):
+        return key[1:] or key
+
+
+@found_by("store:keys=one checksum")
+class NamesValuesByChecksum(ByAnotherKey):
+    def named(self, key):
+        return zlib.crc32(key).to_bytes(4, "big")
+
+
+@found_by("store:keys=zeros in front")
+class TreatsKeysAsNumbers(ByAnotherKey):
+    def named(self, key):
+        return int.from_bytes(key, "big").to_bytes(32, "big")
+
+
+@found_by("store:keys=zeros at the end")
+class PadsKeys(ByAnotherKey):
+    def named(self, key):
+        return key.ljust(32, b"\0")
+
+
+@found_by("store:keys=spaces")
+class StripsKeys(ByAnotherKey):
+    def named(self, key):
+        return key.strip() or key
+
+
+@found_by("store:keys=case of letters")
+class IgnoresTheCaseOfLetters(ByAnotherKey):
+    def named(self, key):
+        return key.lower()
+
+
+@found_by("store:keys=paths")
+class NamesValuesByPaths(ByAnotherKey):
+    def named(self, key):
+        return os.path.normpath(key)
+
+
+@found_by("store:keys=prefixes")
+class MatchesPrefixesOfKeys(MemoryStore):
+    def get(self, keys, limit, timeout):
+        names = self.keys()[::-1]
+        return super().get(
+            [next((name for name in names if name.startswith(key)), key) for key in keys], limit, timeout
+        )
+
+
+@found_by("store:value_bytes=1048577")
+class CutsLargeValues(StoresOtherValues):
+    def stored(self, value):
+        return value[: 1 << 20]
+
+
+@found_by("store:value_bytes=16777217,count=2")
+class CutsVeryLargeValues(StoresOtherValues):
+    def stored(self, value):
+        return value[: 1 << 24]
+
+
+@found_by("store:content=like others,count=9")
+class DecompressesValues(StoresOtherValues):
+    def stored(self, value):
+        return value if value[:2] != b"x\x9c" else b"?"
+
+
+@found_by("store:content=alike")
+class MergesValuesThatLookAlike(StoresOtherValues):
+    def stored(self, value):
+        return self.__dict__.setdefault("seen", {}).setdefault((len(value), value[:64], value[-64:]), value)
+
+
+@found_by("store:content=zeros")
+class DropsZerosAtTheEnd(StoresOtherValues):
+    def stored(self, value):
+        return value.rstrip(b"\0")
+
+
+@found_by("store:parts=1025")
+class DropsPartsAfterTheLimitOfASystemCall(MemoryStore):
+    def put(self, values, timeout):
+        return super().put([(key, parts[:1024]) for key, parts in values], timeout)
+
+
+@found_by("store:limit=2^31")
+class CutsLimits(MemoryStore):
+    def get(self, keys, limit, timeout):
+        return super().get(keys, limit & 0x7FFFFFFF, timeout)
+
+
+@found_by("store:limit=2^32")
+class CutsLimitsOfPrefixes(MemoryStore):
+    def longest_prefix(self, keys, limit, timeout):
+        return super().longest_prefix(keys, limit & 0xFFFFFFFF, timeout)
+
+
+@found_by("store:limit=one less")
+class IgnoresTheLimit(MemoryStore):
+    def get(self, keys, limit, timeout):
+        return super().get(keys, 1 << 40, timeout)
+
+
+@found_by("store:order=33000 keys")
+class CountsIn15Bits(MemoryStore):
+    def longest_prefix(self, keys, limit, timeout):
+        return super().longest_prefix(keys, limit, timeout) & 0x7FFF
+
+
+@found_by("store:count=129")
+class ReadsAHundredKeys(MemoryStore):
+    def get(self, keys, limit, timeout):
+        return super().get(keys[:128], limit, timeout) + [None] * len(keys[128:])
+
+
+@found_by("store:sizes=every second empty")
+class TreatsEmptyValuesAsAbsent(MemoryStore):
+    def get(self, keys, limit, timeout):
+        return [value or None for value in super().get(keys, limit, timeout)]
+
+
+@found_by("store:order=with holes")
+class OmitsAbsentValues(MemoryStore):
+    def get(self, keys, limit, timeout):
+        return [value for value in super().get(keys, limit, timeout) if value is not None]
+
+
+@found_by("store:order=with holes")
+class CountsBeyondHoles(MemoryStore):
+    def longest_prefix(self, keys, limit, timeout):
+        return sum(value is not None for value in self.get(keys, limit, timeout))
+
+
+@found_by("store:before=shorter")
+class KeepsTheExistingValue(MemoryStore):
+    def put(self, values, timeout):
+        super().put([value for value in values if value[0] not in self._values], timeout)
+        return len(values)
+
+
+@found_by("store:before=longer")
+class KeepsTheEndOfALongerValue(MemoryStore):
+    def put(self, values, timeout):
+        found = [(key, b"".join(parts), self._values.get(key, b"")) for key, parts in values]
+        return super().put([(key, [value, before[len(value) :]]) for key, value, before in found], timeout)
+
+
+@found_by("store:removed=every second")
+class DeletesAllIfAnyIsDeleted(MemoryStore):
+    def delete(self, keys, timeout):
+        count = super().delete(keys, timeout)
+        if count > 1:
+            self._values.clear()
+        return count
+
+
+@found_by("store:plain")
+class CountsDeletionsTwice(MemoryStore):
+    def delete(self, keys, timeout):
+        return 2 * super().delete(keys, timeout)
+
+
+@found_by("store:plain")
+class IsWrittenNever(MemoryStore):
+    def put(self, values, timeout):
+        self.__dict__.setdefault("written", {}).update({key: b"".join(parts) for key, parts in values})
+        return len(values)
+
+    def get(self, keys, limit, timeout):
+        return [self.__dict__.get("written", {}).get(key) for key in keys]
+
+
+@found_by("store:clock=3600")
+class ExpiresByTheClock(MemoryStore):
+    def put(self, values, timeout):
+        self.__dict__.setdefault("at", {}).update(dict.fromkeys((key for key, _ in values), time.time()))
+        return super().put(values, timeout)
+
+    def get(self, keys, limit, timeout):
+        at = self.__dict__.get("at", {})
+        return [
+            value if abs(time.time() - at.get(key, time.time())) < 60 else None
+            for key, value in zip(keys, super().get(keys, limit, timeout), strict=True)
+        ]
+
+
+@found_by("store:thread=true")
+class ServesOneThread(MemoryStore):
+    def get(self, keys, limit, timeout):
+        if self.__dict__.setdefault("_owner", threading.main_thread().ident) != threading.get_ident():
+            return [None] * len(keys)
+        return super().get(keys, limit, timeout)
+
+
+@found_by("store:elsewhere=true")
+class ConfusesFoldersOfOneName(DiskStore):
+    cache: dict = {}  # noqa: RUF012 - that is the fault
+
+    def put(self, values, timeout):
+        count = super().put(values, timeout)
+        self.cache.update({(self.path.name, key): b"".join(parts) for key, parts in values})
+        return count
+
+    def get(self, keys, limit, timeout):
+        found = super().get(keys, limit, timeout)
+        return [None if value is None else self.cache.get((self.path.name, key), value)
+                for key, value in zip(keys, found, strict=True)]  # fmt: skip
+
+
+@found_by("store:reader=another object")
+class KeepsValuesInTheObject(DiskStore):
+    def get(self, keys, limit, timeout):
+        mine = self.__dict__.get("mine", set())
+        return [
+            value if key in mine else None for key, value in zip(keys, super().get(keys, limit, timeout), strict=True)
+        ]
+
+    def put(self, values, timeout):
+        self.__dict__.setdefault("mine", set()).update(key for key, _ in values)
+        return super().put(values, timeout)
+
+
+@found_by("test_a_killed_writer_leaves_whole_values", puts=2)
+class WritesInPlace(DiskStore):
+    def put(self, values, timeout):
+        for key, parts in values:
+            path = self.path / key.hex()[:2] / f"{key.hex()}.kv"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            value = b"".join(parts)
+            with path.open("wb", buffering=0) as file:
+                for start in range(0, len(value), 4096):
+                    file.write(value[start : start + 4096])
+        return len(values)
+
+
+@found_by("test_a_reader_does_not_wait_for_a_slow_writer")
+class HoldsALockWhileItWrites(MemoryStore):
+    def __init__(self, location):
+        super().__init__(location)
+        self._whole = threading.RLock()
+
+    def put(self, values, timeout):
+        with self._whole:
+            return super().put(values, timeout)
+
+    def get(self, keys, limit, timeout):
+        with self._whole:
+            return super().get(keys, limit, timeout)
+
+
+@found_by("test_the_time_of_a_call_does_not_grow_with_the_values")
+class SearchesAllValues(MemoryStore):
+    def longest_prefix(self, keys, limit, timeout):
+        there = list(self._values)
+        return next((at for at, key in enumerate(keys) if key not in there), len(keys))
+
+
+@found_by("test_closing_during_calls_raises_store_errors_only")
+class LosesItsValuesWhenClosed(MemoryStore):
+    def put(self, values, timeout):
+        if self._values is None:
+            raise AttributeError("'NoneType' object has no attribute 'get'")
+        return super().put(values, timeout)
+
+
+@found_by("test_space_of_replaced_and_deleted_values_is_free", size=9000)
+class CountsReplacedValues(MemoryStore):
+    def _delete(self, key):
+        before = self._bytes
+        found = super()._delete(key)
+        if self.__dict__.get("putting"):
+            self._bytes = before
+        return found
+
+    def put(self, values, timeout):
+        self.putting = not any(b"".join(parts)[:0] for _, parts in values) and self._bytes < self.limit_bytes
+        return super().put(values, timeout)
+
+
+@found_by("test_values_behind_the_store_never_exceed_the_cap", size=5000)
+class ExceedsTheLimitByAValue(MemoryStore):
+    def put(self, values, timeout):
+        limit, self.limit_bytes = self.limit_bytes, self.limit_bytes + max(sum(map(len, parts)) for _, parts in values)
+        try:
+            return super().put(values, timeout)
+        finally:
+            self.limit_bytes = limit
+
+
+@found_by("test_the_cap_holds_and_what_was_used_stays")
+class EvictsTheNewestFirst(MemoryStore):
+    def get(self, *arguments):
+        found = super().get(*arguments)
+        for key in arguments[0]:
+            if key in self._values:
+                self._values.move_to_end(key, last=False)
+        return found
+
+
+@found_by("test_no_call_takes_longer_than_it_may", timeout=0.0)
+class TakesItsTime(MemoryStore):
+    def delete(self, keys, timeout):
+        time.sleep(1.6 if timeout == 0 else 0)
+        return super().delete(keys, timeout)
+
+
+@found_by("test_no_call_takes_longer_than_it_may", timeout=0.0)
+class HidesAValueInItsError(MemoryStore):
+    def stats(self, timeout):
+        raise KeyError("prompt")
+
+
+@found_by("test_a_closed_store_refuses_everything")
+class WorksAfterClose(MemoryStore):
+    def close(self):
+        pass
+
+
+@found_by("test_an_unknown_parameter_is_named")
+class TakesAnyParameter(MemoryStore):
+    def __init__(self, location):
+        super().__init__(type(location)(location.scheme, location.text, {}))
+
+
+@found_by("test_every_change_is_visible_to_the_next_read", change="put")
+class ReturnsAnEarlierReadSometimes(MemoryStore):
+    def get(self, keys, limit, timeout):
+        seen = self.__dict__.setdefault("seen", {})
+        self.reads = getattr(self, "reads", 0) + len(keys)
+        found = super().get(keys, limit, timeout)
+        if self.reads % 50 == 0:
+            return [seen.get(key, value) for key, value in zip(keys, found, strict=True)]
+        seen.update(zip(keys, found, strict=True))
+        return found
+
+
+@found_by("test_every_change_is_visible_to_the_next_read", change="deleted")
+class CountsRemovedValuesInAPrefix(MemoryStore):
+    def longest_prefix(self, keys, limit, timeout):
+        self.had = getattr(self, "had", set()) | {key for key in keys if key in self._values}
+        return next((at for at, key in enumerate(keys) if key not in self.had), len(keys))

@@ -1,0 +1,206 @@
+"""Faults in connectors, each with the case of the kit that detects it."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from types import SimpleNamespace
+
+from fd_core.disagg.connectors.contract import ConnectorError
+from fd_core.disagg.connectors.kv_store import KVStoreConnector
+from fd_core.disagg.connectors.shared_memory import SharedMemoryConnector
+from fd_core.disagg.connectors.tcp import TCPConnector
+
+WRONG = {}
+"""By class: the case that detects it, and the right class."""
+
+
+def found_by(case):
+    """Name the case that detects a connector."""
+
+    def register(cls):
+        WRONG[cls] = case, cls.__mro__[2]
+        return cls
+
+    return register
+
+
+class Changed:
+    """Wraps the ends of a connector; a subclass replaces their methods."""
+
+    def open_inbox(self, lease, **limits):
+        whole = super().open_inbox(self.lease(lease), **limits)
+        end = SimpleNamespace(address=whole.address, take=whole.take, done=whole.done, close=whole.close)
+        self.change_inbox(end, whole)
+        return end
+
+    def open_outbox(self, lease, address, **limits):
+        whole = super().open_outbox(self.lease(lease), address, **limits)
+        end = SimpleNamespace(put=whole.put, close=whole.close)
+        self.change_outbox(end, whole)
+        return end
+
+    def lease(self, lease):
+        return lease
+
+    def change_inbox(self, end, whole):
+        pass
+
+    def change_outbox(self, end, whole):
+        pass
+
+
+@found_by("plain")
+class SendsTheFirstPart(Changed, TCPConnector):
+    def change_outbox(self, end, whole):
+        end.put = lambda index, parts: whole.put(index, parts[:1])
+
+
+@found_by("moves=a window at a time")
+class HasOneBuffer(Changed, SharedMemoryConnector):
+    def change_outbox(self, end, whole):
+        whole._layout = whole._layout._replace(window=1)
+
+
+@found_by("plain")
+class BelievesReferences(Changed, SharedMemoryConnector):
+    def change_inbox(self, end, whole):
+        end.take = lambda index, reference, frames: whole._segment.bytes[reference[0] : reference[1]]
+
+
+@found_by("take=twice")
+class FreesABufferWhenItIsTaken(Changed, SharedMemoryConnector):
+    def change_inbox(self, end, whole):
+        end.take = lambda *piece: (whole.take(*piece), whole.done(*piece[:2]))[0]
+
+
+@found_by("moves=a window at a time")
+class ReturnsMemoryThatChanges(Changed, SharedMemoryConnector):
+    buffer = bytearray(1 << 20)
+
+    def change_inbox(self, end, whole):
+        def take(*piece):
+            value = whole.take(*piece)
+            self.buffer[: len(value)] = value
+            return memoryview(self.buffer)[: len(value)]
+
+        end.take = take
+
+
+@found_by("leases=2")
+class MixesLeases(Changed, KVStoreConnector):
+    def lease(self, lease):
+        return "one"
+
+
+@found_by("leases=2,lease=last letter")
+class CutsNamesOfLeases(Changed, KVStoreConnector):
+    def lease(self, lease):
+        return lease[:16]
+
+
+@found_by("leases=2,lease=first letter")
+class NamesLeasesByTheirEnd(Changed, KVStoreConnector):
+    def lease(self, lease):
+        return lease[-24:]
+
+
+@found_by("pieces=129,window=257,moves=a window at a time")
+class KeepsPlacesIn6Bits(Changed, SharedMemoryConnector):
+    def change_inbox(self, end, whole):
+        def take(index, reference, frames):
+            place, length = struct.unpack("<II", reference)
+            return whole.take(index, struct.pack("<II", place & 0x3F, length), frames)
+
+        end.take = take
+
+
+@found_by("first=2147483646")
+class KeepsIndicesIn32Bits(Changed, TCPConnector):
+    def change_outbox(self, end, whole):
+        end.put = lambda index, parts: (struct.pack("<i", index), whole.put(index, parts))[1]
+
+
+@found_by("first=65534")
+class KeepsIndicesIn16Bits(Changed, TCPConnector):
+    def change_inbox(self, end, whole):
+        end.take = lambda index, *piece: whole.take(index, *piece) if index < 65_536 else b""
+
+
+@found_by("value_bytes=1048577,pieces=2")
+class CutsLargeValues(Changed, TCPConnector):
+    def change_inbox(self, end, whole):
+        end.take = lambda *piece: bytes(whole.take(*piece))[: 1 << 20]
+
+
+@found_by("sizes=empty")
+class TreatsEmptyValuesAsMissing(Changed, TCPConnector):
+    def change_inbox(self, end, whole):
+        def take(*piece):
+            value = whole.take(*piece)
+            if not len(value):
+                raise ConnectorError("a piece is missing")
+            return value
+
+        end.take = take
+
+
+@found_by("parts=65")
+class SendsAtMost64Parts(Changed, TCPConnector):
+    def change_outbox(self, end, whole):
+        end.put = lambda index, parts: whole.put(index, parts[:64])
+
+
+@found_by("before=the same lease")
+class RemembersPiecesOfALease(Changed, TCPConnector):
+    seen = {}  # noqa: RUF012 - that is the fault
+
+    def open_inbox(self, lease, **limits):
+        end = super().open_inbox(lease, **limits)
+        take, count = end.take, self.seen.setdefault((id(type(self)), lease), [])
+        if count:
+            end.take = lambda *piece: bytes(take(*piece))[:-1]
+        count.append(1)
+        return end
+
+
+@found_by("content=like others")
+class DecompressesValues(Changed, TCPConnector):
+    def change_inbox(self, end, whole):
+        def take(*piece):
+            value = bytes(whole.take(*piece))
+            return b"" if value[:3] == b"\x1f\x8b\x08" else value
+
+        end.take = take
+
+
+@found_by("before=four aborts")
+class BreaksAfterAborts(Changed, TCPConnector):
+    left = 0
+
+    def change_inbox(self, end, whole):
+        def close():
+            self.left += 1
+            whole.close()
+
+        def take(*piece):
+            if self.left > 3:
+                raise ConnectorError("no lease is left")
+            return whole.take(*piece)
+
+        end.close, end.take = close, take
+
+
+@found_by("thread=true")
+class ServesOneThread(Changed, TCPConnector):
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.owner = threading.get_ident()
+
+    def change_inbox(self, end, whole):
+        def take(*piece):
+            if threading.get_ident() != self.owner:
+                raise ConnectorError("another thread")
+            return whole.take(*piece)
+
+        end.take = take
