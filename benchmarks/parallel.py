@@ -39,7 +39,7 @@ from fd_core.engine.ranks.leading import LeadingRunner
 from fd_core.engine.ranks.messages import RankStep, encode_order
 from fd_core.models.catalog import resolve_model
 from fd_core.ops.parallel import Parallel, RankGroup, RankRendezvous
-from fd_core.testing.stepping.texts import greedy, run
+from fd_core.testing.models.texts import greedy, run
 from fd_core.types import RequestSpec
 
 ROWS = (1, 8, 32, 128, 512)

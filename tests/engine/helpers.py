@@ -10,7 +10,7 @@ import numpy as np
 from fd_core.config import EngineConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
-from fd_core.testing.stepping.texts import Texts, run
+from fd_core.testing.models.texts import Texts, run
 from fd_core.types import RequestSpec, SamplingParams
 
 __all__ = ["EOS", "Texts", "golden", "null_engine", "random_specs", "run"]

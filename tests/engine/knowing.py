@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fd_core.testing.stepping import drafting
+from fd_core.testing.models import drafting
 from fd_core.types import RequestSpec
 from tests.engine.helpers import golden
 

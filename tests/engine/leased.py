@@ -28,7 +28,7 @@ from fd_core.effects.operations import (
     Sent,
 )
 from fd_core.engine.core import Engine
-from fd_core.testing.stepping.texts import Texts
+from fd_core.testing.models.texts import Texts
 from fd_core.types import IntArray, PrefillOutcome, RequestSpec, SamplingParams
 from tests.engine.stepping import How, Stepper
 

@@ -14,12 +14,12 @@ from fd_core.backends.null import NullModel, running_hashes
 from fd_core.effects.operations import Effects, Load
 from fd_core.engine.core import Engine
 from fd_core.kv.prefix import PrefixHasher
+from fd_core.testing.models import stepper as stepping
+from fd_core.testing.models.drafting import speculation
+from fd_core.testing.models.small import SMALL
+from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.tiers import OperationEnd as How
 from fd_core.testing.schedulers.tiers import ScriptedTiers
-from fd_core.testing.stepping import SMALL
-from fd_core.testing.stepping import stepper as stepping
-from fd_core.testing.stepping.drafting import speculation
-from fd_core.testing.stepping.texts import greedy
 from fd_core.types import RequestSpec
 from tests.engine.helpers import null_engine
 from tests.engine.knowing import OracleDrafter

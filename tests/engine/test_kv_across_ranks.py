@@ -16,7 +16,7 @@ from fd_core.config import EngineConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.testing.models.checkpoints import write_checkpoint
-from fd_core.testing.stepping.texts import Texts, greedy, run
+from fd_core.testing.models.texts import Texts, greedy, run
 from tests.engine.building.test_kv_transfer import Pair
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from fd_core.config import EngineConfig
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
 from fd_core.testing.kit.target import Target
-from fd_core.testing.stepping.texts import greedy, run
+from fd_core.testing.models.texts import greedy, run
 from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import null_engine
 

@@ -13,9 +13,9 @@ from fd_core.errors import BadRequest, ConfigError, ModelError
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import merge_adapter, write_adapter
 from fd_core.testing.models.checkpoints import write_checkpoint
-from fd_core.testing.stepping.drafting import OracleDrafter, speculation
-from fd_core.testing.stepping.stepper import parts_of
-from fd_core.testing.stepping.texts import greedy, run
+from fd_core.testing.models.drafting import OracleDrafter, speculation
+from fd_core.testing.models.stepper import parts_of
+from fd_core.testing.models.texts import greedy, run
 from fd_core.types import Pooling
 from tests.engine.building.test_kv_transfer import Pair, secret
 

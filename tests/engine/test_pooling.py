@@ -14,7 +14,7 @@ from fd_core.engine.vectors import pooling_request
 from fd_core.errors import BadRequest
 from fd_core.ops.contract import StepInput
 from fd_core.testing.models.arrays import step_input
-from fd_core.testing.stepping.stepper import parts_of
+from fd_core.testing.models.stepper import parts_of
 from fd_core.types import Pooling
 from tests.engine.helpers import null_engine, random_specs
 from tests.engine.test_prompt_logprobs import PROMPTS, right

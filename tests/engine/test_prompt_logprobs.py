@@ -14,8 +14,8 @@ from fd_core.ops.contract import StepInput
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.runner.sampling import prompt_scores
 from fd_core.testing.models.arrays import step_input
-from fd_core.testing.stepping.stepper import parts_of
-from fd_core.testing.stepping.texts import Texts
+from fd_core.testing.models.stepper import parts_of
+from fd_core.testing.models.texts import Texts
 from fd_core.types import Delta, RequestSpec, SamplingParams
 from tests.engine.helpers import null_engine, run
 

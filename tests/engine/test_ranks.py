@@ -29,7 +29,7 @@ from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError, Plug
 from fd_core.launching.spawn import SpawnLauncher
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.checkpoints import write_checkpoint
-from fd_core.testing.stepping.drafting import speculation
+from fd_core.testing.models.drafting import speculation
 from fd_core.types import StepOutput
 from tests.engine.clients.test_process import until
 from tests.engine.helpers import Texts, golden, null_engine, random_specs, run

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fd_core.config import SpeculativeConfig
-from fd_core.testing.stepping.stepper import parts_of
-from fd_core.testing.stepping.texts import Texts
+from fd_core.testing.models.stepper import parts_of
+from fd_core.testing.models.texts import Texts
 from fd_core.types import Pooling, RequestSpec, SamplingParams
 from tests.engine.building.test_kv_transfer import Pair, at_rest, pair, secret
 from tests.engine.helpers import null_engine, run

@@ -1,13 +1,13 @@
 """The kit's cases of caches, on every pack."""
 
-from fd_core.testing.suite.test_kv import (  # noqa: F401 -- the cases
+from fd_core.testing.suite.kv.test_kv import (  # noqa: F401 -- the cases
     test_an_exported_array_is_the_callers,
     test_an_import_touches_its_blocks_alone,
     test_blocks_are_restored_bit_for_bit,
     test_blocks_of_another_type_are_refused,
     test_exported_blocks_are_keys_then_values_by_position,
 )
-from fd_core.testing.suite.test_quantized_kv import (  # noqa: F401 -- the cases
+from fd_core.testing.suite.kv.test_quantized_kv import (  # noqa: F401 -- the cases
     ops8,
     test_a_scale_that_a_block_held_before_does_not_matter,
     test_attention_reads_what_is_kept,

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.target import parse_target
-from fd_core.testing.stepping.texts import greedy, run
+from fd_core.testing.models.texts import greedy, run
 
 field, name, folder = sys.argv[1:]
 target = parse_target("reference", Path(folder))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fd_core.testing.axes import parts
-from fd_core.testing.axes.transfers import TRANSFERS, ConnectorPair
 from fd_core.testing.connectors import ConnectorSuite
+from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess
 from tests.testing.wrong.moving import WRONG
 

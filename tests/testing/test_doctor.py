@@ -17,9 +17,9 @@ import pytest
 
 from fd_core.ops.contract import KVCache, Ops
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.testing.doctor.checks import CHECKS, SIZES
-from fd_core.testing.doctor.examine import copy_bandwidth, examine
-from fd_core.testing.doctor.runs import OpFinding
+from fd_core.testing.report.doctor.checks import CHECKS, SIZES
+from fd_core.testing.report.doctor.examine import copy_bandwidth, examine
+from fd_core.testing.report.doctor.runs import OpFinding
 from tests.plugin_sites import GOOD, Site
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 
 from fd_core.runner.observing import Observer
 from fd_core.testing.axes import parts
-from fd_core.testing.axes.observed import OBSERVED
-from fd_core.testing.runner_hooks.observers import ObserverSuite
+from fd_core.testing.hooks.observed import OBSERVED
+from fd_core.testing.hooks.observers import ObserverSuite
 
 
 class Counts(Observer):

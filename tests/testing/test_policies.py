@@ -7,8 +7,8 @@ import pytest
 from fd_core.scheduling.policies import FairShare, Fcfs, Priority
 from fd_core.scheduling.victims import FewestTokens, LatestArrival
 from fd_core.testing.axes.parts import cases_of
-from fd_core.testing.policies.scheduling import SchedulingPolicySuite
-from fd_core.testing.policies.victims import VictimPolicySuite
+from fd_core.testing.hooks.scheduling import SchedulingPolicySuite
+from fd_core.testing.hooks.victims import VictimPolicySuite
 from tests.testing.wrong.ordering import WRONG_ORDERS, WRONG_VICTIMS
 
 

@@ -13,8 +13,8 @@ from fd_core.plugins.builtin import fd_register_router_policies
 from fd_core.router.policies import Candidate, RequestNum, RouterPolicy
 from fd_core.router.workers import RouterWorker
 from fd_core.testing.axes import parts
-from fd_core.testing.axes.router_policies import ROUTING
 from fd_core.testing.router_policies import RouterPolicySuite
+from fd_core.testing.router_policies.cases import ROUTING
 
 CORE = Plugins.discover([])
 

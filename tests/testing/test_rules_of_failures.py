@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from fd_core.testing.connectors.suite import ConnectorSuite
+from fd_core.testing.hooks.observers import ObserverSuite
+from fd_core.testing.hooks.scaling import ScalingPolicySuite
 from fd_core.testing.kit.law import RULES
-from fd_core.testing.policies.scaling import ScalingPolicySuite
 from fd_core.testing.router_policies.suite import RouterPolicySuite
-from fd_core.testing.runner_hooks.observers import ObserverSuite
 from fd_core.testing.stores.suite import StoreSuite
 
 ABOUT_WORDS = {

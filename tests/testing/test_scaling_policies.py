@@ -8,8 +8,8 @@ import pytest
 
 from fd_core.cluster.scaling import LoadPolicy, ScalingPolicy
 from fd_core.testing.axes import parts
-from fd_core.testing.axes.scaling import SCALING
-from fd_core.testing.policies.scaling import ScalingPolicySuite
+from fd_core.testing.hooks.loads import SCALING
+from fd_core.testing.hooks.scaling import ScalingPolicySuite
 
 
 class TestLoadPolicy(ScalingPolicySuite):

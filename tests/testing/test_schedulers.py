@@ -4,10 +4,10 @@ import pytest
 
 from fd_core.config.envelope import OperatingEnvelope
 from fd_core.testing.axes.parts import cases_of
-from fd_core.testing.axes.schedules import SCHEDULES, SIZES, check_schedule
 from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.report.model import OF_OTHERS_THAN_SCHEDULERS
 from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_cases
+from fd_core.testing.schedulers.cases import SCHEDULES, SIZES, check_schedule
 from tests.testing.wrong import planning, scheduling
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.memory import MemoryStore
 from fd_core.testing.axes import parts
-from fd_core.testing.axes.stores import STORES, StorePlace
 from fd_core.testing.stores import StoreSuite, closed
+from fd_core.testing.stores.cases import STORES, StorePlace
 from tests.kv.stores.test_disk import DiskDoor
 from tests.kv.stores.test_memory import MemoryDoor
 from tests.testing.wrong.keeping import WRONG

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from fd_core.testing.doctor.runs import DoctorReport, OpFinding
+    from fd_core.testing.report.doctor.runs import DoctorReport, OpFinding
 
 
 _PROGRESS_SECONDS: Final = 15.0
@@ -197,7 +197,7 @@ def doctor(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from fd_core.testing.doctor.runs import run_doctor
+    from fd_core.testing.report.doctor.runs import run_doctor
 
     require_writable(json)
     console = Console()

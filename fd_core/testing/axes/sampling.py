@@ -408,7 +408,7 @@ def check_cells(ops: Ops, case: Case) -> None:
     gather()
     if kind != "activations":
         places = _places(case, rng)
-        more = (rng.integers(-9, 10, len(places[0])) / (1 if kind == "counts" else 8)).astype(dtype)
+        more = (rng.integers(-8, 9, len(places[0])) / (1 if kind == "counts" else 8)).astype(dtype)
         if kind == "logits":
             more[1:2] = -np.inf
         x = ops.add_at(

@@ -19,7 +19,7 @@ from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import write_adapter
 from fd_core.testing.models.checkpoints import STEP_CASE
-from fd_core.testing.stepping.scenario import Events, Scenario
+from fd_core.testing.models.scenario import Events, Scenario
 from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams
 
 AXES: Final = (
@@ -277,7 +277,7 @@ def _request(case: Case, index: int, digests: tuple[str, ...]) -> RequestSpec:
         presence_penalty=value("presence"),
         frequency_penalty=value("frequency"),
         repetition_penalty=value("repetition"),
-        logit_bias={token: float(rng.integers(-9, 9)) for token in biased} or None,
+        logit_bias={token: float(rng.integers(-8, 9)) for token in biased} or None,
         allowed_token_ids=None if kept is None else some(kept),
         bad_words_token_ids=_banned(value("banned")),
         logprobs=value("logprobs"),

@@ -32,7 +32,7 @@ from fd_core.disagg.connectors.contract import (
     PutResult,
 )
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.axes.transfers import TRANSFERS, ConnectorPair
+from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
 
 WINDOW = 4

@@ -22,7 +22,7 @@ from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import Floats
 from fd_core.testing.models.checkpoints import ENGINE_CASE
 from fd_core.testing.models.paged import PagedDriver
-from fd_core.testing.stepping.texts import Texts, run
+from fd_core.testing.models.texts import Texts, run
 from fd_core.types import Admission, IntArray, RequestSpec, TokenLogprobs
 
 MARGIN: Final[Mapping[str, float]] = {"float32": 0.0, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}

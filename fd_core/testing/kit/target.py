@@ -22,8 +22,8 @@ from fd_core.plugins import BACKEND, POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.models.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, write_checkpoint
-from fd_core.testing.stepping import SMALL
-from fd_core.testing.stepping.drafting import OracleDrafter, speculation
+from fd_core.testing.models.drafting import OracleDrafter, speculation
+from fd_core.testing.models.small import SMALL
 
 _MODEST: Final[Mapping[str, Any]] = {**SMALL, "num_threads": 1, "watchdog_seconds": 20.0}
 _ISA: Final = "FD_ISA"

@@ -13,7 +13,7 @@ from fd_core.testing.axes.parts import Part
 
 
 @dataclass(frozen=True)
-class KitCase:
+class SuiteCase:
     """A test of a kit with its parameters."""
 
     section: str
@@ -36,7 +36,7 @@ class KitCase:
         self.function(**self.parameters, **{name: fixtures[name] for name in names if name in fixtures})
 
 
-def cases_of(modules: Iterable[ModuleType]) -> Iterator[KitCase]:
+def cases_of(modules: Iterable[ModuleType]) -> Iterator[SuiteCase]:
     """Yield the cases of a suite, module by module."""
     for module in modules:
         section = module.__name__.rpartition(".test_")[2]
@@ -45,7 +45,7 @@ def cases_of(modules: Iterable[ModuleType]) -> Iterator[KitCase]:
                 continue
             marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name in ("parametrize", "fd_cases")]
             for values in itertools.product(*(_parameters(*mark.args) for mark in reversed(marks))):
-                yield KitCase(section, function, {name: value for part in values for name, value in part.items()})
+                yield SuiteCase(section, function, {name: value for part in values for name, value in part.items()})
 
 
 def _parameters(names: Part[Any] | str | tuple[str, ...], values: Sequence[Any] = ()) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from fd_core.testing.kit.law import RULES
 SCHEMA: Final = 1
 """Version of the JSON, incremented on incompatible changes."""
 SECTIONS: Final = (
+    "cases",
     "operations",
     "fusions",
     "sampling",
@@ -21,7 +22,6 @@ SECTIONS: Final = (
     "signals",
     "budget",
     "kv",
-    "quantized_kv",
     "golden",
     "ranks",
     "lifetime",

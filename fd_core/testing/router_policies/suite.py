@@ -29,9 +29,9 @@ from fd_core.router.router import Router
 from fd_core.router.selection import IDLE, RouteRequest, Selection, WorkerLoad
 from fd_core.router.workers import ROLES, Role, RouterWorker
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.axes.router_policies import ROUTING, PolicyUnderTest, choices
+from fd_core.testing.hooks.purity import holdings
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.policies.purity import holdings
+from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
 
 _BLOCKS: Final = 4
 """Full blocks of each prompt."""

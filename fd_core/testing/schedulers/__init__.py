@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from fd_core.testing.models.cases import KitCase, cases_of
+from fd_core.testing.models.cases import SuiteCase, cases_of
 from fd_core.testing.schedulers.driver import SchedulerTarget, find_scheduler
 
 __all__ = ["SchedulerCase", "SchedulerTarget", "find_scheduler", "kit_cases"]
@@ -11,7 +11,7 @@ QUICK_EXAMPLES: Final = 20
 """Default number of random call sequences, which take some seconds."""
 
 
-class SchedulerCase(KitCase):
+class SchedulerCase(SuiteCase):
     """A test of the scheduler kit with its parameters."""
 
     def check(self, target: SchedulerTarget, examples: int = QUICK_EXAMPLES) -> None:

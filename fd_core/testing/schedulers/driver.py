@@ -26,12 +26,12 @@ from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.victims import FewestTokens, RunningRequests, VictimPolicy
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.drafting import OracleDrafter
+from fd_core.testing.models.small import SMALL
+from fd_core.testing.models.texts import Texts, greedy
 from fd_core.testing.schedulers.audit import Auditor, Occupancy, Order, StepClock
 from fd_core.testing.schedulers.scripts import make_runner, runnable, whole_texts
 from fd_core.testing.schedulers.tiers import Operation, OperationEnd, ScriptedPeers
-from fd_core.testing.stepping import SMALL
-from fd_core.testing.stepping.drafting import OracleDrafter
-from fd_core.testing.stepping.texts import Texts, greedy
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
 _Operation = TypeVar("_Operation", bound=Operation)

@@ -18,7 +18,7 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.runner.drafting import Drafter
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
-from fd_core.testing.stepping.texts import greedy, plan_of
+from fd_core.testing.models.texts import greedy, plan_of
 from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, SamplingParams, StepPlan
 
 PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 256, (1000, 16)).tolist()

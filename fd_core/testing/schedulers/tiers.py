@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from fd_core.effects import operations
 from fd_core.ops.contract import KVCache
+from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.scripts import kv_of
-from fd_core.testing.stepping.texts import greedy
 from fd_core.types import PrefillJob, RequestSpec
 
 PEER = "peer:1"

@@ -25,9 +25,9 @@ from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes, FailureReason, KVStore, StoreError
 from fd_core.kv.stores.location import StoreLocation, parse_location
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.axes.stores import STORES, StorePlace, supported
-from fd_core.testing.axes.values import keys_of
 from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
+from fd_core.testing.stores.cases import STORES, StorePlace, supported
+from fd_core.testing.stores.values import keys_of
 from fd_core.testing.stores.writer import writer_process
 
 MakeStore = Callable[..., KVStore]

@@ -13,8 +13,8 @@ from fd_core.ops.contract import Array, KVCache, StepInput
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
-from fd_core.testing.stepping.stepper import Stepper
-from fd_core.testing.stepping.texts import greedy
+from fd_core.testing.models.stepper import Stepper
+from fd_core.testing.models.texts import greedy
 from fd_core.types import RequestSpec
 
 KS = [0, 1, 3, 5]

@@ -12,8 +12,8 @@ import pytest
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
-from fd_core.testing.stepping.stepper import parts_of
-from fd_core.testing.stepping.texts import Texts, greedy, run
+from fd_core.testing.models.stepper import parts_of
+from fd_core.testing.models.texts import Texts, greedy, run
 from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams, TokenLogprobs
 
 PROMPTS = [[(11 * index + 3 * place) % 90 for place in range(length)] for index, length in enumerate((1, 2, 13, 31))]

@@ -20,7 +20,7 @@ from fd_core.plugins import BACKEND, installed_plugins
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
 from fd_core.testing.kit.target import Target
-from fd_core.testing.stepping.texts import greedy, run
+from fd_core.testing.models.texts import greedy, run
 from fd_core.testing.suite.scale.test_memory import MEBI, resident
 
 

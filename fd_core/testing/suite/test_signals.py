@@ -23,8 +23,8 @@ from fd_core.signals import Outcome
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
-from fd_core.testing.stepping.stepper import ManualDriver, Stepper
-from fd_core.testing.stepping.texts import greedy, run
+from fd_core.testing.models.stepper import ManualDriver, Stepper
+from fd_core.testing.models.texts import greedy, run
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
 KS = [0, 1, 3, 5]

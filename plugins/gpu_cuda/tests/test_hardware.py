@@ -21,7 +21,7 @@ from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E4
 from fd_core.runner.runner import Runner  # noqa: E402
 from fd_core.testing.models.arrays import activations, on_device, packed_weight, sample_input  # noqa: E402
 from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
-from fd_core.testing.stepping.texts import greedy, run  # noqa: E402
+from fd_core.testing.models.texts import greedy, run  # noqa: E402
 from test_steps import CASES, LIMITS, MIXED, conversation  # noqa: E402
 
 from fd_gpu_cuda.backend import CudaBackend, CudaPostprocess  # noqa: E402

@@ -14,7 +14,7 @@ import pytest
 
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
-from fd_core.testing.stepping.texts import Texts
+from fd_core.testing.models.texts import Texts
 from fd_core.types import FinishReason, RequestSpec
 from tests.engine.helpers import golden, null_engine, random_specs
 from tests.engine.stepping import greedy

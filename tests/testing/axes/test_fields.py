@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import pkgutil
+from pathlib import Path
 
 import pytest
 
+import fd_core.testing as package
 from fd_core import types
 from fd_core.cluster.scaling import GroupLoad
 from fd_core.config import EngineConfig, Limits
@@ -24,9 +27,6 @@ from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import RunningRequests
-from fd_core.testing import axes as package
-from fd_core.testing.parsers import answers
-from fd_core.testing.postprocessors import steps
 from fd_core.text.parsing.contract import (
     CallForm,
     FreePart,
@@ -81,10 +81,17 @@ TYPES = (
     FreePart,
 )
 """Values that plugins receive, and contracts whose methods receive them."""
+
+
+def _makes_parts(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None and "axes.parts import" in Path(spec.origin).read_text()
+
+
 MODULES = [
-    answers,
-    steps,
-    *(importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)),
+    importlib.import_module(each.name)
+    for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if ".suite" not in each.name and "axes.parts" not in each.name and _makes_parts(each.name)
 ]
 VARIED_BY = {
     module.__name__: {

@@ -128,8 +128,8 @@ class TakesBlocksOfAnyType:
 
 @wrong(
     "reference",
-    "quantized_kv:test_stored_kv_equals_the_oracles*",
-    spreads_to=("quantized_kv:*",),
+    "kv:test_stored_kv_equals_the_oracles*",
+    spreads_to=("kv:*",),
 )
 class SharesAScaleAcrossTokens:
     """The stored value of a token depends on the other tokens of its step."""

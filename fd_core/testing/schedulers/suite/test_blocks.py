@@ -8,9 +8,9 @@ import pytest
 from fd_core.errors import BadRequest
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.suite.test_signals import drains, long_ones, until_one_drains
-from fd_core.testing.stepping.texts import greedy
 
 
 @pytest.mark.law("3.1", "3.2")

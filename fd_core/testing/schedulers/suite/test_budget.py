@@ -13,9 +13,9 @@ from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.policies import FairShare, Priority
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.tiers import OperationEnd
-from fd_core.testing.stepping.texts import greedy
 from fd_core.types import RequestSpec
 
 KS = [0, 1, 3, 5, 16]

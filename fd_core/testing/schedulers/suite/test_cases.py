@@ -6,7 +6,7 @@ import pytest
 
 from fd_core.testing.axes.covering import Axis, Value
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.axes.schedules import SCHEDULES, SIZES
+from fd_core.testing.schedulers.cases import SCHEDULES, SIZES
 from fd_core.testing.schedulers.driver import SchedulerTarget
 
 

@@ -10,12 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.testing.kit.law import require
+from fd_core.testing.models.small import SMALL
+from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.audit import WHERES
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripts import PROMPTS, many_specs, whole_text
 from fd_core.testing.schedulers.tiers import OperationEnd, elsewhere, job_for
-from fd_core.testing.stepping import SMALL
-from fd_core.testing.stepping.texts import greedy
 from fd_core.types import FinishReason, Pooling
 
 

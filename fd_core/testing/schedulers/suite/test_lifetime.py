@@ -17,9 +17,9 @@ from fd_core.scheduling.policies import FairShare, Fcfs, SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import FewestTokens
 from fd_core.testing.kit.law import require
+from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget
 from fd_core.testing.schedulers.scripted import CountedInt, ScriptedRun, count_bytecodes, count_bytes
-from fd_core.testing.stepping.texts import greedy
 from fd_core.types import FinishReason, RequestSpec
 
 _LIFE = 66_000

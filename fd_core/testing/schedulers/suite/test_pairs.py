@@ -8,12 +8,12 @@ import pytest
 from fd_core.effects.operations import Fetch, Send
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripts import whole_text
 from fd_core.testing.schedulers.suite.test_golden import run_hostile_orders
 from fd_core.testing.schedulers.suite.test_signals import long_ones
 from fd_core.testing.schedulers.tiers import OperationEnd, elsewhere, job_for
-from fd_core.testing.stepping.texts import greedy
 from fd_core.types import FinishReason, StepPlan
 
 FAILURES = [OperationEnd.IN_PART, OperationEnd.BADLY]

@@ -12,11 +12,11 @@ from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID, MalformedOutput
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.audit import Occupancy
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import PROMPTS, text_with_zero, whole_text
 from fd_core.testing.schedulers.tiers import OperationEnd
-from fd_core.testing.stepping.texts import greedy
 from fd_core.types import FinishReason, RequestSpec
 
 KS = [0, 1, 3, 5]

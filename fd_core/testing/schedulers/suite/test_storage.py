@@ -8,10 +8,10 @@ from fd_core.effects.operations import Load, LoadPaceMeasured, Lookup, PrefillPa
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.suite.test_signals import long_ones
 from fd_core.testing.schedulers.tiers import OperationEnd
-from fd_core.testing.stepping.texts import greedy
 from fd_core.types import FinishReason
 
 ENDS = list(OperationEnd)

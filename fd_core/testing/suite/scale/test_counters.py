@@ -14,7 +14,7 @@ from fd_core.runner.runner import Runner
 from fd_core.signals import read
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import raw
-from fd_core.testing.stepping.texts import plan_of
+from fd_core.testing.models.texts import plan_of
 from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams
 
 VOCABULARY: Final = 13

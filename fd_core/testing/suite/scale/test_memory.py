@@ -20,7 +20,7 @@ from fd_core.backends.memory import available_memory
 from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.weights import ITEM_BYTES
 from fd_core.testing.kit.target import Target
-from fd_core.testing.stepping.stepper import ManualDriver
+from fd_core.testing.models.stepper import ManualDriver
 
 pytestmark = pytest.mark.fd_alone
 KIBI: Final = 2**10

@@ -15,7 +15,7 @@ from fd_core.signals import Outcome, read
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import LONG_CASE
-from fd_core.testing.stepping.texts import plan_of
+from fd_core.testing.models.texts import plan_of
 from fd_core.types import Admission, BlockGrant, RequestSpec, Revocation, SamplingParams, StepOutput, StepPlan
 
 ROOM: dict[str, Any] = {

@@ -12,8 +12,8 @@ from fd_core.signals import Outcome
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import LONG_CASE, WIDE_CASE
-from fd_core.testing.stepping.stepper import ManualDriver
-from fd_core.testing.stepping.texts import greedy, run
+from fd_core.testing.models.stepper import ManualDriver
+from fd_core.testing.models.texts import greedy, run
 from fd_core.types import RequestSpec, SamplingParams
 
 SLOTS = 67

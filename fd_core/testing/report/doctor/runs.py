@@ -15,9 +15,9 @@ import msgspec
 import fd_core
 from fd_core.errors import ConfigError
 from fd_core.launching.child import child_command
-from fd_core.testing.doctor.checks import CHECKS
 from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import parse_target
+from fd_core.testing.report.doctor.checks import CHECKS
 
 _DTYPES: Final = ("float32", "bfloat16")
 _PATIENCE: Final = float(os.environ.get("FD_DOCTOR_PATIENCE", "120"))
@@ -150,7 +150,7 @@ def _examine(
         path = folder / str(begin)
         words = (text, str(begin), str(path), str(errors), ",".join(only))
         # The child exits when its standard input closes, that is, when this process is gone.
-        command = child_command((), "-m", "fd_core.testing.doctor.examine", *words)
+        command = child_command((), "-m", "fd_core.testing.report.doctor.examine", *words)
         environment = _TALKATIVE | os.environ
         for event in follow(
             command, path, DoctorEvent, _PATIENCE, output=errors, stdin=subprocess.PIPE, env=environment

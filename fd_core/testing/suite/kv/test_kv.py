@@ -16,8 +16,8 @@ from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import Values, activations, assert_near, assert_same
 from fd_core.testing.models.layers import Geometry, LayerOn
-from fd_core.testing.stepping.stepper import parts_of
-from fd_core.testing.stepping.texts import greedy, run
+from fd_core.testing.models.stepper import parts_of
+from fd_core.testing.models.texts import greedy, run
 
 REQUIRES = ("kv_transfer",)
 

@@ -12,13 +12,13 @@ from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.axes.policies import ORDERS, Queue, running_of
+from fd_core.testing.hooks.orders import ORDERS, Queue, running_of
+from fd_core.testing.hooks.purity import holdings
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.policies.purity import holdings
+from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import RecordingPolicy, SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripted import count_bytecodes
-from fd_core.testing.stepping.texts import greedy
 
 _REQUESTS = 400
 """Requests after which a policy must have forgotten those that ended."""

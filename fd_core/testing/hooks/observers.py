@@ -12,11 +12,11 @@ from typing import Final
 import pytest
 
 from fd_core.runner.observing import Observer
-from fd_core.testing.axes.observed import OBSERVED, check_observer, steps_of
 from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.connectors.remote import resource_snapshot
+from fd_core.testing.hooks.observed import OBSERVED, check_observer, steps_of
+from fd_core.testing.hooks.purity import holdings
 from fd_core.testing.kit.requirements import OPEN, Requirement
-from fd_core.testing.policies.purity import holdings
 
 _MANY: Final = "steps=33000,requests=1"
 _FEW: Final = "steps=300,requests=1"

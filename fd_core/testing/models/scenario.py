@@ -19,8 +19,8 @@ from fd_core.scheduling.requests import Request
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import STEP_CASE
-from fd_core.testing.stepping.stepper import parts_of
-from fd_core.testing.stepping.texts import Texts
+from fd_core.testing.models.stepper import parts_of
+from fd_core.testing.models.texts import Texts
 from fd_core.types import NO_CHOICE, FinishReason, IntArray, RequestSpec, SamplingParams, TokenLogprobs
 
 _MOST_STEPS: Final = 20_000

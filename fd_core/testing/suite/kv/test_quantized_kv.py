@@ -14,7 +14,8 @@ from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import Values, assert_same, assert_within
 from fd_core.testing.models.layers import Geometry, LayerOn
-from fd_core.testing.suite import test_fusions, test_golden, test_kv, test_operations
+from fd_core.testing.suite import test_fusions, test_golden, test_operations
+from fd_core.testing.suite.kv import test_kv
 
 REQUIRES = ("kv_transfer",)
 

@@ -1,6 +1,6 @@
 """Examine one pack, check by check, in a separate process, because a driver crash is a finding, too.
 
-python -m fd_core.testing.doctor.examine BACKEND NUMBER EVENTS STDERR [OPERATION,...]
+python -m fd_core.testing.report.doctor.examine BACKEND NUMBER EVENTS STDERR [OPERATION,...]
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy.typing as npt
 from fd_core.errors import ConfigError, FdError
 from fd_core.ops.contract import Array, Ops
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.testing.doctor.checks import CHECKS, SIZES, OpCheck, Size
-from fd_core.testing.doctor.runs import OpFinding, PackDescribed, PackRefused, ProbeBegun
 from fd_core.testing.kit.target import parse_target
 from fd_core.testing.models.arrays import assert_near
+from fd_core.testing.report.doctor.checks import CHECKS, SIZES, OpCheck, Size
+from fd_core.testing.report.doctor.runs import OpFinding, PackDescribed, PackRefused, ProbeBegun
 
 _ORACLE: Final = NumpyOps()
 _FALL_BACK: Final = re.compile(r"fall(?:s|ing|en)?[ _-]?back", re.IGNORECASE)

@@ -13,8 +13,8 @@ from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.victims import RunningRequests, VictimPolicy
 from fd_core.testing.axes.covering import Axis, Case
 from fd_core.testing.axes.parts import Part
+from fd_core.testing.hooks.purity import another_world
 from fd_core.testing.kit.law import require
-from fd_core.testing.policies.purity import another_world
 
 _FIRST: Final = (0, 2**15 - 3, 2**16 - 3, 2**31 - 3, 2**32 - 3)
 """Arrival of the oldest request."""

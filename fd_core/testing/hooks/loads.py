@@ -10,8 +10,8 @@ from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
 from fd_core.router.workers import ROLES
 from fd_core.testing.axes.covering import Axis, Case
 from fd_core.testing.axes.parts import Part
-from fd_core.testing.axes.values import draws
-from fd_core.testing.policies.purity import another_world
+from fd_core.testing.hooks.purity import another_world
+from fd_core.testing.stores.values import draws
 
 _SHAPES: Final[dict[str, Callable[[int, int], float]]] = {
     "constant": lambda call, calls: 1.0,

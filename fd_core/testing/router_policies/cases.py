@@ -17,8 +17,8 @@ from fd_core.router.selection import WorkerLoad
 from fd_core.router.workers import ROLES, RouterWorker
 from fd_core.testing.axes.covering import Axis, Case
 from fd_core.testing.axes.parts import Part
-from fd_core.testing.axes.values import draws
-from fd_core.testing.policies.purity import another_world
+from fd_core.testing.hooks.purity import another_world
+from fd_core.testing.stores.values import draws
 
 _LOADS: Final[dict[str, Callable[[int, int], tuple[int, int, int]]]] = {
     "rising": lambda at, _: (at % 50, at % 3, 100 * (at % 7)),
@@ -104,13 +104,13 @@ def allowed(case: Case) -> bool:
 
 def choices(policy: PolicyUnderTest, case: Case) -> list[int]:
     """Return the indices of the workers that a new instance chooses in a case. Raises `AssertionError`."""
-    made = _Instance(policy, case)
+    made = _PolicyInstance(policy, case)
     return [made.choose(*call) for call in made.calls]
 
 
 def check_policy(policy: PolicyUnderTest, case: Case) -> None:
     """Compare two instances that get equal calls, the second one in another world. Raises `AssertionError`."""
-    one, other = _Instance(policy, case), _Instance(policy, case)
+    one, other = _PolicyInstance(policy, case), _PolicyInstance(policy, case)
     with ThreadPoolExecutor(1) as pool:
         for number, (call, again) in enumerate(zip(one.calls, other.calls, strict=True)):
             chosen = one.choose(*call)
@@ -119,7 +119,7 @@ def check_policy(policy: PolicyUnderTest, case: Case) -> None:
             assert chosen == also, f"two instances with equal calls differ at call {number}: workers {chosen}, {also}"
 
 
-class _Instance:
+class _PolicyInstance:
     """A new instance of a policy, and its calls."""
 
     def __init__(self, policy: PolicyUnderTest, case: Case) -> None:

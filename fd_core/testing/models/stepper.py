@@ -18,7 +18,7 @@ from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler, SchedulerProbe
 from fd_core.signals import Outcomes, read
-from fd_core.testing.stepping.texts import Texts, plan_of
+from fd_core.testing.models.texts import Texts, plan_of
 from fd_core.types import Admission, BlockGrant, RequestSpec, Revocation, SamplingParams, StepOutput, StepPlan
 
 

@@ -15,7 +15,7 @@ import pytest
 from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
 from fd_core.errors import ConfigError
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.axes.scaling import SCALING
+from fd_core.testing.hooks.loads import SCALING
 from fd_core.testing.kit.requirements import OPEN, Requirement
 
 _SLOTS = 16

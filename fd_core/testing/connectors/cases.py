@@ -19,7 +19,7 @@ from fd_core.disagg.connectors.contract import (
 )
 from fd_core.testing.axes.covering import Axis, Case
 from fd_core.testing.axes.parts import Part
-from fd_core.testing.axes.values import BUFFERS, CONTENTS, assert_value, draws, parts_of, value_of
+from fd_core.testing.stores.values import BUFFERS, CONTENTS, assert_value, draws, parts_of, value_of
 
 _LEASES: Final[dict[str, Callable[[int], str]]] = {
     "random": lambda number: draws(number).randbytes(16).hex(),

@@ -13,7 +13,7 @@ from unittest import mock
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, FailureReason, KVStore, StoreError
 from fd_core.testing.axes.covering import Axis, Case
 from fd_core.testing.axes.parts import Part
-from fd_core.testing.axes.values import BUFFERS, CONTENTS, KEYS, assert_value, keys_of, parts_of, value_of
+from fd_core.testing.stores.values import BUFFERS, CONTENTS, KEYS, assert_value, keys_of, parts_of, value_of
 
 AXES: Final = (
     Axis("keys", tuple(KEYS), ("KVStore.put.values", "KVStore.delete.keys")),

@@ -10,12 +10,12 @@ from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import VictimPolicy
 from fd_core.testing.axes.covering import Case
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.axes.policies import CHOICES, running_of
+from fd_core.testing.hooks.orders import CHOICES, running_of
+from fd_core.testing.hooks.purity import holdings
 from fd_core.testing.kit.law import require
-from fd_core.testing.policies.purity import holdings
+from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.scripted import count_bytecodes
-from fd_core.testing.stepping.texts import greedy
 
 _CONSTANT = 60
 """Objects that a policy may hold after many choices."""
