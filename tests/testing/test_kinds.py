@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from fd_core.cli.plugins.scaffold import project
-from fd_core.plugins import DRAFTER, KINDS, SCHEDULING_POLICY, VICTIMS
+from fd_core.plugins import KINDS, SCHEDULING_POLICY, VICTIMS
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = resources.files(project.__package__).joinpath("templates", "tests")
-MISSING = {kind.word for kind in (SCHEDULING_POLICY, VICTIMS, DRAFTER)}
+MISSING = {kind.word for kind in (SCHEDULING_POLICY, VICTIMS)}
 """Kinds whose kits are being written."""
 
 

@@ -10,6 +10,7 @@ class PluginKind(StrEnum):
 
     BACKEND = "backend"
     SCHEDULER = "scheduler"
+    DRAFTER = "drafter"
     POSTPROCESS = "postprocess"
     STORE = "store"
     CONNECTOR = "connector"

@@ -91,6 +91,16 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             prove="fdcore conformance --scheduler $name   # verifies the invariants; --quick takes a minute",
             guide="write-a-scheduler.md",
         ),
+        PluginKind.DRAFTER: ScaffoldRecipe(
+            kind=plugins.DRAFTER,
+            what="drafter",
+            module="drafter",
+            suffix="Drafter",
+            files={"drafter.py": ("drafter.py", "the drafter: the next tokens of a request")},
+            summary="the tokens that followed the last one before",
+            use='fdcore serve smollm2 $flag \'{"method": "$name"}\'',
+            guide="write-a-drafter.md",
+        ),
         PluginKind.POSTPROCESS: ScaffoldRecipe(
             kind=plugins.POSTPROCESS,
             what="postprocessor",
