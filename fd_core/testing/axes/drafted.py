@@ -146,7 +146,7 @@ class _Slots:
 
     def _extend(self, slots: IntArray) -> None:
         """Accept the first drafts of each slot and deliver one more token; what follows in the rows is garbage."""
-        tokens = self._rng.integers(-9, 2**31, (len(slots), 1 + self._k)).astype(np.int32)
+        tokens = self._rng.integers(-8, 2**31, (len(slots), 1 + self._k)).astype(np.int32)
         counts = np.ones(len(slots), np.int32)
         for row, slot in enumerate(slots.tolist()):
             drafts, text = self._drafts[slot], self.texts[slot]

@@ -33,7 +33,7 @@ def seconds(target: ParserTarget, tools: tuple[str, ...], text: str, piece: int)
             parser.flush()
         times.append(time.thread_time() - began)
         if sum(times) > LONGEST:
-            broken("8.6", f"{start} characters, such as {text[-9:]!r}, take {sum(times):.0f} s")
+            broken("8.6", f"{start} characters, such as {text[-8:]!r}, take {sum(times):.0f} s")
     return times
 
 
