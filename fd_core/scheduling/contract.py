@@ -55,6 +55,8 @@ class SchedulerSetup:
     kv_events: bool = False
     """True if effects include events for the prefixes that the device holds. Needs a hasher."""
     epoch: int = 1
+    first_step: int = 0
+    """Number of the first plan. The kit begins just below powers of two, where a number in too few bits overflows."""
     clock: Callable[[], float] | None = None
     """Clock in seconds, for phase durations of requests; must not influence decisions. None turns durations off."""
 

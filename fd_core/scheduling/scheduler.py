@@ -97,10 +97,26 @@ class ContinuousBatchingScheduler(Scheduler):
             _times=times,
         )
         self._planner = Planner(
-            limits, setup.epoch, policy, setup.victims, pool, slots, drafts, running_batch, times, self.admit
+            limits,
+            setup.epoch,
+            policy,
+            setup.victims,
+            pool,
+            slots,
+            drafts,
+            running_batch,
+            times,
+            self.admit,
+            _step=setup.first_step,
         )
         self._output_processor = OutputProcessor(
-            slots, pool, drafts, running_batch, times, self._admission_planner.enqueue
+            slots,
+            pool,
+            drafts,
+            running_batch,
+            times,
+            self._admission_planner.enqueue,
+            _next_step=setup.first_step,
         )
         self._requests: dict[str, Request] = {}
         self._probe = SchedulerProbe(

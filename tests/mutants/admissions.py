@@ -57,6 +57,15 @@ MUTANTS = (
         (ADMISSIONS, " and freed == pool.num_freed and step - since < _RETRY_STEPS", ""),
     ),
     mutant(
+        "expired-prefix-waits-are-never-forgotten",
+        "3.6: at idle nothing is left of a request",
+        (
+            ADMISSIONS,
+            "        self._prefix_wait_expired.discard(request.arrival)\n        self._blocked = None\n",
+            "        self._blocked = None\n",
+        ),
+    ),
+    mutant(
         "effects-of-an-abort-are-dropped",
         "1.7: abort frees everything and cancels pending operations",
         (

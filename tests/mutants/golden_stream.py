@@ -20,6 +20,11 @@ _DETACHED = "        self._delivered, self.row, self.slot = None, None, -1\n"
 
 MUTANTS = (
     mutant(
+        "only-the-first-eos-id-ends-a-text",
+        "4: a text is a function of the request, and ends at any of its EOS ids",
+        ("scheduling/running/slots.py", "*spec.eos_token_ids)", "*spec.eos_token_ids[:1])"),
+    ),
+    mutant(
         "block-table-off-by-one",
         "4: the KV of a position is read where it was written",
         (

@@ -405,3 +405,24 @@ def test_pipelined_prompt_chunks_overlap() -> None:
     chunks = [planned(s), planned(s), planned(s)]
     assert [plan.num_tokens.tolist() for plan in chunks] == [[8], [8], [4]]
     assert s.plan()[0] is None
+
+
+@pytest.mark.parametrize("token", [7, 8, 9, 30, 31])
+def test_each_eos_and_stop_id_ends_a_text(token):
+    made = scheduler()
+    params = SamplingParams(max_tokens=8, stop_token_ids=(30, 31))
+    add(made, RequestSpec(request_id="a", prompt=(1, 2), params=params, eos_token_ids=(7, 8, 9)))
+    (delta,) = answer(made, planned(made), token)
+    assert (delta.token_ids, delta.finish_reason) == ((token,), FinishReason.STOP)
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_expired_prefix_wait_is_forgotten(aborted):
+    made = scheduler(hasher=HASHER)
+    expired = made._admission_planner._prefix_wait_expired
+    expired.add(add(made, spec("a")).arrival)
+    if aborted:
+        made.abort("a")
+    else:
+        planned(made)
+    assert not expired

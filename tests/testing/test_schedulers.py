@@ -2,16 +2,28 @@
 
 import pytest
 
+from fd_core.config.envelope import OperatingEnvelope
+from fd_core.testing.axes.parts import cases_of
+from fd_core.testing.axes.schedules import SCHEDULES, SIZES, check_schedule
 from fd_core.testing.kit.law import RULES, InvariantViolated
 from fd_core.testing.report.model import OF_OTHERS_THAN_SCHEDULERS
 from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_cases
-from tests.testing.wrong.scheduling import WRONG
+from tests.testing.wrong import planning, scheduling
 
 pytestmark = pytest.mark.slow
 
 CASES = {str(case): case for case in kit_cases()}
-LATER = [name for name in CASES if "test_batches_chunks_preemption_and_drafts" in name][1::2]
-"""Every second combination of depth, drafts and budget runs in `nox -s soak` only."""
+MODULES = (scheduling, planning)
+"""Each adds its wrong schedulers."""
+WRONG = scheduling.WRONG
+PARTS = {part.name: part for part in (SCHEDULES, SIZES)}
+LONG = "lifetime:test_counters_grow_beyond_sixteen_bits"
+LATER = [
+    LONG,
+    *[name for name in CASES if "test_batches_chunks_preemption_and_drafts" in name][1::2],
+    *(f"cases:test_{part.name}[{case}]" for part in PARTS.values() for case in cases_of(part)[0][cases_of(part)[1] :]),
+]
+"""Run in `nox -s soak` only: most cases of the parts, and every second combination of depth, drafts and budget."""
 
 
 @pytest.mark.timeout(120)
@@ -28,14 +40,29 @@ def test_every_rule_of_schedulers_has_a_case() -> None:
     assert of_schedulers <= {rule for case in CASES.values() for rule in case.rules} <= set(RULES)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if WRONG[name].noticed_by == LONG else ()) for name in WRONG]
+)
 def test_wrong_plugin_fails_the_case_that_names_its_fault(name: str) -> None:
     wrong = WRONG[name]
+    target = SchedulerTarget(name, wrong.cls)
     with pytest.raises(InvariantViolated) as caught:
-        CASES[wrong.noticed_by].check(SchedulerTarget(name, wrong.cls))
+        if wrong.noticed_by in CASES:
+            CASES[wrong.noticed_by].check(target)
+        else:
+            part, _, case = wrong.noticed_by.partition(":")
+            check_schedule(target, PARTS[part].case(case).values)
     assert caught.value.rule == wrong.rule, caught.value
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_cases_reach_the_edge_of_an_envelope_and_nothing_beyond(name: str) -> None:
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 40, "max_model_len": 90, "block_size": 16, "max_drafts": 2}
+    part = PARTS[name].within(OperatingEnvelope(**limits, pipeline_depth=4))
+    sizes = [part.sizes(case.values) for case in cases_of(part)[0]]
+    assert {name: max(each[name] for each in sizes) for name in limits} == limits
+
+
 def test_wrong_schedulers_cover_every_section() -> None:
-    assert len(WRONG) >= 30
+    assert len(WRONG) >= 80
     assert {rule[0] for rule in RULES} - {"7"} == {wrong.rule[0] for wrong in WRONG.values()}

@@ -66,7 +66,7 @@ KITS: Final = (
     Kit(
         "fd_core.testing.schedulers.suite",
         "--fd-scheduler",
-        sections=("signals", "budget", "blocks", "golden", "storage", "pairs"),
+        sections=("signals", "budget", "blocks", "golden", "storage", "pairs", "cases", "lifetime"),
         find=_found(SCHEDULER),
         others=OF_OTHERS_THAN_SCHEDULERS,
     ),

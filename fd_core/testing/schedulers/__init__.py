@@ -4,14 +4,6 @@ from typing import Final
 
 from fd_core.testing.models.cases import KitCase, cases_of
 from fd_core.testing.schedulers.driver import SchedulerTarget, find_scheduler
-from fd_core.testing.schedulers.suite import (
-    test_blocks,
-    test_budget,
-    test_golden,
-    test_pairs,
-    test_signals,
-    test_storage,
-)
 
 __all__ = ["SchedulerCase", "SchedulerTarget", "find_scheduler", "kit_cases"]
 
@@ -30,5 +22,17 @@ class SchedulerCase(KitCase):
 
 def kit_cases() -> list[SchedulerCase]:
     """Return all cases, section by section."""
-    modules = (test_signals, test_budget, test_blocks, test_golden, test_storage, test_pairs)
+    # The suite imports modules of this package.
+    from fd_core.testing.schedulers.suite import (
+        test_blocks,
+        test_budget,
+        test_cases,
+        test_golden,
+        test_lifetime,
+        test_pairs,
+        test_signals,
+        test_storage,
+    )
+
+    modules = (test_signals, test_budget, test_blocks, test_golden, test_storage, test_pairs, test_cases, test_lifetime)
     return [SchedulerCase(case.section, case.function, case.parameters) for case in cases_of(modules)]

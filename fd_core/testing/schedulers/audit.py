@@ -6,14 +6,18 @@ the content of every position of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from fd_core import signals
 from fd_core.config import Limits
 from fd_core.effects import operations
 from fd_core.scheduling.contract import SchedulerHoldings
+from fd_core.scheduling.requests import QueuedRequest
 from fd_core.signals import Outcome
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.schedulers.tiers import Operation
@@ -23,16 +27,25 @@ from fd_core.types import (
     Delta,
     FinishReason,
     LogprobRows,
+    Phase,
+    PooledRows,
     PrefillOutcome,
     PromptLogprobRows,
     RequestSpec,
     StepOutput,
     StepPlan,
+    TokenLogprobs,
 )
+from fd_core.types.kv_events import KVEvent, Stored, StoredBlocks
 
 WHERES: Final = ("waits", "loads", "runs", "drains", "ended")
 _PATIENCE: Final = 4
 """Maximum number of consecutive plans per slot that may skip a decode."""
+_MAX_OVERTAKEN: Final = 24
+"""Plans that may admit a later request while one waits for no operation, beyond those that its prefill takes twice:
+a prompt whose prefix another request computes may wait for it."""
+Order = Callable[[QueuedRequest], tuple[str, tuple[int, ...]]]
+"""Group and rank of a request: within a group, the smallest rank is admitted first."""
 
 
 @dataclass(slots=True)
@@ -73,8 +86,17 @@ class Followed:
     spec: RequestSpec
     limit: int
     tokens: list[int]
+    place: tuple[str, tuple[int, ...]] = ("", ())
+    """Group and rank in the waiting queue."""
+    added_at: float = 0.0
+    overtaken: int = 0
+    """Plans that admitted a request of a larger rank while this one waited for no operation."""
+    compiling: int | None = None
+    """Open operation that compiles its grammar."""
+    compiled: bool = False
+    """True if its grammar was compiled."""
     marks: list[int] = field(default_factory=list)
-    """For each position, a hash of the inputs of its KV: salt and all tokens up to there."""
+    """For each position, a hash of the inputs of its KV: salt, adapter and all tokens up to there."""
     occupancy: Occupancy | None = None
     loading: operations.Load | operations.Fetch | None = None
     abort_requested: bool = False
@@ -92,8 +114,10 @@ class Followed:
     """True if that worker was notified of the end of the job, either way."""
     seen: int = 0
     """Leading positions computed by this request."""
-    read: dict[int, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
-    """Runner's results for positions of the prompt: log-probability and alternatives."""
+    read: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """Runner's results for positions of the prompt."""
+    pooled: tuple[npt.NDArray[np.float64], int] = (np.zeros(0), 0)
+    """Sum of the runner's vectors of the prompt, and their number of tokens."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -126,9 +150,19 @@ class Followed:
     def mark(self, position: int) -> int:
         """Return the expected content of the KV at a position."""
         while len(self.marks) <= position:
-            before = self.marks[-1] if self.marks else hash(("salt", self.spec.cache_salt))
+            before = self.marks[-1] if self.marks else hash((self.spec.cache_salt, self.spec.adapter))
             self.marks.append(hash((before, self.tokens[len(self.marks)])))
         return self.marks[position]
+
+
+class StepClock:
+    """Clock of a scheduler, in seconds: it advances by one with each call."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class _Row(NamedTuple):
@@ -160,8 +194,10 @@ class _Expected(NamedTuple):
 class Auditor:
     """Auditor of a scheduler; raises `InvariantViolated` on the first violation."""
 
-    def __init__(self, limits: Limits, epoch: int) -> None:
+    def __init__(self, limits: Limits, epoch: int, clock: StepClock, order: Order | None = None) -> None:
+        """`order` is that of the scheduling policy; None if any order is right."""
         self.limits = limits
+        self._clock = clock
         self.requests: dict[str, Followed] = {}
         """All requests so far, by id."""
         self.occupancies: dict[int, Occupancy] = {}
@@ -170,7 +206,9 @@ class Auditor:
         """Number of outputs and rows that must be dropped."""
         self.preemptions = 0
         self._epoch = epoch
-        self._step = 0
+        self._order = order
+        self._step: int | None = None
+        """Number of the next plan; the first one may have any."""
         self._gens = dict.fromkeys(range(limits.max_num_seqs), 0)
         self._in_flight: dict[int, _InFlight] = {}
         self._content: list[list[int | None]] = [[None] * limits.block_size for _ in range(limits.num_kv_blocks)]
@@ -184,6 +222,10 @@ class Auditor:
         self._to_cancel: set[int] = set()
         """Fetches without a waiting request that were not cancelled yet."""
         self._named: dict[bytes, int] = {}
+        self._known = StoredBlocks(limits.block_size)
+        """Prefixes that events leave stored."""
+        self._paths: dict[bytes, bytes] = {b"": b""}
+        """Tokens up to the end of each block in an event, by key."""
 
     @property
     def live(self) -> list[Occupancy]:
@@ -203,12 +245,18 @@ class Auditor:
     def operating(self, *kinds: type) -> set[int]:
         """Return the blocks of open operations, of some kinds or of any."""
         open_ones = [each for each in self._operations.values() if isinstance(each, kinds or object)]
-        holders = [each for each in open_ones if not isinstance(each, operations.Lookup)]
+        holders = [each for each in open_ones if not isinstance(each, operations.Lookup | operations.CompileGrammar)]
         return {block for each in holders for block in each.blocks.tolist()}
 
     def added(self, spec: RequestSpec, effects: operations.Effects) -> None:
         limit = min(len(spec.prompt) + spec.params.max_tokens, self.limits.max_model_len)
-        request = self.requests[spec.request_id] = Followed(spec, limit, [*spec.prompt, *spec.delivered])
+        request = Followed(spec, limit, [*spec.prompt, *spec.delivered], added_at=self._clock.now)
+        if self._order is not None:
+            num_tokens, number = len(request.tokens), len(self.requests)
+            left = limit - num_tokens
+            queued = QueuedRequest(number, num_tokens, left, spec.priority, spec.tenant, preempted=False)
+            request.place = self._order(queued)
+        self.requests[spec.request_id] = request
         if (job := spec.prefill_job) is not None:
             request.sent = job.held_blocks
             self._jobs[job.lease] = request
@@ -242,6 +290,7 @@ class Auditor:
         if isinstance(request.loading, operations.Fetch):
             self._to_cancel.add(request.loading.operation)
         request.abort_requested, request.end, request.loading = True, FinishReason.ABORT, None
+        self._check_phases(request, delta)
 
     def planned(self, plan: StepPlan | None, effects: operations.Effects) -> None:
         """Check a plan and its effects; `plan` is None if there is nothing to do."""
@@ -268,8 +317,9 @@ class Auditor:
     def _take_in(self, plan: StepPlan) -> None:
         count = len(plan.slots)
         require(plan.epoch == self._epoch, "1.5", f"expected a plan of epoch {self._epoch}, got {plan.epoch}")
-        require(plan.step == self._step, "1.5", f"expected step {self._step}, got {plan.step}")
-        self._step += 1
+        expected = plan.step if self._step is None else self._step
+        require(plan.step == expected >= 0, "1.5", f"expected step {expected}, got {plan.step}")
+        self._step = expected + 1
         columns = (plan.slots, plan.gens, plan.starts, plan.num_tokens, plan.num_drafts, plan.samples)
         require(all(len(column) == count for column in columns), "8", "the columns of the plan differ in length")
         require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan are writable")
@@ -294,6 +344,7 @@ class Auditor:
         touched = self.touched()
         for admission in plan.admissions:
             self._admit(admission, plan, touched, occupancies=(admission.slot, admission.gen) not in leaving)
+        self._check_order(plan)
         for slot, gen in entering & leaving:
             self._revoke(slot, gen)
         admitted = {admission.slot for admission in plan.admissions}
@@ -304,6 +355,23 @@ class Auditor:
         for row in range(len(plan.slots)):
             self._check_row(plan, row, step)
         self._check_left_out(plan, before)
+
+    def _check_order(self, plan: StepPlan) -> None:
+        """Check that no request waits for long while requests that the policy puts after it are admitted."""
+        if self._order is None or self._operations or not plan.admissions:
+            return
+        last: dict[str, tuple[int, ...]] = {}
+        for admission in plan.admissions:
+            group, rank = self.requests[admission.request_id].place
+            last[group] = max(rank, last.get(group, rank))
+        for request in self.requests.values():
+            group, rank = request.place
+            if request.end is not None or not request.waits or rank >= last.get(group, rank):
+                continue
+            request.overtaken += 1
+            most = _MAX_OVERTAKEN + 4 * (len(request.tokens) // self.limits.max_num_batched_tokens)
+            what = f"{request.name} waits while {request.overtaken} plans admitted requests that come after it"
+            require(request.overtaken <= most, "2.2", f"{what}, expected at most {most}")
 
     def _admit(self, admission: Admission, plan: StepPlan, touched: set[int], *, occupancies: bool) -> None:
         name, slot = admission.request_id, admission.slot
@@ -329,6 +397,11 @@ class Auditor:
         require(admission.prompt_len == len(request.spec.prompt), "1.4", f"{name} was admitted with a wrong prompt_len")
         require(admission.params == request.spec.params, "4", f"{name} was admitted with wrong sampling parameters")
         require(admission.eos_token_ids == request.spec.eos_token_ids, "4", f"{name} was admitted with wrong EOS ids")
+        require(admission.adapter == request.spec.adapter, "4", f"{name} was admitted with a wrong adapter")
+        require(admission.pooling == request.spec.pooling, "4", f"{name} was admitted with a wrong pooling")
+        compiled = request.spec.params.grammar is None or (request.compiled and request.compiling is None)
+        require(compiled, "2.6", f"{name} was admitted before its grammar was compiled")
+        request.overtaken = 0
         computed = admission.computed
         require(0 <= computed < len(told), "3.5", f"{name} was admitted with {computed} of {len(told)} tokens computed")
         if request.needs_every_position:
@@ -368,23 +441,22 @@ class Auditor:
             broken("3.1", f"slot {grant.slot} was granted blocks, but has no running request")
         require(grant.offset == len(occupancy.table), "3.1", f"{occupancy} was granted blocks at offset {grant.offset}")
         tables = self.tables | {block for other in self.requests.values() for block in _loaded(other.loading)}
+        held, known, who = self.operating(), set(occupancy.table), str(occupancy)
         for index, block in enumerate(grant.blocks.tolist()):
-            require(0 <= block < self.limits.num_kv_blocks, "3.1", f"{occupancy} was granted block {block}")
+            require(0 <= block < self.limits.num_kv_blocks, "3.1", f"{who} was granted block {block}")
             twice = "3.3" if grant.offset == 0 and shared else "3.1"
-            require(block not in occupancy.table, twice, f"{occupancy} was granted block {block} twice")
+            require(block not in known, twice, f"{who} was granted block {block} twice")
+            known.add(block)
             occupancy.table.append(block)
             if grant.offset == 0 and index < shared:
                 coming = self.operating(operations.Load, operations.Fetch) - set(own)
-                require(block not in coming, "3.2", f"{occupancy} shares block {block}, whose KV is in transit")
+                require(block not in coming, "3.2", f"{who} shares block {block}, whose KV is in transit")
                 continue
-            require(block not in tables, "3.1", f"{occupancy} was granted block {block}, which another request owns")
+            require(block not in tables, "3.1", f"{who} was granted block {block}, which another request owns")
             if block in own:
                 continue
-            require(
-                block not in touched, "3.2", f"{occupancy} was granted block {block}, which a step in flight touches"
-            )
-            held = self.operating()
-            require(block not in held, "3.2", f"{occupancy} was granted block {block}, which an operation holds")
+            require(block not in touched, "3.2", f"{who} was granted block {block}, which a step in flight touches")
+            require(block not in held, "3.2", f"{who} was granted block {block}, which an operation holds")
             self._content[block] = [None] * self.limits.block_size
             self._stale_blocks.pop(block, None)
 
@@ -447,7 +519,7 @@ class Auditor:
             what = f"step {plan.step} computes {done} of {remaining} tokens of {occupancy}"
             if remaining == 1:
                 drafts = int(plan.num_drafts.sum())
-                require(not drafts, "2.2", f"{what}, but {drafts} drafts")
+                require(not drafts or self.limits.num_stages > 1, "2.2", f"{what}, but {drafts} drafts")
                 occupancy.left_out += 1
                 patience = _PATIENCE * self.limits.max_num_seqs + 8
                 require(
@@ -456,7 +528,9 @@ class Auditor:
                     f"{occupancy} was skipped in {occupancy.left_out} consecutive plans",
                 )
             refund = "2.3" if plan.revocations else "2.1"
-            require(not left, refund, f"{what}, but {left} tokens of the budget are unused")
+            # With several stages each plan gets its share of the rows.
+            unused = left and self.limits.num_stages == 1
+            require(not unused, refund, f"{what}, but {left} tokens of the budget are unused")
 
     def _began(self, effects: operations.Effects) -> None:
         for effect in effects.operations:
@@ -478,8 +552,48 @@ class Auditor:
                     self._job(lease, "is given up").is_over = True
                 case operations.Cancel(operation):
                     self._to_cancel.discard(operation)
+                case operations.CompileGrammar():
+                    self._compile(effect)
             if isinstance(effect, Operation):
+                used = effect.operation in self._operations
+                require(not used, "8", f"operation {effect.operation} begins, but one of that number is open")
                 self._operations[effect.operation] = effect
+        for event in effects.events:
+            self._check_event(event)
+
+    def _compile(self, effect: operations.CompileGrammar) -> None:
+        """Record the compilation of a grammar; the kit's requests have one grammar each."""
+        named = [each for each in self.requests.values() if each.spec.params.grammar == effect.grammar]
+        waits = bool(named) and named[-1].waits and named[-1].compiling is None
+        require(waits, "2.6", f"operation {effect.operation} compiles {effect.grammar!r}, for which no request waits")
+        named[-1].compiling = effect.operation
+
+    def _check_event(self, event: KVEvent) -> None:
+        """Check that events name prefixes of requests that anyone may know, and nothing that is not stored."""
+        try:
+            self._known.apply(event)
+        except ValueError as error:
+            broken("5.3", f"{error}: {event}")
+        if not isinstance(event, Stored):
+            return
+        path, size = self._paths[event.parent], 4 * self.limits.block_size
+        for index, key in enumerate(event.keys):
+            path += event.tokens[index * size : (index + 1) * size]
+            require(self._paths.setdefault(key, path) == path, "5.3", "an event has one key for two prefixes")
+        texts = (
+            np.array(each.tokens, "<i4").tobytes()
+            for each in self.requests.values()
+            if not (each.spec.cache_salt or each.spec.adapter)
+        )
+        what = f"an event has the {len(path) // 4} tokens of a prefix that no request without salt and adapter has"
+        require(any(text.startswith(path) for text in texts), "5.3", what)
+
+    def _check_phases(self, request: Followed, delta: Delta) -> None:
+        """Check that the phases of a request, if any, add up to its time."""
+        if delta.phases is not None:
+            total, found = self._clock.now - request.added_at, sum(delta.phases)
+            whole = len(delta.phases) == len(Phase) and min(delta.phases) >= 0 and abs(found - total) < 1e-6
+            require(whole, "8", f"{request.name}: expected phases of {total} s, got {delta.phases}")
 
     def _fetch(self, fetch: operations.Fetch) -> None:
         request, size, job = self._await_kv(fetch, "6.1", "6.2"), self.limits.block_size, fetch.job
@@ -490,8 +604,9 @@ class Auditor:
         require(once, "6.3", f"{what} fetches a prompt that was fetched before, or after the first token")
         tokens = job.token_ids.tolist()
         require(tokens and tokens == request.tokens[: len(tokens)], "6.3", f"{what} fetches the KV of other tokens")
-        same = (job.cache_salt, job.priority, job.tenant) == (spec.cache_salt, spec.priority, spec.tenant)
-        require(same, "6.3", f"{what} has a wrong salt, priority or tenant")
+        for name in ("cache_salt", "priority", "tenant", "traceparent", "adapter"):
+            told, right = getattr(job, name), getattr(spec, name)
+            require(told == right, "6.3", f"{what}: expected {name} {right!r}, got {told!r}")
         count = -(-len(tokens) // size) - job.held_blocks
         require(count == len(fetch.blocks), "6.1", f"{what} leases {len(fetch.blocks)} blocks, expected {count}")
 
@@ -542,7 +657,12 @@ class Auditor:
             require(whole, "6.2", f"{what} is the last one, with {parts}")
             request.is_over = True
 
-    def completed(self, completion: operations.Completion) -> None:
+    def completed(self, completion: operations.Completion, delta: Delta | None = None) -> None:
+        """Apply a completion, to which the scheduler returned `delta`."""
+        if isinstance(completion, operations.GrammarReady):
+            self._compiled(completion, delta)
+        else:
+            require(delta is None, "1.1", f"{completion} returned {delta}")
         match completion:
             case operations.Found(operation) | operations.Saved(operation) | operations.Sent(operation):
                 del self._operations[operation]
@@ -562,6 +682,23 @@ class Auditor:
                 self._fetched(operation, outcome)
             case _:
                 pass
+
+    def _compiled(self, completion: operations.GrammarReady, delta: Delta | None) -> None:
+        """Check that a grammar that cannot be used ends its request, and that another one does not."""
+        del self._operations[completion.operation]
+        waits = [each for each in self.requests.values() if each.compiling == completion.operation]
+        for request in waits:
+            request.compiling, request.compiled = None, completion.error is None
+        if not waits or waits[0].end is not None or completion.error is None:
+            require(delta is None, "1.1", f"{completion} returned {delta}")
+            return
+        what = f"the grammar of {waits[0].name} cannot be used"
+        if delta is None:
+            broken("1.3", f"{what}, but the request got no delta with its end")
+        right = delta.request_id == waits[0].name and delta.finish_reason is FinishReason.ERROR and not delta.token_ids
+        require(right and completion.error in (delta.error or ""), "1.3", f"{what}, but it got {delta}")
+        waits[0].end = FinishReason.ERROR
+        self._check_phases(waits[0], delta)
 
     def _fetched(self, operation: int, outcome: PrefillOutcome) -> None:
         fetch = self._operations.pop(operation)
@@ -603,7 +740,7 @@ class Auditor:
                 continue
             if row.start <= request.seen:
                 request.seen = max(request.seen, row.start + row.own)
-            self._read(row.occupancy, output.prompt_logprobs)
+            self._read(row.occupancy, output.prompt_logprobs, output.pooled)
             told: tuple[int, ...] = ()
             if row.samples:
                 told, reason = _cut(request, outcomes.tokens[row.occupancy.slot, :count].tolist())
@@ -629,12 +766,24 @@ class Auditor:
                 self._check_scores(delta, slots[delta.request_id], output.logprobs)
         self._began(effects)
 
-    def _read(self, occupancy: Occupancy, rows: PromptLogprobRows | None) -> None:
-        wanted = occupancy.request.spec.params.prompt_logprobs
+    def _read(self, occupancy: Occupancy, rows: PromptLogprobRows | None, pooled: PooledRows | None) -> None:
+        """Record the results for the prompt that a step computed."""
+        request = occupancy.request
+        wanted = request.spec.params.prompt_logprobs
         if rows is not None:
             for index in (rows.slots == occupancy.slot).nonzero()[0].tolist():
-                alternatives = tuple(rows.top_ids[index, :wanted].tolist())
-                occupancy.request.read[int(rows.positions[index])] = float(rows.chosen[index]), alternatives
+                request.read[int(rows.positions[index])] = TokenLogprobs(
+                    float(rows.chosen[index]),
+                    tuple(rows.top_ids[index, :wanted].tolist()),
+                    tuple(rows.top[index, :wanted].tolist()),
+                    int(rows.ranks[index]),
+                )
+        if pooled is not None and request.spec.pooling is not None:
+            for index in (pooled.slots == occupancy.slot).nonzero()[0].tolist():
+                value, count = pooled.values[index].astype(np.float64), int(pooled.counts[index])
+                if request.spec.pooling.kind == "mean" and pooled.starts[index]:
+                    value, count = value + request.pooled[0], count + request.pooled[1]
+                request.pooled = value, count
 
     def _check_scores(self, delta: Delta, slot: int, rows: LogprobRows | None) -> None:
         """Check that log-probabilities belong to their tokens."""
@@ -643,9 +792,10 @@ class Auditor:
             broken("1.1", f"{delta.request_id} got log-probabilities that the runner has not computed")
         at = {int(rows.columns[index]): index for index in (rows.slots == slot).nonzero()[0].tolist()}
         for column, score in enumerate(delta.logprobs):
-            right = (float(rows.chosen[at[column]]), tuple(rows.top_ids[at[column], :wanted].tolist()))
-            told = (score.logprob, score.top_ids)
-            require(told == right, "1.1", f"token {column} of {delta.request_id}: expected {right}, got {told}")
+            index = at[column]
+            tops = tuple(rows.top_ids[index, :wanted].tolist()), tuple(rows.top[index, :wanted].tolist())
+            right = TokenLogprobs(float(rows.chosen[index]), *tops)
+            require(score == right, "1.1", f"token {column} of {delta.request_id}: expected {right}, got {score}")
 
     def _settle(self, row: _Row, count: int) -> None:
         """Record the settled KV of the positions that a row computed."""
@@ -690,6 +840,7 @@ class Auditor:
         if delta is None:
             return
         require(reason is not FinishReason.ERROR or delta.error, "1.3", f"{request.name} failed without a message")
+        self._check_phases(request, delta)
         wanted = request.spec.params.logprobs
         if tokens and wanted is not None:
             count = None if delta.logprobs is None else len(delta.logprobs)
@@ -698,12 +849,17 @@ class Auditor:
         if tokens and not request.first_delivered:
             request.first_delivered = True
             read = [request.read.get(place) for place in range(1, len(request.spec.prompt))]
-            found = None if scores is None else [(score.logprob, score.top_ids) for score in scores]
+            found = None if scores is None else [*scores]
             what = f"prompt of {request.name}: expected {read}, got {found}"
             require(found == (read if request.scores_prompt else None), "4", what)
             cached = f"{request.name}: expected {request.cached} cached tokens, got {delta.cached_tokens}"
             counted = request.fetches and delta.cached_tokens is not None
             require(counted or delta.cached_tokens == request.cached, "2.1", cached)
+            vector = (request.pooled[0] / max(request.pooled[1], 1)).astype("<f4").tobytes()
+            pooled = vector if request.spec.pooling is not None else None
+            require(
+                delta.pooled == pooled, "4", f"{request.name}: expected the vector {pooled!r}, got {delta.pooled!r}"
+            )
             known = delta.prefill == request.prefill or (delta.prefill == "held" and not request.fetches)
             require(known, "6.3", f"{request.name}: expected prefill outcome {request.prefill}, got {delta.prefill}")
         else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.config.envelope import OperatingEnvelope
@@ -18,20 +20,63 @@ from fd_core.plugins import SCHEDULER, installed_plugins
 from fd_core.runner.inputs.inputs import BudgetExceeded
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
-from fd_core.scheduling.policies import Fcfs, SchedulingPolicy
+from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
+from fd_core.scheduling.requests import QueuedRequest
 from fd_core.scheduling.running.drafts import DraftControl
-from fd_core.scheduling.victims import FewestTokens
+from fd_core.scheduling.victims import FewestTokens, RunningRequests, VictimPolicy
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.schedulers.audit import Auditor, Occupancy
-from fd_core.testing.schedulers.scripts import make_runner, whole_text
+from fd_core.testing.schedulers.audit import Auditor, Occupancy, Order, StepClock
+from fd_core.testing.schedulers.scripts import make_runner, runnable, whole_texts
 from fd_core.testing.schedulers.tiers import Operation, OperationEnd, ScriptedPeers
 from fd_core.testing.stepping import SMALL
 from fd_core.testing.stepping.drafting import OracleDrafter
-from fd_core.testing.stepping.texts import Texts
+from fd_core.testing.stepping.texts import Texts, greedy
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
 _Operation = TypeVar("_Operation", bound=Operation)
+ORDERS: Final[Mapping[type[SchedulingPolicy], Order]] = {
+    Fcfs: lambda request: ("", (request.arrival,)),
+    Priority: lambda request: ("", (request.priority, request.arrival)),
+    FairShare: lambda request: (request.tenant, (request.arrival,)),
+}
+"""Order of admissions under each policy of the core."""
+
+
+class RecordingPolicy(SchedulingPolicy):
+    """Another policy, with a record of the events that the scheduler notified it of, by arrival."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self.policy = policy
+        self.events: dict[int, list[str]] = {}
+        """Names of the events of each request."""
+        self.used: dict[int, int] = {}
+        """Tokens of each request that ended."""
+
+    def rank(self, request: QueuedRequest) -> tuple[int, ...]:
+        return self.policy.rank(request)
+
+    def flow(self, request: QueuedRequest) -> str | None:
+        return self.policy.flow(request)
+
+    def turn(self, flow: str | None) -> int:
+        return self.policy.turn(flow)
+
+    def arrived(self, request: QueuedRequest) -> None:
+        self.events.setdefault(request.arrival, []).append("arrived")
+        self.policy.arrived(request)
+
+    def admitted(self, request: QueuedRequest) -> None:
+        self.events.setdefault(request.arrival, []).append("admitted")
+        self.policy.admitted(request)
+
+    def ended(self, request: QueuedRequest, num_computed: int) -> None:
+        self.events.setdefault(request.arrival, []).append("ended")
+        self.used[request.arrival] = num_computed
+        self.policy.ended(request, num_computed)
+
+    def preemption_candidates(self, running: RunningRequests) -> npt.NDArray[np.intp]:
+        return self.policy.preemption_candidates(running)
 
 
 class _Answer(NamedTuple):
@@ -69,15 +114,21 @@ def find_scheduler(name: str) -> SchedulerTarget:
 class Driver:
     """Plans, executes and commits one step at a time."""
 
-    def __init__(self, target: SchedulerTarget, setup: SchedulerSetup, drafter: OracleDrafter | None) -> None:
-        self.limits = setup.limits
+    def __init__(
+        self, target: SchedulerTarget, setup: SchedulerSetup, drafter: OracleDrafter | None, clock: StepClock
+    ) -> None:
+        """`clock` is that of the setup, if it has one."""
+        self.limits, self.clock = setup.limits, clock
         try:
             self.scheduler = target.make(setup)
         except FdError as error:
             broken("2.5", f"it rejects valid limits {setup.limits}: {error}")
         runner = make_runner(setup.limits, drafter)
         self.execute: Callable[[StepPlan], StepOutput] = runner.execute
-        self.auditor = Auditor(setup.limits, setup.epoch)
+        policy = setup.policy
+        self.calls = policy if isinstance(policy, RecordingPolicy) else None
+        order = ORDERS.get(type(policy if self.calls is None else self.calls.policy))
+        self.auditor = Auditor(setup.limits, setup.epoch, clock, order)
         self.tiers = ScriptedPeers(runner.cache)
         self.texts = Texts()
         self.in_flight: deque[_Answer] = deque()
@@ -87,7 +138,11 @@ class Driver:
 
     def submit(self, *specs: RequestSpec) -> None:
         for spec in specs:
-            effects = self.scheduler.add(spec)
+            self.clock.now += 1.0
+            try:
+                effects = self.scheduler.add(spec)
+            except FdError as error:
+                broken("8", f"it rejects the request {spec.request_id}: {error}")
             self.auditor.added(spec, effects)
             self.tiers.perform(effects.operations)
         self.audit()
@@ -95,6 +150,7 @@ class Driver:
     def abort(self, *names: str) -> None:
         """Abort requests, one after the other; a name may occur twice."""
         for name in names:
+            self.clock.now += 1.0
             delta = self.scheduler.abort(name)
             self.auditor.aborted(name, delta)
             self.texts.take([] if delta is None else [delta])
@@ -102,6 +158,7 @@ class Driver:
 
     def plan(self) -> StepPlan | None:
         """Plan a step and compute it; its output stays in flight."""
+        self.clock.now += 1.0
         plan, effects = self.scheduler.plan()
         self.auditor.planned(plan, effects)
         self.tiers.perform(effects.operations)
@@ -110,7 +167,7 @@ class Driver:
             for admission in plan.admissions:
                 self.first_plan.setdefault(admission.request_id, len(self.plans))
             try:
-                output = self.execute(plan)
+                output = self.execute(runnable(plan))
             except (BudgetExceeded, RuntimeError, IndexError, ValueError) as error:
                 broken("8", f"the runner cannot compute step {plan.step}: {error}")
             self.auditor.executed(plan, output)
@@ -131,6 +188,7 @@ class Driver:
 
     def answer(self, *failed: int) -> StepPlan:
         """Commit the oldest step in flight, with failed rows for the slots `failed`."""
+        self.clock.now += 1.0
         answer = self.in_flight.popleft()
         output = replace(answer.output, errors=tuple((slot, "failed on purpose") for slot in failed))
         deltas, effects = self.scheduler.commit(answer.plan, output)
@@ -171,8 +229,10 @@ class Driver:
 
     def tell(self, completion: Completion) -> None:
         """Report a completed operation or a measurement to the scheduler."""
-        self.auditor.completed(completion)
-        self.scheduler.complete(completion)
+        self.clock.now += 1.0
+        delta = self.scheduler.complete(completion)
+        self.auditor.completed(completion, delta)
+        self.texts.take([] if delta is None else [delta])
         self.audit()
 
     def step_alone(self, depth: int = 1) -> None:
@@ -205,8 +265,10 @@ class Driver:
         require(not left, "2.2", f"{left} have not ended, with no step in flight or too many steps")
         require(not self.scheduler.has_work, "3.6", "it reports work, but no request is left")
         self.audit()
-        for name, request in self.auditor.requests.items():
-            right = whole_text(request.spec)[len(request.spec.delivered) :]
+        requests = self.auditor.requests
+        texts = whole_texts([each.spec for each in requests.values()], self.limits.max_model_len)
+        for (name, request), text in zip(requests.items(), texts, strict=True):
+            right = text[len(request.spec.delivered) :]
             delivered, end = self.texts.tokens.get(name, []), self.texts.ends.get(name)
             require(
                 delivered == right[: len(delivered)],
@@ -217,6 +279,53 @@ class Driver:
                 require(delivered == right, "4", f"{name} ended after {len(delivered)} of {len(right)} tokens")
             require(end is not FinishReason.ABORT or request.abort_requested, "1.7", f"{name} was not aborted")
         return self.texts
+
+    def check_policy(self) -> None:
+        """Check which events of its requests, all of which ended, the policy was notified of."""
+        if self.calls is None:
+            return
+        admitted = Counter(each.request_id for plan in self.plans for each in plan.admissions)
+        for arrival, (name, request) in enumerate(self.auditor.requests.items()):
+            events = self.calls.events.get(arrival, [])
+            once = (
+                events[:1] == ["arrived"] and events[-1:] == ["ended"] and len(events) == 2 + events.count("admitted")
+            )
+            # A request that was aborted while it loaded was admitted to a slot, but the runner was not notified.
+            enough = events.count("admitted") >= admitted[name]
+            require(once and enough, "8", f"{name} was admitted {admitted[name]} times; the policy got {events}")
+            right, used = len(request.tokens), self.calls.used[arrival]
+            require(used == right, "8", f"{name} used {right} tokens; the policy was told {used}")
+
+    def check_capacity(self, new: Driver) -> None:
+        """Compare the admissions of this idle scheduler with those of a `new` one: nothing may have been lost.
+
+        One group of requests fills the slots, another one the blocks, as far as a step's budget allows.
+        """
+        limits = self.limits
+        per_slot = -(-2 // limits.block_size)
+        slots = min(limits.max_num_seqs, limits.num_kv_blocks // per_slot, limits.max_num_batched_tokens)
+        longest = limits.max_model_len - 1
+        large = min(limits.max_num_seqs, limits.num_kv_blocks // limits.blocks_per_seq)
+        rest = limits.num_kv_blocks - large * limits.blocks_per_seq
+        last = rest * limits.block_size - 1
+        lengths = [longest] * large + [last] * (large < limits.max_num_seqs and last > 0)
+        if sum(lengths) > limits.max_num_batched_tokens:
+            lengths = [longest]
+        for what, sizes in (("slots", [1] * slots), ("blocks", lengths)):
+            group = [
+                greedy(f"{what}{index}", [(index + at) % 250 for at in range(size)], 1, cache_salt=f"{what}{index}")
+                for index, size in enumerate(sizes)
+            ]
+            found = []
+            for driver in (new, self):
+                driver.submit(*group)
+                while driver.tiers.pending:
+                    driver.complete(0, OperationEnd.WELL)
+                first = driver.must_plan()
+                found.append((len(first.admissions), sum(len(grant.blocks) for grant in first.grants)))
+                driver.run()
+            right, told = found
+            require(told == right, "3.6", f"idle, it admits (requests, blocks) {told} to fill the {what}, not {right}")
 
     def run_until(self, condition: Callable[[], object], depth: int = 1) -> bool:
         """Plan, or commit if the pipeline is full, until a condition is true; return False if it never is."""
@@ -250,35 +359,42 @@ def drive(
     k: int = 0,
     wrong: float = 0.0,
     caching: bool = True,
-    keep: OffloadSelection | None = None,
-    paired: bool = False,
     policy: SchedulingPolicy | None = None,
+    victims: VictimPolicy | None = None,
+    timed: bool = False,
     depth: int = 1,
     known: Sequence[RequestSpec] = (),
+    setup: Mapping[str, Any] = MappingProxyType({}),
+    keep: OffloadSelection | None = None,
+    paired: bool = False,
     **limits: int,
 ) -> Driver:
     """Return a scheduler of a small engine with queued requests.
 
     With `k` > 0 up to k drafts are taken from the expected texts of `specs` and `known`, wrong in that share of the
     tokens. `paired` adds other workers. `depth` is the maximum number of steps in flight; `limits` are fields of
-    `Limits`.
+    `Limits`, `setup` other fields of `SchedulerSetup`.
     """
     chosen = Limits(**{**SMALL, "vocab_size": 257, "max_drafts": k, "pipeline_depth": depth, **limits})
-    setup = SchedulerSetup(
+    clock = StepClock()
+    made = SchedulerSetup(
         limits=chosen,
         policy=policy or Fcfs(),
-        victims=FewestTokens(),
+        victims=victims or FewestTokens(),
         hasher=PrefixHasher(block_size=chosen.block_size, identity="kit") if caching else None,
         drafts=DraftControl(chosen.max_num_seqs, k, 1000) if k else None,
         keep_kv=keep,
         paired=paired,
-        epoch=3,
+        clock=clock if timed else None,
+        **{"epoch": 3, **setup},
     )
     drafter = None
     if k:
-        texts = [[*spec.prompt, *whole_text(spec)] for spec in (*specs, *known)]
+        drafted = (*specs, *known)
+        found = whole_texts(drafted, chosen.max_model_len)
+        texts = [[*spec.prompt, *text] for spec, text in zip(drafted, found, strict=True)]
         drafter = OracleDrafter(chosen.max_num_seqs, texts, wrong, seed=0)
-    driver = Driver(target, setup, drafter)
+    driver = Driver(target, made, drafter, clock)
     driver.submit(*specs)
     return driver
 

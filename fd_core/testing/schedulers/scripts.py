@@ -1,11 +1,12 @@
 """Requests of the scheduler kit and their expected texts, from the null model's runner.
 
-Computed without a scheduler: one request, one slot, one step per token.
+Computed without a scheduler: each request alone in a slot, one step per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import msgspec
@@ -18,64 +19,102 @@ from fd_core.runner.drafting import Drafter
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
 from fd_core.testing.stepping.texts import greedy, plan_of
-from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, SamplingParams
+from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, SamplingParams, StepPlan
 
 PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 256, (1000, 16)).tolist()
-_ALONE = Limits(
-    max_num_seqs=1, max_num_batched_tokens=4096, max_model_len=4096, block_size=64, num_kv_blocks=64, vocab_size=257
-)
 
 
 def make_runner(limits: Limits, drafter: Drafter | None = None) -> Runner:
     """Return a runner of the null model."""
     ops = NullBackend(EngineConfig(model="null", backend="null")).make_ops()
-    return Runner(ops, NullModel(), limits, postprocess=NumpyPostprocess, drafter=drafter)
+    model = NullModel(max_positions=limits.max_model_len)
+    return Runner(ops, model, limits, postprocess=NumpyPostprocess, drafter=drafter)
 
 
-def whole_text(spec: RequestSpec) -> list[int]:
-    """Return all tokens that a request generates, including those delivered by earlier epochs."""
-    plain = RequestSpec(request_id="alone", prompt=spec.prompt, params=spec.params, eos_token_ids=spec.eos_token_ids)
-    return list(_text(msgspec.json.encode(plain)))
+def runnable(plan: StepPlan) -> StepPlan:
+    """Return a plan without grammars, reasoning and adapters: the null model has none, so they change no text."""
+    admissions = (replace(each, params=_without_grammar(each.params), adapter="") for each in plan.admissions)
+    return replace(plan, admissions=tuple(admissions)) if plan.admissions else plan
 
 
-@cache
-def _text(encoded: bytes) -> tuple[int, ...]:
-    spec = msgspec.json.decode(encoded, type=RequestSpec)
-    params = spec.params
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else spec.eos_token_ids)}
-    text: list[int] = []
-    steps = _steps(make_runner(_ALONE), _ALONE, spec)
-    while len(text) < params.max_tokens and not (text and text[-1] in ends):
-        text.append(next(steps))
-    return tuple(text)
+def _without_grammar(params: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(params, grammar=None, reasoning=None)
+
+
+def whole_text(spec: RequestSpec, max_model_len: int | None = None) -> list[int]:
+    """Return all tokens that a request generates in a context, including those delivered by earlier epochs."""
+    return whole_texts([spec], max_model_len)[0]
+
+
+def whole_texts(specs: Sequence[RequestSpec], max_model_len: int | None = None) -> list[list[int]]:
+    """Return the text of each request; those of unknown ones are computed together."""
+    plain = [_plain(spec, max_model_len) for spec in specs]
+    keys = [msgspec.json.encode(spec) for spec in plain]
+    unknown = [spec for key, spec in dict(zip(keys, plain, strict=True)).items() if key not in _TEXTS]
+    if unknown:
+        _, texts = _generated(unknown, 64)
+        _TEXTS.update(zip(map(msgspec.json.encode, unknown), texts, strict=True))
+    return [[*_TEXTS[key]] for key in keys]
+
+
+_TEXTS: dict[bytes, list[int]] = {}
+
+
+def _plain(spec: RequestSpec, max_model_len: int | None) -> RequestSpec:
+    """Return a request with the same text, and without everything that does not change it."""
+    params = msgspec.structs.replace(_without_grammar(spec.params), logprobs=None, prompt_logprobs=None)
+    if max_model_len is not None:
+        params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, max_model_len - len(spec.prompt)))
+    return RequestSpec(request_id="alone", prompt=spec.prompt, params=params, eos_token_ids=spec.eos_token_ids)
 
 
 def kv_of(tokens: IntArray, block_size: int) -> npt.NDArray[np.float32]:
     """Return the KV of a prompt in blocks, as `KVCache.export_blocks` does."""
-    count = -(-len(tokens) // block_size)
-    limits = msgspec.structs.replace(_ALONE, block_size=block_size, num_kv_blocks=count)
-    runner = make_runner(limits)
-    next(_steps(runner, limits, greedy("alone", tokens.tolist(), 1)))
-    return runner.cache.export_blocks(np.arange(count, dtype=np.int32))
+    runner, _ = _generated([greedy("alone", tokens.tolist(), 1)], block_size)
+    return runner.cache.export_blocks(np.arange(-(-len(tokens) // block_size), dtype=np.int32))
 
 
-def _steps(runner: Runner, limits: Limits, spec: RequestSpec) -> Iterator[int]:
-    """Yield the tokens of a request that runs alone."""
-    prompt = np.array(spec.prompt, np.int32)
-    blocks: IntArray = np.arange(limits.num_kv_blocks, dtype=np.int32)
-    admission = Admission(0, 1, prompt, len(prompt), spec.params, spec.eos_token_ids, 0)
-    computed = 0
-    while True:
-        first = computed == 0
-        count = len(prompt) if first else 1
-        plan = plan_of(
-            0,
-            [(0, 1, computed, count, 0, True)],
-            admissions=(admission,) if first else (),
-            grants=(BlockGrant(0, 0, blocks),) if first else (),
-        )
-        yield int(runner.execute(plan).tokens[0, 0])
-        computed += count
+def _generated(specs: Sequence[RequestSpec], block_size: int) -> tuple[Runner, list[list[int]]]:
+    """Generate a text in each slot: first all prompts, then one token of each text that did not end in a step."""
+    lengths = [len(spec.prompt) + spec.params.max_tokens for spec in specs]
+    counts = [-(-length // block_size) for length in lengths]
+    limits = Limits(
+        max_num_seqs=len(specs),
+        max_num_batched_tokens=sum(lengths),
+        max_model_len=max(lengths),
+        block_size=block_size,
+        num_kv_blocks=sum(counts),
+        vocab_size=257,
+    )
+    runner, texts = make_runner(limits), [list[int]() for _ in specs]
+    first = np.cumsum([0, *counts], dtype=np.int32)
+    admissions = tuple(
+        Admission(slot, 1, np.array(spec.prompt, np.int32), len(spec.prompt), spec.params, spec.eos_token_ids, 0)
+        for slot, spec in enumerate(specs)
+    )
+    grants = tuple(
+        BlockGrant(slot, 0, np.arange(first[slot], first[slot + 1], dtype=np.int32)) for slot in range(len(specs))
+    )
+    rows = [(slot, 1, 0, len(spec.prompt), 0, True) for slot, spec in enumerate(specs)]
+    step = 0
+    while rows:
+        parts = {} if step else {"admissions": admissions, "grants": grants}
+        tokens = runner.execute(plan_of(step, rows, **parts)).tokens
+        for slot, *_ in rows:
+            texts[slot].append(int(tokens[slot, 0]))
+        rows = [
+            (slot, 1, len(specs[slot].prompt) + len(texts[slot]) - 1, 1, 0, True)
+            for slot, *_ in rows
+            if not _ended(specs[slot], texts[slot])
+        ]
+        step += 1
+    return runner, texts
+
+
+def _ended(spec: RequestSpec, text: list[int]) -> bool:
+    params = spec.params
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else spec.eos_token_ids)}
+    return len(text) >= params.max_tokens or text[-1] in ends
 
 
 @cache

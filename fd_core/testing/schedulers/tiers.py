@@ -20,8 +20,16 @@ from fd_core.testing.schedulers.scripts import kv_of
 from fd_core.testing.stepping.texts import greedy
 from fd_core.types import PrefillJob, RequestSpec
 
-_PEER = "peer:1"
-Operation = operations.Lookup | operations.Load | operations.Save | operations.Fetch | operations.Send
+PEER = "peer:1"
+BAD_GRAMMAR = "it is wrong on purpose"
+Operation = (
+    operations.Lookup
+    | operations.Load
+    | operations.Save
+    | operations.Fetch
+    | operations.Send
+    | operations.CompileGrammar
+)
 
 
 class OperationEnd(enum.Enum):
@@ -50,7 +58,7 @@ class ScriptedTiers:
         for effect in effects:
             if isinstance(effect, operations.Cancel):
                 self.cancelled.add(effect.operation)
-            elif isinstance(effect, operations.Lookup | operations.Load | operations.Save):
+            elif isinstance(effect, operations.Lookup | operations.Load | operations.Save | operations.CompileGrammar):
                 self._begin(effect)
 
     def _begin(self, operation: Operation) -> None:
@@ -70,6 +78,8 @@ class ScriptedTiers:
                 return self._load(operation, how)
             case operations.Save():
                 return self._save(operation, how)
+            case operations.CompileGrammar(number):
+                return operations.GrammarReady(number, BAD_GRAMMAR if how is OperationEnd.BADLY else None)
         raise TypeError(f"no test double performs {operation}")
 
     @property
@@ -104,7 +114,7 @@ class ScriptedTiers:
 
 def elsewhere(*specs: RequestSpec) -> list[RequestSpec]:
     """Return requests with a remote prefill."""
-    return [msgspec.structs.replace(spec, prefill_at=_PEER) for spec in specs]
+    return [msgspec.structs.replace(spec, prefill_at=PEER) for spec in specs]
 
 
 def job_for(name: str, prompt: Iterable[int], held_blocks: int = 0) -> RequestSpec:

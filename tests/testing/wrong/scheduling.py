@@ -341,7 +341,7 @@ class AbortsWhenBudgetIsLeft(Changed):
         instead(self._running_batch, "revoke", revoke)
 
 
-@breaks("2.6", "budget:test_planning_does_not_grow_with_what_waits[slots-10000-20]")
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[slots]")
 class ExaminesTheWholeQueue(Changed):
     def plan(self):
         for request in list(self._requests.values()):

@@ -10,6 +10,8 @@ class PluginKind(StrEnum):
 
     BACKEND = "backend"
     SCHEDULER = "scheduler"
+    SCHEDULING_POLICY = "scheduling-policy"
+    VICTIM_POLICY = "victim-policy"
     DRAFTER = "drafter"
     POSTPROCESS = "postprocess"
     STORE = "store"

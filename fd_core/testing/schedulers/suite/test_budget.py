@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
-from fd_core.scheduling.policies import Priority
+from fd_core.scheduling.policies import FairShare, Priority
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
@@ -18,7 +18,7 @@ from fd_core.testing.schedulers.tiers import OperationEnd
 from fd_core.testing.stepping.texts import greedy
 from fd_core.types import RequestSpec
 
-KS = [0, 1, 3, 5]
+KS = [0, 1, 3, 5, 16]
 
 
 def decoding(count: int, max_tokens: int = 30) -> list[RequestSpec]:
@@ -37,7 +37,9 @@ def until_all_decode(driver: Driver, count: int) -> None:
 def test_a_budget_equal_to_the_demand_plans_the_whole_demand(target: SchedulerTarget, k: int) -> None:
     """All drafts are correct, so every request has k of them in every step."""
     budget = 4 * (1 + k)
-    driver = drive(target, *decoding(4), k=k, num_kv_blocks=64, max_num_batched_tokens=budget)
+    # With small blocks, drafts may be limited by the blocks that a row can grow by in one step.
+    room: dict[str, Any] = {"num_kv_blocks": 64, "block_size": 4 if k < 8 else 32}
+    driver = drive(target, *decoding(4, 60), k=k, max_num_batched_tokens=budget, **room)
     until_all_decode(driver, 4)
     plan = driver.plan()
     total = 0 if plan is None else plan.total_tokens
@@ -222,6 +224,19 @@ def test_policy_determines_the_next_admission(target: SchedulerTarget) -> None:
 
 
 @pytest.mark.law("2.2")
+def test_tenant_with_few_requests_waits_for_few_of_another(target: SchedulerTarget) -> None:
+    """Under `fair`, the requests of a second tenant take turns with the many that arrived before them."""
+    driver = drive(target, policy=FairShare(), max_num_seqs=2)
+    driver.submit(*(greedy(f"many{index}", prompt_of(4, index), 4, tenant="many") for index in range(40)))
+    driver.step()
+    driver.submit(*(greedy(f"few{index}", prompt_of(4, 100 + index), 4, tenant="few") for index in range(3)))
+    driver.run()
+    order = list(driver.first_plan)
+    last = order.index("few2")
+    require(last < 12, "2.2", f"the third request of the tenant with few is number {last} of {len(order)}")
+
+
+@pytest.mark.law("2.2")
 def test_three_hundred_requests_pass_through_a_pool_that_holds_five(target: SchedulerTarget) -> None:
     sizes = np.random.default_rng(2).integers(1, 16, (300, 2)).tolist()
     specs = [greedy(f"r{index}", prompt_of(prompt, index), out) for index, (prompt, out) in enumerate(sizes)]
@@ -248,8 +263,8 @@ def _planning_seconds(driver: Driver, plans: int) -> float:
 @pytest.mark.law("2.6")
 @pytest.mark.parametrize(
     ("waits_for", "count", "length"),
-    [("slots", 10_000, 20), ("slots", 60, 900), ("blocks", 200, 900)],
-    ids=["many for slots", "long for slots", "many for blocks"],
+    [("slots", 60, 900), ("blocks", 200, 900)],
+    ids=["long for slots", "many for blocks"],
 )
 def test_planning_does_not_grow_with_what_waits(
     target: SchedulerTarget, waits_for: str, count: int, length: int

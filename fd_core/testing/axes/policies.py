@@ -1,0 +1,220 @@
+"""Axes of what the policies of a scheduler order: waiting requests, and running ones of which one is preempted."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import numpy as np
+
+from fd_core.scheduling.policies import SchedulingPolicy
+from fd_core.scheduling.requests import QueuedRequest
+from fd_core.scheduling.victims import RunningRequests, VictimPolicy
+from fd_core.testing.axes.covering import Axis, Case
+from fd_core.testing.axes.parts import Part
+from fd_core.testing.kit.law import require
+from fd_core.testing.policies.purity import another_world
+
+_FIRST: Final = (0, 2**15 - 3, 2**16 - 3, 2**31 - 3, 2**32 - 3)
+"""Arrival of the oldest request."""
+WAITING_AXES: Final = (
+    Axis("first", _FIRST, ("QueuedRequest.arrival",)),
+    Axis("prompt", ("mixed", "one", "large"), ("QueuedRequest.num_tokens",)),
+    Axis("output", ("mixed", "one", "most"), ("QueuedRequest.max_new_tokens",)),
+    Axis("priority", ("same", "falling", "wide"), ("QueuedRequest.priority",)),
+    Axis("tenants", (1, 2, 7, 100), ("QueuedRequest.tenant",)),
+    Axis("preempted", (0, 2, 5), ("QueuedRequest.preempted",)),
+    Axis("requests", (30, 1, 2, 200)),
+    Axis("slots", (3, 1, 50)),
+)
+RUNNING_AXES: Final = (
+    Axis("rows", (4, 1, 2, 3, 64, 65, 300), ("RunningRequests.slots",)),
+    Axis("oldest", _FIRST, ("RunningRequests.arrivals",)),
+    Axis("priorities", ("same", "two", "wide"), ("RunningRequests.priorities",)),
+    Axis("tokens", ("mixed", "same", "large"), ("RunningRequests.num_tokens",)),
+    Axis("gained", ("none", "below_a_block", "mixed"), ("RunningRequests.num_gained",)),
+    Axis("again", ("none", "some", "all"), ("RunningRequests.preempted_before",)),
+    Axis("block", (16, 1, 4096), ("RunningRequests.block_size",)),
+)
+EXCUSED: Final[Mapping[str, str]] = {}
+"""Fields of the contract that no axis varies, with the reason."""
+_WIDE: Final = (0, 127, 128, -129, 2**15, 2**31, -(2**31) - 1, 2**40)
+
+MakePolicy = Callable[[], SchedulingPolicy]
+MakeVictims = Callable[[], VictimPolicy]
+
+
+def requests_of(case: Case) -> list[QueuedRequest]:
+    """Return the requests of a case, in the order of their arrival."""
+    prompts: Mapping[str, Callable[[int], int]] = {
+        "mixed": lambda at: 1 + 37 * at % 900,
+        "one": lambda _: 1,
+        "large": lambda at: 2**17 + at % 3,
+    }
+    outputs: Mapping[str, Callable[[int], int]] = {
+        "mixed": lambda at: 1 + 53 * at % 700,
+        "one": lambda _: 1,
+        "most": lambda _: 2**31 - 1,
+    }
+    priorities: Mapping[str, Callable[[int], int]] = {
+        "same": lambda _: 0,
+        "falling": lambda at: -at,
+        "wide": lambda at: _WIDE[at % len(_WIDE)],
+    }
+    prompt, output = prompts[str(case["prompt"])], outputs[str(case["output"])]
+    priority, tenants = priorities[str(case["priority"])], _int(case, "tenants")
+    return [
+        QueuedRequest(_int(case, "first") + at, prompt(at), output(at), priority(at), f"t{at * at % tenants}", False)
+        for at in range(_int(case, "requests"))
+    ]
+
+
+class Queue:
+    """The waiting queue as a policy's contract defines it, without a heap: it looks at all requests."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self.policy = policy
+        self._waiting: dict[int, tuple[QueuedRequest, str | None]] = {}
+        self._ranks: dict[int, tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: QueuedRequest) -> None:
+        """Add a new request, or one that was preempted, which keeps its rank."""
+        if request.arrival not in self._ranks:
+            self._event(request, lambda: self.policy.arrived(request))
+            rank = self._ranks[request.arrival] = self.policy.rank(request)
+            numbers = isinstance(rank, tuple) and all(isinstance(each, (int, np.integer)) for each in rank)
+            require(numbers, "8", f"expected a rank of whole numbers for {request}, got {rank!r}")
+        flow = self.policy.flow(request)
+        require(flow is None or isinstance(flow, str), "8", f"expected the name of a flow for {request}, got {flow!r}")
+        self._waiting[request.arrival] = request, flow
+
+    def admit(self) -> QueuedRequest:
+        """Remove and return the request that is next."""
+        turns = {flow: self.policy.turn(flow) for _, flow in self._waiting.values()}
+        lowest = min(turns.values())
+        flows = sorted((flow for flow in turns if turns[flow] == lowest), key=lambda flow: (flow is not None, flow))
+        inside = [request for request, flow in self._waiting.values() if flow == flows[0]]
+        chosen = min(inside, key=lambda request: (self._ranks[request.arrival], request.arrival))
+        del self._waiting[chosen.arrival]
+        self._event(chosen, lambda: self.policy.admitted(chosen))
+        return chosen
+
+    def end(self, request: QueuedRequest, num_computed: int) -> None:
+        """End an admitted request."""
+        del self._ranks[request.arrival]
+        self._event(request, lambda: self.policy.ended(request, num_computed))
+
+    def _event(self, request: QueuedRequest, handle: Callable[[], None]) -> None:
+        """Notify the policy; only the turn of the flows of this request may change."""
+        flows = {flow for _, flow in self._waiting.values()}
+        own = {self.policy.flow(request), self.policy.flow(_returned(request, not request.preempted))}
+        before = {flow: self.policy.turn(flow) for flow in flows - own}
+        handle()
+        after = {flow: self.policy.turn(flow) for flow in flows - own}
+        require(before == after, "8", f"an event of {request} changed the turns of other flows: {before}, {after}")
+
+
+def orders(case: Case, policy: SchedulingPolicy) -> Iterator[int]:
+    """Serve the requests of a case; yield the arrival of each admission. Some requests are preempted, once."""
+    queue, running, left = Queue(policy), list[QueuedRequest](), requests_of(case)
+    every, admitted = _int(case, "preempted"), 0
+    while left or len(queue) or running:
+        for request in left[:4]:
+            queue.add(request)
+        del left[:4]
+        while len(queue) and len(running) < _int(case, "slots"):
+            running.append(queue.admit())
+            admitted += 1
+            yield running[-1].arrival
+            if every and not running[-1].preempted and admitted % every == 0:
+                queue.add(_returned(running.pop(), True))
+        if running:
+            ended = running.pop(0)
+            queue.end(ended, ended.num_tokens + min(ended.max_new_tokens, 1 + ended.arrival % 50))
+
+
+def _returned(request: QueuedRequest, preempted: bool) -> QueuedRequest:
+    tokens = (request.num_tokens + 1, request.max_new_tokens) if preempted else (request.num_tokens, 1)
+    return QueuedRequest(request.arrival, *tokens, request.priority, request.tenant, preempted)
+
+
+def check_order(make: MakePolicy, case: Case) -> None:
+    """Every request is admitted, and two policies with the same inputs order them equally. Raises `AssertionError`."""
+    found = list(orders(case, make()))
+    names = {request.arrival for request in requests_of(case)}
+    require(set(found) == names, "2.2", f"expected admissions of {len(names)} requests, got {len(set(found))}")
+    with another_world(7):
+        again = list(orders(case, make()))
+    require(found == again, "8", f"another instance with the same inputs ordered {again[:9]}, not {found[:9]}")
+    rank = [make().rank(request) for request in requests_of(case)]
+    heapq.heapify(rank)  # raises TypeError for ranks that cannot be compared
+
+
+def running_of(case: Case) -> RunningRequests:
+    """Return the running requests of a case, as arrays that cannot be written."""
+    count, block = _int(case, "rows"), _int(case, "block")
+    at = np.arange(count)
+    priorities = {"same": np.zeros(count), "two": at % 2, "wide": np.take(_WIDE, at % len(_WIDE))}
+    tokens = {"mixed": 1 + 37 * at % 900, "same": np.full(count, 9), "large": 2**31 - 1 - at % 5}
+    gained = {"none": np.zeros(count), "below_a_block": np.full(count, block - 1), "mixed": 7 * at % (3 * block)}
+    again = {"none": np.zeros(count), "some": at % 3 == 1, "all": np.ones(count)}
+    found = RunningRequests(
+        2 * at.astype(np.intp),
+        _int(case, "oldest") + np.random.default_rng(count).permutation(count).astype(np.int64),
+        priorities[str(case["priorities"])].astype(np.int64),
+        num_tokens=tokens[str(case["tokens"])].astype(np.int32),
+        num_gained=gained[str(case["gained"])].astype(np.int32),
+        preempted_before=again[str(case["again"])].astype(np.bool_),
+        block_size=block,
+    )
+    return _frozen(found)
+
+
+def _frozen(running: RunningRequests) -> RunningRequests:
+    for name in ("slots", "arrivals", "priorities", "num_tokens", "num_gained", "preempted_before"):
+        getattr(running, name).setflags(write=False)
+    return running
+
+
+def check_victim(make: MakeVictims, case: Case) -> None:
+    """The choice is a row, and depends on the requests alone, not on the order of the rows or on earlier calls.
+
+    Arrivals only order requests, so a number added to all of them changes no choice.
+    """
+    running = running_of(case)
+    count = len(running.slots)
+
+    def chosen(policy: VictimPolicy, rows: RunningRequests) -> int:
+        row = policy.choose(_frozen(rows))
+        right = isinstance(row, (int, np.integer)) and not isinstance(row, bool) and 0 <= row < count
+        require(right, "8", f"expected a row below {count}, got {row!r}")
+        return int(rows.slots[row])
+
+    policy = make()
+    victim = chosen(policy, running)
+    with another_world(7):
+        again = chosen(make(), running)
+    require(again == victim, "8", f"another instance with the same inputs chose slot {again}, not {victim}")
+    for seed in range(3):
+        other = running.only(np.random.default_rng(seed).permutation(count))
+        again = chosen(policy, other)
+        require(again == victim, "8", f"with the rows in another order it chose slot {again}, not {victim}")
+    plain = running_of({**case, "oldest": 0})
+    again = chosen(policy, plain)
+    require(again == victim, "8", f"with arrivals from 0 it chose slot {again}, not {victim}")
+
+
+def _int(case: Case, name: str) -> int:
+    value = case[name]
+    assert isinstance(value, int)
+    return value
+
+
+ORDERS: Final[Part[MakePolicy]] = Part("order", WAITING_AXES, check_order)
+"""Orders of admission under a scheduling policy."""
+CHOICES: Final[Part[MakeVictims]] = Part("victim", RUNNING_AXES, check_victim)
+"""Choices of a victim policy."""

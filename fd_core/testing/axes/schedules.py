@@ -1,0 +1,486 @@
+"""Axes of what a scheduler plans for: limits, policies, requests and incidents; the auditor checks every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fd_core.scheduling.operations.kv_offloading import OffloadSelection
+from fd_core.scheduling.policies import FairShare, Fcfs, Priority, SchedulingPolicy
+from fd_core.scheduling.victims import FewestTokens, LatestArrival, VictimPolicy
+from fd_core.testing.axes.covering import Axis, Case, default_case
+from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.schedulers.driver import Driver, RecordingPolicy, SchedulerTarget, drive
+from fd_core.testing.schedulers.scripts import whole_texts
+from fd_core.testing.schedulers.tiers import PEER, OperationEnd
+from fd_core.types import Pooling, PrefillJob, Reasoning, RequestSpec, SamplingParams
+
+AXES: Final = (
+    Axis("slots", (4, 1, 2, 3, 16, 33, 65, 300), ("Limits.max_num_seqs",)),
+    Axis("budget", (21, 1, 2, 3, 8, 65, 4097), ("Limits.max_num_batched_tokens",)),
+    Axis(
+        "context",
+        (64, 2, 3, 63, 65, 129),
+        ("Limits.max_model_len",),
+        rare=(
+            {"context": 1025, "output": 40, "block_size": 16, "requests": 20, "prompt": "longest"},
+            {"context": 70_000, "block_size": 1, "budget": 70_000, "prompt": "longest", "requests": 2},
+        ),
+    ),
+    Axis("block_size", (4, 1, 2, 3, 16, 64, 127, 128), ("Limits.block_size", "SchedulerSetup.hasher")),
+    Axis(
+        "spare_blocks",
+        (0, 1, 2, 5, 64),
+        ("Limits.num_kv_blocks",),
+        rare=({"spare_blocks": 1000}, {"spare_blocks": 99_984}),
+    ),
+    Axis("k", (0, 1, 2, 3, 5, 8, 16), ("Limits.max_drafts", "SchedulerSetup.drafts")),
+    Axis("wrong", (0.3, 0.0, 1.0)),
+    Axis("depth", (1, 2, 3, 4, 8, 16), ("Limits.pipeline_depth",)),
+    Axis("stages", (1, 2, 4), ("Limits.num_stages",)),
+    Axis("epoch", (3, 1, 2**15, 2**16, 2**31, 2**32), ("SchedulerSetup.epoch",)),
+    Axis("first_step", (0, 2**8 - 3, 2**15 - 3, 2**16 - 3, 2**31 - 3, 2**32 - 3), ("SchedulerSetup.first_step",)),
+    Axis(
+        "policy",
+        ("fcfs", "priority", "fair"),
+        ("SchedulerSetup.policy",),
+        rare=(
+            {"requests": 60, "policy": "fcfs"},
+            {"requests": 60, "policy": "priority", "priority": "wide"},
+            {"requests": 60, "policy": "fair", "tenants": 5},
+        ),
+    ),
+    Axis("victims", ("cheapest", "youngest"), ("SchedulerSetup.victims",)),
+    Axis("caching", (False, True), needs="prefix_caching"),
+    Axis("keep", ("none", "preempted", "finished", "all"), ("SchedulerSetup.keep_kv",), needs="storage"),
+    Axis(
+        "pairs",
+        ("none", "elsewhere", "jobs"),
+        (
+            "SchedulerSetup.paired",
+            "RequestSpec.prefill_at",
+            "RequestSpec.prefill_job",
+            "RequestSpec.traceparent",
+            "PrefillJob.tokens",
+            "PrefillJob.held_blocks",
+            "PrefillJob.lease",
+            "PrefillJob.cache_salt",
+            "PrefillJob.priority",
+            "PrefillJob.tenant",
+            "PrefillJob.traceparent",
+            "PrefillJob.adapter",
+        ),
+        needs="pairs",
+    ),
+    Axis("events", (False, True), ("SchedulerSetup.kv_events",), needs="prefix_caching"),
+    Axis("timed", (False, True), ("SchedulerSetup.clock",)),
+    Axis("requests", (6, 1, 2, 20)),
+    Axis("prompt", ("mixed", "one", "full", "below", "above", "longest"), ("RequestSpec.prompt",)),
+    Axis("shared", ("none", "prefix", "same")),
+    Axis("output", (40, 1, 2, 5, 2**31 - 1), ("SamplingParams.max_tokens",)),
+    Axis("min_tokens", (0, 1, 6), ("SamplingParams.min_tokens",)),
+    Axis("delivered", (0, 1, 7), ("RequestSpec.delivered",)),
+    Axis(
+        "ends",
+        ("limit", "eos", "stop", "both", "ignored"),
+        (
+            "RequestSpec.eos_token_ids",
+            "SamplingParams.stop_token_ids",
+            "SamplingParams.ignore_eos",
+        ),
+    ),
+    Axis(
+        "sampling",
+        ("greedy", "seeded", "filtered", "penalized"),
+        (
+            "SamplingParams.temperature",
+            "SamplingParams.top_p",
+            "SamplingParams.top_k",
+            "SamplingParams.min_p",
+            "SamplingParams.seed",
+            "SamplingParams.presence_penalty",
+            "SamplingParams.frequency_penalty",
+            "SamplingParams.repetition_penalty",
+            "SamplingParams.logit_bias",
+            "SamplingParams.allowed_token_ids",
+            "SamplingParams.bad_words_token_ids",
+        ),
+    ),
+    Axis(
+        "results",
+        ("none", "chosen", "top", "prompt", "prompt_top", "last", "mean", "tokens"),
+        (
+            "SamplingParams.logprobs",
+            "SamplingParams.prompt_logprobs",
+            "RequestSpec.pooling",
+            "Pooling.kind",
+            "Pooling.token_ids",
+        ),
+    ),
+    Axis(
+        "grammar",
+        (False, True),
+        (
+            "SamplingParams.grammar",
+            "SamplingParams.reasoning",
+            "Reasoning.end",
+            "Reasoning.max_tokens",
+        ),
+    ),
+    Axis(
+        "owner",
+        ("same", "salts", "long_salts", "adapters", "crossed"),
+        (
+            "RequestSpec.cache_salt",
+            "RequestSpec.adapter",
+        ),
+    ),
+    Axis("tenants", (1, 2, 5), ("RequestSpec.tenant",)),
+    Axis("priority", ("same", "falling", "wide"), ("RequestSpec.priority",)),
+    Axis("ids", ("short", "long", "unicode"), ("RequestSpec.request_id",)),
+    Axis(
+        "incident",
+        (
+            "none",
+            "abort_waiting",
+            "abort_loading",
+            "abort_running",
+            "abort_draining",
+            "abort_all",
+            "error",
+            "stale",
+            "repeated",
+        ),
+    ),
+    Axis("operations", ("first", "last", "late", "at_once")),
+    Axis("outcome", ("well", "in_part", "badly")),
+)
+"""Axes of a scheduler's settings, requests and incidents."""
+EXCUSED: Final[Mapping[str, str]] = {
+    "Limits.vocab_size": "the null model has 257 tokens; no scheduler reads their number",
+    "SchedulerSetup.limits": "its fields are axes",
+    "RequestSpec.params": "its fields are axes",
+}
+"""Fields of the contract that no axis varies, with the reason."""
+POLICIES: Final[Mapping[str, type[SchedulingPolicy]]] = {"fcfs": Fcfs, "priority": Priority, "fair": FairShare}
+VICTIMS: Final[Mapping[str, type[VictimPolicy]]] = {"cheapest": FewestTokens, "youngest": LatestArrival}
+KEPT: Final[Mapping[str, OffloadSelection | None]] = {
+    "none": None,
+    "preempted": OffloadSelection(),
+    "finished": OffloadSelection(False, True, True),
+    "all": OffloadSelection(True, True, True),
+}
+_DIGITS: Final = "0123456789abcdef" * 4
+_CROSSED: Final = (("", ""), ("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""), ("/abc", ""), ("c", "ab"))
+"""Salts and adapters of which several are the same text when joined."""
+_MAX_TOKENS: Final = 3000
+"""Tokens of all requests of a case."""
+_MAX_STEPS: Final = 1000
+_LONG, _MANY = 1000, 50
+"""Contexts and requests of rare cases."""
+
+
+def prompt_lengths(case: Case) -> list[int]:
+    """Return the length of each request's prompt: relative to a block, and at most the context."""
+    size, most = _int(case, "block_size"), _int(case, "context") - 1
+    kinds: Mapping[str, Callable[[int], int]] = {
+        "mixed": lambda index: 1 + 7 * index % (2 * size + 5),
+        "one": lambda index: 1,
+        "full": lambda index: size * (1 + index % 2),
+        "below": lambda index: size * (1 + index % 2) - 1,
+        "above": lambda index: size * (1 + index % 2) + 1,
+        "longest": lambda index: most,
+    }
+    length = kinds[str(case["prompt"])]
+    return [min(max(length(index), 1), most) for index in range(_int(case, "requests"))]
+
+
+def effective(case: Case) -> Case:
+    """Return a case with the settings that its other settings require."""
+    changed = dict(case)
+    if case["stages"] != 1:  # no engine speculates with stages
+        changed |= {"k": 0, "depth": max(_int(case, "depth"), _int(case, "stages"))}
+    if case["incident"] == "abort_loading" and case["keep"] == "none":
+        changed["pairs"] = "elsewhere"
+    changed["caching"] = case["caching"] or case["events"] or case["keep"] != "none" or changed["pairs"] != "none"
+    return changed
+
+
+def allowed(case: Case) -> bool:
+    """Return True if a case takes at most about a second."""
+    context = _int(case, "context")
+    if context > _LONG or _int(case, "requests") > _MANY:
+        return True
+    lengths = prompt_lengths(case)
+    outputs = [min(_int(case, "output"), context - length) for length in lengths]
+    tokens, budget = sum(lengths) + sum(outputs), max(1 + _int(case, "k"), _int(case, "budget"))
+    return tokens <= _MAX_TOKENS and tokens / min(budget, 2) <= _MAX_STEPS
+
+
+def specs_of(case: Case) -> list[RequestSpec]:
+    """Return the requests of a case."""
+    context = _int(case, "context")
+    specs = [_spec(case, index, length) for index, length in enumerate(prompt_lengths(case))]
+    if case["ends"] != "limit":
+        most = [min(spec.params.max_tokens, 40) for spec in specs]
+        plain = [_with(spec, max_tokens=count, min_tokens=0) for spec, count in zip(specs, most, strict=True)]
+        texts = whole_texts(plain, context)
+        specs = [_ending(str(case["ends"]), spec, texts[index], index) for index, spec in enumerate(specs)]
+    if case["grammar"]:
+        specs[1::2] = [
+            _with(spec, grammar=f"start: /{index}/", reasoning=Reasoning(end=(index,), max_tokens=index))
+            for index, spec in enumerate(specs[1::2])
+        ]
+    if case["delivered"]:
+        count = _int(case, "delivered")
+        for index, text in zip(range(0, len(specs), 3), whole_texts(specs[::3], context), strict=True):
+            if specs[index].pooling is None and specs[index].prefill_job is None:
+                specs[index] = msgspec.structs.replace(specs[index], delivered=tuple(text[:-1][:count]))
+    return specs
+
+
+def _with(spec: RequestSpec, **params: Any) -> RequestSpec:
+    return msgspec.structs.replace(spec, params=msgspec.structs.replace(spec.params, **params))
+
+
+def _spec(case: Case, index: int, length: int) -> RequestSpec:
+    block_size = _int(case, "block_size")
+    name = {"short": f"r{index}", "long": "x" * 300 + str(index), "unicode": f"α/{chr(0x4E00 + index)} \n"}
+    rng = np.random.default_rng(0 if case["shared"] == "same" else 1 + index)
+    common = length * 3 // 4 if case["shared"] == "prefix" else 0
+    prompt = np.concatenate([np.arange(common) % 250, rng.integers(0, 256, length - common)]).tolist()
+    salt, adapter = _owner(str(case["owner"]), index)
+    priority = {"same": 0, "falling": -index, "wide": (0, 127, 128, -129, 2**15, 2**31, -(2**31))[index % 7]}
+    results, params = str(case["results"]), _sampling(str(case["sampling"]), index)
+    pooling = None
+    if results in ("last", "mean", "tokens") and index % 2:
+        pooling = Pooling(results, (1, 200) if results == "tokens" else ())  # type: ignore[arg-type]  # one of them
+    elif results != "none":
+        field = "prompt_logprobs" if results.startswith("prompt") else "logprobs"
+        params |= {field: 20 if results.endswith("top") else 0}
+    job = case["pairs"] == "jobs" and index % 3 == 0 and not pooling
+    most = 1 if pooling or job else _int(case, "output")
+    spec = RequestSpec(
+        request_id=name[str(case["ids"])],
+        prompt=tuple(prompt),
+        params=SamplingParams(
+            max_tokens=most, ignore_eos=True, min_tokens=min(_int(case, "min_tokens"), most), **params
+        ),
+        priority=priority[str(case["priority"])],
+        tenant=f"tenant{index % _int(case, 'tenants')}" if case["tenants"] != 1 else "",
+        cache_salt=salt,
+        adapter=adapter,
+        pooling=pooling,
+        prefill_at=PEER if case["pairs"] == "elsewhere" and index % 4 else "",
+        traceparent=f"00-{index:032x}-{index + 1:016x}-01" if case["pairs"] == "elsewhere" else "",
+    )
+    if job:
+        held = min(index // 3 % 2, length // block_size)
+        tokens = np.array(prompt, "<i4").tobytes()
+        given = PrefillJob(tokens, held, salt, spec.priority, spec.tenant, "", lease=f"{index:032x}", adapter=adapter)
+        return msgspec.structs.replace(spec, prefill_job=given)
+    return spec
+
+
+def _owner(kind: str, index: int) -> tuple[str, str]:
+    """Return the salt and the adapter of a request."""
+    if kind == "crossed":
+        return _CROSSED[index % len(_CROSSED)]
+    salts = {"salts": f"tenant-{index % 3}", "long_salts": "s" * 500 + str(index % 3)}
+    return salts.get(kind, ""), _DIGITS[:-1] + str(index % 3) if kind == "adapters" else ""
+
+
+def _sampling(kind: str, index: int) -> dict[str, Any]:
+    """Return sampling parameters, all different from their defaults in the last two kinds together."""
+    seed = (0, 1, 2**31, 2**32, 2**63, 2**64 - 1)[index % 6]
+    random: dict[str, Any] = {"temperature": 1.0, "seed": seed}
+    filtered = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40 + index,
+        "min_p": 0.01,
+        "allowed_token_ids": tuple(range(index % 3, 200)),
+    }
+    penalized = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.25,
+        "repetition_penalty": 1.25,
+        "logit_bias": {index: 3.0, 255: -100.0},
+        "bad_words_token_ids": ((7, 8), (index,)),
+    }
+    return {
+        "greedy": {"temperature": 0.0},
+        "seeded": random,
+        "filtered": random | filtered,
+        "penalized": random | penalized,
+    }[kind]
+
+
+def _ending(kind: str, spec: RequestSpec, text: Sequence[int], index: int) -> RequestSpec:
+    """Return a request with EOS and stop ids: the last of up to 20 ids ends the text, the others do not occur in it."""
+    last = text[(3 * index + 1) % len(text)]
+    others = [token for token in range(250, 10, -1) if token not in text]
+    first, second = (*others[: (1, 0, 2, 8, 19)[index % 5]], last), tuple(others[20 : 20 + index % 3])
+    ids = {"eos": (first, second), "stop": (second, first), "both": (first, first[-1:]), "ignored": (first, second)}
+    eos, stop = ids[kind]
+    spec = msgspec.structs.replace(spec, eos_token_ids=eos)
+    return _with(spec, stop_token_ids=stop, ignore_eos=kind == "ignored")
+
+
+def driver_of(target: SchedulerTarget, case: Case, specs: Iterable[RequestSpec]) -> Driver:
+    """Return a scheduler with the settings of a case, without requests."""
+    size, k = _int(case, "block_size"), _int(case, "k")
+    policy = POLICIES[str(case["policy"])]()
+    return drive(
+        target,
+        k=k,
+        wrong=float(case["wrong"] or 0.0),
+        caching=bool(case["caching"]),
+        keep=KEPT[str(case["keep"])],
+        paired=case["pairs"] != "none",
+        policy=RecordingPolicy(policy) if case["policy"] == "fair" else policy,
+        victims=VICTIMS[str(case["victims"])](),
+        timed=bool(case["timed"]),
+        depth=_int(case, "depth"),
+        known=tuple(specs),
+        setup={name: case[name] for name in ("epoch", "first_step")} | {"kv_events": bool(case["events"])},
+        max_num_seqs=_int(case, "slots"),
+        max_num_batched_tokens=max(1 + k, _int(case, "budget")),
+        max_model_len=_int(case, "context"),
+        block_size=size,
+        num_kv_blocks=-(-_int(case, "context") // size) + _int(case, "spare_blocks"),
+        num_stages=_int(case, "stages"),
+    )
+
+
+def check_schedule(target: SchedulerTarget, case: Case) -> None:
+    """Serve the requests of a case with its incidents; then the idle scheduler must have room as a new one.
+
+    Raises `InvariantViolated`.
+    """
+    case = effective({**default_case(AXES), **case})
+    specs = specs_of(case)
+    driver, depth = driver_of(target, case, specs), _int(case, "depth")
+    incidents = _incidents(driver, str(case["incident"]))
+    waiting = list(specs)
+    for number in range(3 * len(specs) + 40):
+        if waiting and not number % 2:
+            count = 1 + len(specs) // 3
+            driver.submit(*waiting[:count])
+            del waiting[:count]
+        driver.fill(depth)
+        next(incidents)
+        # A pipeline is sometimes drained as a whole.
+        for _ in range(depth if number % 7 == 6 else 1):
+            if driver.in_flight:
+                driver.answer()
+        _end_operations(driver, case)
+    driver.submit(*waiting)
+    driver.run(depth)
+    driver.check_policy()
+    driver.check_capacity(driver_of(target, case, ()))
+
+
+def _incidents(driver: Driver, kind: str) -> Iterator[None]:
+    """Cause an incident now and then, to at most every third request."""
+    harmed: set[str] = set()
+    while True:
+        requests = driver.auditor.requests
+        state = {
+            "abort_waiting": "waits",
+            "abort_loading": "loads",
+            "abort_running": "runs",
+            "abort_draining": "drains",
+        }
+        candidates = [
+            name
+            for name, each in requests.items()
+            if each.end is None and not each.abort_requested and each.where == state.get(kind)
+        ]
+        if candidates and 3 * len(harmed) < len(requests) + 2:
+            harmed.add(candidates[-1])
+            driver.abort(candidates[-1], candidates[-1])
+        if kind == "abort_all" and len(requests) > 2 and not harmed:
+            harmed |= {name for name, each in requests.items() if each.end is None}
+            driver.abort(*harmed)
+        if driver.in_flight and len(driver.plans) % 5 == 4:
+            plan = driver.in_flight[0].plan
+            if kind == "error" and len(plan.slots) > 1 and 3 * len(harmed) < len(requests):
+                slot = int(plan.slots[len(harmed) % len(plan.slots)])
+                harmed.add(driver.auditor.occupancies[slot].request.name)
+                driver.answer(slot)
+            elif kind == "stale":
+                driver.answer_stale(epoch=plan.epoch + 1)
+                driver.answer_stale(epoch=plan.epoch - 1)
+                driver.answer_stale(step=plan.step + 1)
+            elif kind == "repeated":
+                driver.answer_twice()
+        yield
+
+
+def _end_operations(driver: Driver, case: Case) -> None:
+    """Complete operations outside steps, in the order and with the outcome of a case."""
+    pending, order = driver.tiers.pending, str(case["operations"])
+    if not pending or (order == "late" and len(driver.plans) % 9 and driver.in_flight):
+        return
+    outcome = OperationEnd[str(case["outcome"]).upper()]
+    for _ in range(1 if order in ("first", "last") else len(pending)):
+        driver.complete(-1 if order == "last" else 0, outcome)
+
+
+def _int(case: Case, name: str) -> int:
+    value = case[name]
+    assert isinstance(value, int)
+    return value
+
+
+_SIZED: Final = (
+    *("slots", "budget", "context", "block_size", "spare_blocks", "k", "wrong", "depth", "stages"),
+    *("requests", "prompt", "shared", "output", "caching", "keep", "incident"),
+)
+_CROWDED: Final[Mapping[str, tuple[int | str, ...]]] = {
+    "slots": (4, 2, 3, 16),
+    "budget": (21, 3, 8, 65),
+    "context": (64, 65),
+    "block_size": (4, 2, 3, 5),
+    "spare_blocks": (0, 1, 2),
+    "requests": (6, 12),
+    "prompt": ("mixed", "full", "below", "above"),
+    "output": (40, 2**31 - 1),
+}
+"""Values with which requests compete for slots and blocks, so that some are preempted, evicted and loaded again."""
+EDGES: Final[Mapping[str, Edge]] = {
+    "max_num_seqs": Edge("slots"),
+    "max_num_batched_tokens": Edge("budget"),
+    "max_model_len": Edge("context"),
+    "block_size": Edge("block_size"),
+    "max_drafts": Edge("k"),
+    "pipeline_depth": Edge("depth"),
+}
+"""Axes that reach the limits of an envelope."""
+
+
+def sizes_of(case: Case) -> Mapping[str, int]:
+    """Return the sizes of a case under the names of an envelope's limits."""
+    case = effective({**default_case(AXES), **case})
+    sizes = {name: _int(case, edge.axis) for name, edge in EDGES.items()}
+    return {**sizes, "max_num_batched_tokens": max(sizes["max_num_batched_tokens"], 1 + sizes["max_drafts"])}
+
+
+SIZES: Final[Part[SchedulerTarget]] = Part(
+    "size", tuple(axis for axis in AXES if axis.name in _SIZED), check_schedule, allowed, EDGES, sizes_of
+)
+"""Every limit, down to contexts of two tokens, with requests of every size."""
+SCHEDULES: Final[Part[SchedulerTarget]] = Part(
+    "schedule",
+    tuple(replace(axis, values=_CROWDED[axis.name], rare=()) if axis.name in _CROWDED else axis for axis in AXES),
+    check_schedule,
+    allowed,
+    EDGES,
+    sizes_of,
+)
+"""Every kind of request under every policy, with incidents, where slots and blocks are scarce."""

@@ -1,0 +1,53 @@
+"""The policies of the core pass their kits, and each wrong one fails the case that names its fault."""
+
+import itertools
+
+import pytest
+
+from fd_core.scheduling.policies import FairShare, Fcfs, Priority
+from fd_core.scheduling.victims import FewestTokens, LatestArrival
+from fd_core.testing.axes.parts import cases_of
+from fd_core.testing.policies.scheduling import SchedulingPolicySuite
+from fd_core.testing.policies.victims import VictimPolicySuite
+from tests.testing.wrong.ordering import WRONG_ORDERS, WRONG_VICTIMS
+
+
+class TestSchedulingPolicies(SchedulingPolicySuite):
+    @pytest.fixture(autouse=True, params=[Fcfs, Priority, FairShare])
+    def _policy(self, request):
+        self.policy_class = lambda: request.param
+
+
+class TestVictimPolicies(VictimPolicySuite):
+    @pytest.fixture(autouse=True, params=[FewestTokens, LatestArrival])
+    def _policy(self, request):
+        self.policy_class = lambda: request.param
+
+
+def failure_of(suite, policy):
+    """Return the message with which the test that has to notice the fault of a policy fails, for any parameters."""
+    tested, test = suite(), getattr(suite, policy.noticed_by)
+    tested.policy_class = lambda: policy
+    marks = [mark for mark in test.pytestmark if mark.name in ("parametrize", "fd_cases")]
+    if marks and marks[0].name == "fd_cases":
+        part = marks[0].args[0]
+        calls = [lambda case=case: part.check(policy, case.values) for case in cases_of(part)[0]]
+    else:
+        values = itertools.product(*([(mark.args[0], value) for value in mark.args[1]] for mark in marks))
+        calls = [lambda chosen=chosen: test(tested, **dict(chosen)) for chosen in values]
+    for call in calls:
+        try:
+            call()
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("policy", WRONG_ORDERS, ids=lambda policy: policy.__name__)
+def test_wrong_scheduling_policy_fails_the_test_that_names_its_fault(policy):
+    assert "law" in failure_of(SchedulingPolicySuite, policy)
+
+
+@pytest.mark.parametrize("policy", WRONG_VICTIMS, ids=lambda policy: policy.__name__)
+def test_wrong_victim_policy_fails_the_test_that_names_its_fault(policy):
+    assert "law" in failure_of(VictimPolicySuite, policy)

@@ -1,0 +1,193 @@
+"""Scheduling and victim policies with one fault each, and the test of their kit that names it."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+
+from fd_core.scheduling.policies import FairShare, Fcfs, SchedulingPolicy
+from fd_core.scheduling.victims import FewestTokens, VictimPolicy
+
+
+class NewestFirst(Fcfs):
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def rank(self, request):
+        return (-request.arrival,)
+
+
+class SmallestFirst(Fcfs):
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def rank(self, request):
+        return (request.num_tokens, request.arrival)
+
+
+class FavoursOneTenant(FairShare):
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def turn(self, flow):
+        return 0 if flow == "t0" else 1
+
+
+class RanksByClock(Fcfs):
+    noticed_by = "test_order"
+
+    def rank(self, request):
+        return (int(time.monotonic() * 1e6) * (-1 if time.time() % 7200 > 3600 else 1), request.arrival)
+
+
+class RanksByChance(Fcfs):
+    noticed_by = "test_order"
+
+    def rank(self, request):
+        return (random.randrange(1000), request.arrival)
+
+
+class SharesStateBetweenObjects(Fcfs):
+    noticed_by = "test_order"
+    calls = 0
+
+    def rank(self, request):
+        SharesStateBetweenObjects.calls += 1
+        return (-self.calls // 7, request.arrival)
+
+
+class RanksByText(Fcfs):
+    noticed_by = "test_order"
+
+    def rank(self, request):
+        return (str(request.arrival),)
+
+
+class MovesAllTurns(FairShare):
+    """The turn of each flow depends on the number of admissions."""
+
+    noticed_by = "test_order"
+
+    def __init__(self):
+        super().__init__()
+        self.admissions = 0
+
+    def admitted(self, request):
+        super().admitted(request)
+        self.admissions += 1
+
+    def turn(self, flow):
+        return super().turn(flow) + self.admissions
+
+
+class ForgetsNothing(FairShare):
+    noticed_by = "test_it_forgets_requests_that_ended"
+
+    def ended(self, request, num_computed):
+        self._charges.pop(request.arrival, None)
+
+
+class LooksAtAllTenants(FairShare):
+    noticed_by = "test_cost_does_not_grow_with_waiting_requests"
+
+    def turn(self, flow):
+        lowest = min([max(clock, 0) for clock in self._clocks.values()], default=0)
+        return super().turn(flow) - lowest
+
+
+class HasNoCandidates(Fcfs):
+    noticed_by = "test_preemption_candidates_are_running_requests"
+
+    def preemption_candidates(self, running):
+        return np.flatnonzero(running.priorities > running.priorities.min())
+
+
+class CandidatesAreSlots(Fcfs):
+    noticed_by = "test_preemption_candidates_are_running_requests"
+
+    def preemption_candidates(self, running):
+        return running.slots
+
+
+class ChoosesByChance(VictimPolicy):
+    noticed_by = "test_victim"
+
+    def choose(self, running):
+        return random.randrange(len(running.slots))
+
+
+class ChoosesTheFirstRow(VictimPolicy):
+    noticed_by = "test_victim"
+
+    def choose(self, running):
+        return 0
+
+
+class ReturnsTheSlot(VictimPolicy):
+    noticed_by = "test_victim"
+
+    def choose(self, running):
+        return int(running.slots[np.argmax(running.arrivals)])
+
+
+class ComparesArrivalsAsInt32(VictimPolicy):
+    noticed_by = "test_victim"
+
+    def choose(self, running):
+        return int(np.argmax(running.arrivals.astype(np.int32)))
+
+
+class SharesTies(VictimPolicy):
+    """Of several requests with the fewest tokens, the first row."""
+
+    noticed_by = "test_victim"
+
+    def choose(self, running):
+        return int(np.argmin(running.num_tokens))
+
+
+class AlternatesVictims(FewestTokens):
+    noticed_by = "test_victim"
+
+    def __init__(self):
+        self.last = -1
+
+    def choose(self, running):
+        others = np.flatnonzero(running.arrivals != self.last)
+        rows = others if len(others) else np.arange(len(running.slots))
+        row = int(rows[super().choose(running.only(rows))])
+        self.last = int(running.arrivals[row])
+        return row
+
+
+class SortsInColumns(VictimPolicy):
+    """Quadratic: counts for each request how many are younger."""
+
+    noticed_by = "test_cost_is_at_most_linear_in_the_running_requests"
+
+    def choose(self, running):
+        arrivals = running.arrivals.tolist()
+        younger = [sum([other > each for other in arrivals]) for each in arrivals]
+        return younger.index(0)
+
+
+class RemembersVictims(FewestTokens):
+    noticed_by = "test_it_forgets_requests"
+
+    def __init__(self):
+        self.seen = []
+
+    def choose(self, running):
+        row = super().choose(running)
+        self.seen.append(running.arrivals[row])
+        return row
+
+
+def _faults(base: type) -> list[type]:
+    return [
+        each
+        for each in list(globals().values())
+        if isinstance(each, type) and "noticed_by" in vars(each) and issubclass(each, base)
+    ]
+
+
+WRONG_ORDERS, WRONG_VICTIMS = _faults(SchedulingPolicy), _faults(VictimPolicy)

@@ -1,0 +1,358 @@
+"""Schedulers whose fault shows for some settings, requests or incidents only; each fails a case of the kit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from fd_core.effects.operations import CompileGrammar, GrammarReady
+from fd_core.scheduling.contract import SchedulerHoldings
+from fd_core.scheduling.policies import Fcfs
+from fd_core.scheduling.requests import State
+from fd_core.types import FinishReason
+from tests.testing.wrong.scheduling import Changed, ChangesDeltas, Plans, breaks, instead
+
+
+class StopsAt(Changed):
+    """Ends texts at some of their stop ids only."""
+
+    def stops(self, ids):
+        return ids
+
+    def change(self):
+        def occupy(slots, right, slot, request, matched, blocks):
+            right(slot, request, matched, blocks)
+            ids = slots.stops[slot].copy()
+            params, eos = request.spec.params, request.spec.eos_token_ids
+            known = self.stops(params.stop_token_ids, () if params.ignore_eos else eos)
+            slots.stops[slot, ~np.isin(ids, known)] = np.iinfo(np.int32).max
+
+        instead(self._slots, "occupy", occupy)
+
+
+@breaks("1.1", "schedule:ends=eos")
+class OnlyTheFirstEosEndsAText(StopsAt):
+    def stops(self, stop, eos):
+        return (*stop, *eos[:1])
+
+
+@breaks("1.1", "schedule:ends=eos")
+class KnowsEightStopIds(StopsAt):
+    def stops(self, stop, eos):
+        return (*stop, *eos)[:8]
+
+
+@breaks("1.1", "schedule:ends=eos")
+class IgnoresEosWithStopIds(StopsAt):
+    def stops(self, stop, eos):
+        return stop or eos
+
+
+class Roots(Changed):
+    """Identifies prefixes by only some of what decides their KV."""
+
+    def change(self):
+        instead(self._prefixes, "root", lambda prefixes, right, salt, adapter: right(*self.identity(salt, adapter)))
+
+
+@breaks("3.5", "schedule:caching=true,shared=prefix,owner=adapters")
+class SharesPrefixesBetweenAdapters(Roots):
+    def identity(self, salt, adapter):
+        return salt, adapter[:40]
+
+
+@breaks("5.3", "schedule:caching=true,shared=prefix,owner=long_salts")
+class ComparesShortSalts(Roots):
+    def identity(self, salt, adapter):
+        return salt[:255], adapter
+
+
+@breaks("3.5", "schedule:caching=true,shared=prefix,owner=crossed")
+class JoinsSaltAndAdapter(Roots):
+    def identity(self, salt, adapter):
+        return salt + adapter, ""
+
+
+@breaks("2.2", "schedule:requests=60")
+class PutsPreemptedRequestsLast(Changed):
+    """A preempted request waits behind everything that arrived meanwhile."""
+
+    def change(self):
+        def push(waiting, right, request):
+            request.rank = (self._arrivals if request.preemptions else request.arrival,)
+            right(request)
+
+        instead(self._waiting, "push", push)
+
+
+@breaks("2.2", "schedule:policy=priority,requests=60,priority=wide")
+class ComparesPrioritiesAsBytes(Changed):
+    def change(self):
+        def push(waiting, right, request):
+            request.rank = (int(np.int64(request.spec.priority).astype(np.int8)), request.arrival)
+            right(request)
+
+        instead(self._waiting, "push", push)
+
+
+@breaks("8", "schedule:policy=fair")
+class NotifiesThePolicyOfTheFirstAdmissionOnly(Changed):
+    def change(self):
+        policy = self._admission_planner._policy
+
+        class Quiet:
+            def __getattr__(self, name):
+                return getattr(policy, name)
+
+            def admitted(self, request):
+                if not request.preempted:
+                    policy.admitted(request)
+
+        self._admission_planner._policy = Quiet()
+
+
+@breaks("8", "schedule:policy=fair")
+class ReportsOneTokenLess(Changed):
+    """The policy receives the number of tokens without the last one."""
+
+    def change(self):
+        right = self._policy
+
+        class Cheap:
+            def __getattr__(self, name):
+                if name == "ended":
+                    return lambda request, num_computed: right.ended(request, max(num_computed - 1, 1))
+                return getattr(right, name)
+
+        self._policy = Cheap()
+
+
+@breaks("2.6", "schedule:grammar=true")
+class AdmitsBeforeTheGrammarIsCompiled(Changed):
+    def plan(self):
+        for number, (effect, request, _) in list(self._operations.open.items()):
+            if isinstance(effect, CompileGrammar) and request is not None:
+                request.compiling = None
+                self._waiting.wake(number)
+        return super().plan()
+
+
+@breaks("1.3", "schedule:grammar=true,outcome=badly")
+class RunsRequestsWithABadGrammar(Changed):
+    def complete(self, completion):
+        if isinstance(completion, GrammarReady):
+            completion = GrammarReady(completion.operation)
+        return super().complete(completion)
+
+
+class Lies(Changed):
+    """Reports that an idle scheduler holds nothing, whatever it lost."""
+
+    def held(self):
+        held = super().held()
+        return held if self._requests or self._operations.open or self._slots.num_draining else SchedulerHoldings()
+
+
+@breaks("3.1", "schedule:incident=abort_loading")
+class LosesBlocksOfAbortedLoads(Changed):
+    def change(self):
+        def abort_loading(running_batch, right, request):
+            slot = request.slot
+            self._slots.num_blocks[slot] = max(int(self._slots.num_blocks[slot]) - 1, 0)
+            right(request)
+
+        instead(self._running_batch, "abort_loading", abort_loading)
+
+
+@breaks("3.1", "schedule:incident=error")
+class LosesABlockOfEachFailedRow(Changed):
+    def change(self):
+        def finish(running_batch, right, slot, request, reason):
+            if reason is FinishReason.ERROR and request.state is State.RUNNING:
+                self._slots.num_blocks[slot] = max(int(self._slots.num_blocks[slot]) - 1, 0)
+            right(slot, request, reason)
+
+        instead(self._running_batch, "finish", finish)
+
+
+@breaks("3.6", "schedule:depth=2,incident=abort_draining")
+class LosesTheSlotOfAnAbortedVictim(Lies):
+    """A slot whose request is aborted while it drains is never assigned again."""
+
+    def change(self):
+        self.lost = np.zeros(self.limits.max_num_seqs, np.bool_)
+
+        def release(running_batch, right, slot):
+            request = self._slots.request_in(slot)
+            self.lost[slot] |= request.abort_requested and request.preemptions > 0 and request.ended is None
+            return right(slot)
+
+        def free_slot(slots, right):
+            free = ~(slots.occupied | self.lost)
+            return int(free.argmax()) if free.any() else None
+
+        instead(self._running_batch, "release", release)
+        instead(self._slots, "free_slot", free_slot)
+
+
+@breaks("1.5", "schedule:first_step=65533")
+class CountsStepsInSixteenBits(Plans):
+    def changed(self, plan):
+        return replace(plan, step=plan.step & 0xFFFF)
+
+    def commit(self, plan, output):
+        step = self._output_processor._next_step
+        return super().commit(replace(plan, step=step), replace(output, step=step))
+
+
+@breaks("3.2", "schedule:depth=8,first_step=2147483645")
+class ComparesFencesAsInt32(Changed):
+    """Blocks are free as soon as they are released once steps have more than 31 bits."""
+
+    def change(self):
+        instead(
+            self._pool,
+            "release",
+            lambda pool, right, blocks, fence: right(blocks, int(np.int64(fence).astype(np.int32))),
+        )
+
+
+@breaks("3.1", "size:budget=70000,context=70000,block_size=1,requests=2,prompt=longest")
+class StoresBlocksInSixteenBits(Changed):
+    def change(self):
+        def allocate(pool, right, count):
+            blocks = right(count)
+            return blocks if blocks is None else blocks.astype(np.int16).astype(np.int32)
+
+        instead(self._pool, "allocate", allocate)
+
+
+@breaks("3.2", "schedule:depth=8")
+class FencesFourSteps(Changed):
+    """Frees blocks four steps before the last one that touches them."""
+
+    def change(self):
+        instead(self._pool, "release", lambda pool, right, blocks, fence: right(blocks, fence - 3))
+
+
+@breaks("1.1", "schedule:results=top")
+class DeliversElevenAlternatives(ChangesDeltas):
+    def changed_delta(self, delta):
+        cut = lambda score: msgspec.structs.replace(score, top=score.top[:11])  # noqa: E731
+        return msgspec.structs.replace(delta, logprobs=delta.logprobs and tuple(map(cut, delta.logprobs)))
+
+
+@breaks("4", "schedule:budget=3,results=mean")
+class PoolsTheLastChunkOnly(ChangesDeltas):
+    def change(self):
+        def collect(processor, right, output, indices):
+            if output.pooled is not None:
+                output = replace(output, pooled=replace(output.pooled, starts=np.zeros_like(output.pooled.starts)))
+            right(output, indices)
+
+        instead(self._output_processor, "_collect", collect)
+
+    def changed_delta(self, delta):
+        return delta
+
+
+@breaks("5.3", "schedule:events=true,owner=salts")
+class PublishesSaltedPrefixes(Changed):
+    def change(self):
+        def complete(prefixes, right, request, table, first, upto):
+            spec = request.spec
+            request.spec = msgspec.structs.replace(spec, cache_salt="", adapter="")
+            right(request, table, first, upto)
+            request.spec = spec
+
+        instead(self._prefixes, "complete", complete)
+
+
+@breaks("8", "schedule:timed=true")
+class ForgetsTheTimeBeforeAPreemption(ChangesDeltas):
+    def changed_delta(self, delta):
+        phases = delta.phases
+        return delta if phases is None else msgspec.structs.replace(delta, phases=(*phases[:-1], 0.0))
+
+
+@breaks("4", "schedule:owner=adapters")
+class DropsTheAdapterOfAPreemptedRequest(Plans):
+    def changed(self, plan):
+        again = tuple(
+            replace(each, adapter="") if self._requests[each.request_id].preemptions else each
+            for each in plan.admissions
+        )
+        return replace(plan, admissions=again)
+
+
+@breaks("8", "schedule:ids=long")
+class ComparesShortIds(Changed):
+    """Requests whose ids agree in 64 characters count as one."""
+
+    def add(self, spec):
+        name = spec.request_id[:64]
+        return super().add(msgspec.structs.replace(spec, request_id=name))
+
+
+@breaks("2.2", "budget:test_tenant_with_few_requests_waits_for_few_of_another")
+class ServesTenantsByArrival(Changed):
+    """Notifies the policy of everything, and then ignores its flows."""
+
+    def change(self):
+        self._waiting._policy = Fcfs()
+        self._waiting.turns_move = False
+
+
+class ExaminesTheQueue(Changed):
+    """Costs grow with the number of waiting requests in one of the calls."""
+
+
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[slots]")
+class SearchesTheQueueForAnAbort(ExaminesTheQueue):
+    def abort(self, request_id):
+        found = [name for name in self._requests if name == request_id]
+        return super().abort(found[0]) if found else None
+
+
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[slots]")
+class SortsTheQueue(ExaminesTheQueue):
+    def plan(self):
+        sorted(request.rank for request in self._requests.values() if request.rank)
+        return super().plan()
+
+
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[turns]")
+class ComparesAllTenants(ExaminesTheQueue):
+    def add(self, spec):
+        min(self._waiting._flows, key=lambda flow: self._policy.turn(flow), default=None)
+        return super().add(spec)
+
+
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_waiting_requests[grammars]")
+class CopiesTheQueue(ExaminesTheQueue):
+    def plan(self):
+        self.waits = list(self._requests)
+        return super().plan()
+
+
+@breaks("3.6", "lifetime:test_memory_does_not_grow_with_requests")
+class RemembersEveryRequest(Changed):
+    def change(self):
+        self.begun = set()
+
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        self.begun |= {delta.request_id for delta in deltas}
+        return deltas, effects
+
+
+@breaks("1.5", "lifetime:test_counters_grow_beyond_sixteen_bits")
+class CountsGensInFifteenBits(Changed):
+    def change(self):
+        def occupy(slots, right, slot, request, matched, blocks):
+            right(slot, request, matched, blocks)
+            slots.gen[slot] = slots.delivering_gen[slot] = max(int(slots.gen[slot]) & 0x7FFF, 1)
+
+        instead(self._slots, "occupy", occupy)
