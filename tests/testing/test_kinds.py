@@ -8,22 +8,13 @@ from pathlib import Path
 import pytest
 
 from fd_core.cli.plugins.scaffold import project
-from fd_core.plugins import DRAFTER, KINDS
+from fd_core.plugins import KINDS
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = resources.files(project.__package__).joinpath("templates", "tests")
-MISSING = {DRAFTER.word}
-"""Kinds whose kits are being written."""
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.xfail(kind.word in MISSING, reason="has no kit yet", strict=False))
-        for kind in KINDS
-    ],
-    ids=lambda kind: kind.word,
-)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.word)
 def test_kind_has_a_kit_a_template_and_a_followed_guide(kind):
     recipes = {name: recipe for name, recipe in project.RECIPES.items() if recipe.kind is kind}
     assert recipes, f"`fdcore plugins new --kind` has no template for a {kind.word}"

@@ -145,7 +145,7 @@ class Matrices:
 
     def require_unchanged(self, given: tuple[Array, ...], rows: SampledRows) -> None:
         """Fail the running test if a step changed its inputs."""
-        for name, array, before in zip(SampledRows.__annotations__, given, rows, strict=True):
+        for name, array, before in zip(("sampled", "accepted", "slots", "revoked"), given, rows, strict=True):
             found = self._ops.to_host(array)
             if not np.array_equal(found, before):
                 broken("8", f"{name} changed from {before.tolist()} to {found.tolist()}")

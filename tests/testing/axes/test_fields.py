@@ -22,6 +22,7 @@ from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, RoutingContext
 from fd_core.router.selection import WorkerLoad
 from fd_core.router.workers import RouterWorker
+from fd_core.runner.drafting import DraftContext, Drafter
 from fd_core.runner.observing import SampledRequest, SampledStep
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.scheduling.contract import SchedulerSetup
@@ -73,6 +74,8 @@ TYPES = (
     QueuedRequest,
     RunningRequests,
     Postprocess,
+    Drafter,
+    DraftContext,
     OutputParser,
     ToolParser,
     ReasoningParser,

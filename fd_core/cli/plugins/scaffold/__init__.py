@@ -12,6 +12,7 @@ class PluginKind(StrEnum):
     SCHEDULER = "scheduler"
     SCHEDULING_POLICY = "scheduling-policy"
     VICTIM_POLICY = "victim-policy"
+    DRAFTER = "drafter"
     POSTPROCESS = "postprocess"
     STORE = "store"
     CONNECTOR = "connector"

@@ -1,0 +1,239 @@
+"""Axes of drafters: the texts in their slots, the drafts that are accepted, and slots that are used again."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from fd_core.backends.null import NullBackend, NullModel
+from fd_core.config import EngineConfig, Limits
+from fd_core.runner.drafting import DraftContext, Drafter
+from fd_core.testing.axes.covering import Axis, Case, around
+from fd_core.testing.axes.interleaving import interleaved
+from fd_core.testing.axes.parts import Part
+from fd_core.testing.kit.law import broken, require
+from fd_core.types import IntArray
+
+
+class DrafterUnderTest(NamedTuple):
+    """A drafter, and the requirements on it."""
+
+    cls: type[Drafter]
+    options: Mapping[str, int | float | str]
+    private: bool = True
+    """True if drafts depend on nothing but the text of their slot."""
+
+    def new(self, slots: int, k: int, vocab_size: int = 257, max_model_len: int = 1024, block_size: int = 4) -> Drafter:
+        """Return a new drafter; the draft model, if it uses one, is the scripted one."""
+        limits = Limits(
+            max_num_seqs=slots,
+            max_num_batched_tokens=slots * (1 + k + max_model_len),
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_kv_blocks=slots * -(-max_model_len // block_size),
+            vocab_size=vocab_size,
+            max_drafts=k,
+        )
+        drafter = self.cls(
+            DraftContext(
+                num_slots=slots,
+                vocab_size=vocab_size,
+                block_size=block_size,
+                cheap_tokens=10**6,
+                ops=NullBackend(EngineConfig(model="null")).make_ops(),
+                model_path=Path("draft"),
+                load_model=lambda _: NullModel(vocab_size, max_positions=max_model_len),
+                options=self.options,
+            )
+        )
+        drafter.allocate(limits)
+        return drafter
+
+
+AXES: Final = (
+    Axis("slots", (3, 1, 2, *around(32), 257), ("DraftContext.num_slots", "Drafter.admit.slot")),
+    Axis("k", (3, 1, 2, 4, 5, 8, 15, 16), ("Drafter.propose.limit",)),
+    Axis("vocab", (257, 3, 32_767, 32_768, 65_535, 65_537, 152_064), ("DraftContext.vocab_size",)),
+    Axis("block_size", (4, 1, 16, 128), ("DraftContext.block_size",)),
+    Axis("prompt", (9, 1, 2, 3, *around(32), 300), ("Drafter.admit.tokens",), ({"prompt": 33_000, "slots": 2},)),
+    Axis("text", ("periodic", "random", "constant", "reversed", "largest")),
+    Axis("accepted", ("random", "none", "all", "one"), ("Drafter.extend.tokens", "Drafter.extend.counts")),
+    Axis("steps", (6, 1, 2, 40)),
+    Axis("rows", ("all", "some", "one"), ("Drafter.extend.slots", "Drafter.propose.slots")),
+    Axis("events", ("none", "reused", "shorter", "moved"), ("Drafter.admit.slot",)),
+    Axis("instances", ("one", "in-turn", "threads")),
+)
+"""`events` are admissions to a slot in use: of another text, of the beginning of its text, and of another slot's."""
+EXCUSED: Final[Mapping[str, str]] = {
+    "Drafter.context": "its fields are varied",
+    "Drafter.allocate.limits": "they follow from slots, drafts and the vocabulary",
+    "DraftContext.cheap_tokens": "drafts beyond it would be wasted, but are right",
+    "DraftContext.ops": "the pack of the scripted model; the engine's tests use others",
+    "DraftContext.model_path": "backends without checkpoints ignore it",
+    "DraftContext.load_model": "it loads the scripted model",
+    "DraftContext.options": "the suite's `options`",
+    "DraftContext.kv_cache_dtype": "the scripted model has one",
+}
+"""Fields of the contract that no axis varies, with the reason."""
+_LONGEST: Final = 1024
+_MOST_DRAFTS: Final = 16
+_MAX_LOGITS: Final = 3e6
+"""Logits of a step of the scripted model."""
+_MAX_TOKENS: Final = 40_000
+"""Tokens of all texts of a case, each time that a new drafter reads them."""
+
+
+class _DraftSlots:
+    """A drafter, the text of each slot, and the last drafts."""
+
+    def __init__(self, subject: DrafterUnderTest, case: Case, seed: int = 0) -> None:
+        slots, self._k, vocab = (_int(case, name) for name in ("slots", "k", "vocab"))
+        longest = max(_LONGEST, 2 * _int(case, "prompt"))
+        self._subject, self._case = subject, case
+        self._vocab, self._longest, self._block_size = vocab, longest, _int(case, "block_size")
+        self._rng = np.random.default_rng(zlib.crc32(f"{sorted(case.items())} {seed}".encode()))
+        self.drafter = self._new(slots)
+        self.texts = [self._text(slot) for slot in range(slots)]
+        self._drafts: list[list[int]] = [[] for _ in range(slots)]
+        self._counts = np.zeros(2, np.int64)
+        """Drafts that were compared, and those that new drafters had."""
+        for slot in self._rng.permutation(slots).tolist():
+            self.admit(slot, self.texts[slot])
+
+    def _new(self, slots: int) -> Drafter:
+        return self._subject.new(slots, self._k, self._vocab, self._longest, self._block_size)
+
+    def _text(self, slot: int) -> list[int]:
+        length, vocab, kind = _int(self._case, "prompt"), _int(self._case, "vocab"), self._case["text"]
+        if kind == "constant":
+            return [slot % vocab] * length
+        if kind == "random":
+            return [int(each) for each in self._rng.integers(0, vocab, length)]
+        period = [int(each) for each in self._rng.integers(0, vocab, 3 + slot % 5)]
+        if kind == "largest":
+            period = [vocab - 1 - each % 2 for each in period]
+        whole = (period * (length // len(period) + 1))[:length]
+        return whole[::-1] if kind == "reversed" else whole
+
+    def admit(self, slot: int, text: Sequence[int]) -> None:
+        self.texts[slot], self._drafts[slot] = list(text), []
+        given = np.array(text, np.int32)
+        self.drafter.admit(slot, given)
+        _require_unchanged("tokens", given, np.array(text, np.int32))
+
+    def step(self, number: int) -> None:
+        """Deliver tokens to some slots, and check their drafts."""
+        if self._case["events"] != "none" and number % 3 == 1:
+            self._event(number)
+        count = {"all": len(self.texts), "one": 1}.get(str(self._case["rows"]), -(-len(self.texts) // 2))
+        slots = self._rng.permutation(len(self.texts))[:count].astype(np.int32)
+        self._extend(slots)
+        self._propose(slots)
+
+    def _event(self, number: int) -> None:
+        slot = number % len(self.texts)
+        text = {
+            "reused": self._text(slot + number),
+            "shorter": self.texts[slot][: -(-len(self.texts[slot]) // 2)],
+            "moved": self.texts[(slot + 1) % len(self.texts)],
+        }[str(self._case["events"])]
+        self.admit(slot, text)
+
+    def _extend(self, slots: IntArray) -> None:
+        """Accept the first drafts of each slot and deliver one more token; what follows in the rows is garbage."""
+        tokens = self._rng.integers(-8, 2**31, (len(slots), 1 + self._k)).astype(np.int32)
+        counts = np.ones(len(slots), np.int32)
+        for row, slot in enumerate(slots.tolist()):
+            drafts, text = self._drafts[slot], self.texts[slot]
+            most = {"none": 0, "all": len(drafts), "one": min(1, len(drafts))}
+            taken = most.get(str(self._case["accepted"]), int(self._rng.integers(0, len(drafts) + 1)))
+            own = int(self._rng.integers(0, self._vocab)) if self._case["text"] == "random" else text[-3:][0]
+            delivered = [*drafts[:taken], own]
+            counts[row] = len(delivered)
+            tokens[row, : len(delivered)] = delivered
+            text += delivered
+        given = [each.copy() for each in (slots, tokens, counts)]
+        self.drafter.extend(*given)
+        for name, array, before in zip(("slots", "tokens", "counts"), given, (slots, tokens, counts), strict=True):
+            _require_unchanged(name, array, before)
+            array.fill(-7)  # a step's output is overwritten by later ones
+
+    def _propose(self, slots: IntArray) -> None:
+        given = slots.copy()
+        tokens, counts = self.drafter.propose(given, self._k)
+        _require_unchanged("slots", given, slots)
+        vocab = _int(self._case, "vocab")
+        require(np.shape(tokens) == (len(slots), self._k), "8", f"drafts have the shape {np.shape(tokens)}")
+        require(np.shape(counts) == (len(slots),), "8", f"counts have the shape {np.shape(counts)}")
+        require(tokens.dtype == counts.dtype == np.int32, "8", f"drafts are {tokens.dtype}, counts {counts.dtype}")
+        for row, slot in enumerate(slots.tolist()):
+            count = int(counts[row])
+            require(0 <= count <= self._k, "8", f"slot {slot} has {count} drafts, at most {self._k} are allowed")
+            self._drafts[slot] = drafts = tokens[row, :count].tolist()
+            unknown = [token for token in drafts if not 0 <= token < vocab]
+            require(not unknown, "1.9", f"slot {slot} has the drafts {unknown}, which are no ids below {vocab}")
+        if self._subject.private:
+            for slot in slots[:2].tolist():
+                self._require_same(slot)
+
+    def _require_same(self, slot: int) -> None:
+        """Fail unless a new drafter, which knows only the text of a slot, has the same drafts, or fewer, or more."""
+        fresh = self._new(1)
+        fresh.admit(0, np.array(self.texts[slot], np.int32))
+        tokens, counts = fresh.propose(np.zeros(1, np.int32), self._k)
+        expected, found = tokens[0, : int(counts[0])].tolist(), self._drafts[slot]
+        both = min(len(expected), len(found))
+        self._counts += len(found), len(expected)
+        if expected[:both] != found[:both] or (found and not expected):
+            broken("8", f"slot {slot} has the drafts {found}; a new drafter with the same text has {expected}")
+
+    def end(self) -> None:
+        """Fail if most of the drafts are missing: a drafter may have fewer, but not because it lost the text."""
+        found, expected = self._counts.tolist()
+        require(4 * found >= expected, "8", f"{found} drafts, where new drafters with the same texts have {expected}")
+
+
+def _require_unchanged(name: str, found: IntArray, before: IntArray) -> None:
+    require(np.array_equal(found, before), "8", f"the argument {name} was changed")
+
+
+def check_drafter(subject: DrafterUnderTest, case: Case) -> None:
+    """Drive a drafter as the runner does, and check its drafts after each step. Raises `InvariantViolated`."""
+    ours = _DraftSlots(subject, case)
+    others = [_DraftSlots(subject, case, 1)] if case["instances"] != "one" else []
+    package = subject.cls.__module__.partition(".")[0]
+    for number in range(_int(case, "steps")):
+        if case["instances"] == "threads":
+            interleaved(partial(ours.step, number), partial(_step_if_short, others[0], number), package)
+            continue
+        for each in (ours, *others):
+            each.step(number)
+    for each in (ours, *others):
+        each.end()
+
+
+def _step_if_short(slots: _DraftSlots, number: int) -> None:
+    if max(map(len, slots.texts)) < _LONGEST - 2 * _MOST_DRAFTS:
+        slots.step(number)
+
+
+def _allowed(case: Case) -> bool:
+    slots, steps, k = (_int(case, name) for name in ("slots", "steps", "k"))
+    length = _int(case, "prompt") + steps * (1 + k)
+    several = {"one": 1, "in-turn": 2}.get(str(case["instances"]), 60)
+    tokens, logits = several * (2 * steps + slots) * length, several * steps * slots * _int(case, "vocab")
+    return tokens < _MAX_TOKENS and length < _LONGEST and logits < _MAX_LOGITS
+
+
+def _int(case: Case, name: str) -> int:
+    value = case[name]
+    assert isinstance(value, int)
+    return value
+
+
+DRAFTED: Final[Part[DrafterUnderTest]] = Part("drafts", AXES, check_drafter, _allowed, mixed=True)

@@ -1,0 +1,174 @@
+"""The cases that every drafter has to pass.
+
+A draft never changes a text, so a wrong drafter costs only speed, unless it raises, leaks, or proposes the text of
+another request. A drafter whose time grows with the text makes speculation slower than none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import pytest
+
+from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.engine.building.builder import load_engine
+from fd_core.engine.core import Engine
+from fd_core.runner.drafting import Drafter, check_drafter
+from fd_core.testing.axes.parts import KitCase
+from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest
+from fd_core.testing.hooks.purity import another_world, holdings
+from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.requirements import OPEN, Requirement
+from fd_core.testing.models.texts import greedy, run
+
+_SHORT: Final = 1024
+_LONG: Final = 1 << 16
+"""Lengths of texts between which the time of a step may grow by `_SLACK`."""
+_SLACK: Final = 3.0
+
+
+class DrafterSuite:
+    """Derive a class `Test...` from it and name the drafter."""
+
+    drafter: str
+    """Value of `method` in `--speculative-config`."""
+    options: ClassVar[Mapping[str, int | float | str]] = {}
+    """Options in `--speculative-config`."""
+    private: Requirement = OPEN
+    """Its drafts depend on nothing but the text of their slot; closed for one that learns from other requests."""
+
+    def drafter_class(self) -> type[Drafter]:
+        """Return the class of the drafter; override for a class that no plugin registers."""
+        from fd_core.plugins import DRAFTER, installed_plugins
+
+        return installed_plugins().load(DRAFTER, self.drafter)
+
+    def subject(self) -> DrafterUnderTest:
+        """Return the drafter with its options."""
+        return DrafterUnderTest(self.drafter_class(), self.options, private=self.private.reason is None)
+
+    @pytest.mark.law("1.9", "8")
+    @pytest.mark.fd_cases(DRAFTED)
+    def test_case(self, case: KitCase) -> None:
+        case.check(self.subject(), "pytest", option="--fd-case")
+
+    @pytest.mark.law("8")
+    def test_clocks_and_random_numbers_do_not_matter(self) -> None:
+        self.private.require()
+        drafts = []
+        for shift in (1, 2):
+            with another_world(shift):
+                drafter = self.subject().new(1, 8)
+                drafter.admit(0, np.array([5, 6, 7, 8] * 9 + [5, 6], np.int32))
+                tokens, counts = drafter.propose(np.zeros(1, np.int32), 8)
+                drafts.append(tokens[0, : int(counts[0])].tolist())
+        require(drafts[0] == drafts[1], "8", f"the same text has the drafts {drafts[0]} and {drafts[1]}")
+
+    @pytest.mark.law("8")
+    def test_text_of_the_length_of_the_model_is_accepted(self) -> None:
+        drafter = self.subject().new(2, 4, max_model_len=64)
+        drafter.admit(0, np.array([1, 2] * 31 + [1], np.int32))
+        drafter.extend(np.zeros(1, np.int32), np.full((1, 5), 2, np.int32), np.ones(1, np.int32))
+        tokens, counts = drafter.propose(np.zeros(1, np.int32), 4)
+        require(tokens.shape == (1, 4) and 0 <= counts[0] <= 4, "8", f"{counts[0]} drafts of the shape {tokens.shape}")
+
+    @pytest.mark.law("8")
+    def test_memory_of_past_requests_is_freed(self) -> None:
+        drafter, sizes = self.subject().new(4, 4, max_model_len=256), []
+        texts = np.random.default_rng(1).integers(0, 257, (4, 200)).astype(np.int32)
+        for requests in (8, 400):
+            for number in range(requests):
+                drafter.admit(number % 4, texts[number % 4].copy())
+                drafter.propose(np.array([number % 4], np.int32), 4)
+            sizes.append(holdings(drafter))
+        require(sizes[1] < sizes[0] + 100, "8", f"{sizes[0]:,} objects after 8 requests, {sizes[1]:,} after 408")
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    @pytest.mark.law("8")
+    @pytest.mark.parametrize("text", ["constant", "periodic", "random"])
+    def test_time_of_a_step_does_not_grow_with_the_text(self, text: str) -> None:
+        for _ in range(3):
+            short, long = (_seconds(self.subject(), text, length) for length in (_SHORT, _LONG))
+            if long < _SLACK * short:
+                return
+        broken("8", f"after {_LONG:,} tokens a step takes {long / short:.0f} times as long as after {_SHORT:,}")
+
+    @pytest.mark.law("1.1", "1.9", "4")
+    @pytest.mark.parametrize("depth", [1, 2])
+    @pytest.mark.parametrize("k", [1, 4, 16])
+    def test_texts_are_those_without_drafts(self, k: int, depth: int) -> None:
+        """Serve with preemptions, and compare with a run without drafts."""
+        specs = [greedy(f"r{number}", [7, 8, 9, number] * (2 + number), 40) for number in range(8)]
+        with _engine(num_kv_blocks=400) as plain:
+            right = run(plain, specs).tokens
+        speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000, options={})
+        with _engine(num_kv_blocks=30, pipeline_depth=depth, speculative=speculative) as engine:
+            runner = engine.probe().runner
+            runner.drafter = self._for(runner)
+            found = run(engine, specs).tokens
+            preemptions = engine.stats().scheduler.counters.preemptions
+        assert preemptions > 0
+        require(found == right, "4", f"{[name for name in right if found[name] != right[name]]} have other texts")
+
+    def _for(self, runner: Any) -> Drafter:
+        cls = self.drafter_class()
+        model = "draft" if cls.uses_model else None
+        check_drafter(cls, SpeculativeConfig(method=cls.name, model=model, options=dict(self.options)))
+        limits = runner.limits
+        return self.subject().new(
+            limits.max_num_seqs, limits.max_drafts, limits.vocab_size, limits.max_model_len, limits.block_size
+        )
+
+
+def _engine(**settings: Any) -> Any:
+    return _Closing(
+        load_engine(
+            EngineConfig(
+                **{
+                    "model": "null",
+                    "backend": "null",
+                    "max_num_seqs": 6,
+                    "block_size": 4,
+                    "max_model_len": 100,
+                    "max_num_batched_tokens": 128,
+                    "pipeline_depth": 1,
+                    **settings,
+                }
+            ),
+            None,
+            progress=lambda *_: None,
+        )
+    )
+
+
+class _Closing:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> Engine:
+        return self._engine
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+
+def _seconds(subject: DrafterUnderTest, text: str, length: int) -> float:
+    """Return the shortest CPU time of 16 steps after a text of a length."""
+    drafter = subject.new(1, 4, max_model_len=length + 1024)
+    period = {"constant": [7], "periodic": [5, 6, 7, 8, 9], "random": np.random.default_rng(1).integers(0, 257, length)}
+    tokens = np.resize(np.array(period[text], np.int32), length)
+    slot, counts = np.zeros(1, np.int32), np.ones(1, np.int32)
+    drafter.admit(0, tokens)
+    drafter.propose(slot, 4)
+    times = []
+    for number in range(12):
+        began = time.thread_time()
+        for _ in range(16):
+            drafter.extend(slot, tokens[None, number : number + 1].copy(), counts)
+            drafter.propose(slot, 4)
+        times.append(time.thread_time() - began)
+    return min(times)

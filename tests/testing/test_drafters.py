@@ -1,0 +1,95 @@
+"""The core's drafters pass the kit, and each wrong one fails the test that names its fault."""
+
+import inspect
+import itertools
+
+import numpy as np
+import pytest
+
+from fd_core.runner.drafting import SlotError
+from fd_core.testing.axes.parts import cases_of
+from fd_core.testing.hooks.drafted import DRAFTED, DrafterUnderTest
+from fd_core.testing.hooks.drafters import DrafterSuite
+from tests.testing.wrong.drafting import WRONG, Shortest
+
+CASES, QUICK = cases_of(DRAFTED)
+
+
+class _Quick(DrafterSuite):
+    """The kit with the quick cases in one test."""
+
+    test_case = None
+
+    def test_quick_cases(self):
+        for case in CASES[:QUICK]:
+            case.check(self.subject(), "")
+
+
+class TestNgram(_Quick):
+    drafter = "ngram"
+
+
+class TestSuffix(_Quick):
+    drafter = "suffix"
+
+
+class TestDraftModel(_Quick):
+    drafter = "draft_model"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model"])
+def test_core_plugins_pass_every_case(name):
+    suite = DrafterSuite()
+    suite.drafter = name
+    for case in CASES:
+        case.check(suite.subject(), "")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_drafter_fails_the_test_that_names_its_fault(name):
+    cls, noticed_by = WRONG[name].cls, WRONG[name].noticed_by
+    suite = type("Suite", (DrafterSuite,), {"drafter_class": lambda self: cls})()
+    test = getattr(suite, noticed_by)
+    named = {"k": 4, "depth": 1, "text": "constant"}
+    arguments = {key: value for key, value in named.items() if key in inspect.signature(test).parameters}
+    runs = [{"case": case} for case in CASES] if noticed_by == "test_case" else [arguments]
+    with pytest.raises((AssertionError, SlotError)):
+        for given in runs:
+            test(**given)
+
+
+def test_drafter_that_learns_from_others_declares_it():
+    class Learns(Shortest):
+        """Has one table for all slots, on purpose."""
+
+        def __init__(self, context):
+            super().__init__(context)
+            self._learned = {}
+
+        def grow(self, slot, tokens):
+            super().grow(slot, tokens)
+            text = self._texts[slot][-len(tokens) - 1 :]
+            self._learned |= dict(itertools.pairwise(text))
+
+        def guess(self, slot, limit):
+            following = self._learned.get(self._texts[slot][-1])
+            return np.array([] if following is None else [following], np.int32)
+
+    for private, holds in ((True, False), (False, True)):
+        subject = DrafterUnderTest(Learns, {}, private=private)
+        failures = [case for case in CASES[:QUICK] if _fails(case, subject)]
+        assert (not failures) is holds, failures
+
+
+def _fails(case, subject):
+    try:
+        case.check(subject, "")
+    except AssertionError:
+        return True
+    return False
+
+
+def test_every_test_of_the_suite_is_needed():
+    tests = {name for name in vars(DrafterSuite) if name.startswith("test_")}
+    assert {wrong.noticed_by for wrong in WRONG.values()} == tests

@@ -1,0 +1,177 @@
+"""Drafters with one fault each: a few lines on top of a right one, and the test that detects it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fd_core.runner.drafting import Drafter
+from fd_core.runner.drafting.lookup import NgramDrafter
+
+WRONG: dict[str, WrongDrafter] = {}
+
+
+@dataclass(frozen=True)
+class WrongDrafter:
+    """A drafter, and the test that detects it; `test_case` is any case of the part."""
+
+    cls: type[Drafter]
+    noticed_by: str
+
+
+def noticed(noticed_by: str) -> Callable[[type], type]:
+    def register(cls: type) -> type:
+        WRONG[cls.__name__] = WrongDrafter(cls, noticed_by)
+        return cls
+
+    return register
+
+
+class Shortest(NgramDrafter):
+    """Guesses what followed the last token before; the text of each slot is a list."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._sizes = range(2, 0, -1)
+
+
+@noticed("test_case")
+class KeepsThePreviousRequest(Shortest):
+    def admit(self, slot, tokens):
+        self.grow(slot, tokens)
+
+
+@noticed("test_case")
+class SharesTheTableBetweenSlots(Shortest):
+    def __init__(self, context):
+        super().__init__(context)
+        self._last_seen = [self._last_seen[0]] * context.num_slots
+        self._texts = [self._texts[0]] * context.num_slots
+
+    def admit(self, slot, tokens):
+        self.grow(slot, tokens)
+
+
+@noticed("test_case")
+class ReadsBeyondTheCounts(Shortest):
+    def extend(self, slots, tokens, counts):
+        super().extend(slots, tokens, np.full_like(counts, tokens.shape[1]))
+
+
+@noticed("test_case")
+class ForgetsAcceptedDrafts(Shortest):
+    def extend(self, slots, tokens, counts):
+        last = tokens[np.arange(len(slots)), counts - 1]
+        super().extend(slots, last[:, None], np.ones_like(counts))
+
+
+@noticed("test_case")
+class TakesRowsForSlots(Shortest):
+    def propose(self, slots, limit):
+        return super().propose(np.arange(len(slots), dtype=np.int32), limit)
+
+
+@noticed("test_case")
+class StoresTokensIn16Bits(Shortest):
+    def grow(self, slot, tokens):
+        super().grow(slot, tokens.astype(np.int16))
+
+
+@noticed("test_case")
+class ProposesTheNextId(Shortest):
+    """Fills up to the limit with ids that follow the last one, beyond the vocabulary."""
+
+    def guess(self, slot, limit):
+        guess = super().guess(slot, limit)
+        last = guess[-1] if len(guess) else self._texts[slot][-1]
+        return np.append(guess, np.arange(last + 1, last + 1 + limit - len(guess))).astype(np.int32)
+
+
+@noticed("test_case")
+class ProposesFiveDrafts(Shortest):
+    def propose(self, slots, limit):
+        tokens, counts = super().propose(slots, max(limit, 5))
+        return tokens[:, :limit], counts
+
+
+@noticed("test_case")
+class MarksWhatItHasRead(Shortest):
+    def extend(self, slots, tokens, counts):
+        super().extend(slots, tokens, counts)
+        tokens[:, 0] = -1
+
+
+@noticed("test_case")
+class KeepsTheArraysOfAStep(Shortest):
+    """Reads the tokens of a step only when it guesses."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._pending = []
+
+    def extend(self, slots, tokens, counts):
+        self._pending.append((slots, tokens, counts))
+
+    def propose(self, slots, limit):
+        for step in self._pending:
+            super().extend(*step)
+        self._pending.clear()
+        return super().propose(slots, limit)
+
+
+@noticed("test_case")
+class SharesItsScratch(Shortest):
+    scratch: ClassVar[list[int]] = []
+
+    def grow(self, slot, tokens):
+        self.scratch[:] = tokens.tolist()
+        super().grow(slot, np.array(self.scratch, np.int32))
+
+
+@noticed("test_clocks_and_random_numbers_do_not_matter")
+class GuessesAtRandom(Shortest):
+    def guess(self, slot, limit):
+        return np.array([random.randrange(250) for _ in range(limit)], np.int32)
+
+
+@noticed("test_memory_of_past_requests_is_freed")
+class RemembersEveryRequest(Shortest):
+    def __init__(self, context):
+        super().__init__(context)
+        self._past = []
+
+    def admit(self, slot, tokens):
+        self._past.append([*self._texts[slot]])
+        super().admit(slot, tokens)
+
+
+@noticed("test_time_of_a_step_does_not_grow_with_the_text")
+class SearchesTheText(Shortest):
+    def guess(self, slot, limit):
+        text = np.array(self._texts[slot], np.int32)
+        found = np.flatnonzero(text[:-1] == text[-1])
+        return text[found[-1] + 1 :][:limit] if len(found) else text[:0]
+
+
+@noticed("test_text_of_the_length_of_the_model_is_accepted")
+class HasRoomFor64Tokens(Shortest):
+    """Its table has no room for the drafts after the longest text."""
+
+    def guess(self, slot, limit):
+        if len(self._texts[slot]) + limit > 64 + 3 and len(self._texts[slot]) <= 64:
+            raise IndexError(len(self._texts[slot]))
+        return super().guess(slot, limit)
+
+
+@noticed("test_texts_are_those_without_drafts")
+class EndsWithAnError(Shortest):
+    """Fails for a request that was preempted, whose text need not end with a block as its prompt does."""
+
+    def admit(self, slot, tokens):
+        if len(tokens) % 4 and len(tokens) < 100:
+            raise ValueError("the text does not end with a block")
+        super().admit(slot, tokens)
