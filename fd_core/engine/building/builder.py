@@ -296,6 +296,7 @@ class _EngineBuilder:
             vectors=self._vectors,
             generates=model.generates,
             eos_token_ids=model.eos_token_ids,
+            generation=config.override_generation_config,
             max_model_len=limits.max_model_len,
             model_max_len=model.max_positions,
             max_num_seqs=limits.max_num_seqs,
