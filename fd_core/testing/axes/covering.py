@@ -39,6 +39,13 @@ def around(*numbers: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(near for number in numbers for near in (number, number - 1, number + 1)))
 
 
+def int_of(case: Case, name: str) -> int:
+    """Return the value of an axis whose values are integers."""
+    value = case[name]
+    assert isinstance(value, int), f"{name}={value} is no integer"
+    return value
+
+
 def default_case(axes: Sequence[Axis]) -> Case:
     """Return the plainest case."""
     return {axis.name: axis.values[0] for axis in axes}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from fd_core.config.envelope import OperatingEnvelope
+from fd_core.ops.contract import Ops
 from fd_core.testing.axes.covering import (
     Allowed,
     Axis,
@@ -41,6 +42,11 @@ class Edge:
     """Values of other axes without which the size is not reached."""
     step: int = 1
     """Distance of the largest size that is just inside."""
+
+
+def sizes_at(edges: Mapping[str, Edge]) -> Callable[[Case], Mapping[str, int]]:
+    """Return `Part.sizes` of a part whose axes are the sizes themselves."""
+    return lambda case: {name: size for name, edge in edges.items() if isinstance(size := case[edge.axis], int)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,6 +208,17 @@ def take_held() -> list[KitCase]:
     found = list(_HELD)
     _HELD.clear()
     return found
+
+
+def supported_by(ops: Ops, limits: Collection[str]) -> Callable[[Axis, Value], bool]:
+    """Return the argument of `KitCase.with_only` for a pack, and the limits of its backend."""
+
+    def supported(axis: Axis, value: Value) -> bool:
+        if axis.name in ("packed", "kv_dtype"):
+            return value in (ops.weight_formats if axis.name == "packed" else ops.kv_dtypes)
+        return axis.needs not in limits
+
+    return supported
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -9,12 +10,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Activation, Experts, Heads, KVShape, Lora, Norm, Ops, Rope
+from fd_core.ops.contract import Activation, Experts, Heads, HostStep, KVShape, Lora, Norm, Ops, Rope
 from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.ops.weights import LowRank, Weight
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.kit.requirements import require_sizes
 from fd_core.testing.models.arrays import Values, activations, on_device, packed_weight, raw, step_input
+from fd_core.types import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class Geometry:
     normalize: bool = True
     shared_expert: bool = False
     correction_bias: bool = False
+    norm_floor: float = 1e-12
+    scale: float = 1.0
+    """Scale of scores as a multiple of d ** -0.5."""
+    eps: float = 1e-5
     packed: str | None = None
     """Format of all linear layers; None for float32."""
     kv_dtype: str = "auto"
@@ -47,6 +53,12 @@ class Geometry:
     """Ranks of the adapters that tokens have."""
     spare_blocks: int = 0
     """Blocks of the pool that no row owns; those of the rows lie among them."""
+    shared_blocks: int = 0
+    """Blocks that rows have in common at most: those before their tokens of the step."""
+    uniform: bool = False
+    """Value of `StepInput.uniform`."""
+    host_copy: bool = False
+    """Set `StepInput.host`."""
 
 
 ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]
@@ -77,9 +89,7 @@ def sizes_of_layer(g: Geometry, rows: Sequence[tuple[int, int]]) -> dict[str, in
 class LayerOn:
     """A layer's weights and a cache on one pack, and a step over `rows`."""
 
-    def __init__(
-        self, ops: Ops, g: Geometry, rows: list[tuple[int, int]] | None = None, shared_blocks: int = 0
-    ) -> None:
+    def __init__(self, ops: Ops, g: Geometry, rows: list[tuple[int, int]] | None = None) -> None:
         rows = ROWS if rows is None else rows
         self.ops, self.g, self.rows = ops, g, rows
         require_sizes(sizes_of_layer(g, rows))
@@ -90,11 +100,12 @@ class LayerOn:
             return ops.prepare_linear(self._parts(make, *shapes), biases, gated=gated)
 
         def norm(width: int) -> Norm:
-            return Norm(ops.prepare_vector(1 + make(width, scale=0.1)), 1e-5)
+            return Norm(ops.prepare_vector(1 + make(width, scale=0.1)), g.eps)
 
         half = (g.rotary or g.d) // 2
         longest = max(256, *(context for _, context in rows))
-        angles = np.arange(longest)[:, None] / 100.0 ** (np.arange(half) / half)
+        # Position 0 is rotated, too: no table may be left out.
+        angles = (0.4 + np.arange(longest))[:, None] / 100.0 ** (np.arange(half) / half)
         rope = Rope(
             ops.prepare_vector(np.cos(angles).astype(np.float32)),
             ops.prepare_vector(np.sin(angles).astype(np.float32)),
@@ -103,7 +114,17 @@ class LayerOn:
         self.norm = norm(g.hidden)
         self.qkv = linear(*[(n * g.d, g.hidden) for n in (g.heads, g.kv_heads, g.kv_heads)])
         q_norm, k_norm = (norm(g.d) if g.head_norms else None for _ in range(2))
-        self.heads = Heads(g.heads, g.kv_heads, g.d, g.d**-0.5, rope, q_norm, k_norm, g.window, g.softcap)
+        self.heads = Heads(
+            g.heads,
+            g.kv_heads,
+            g.d,
+            g.scale * g.d**-0.5,
+            rope,
+            q_norm,
+            k_norm,
+            g.window,
+            g.softcap,
+        )
         self.output = linear((g.hidden, g.heads * g.d))
         self.post_norm = norm(g.hidden) if g.post_norm else None
         self.gate_up = linear((g.inner, g.hidden), (g.inner, g.hidden), gated=True)
@@ -113,10 +134,12 @@ class LayerOn:
         count = int(used.sum()) + g.spare_blocks
         tables = np.full((len(rows), used.max()), NOWHERE, np.int32)
         tables[np.arange(used.max()) < used[:, None]] = np.random.default_rng(7).permutation(count)[: used.sum()]
-        tables[:, :shared_blocks] = tables[0, :shared_blocks]
+        self._share_blocks(tables, rows)
         self.blocks = tables
         self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, block_size=g.block_size, dtype=g.kv_dtype), count)
-        history: npt.NDArray[Any] = make(count, 2, 2, g.block_size, g.kv_heads, g.d)
+        shape = count, 2, 2, g.block_size, g.kv_heads, g.d
+        # The period is a prime, so that values at wrong addresses differ.
+        history: npt.NDArray[Any] = np.resize(make(min(math.prod(shape), 250_007)), shape)
         if self.cache.shape.quantized:
             history = quantize_kv(history)
         elif ops.dtype == "bfloat16":
@@ -125,13 +148,22 @@ class LayerOn:
             history = history.astype(np.float16)
         self.cache.import_blocks(np.arange(count, dtype=np.int32), history)
         self.kv = self.cache.layer(1)
-        self.step = on_device(ops, step_input(rows, g.block_size, tables))
+        step = step_input(rows, g.block_size, tables)
+        host = HostStep(step.query_start, step.context_len, tables) if g.host_copy else None
+        self.step = replace(on_device(ops, step), uniform=g.uniform, host=host)
         self.tokens = sum(count for count, _ in rows)
         # Adapters also change within rows, which no request does, to cover every split of a block.
         self.places = (np.arange(self.tokens) // 3 % (len(g.adapter_ranks) + 1)).astype(np.int32)
         if g.adapter_ranks:
             self.step = replace(self.step, **adapter_rows(self.places, ops))
         self.x = make(self.tokens, g.hidden)
+
+    def _share_blocks(self, tables: IntArray, rows: Sequence[tuple[int, int]]) -> None:
+        """Let rows begin with the same blocks, as requests with a common prefix do."""
+        full = np.array([(context - count) // self.g.block_size for count, context in rows])
+        first = int(full.argmax())
+        for row, blocks in enumerate(np.minimum(full, self.g.shared_blocks)):
+            tables[row, :blocks] = tables[first, :blocks]
 
     def _parts(self, make: Values, *shapes: tuple[int, int]) -> list[Weight]:
         if self.g.packed is not None:
@@ -163,16 +195,33 @@ class LayerOn:
         ops, g = self.ops, self.g
         up, down = (g.inner, g.hidden), (g.hidden, g.inner)
         return Experts(
-            router=ops.prepare_vector(make(g.experts, g.hidden)),
+            # Scores of similar size, so that all chosen experts matter.
+            router=ops.prepare_vector(make(g.experts, g.hidden, scale=g.hidden**-0.5)),
             gate_up=ops.prepare_experts([self._parts(make, up, up) for _ in range(g.experts)], gated=True),
             down=ops.prepare_experts([self._parts(make, down) for _ in range(g.experts)], gated=False),
             top_k=g.top_k,
             normalize=g.normalize,
             correction_bias=ops.prepare_vector(make(g.experts, scale=0.1)) if g.correction_bias else None,
-            norm_floor=1e-12,
+            norm_floor=g.norm_floor,
             shared_gate_up=ops.prepare_linear(self._parts(make, up, up), gated=True) if g.shared_expert else None,
             shared_down=ops.prepare_linear(self._parts(make, down)) if g.shared_expert else None,
         )
+
+    def decided(self, x: npt.NDArray[np.float32], margin: float) -> npt.NDArray[np.bool_]:
+        """Return True for each token [T, H] whose last chosen expert leads the next one by a share of its score.
+
+        Rounding does not change the choice of these. For a layer on numpy with experts.
+        """
+        experts = self.experts
+        assert experts is not None
+        scores = np.exp(x @ experts.router.T)
+        scores /= scores.sum(axis=1, keepdims=True)
+        order = -np.sort(-(scores if experts.correction_bias is None else scores + experts.correction_bias), axis=1)
+        if experts.top_k >= scores.shape[1]:
+            return np.ones(len(x), np.bool_)
+        own = -np.sort(-scores, axis=1)[:, experts.top_k - 1]
+        found: npt.NDArray[np.bool_] = order[:, experts.top_k - 1] - order[:, experts.top_k] > margin * own
+        return found
 
     def exported(self) -> npt.NDArray[Any]:
         """Return the whole cache as the pack keeps it: block, layer, key or value, position, head, element."""

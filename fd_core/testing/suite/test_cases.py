@@ -1,4 +1,4 @@
-"""Cases that cover every pair of values of the axes of layers, sampling and steps."""
+"""Cases that cover every pair of values of the axes of layers, single operations and sampling."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Callable
 
 import pytest
 
-from fd_core.ops.contract import Ops
+from fd_core.testing.axes import pools, products, routing, sampling
 from fd_core.testing.axes.covering import Axis, Value
 from fd_core.testing.axes.layers import LAYERS
-from fd_core.testing.axes.parts import KitCase
+from fd_core.testing.axes.parts import KitCase, supported_by
 from fd_core.testing.axes.steps import EXACT_ONLY, STEPS
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
+
+Require = Callable[..., None]
+
+
+def check(target: Target, case: KitCase) -> None:
+    case.with_only(supported_by(target.ops, target.limits)).check(target.ops, f"fdcore conformance {target}")
 
 
 @pytest.mark.fd_cases(LAYERS)
-def test_layer(ops: Ops, target: Target, require: Callable[..., None], case: KitCase) -> None:
+def test_layer(target: Target, require: Require, case: KitCase) -> None:
     require("primitives", "kv_transfer")
-
-    def supported(axis: Axis, value: Value) -> bool:
-        if axis.name in ("packed", "kv_dtype"):
-            return value in (ops.weight_formats if axis.name == "packed" else ops.kv_dtypes)
-        return axis.needs not in target.limits
-
-    case.with_only(supported).check(ops, f"fdcore conformance {target}")
+    check(target, case)
 
 
 @pytest.mark.fd_cases(STEPS)
@@ -35,3 +36,110 @@ def test_step(target: Target, case: KitCase) -> None:
         return axis.needs not in target.limits and (target.exact or axis.name not in EXACT_ONLY)
 
     case.with_only(supported).check(target, f"fdcore conformance {target}")
+
+
+@pytest.mark.fd_cases(products.EMBEDDING)
+def test_embedding(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives")
+    check(target, case)
+
+
+@pytest.mark.fd_cases(products.NORM)
+def test_norm(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives")
+    check(target, case)
+
+
+@pytest.mark.fd_cases(products.LINEAR)
+def test_linear(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives")
+    check(target, case)
+
+
+@pytest.mark.fd_cases(products.HEAD)
+def test_logits(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives")
+    check(target, case)
+
+
+@pytest.mark.fd_cases(products.TRANSFER)
+def test_transfers(target: Target, case: KitCase) -> None:
+    check(target, case)
+
+
+@pytest.mark.fd_cases(routing.MOE)
+def test_experts(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives", "moe")
+    check(target, case)
+
+
+@pytest.mark.fd_cases(routing.LORA)
+def test_adapters(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives")
+    check(target, case)
+
+
+@pytest.mark.fd_cases(pools.ROPE)
+def test_rope(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives")
+    check(target, case)
+
+
+@pytest.mark.fd_cases(pools.KV)
+def test_kv(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives", "kv_transfer")
+    check(target, case)
+
+
+@pytest.mark.fd_scale
+@pytest.mark.fd_cases(pools.POOL)
+def test_pool(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives", "kv_transfer", "paged_kv")
+    require_memory(target, pools.bytes_of(case.values))
+    check(target, case)
+
+
+@pytest.mark.fd_scale
+@pytest.mark.fd_cases(pools.TABLE)
+def test_table(target: Target, require: Require, case: KitCase) -> None:
+    require("primitives")
+    require_memory(target, 2 * pools.bytes_of(case.values))
+    check(target, case)
+
+
+def require_memory(target: Target, size: int) -> None:
+    """Skip the test if the device has less than three times that many bytes, and those of a small case, free."""
+    if size and (free := target.backend.free_memory()) < 3 * size:
+        lacks(f"the case needs {3 * size >> 30} GiB of free memory, {free >> 30} GiB are")
+
+
+@pytest.mark.fd_cases(sampling.SAMPLE)
+def test_sample(target: Target, case: KitCase) -> None:
+    check(target, case)
+
+
+@pytest.mark.fd_cases(sampling.PENALIZE)
+def test_penalize(target: Target, case: KitCase) -> None:
+    check(target, case)
+
+
+@pytest.mark.fd_cases(sampling.MASK)
+def test_mask(target: Target, case: KitCase) -> None:
+    check(target, case)
+
+
+@pytest.mark.fd_cases(sampling.SCORES)
+def test_scores(target: Target, case: KitCase) -> None:
+    check(target, case)
+
+
+@pytest.mark.fd_cases(sampling.VERIFY)
+def test_verify(target: Target, case: KitCase) -> None:
+    check(target, case)
+
+
+@pytest.mark.fd_cases(sampling.CELLS)
+def test_cells(target: Target, require: Require, case: KitCase) -> None:
+    if case.values["array"] == "activations":
+        require("primitives")
+    check(target, case)

@@ -37,11 +37,16 @@ from fd_core.text.parsing.contract import (
 )
 
 TYPES = (
-    contract.Heads,
     contract.Experts,
+    contract.Heads,
+    contract.HostStep,
     contract.KVShape,
-    contract.StepInput,
     contract.Lora,
+    contract.Norm,
+    contract.PenaltyInput,
+    contract.Rope,
+    contract.SampleInput,
+    contract.StepInput,
     KVStore,
     Connector,
     KVInbox,

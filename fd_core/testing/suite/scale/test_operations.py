@@ -89,14 +89,6 @@ def test_layers_of_production_sizes(ops: Ops, require: Callable[..., None], name
     )
 
 
-def test_tables_that_begin_with_the_same_blocks(ops: Ops) -> None:
-    """Decode 41 requests that share their first 20 blocks."""
-    geometry, rows = PLAIN, [(1, 161 + index) for index in range(41)]
-    ours, oracle = (LayerOn(each, geometry, rows, shared_blocks=20) for each in (ops, NumpyOps()))
-    for found, expected in zip(ours.run(ops), oracle.run(Ops), strict=True):
-        assert_near(ops, ops.from_host(found), expected)
-
-
 @pytest.mark.parametrize("rows", [1, 40, 67, 130, 601])
 @pytest.mark.parametrize(("inner", "outer"), [(130, 1003), (515, 66)])
 def test_linears_of_odd_sizes(ops: Ops, rows: int, inner: int, outer: int) -> None:

@@ -1,0 +1,254 @@
+"""Axes of the cache: rotary embedding, and keys and values written, copied and read at any place of a pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from fd_core.ops.contract import Heads, KVShape, Ops, Rope
+from fd_core.ops.numpy.kv_int8 import quantize_kv
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.weights import ITEM_BYTES, RawTensor
+from fd_core.testing.axes.covering import Axis, Case, around, int_of
+from fd_core.testing.axes.parts import Edge, Part, sizes_at
+from fd_core.testing.models.arrays import (
+    Floats,
+    Inputs,
+    Values,
+    assert_near,
+    assert_same,
+    float32_of,
+    heads_on,
+    on_device,
+    step_input,
+)
+
+ORACLE: Final = NumpyOps()
+
+
+# Rotary embedding ----------------------------------------------------------------------------------------------------
+
+_ROPE: Final = (
+    Axis("tokens", (3, 1, 2, 17, 33, 65, 129, 257, 1025)),
+    Axis("heads", (2, 1, 3, 7, 8, 32)),
+    Axis("head_dim", (8, 16, 10, 64, 80, 96, 128, 256)),
+    Axis("rotary", (1.0, 0.5, 0.25)),
+    Axis("interleaved", (False, True), needs="interleaved_rope"),
+    Axis("amplitude", (1.0, 1.25)),
+    Axis("table", (301, 1, 4097, 16_385, 32_769, 65_537, 131_072), ("Rope.cos", "Rope.sin")),
+    Axis("positions", ("random", "first", "last", "edges")),
+)
+
+
+def check_rope(ops: Ops, case: Case) -> None:
+    """Rotate heads by unrelated angles, so that each position of the table counts."""
+    tokens, d, table = (int_of(case, name) for name in ("tokens", "head_dim", "table"))
+    half = max(1, int(d * float(case["rotary"] or 0)) // 2)
+    x, rng = Values(tokens)(tokens, int_of(case, "heads"), d), np.random.default_rng(table)
+    angles = rng.uniform(0, 6.28, (table, half))
+    positions = {"first": np.zeros(tokens), "last": np.full(tokens, table - 1)}.get(
+        str(case["positions"]), rng.integers(0, table, tokens)
+    )
+    if case["positions"] == "edges":
+        edges = np.array([table - 1, *around(2**14, 2**15, 2**16), 0])
+        positions = np.resize(edges[(edges >= 0) & (edges < table)], tokens)
+    cos, sin = (np.float32(case["amplitude"]) * function(angles).astype(np.float32) for function in (np.cos, np.sin))
+    positions, inputs = positions.astype(np.int32), Inputs(ops)
+    rope = Rope(ops.prepare_vector(cos), ops.prepare_vector(sin), bool(case["interleaved"]))
+    found = ops.rope(heads_on(ops, x)[0], rope, inputs("positions", positions))
+    inputs.check_unchanged()
+    assert_near(ops, found, ORACLE.rope(x, replace(rope, cos=cos, sin=sin), positions))
+
+
+_ROPE_EDGES: Final = {
+    "max_num_batched_tokens": Edge("tokens"),
+    "max_model_len": Edge("table"),
+    "head_dim": Edge("head_dim", step=2),
+}
+ROPE: Final[Part[Ops]] = Part(
+    "rope",
+    _ROPE,
+    check_rope,
+    lambda case: (
+        int_of(case, "table") * int_of(case, "head_dim") < 3e6
+        and int_of(case, "tokens") * int_of(case, "heads") * int_of(case, "head_dim") < 2e6
+    ),
+    _ROPE_EDGES,
+    sizes_at(_ROPE_EDGES),
+)
+
+
+# Keys and values -----------------------------------------------------------------------------------------------------
+
+_KV: Final = (
+    Axis("tokens", (9, 1, 2, 33, 65, 129, 513, 1025, 4097)),
+    Axis("kv_heads", (2, 1, 3, 8)),
+    Axis("head_dim", (16, 8, 10, 80, 128, 256)),
+    Axis("block_size", (8, 1, 5, 16, 64, 128)),
+    Axis(
+        "spare_blocks",
+        (3, 0, 255, 1023),
+        rare=({"spare_blocks": 4400, "block_size": 16, "kv_heads": 1, "head_dim": 8, "order": "last blocks"},),
+    ),
+    Axis("layers", (2, 1, 5), ("KVShape.num_layers",)),
+    Axis("layer", ("last", "first")),
+    Axis("kv_dtype", ("auto", "int8"), ("KVShape.dtype",)),
+    Axis("values", ("normal", "zeros", "one large", "tiny", "growing")),
+    Axis("order", ("random", "ascending", "descending", "last blocks")),
+)
+"""`values`: some heads are zeros, have one large element, or are so small that a scale underflows; `growing` ones
+double with each head."""
+
+
+def check_kv(ops: Ops, case: Case) -> None:
+    """Write keys and values, bit for bit, and nothing else; copy the blocks to other places of another cache."""
+    tokens, kv_heads, d, size = (int_of(case, name) for name in ("tokens", "kv_heads", "head_dim", "block_size"))
+    layers, rng = int_of(case, "layers"), np.random.default_rng(tokens)
+    count = -(-tokens // size) + int_of(case, "spare_blocks")
+    shape = KVShape(layers, kv_heads, d, block_size=size, dtype=str(case["kv_dtype"]))
+    slots = np.arange(count * size)
+    match case["order"]:
+        case "random":
+            slots = rng.permutation(slots)
+        case "last blocks":
+            slots = slots[-tokens:]
+        case "descending":
+            slots = slots[tokens - 1 :: -1]
+    slots = slots[:tokens].astype(np.int32)
+    x = _keys_and_values(ops, case)
+    cache, index = ops.allocate_kv(shape, count), layers - 1 if case["layer"] == "last" else 0
+    every, inputs = np.arange(count, dtype=np.int32), Inputs(ops)
+    before = cache.export_blocks(every)
+    before.view(np.uint8)[...] = 0x3F  # a finite number in every format
+    cache.import_blocks(every, before)
+    _, keys, values = heads_on(ops, x[:, :kv_heads], x[:, kv_heads:])
+    ops.write_kv(cache.layer(index), keys, values, inputs("slots", slots))
+    inputs.check_unchanged()
+    after = cache.export_blocks(every)
+    expected = before.copy()
+    for side, right in enumerate((x[:, :kv_heads], x[:, kv_heads:])):
+        kept = quantize_kv(right) if cache.shape.quantized else _bits_of(right, before)
+        expected[slots // size, index, side, slots % size] = kept
+    _assert_bits(after, expected, "cache after the write (block, layer, side, position, head, element)")
+    other = ops.allocate_kv(shape, count)
+    other.import_blocks(every[::-1].copy(), after)
+    _assert_bits(other.export_blocks(every), expected[::-1], "blocks imported in descending order")
+    some = rng.permutation(every)[: 1 + count // 3]
+    _assert_bits(cache.export_blocks(some), expected[some], "some blocks exported")
+
+
+def _keys_and_values(ops: Ops, case: Case) -> Floats:
+    tokens, kv_heads, d = (int_of(case, name) for name in ("tokens", "kv_heads", "head_dim"))
+    x = Values(tokens)(tokens, 2 * kv_heads, d)
+    match case["values"]:
+        case "zeros":
+            x[::2, ::2] = 0.0
+        case "one large":
+            x[::2, :, d // 2] = 1000.0
+        case "tiny":
+            x[::2, ::2] = np.copysign(2.0**-24 if ops.dtype == "float16" else 2.0**-133, x[::2, ::2])
+        case "growing":
+            x *= 2.0 ** np.arange(2 * kv_heads)[:, None] / 16
+    return x
+
+
+def _bits_of(values: Floats, like: Any) -> Any:
+    """Return values as a cache exports them; uint16 holds the bits of bfloat16."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16) if like.dtype == np.uint16 else values.astype(like.dtype)
+
+
+def _assert_bits(found: Any, expected: Any, what: str) -> None:
+    if found.dtype != np.int8:
+        found, expected = (float32_of(np.ascontiguousarray(each)) for each in (found, expected))
+    assert_same(found, expected, what)
+
+
+_KV_EDGES: Final = {
+    "max_num_batched_tokens": Edge("tokens"),
+    "block_size": Edge("block_size"),
+    "head_dim": Edge("head_dim", step=2),
+}
+KV: Final[Part[Ops]] = Part(
+    "kv",
+    _KV,
+    check_kv,
+    lambda case: (
+        (int_of(case, "spare_blocks") * int_of(case, "block_size") + int_of(case, "tokens"))
+        * int_of(case, "kv_heads")
+        * int_of(case, "head_dim")
+        * int_of(case, "layers")
+        * 2
+        < 6e6
+    ),
+    _KV_EDGES,
+    sizes_at(_KV_EDGES),
+)
+
+
+# Memory beyond 2^31 bytes --------------------------------------------------------------------------------------------
+
+_SIZES: Final = (
+    Axis("gib", (0,), rare=({"gib": 2}, {"gib": 2, "kv_dtype": "int8"}, {"gib": 4}, {"gib": 8})),
+    Axis("kv_dtype", ("auto", "int8")),
+)
+"""GiB of the keys of one layer, and of its values: offsets exceed 2^31 bytes, and 2^31 elements in 8 bits."""
+_ENDS: Final = 20
+"""Blocks that are read at each end of a pool, and between."""
+
+
+def bytes_of(case: Case) -> int:
+    """Return the bytes that a pool or a table of a case needs, without those of a few rows."""
+    return 2 * int_of(case, "gib") << 30
+
+
+def check_pool(ops: Ops, case: Case) -> None:
+    """Write the first token of every block of a pool; attention over that token alone returns its value."""
+    size, kv_heads, d = 128, 8, 128
+    shape = KVShape(1, kv_heads, d, block_size=size, dtype=str(case["kv_dtype"]))
+    count = bytes_of(case) // shape.bytes_per_block(ITEM_BYTES[ops.dtype]) + 41
+    cache, rng = ops.allocate_kv(shape, count), np.random.default_rng(count)
+    every = rng.permutation(count).astype(np.int32)
+    # Steps of a scale of 1, which each format stores exactly; one element of each head is the largest.
+    x = rng.integers(-9, 10, (count, 2 * kv_heads, d)).astype(np.float32)
+    x[..., 5] = 127.0
+    for begin in range(0, count, 4096):
+        some = slice(begin, begin + 4096)
+        _, keys, values = heads_on(ops, x[some, :kv_heads], x[some, kv_heads:])
+        ops.write_kv(cache.layer(0), keys, values, ops.from_host(every[some] * np.int32(size)))
+    table = ops.prepare_vector(np.ones((1, 1), np.float32))
+    heads = Heads(kv_heads, kv_heads, d, scale=1.0, rope=Rope(table, table))
+    place = np.argsort(every)
+    # If both ends share memory, what was written first is lost, at one of them or the other.
+    for read in (place[:_ENDS], place[-_ENDS:], place[rng.permutation(count)[:_ENDS]]):
+        step = step_input([(1, 1)] * len(every[read]), size, every[read, None])
+        queries = heads_on(ops, x[read, :kv_heads])[0]
+        found = ops.to_host(ops.paged_attention(queries, cache.layer(0), heads, on_device(ops, step)))
+        expected = x[read, kv_heads:].reshape(len(found), -1)
+        assert_same(
+            np.asarray(found, np.float32), expected, f"values of blocks {every[read][:3].tolist()}, ... of {count}"
+        )
+    ends = place[[*range(20), *range(-20, 0)]]
+    exported = float32_of(cache.export_blocks(every[ends]))[:, 0, :, 0]
+    assert_same(exported.reshape(len(ends), -1, d), x[ends], "keys and values of the first and the last blocks")
+
+
+POOL: Final[Part[Ops]] = Part("pool", _SIZES, check_pool)
+
+
+def check_table(ops: Ops, case: Case) -> None:
+    """Look up rows at both ends of a table, and around each 2^31 bytes of it."""
+    vocabulary, width = 262_147, ITEM_BYTES[ops.dtype]
+    hidden = 33 + bytes_of(case) // 2 // (vocabulary * width)
+    some = Values(hidden)(1_000_003)
+    bits = np.resize((some.view(np.uint32) >> 16).astype(np.uint16), (vocabulary, hidden))
+    prepared = ops.prepare_embedding(RawTensor("BF16", bits))
+    edges = [(1 << power) // (hidden * width) for power in (15, 16, 31, 32, 33)]
+    ids = np.array([0, vocabulary - 1, *around(*(edge for edge in edges if 0 < edge < vocabulary - 1))], np.int32)
+    found = ops.to_host(ops.embedding(prepared, ops.from_host(ids)))
+    assert_same(np.asarray(found, np.float32), (bits[ids].astype(np.uint32) << 16).view(np.float32), "rows by id")
+
+
+TABLE: Final[Part[Ops]] = Part("table", (Axis("gib", (0,), rare=({"gib": 2}, {"gib": 4})),), check_table)
+PARTS: Final = (ROPE, KV)

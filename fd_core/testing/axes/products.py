@@ -1,0 +1,286 @@
+"""Axes of tables, norms and products: sizes, forms of weights and data; each case compared with numpy."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from fd_core.ops.contract import Norm, Ops
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.weights import WEIGHT_FORMATS, RawTensor, Weight
+from fd_core.testing.axes.covering import Axis, Case, around, int_of
+from fd_core.testing.axes.layers import ACTIVATIONS
+from fd_core.testing.axes.parts import Edge, Part, sizes_at
+from fd_core.testing.models.arrays import (
+    PACKED_TOLERANCE,
+    Floats,
+    Inputs,
+    Values,
+    activations,
+    assert_near,
+    assert_same,
+    heads_on,
+    packed_weight,
+    raw,
+)
+
+ORACLE: Final = NumpyOps()
+_ROWS: Final = (3, 1, 2, 4, *around(8), 17, 33, 64, 65, 129, 193, 257, 1025, 8192)
+_WIDTHS: Final = (128, 1, 2, 7, 33, 129, 1000, 4095, 4104, 8200)
+"""Widths beyond any tile, that are a multiple of none."""
+_MAX_PRODUCT: Final = 2e8
+"""Multiplications of a case."""
+_MAX_ELEMENTS: Final = 2e6
+"""Elements of any array of a case."""
+
+
+# Embeddings ----------------------------------------------------------------------------------------------------------
+
+_EMBEDDING: Final = (
+    Axis("rows", _ROWS),
+    Axis("vocabulary", (1003, 1, 2, 33, 32_769, 65_537, 131_073, 262_144)),
+    Axis("hidden", (16, 1, 7, 33, 129, 1000, 4104)),
+    Axis("scale", (1.0, 2.0, 48.0**0.5, 0.1)),
+    Axis("ids", ("random", "edges", "same")),
+    Axis("source", ("F32", "F16", "BF16")),
+)
+
+
+def check_embedding(ops: Ops, case: Case) -> None:
+    """Look up rows of a table, also where ids exceed 16 bits."""
+    rows, vocabulary, hidden = (int_of(case, name) for name in ("rows", "vocabulary", "hidden"))
+    table, inputs, rng = Values(rows)(vocabulary, hidden), Inputs(ops), np.random.default_rng(rows)
+    ids = rng.integers(0, vocabulary, rows)
+    if case["ids"] == "edges":
+        edges = np.array([0, vocabulary - 1, *around(2**15, 2**16, 2**17), vocabulary // 2])
+        ids = edges[edges < vocabulary][np.arange(rows) % (edges < vocabulary).sum()]
+    elif case["ids"] == "same":
+        ids[:] = vocabulary - 1
+    scale, prepared = float(case["scale"] or 0), ops.prepare_embedding(_stored(table, case))
+    found = ops.embedding(prepared, inputs("ids", ids.astype(np.int32)), scale)
+    inputs.check_unchanged()
+    assert_near(ops, found, table[ids] * np.float32(scale))
+
+
+_EMBEDDING_EDGES: Final = {
+    "max_num_batched_tokens": Edge("rows"),
+    "vocab_size": Edge("vocabulary"),
+    "hidden": Edge("hidden"),
+}
+EMBEDDING: Final[Part[Ops]] = Part(
+    "embedding",
+    _EMBEDDING,
+    check_embedding,
+    lambda case: max(int_of(case, "vocabulary"), int_of(case, "rows")) * int_of(case, "hidden") < 3 * _MAX_ELEMENTS,
+    _EMBEDDING_EDGES,
+    sizes_at(_EMBEDDING_EDGES),
+)
+
+
+# Norms ---------------------------------------------------------------------------------------------------------------
+
+_NORM: Final = (
+    Axis("rows", _ROWS),
+    Axis("width", (*_WIDTHS, 16_384)),
+    Axis("heads", (0, 1, 3, 8)),
+    Axis("eps", (1e-5, 1e-6, 1e-12, 0.1, 1.0), ("Norm.eps",)),
+    Axis("size", (1.0, 1e-3, 300.0)),
+    Axis("zeros", (False, True)),
+    Axis("weight", ("about 1", "about 0"), ("Norm.weight",)),
+)
+"""`heads` 0 is a norm of activations, others of heads; `size` is that of the elements, which eps exceeds or not."""
+
+
+def check_norm(ops: Ops, case: Case) -> None:
+    """Normalize activations or heads, with a row of zeros among them."""
+    rows, width, count = (int_of(case, name) for name in ("rows", "width", "heads"))
+    make = Values(rows)
+    weight = make(width) if case["weight"] == "about 0" else 1 + make(width, scale=0.1)
+    x = make(rows, max(count, 1) * width, scale=float(case["size"] or 0))
+    x[rows // 2] = 0.0 if case["zeros"] else x[rows // 2]
+    device = heads_on(ops, x.reshape(rows, count, width))[0] if count else activations(ops, x)
+    norm = Norm(ops.prepare_vector(weight), float(case["eps"] or 0))
+    expected = ORACLE.rms_norm(x.reshape(-1, width), Norm(weight, norm.eps))
+    assert_near(ops, ops.rms_norm(device, norm), expected)
+
+
+_NORM_EDGES: Final = {"max_num_batched_tokens": Edge("rows"), "hidden": Edge("width")}
+NORM: Final[Part[Ops]] = Part(
+    "rms_norm",
+    _NORM,
+    check_norm,
+    lambda case: int_of(case, "rows") * int_of(case, "width") * max(1, int_of(case, "heads")) < _MAX_ELEMENTS,
+    _NORM_EDGES,
+    sizes_at(_NORM_EDGES),
+)
+
+
+# Linears -------------------------------------------------------------------------------------------------------------
+
+_LINEAR: Final = (
+    Axis("rows", _ROWS),
+    Axis("inputs", (*_WIDTHS, 14_336)),
+    Axis("outputs", (48, 1, 2, 33, 129, 1000, 4097)),
+    Axis("parts", (1, 2, 3)),
+    Axis("bias", (False, True), needs="biases"),
+    Axis("gated", (None, *ACTIVATIONS)),
+    Axis("apart", (False, True)),
+    Axis("source", ("F32", "F16", "BF16")),
+    Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
+)
+"""`outputs` of each part; a gated linear has two, and computes gate and up `apart` from the activation or with it."""
+
+
+def _linear_fits(case: Case) -> bool:
+    outputs = int_of(case, "outputs") * (2 if case["gated"] else int_of(case, "parts"))
+    if case["gated"] and (case["bias"] or case["parts"] != 1):
+        return False
+    if (case["apart"] and not case["gated"]) or (case["packed"] and int_of(case, "inputs") % 128):
+        return False
+    weights = outputs * int_of(case, "inputs")
+    activated = int_of(case, "rows") * max(outputs, int_of(case, "inputs"))
+    return weights * int_of(case, "rows") < _MAX_PRODUCT and max(weights, activated) < _MAX_ELEMENTS
+
+
+def check_linear(ops: Ops, case: Case) -> None:
+    """Multiply rows by stacked weights; the first and the last inputs count eight times as much as the others."""
+    rows, inputs, outputs = (int_of(case, name) for name in ("rows", "inputs", "outputs"))
+    make, gated = Values(rows), case["gated"]
+    x = make(rows, inputs)
+    x[:, [0, -1]] *= 8
+    shapes = [(outputs, inputs)] * (2 if gated else int_of(case, "parts"))
+    parts = [_weight(make, shape, case) for shape in shapes]
+    biases = [raw(make(outputs)) for _ in parts] if case["bias"] else None
+    results = []
+    for pack in (ops, ORACLE):
+        weight, device = pack.prepare_linear(parts, biases, gated=bool(gated)), activations(pack, x)
+        if not gated:
+            results.append(pack.linear(device, weight))
+        elif case["apart"]:
+            results.append(pack.gate(pack.gate_up(device, weight), gated))  # type: ignore[arg-type]
+        else:
+            results.append(pack.gated_linear(device, weight, gated))  # type: ignore[arg-type]
+    tolerance = PACKED_TOLERANCE[str(case["packed"])] if case["packed"] else None
+    assert_near(ops, results[0], results[1], tolerance)
+
+
+_LINEAR_EDGES: Final = {"max_num_batched_tokens": Edge("rows"), "inner": Edge("inputs")}
+LINEAR: Final[Part[Ops]] = Part("linear", _LINEAR, check_linear, _linear_fits, _LINEAR_EDGES, sizes_at(_LINEAR_EDGES))
+
+
+# Heads of a model ----------------------------------------------------------------------------------------------------
+
+_HEAD: Final = (
+    Axis("rows", (3, 1, 2, 8, 33, 65, 129, 257)),
+    Axis("hidden", (16, 1, 7, 33, 129, 1000, 4104)),
+    Axis("vocabulary", (1003, 1, 2, 33, 1025, 32_769, 65_537, 131_073, 262_144)),
+    Axis("softcap", (None, 1.5, 30.0), needs="softcap"),
+    Axis("tied", (False, True)),
+    Axis("rows_of", ("all", "some")),
+)
+"""`rows_of` some tokens of a step, with the norm before: `Ops.logits`."""
+
+
+def check_head(ops: Ops, case: Case) -> None:
+    """Compute float32 logits, alone and with the final norm of some rows of a step."""
+    rows, hidden, vocabulary = (int_of(case, name) for name in ("rows", "hidden", "vocabulary"))
+    make, softcap = Values(rows), case["softcap"]
+    table, x, norm = make(vocabulary, hidden, scale=hidden**-0.5), make(2 * rows, hidden), 1 + make(hidden, scale=0.1)
+    picked = np.random.default_rng(rows).permutation(2 * rows)[:rows].astype(np.int32)
+    results = []
+    for pack in (ops, ORACLE):
+        head = (
+            pack.tied_head(pack.prepare_embedding(raw(table)), raw(table))
+            if case["tied"]
+            else pack.prepare_linear([raw(table)])
+        )
+        device = activations(pack, x if case["rows_of"] == "some" else x[:rows])
+        if case["rows_of"] == "some":
+            given = Norm(pack.prepare_vector(norm), 1e-5)
+            results.append(pack.logits(device, given, head, pack.from_host(picked), softcap))  # type: ignore[arg-type]
+        else:
+            results.append(pack.logits_of(device, head, softcap))  # type: ignore[arg-type]
+    found = np.asarray(ops.to_host(results[0]))
+    assert found.dtype == np.float32, f"logits are {found.dtype}, expected float32"
+    assert_near(ops, results[0], results[1])
+
+
+_HEAD_EDGES: Final = {"hidden": Edge("hidden"), "vocab_size": Edge("vocabulary")}
+HEAD: Final[Part[Ops]] = Part(
+    "logits_of",
+    _HEAD,
+    check_head,
+    lambda case: (
+        int_of(case, "vocabulary") * max(int_of(case, "hidden"), int_of(case, "rows")) < 3 * _MAX_ELEMENTS
+        and int_of(case, "rows") * int_of(case, "vocabulary") * int_of(case, "hidden") < _MAX_PRODUCT
+    ),
+    _HEAD_EDGES,
+    sizes_at(_HEAD_EDGES),
+)
+
+
+# Transfers -----------------------------------------------------------------------------------------------------------
+
+_TRANSFER: Final = (
+    Axis("dtype", ("int32", "float32", "int64", "uint64", "uint8")),
+    Axis("size", (9, 0, 1, 2, 33, 65_537, 1_000_003)),
+    Axis("columns", (1, 3, 257)),
+    Axis("writable", (True, False)),
+    Axis("by", ("from_host", "upload", "states_from_host")),
+)
+
+
+def check_transfer(ops: Ops, case: Case) -> None:
+    """Copy arrays to the device and back; a queued copy holds the values at the time of the call."""
+    dtype = np.dtype(str(case["dtype"]))
+    values = np.random.default_rng(0).integers(0, 2**63, (int_of(case, "size"), int_of(case, "columns")))
+    array = (values % 2**24).astype(dtype) if dtype.kind == "f" else values.astype(np.uint64).astype(dtype)
+    if case["by"] == "states_from_host":
+        array = Values(1)(*array.shape)
+    array.flags.writeable = bool(case["writable"]) or not len(array)
+    match case["by"]:
+        case "upload":
+            first, device = ops.upload([np.arange(3, dtype=np.int32), array])
+            assert_same(np.asarray(ops.to_host(first)), np.arange(3, dtype=np.int32), "the array uploaded before")
+        case "states_from_host":
+            device = ops.states_from_host(array)
+        case _:
+            device = ops.from_host(array)
+    found = [np.array(each) for each in (*ops.fetch([device]), *ops.fetch_later([device]).wait(), ops.to_host(device))]
+    for what, each in zip(("fetch", "fetch_later", "to_host"), found, strict=True):
+        bits = each.view(np.uint64) if each.dtype == np.int64 and dtype == np.uint64 else each
+        assert_same(bits, array, what)
+
+
+TRANSFER: Final[Part[Ops]] = Part(
+    "transfers",
+    _TRANSFER,
+    check_transfer,
+    lambda case: (
+        int_of(case, "size") * int_of(case, "columns") < 4e6
+        and (case["by"] != "states_from_host" or (case["dtype"] == "float32" and case["writable"] is True))
+    ),
+)
+
+PARTS: Final = (TRANSFER, EMBEDDING, NORM, LINEAR, HEAD)
+"""In the order of the contract."""
+
+
+def _stored(values: Floats, case: Case) -> RawTensor:
+    """Return a weight as read from a checkpoint, in the dtype that the case names."""
+    match case["source"]:
+        case "F16":
+            stored: Any = values.astype(np.float16)
+        case "BF16":
+            stored = (values.view(np.uint32) >> 16).astype(np.uint16)
+        case _:
+            stored = values.copy()
+    stored.flags.writeable = False  # as from a mapped file
+    return RawTensor(str(case["source"]), stored)
+
+
+def _weight(make: Values, shape: tuple[int, int], case: Case) -> Weight:
+    if case["packed"] is not None:
+        return packed_weight(str(case["packed"]), *shape, scale=shape[1] ** -0.5)
+    return _stored(make(*shape, scale=shape[1] ** -0.5), case)

@@ -1,0 +1,194 @@
+"""Axes of products that rows choose: experts and adapters; each case compared with numpy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from fd_core.ops.contract import Lora, Ops
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.weights import WEIGHT_FORMATS, LowRank
+from fd_core.runner.inputs.inputs import adapter_rows
+from fd_core.testing.axes.covering import Axis, Case, around, int_of
+from fd_core.testing.axes.layers import ACTIVATIONS
+from fd_core.testing.axes.parts import Edge, Part, sizes_at
+from fd_core.testing.models.arrays import PACKED_TOLERANCE, Floats, Values, activations, assert_near, step_input
+from fd_core.testing.models.layers import Geometry, LayerOn
+from fd_core.types import IntArray
+
+ORACLE: Final = NumpyOps()
+
+
+# Experts -------------------------------------------------------------------------------------------------------------
+
+_MOE: Final = (
+    Axis("tokens", (5, 1, 2, 9, 31, 33, 64, 65, 129, 257), rare=({"tokens": 1025},)),
+    Axis("experts", (5, 1, 2, 8, 33, 64, 128)),
+    Axis("top_k", (2, 1, 3, 4, 6, *around(8), 16)),
+    Axis("normalize", (True, False)),
+    Axis("norm_floor", (1e-12, 0.0, 0.7)),
+    Axis("correction_bias", (False, True)),
+    Axis("shared_expert", (False, True)),
+    Axis("activation", ACTIVATIONS),
+    Axis("hidden", (128, 38, 264)),
+    Axis("inner", (64, 24, 130)),
+    Axis("routing", ("even", "one expert", "last expert")),
+    Axis("packed", (None, *sorted(WEIGHT_FORMATS))),
+    Axis("fused", (False, True)),
+)
+"""`routing` to one expert is the choice of all tokens; `fused` is `moe_residual`, with the norm before."""
+
+
+def check_moe(ops: Ops, case: Case) -> None:
+    """Route tokens whose choice no rounding changes to experts of similar weight."""
+    tokens, experts = int_of(case, "tokens"), int_of(case, "experts")
+    g = Geometry(heads=1, kv_heads=1, d=128, **{name: case[name] for name in _OF_EXPERTS})  # type: ignore[arg-type]
+    results: list[Any] = []
+    layers = [LayerOn(pack, g, [(1, 1)]) for pack in (ORACLE, ops)]
+    router = _router(g, {"one expert": 0, "last expert": experts - 1}.get(str(case["routing"])))
+    for layer in layers:
+        assert layer.experts is not None
+        layer.experts = replace(layer.experts, router=layer.ops.prepare_vector(router))
+    x = Values(tokens)(10 * tokens + 200, g.hidden)
+    x[:, 0] = 1.0
+    decided = layers[0].decided(ORACLE.rms_norm(x, layers[0].norm) if case["fused"] else x, 0.05)
+    x = x[decided][np.arange(tokens) % decided.sum()]
+    for layer in layers:
+        pack, device, chosen = layer.ops, activations(layer.ops, x), layer.experts
+        assert chosen is not None
+        if case["fused"]:
+            results.append(pack.settle(pack.moe_residual(device, layer.norm, chosen, g.activation)))
+        else:
+            results.append(pack.moe(device, chosen, g.activation))
+    tolerance = PACKED_TOLERANCE[str(case["packed"])] if case["packed"] else None
+    assert_near(ops, results[1], results[0], tolerance)
+
+
+_OF_EXPERTS: Final = {*Geometry.__dataclass_fields__} & {axis.name for axis in _MOE}
+
+
+def _router(g: Geometry, favored: int | None) -> Floats:
+    """Return weights with which all chosen experts matter; the first element of a token may favor one expert."""
+    router = Values(g.experts)(g.experts, g.hidden, scale=g.hidden**-0.5)
+    router[:, 0] = 0.0
+    if favored is not None:
+        router[favored, 0] = 4.0
+    return router
+
+
+_MOE_EDGES: Final = {
+    "max_num_batched_tokens": Edge("tokens"),
+    "experts": Edge("experts"),
+    "top_k": Edge("top_k", {"experts": 128}),
+    "hidden": Edge("hidden", step=2),
+    "inner": Edge("inner", step=2),
+}
+MOE: Final[Part[Ops]] = Part(
+    "moe",
+    _MOE,
+    check_moe,
+    lambda case: (
+        int_of(case, "top_k") <= int_of(case, "experts")
+        and not (case["packed"] and (int_of(case, "hidden") % 128 or int_of(case, "inner") % 128))
+        and int_of(case, "experts") * int_of(case, "hidden") * int_of(case, "inner") < 2e6
+    ),
+    _MOE_EDGES,
+    sizes_at(_MOE_EDGES),
+)
+
+
+# Adapters ------------------------------------------------------------------------------------------------------------
+
+_LORA: Final = (
+    Axis("rows", (5, 1, 2, 16, 17, 33, 65, 129, 257, 1025)),
+    Axis("adapters", (2, 1, 3, 4, 5, *around(8), 16)),
+    Axis("rank", (8, 1, 3, 16, 17, 32, 33, 64, 65, 128)),
+    Axis("inputs", (48, 1, 33, 129, 1000, 4104)),
+    Axis("outputs", (40, 1, 7, 129, 1000)),
+    Axis("parts", (1, 2, 3)),
+    Axis("gated", (False, True)),
+    Axis("missing", ("none", "a part", "an adapter")),
+    Axis("places", ("mixed", "runs", "one", "last", "few")),
+    Axis("wild", (False, True)),
+    Axis("placed", (True, False), ("Lora.deltas",)),
+)
+"""`places` of tokens: adapters, alternating or in runs, one for all, the last one, or hardly any; `wild`: the first
+adapter's products overflow, which only its own tokens may show. `placed`: by `place_loras`."""
+
+
+def _lora_fits(case: Case) -> bool:
+    size = int_of(case, "inputs") + int_of(case, "outputs")
+    return (not case["gated"] or case["parts"] == 2) and size * int_of(case, "rank") * int_of(case, "adapters") < 2e6
+
+
+def check_lora(ops: Ops, case: Case) -> None:
+    """Add the terms of several adapters to rows that use them or none."""
+    rows, count, ins, out, parts = (int_of(case, name) for name in ("rows", "adapters", "inputs", "outputs", "parts"))
+    make, places = Values(rows), _places(case)
+    y, x = make(rows, parts * out), make(rows, ins)
+    adapters: list[list[LowRank | None] | None] = [
+        [_low_rank(make, max(1, int_of(case, "rank") - index % 3), ins, out) for _ in range(parts)]
+        for index in range(count)
+    ]
+    if case["missing"] == "an adapter" and count > 1:
+        adapters[count // 2] = None
+    for each in adapters[1::2] if case["missing"] == "a part" and parts > 1 else ():
+        assert each is not None
+        each[0] = None
+    if case["wild"]:
+        adapters[0] = [LowRank(np.full((2, ins), 3e38, np.float32), make(out, 2)) for _ in range(parts)]
+    step = step_input([(rows, rows)], 8, np.zeros((1, -(-rows // 8)), np.int32))
+    results: list[Any] = []
+    for pack in (ops, ORACLE):
+        with pack.replaceable_weights():
+            deltas: Any = [
+                None if each is None else pack.prepare_lora(each, [out] * parts, gated=bool(case["gated"]))
+                for each in adapters
+            ]
+            deltas = pack.place_loras(deltas, ins, [out] * parts) if case["placed"] else deltas
+        lora = Lora(deltas, replace(step, **adapter_rows(places, pack)))
+        with np.errstate(all="ignore"):
+            changed = (
+                pack.lora(activations(pack, y), activations(pack, x), lora)
+                if deltas is not None
+                else activations(pack, y)
+            )
+        results.append(np.array(pack.to_host(changed), np.float32))
+    well = places != 1 if case["wild"] else np.ones(rows, np.bool_)
+    if well.any():
+        assert_near(ops, ops.from_host(results[0][well]), results[1][well])
+
+
+def _low_rank(make: Values, rank: int, inputs: int, outputs: int) -> LowRank:
+    return LowRank(make(rank, inputs, scale=inputs**-0.5), make(outputs, rank, scale=rank**-0.5))
+
+
+def _places(case: Case) -> IntArray:
+    """Return the adapter slot of each token, 0 for none."""
+    rows, count = int_of(case, "rows"), int_of(case, "adapters")
+    match case["places"]:
+        case "runs":
+            places = np.arange(rows) * (count + 1) // rows
+        case "one":
+            places = np.full(rows, 1)
+        case "last":
+            places = np.full(rows, count)
+        case "few":
+            places = np.where(np.arange(rows) % 16 == 3, count, 0)
+        case _:
+            places = np.arange(rows) % (count + 1)
+    places[-1] = count if case["places"] != "one" else places[-1]
+    return places.astype(np.int32)
+
+
+_LORA_EDGES: Final = {
+    "max_num_batched_tokens": Edge("rows"),
+    "max_loras": Edge("adapters"),
+    "max_lora_rank": Edge("rank"),
+    "inner": Edge("inputs"),
+}
+LORA: Final[Part[Ops]] = Part("lora", _LORA, check_lora, _lora_fits, _LORA_EDGES, sizes_at(_LORA_EDGES))
+
+PARTS: Final = (MOE, LORA)
