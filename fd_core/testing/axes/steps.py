@@ -277,7 +277,7 @@ def _request(case: Case, index: int, digests: tuple[str, ...]) -> RequestSpec:
         presence_penalty=value("presence"),
         frequency_penalty=value("frequency"),
         repetition_penalty=value("repetition"),
-        logit_bias={token: float(rng.integers(-9, 9)) for token in biased} or None,
+        logit_bias={token: float(rng.integers(-8, 9)) for token in biased} or None,
         allowed_token_ids=None if kept is None else some(kept),
         bad_words_token_ids=_banned(value("banned")),
         logprobs=value("logprobs"),
