@@ -77,7 +77,7 @@ class _EngineBuilder:
     """Components of one engine, each built on first use."""
 
     def __init__(
-        self, config: EngineConfig, path: Path | None, epoch: int, progress: StartProgress, first_step: int
+        self, config: EngineConfig, path: Path | None, epoch: int, progress: StartProgress, first_step: int = 0
     ) -> None:
         """Check the settings and look up the plugins that they name before anything is loaded."""
         if config.trace is not None:
