@@ -8,20 +8,15 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
-TopP = Annotated[float, Meta(ge=0.0, le=1.0)]
-MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
-RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10.0)]
-
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `generation_config.json` that requests have as well; None for fd_core's default."""
 
-    temperature: Temperature | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    top_p: TopP | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
     max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """Longest text of a conversation; it is lowered to what the context holds."""
 

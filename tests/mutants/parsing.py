@@ -152,7 +152,11 @@ MUTANTS = (
     mutant(
         "partial-marker-at-the-end-is-content",
         _MARKUP,
-        (READER, "cut = begun is not None and (self._cut_off or self._after_call)", "cut = False"),
+        (
+            READER,
+            "cut = begun is not None and (self._after_call or (self._cut_off and self._drops(begun[0], emit)))",
+            "cut = False",
+        ),
     ),
     mutant(
         "marker-without-a-call-is-content",

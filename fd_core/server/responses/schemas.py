@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fd_core.config.generation import TopP
 from fd_core.server.schemas.requests import MAX_TOOLS, RESPONSES, CacheSalt, Effort, Priority
 from fd_core.server.schemas.unsupported import Refusal, beside_chats
 from fd_core.structured.workers.messages import Unenforced
-from fd_core.types import TokenCount
+from fd_core.types import TokenCount, TopP
 
 
 class InputPart(msgspec.Struct, kw_only=True):

@@ -133,6 +133,8 @@ EXCUSED: Final[Mapping[str, str]] = {
     "RequestSpec.traceparent": _ELSEWHERE,
     "Limits.vocab_size": "a model has it; `test_steps` has a large one",
     "Limits.num_stages": "stages of a pipeline; see `test_ranks`",
+    "EngineConfig.generation_config": _ELSEWHERE,
+    "EngineConfig.override_generation_config": _ELSEWHERE,
     "EngineConfig.tensor_parallel_size": "see `test_ranks`",
     "EngineConfig.pipeline_parallel_size": "see `test_ranks`",
     "EngineConfig.distributed_executor_backend": "see `test_ranks`",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_type_hints
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from fd_core.config.generation import GenerationDefaults
 from fd_core.server.preprocess.sampling import choice_seed, sampling_params, text_cost
 from fd_core.server.schemas.requests import ChatRequest, CompletionRequest, Message
+from fd_core.types import SamplingParams
 from tests.server.fakes import engine_info
 
 seeds = st.integers(-(2**63), 2**64 - 1)
@@ -67,6 +70,16 @@ def test_requests_override_the_defaults_of_the_model() -> None:
     request = CompletionRequest(prompt="a", temperature=0, top_k=-1, top_p=1.0)
     asked = sampling_params(request, info, [16], None)[0]
     assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (0.0, 0, 1.0, 1.1)
+
+
+def test_defaults_and_requests_have_the_same_ranges() -> None:
+    names = set(GenerationDefaults.__struct_fields__) & set(SamplingParams.__struct_fields__) - {"top_k"}
+    assert len(names) == 4
+    defaults, params = (
+        get_type_hints(GenerationDefaults, include_extras=True),
+        get_type_hints(SamplingParams, include_extras=True),
+    )
+    assert {name: defaults[name] for name in names} == {name: params[name] | None for name in names}
 
 
 @pytest.mark.parametrize(("room", "expected"), [(100, 40), (30, 30)])

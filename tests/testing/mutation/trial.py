@@ -81,10 +81,14 @@ def _run(module: str, edit: Edit | None, arguments: Sequence[str], folder: Path)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     sys.path.insert(0, str(folder))
-    os.chdir(ROOT)
+    os.chdir(folder)  # a mutant may write anywhere
     options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--basetemp", str(folder / f"files{os.getpid()}")]
     options += ["-c", str(folder / "pytest.ini"), "--rootdir", str(ROOT)]
-    os._exit(int(pytest.main([*options, *arguments], plugins=[_Install(EditedModules(module, edit))])))
+    os._exit(int(pytest.main([*options, *map(_absolute, arguments)], plugins=[_Install(EditedModules(module, edit))])))
+
+
+def _absolute(argument: str) -> str:
+    return str(ROOT / argument) if argument.startswith("tests/") else argument
 
 
 class _Install:
