@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import msgspec
 
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Range
+from fd_core.config.generation import GenerationDefaults
 from fd_core.deprecations import accept_old_names
 from fd_core.errors import ConfigError
 
@@ -73,6 +74,10 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     model: str
     """`smollm2`, a folder, a `.gguf` file or a Hugging Face name."""
     revision: str | None = None
+    generation_config: str = "auto"
+    """Source of default sampling parameters: `auto` for the checkpoint's, `none`, or a file or folder."""
+    override_generation_config: GenerationDefaults = GenerationDefaults()
+    """Default sampling parameters that replace those of `generation_config`."""
     backend: str = "auto"
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     quantization: Annotated[str, OneOf("auto", "int8", "int4", instead=_OTHER_QUANTIZATION)] = "auto"

@@ -76,6 +76,11 @@ class LLM:
         """Gauges and counters of the engine."""
         return self._engine.stats()
 
+    def default_params(self) -> SamplingParams:
+        """Return the sampling parameters that the model's authors recommend."""
+        defaults = self.info.generation
+        return SamplingParams(max_tokens=defaults.max_new_tokens or SamplingParams().max_tokens, **defaults.sampling())
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -97,7 +102,7 @@ class LLM:
                 f"{self.info.model} has no output projection and cannot generate text; use embed", field="model"
             )
         items = _as_list(prompts)
-        given = [params or SamplingParams()] * len(items) if not isinstance(params, Sequence) else list(params)
+        given = [params or self.default_params()] * len(items) if not isinstance(params, Sequence) else list(params)
         if len(given) != len(items):
             raise BadRequest(f"got {len(items)} prompts but {len(given)} sampling parameters", field="params")
         for parameters in given:

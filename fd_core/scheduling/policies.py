@@ -55,7 +55,10 @@ class SchedulingPolicy(abc.ABC):
         """Handle a request that left the queue for a slot; also when it returns after a preemption."""
 
     def ended(self, request: QueuedRequest, num_computed: int) -> None:  # noqa: B027
-        """Handle the end of an admitted request: `num_computed` prompt and generated tokens were used in all."""
+        """Handle the end of a request: `num_computed` prompt and generated tokens were used in all.
+
+        Also called, with its tokens so far, for a request that ended while it waited, before any `admitted`.
+        """
 
     def preemption_candidates(self, running: RunningRequests) -> npt.NDArray[np.intp]:
         """Return indices into `running`, at least one: the preemption candidates."""

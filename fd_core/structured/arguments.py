@@ -49,12 +49,13 @@ _LIKE: Final = {
     "object": r"/\s*\{(?s:.*)/",
 }
 """Texts that may be parsed as JSON of a type."""
-_NUMBER: Final = r"-?(0|[1-9][0-9]*)"
+_NUMBER: Final = r"-?(0|[1-9][0-9]{0,14})"
+"""At most the digits that every reader of JSON holds exactly."""
 _SCALARS: Final = {
     "null": '"null"',
     "boolean": '"true" | "false"',
     "integer": f"/{_NUMBER}/",
-    "number": rf"/{_NUMBER}(\.[0-9]+)?([eE][+-]?[0-9]+)?/",
+    "number": rf"/{_NUMBER}(\.[0-9]{{1,17}})?([eE][+-]?[0-9]{{1,3}})?/",
 }
 _BOUNDS: Final = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _QUOTED: Final = r"""/"([^"\\\x00-\x1f\x7f]|\\["'\\ntr])*"|'([^'\\\x00-\x1f\x7f]|\\["'\\ntr])*'/"""

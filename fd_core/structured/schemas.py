@@ -40,6 +40,8 @@ _COUNTS: Final = ("minItems", "maxItems", "minLength", "maxLength", "minProperti
 _EXACT: Final = 2**53
 """Largest size of whole numbers that the compiler, which computes in float64, writes digit by digit."""
 _LARGEST: Final = 2**63 - 2**10
+_HELD: Final = 2**53 - 1
+"""Largest integer that every reader of JSON holds."""
 _MAX_OPTIONS: Final = 64
 """Options of a `oneOf` that are compared with each other."""
 _MAX_HOPS: Final = 8
@@ -86,9 +88,26 @@ def _read(value: Any, location: str, options: _Options) -> Any:
             read[name] = int(inner)
         else:
             read[name] = _read(inner, where, options)
+    if _is_unlisted_integer(read):
+        _bound(read)
     if "oneOf" in read and "anyOf" not in read and options.are_disjoint(value["oneOf"], f"{location}.oneOf"):
         read["anyOf"] = read.pop("oneOf")  # which the compiler supports with any options
     return read
+
+
+def _is_unlisted_integer(schema: Mapping[str, Any]) -> bool:
+    return _types(schema) - {"null"} == {"integer"} and "enum" not in schema and "const" not in schema
+
+
+def _bound(schema: dict[str, Any]) -> None:
+    """Add the bounds that a schema of integers lacks: those of the numbers that every reader of JSON holds (RFC 8259).
+
+    Without one, a model may write digits until the text is cut off.
+    """
+    for names, others, sign in ((_LOWEST, _HIGHEST, -1), (_HIGHEST, _LOWEST, 1)):
+        if not any(name in schema for name in names):
+            beyond = any(sign * schema[name] >= _HELD for name in others if _is_number(schema.get(name)))
+            schema[names[0]] = sign * (_LARGEST if beyond else _HELD)
 
 
 def _require_valid(schema: Mapping[str, Any], location: str) -> None:

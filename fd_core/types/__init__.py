@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from fd_core.config.generation import MinP, RepetitionPenalty, Temperature, TopP
+
 __all__ = [
     "GRAMMAR_FAULT",
     "NOT_FINITE",
@@ -53,11 +55,7 @@ def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 # Ranges of sampling parameters: decoders reject values outside, and the HTTP API publishes the same ranges.
 TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
-TopP = Annotated[float, Meta(ge=0.0, le=1.0)]
-MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10.0)]
 LogitBias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 

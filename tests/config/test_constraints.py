@@ -123,7 +123,9 @@ def test_speculative_settings_are_validated() -> None:
 
 
 def test_unknown_setting_is_rejected_with_known_settings() -> None:
-    with pytest.raises(ConfigError, match=r"unknown setting 'rolle' \(use one of model, revision, backend") as caught:
+    with pytest.raises(
+        ConfigError, match=r"unknown setting 'rolle' \(use one of model, revision, generation"
+    ) as caught:
         LLM("m", rolle="decode")
     assert caught.value.field == "rolle"
     with pytest.raises(ConfigError, match="unknown setting 'polcy'"):

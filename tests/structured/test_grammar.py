@@ -142,5 +142,7 @@ def test_forced_text_covers_most_of_a_schema() -> None:
     assert allowed(follow) == [{ids("{")[0]}]
 
 
-def test_grammar_keeps_the_schema_verbatim() -> None:
-    assert json.loads(grammar.json_schema(PERSON))["grammars"][0]["json_schema"]["properties"] == PERSON["properties"]
+def test_grammar_keeps_the_schema_and_bounds_integers() -> None:
+    kept = json.loads(grammar.json_schema(PERSON))["grammars"][0]["json_schema"]["properties"]
+    bounds = {"minimum": -(2**53) + 1, "maximum": 2**53 - 1}
+    assert kept == {**PERSON["properties"], "age": {"type": "integer", **bounds}}

@@ -62,6 +62,23 @@ def test_answers_are_valid_for_real_world_schemas(schema: Any) -> None:
         jsonschema.validate(json.loads(str(text)), schema)
 
 
+@pytest.mark.parametrize(
+    ("schema", "longest"),
+    [
+        ({"type": "integer"}, 2**53 - 1),
+        ({"type": ["integer", "null"]}, 2**53 - 1),
+        ({"type": "integer", "minimum": 3}, 2**53 - 1),
+        ({"type": "integer", "minimum": 2**60}, 2**63 - 2**10),
+        ({"type": "integer", "maximum": 9}, 9),
+    ],
+)
+def test_integers_end_without_a_bound_of_the_schema(schema: Any, longest: int) -> None:
+    made = grammar.json_schema(schema)
+    assert accepts(str(longest), made)
+    assert not accepts(str(10 * longest), made)
+    assert not accepts(f"-1{'0' * 19}", made)
+
+
 def test_unknown_dialect_is_accepted() -> None:
     assert accepts("null", grammar.json_schema({"$schema": "http://json-schema.org/schema#", "type": "null"}))
 

@@ -10,7 +10,7 @@ import pytest
 from fd_core.errors import PluginError
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.plugins.builtin import fd_register_router_policies
-from fd_core.router.policies import Candidate, RequestNum, RouterPolicy
+from fd_core.router.policies import Candidate, RequestNum, RouterPolicy, SessionAffinity
 from fd_core.router.workers import RouterWorker
 from fd_core.testing.axes import parts
 from fd_core.testing.router_policies import RouterPolicySuite
@@ -173,6 +173,28 @@ class SearchesPastSessions(RouterPolicy):
         return context.candidates[0 if known else -1]
 
 
+class SearchesPastPrompts(RequestNum):
+    def __init__(self, config):
+        super().__init__(config)
+        self.past = []
+
+    def choose(self, context):
+        head = context.tokens[:64].tobytes()
+        known = head in self.past
+        self.past.append(head)
+        return context.candidates[0] if known else super().choose(context)
+
+
+class ForgetsAllSessions(SessionAffinity):
+    def sweep(self, now):
+        super().sweep(now + 1e9)
+
+
+class WorksOutALambda(RouterPolicy):
+    def choose(self, context):
+        return context.candidates[context.candidates.once(lambda workers: len(workers) - 1)]
+
+
 class OfAnotherKind(RouterPolicy):
     def choose(self, context):
         return 3
@@ -184,6 +206,7 @@ FORGETS = "test_it_forgets_workers_that_are_gone_and_requests_that_are_long_past
 OTHER = "test_another_process_chooses_the_same"
 WORKERS = "test_the_time_of_a_choice_is_at_most_linear_in_workers"
 PAST = "test_the_time_of_a_choice_does_not_grow_with_past_requests"
+ONCE = "test_what_it_works_out_once_for_some_workers_does_not_grow"
 SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
 
 
@@ -219,6 +242,9 @@ def without_shrinking(monkeypatch):
         (ServesMixedOnly, "role=decode", ()),
         (ComparesAllPairs, WORKERS, ()),
         (SearchesPastSessions, PAST, ()),
+        (SearchesPastPrompts, PAST, ()),
+        (ForgetsAllSessions, "session=s,swept=after each call", ()),
+        (WorksOutALambda, ONCE, ()),
     ],
 )
 def test_wrong_policy_fails_the_case_that_names_its_fault(wrong, case, arguments):

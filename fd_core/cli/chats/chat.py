@@ -27,9 +27,12 @@ Url = Annotated[
 ]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest answer in tokens.", metavar="N")]
 Temperature = Annotated[
-    float, typer.Option(help="Sampling temperature, 0 to 2; 0 always selects the most likely token.", metavar="T")
+    float | None,
+    typer.Option(help="Sampling temperature, 0 to 2; 0 always selects the most likely token.", metavar="T"),
 ]
-TopP = Annotated[float, typer.Option(help="Probability mass to sample from, above 0 and at most 1.", metavar="P")]
+TopP = Annotated[
+    float | None, typer.Option(help="Probability mass to sample from, above 0 and at most 1.", metavar="P")
+]
 Seed = Annotated[int | None, typer.Option(help="Sampling seed; the same seed reproduces an answer.", metavar="N")]
 
 
@@ -43,8 +46,8 @@ def chat(
         str | None, typer.Option(help="System message at the beginning of the conversation.", metavar="TEXT")
     ] = None,
     max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.95,
+    temperature: Temperature = None,
+    top_p: TopP = None,
     seed: Seed = None,
 ) -> None:
     """Chat with a model in the terminal.
@@ -93,7 +96,9 @@ def complete(
         _put("\n")
 
 
-def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: int | None) -> SamplingOptions:
+def _sampling(
+    max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None
+) -> SamplingOptions:
     """Return the sampling options of the flags. Raises `ConfigError` that names the flag out of its range."""
     from fd_core.cli.chats.chat_backend import SamplingOptions
     from fd_core.types.checks import check_sampling

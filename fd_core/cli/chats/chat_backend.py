@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from fd_core.cli.chats.api_client import ApiClient
+from fd_core.config.generation import NO_DEFAULTS, GenerationDefaults
 from fd_core.errors import BadRequest, FdError, ModelError
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.detokenizer import IncrementalDetokenizer
@@ -30,17 +31,20 @@ class SamplingOptions:
 
     max_tokens: int | None = None
     """None: up to the model's limit."""
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float | None = 0.0
+    """None for the model's default, or 0.7."""
+    top_p: float | None = 1.0
+    """None for the model's default, or 0.95."""
     seed: int | None = None
     """None: a different answer each time."""
 
-    def params(self, room: int) -> SamplingParams:
+    def params(self, room: int, defaults: GenerationDefaults = NO_DEFAULTS) -> SamplingParams:
         """Return the parameters of an answer of at most `room` tokens."""
+        asked = {"temperature": self.temperature, "top_p": self.top_p}
+        values = {"temperature": 0.7, "top_p": 0.95} | defaults.sampling()
         return SamplingParams(
-            max_tokens=room if self.max_tokens is None else min(room, self.max_tokens),
-            temperature=self.temperature,
-            top_p=self.top_p,
+            max_tokens=min(room, self.max_tokens or defaults.max_new_tokens or room),
+            **values | {name: value for name, value in asked.items() if value is not None},
             seed=secrets.randbits(64) if self.seed is None else self.seed,
         )
 
@@ -85,7 +89,7 @@ class EngineChatBackend:
                 f"{info.max_model_len:,}"
             )
             raise BadRequest(message, hint="shorten it, or /reset the chat")
-        params, ends = options.params(room), info.eos_token_ids
+        params, ends = options.params(room, info.generation), info.eos_token_ids
         spec = RequestSpec(request_id=secrets.token_hex(8), prompt=tuple(prompt), params=params, eos_token_ids=ends)
         text = IncrementalDetokenizer(self.tokenizer)
         async with contextlib.aclosing(cast(AsyncGenerator[Delta, None], self.client.submit(spec))) as deltas:
@@ -120,7 +124,10 @@ class ServerChatBackend:
     async def _generate(
         self, path: str, asked: dict[str, Any], options: SamplingOptions, count: TokenCount | None = None
     ) -> AsyncGenerator[str, None]:
-        request = {**asked, "model": self.model, "temperature": options.temperature, "top_p": options.top_p}
+        request = {**asked, "model": self.model}
+        for name, value in (("temperature", options.temperature), ("top_p", options.top_p)):
+            if value is not None:
+                request[name] = value
         if options.max_tokens is not None:
             request["max_tokens"] = options.max_tokens
         if options.seed is not None:

@@ -43,6 +43,7 @@ def summary(
         ("max_num_seqs", f"{info.max_num_seqs:,}" + (" in all" if server.data_parallel_size > 1 else "")),
         ("max_num_batched_tokens", f"{info.max_num_batched_tokens:,}"),
         ("max_model_len", _context(info, max(1, server.data_parallel_size))),
+        *([("Sampling", _defaults(info))] if info.generation.set_fields() else []),
         ("Tool calls", tools),
         ("Reasoning", reasoning),
         ("Clients", clients(server.host, server.api_keys, server.api_key_file)),
@@ -73,6 +74,11 @@ def _context(info: EngineInfo, engines: int) -> str:
     if info.max_model_len == held < info.model_max_len:
         return f"{held:,}, limited by the KV cache; the model supports {info.model_max_len:,}"
     return f"{info.max_model_len:,}"
+
+
+def _defaults(info: EngineInfo) -> str:
+    values = ", ".join(f"{name} {value:g}" for name, value in info.generation.set_fields().items())
+    return f"{values} unless a request sets them"
 
 
 def _adapters(info: EngineInfo) -> str:

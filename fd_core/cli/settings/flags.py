@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 from fd_core.cli.report import print_error
 from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
+from fd_core.config.generation import GenerationDefaults
 from fd_core.config.paths import read_bounded
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
@@ -108,6 +109,18 @@ def speculation(value: Any) -> SpeculativeConfig:
         return msgspec.convert({**table, "options": options}, SpeculativeConfig)
     except (ConfigError, msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{error}; for example {_SPECULATION}") from None
+
+
+def generation(value: Any) -> GenerationDefaults:
+    """Parse default sampling parameters: a JSON object, or a table of a settings file."""
+    names = ", ".join(GenerationDefaults.__struct_fields__)
+    try:
+        table = msgspec.json.decode(value, type=dict[str, Any]) if isinstance(value, str) else dict(value)
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
+        raise ValueError(f"expected an object of {names}") from None
+    if unknown := [name for name in table if name not in GenerationDefaults.__struct_fields__]:
+        raise ValueError(f"{unknown[0]!r} is not a default sampling parameter; expected {names}")
+    return GenerationDefaults.read(table)
 
 
 Command = Callable[..., None]
@@ -331,6 +344,18 @@ ENGINE_FLAGS: Final = (
     Flag("structured_output", "Support structured output: JSON, schemas, regular expressions, choices, grammars."),
     Flag("max_forced_tokens", "Most tokens forced by a grammar that one step appends to a request."),
     Flag("revision", "Branch, tag or commit of a Hugging Face model."),
+    Flag(
+        "generation_config",
+        "Default sampling parameters of requests: auto for those of the model's authors, none, or a "
+        "generation_config.json or its folder.",
+        "SOURCE",
+    ),
+    Flag(
+        "override_generation_config",
+        """Default sampling parameters that replace those of the model, such as '{"temperature": 0.6}'.""",
+        "JSON",
+        parser=generation,
+    ),
     Flag(
         "kv_events",
         "Report cached prefixes to the router; on by default with --router, otherwise requires --router-secret-file.",

@@ -10,11 +10,13 @@ import msgspec
 
 from fd_core import plugins
 from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.config.generation import GenerationDefaults
 from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
-from fd_core.models.catalog import resolve_model
+from fd_core.models.catalog import ResolvedModel, resolve_model
 from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
+from fd_core.models.loading.files import read_json_object
 from fd_core.runner.drafting import FLAG, check_drafter
 from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
@@ -60,6 +62,7 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
     try:
         tokenizer = load_tokenizer(checkpoint)
         _report_missing_rows(tokenizer, checkpoint)
+        config = _with_generation(config, found, checkpoint)
         return Assets(found.name, found.path, tokenizer, config=config)
     finally:
         checkpoint.close()
@@ -80,6 +83,27 @@ def _report_missing_rows(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
         listed,
         ", ..." if len(missing) > _SHOWN_TOKENS else "",
     )
+
+
+def _with_generation(config: EngineConfig, found: ResolvedModel, checkpoint: Checkpoint) -> EngineConfig:
+    """Read the default sampling parameters, so that the engine need not look them up again."""
+    source = config.generation_config
+    defaults = GenerationDefaults()
+    if source == "auto":
+        values, origin = checkpoint.generation_config, str(checkpoint.path)
+        defaults = found.generation
+    elif source != "none":
+        path = Path(source)
+        origin = str(path / "generation_config.json" if path.is_dir() else path)
+        values = read_json_object(Path(origin))
+    if source != "none":
+        try:
+            defaults = defaults.updated(GenerationDefaults.read(values))
+        except ValueError as error:
+            message = f"{origin}: generation_config: {error}"
+            raise ModelError(message, hint="correct it, or ignore it with --generation-config none") from error
+    defaults = defaults.updated(config.override_generation_config)
+    return msgspec.structs.replace(config, generation_config="none", override_generation_config=defaults)
 
 
 def _with_draft_model(speculative: SpeculativeConfig, progress: ProgressSink | None) -> SpeculativeConfig:

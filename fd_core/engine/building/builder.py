@@ -77,7 +77,7 @@ class _EngineBuilder:
     """Components of one engine, each built on first use."""
 
     def __init__(
-        self, config: EngineConfig, path: Path | None, epoch: int, progress: StartProgress, first_step: int
+        self, config: EngineConfig, path: Path | None, epoch: int, progress: StartProgress, first_step: int = 0
     ) -> None:
         """Check the settings and look up the plugins that they name before anything is loaded."""
         if config.trace is not None:
@@ -296,6 +296,7 @@ class _EngineBuilder:
             vectors=self._vectors,
             generates=model.generates,
             eos_token_ids=model.eos_token_ids,
+            generation=config.override_generation_config,
             max_model_len=limits.max_model_len,
             model_max_len=model.max_positions,
             max_num_seqs=limits.max_num_seqs,

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import EngineConfig
+from fd_core.config.generation import GenerationDefaults
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 from fd_core.kv.tiers.stats import TierStats
@@ -47,6 +48,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    generation: GenerationDefaults = GenerationDefaults()
+    """Sampling parameters of requests that leave them out."""
     max_model_len: int
     model_max_len: int = 0
     """Context length that the model was trained for, in tokens; 0 if unknown."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from fd_core.config.generation import GenerationDefaults
 from fd_core.errors import ModelError
 
 
@@ -155,6 +156,8 @@ class PackagedModel:
     member: str
     sha256: str
     size: int
+    generation: GenerationDefaults
+    """Sampling parameters that the authors recommend."""
 
     def path(self, cache: Path) -> Path:
         """Return the path of the model in a cache, whether or not it is there."""

@@ -117,14 +117,14 @@ class Checkpoint(ABC):
             tokenizer = None
         rows = self.config.get("vocab_size")
         named = {
-            str(self.path / "generation_config.json"): self._generation_config.get("eos_token_id"),
+            str(self.path / "generation_config.json"): self.generation_config.get("eos_token_id"),
             str(self.path): self.config.get("eos_token_id"),
         }
         return end_tokens(named, tokenizer, rows if isinstance(rows, int) else None)
 
     @property
-    def _generation_config(self) -> Mapping[str, Any]:
-        """Default sampling parameters of the checkpoint."""
+    def generation_config(self) -> Mapping[str, Any]:
+        """Sampling parameters that the authors recommend, under the names of `generation_config.json`."""
         return {}
 
     @property

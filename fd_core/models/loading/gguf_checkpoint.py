@@ -107,6 +107,14 @@ SUPPORTED_TYPES: Final = (*RAW_TYPES, *PACKED_TYPES, *sorted(_EXPANDED_TYPES))
 
 _TOKENIZER = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
+_SAMPLING: Final = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""Keys of llama.cpp's converter, and their names in `generation_config.json`."""
 
 
 class GgufCheckpoint(Checkpoint):
@@ -148,6 +156,12 @@ class GgufCheckpoint(Checkpoint):
             if key.startswith(f"{_TEMPLATE}.")
         }
         return GgmlTokenizerSource(self.path, metadata, self._metadata.text(_TEMPLATE, "") or None, named)
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The `general.sampling.*` metadata."""
+        values = self._metadata.values
+        return {name: values[key] for key, name in _SAMPLING.items() if key in values}
 
     def _decoded(self, tensor: StoredTensor) -> Weight:
         rows = math.prod(tensor.shape[:-1])

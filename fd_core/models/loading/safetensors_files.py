@@ -121,7 +121,8 @@ class SafetensorsCheckpoint(Checkpoint):
         return read_tokenizer_folder(self.path)
 
     @cached_property
-    def _generation_config(self) -> Mapping[str, Any]:
+    def generation_config(self) -> Mapping[str, Any]:
+        """The object in `generation_config.json`; empty without this file."""
         path = self.path / "generation_config.json"
         return read_json_object(path) if path.is_file() else {}
 

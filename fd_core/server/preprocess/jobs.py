@@ -476,6 +476,7 @@ def build_job(
         most_texts=state.config.max_n,
         context=info.max_model_len,
         limit=record.tokens_per_minute if owner else None,
+        default_tokens=info.generation.max_new_tokens,
     )
     params = sampling_params(body, info, cost.outputs, logprobs=logprobs, tokenizer=state.tokenizer)
     if params[0].prompt_logprobs is not None:

@@ -57,9 +57,18 @@ class TextCost(NamedTuple):
 
 
 def text_cost(
-    request: GenerationRequest, prompts: Sequence[int], *, most_texts: int, context: int | None, limit: int | None
+    request: GenerationRequest,
+    prompts: Sequence[int],
+    *,
+    most_texts: int,
+    context: int | None,
+    limit: int | None,
+    default_tokens: int | None = None,
 ) -> TextCost:
-    """Return the cost of texts at most as long as `limit`, at servers and routers. Raises `ApiError` (400)."""
+    """Return the cost of texts at most as long as `limit`, at servers and routers. Raises `ApiError` (400).
+
+    `default_tokens` is the length of answers of a conversation that does not set one; None for what the context holds.
+    """
     n = request.n or 1
     if isinstance(request, CompletionRequest) and request.best_of is not None and request.best_of != n:
         raise unsupported(f"best_of is {request.best_of} and n is {n}; only equal values are supported", "best_of")
@@ -70,7 +79,7 @@ def text_cost(
         raise invalid(
             f"{len(prompts)} prompts times n={n} are {texts} texts; at most {most_texts} are allowed per request", "n"
         )
-    asked, field = asked_tokens(request)
+    asked, field = asked_tokens(request, default_tokens)
     outputs = [asked] * len(prompts)
     for index, prompt in enumerate(prompts):
         if context is None:
@@ -83,7 +92,7 @@ def text_cost(
                 "messages" if isinstance(request, ChatRequest) else "prompt",
                 "context_length_exceeded",
             )
-        # The server's default is lowered instead of rejected.
+        # A default is lowered instead of rejected.
         if asked is None or (asked > room and request.max_tokens is None and field == "max_tokens"):
             outputs[index] = room
         elif asked > room:
@@ -145,8 +154,11 @@ def sampling_params(
     if allowed_ids is not None and _min_tokens(request) and ending.issuperset(allowed_ids):
         message = "allowed_token_ids has only stop tokens, but other tokens are required before the end"
         raise invalid(message, "allowed_token_ids")
-    temperature = 1.0 if request.temperature is None else request.temperature
-    copied = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
+    named = (*_COPIED, "temperature", "top_k")
+    given = info.generation.sampling() | {
+        name: value for name in named if (value := getattr(request, name)) is not None
+    }
+    temperature, top_k = given.pop("temperature", 1.0), given.pop("top_k")
     seed = secrets.randbits(63) if request.seed is None else request.seed
     if not -(2**63) <= seed <= _MASK:
         raise invalid("seed must fit in 64 bits: -2^63 to 2^64-1", "seed")
@@ -161,7 +173,7 @@ def sampling_params(
                 max_tokens=allowed,
                 min_tokens=min_tokens,
                 temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-                top_k=min(max(request.top_k or 0, 0), info.vocab_size),
+                top_k=min(max(top_k, 0), info.vocab_size),
                 seed=seed & _MASK,
                 logit_bias=bias,
                 allowed_token_ids=allowed_ids,
@@ -169,7 +181,7 @@ def sampling_params(
                 logprobs=logprobs,
                 prompt_logprobs=scored,
                 stop_token_ids=stop_ids,
-                **copied,
+                **given,
             )
         )
     if bad_words or allowed_ids is not None:
@@ -177,8 +189,8 @@ def sampling_params(
     return params
 
 
-def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
-    """Return the requested number of tokens, and the field that sets it."""
+def asked_tokens(request: GenerationRequest, default: int | None = None) -> tuple[int | None, str]:
+    """Return the requested number of tokens, or the default of a conversation, and the field that sets it."""
     newer, older = request.max_completion_tokens, request.max_tokens
     if newer is not None and older is not None and newer != older:
         raise invalid(
@@ -186,8 +198,8 @@ def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
         )
     if newer is not None:
         return newer, "max_completion_tokens"
-    if older is None and not isinstance(request, ChatRequest):
-        older = 16
+    if older is None:
+        older = default if isinstance(request, ChatRequest) else 16
     # A prompt alone still needs one output token, which is computed and not shown.
     return older if older is None else max(older, 1), "max_tokens"
 

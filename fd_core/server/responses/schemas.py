@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from fd_core.config.generation import TopP
 from fd_core.server.schemas.requests import MAX_TOOLS, RESPONSES, CacheSalt, Effort, Priority
 from fd_core.server.schemas.unsupported import Refusal, beside_chats
 from fd_core.structured.workers.messages import Unenforced
-from fd_core.types import TokenCount, TopP
+from fd_core.types import TokenCount
 
 
 class InputPart(msgspec.Struct, kw_only=True):

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from fd_core.config.generation import MinP, RepetitionPenalty, Temperature, TopP
 from fd_core.server.preprocess.structured_fields import StructuredFields
-from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
+from fd_core.types import Count, LogitBias, NumLogprobs, Penalty, TokenCount
 
 MAX_STOP: Final = 16
 """Stop strings of every API. OpenAI states 4 for chats and completions; Anthropic and vLLM state no limit."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from fd_core.disagg.connectors.contract import (
@@ -71,6 +73,8 @@ AXES: Final = (
     Axis("before", ("nothing", "the same lease", "a transfer", "four aborts", "a refused value", "another peer")),
     Axis("peer", ("prefill", "decode", "none")),
     Axis("thread", (False, True)),
+    Axis("sent", ("at once", "when it is taken")),
+    Axis("closed", ("outbox first", "inbox first")),
 )
 """Axes of the leases of two connectors; `peer` is the side in another process."""
 EXCUSED: Final[Mapping[str, str]] = {
@@ -79,6 +83,8 @@ EXCUSED: Final[Mapping[str, str]] = {
     "ConnectorSettings.timeout": "the suite of a connector names it",
 }
 """Fields of the contract that no axis varies, with the reason."""
+SLACK: Final = 1.5
+"""Tolerance in seconds for a call on a busy machine."""
 _MAX_BYTES: Final = 9e6
 """Bytes of the values, and of the buffers of all windows, of a case."""
 _MAX_PIECES: Final = 400
@@ -101,6 +107,25 @@ def allowed(case: Case) -> bool:
         and leases * pieces <= _MAX_PIECES
         and pieces * leases * _int(case, "parts") <= 3000
     )
+
+
+class TimedEnd:
+    """An end, or a connector, whose calls have to return within its timeout."""
+
+    def __init__(self, end: Any, timeout: float) -> None:
+        self._end, self._timeout = end, timeout
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._end, name)
+        return partial(self._call, name, found) if callable(found) else found
+
+    def _call(self, name: str, method: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
+        start = time.monotonic()
+        try:
+            return method(*arguments, **limits)
+        finally:
+            took = time.monotonic() - start
+            assert took < self._timeout + SLACK, f"{name} took {took:.1f} s, with a timeout of {self._timeout} s"
 
 
 @dataclass(slots=True)
@@ -142,11 +167,17 @@ class _Transfer:
         first, count, size = _int(self.case, "first"), _int(self.case, "pieces"), _int(self.case, "value_bytes")
         name = name or _LEASES[str(self.case["lease"])](number)
         pieces = range(first, first + max(count, self._window))
-        inbox = self.decode.open_inbox(name, pieces=pieces, window=self._window, value_bytes=size)
+        timeout = self.decode.settings.timeout
+        inbox: Any = TimedEnd(
+            self.decode.open_inbox(name, pieces=pieces, window=self._window, value_bytes=size), timeout
+        )
         stack.callback(inbox.close)
         assert len(inbox.address) <= MAX_ADDRESS_BYTES, f"an address has {len(inbox.address)} bytes"
-        outbox = self.prefill.open_outbox(name, inbox.address, window=self._window, value_bytes=size)
+        outbox: Any = self.prefill.open_outbox(name, inbox.address, window=self._window, value_bytes=size)
+        outbox = TimedEnd(outbox, timeout)
         stack.callback(outbox.close)
+        if self.case["closed"] == "inbox first":
+            stack.callback(inbox.close)
         content = str(self.case["content"])
         values = {first + at: value_of(content, 1000 * number + at, self._size(at)) for at in range(count)}
         return _LeaseUnderTest(inbox, outbox, values, unsent=[*values])
@@ -189,6 +220,7 @@ class _Transfer:
             lease.unsent.remove(index)
             lease.announced[index] = self._put(lease.outbox, index, value)
         elif move == "take":
+            lease.announced[index] = _as_sent(lease.announced[index])
             for _ in range(2 if self.case["take"] == "twice" else 1):
                 lease.taken[index] = lease.inbox.take(index, *lease.announced[index])
                 assert_value(what, lease.taken[index], value)
@@ -200,8 +232,12 @@ class _Transfer:
         parts = parts_of(value, _int(self.case, "parts"), str(self.case["buffer"]))
         done = outbox.put(index, parts)
         assert len(done.reference) <= MAX_REFERENCE_BYTES, f"a reference has {len(done.reference)} bytes"
-        # As a message carries them, in new memory.
-        return PutResult(bytes(done.reference), tuple(bytes(frame) for frame in done.frames))
+        if not done.frames:
+            for part in parts:
+                flat = memoryview(part).cast("B")
+                if not flat.readonly:
+                    flat[:] = bytes(len(flat))
+        return _as_sent(done) if self.case["sent"] == "at once" else done
 
     def abort(self, number: int, name: str | None = None) -> None:
         """Open a lease, and close it with announced, taken and unsent pieces."""
@@ -210,6 +246,11 @@ class _Transfer:
             for _ in range(1 + number % (2 * self._window + 1)):
                 self._move(lease, number)
             lease.taken.clear()
+
+
+def _as_sent(piece: PutResult) -> PutResult:
+    """Return a piece as a message carries it, in new memory."""
+    return PutResult(bytes(piece.reference), tuple(bytes(frame) for frame in piece.frames))
 
 
 def _happens_before(what: str, transfer: _Transfer, pair: ConnectorPair) -> None:

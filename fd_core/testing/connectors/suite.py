@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,8 +32,9 @@ from fd_core.disagg.connectors.contract import (
     PutResult,
 )
 from fd_core.testing.axes.parts import KitCase
-from fd_core.testing.connectors.cases import TRANSFERS, ConnectorPair
+from fd_core.testing.connectors.cases import SLACK, TRANSFERS, ConnectorPair, TimedEnd
 from fd_core.testing.connectors.remote import Recipe, RemoteProcess, resource_snapshot
+from fd_core.testing.kit.growth import assert_bounded
 
 WINDOW = 4
 PIECES = range(3, 40)
@@ -53,8 +54,6 @@ OpenBoth = Callable[..., tuple[KVInbox, KVOutbox]]
 
 VALUE_BYTES = 720 * 1024 + 80
 """Size of a real value: the sealed KV of a block."""
-SLACK = 1.5
-"""Tolerance in seconds for a call on a busy machine."""
 
 
 def new_lease() -> str:
@@ -363,6 +362,23 @@ class ConnectorSuite:
         outbox.close()
         del held
 
+    @pytest.mark.law("6.1")
+    def test_nothing_is_held_of_leases_that_are_over(self, recipe: Recipe) -> None:
+        decode, prefill = recipe.make(), recipe.make()
+
+        def use(number: int) -> None:
+            for _ in range(64):
+                inbox, outbox = _opened(decode, prefill, value_bytes=1000)
+                there = put(outbox, 3, value_of(number, 1000))
+                inbox.take(3, *there)
+                inbox.done(3, there.reference)
+                outbox.close()
+                inbox.close()
+
+        assert_bounded(use, 64, "leases that are over")
+        prefill.close()
+        decode.close()
+
     @pytest.mark.law("6.3")
     @pytest.mark.parametrize(
         "announced", [0, 2, WINDOW], ids=lambda announced: f"{announced} of {WINDOW} pieces announced"
@@ -431,6 +447,8 @@ def _opened(
     decode: Connector, prefill: Connector, *, lease: str | None = None, value_bytes: int = VALUE_BYTES
 ) -> tuple[KVInbox, KVOutbox]:
     lease = lease or new_lease()
+    decode, prefill = (cast(Connector, TimedEnd(each, each.settings.timeout)) for each in (decode, prefill))
     inbox = decode.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=value_bytes)
     outbox = prefill.open_outbox(lease, inbox.address, window=WINDOW, value_bytes=value_bytes)
-    return inbox, outbox
+    timeout = decode.settings.timeout
+    return cast(KVInbox, TimedEnd(inbox, timeout)), cast(KVOutbox, TimedEnd(outbox, timeout))

@@ -25,6 +25,7 @@ WAITING_AXES: Final = (
     Axis("priority", ("same", "falling", "wide"), ("QueuedRequest.priority",)),
     Axis("tenants", (1, 2, 7, 100), ("QueuedRequest.tenant",)),
     Axis("preempted", (0, 2, 5), ("QueuedRequest.preempted",)),
+    Axis("aborted", (0, 2, 5)),
     Axis("requests", (30, 1, 2, 200)),
     Axis("slots", (3, 1, 50)),
 )
@@ -103,8 +104,13 @@ class Queue:
         self._event(chosen, lambda: self.policy.admitted(chosen))
         return chosen
 
+    def abort(self, request: QueuedRequest) -> None:
+        """End a request that waits."""
+        del self._waiting[request.arrival]
+        self.end(request, request.num_tokens)
+
     def end(self, request: QueuedRequest, num_computed: int) -> None:
-        """End an admitted request."""
+        """End an admitted request, or one that waited."""
         del self._ranks[request.arrival]
         self._event(request, lambda: self.policy.ended(request, num_computed))
 
@@ -119,12 +125,22 @@ class Queue:
 
 
 def orders(case: Case, policy: SchedulingPolicy) -> Iterator[int]:
-    """Serve the requests of a case; yield the arrival of each admission. Some requests are preempted, once."""
+    """Serve the requests of a case; yield the arrival of each admission. Some requests are preempted, once.
+
+    Before each group of requests, others arrive that are aborted while they wait.
+    """
     queue, running, left = Queue(policy), list[QueuedRequest](), requests_of(case)
+    aborted = _int(case, "first") + len(left)
     every, admitted = _int(case, "preempted"), 0
     while left or len(queue) or running:
-        for request in left[:4]:
+        others = [
+            QueuedRequest(aborted + at, 10, 10, 0, "t0", False) for at in range(_int(case, "aborted") if left else 0)
+        ]
+        for request in (*others, *left[:4]):
             queue.add(request)
+        for request in others:
+            queue.abort(request)
+        aborted += len(others)
         del left[:4]
         while len(queue) and len(running) < _int(case, "slots"):
             running.append(queue.admit())

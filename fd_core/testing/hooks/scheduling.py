@@ -51,8 +51,9 @@ class SchedulingPolicySuite:
     @pytest.mark.law("2.2")
     @pytest.mark.parametrize("tenants", [1, 2])
     @pytest.mark.parametrize("size", [10, 5000])
-    def test_request_is_admitted_while_others_keep_arriving(self, size: int, tenants: int) -> None:
-        """All have the same priority, and one arrives for each that is admitted."""
+    @pytest.mark.parametrize("aborted", [0, 2])
+    def test_request_is_admitted_while_others_keep_arriving(self, aborted: int, size: int, tenants: int) -> None:
+        """All have the same priority, and one arrives for each that is admitted, with some that are aborted at once."""
         if size > 10 and self.favours_small:
             lacks(self.favours_small)
         queue = Queue(self.policy_class()())
@@ -67,15 +68,22 @@ class SchedulingPolicySuite:
                 return
             queue.end(admitted, 20)
             queue.add(QueuedRequest(arrival, 10, 10, 0, "t0", False))
+            for number in range(aborted):
+                other = QueuedRequest(1000 + aborted * arrival + number, 10, 10, 0, "t0", False)
+                queue.add(other)
+                queue.abort(other)
         require(False, "2.2", f"a request of {size} tokens waits after {_PATIENCE} admissions of later ones")
 
     @pytest.mark.law("3.6")
-    def test_it_forgets_requests_that_ended(self) -> None:
+    @pytest.mark.parametrize("admitted", [True, False])
+    def test_it_forgets_requests_that_ended(self, *, admitted: bool) -> None:
+        """Requests end after their admission, or are aborted while they wait."""
         queue = Queue(self.policy_class()())
         before = holdings(queue.policy)
         for arrival in range(_REQUESTS):
-            queue.add(QueuedRequest(arrival, 10, 10, 0, f"tenant {arrival}", False))
-            queue.end(queue.admit(), 15)
+            request = QueuedRequest(arrival, 10, 10, 0, f"tenant {arrival}", False)
+            queue.add(request)
+            queue.end(queue.admit(), 15) if admitted else queue.abort(request)
         grown = holdings(queue.policy) - before
         require(grown < _CONSTANT, "3.6", f"it holds {grown} objects more after {_REQUESTS} requests that ended")
 

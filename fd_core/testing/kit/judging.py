@@ -163,7 +163,7 @@ class Judge:
     ) -> None:
         """`adapters` are folders by digest; `settings` are those of the oracle's engine.
 
-        `slack` multiplies the margins of half precision, for a checkpoint with larger activations.
+        `slack` multiplies the margins of lower precision, for a checkpoint with larger activations.
         """
         self._slack = slack
         self.target, self._case, self._adapters = target, case, adapters or {}
@@ -189,10 +189,13 @@ class Judge:
     @property
     def margin(self) -> float:
         """Maximum lead of the oracle's best logit over a greedy token of the target."""
-        if self.target.precision not in ("float16", "bfloat16"):
+        precision, quantized = self.target.precision, self.target.kv_dtype == "int8"
+        if precision == "float32":
             return margin_of(self.target)
-        # Rounded activations also move more keys and values between two of the 255 steps.
-        return self._slack * (MARGIN[self.target.precision] + (0.1 if self.target.kv_dtype == "int8" else 0.0))
+        # Rounded activations also move more keys and values between two of the 255 steps. The margin of packed weights
+        # is wide already.
+        slack = max(1.0, self._slack / 2) if precision == "packed" else self._slack
+        return slack * (MARGIN[precision] + (0.1 if quantized else 0.0))
 
     @property
     def score_margin(self) -> float:

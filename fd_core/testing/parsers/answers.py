@@ -19,7 +19,7 @@ from fd_core.testing.axes.covering import Axis, Case
 from fd_core.testing.axes.interleaving import interleaved
 from fd_core.testing.axes.parts import Part
 from fd_core.testing.kit.law import broken, require
-from fd_core.testing.parsers.target import SHOWN, Meaning, ParserTarget, arguments_text, meaning_of
+from fd_core.testing.parsers.target import SHOWN, Meaning, ParserTarget, Tools, arguments_text, meaning_of
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
 from fd_core.text.parsing.events import Event, joined
 
@@ -64,8 +64,9 @@ CALL_AXES: Final = (
     Axis("text", ("plain", "none", *list(TEXTS)[1:]), ("CallForm.trigger", "FreePart.begin", "FreePart.end")),
     Axis("after", ("none", *TEXTS), ("CallForm.end",)),
     Axis("space", ("\n", "", " \n\t ", "\r\n\r\n"), ("FreePart.behind",)),
-    Axis("name", ("weather", "w", "now_and_then", "get.weather-2_x", "x" * 64), ("CallForm.begin", "ToolParser.tools")),
-    Axis("style", ("usual", "ascii", "compact")),
+    Axis("name", ("weather", "w", "now_and_then", "get.weather-2_x", "x" * 64), ("CallForm.begin",)),
+    Axis("style", ("usual", "ascii", "compact", "indented")),
+    Axis("schema", ("string", "optional", "any_of", "ref", "typed"), ("ToolParser.tools",)),
     *_COMMON,
 )
 ANSWER_AXES: Final = (
@@ -74,7 +75,7 @@ ANSWER_AXES: Final = (
     Axis("text", tuple(TEXTS)),
     Axis("text_size", _SIZES),
     Axis("blocks", (1, 2, 3)),
-    Axis("begins", ("text", "prompt"), ("ReasoningParser.prompt_tail",)),
+    Axis("begins", ("text", "prompt", "later_turn"), ("ReasoningParser.prompt_tail",)),
     *_COMMON,
 )
 EXCUSED: Final[Mapping[str, str]] = {
@@ -94,7 +95,7 @@ _MAX_CUTS: Final = 16
 class _Model:
     """An answer and its meaning; positions are those of its text."""
 
-    tools: tuple[str, ...] = ()
+    tools: Tools = ()
     prompt: str = ""
     text: str = ""
     contents: list[tuple[int, str]] = field(default_factory=list)
@@ -159,7 +160,7 @@ class _Model:
     def require_of_part(self, found: Meaning, cut: int, markers: Sequence[str], *, finished: bool) -> None:
         """Fail unless `found` is the meaning of the first `cut` characters.
 
-        An incomplete marker at the end may be missing, and one character of it may be content.
+        An incomplete marker at the end may be missing, and one character of it may be content. So may the tail.
         """
         about = f"in {shortened(self.text[:cut])}, which was truncated"
         self._require_calls(found, sum(end <= cut for _, _, end in self.calls), about)
@@ -169,6 +170,8 @@ class _Model:
         ):
             right = _spaceless("".join(text[: max(0, cut - begin)] for begin, text in parts))
             got = _spaceless(there)
+            if what == "content":
+                got = got.removesuffix(_spaceless(self.text[len(self.text) - len(self.tail) : cut]))
             missing = right[len(got) :]
             held = any(_spaceless(marker).startswith(missing) for marker in markers) and not finished
             good = right.startswith(got) and (not missing or held)
@@ -196,9 +199,10 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
     """Return the answer of a case of tool calls."""
     name = str(case["name"])
     form = target.form(name)
-    model = _Model(("now", "weather", name, f"{name}2"))
     if form is None:
         return _sample_model(target, case)
+    schema = _schema(str(case["schema"]), _arguments(target, case, form, 0))
+    model = _Model(dict.fromkeys(("now", "weather", name, f"{name}2"), schema))
     text, after, space = (_text(target, str(case["text"])), _text(target, str(case["after"])), str(case["space"]))
     groups = _int(case, "groups") if form.anywhere and form.between is not None else 1
     number = 0
@@ -223,6 +227,35 @@ def calls_model(target: ParserTarget, case: Case) -> _Model:
     if model.contents and not target.cls.before_calls:
         model.end_with(target, case["tail"])
     return model
+
+
+_CITIES: Final[Mapping[str, dict[str, Any]]] = {
+    "optional": {"type": ["string", "null"]},
+    "any_of": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+    "ref": {"$ref": "#/$defs/City"},
+}
+"""Schemas of a string, as clients write them."""
+
+
+def _schema(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of a tool with these arguments; only `typed` describes more than the city."""
+    if arguments.get("city") == "null" and kind in _CITIES:  # it would be ambiguous
+        kind = "string"
+    found = {"city": _CITIES.get(kind, {"type": "string"})}
+    if kind == "typed":
+        found |= {name: {"type": _TYPES[type(value)]} for name, value in arguments.items()}
+    return {"type": "object", "properties": found, "$defs": {"City": {"type": "string"}}}
+
+
+_TYPES: Final[Mapping[type, str]] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
 
 
 def _add_content(target: ParserTarget, model: _Model, text: str) -> None:
@@ -257,8 +290,9 @@ def answer_model(target: ParserTarget, case: Case) -> _Model:
     reasoning = _repeated(_text(target, str(case["reasoning"])), _int(case, "size"))
     # Only a marker can begin another block.
     for block in range(_int(case, "blocks") if head.strip() else 1):
-        if block == 0 and case["begins"] == "prompt" and head.strip() in target.markers and target.cls.end:
-            model.prompt = f"<|user|>Hi<|assistant|>{head}"
+        if block == 0 and case["begins"] != "text" and head.strip() in target.markers and target.cls.end:
+            earlier = f"{head}{SHOWN.reasoning}{middle}{SHOWN.content}{tail}<|user|>Why?<|assistant|>"
+            model.prompt = f"<|user|>Hi<|assistant|>{earlier if case['begins'] == 'later_turn' else ''}{head}"
         else:
             model.add(head)
         model.add(f"{reasoning} {block}", model.reasonings)
@@ -314,6 +348,8 @@ def _value(target: ParserTarget, case: Case, form: CallForm) -> str:
 def _written(form: CallForm, arguments: dict[str, Any], style: str) -> str:
     if form.arguments == "json" and style == "compact":
         return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    if form.arguments == "json" and style == "indented":
+        return json.dumps(arguments, ensure_ascii=False, indent=2)
     return arguments_text(form.arguments, arguments, ascii_only=style == "ascii")
 
 

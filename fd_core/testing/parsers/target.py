@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from fd_core.errors import PluginError
 from fd_core.plugins import TOOL_PARSER, Kind, installed_plugins
 from fd_core.testing.kit.law import broken, require
-from fd_core.text.parsing.contract import CallForm, OutputParser, TaggedArguments
+from fd_core.text.parsing.contract import CallForm, OutputParser, TaggedArguments, ToolSchemas
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, ReasoningDelta, joined
 
+Tools = tuple[str, ...] | ToolSchemas
+"""Tools of a request, by name or with their schemas."""
 NOW: Final = "now"
 """The tool without arguments."""
 
@@ -101,9 +103,12 @@ class ParserTarget:
         """Return the form of a tool call, None if the format, or the kind of parser, has none."""
         return self.cls.form(name) if self.kind is TOOL_PARSER else None
 
-    def new(self, tools: tuple[str, ...] = (), prompt: str = "") -> OutputParser:
+    def new(self, tools: Tools = (), prompt: str = "") -> OutputParser:
+        """Return a new parser; tools without schemas have a `city`, a string."""
         if self.kind is not TOOL_PARSER:
             return self.cls(prompt)
+        if isinstance(tools, Mapping):
+            return self.cls(tools)
         city = {"type": "object", "properties": {"city": {"type": "string"}}}
         none: dict[str, Any] = {"type": "object", "properties": {}}
         return self.cls({name: none if name == NOW else city for name in tools})
@@ -145,14 +150,12 @@ class ParserTarget:
                 if long in answer.text:
                     yield kind, answer, answer.text.index(long)
 
-    def read(self, *pieces: str, tools: tuple[str, ...] = (), prompt: str = "", finish: bool = False) -> list[Event]:
+    def read(self, *pieces: str, tools: Tools = (), prompt: str = "", finish: bool = False) -> list[Event]:
         """Return the events of a response in pieces, concatenated."""
         listened = self.listen(*pieces, tools=tools, prompt=prompt, finish=finish)
         return joined(event for events in listened for event in events)
 
-    def listen(
-        self, *pieces: str, tools: tuple[str, ...] = (), prompt: str = "", finish: bool = False
-    ) -> Iterator[list[Event]]:
+    def listen(self, *pieces: str, tools: Tools = (), prompt: str = "", finish: bool = False) -> Iterator[list[Event]]:
         """Yield the events of each piece, then those of the end. Raises for invalid events (rules 8.3 and 8.4).
 
         With `finish` the model ended the text, otherwise it is truncated. Calls count from 0; each begins once, and

@@ -75,6 +75,7 @@ AXES: Final = (
         ("RouterWorker.incarnation",),
     ),
     Axis("made", ("of columns", "of candidates")),
+    Axis("swept", ("after departures", "after each call")),
 )
 """Axes of a sequence of calls."""
 EXCUSED: Final[Mapping[str, str]] = {
@@ -116,6 +117,8 @@ def check_policy(policy: PolicyUnderTest, case: Case) -> None:
             chosen = one.choose(*call)
             with another_world(shift=77 + number):
                 also = pool.submit(other.choose, *again).result()
+                if case["swept"] == "after each call":  # frees memory, and changes no choice
+                    pool.submit(other.sweep, again[1].now).result()
             assert chosen == also, f"two instances with equal calls differ at call {number}: workers {chosen}, {also}"
 
 
@@ -127,6 +130,9 @@ class _PolicyInstance:
         config = replace(policy.config, **sizes)
         self._policy = policy.cls(config)
         self.calls = _contexts(policy.cls, config, case)
+
+    def sweep(self, now: float) -> None:
+        self._policy.sweep(now)
 
     def choose(self, workers: list[RouterWorker], context: RoutingContext, gone: list[RouterWorker]) -> int:
         """Return the index of the chosen candidate, after workers departed."""
@@ -157,7 +163,7 @@ def _contexts(
             once = {}
         tokens = prompts[call % len(prompts)]
         blocks = len(tokens) // config.cache_block_size
-        candidates = _candidates(case, workers, blocks if cls.uses_prefix else None, once)
+        candidates = _candidates(case, workers, blocks if cls.uses_prefix else None, once, call)
         keys = tuple(b"%d/%d" % (call % 3, block) for block in range(blocks)) if cls.uses_prefix else ()
         number = case["random"] if call >= calls - 3 else draw.random()
         session = f"s{call}" if case["session"] == "each its own" else case["session"]
@@ -165,10 +171,12 @@ def _contexts(
 
 
 def _candidates(
-    case: Case, workers: list[RouterWorker], blocks: int | None, once: dict[Callable[..., Any], Any]
+    case: Case, workers: list[RouterWorker], blocks: int | None, once: dict[Callable[..., Any], Any], call: int
 ) -> Candidates:
-    loads = [_LOADS[str(case["loads"])](at, len(workers)) for at in range(len(workers))]
-    hits = [_HITS[str(case["hits"])](at, len(workers), blocks or 0) for at in range(len(workers))]
+    """Return candidates whose loads and hits move by one worker with each call."""
+    places = [(at - call) % len(workers) for at in range(len(workers))]
+    loads = [_LOADS[str(case["loads"])](at, len(workers)) for at in places]
+    hits = [_HITS[str(case["hits"])](at, len(workers), blocks or 0) for at in places]
     if case["made"] == "of candidates":
         rows = zip(workers, loads, hits, strict=True)
         return Candidates.of(Candidate(worker, WorkerLoad(*load), *pair) for worker, load, pair in rows)

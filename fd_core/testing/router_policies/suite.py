@@ -13,10 +13,10 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace as replace_fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -32,6 +32,7 @@ from fd_core.testing.axes.parts import KitCase
 from fd_core.testing.hooks.purity import holdings
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.router_policies.cases import ROUTING, PolicyUnderTest, choices
+from fd_core.types import IntArray
 
 _BLOCKS: Final = 4
 """Full blocks of each prompt."""
@@ -74,15 +75,19 @@ class RouterPolicySuite:
         now: float = 0.0,
     ) -> RoutingContext:
         """Return the router's inputs for workers with loads and hits, for the prompt of that number."""
-        size, prefix = self.router_config().cache_block_size, self.policy_class().uses_prefix
-        tokens = np.arange(prompt, prompt + size * _BLOCKS, dtype=np.int32)
-        tokens.flags.writeable = False
-        keys = tuple(f"{prompt}/{block}".encode() for block in range(_BLOCKS))
+        prefix = self.policy_class().uses_prefix
+        tokens, keys = self._prompt(prompt, prefix)
         candidates = Candidates.of(
             Candidate(worker, load, *((hits, min(_BLOCKS, hits + 1)) if prefix else ()))
             for worker, load, hits in workers
         )
-        return RoutingContext(candidates, tokens, keys if prefix else (), session=session, random=number, now=now)
+        return RoutingContext(candidates, tokens, keys, session=session, random=number, now=now)
+
+    def _prompt(self, number: int, prefix: bool) -> tuple[IntArray, tuple[bytes, ...]]:
+        """Return the tokens of a prompt and, if the policy sees them, the keys of its blocks."""
+        tokens = np.arange(number, number + self.router_config().cache_block_size * _BLOCKS, dtype=np.int32)
+        tokens.flags.writeable = False
+        return tokens, tuple(f"{number}/{block}".encode() for block in range(_BLOCKS if prefix else 0))
 
     @pytest.mark.law("7.2")
     @pytest.mark.fd_cases(ROUTING)
@@ -128,18 +133,24 @@ class RouterPolicySuite:
         before = self._seconds(policy, workers=4)
         shown = self.shown([(_worker(at, at), WorkerLoad(at % 2), 0) for at in range(4)])
         for number in range(_PAST):
-            session, now = f"session {number}", 1 + number / 100
-            policy.choose(replace_fields(shown, session=session, random=number % 101 / 101, now=now))
+            session, now, (tokens, keys) = (
+                f"session {number}",
+                1 + number / 100,
+                self._prompt(number, policy.uses_prefix),
+            )
+            draw = number % 101 / 101
+            policy.choose(replace_fields(shown, tokens=tokens, keys=keys, session=session, random=draw, now=now))
             if number % 4096 == 4095:
-                ratio = min(self._seconds(policy, workers=4, name=f"{number}/{again}") for again in range(2)) / before
+                names = [(f"{number}/{again}", (number + again + 1) * _PAST) for again in range(2)]
+                ratio = min(self._seconds(policy, workers=4, name=each, prompt=one) for each, one in names) / before
                 assert ratio < 5, f"after {number + 1:,} requests a choice takes {ratio:.0f} times as long"
 
-    def _seconds(self, policy: RouterPolicy, workers: int, name: str = "timed") -> float:
-        """Return the shortest time of a choice among so many workers."""
+    def _seconds(self, policy: RouterPolicy, workers: int, name: str = "timed", prompt: int = _PAST) -> float:
+        """Return the shortest time of a choice among so many workers, for new prompts from that number on."""
         there = [(_worker(at, at), WorkerLoad(at % 5, at % 2, at % 7), at % 3) for at in range(workers)]
         times = []
         for number in range(25):
-            context = self.shown(there, number / 25, f"{name} {number}", prompt=number % 3, now=0.0)
+            context = self.shown(there, number / 25, f"{name} {number}", prompt=prompt + number, now=0.0)
             start = time.perf_counter()
             policy.choose(context)
             times.append(time.perf_counter() - start)
@@ -165,6 +176,20 @@ class RouterPolicySuite:
         policy.sweep(_NEVER)
         grown = holdings(policy) - before
         assert grown < _CONSTANT, f"it holds {grown} objects more after {_REQUESTS} requests and as many workers"
+
+    @pytest.mark.law("7.1")
+    def test_what_it_works_out_once_for_some_workers_does_not_grow(self) -> None:
+        """Call it for the same workers, for which the router keeps the results of `Candidates.once`."""
+        policy, workers = self.new_policy(), tuple(_worker(at, at) for at in range(3))
+        results: dict[Callable[..., Any], Any] = {}
+        for number in range(_REQUESTS):
+            shown = self.shown([(workers[0], IDLE, 0)], session=f"session {number}", prompt=number, now=number)
+            seen = Candidates(workers, np.array([[number % 3, 1, 2]] * 3, np.int64), worked_out=results)
+            policy.choose(replace_fields(shown, candidates=seen))
+        assert len(results) < _CONSTANT, (
+            f"after {_REQUESTS} requests for the same workers, `once` holds {len(results)} results; pass it the same "
+            "function each time"
+        )
 
     @pytest.mark.law("7.1")
     @pytest.mark.parametrize("pair", [False, True], ids=["mixed", "pair"])

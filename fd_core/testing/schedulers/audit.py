@@ -358,7 +358,8 @@ class Auditor:
 
     def _check_order(self, plan: StepPlan) -> None:
         """Check that no request waits for long while requests that the policy puts after it are admitted."""
-        if self._order is None or self._operations or not plan.admissions:
+        others = [each for each in self._operations.values() if not isinstance(each, operations.CompileGrammar)]
+        if self._order is None or others or not plan.admissions:
             return
         last: dict[str, tuple[int, ...]] = {}
         for admission in plan.admissions:
@@ -366,7 +367,8 @@ class Auditor:
             last[group] = max(rank, last.get(group, rank))
         for request in self.requests.values():
             group, rank = request.place
-            if request.end is not None or not request.waits or rank >= last.get(group, rank):
+            inadmissible = request.end is not None or not request.waits or request.compiling is not None
+            if inadmissible or rank >= last.get(group, rank):
                 continue
             request.overtaken += 1
             most = _MAX_OVERTAKEN + 4 * (len(request.tokens) // self.limits.max_num_batched_tokens)
@@ -399,7 +401,7 @@ class Auditor:
         require(admission.eos_token_ids == request.spec.eos_token_ids, "4", f"{name} was admitted with wrong EOS ids")
         require(admission.adapter == request.spec.adapter, "4", f"{name} was admitted with a wrong adapter")
         require(admission.pooling == request.spec.pooling, "4", f"{name} was admitted with a wrong pooling")
-        compiled = request.spec.params.grammar is None or (request.compiled and request.compiling is None)
+        compiled = request.spec.params.grammar is None or request.compiled
         require(compiled, "2.6", f"{name} was admitted before its grammar was compiled")
         request.overtaken = 0
         computed = admission.computed
@@ -562,11 +564,12 @@ class Auditor:
             self._check_event(event)
 
     def _compile(self, effect: operations.CompileGrammar) -> None:
-        """Record the compilation of a grammar; the kit's requests have one grammar each."""
+        """Record the compilation of a grammar, which several requests may have."""
         named = [each for each in self.requests.values() if each.spec.params.grammar == effect.grammar]
-        waits = bool(named) and named[-1].waits and named[-1].compiling is None
-        require(waits, "2.6", f"operation {effect.operation} compiles {effect.grammar!r}, for which no request waits")
-        named[-1].compiling = effect.operation
+        waiting = [each for each in named if each.waits and each.compiling is None]
+        what = f"operation {effect.operation} compiles {effect.grammar!r}, for which no request waits"
+        require(waiting, "2.6", what)
+        min(waiting, key=lambda each: each.compiled).compiling = effect.operation
 
     def _check_event(self, event: KVEvent) -> None:
         """Check that events name prefixes of requests that anyone may know, and nothing that is not stored."""
@@ -685,10 +688,19 @@ class Auditor:
 
     def _compiled(self, completion: operations.GrammarReady, delta: Delta | None) -> None:
         """Check that a grammar that cannot be used ends its request, and that another one does not."""
-        del self._operations[completion.operation]
-        waits = [each for each in self.requests.values() if each.compiling == completion.operation]
+        compiled = self._operations.pop(completion.operation)
+        assert isinstance(compiled, operations.CompileGrammar)
+        named = [each for each in self.requests.values() if each.spec.params.grammar == compiled.grammar]
+        waits = [each for each in named if each.compiling == completion.operation]
+        # Of requests with one grammar, which one an operation is for shows only when it fails.
+        meant = [each for each in named if (each.end is not None if delta is None else each.name == delta.request_id)]
+        if waits and meant and completion.error is not None and meant[0].where in ("waits", "ended"):
+            waits[0].compiling, meant[0].compiling = meant[0].compiling, waits[0].compiling
+            waits = meant[:1]
         for request in waits:
-            request.compiling, request.compiled = None, completion.error is None
+            request.compiling = None
+        for request in named if completion.error is None else ():
+            request.compiled = True
         if not waits or waits[0].end is not None or completion.error is None:
             require(delta is None, "1.1", f"{completion} returned {delta}")
             return
@@ -885,6 +897,8 @@ class Auditor:
             require(held.fenced == 0, "3.2", f"{held.fenced} blocks are fenced with nothing in flight")
         if not self.unfinished and not self._in_flight and not self._operations:
             require(held.idle, "3.6", f"at idle it holds {held}")
+            known = len(self._known)
+            require(known <= held.cached, "5.3", f"events leave {known} blocks stored, but it holds {held.cached}")
 
 
 def _loaded(load: operations.Load | operations.Fetch | None) -> list[int]:

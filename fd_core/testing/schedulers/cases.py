@@ -123,7 +123,7 @@ AXES: Final = (
     ),
     Axis(
         "grammar",
-        (False, True),
+        ("none", "own", "shared"),
         (
             "SamplingParams.grammar",
             "SamplingParams.reasoning",
@@ -230,9 +230,13 @@ def specs_of(case: Case) -> list[RequestSpec]:
         plain = [_with(spec, max_tokens=count, min_tokens=0) for spec, count in zip(specs, most, strict=True)]
         texts = whole_texts(plain, context)
         specs = [_ending(str(case["ends"]), spec, texts[index], index) for index, spec in enumerate(specs)]
-    if case["grammar"]:
+    if case["grammar"] != "none":
         specs[1::2] = [
-            _with(spec, grammar=f"start: /{index}/", reasoning=Reasoning(end=(index,), max_tokens=index))
+            _with(
+                spec,
+                grammar=f"start: /{index if case['grammar'] == 'own' else 'shared'}/",
+                reasoning=Reasoning(end=(index,), max_tokens=index),
+            )
             for index, spec in enumerate(specs[1::2])
         ]
     if case["delivered"]:

@@ -111,6 +111,23 @@ def find_scheduler(name: str) -> SchedulerTarget:
     return SchedulerTarget(name, found, found.lacks)
 
 
+class RecordingVictims(VictimPolicy):
+    """Another victim policy, with a record of the slots that it chose; checks that it is offered candidates only."""
+
+    def __init__(self, victims: VictimPolicy, policy: SchedulingPolicy) -> None:
+        self.victims, self.policy = victims, policy
+        self.chosen: set[int] = set()
+        """Slots chosen since the last plan."""
+
+    def choose(self, running: RunningRequests) -> int:
+        candidates, count = self.policy.preemption_candidates(running), len(running.slots)
+        what = f"the victim policy is offered {count} requests, of which the scheduling policy allows {len(candidates)}"
+        require(type(self.policy) not in ORDERS or len(candidates) == count, "8", what)
+        row = self.victims.choose(running)
+        self.chosen.add(int(running.slots[row]))
+        return row
+
+
 class Driver:
     """Plans, executes and commits one step at a time."""
 
@@ -119,14 +136,16 @@ class Driver:
     ) -> None:
         """`clock` is that of the setup, if it has one."""
         self.limits, self.clock = setup.limits, clock
+        policy = setup.policy
+        self.calls = policy if isinstance(policy, RecordingPolicy) else None
+        self.victims = RecordingVictims(setup.victims, policy if self.calls is None else self.calls.policy)
+        setup = replace(setup, victims=self.victims)
         try:
             self.scheduler = target.make(setup)
         except FdError as error:
             broken("2.5", f"it rejects valid limits {setup.limits}: {error}")
         runner = make_runner(setup.limits, drafter)
         self.execute: Callable[[StepPlan], StepOutput] = runner.execute
-        policy = setup.policy
-        self.calls = policy if isinstance(policy, RecordingPolicy) else None
         order = ORDERS.get(type(policy if self.calls is None else self.calls.policy))
         self.auditor = Auditor(setup.limits, setup.epoch, clock, order)
         self.tiers = ScriptedPeers(runner.cache)
@@ -159,7 +178,10 @@ class Driver:
     def plan(self) -> StepPlan | None:
         """Plan a step and compute it; its output stays in flight."""
         self.clock.now += 1.0
+        running = len(self.auditor.live)
+        self.victims.chosen.clear()
         plan, effects = self.scheduler.plan()
+        self._check_victims(plan, running)
         self.auditor.planned(plan, effects)
         self.tiers.perform(effects.operations)
         if plan is not None:
@@ -174,6 +196,14 @@ class Driver:
             self.in_flight.append(_Answer(plan, output))
         self.audit()
         return plan
+
+    def _check_victims(self, plan: StepPlan | None, running: int) -> None:
+        """Check that the victim policy chose the preempted requests among several `running` ones."""
+        for revoked in () if plan is None or running < 2 else plan.revocations:
+            occupancy = self.auditor.occupancies.get(revoked.slot)
+            preempted = occupancy is not None and not occupancy.request.abort_requested
+            asked = type(self.victims.policy) is not Fcfs or revoked.slot in self.victims.chosen
+            require(asked or not preempted, "8", f"{occupancy} was preempted, which the victim policy did not choose")
 
     def must_plan(self) -> StepPlan:
         """Plan a step if there is something to do."""

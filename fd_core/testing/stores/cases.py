@@ -51,6 +51,7 @@ AXES: Final = (
     Axis("elsewhere", (False, True), ("KVStore.location",)),
     Axis("clock", (0, -3600, 3600)),
     Axis("removed", ("all", "none", "every second")),
+    Axis("opened", ("at first", "again", "by another object")),
 )
 """Axes of one batch of values that is written, read and deleted."""
 EXCUSED: Final[Mapping[str, str]] = {}
@@ -87,7 +88,7 @@ def supported(place: StorePlace, shares: bool, persists: bool) -> Callable[[Axis
     """Return the test of `KitCase.with_only` for a store with these abilities."""
 
     def can(axis: Axis, value: Any) -> bool:
-        if value == "another object":
+        if value in ("another object", "by another object"):
             return shares
         return persists if value == "reopened" else axis.name != "elsewhere" or place.elsewhere is not None
 
@@ -200,6 +201,9 @@ class _Batch:
             mock.patch("time.time", lambda: now() + shift),
             mock.patch("time.time_ns", lambda: int((now() + shift) * 1e9)),
         ):
+            if self.case["opened"] != "at first":
+                opened = self.place.make() if self.case["opened"] == "by another object" else reader
+                self.run(opened.open, self.timeout)
             yield reader
 
     def _earlier(self, writer: KVStore | None) -> None:

@@ -25,6 +25,8 @@ from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes, FailureReason, KVStore, StoreError
 from fd_core.kv.stores.location import StoreLocation, parse_location
 from fd_core.testing.axes.parts import KitCase
+from fd_core.testing.connectors.remote import resource_snapshot
+from fd_core.testing.kit.growth import assert_bounded
 from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
 from fd_core.testing.stores.cases import STORES, StorePlace, supported
 from fd_core.testing.stores.values import keys_of
@@ -48,6 +50,12 @@ def key_of(number: int) -> bytes:
 def value_of(key: bytes, length: int = 1000) -> bytes:
     """Return the value of a key: `length` bytes that are unique to the key."""
     return (key * (length // len(key) + 1))[:length]
+
+
+def versions_of(key: bytes) -> list[bytes]:
+    """Return values that replace each other under a key, as one that is sealed again does; each ends as it begins."""
+    marks = [bytes([number]) * len(key) for number in range(1, len(_VERSIONS) + 1)]
+    return [value_of(bytes(map(int.__xor__, key, mark)), length) for mark, length in zip(marks, _VERSIONS, strict=True)]
 
 
 def as_bytes(values: Iterable[Bytes | None]) -> list[bytes | None]:
@@ -89,6 +97,8 @@ def _calls(timeout: float) -> list[Callable[[KVStore], object]]:
 
 _MANY: Final = 2048
 """Values that a store holds while calls are timed."""
+_VERSIONS: Final = (LIMIT, LIMIT, LIMIT - 100_000)
+"""Lengths of the values that replace each other under a key."""
 
 
 def _fastest(call: Callable[[], object]) -> float:
@@ -349,14 +359,19 @@ class StoreSuite:
 
     @pytest.mark.law("8")
     def test_a_value_in_hand_does_not_change(self, store: KVStore, back_door: BackDoor) -> None:
-        store.put([(A, [value_of(A, LIMIT)])], TIMEOUT)
+        others = [key_of(number) for number in range(4, 100)]
+        store.put([(A, [value_of(A, LIMIT)]), *((key, [value_of(key)]) for key in others)], TIMEOUT)
         [held] = store.get([A], LIMIT, TIMEOUT)
+        several = store.get(others[:3], LIMIT, TIMEOUT)
         back_door.write(A, value_of(B, LIMIT))
         store.put([(A, [value_of(C, LIMIT)])], TIMEOUT)
-        store.get([A], LIMIT, TIMEOUT)
-        store.delete([A], TIMEOUT)
+        for key in others:  # more reads than a store has buffers
+            store.get([key], LIMIT, TIMEOUT)
+            store.get([A], LIMIT, TIMEOUT)
+        store.delete([A, *others], TIMEOUT)
         assert held is not None
         assert bytes(held) == value_of(A, LIMIT)
+        assert as_bytes(several) == [value_of(key) for key in others[:3]]
 
     @pytest.mark.law("5.4")
     def test_invalid_value_does_not_affect_others(self, store: KVStore, back_door: BackDoor) -> None:
@@ -383,19 +398,23 @@ class StoreSuite:
             self.sharing.require()
         writing = {"the same object": [store], "another object": [make_store()]}.get(writers)
         keys = [key_of(number) for number in range(4)]
+        whole = {key: versions_of(key) for key in keys}
         enough = threading.Event()
 
         def write(writer: KVStore) -> None:
             while not enough.is_set():
-                assert writer.put([(key, [value_of(key, LIMIT)]) for key in keys], TIMEOUT) == len(keys)
+                for version in range(len(_VERSIONS)):
+                    assert writer.put([(key, [whole[key][version]]) for key in keys], TIMEOUT) == len(keys)
                 assert writer.delete(keys[::2], TIMEOUT) <= 2
 
         with ThreadPoolExecutor(2) as pool:
             running = [pool.submit(write, writer) for writer in writing or [make_store(), make_store()]]
             try:
-                for _ in range(40):
+                for number in range(40):
                     found = as_bytes(store.get(keys, LIMIT, TIMEOUT))
-                    assert all(value in (None, value_of(key, LIMIT)) for key, value in zip(keys, found, strict=True))
+                    assert all(value in (None, *whole[key]) for key, value in zip(keys, found, strict=True))
+                    if number % 4 == 0 and writers != "the same object":
+                        make_store().open(TIMEOUT)  # as an engine that starts meanwhile
                     assert 0 <= store.longest_prefix(keys, LIMIT, TIMEOUT) <= len(keys)
             finally:
                 enough.set()
@@ -416,10 +435,10 @@ class StoreSuite:
             for _ in range(puts):
                 writer.wait_for_put()
                 found = as_bytes(store.get(keys, LIMIT, TIMEOUT))
-                assert all(value in (None, value_of(key, LIMIT)) for key, value in zip(keys, found, strict=True))
+                assert all(value in (None, *versions_of(key)) for key, value in zip(keys, found, strict=True))
             time.sleep(0.001 * puts)
             writer.kill()
-        assert all(back_door.read(key) in (None, value_of(key, LIMIT)) for key in keys)
+        assert all(back_door.read(key) in (None, *versions_of(key)) for key in keys)
         for each in (store, make_store()):
             assert each.put([(key, [value_of(key)]) for key in keys], TIMEOUT) == len(keys)
             assert as_bytes(each.get(keys, LIMIT, TIMEOUT)) == [value_of(key) for key in keys]
@@ -464,6 +483,62 @@ class StoreSuite:
                 return
         shown = ", ".join(f"{name} {ratio:.0f} times" for name, ratio in slower.items())
         raise AssertionError(f"with {_MANY:,} values more, calls take longer: {shown}; at most 4 times are allowed")
+
+    @pytest.mark.timing
+    @pytest.mark.fd_alone
+    @pytest.mark.law("5.5")
+    def test_the_time_of_a_put_at_the_cap_does_not_grow_with_the_values(
+        self, location: str, make_store: MakeStore
+    ) -> None:
+        """Put new values while others are evicted, with few and with many values in the store."""
+        self.size_cap.require()
+        for _ in range(3):  # other programs take time as well
+            few, many = (self._seconds_at_the_cap(location, make_store, values) for values in (64, _MANY))
+            if many <= 4 * few + 50e-6:  # memory that is new takes as much time
+                return
+        raise AssertionError(
+            f"with {_MANY:,} values in place of 64, a put that evicts takes {many / few:.0f} times as long"
+        )
+
+    def _seconds_at_the_cap(self, location: str, make_store: MakeStore, values: int) -> float:
+        """Return the mean time of puts, some of which may evict many values at once."""
+        store = make_store(with_parameter(location, f"max_bytes={values * 5120}"))
+        keys = keys_of("random", length=24, count=values + values // 4 + 512)
+        batches = [[(key, [value_of(key, 4000)]) for key in keys[at : at + 8]] for at in range(0, len(keys), 8)]
+        for batch in batches[:-64]:
+            store.put(batch, TIMEOUT)
+        start = time.perf_counter()
+        for batch in batches[-64:]:
+            store.put(batch, TIMEOUT)
+        seconds = (time.perf_counter() - start) / (64 * 8)
+        for at in range(0, len(keys), 64):
+            store.delete(keys[at : at + 64], TIMEOUT)
+        return seconds
+
+    @pytest.mark.law("5.5")
+    def test_nothing_is_held_of_values_that_are_gone(self, store: KVStore) -> None:
+        """Write, look for and delete ever other values; no memory, descriptor or thread of them may remain."""
+
+        def use(number: int) -> None:
+            keys = [number.to_bytes(4, "big") + at.to_bytes(12, "big") for at in range(1024)]
+            for at in range(0, len(keys), 16):
+                some = keys[at : at + 16]
+                store.longest_prefix(some, LIMIT, TIMEOUT)
+                store.put([(key, [key]) for key in some[:8]], TIMEOUT)
+                store.longest_prefix(some, LIMIT, TIMEOUT)
+                store.get(some, LIMIT, TIMEOUT)
+                store.delete(some, TIMEOUT)
+
+        use(0)
+        before = resource_snapshot()
+        assert_bounded(use, 1024, "keys of values that were deleted")
+        after = resource_snapshot()
+        for name, grown in (
+            ("descriptors", len(after.descriptors) - len(before.descriptors)),
+            ("mappings", len(after.mapped) - len(before.mapped)),
+            ("threads", len(after.threads) - len(before.threads)),
+        ):
+            assert grown < 32, f"it holds {grown} {name} more after calls for values that are gone"
 
     @pytest.mark.law("5.5")
     def test_closing_during_calls_raises_store_errors_only(self, make_store: MakeStore) -> None:
@@ -538,17 +613,18 @@ class StoreSuite:
     def test_the_cap_holds_and_what_was_used_stays(self, location: str, make_store: MakeStore) -> None:
         self.size_cap.require()
         store = make_store(with_parameter(location, "max_bytes=100000"))
-        first = key_of(0)
         for number in range(40):
             key = key_of(number)
+            used = [key_of(at) for at in range(min(number, 3))]  # at the same places of a batch each time
             assert store.put([(key, [value_of(key, 9000)])], TIMEOUT) == 1
             found = store.stats(TIMEOUT)
             assert found.limit_bytes == 100_000
             assert found.bytes is not None
             assert found.bytes <= 100_000
-            assert as_bytes(store.get([first, key], LIMIT, TIMEOUT)) == [value_of(first, 9000), value_of(key, 9000)]
+            found_values = as_bytes(store.get([*used, key], LIMIT, TIMEOUT))
+            assert found_values == [value_of(each, 9000) for each in (*used, key)], "a value in use was evicted"
             time.sleep(0.005)  # timestamps of file systems are coarser
-        assert store.get([key_of(1), key_of(10)], LIMIT, TIMEOUT) == [None, None]
+        assert store.get([key_of(3), key_of(10)], LIMIT, TIMEOUT) == [None, None]
 
     @pytest.mark.law("5.5")
     @pytest.mark.parametrize("size", [1, 100, 4096, 9000])

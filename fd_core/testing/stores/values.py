@@ -103,7 +103,7 @@ def value_of(kind: str, number: int, length: int) -> bytes:
 BUFFERS: Final[dict[str, Callable[[bytes], Any]]] = {
     "bytes": bytes,
     "bytearray": bytearray,
-    "memoryview": lambda part: memoryview(b"--" + part + b"-")[2 : 2 + len(part)],
+    "memoryview": lambda part: memoryview(bytearray(b"--" + part + b"-"))[2 : 2 + len(part)],
     "array": lambda part: np.frombuffer(part, np.uint8).copy().data,
 }
 """Kinds of buffers."""

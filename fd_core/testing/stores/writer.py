@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -57,10 +58,11 @@ def writer_process(cls: type[KVStore], location: str) -> Iterator[WriterProcess]
 
 def write() -> None:
     """Read a class and a location from standard input, and put values until this process is killed."""
-    from fd_core.testing.stores.suite import LIMIT, TIMEOUT, key_of, value_of
+    from fd_core.testing.stores.suite import TIMEOUT, key_of, versions_of
 
     module, name, location = (sys.stdin.readline().rstrip("\n") for _ in range(3))
     store = getattr(importlib.import_module(module), name)(parse_location(location))
-    while True:
-        store.put([(key_of(number), [value_of(key_of(number), LIMIT)]) for number in range(4)], TIMEOUT)
+    versions = {key: versions_of(key) for key in map(key_of, range(4))}
+    for version in itertools.cycle(zip(*versions.values(), strict=True)):
+        store.put([(key, [value]) for key, value in zip(versions, version, strict=True)], TIMEOUT)
         print("put", flush=True)

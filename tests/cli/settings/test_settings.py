@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from fd_core.cli.settings.flags import API_KEY_FILE, ENGINE_FLAGS, SERVER_FLAGS
 from fd_core.cli.settings.settings import client_key, merge
 from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
+from fd_core.config.generation import GenerationDefaults
 from fd_core.errors import ConfigError
 
 
@@ -238,6 +239,27 @@ def test_bad_speculation_names_the_flag(text):
         engine(speculative=text)
 
 
+def test_default_sampling_parameters_are_json_or_a_table(file):
+    expected = GenerationDefaults(temperature=0.5, top_k=20)
+    assert engine(override_generation_config='{"temperature": 0.5, "top_k": 20}').override_generation_config == expected
+    table = "override-generation-config = {temperature = 0.5, top_k = 20}"
+    assert engine(config=file(table)).override_generation_config == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0.5", "expected an object of temperature, top_k"),
+        ('{"temprature": 1}', "'temprature' is not a default sampling parameter"),
+        ('{"temperature": 3}', "temperature=3: expected"),
+        ('{"max_new_tokens": 0}', "max_new_tokens=0: expected"),
+    ],
+)
+def test_bad_default_sampling_parameters_name_the_flag(text, message):
+    with pytest.raises(ConfigError, match=f"--override-generation-config: .*{message}"):
+        engine(override_generation_config=text)
+
+
 def test_settings_file_can_hold_every_setting(file, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("a secret of a cluster\n".replace(" ", "-"))
@@ -254,6 +276,8 @@ def test_settings_file_can_hold_every_setting(file, tmp_path):
         "engine": "inproc",
         "log-level": "debug",
         "speculative-config": {"method": "ngram"},
+        "generation-config": "none",
+        "override-generation-config": {"temperature": 0.6, "top_k": 20},
     }
     values |= {
         "kv-cache-memory": 1 << 20,

@@ -29,7 +29,7 @@ class TestThroughDisk(ConnectorSuite):
     def kv_store(self, tmp_path):
         return f"disk:{tmp_path / 'kv'}"
 
-    def leftovers(self, kv_store):
+    def left_behind(self, kv_store):
         return values_in(Path(kv_store.removeprefix("disk:")))
 
 

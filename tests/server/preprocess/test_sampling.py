@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fd_core.config.generation import GenerationDefaults
 from fd_core.server.preprocess.sampling import choice_seed, sampling_params, text_cost
 from fd_core.server.schemas.requests import ChatRequest, CompletionRequest, Message
 from tests.server.fakes import engine_info
@@ -56,3 +58,19 @@ def test_each_prompt_gets_its_remaining_context() -> None:
     assert [each.max_tokens for each in params] == [16, 10]
     assert params[0].seed == params[1].seed
     assert params[0].logprobs == 3
+
+
+def test_requests_override_the_defaults_of_the_model() -> None:
+    info = engine_info(generation=GenerationDefaults(temperature=0.2, top_k=20, top_p=0.9, repetition_penalty=1.1))
+    plain = sampling_params(CHAT, info, [16], None)[0]
+    assert (plain.temperature, plain.top_k, plain.top_p, plain.repetition_penalty) == (0.2, 20, 0.9, 1.1)
+    request = CompletionRequest(prompt="a", temperature=0, top_k=-1, top_p=1.0)
+    asked = sampling_params(request, info, [16], None)[0]
+    assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (0.0, 0, 1.0, 1.1)
+
+
+@pytest.mark.parametrize(("room", "expected"), [(100, 40), (30, 30)])
+def test_default_length_applies_to_conversations_and_fits(room: int, expected: int) -> None:
+    for request, outputs in ((CHAT, expected), (TEXT, 16)):
+        cost = text_cost(request, [1], most_texts=1, context=room + 1, limit=None, default_tokens=40)
+        assert cost.outputs == [outputs]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import os
 import threading
 import time
@@ -402,3 +404,80 @@ class CountsRemovedValuesInAPrefix(MemoryStore):
     def longest_prefix(self, keys, limit, timeout):
         self.had = getattr(self, "had", set()) | {key for key in keys if key in self._values}
         return next((at for at, key in enumerate(keys) if key not in self.had), len(keys))
+
+
+@found_by("store:opened=again")
+class EmptiesItselfWhenItIsOpened(DiskStore):
+    def open(self, timeout):
+        for path in self.path.glob("??/*.kv"):
+            path.unlink()
+        return super().open(timeout)
+
+
+@found_by("test_a_value_in_hand_does_not_change")
+class ReadsIntoTwoBuffersInTurn(DiskStore):
+    def get(self, keys, limit, timeout):
+        found = super().get(keys, limit, timeout)
+        self.buffers = self.__dict__.get("buffers", [bytearray(), bytearray()])[::-1]
+        whole = b"".join(value for value in found if value is not None)
+        if len(self.buffers[0]) < len(whole):
+            self.buffers[0] = bytearray(len(whole))
+        self.buffers[0][: len(whole)] = whole
+        ends = itertools.accumulate(len(value or b"") for value in found)
+        return [value and memoryview(self.buffers[0])[end - len(value) : end]
+                for value, end in zip(found, ends, strict=True)]  # fmt: skip
+
+
+@found_by("test_a_reader_sees_whole_values_while_a_writer_replaces_them", writers="two other objects")
+class OverwritesValuesOfOneSize(DiskStore):
+    def put(self, values, timeout):
+        new = []
+        for key, parts in values:
+            path, value = self.path / key.hex()[:2] / f"{key.hex()}.kv", b"".join(parts)
+            try:
+                with path.open("r+b", buffering=0) as file:
+                    if os.fstat(file.fileno()).st_size != len(value):
+                        raise FileNotFoundError
+                    for start in range(0, len(value), 4096):
+                        file.write(value[start : start + 4096])
+            except FileNotFoundError:
+                new.append((key, parts))
+        return len(values) - len(new) + super().put(new, timeout)
+
+
+@found_by("test_the_cap_holds_and_what_was_used_stays")
+class UsesTheFirstValueOfABatch(MemoryStore):
+    def get(self, keys, limit, timeout):
+        rest = [self._values.get(key) for key in keys[1:]]
+        return [*super().get(keys[:1], limit, timeout), *rest]
+
+
+@found_by("test_the_time_of_a_put_at_the_cap_does_not_grow_with_the_values")
+class SearchesAllValuesToEvict(MemoryStore):
+    def put(self, values, timeout):
+        used = self.__dict__.setdefault("used", {})
+        for key, parts in values:
+            while self._values and self._bytes + sum(map(len, parts)) > self.limit_bytes:
+                self._delete(min(self._values, key=lambda each: used.get(each, 0)))
+            used[key] = time.monotonic()
+        return super().put(values, timeout)
+
+
+@found_by("test_nothing_is_held_of_values_that_are_gone")
+class CountsEveryKey(MemoryStore):
+    def longest_prefix(self, keys, limit, timeout):
+        self.__dict__.setdefault("asked", collections.Counter()).update(keys)
+        return super().longest_prefix(keys, limit, timeout)
+
+
+@found_by("test_nothing_is_held_of_values_that_are_gone")
+class LeavesAFileOpenForEachMiss(DiskStore):
+    def longest_prefix(self, keys, limit, timeout):
+        found = super().longest_prefix(keys, limit, timeout)
+        if found < len(keys):
+            self.__dict__.setdefault("files", []).append(os.dup(2))
+        return found
+
+    def __del__(self):
+        for file in self.__dict__.get("files", ()):
+            os.close(file)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from types import SimpleNamespace
 
-from fd_core.disagg.connectors.contract import ConnectorError
+from fd_core.disagg.connectors.contract import ConnectorError, PutResult
 from fd_core.disagg.connectors.kv_store import KVStoreConnector
 from fd_core.disagg.connectors.shared_memory import SharedMemoryConnector
 from fd_core.disagg.connectors.tcp import TCPConnector
@@ -204,3 +205,53 @@ class ServesOneThread(Changed, TCPConnector):
             return whole.take(*piece)
 
         end.take = take
+
+
+@found_by("peer=none,moves=a window at a time,sent=when it is taken")
+class ReusesItsFrame(Changed, TCPConnector):
+    def change_outbox(self, end, whole):
+        frame = bytearray(1 << 20)
+
+        def put(index, parts):
+            value = b"".join(whole.put(index, parts).frames)
+            frame[: len(value)] = value
+            return PutResult(b"", (memoryview(frame)[: len(value)],))
+
+        end.put = put
+
+
+@found_by("peer=none,buffer=bytearray")
+class SendsPartsAfterPut(Changed, KVStoreConnector):
+    def change_outbox(self, end, whole):
+        waiting = []
+
+        def put(index, parts):
+            waiting.append(threading.Timer(0.01, whole.put, (index, parts)))
+            waiting[-1].start()
+            return PutResult(b"")
+
+        end.put, end.close = put, lambda: ([each.join() for each in waiting], whole.close())
+
+    def change_inbox(self, end, whole):
+        def take(*piece):
+            time.sleep(0.05)
+            return whole.take(*piece)
+
+        end.take = take
+
+
+@found_by("peer=none,closed=inbox first")
+class WaitsForTheOtherSide(Changed, TCPConnector):
+    closed = {}  # noqa: RUF012 - as a message of the other side
+
+    def open_inbox(self, lease, **limits):
+        end = super().open_inbox(lease, **limits)
+        close, over = end.close, self.closed.setdefault(lease, threading.Event())
+        end.close = lambda: (over.wait(3 * self.settings.timeout), over.set(), close())
+        return end
+
+    def open_outbox(self, lease, address, **limits):
+        end = super().open_outbox(lease, address, **limits)
+        close = end.close
+        end.close = lambda: (self.closed.setdefault(lease, threading.Event()).set(), close())
+        return end

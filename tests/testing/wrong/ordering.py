@@ -94,6 +94,44 @@ class LooksAtAllTenants(FairShare):
         return super().turn(flow) - lowest
 
 
+class ServesTheFewestRunning(FairShare):
+    """The tenant with the fewest running requests is next; one that aborts waiting requests soon has less than none."""
+
+    noticed_by = "test_request_is_admitted_while_others_keep_arriving"
+
+    def __init__(self):
+        super().__init__()
+        self._running, self._served = {}, {}
+
+    def flow(self, request):
+        return request.tenant
+
+    def turn(self, flow):
+        return (self._running.get(flow, 0) << 40) + self._served.get(flow, 0)
+
+    def admitted(self, request):
+        super().admitted(request)
+        self._served[request.tenant] = request.arrival
+        self._running[request.tenant] = self._running.get(request.tenant, 0) + (not request.preempted)
+
+    def ended(self, request, num_computed):
+        super().ended(request, num_computed)
+        self._running[request.tenant] = self._running.get(request.tenant, 0) - 1
+
+
+class RemembersAbortedRequests(Fcfs):
+    noticed_by = "test_it_forgets_requests_that_ended"
+
+    def __init__(self):
+        self._since = {}
+
+    def arrived(self, request):
+        self._since[request.arrival] = request
+
+    def admitted(self, request):
+        self._since.pop(request.arrival, None)
+
+
 class HasNoCandidates(Fcfs):
     noticed_by = "test_preemption_candidates_are_running_requests"
 

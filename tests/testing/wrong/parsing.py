@@ -7,9 +7,10 @@ import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
-from fd_core.text.parsing.argument_types import KINDS, json_of
+from fd_core.text.parsing.argument_types import KINDS, json_of, kinds_of, parameter_schema
 from fd_core.text.parsing.contract import OutputParser, ToolParser
 from fd_core.text.parsing.events import CallEnded, Content
 from fd_core.text.parsing.formats.json_calls import HermesTools
@@ -518,6 +519,59 @@ class ReadsStringsAsValues(GlmTools):
 
 
 @breaks("8.[134]", "calls")
+class ReadsOptionalStringsAsValues(GlmTools):
+    """Knows only `type: string`: with an `anyOf`, or with two types, `10115` becomes a number."""
+
+    def _value(self, tool, key):
+        named = parameter_schema(self.tools.get(tool, {}), key).get("type")
+        if isinstance(named, str):
+            return (yield from super()._value(tool, key))
+        value, closed = yield from self.text_until(*self.tagged.ends)
+        if closed:
+            self.emit_arguments(json_of(value, KINDS))
+        return bool(closed)
+
+
+@breaks("8.[134]", "calls")
+class ReadsOneLineOfArguments(HermesTools):
+    """Arguments that a model indents are cut off."""
+
+    over = False
+
+    def begin_call(self, name):
+        self.over = False
+        super().begin_call(name)
+
+    def emit_arguments(self, text):
+        line, end, _ = text.partition("\n")
+        super().emit_arguments("" if self.over else line)
+        self.over = self.over or bool(end)
+
+
+@breaks("8.4", "ends:test_a_parser_is_freed_with_its_answer")
+class IsKeptByACache(GlmTools):
+    """A cache on a method holds every parser with its text and schemas."""
+
+    @cache  # noqa: B019 - the fault
+    def kinds(self, tool, key):
+        schema = self.tools.get(tool, {})
+        return kinds_of(parameter_schema(schema, key), schema)
+
+    def _value(self, tool, key):
+        self.kinds(tool, key)
+        return (yield from super()._value(tool, key))
+
+
+@breaks("8.4", "ends:test_nothing_remains_of_many_answers")
+class KeepsTheTextsOfAnswers(HermesTools):
+    texts: ClassVar[set[str]] = set()
+
+    def push(self, text):
+        self.texts.add(text)
+        return super().push(text)
+
+
+@breaks("8.[134]", "calls")
 class SharesItsBuffer(HermesTools):
     """The buffer of the class is emptied within each call, but another thread may write in between."""
 
@@ -608,3 +662,21 @@ class ReadsOneBlockOfReasoning(QwenReasoning):
 class RepeatsReasoningWhenTheModelEnds(QwenReasoning):
     def finish(self):
         return [*super().finish(), Content("\n.")]
+
+
+@breaks("8.[134]", "answer")
+class FindsTheEndOfAnEarlierTurn(QwenReasoning):
+    """A prompt with the closed reasoning of an earlier turn opens none, even if it ends with the marker."""
+
+    @classmethod
+    def _opened_by(cls, prompt_tail):
+        return cls.begin in prompt_tail and cls.end not in prompt_tail
+
+
+@breaks("8.3", "reasoning:test_reasoning_that_the_prompt_opened_has_begun[False-2]")
+class AppliesGrammarsToReasoning(QwenReasoning):
+    """Only asks if the template can switch reasoning off."""
+
+    @classmethod
+    def begins_reasoning(cls, prompt_tail, switched):
+        return switched and cls.end not in prompt_tail

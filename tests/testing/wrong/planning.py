@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from fd_core.effects.operations import CompileGrammar, GrammarReady
+from fd_core.effects.operations import CompileGrammar, GrammarReady, NotStored
 from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
@@ -129,7 +129,7 @@ class ReportsOneTokenLess(Changed):
         self._policy = Cheap()
 
 
-@breaks("2.6", "schedule:grammar=true")
+@breaks("2.6", "schedule:grammar=own")
 class AdmitsBeforeTheGrammarIsCompiled(Changed):
     def plan(self):
         for number, (effect, request, _) in list(self._operations.open.items()):
@@ -139,7 +139,7 @@ class AdmitsBeforeTheGrammarIsCompiled(Changed):
         return super().plan()
 
 
-@breaks("1.3", "schedule:grammar=true,outcome=badly")
+@breaks("1.3", "schedule:grammar=own,outcome=badly")
 class RunsRequestsWithABadGrammar(Changed):
     def complete(self, completion):
         if isinstance(completion, GrammarReady):
@@ -337,7 +337,7 @@ class CopiesTheQueue(ExaminesTheQueue):
         return super().plan()
 
 
-@breaks("3.6", "lifetime:test_memory_does_not_grow_with_requests")
+@breaks("3.6", "lifetime:test_memory_does_not_grow_with_requests[served]")
 class RemembersEveryRequest(Changed):
     def change(self):
         self.begun = set()
@@ -356,3 +356,115 @@ class CountsGensInFifteenBits(Changed):
             slots.gen[slot] = slots.delivering_gen[slot] = max(int(slots.gen[slot]) & 0x7FFF, 1)
 
         instead(self._slots, "occupy", occupy)
+
+
+@breaks("3.6", "lifetime:test_memory_does_not_grow_with_requests[aborted]")
+class RemembersAborts(Changed):
+    """Recognises a repeated abort by a set of ids that is never emptied."""
+
+    def change(self):
+        self.aborts = set()
+
+    def abort(self, request_id):
+        if request_id in self.aborts:
+            return None
+        self.aborts.add(request_id)
+        return super().abort(request_id)
+
+
+@breaks("1.7", "lifetime:test_id_that_was_used_before_is_that_of_a_new_request")
+class AbortsAnIdOnce(RemembersAborts):
+    """The same fault: an id that is used again cannot be aborted."""
+
+
+@breaks("2.6", "lifetime:test_cost_does_not_grow_with_the_texts")
+class ReadsTheWholeText(Changed):
+    """Looks for a repeated phrase in the whole text of each request after each step: quadratic."""
+
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        for delta in deltas:
+            request = self._requests.get(delta.request_id)
+            text = [] if request is None else request.tokens.view().tolist()
+            self.repeats = sum(text[at : at + 2] == text[-2:] for at in range(len(text) - 2))
+        return deltas, effects
+
+
+@breaks("2.2", "schedule:grammar=shared,outcome=badly")
+class SharesCompilations(Changed):
+    """Requests with one grammar share its compilation; if it cannot be used, only the first of them ends."""
+
+    def change(self):
+        opened, self.sharers = {}, {}
+
+        def begin(operations, right, effect, request, blocks=None):
+            if not isinstance(effect, CompileGrammar):
+                return right(effect, request, blocks)
+            number = opened.get(effect.grammar)
+            if number not in operations.open:
+                opened[effect.grammar] = number = right(effect, request, blocks)
+                self.sharers[number] = []
+            self.sharers[number].append(request)
+            return number
+
+        instead(self._operations, "begin", begin)
+
+    def complete(self, completion):
+        if isinstance(completion, GrammarReady):
+            for request in self.sharers.pop(completion.operation):
+                request.compiling = completion.operation if completion.error else None
+        return super().complete(completion)
+
+
+@breaks("8", "schedule:policy=priority,priority=falling,requests=12")
+class PreemptsAnyone(Changed):
+    """Does not ask the scheduling policy for candidates: important requests are preempted."""
+
+    def change(self):
+        def choose(planner, right):
+            running = self._slots.running_requests()
+            return int(running.slots[planner._victims.choose(running)])
+
+        instead(self._planner, "_choose_victim", choose)
+
+
+@breaks("8", "schedule:victims=youngest,requests=12")
+class PreemptsTheFirstSlot(Changed):
+    """Asks no victim policy."""
+
+    def change(self):
+        instead(self._planner, "_choose_victim", lambda *_: int(np.flatnonzero(self._slots.running)[0]))
+
+
+@breaks("5.3", "schedule:events=true,requests=12")
+class PublishesNoEvictions(Changed):
+    """The pool has no recorder: routers believe that evicted prefixes are still there."""
+
+    def change(self):
+        self._pool._recorder = None
+
+
+@breaks("5.4", "storage:test_values_that_the_store_lost_are_stored_again")
+class IgnoresLostValues(Changed):
+    """What a store evicted is believed to be stored, and never saved again."""
+
+    def complete(self, completion):
+        return None if isinstance(completion, NotStored) else super().complete(completion)
+
+
+@breaks("8", "budget:test_policy_determines_the_next_admission[some_grammars]")
+class ServesWokenRequestsFirst(Changed):
+    """Requests whose grammar or lookup is ready go to the front; others starve while such ones keep coming."""
+
+    def change(self):
+        def wake(waiting, right, waits_for):
+            for request in waiting._parked.get(waits_for, {}).values() if isinstance(waits_for, int) else ():
+                request.rank = (-(2**40), request.arrival)
+            right(waits_for)
+
+        instead(self._waiting, "wake", wake)
+
+
+@breaks("2.2", "budget:test_request_is_admitted_while_others_with_grammars_keep_coming")
+class ServesCompiledRequestsFirst(ServesWokenRequestsFirst):
+    """The same fault, and what it does to users."""

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import msgspec
@@ -511,6 +512,53 @@ class KeepsCopiesInItsModule(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         self.kept.append(revoked.copy())
         return super().token_matrix(sampled, accepted, slots, revoked)
+
+
+@breaks("1", "flight:test_nothing_remains_of_many_different_steps")
+class CachesLayouts(NumpyPostprocess):
+    """Keeps the inverse of each assignment of slots that it has seen, because batches rarely change."""
+
+    def __init__(self, ops, limits):
+        super().__init__(ops, limits)
+        self._layouts = {}
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        key, width = slots.tobytes(), sampled.shape[1]
+        if key not in self._layouts:
+            self._layouts[key] = inverse = np.full(self.limits.max_num_seqs, len(slots))
+            inverse[slots] = np.arange(len(slots))
+        rows = np.where(np.arange(width) <= accepted[:, None], sampled, EMPTY_TOKEN_ID).astype(np.int32)
+        matrix = np.concatenate([rows, np.full((1, width), EMPTY_TOKEN_ID, np.int32)])[self._layouts[key]]
+        matrix[revoked, 0] = PREEMPTED_TOKEN_ID
+        return matrix
+
+
+@breaks("1", "flight:test_cost_on_the_host_does_not_grow_with_the_rows")
+class LooksForEachSlot(NumpyPostprocess):
+    """Searches the rows for each slot: quadratic."""
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = np.full((self.limits.max_num_seqs, sampled.shape[1]), EMPTY_TOKEN_ID, np.int32)
+        for slot in range(self.limits.max_num_seqs):
+            for row in np.flatnonzero(slots == slot):
+                matrix[slot, : 1 + accepted[row]] = sampled[row, : 1 + accepted[row]]
+        matrix[revoked, 0] = PREEMPTED_TOKEN_ID
+        return matrix
+
+
+@breaks("1", "flight:test_it_is_freed_with_its_runner")
+class IsKeptByACache(NumpyPostprocess):
+    """A cache on a method holds the instance, and with it the pack and its KV cache, after a restart."""
+
+    @cache  # noqa: B019 - the fault
+    def columns(self, width):
+        return np.arange(width)
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = np.full((self.limits.max_num_seqs, sampled.shape[1]), EMPTY_TOKEN_ID, np.int32)
+        matrix[slots] = np.where(self.columns(sampled.shape[1]) <= accepted[:, None], sampled, EMPTY_TOKEN_ID)
+        matrix[revoked, 0] = PREEMPTED_TOKEN_ID
+        return matrix
 
 
 @breaks("1", "matrix")

@@ -686,7 +686,7 @@ class FailsWithoutAMessage(ChangesDeltas):
         return msgspec.structs.replace(delta, error=None)
 
 
-@breaks("8", "budget:test_policy_determines_the_next_admission")
+@breaks("8", "budget:test_policy_determines_the_next_admission[nothing]")
 class IgnoresThePolicy(Changed):
     def __init__(self, setup):
         super().__init__(replace(setup, policy=Fcfs()))

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+import weakref
+from itertools import product
+
 import pytest
 
 from fd_core.testing.kit.law import require
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.parsers.target import ParserTarget, meaning_of, text_of
+
+_ANSWERS = 200
+"""Answers of which nothing may remain."""
+_MAX_BYTES = 64
+"""Bytes that may remain of each answer on average."""
 
 
 @pytest.mark.law("8.4")
@@ -37,3 +48,43 @@ def test_truncated_output_is_kept(target: ParserTarget) -> None:
             there = text_of(events, kind).count("x")
             require(there == length, "8.4", f"expected {length} characters of {kind.__name__}, got {there}")
             require(not meaning_of(events).ended, "8.4", "a truncated call has an end")
+
+
+@pytest.mark.law("8.4")
+def test_a_parser_is_freed_with_its_answer(target: ParserTarget) -> None:
+    """Also if the client has left, so that the text has no end."""
+    for answer in target.answers():
+        for end, abandoned in product((len(answer.text) // 2, len(answer.text)), (False, True)):
+            parser = target.new(answer.tools)
+            try:
+                left = weakref.ref(parser)
+            except TypeError:
+                lacks("its parsers have no weak references")
+            parser.push(answer.text[:end])
+            if not abandoned:
+                parser.flush()
+            del parser
+            gc.collect()
+            require(left() is None, "8.4", f"the parser of {answer.text[:end]!r} is still referenced after the answer")
+
+
+@pytest.mark.law("8.4")
+@pytest.mark.fd_alone
+def test_nothing_remains_of_many_answers(target: ParserTarget) -> None:
+    """The first answers fill what grows to a limit."""
+    sizes = list[int]()
+    tracemalloc.start()
+    try:
+        for count in (_ANSWERS // 2, _ANSWERS):
+            for number in range(count):
+                for answer in target.answers():
+                    parser = target.new(answer.tools)
+                    parser.push(f"{len(sizes)} {number} {answer.text} {number}")
+                    parser.flush()
+            del parser
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    grown = sizes[1] - sizes[0]
+    require(grown <= _ANSWERS * _MAX_BYTES, "8.4", f"after {_ANSWERS} answers it holds {grown} bytes more")

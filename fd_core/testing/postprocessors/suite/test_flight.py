@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,8 +12,15 @@ import pytest
 
 from fd_core.testing.kit.law import require
 from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
+from fd_core.testing.schedulers.scripted import count_bytecodes, count_bytes
 
 KS = [0, 1, 3, 8]
+_STEPS = 400
+"""Different steps, of which nothing may remain."""
+_MAX_BYTES = 16
+"""Bytes that may remain of each step on average."""
+_FEW, _MANY = 64, 1024
+"""Numbers of slots whose costs are compared."""
 
 
 def in_order(slots: int, k: int) -> SampledRows:
@@ -40,3 +50,52 @@ def test_it_is_made_on_one_thread_and_computes_on_another(target: PostprocessTar
         begun = runner.submit(matrices.begin, rows)
     require(begun.exception() is None, "1", f"it fails on the runner's thread: {begun.exception()!r}")
     matrices.compare(begun.result(), rows)
+
+
+@pytest.mark.law("1")
+@pytest.mark.fd_alone
+def test_nothing_remains_of_many_different_steps(target: PostprocessTarget) -> None:
+    """Every step has other rows; the first ones fill what grows to a limit."""
+    matrices, rng = Matrices(target, 16, 2), np.random.default_rng(5)
+    tracemalloc.start()
+    try:
+        sizes = []
+        for count in (_STEPS // 4, _STEPS):
+            for _ in range(count):
+                rows = int(rng.integers(0, 17))
+                matrices.begin(random_rows(rng, 16, 2, rows=rows, revoked=int(rng.integers(0, 17 - rows))))
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    grown = sizes[1] - sizes[0]
+    require(grown <= _STEPS * _MAX_BYTES, "1", f"after {_STEPS} different steps it holds {grown} bytes more")
+
+
+@pytest.mark.law("1")
+def test_it_is_freed_with_its_runner(target: PostprocessTarget) -> None:
+    """A postprocessor that is kept keeps its pack, and so the weights and the KV cache, after a restart."""
+    matrices = Matrices(target, 4, 2)
+    matrices.check(random_rows(np.random.default_rng(3), 4, 2, rows=2, revoked=1))
+    left = weakref.ref(matrices.postprocess)
+    del matrices
+    gc.collect()
+    require(left() is None, "1", "the postprocessor is still referenced after its runner was deleted")
+
+
+@pytest.mark.law("1")
+@pytest.mark.fd_alone
+def test_cost_on_the_host_does_not_grow_with_the_rows(target: PostprocessTarget) -> None:
+    """Count bytecodes, which are the same for any number of rows, and memory, which is proportional to them."""
+    costs = []
+    for slots in (_FEW, _MANY):
+        matrices, rng = Matrices(target, slots, 2), np.random.default_rng(slots)
+        given = matrices.upload(random_rows(rng, slots, 2, rows=slots // 2, revoked=slots // 4))
+        matrices.compute(given)
+        code = min(count_bytecodes(lambda: matrices.compute(given)) for _ in range(3))  # noqa: B023 - called at once
+        size = min(count_bytes(lambda: matrices.compute(given)) for _ in range(3))  # noqa: B023
+        costs.append((code, size))
+    (few, less), (many, more) = costs
+    require(many <= 4 * few + 2000, "1", f"a step of {_FEW} slots takes {few} bytecodes, one of {_MANY} takes {many}")
+    most = 3 * (_MANY // _FEW) * less + 2**16
+    require(more <= most, "1", f"a step of {_FEW} slots takes {less} bytes, one of {_MANY} takes {more}")

@@ -214,13 +214,41 @@ def test_everybody_gets_a_first_token_while_others_keep_coming(target: Scheduler
 
 
 @pytest.mark.law("8")
-def test_policy_determines_the_next_admission(target: SchedulerTarget) -> None:
-    specs = [greedy(f"r{index}", prompt_of(3, index), 3, priority=(7 * index) % 5) for index in range(5)]
-    driver = drive(target, *specs, policy=Priority(), max_num_seqs=1)
+@pytest.mark.parametrize("waits_for", ["nothing", "grammars", "some_grammars", "lookups"])
+def test_policy_determines_the_next_admission(target: SchedulerTarget, waits_for: str) -> None:
+    """What requests waited for does not change the order of those that are ready."""
+    if waits_for == "lookups":
+        target.require("storage")
+    every = {"grammars": 1, "some_grammars": 2}.get(waits_for, 10)
+    specs = [
+        greedy(
+            f"r{index}",
+            prompt_of(9, index),
+            3,
+            priority=(7 * index) % 5,
+            grammar=f"start: /{index}/" if index and not index % every else None,
+        )
+        for index in range(5)
+    ]
+    keep = OffloadSelection(True, True, True) if waits_for == "lookups" else None
+    driver = drive(target, *specs, policy=Priority(), max_num_seqs=1, keep=keep)
+    while driver.tiers.pending:
+        driver.complete(0, OperationEnd.WELL)
     driver.run()
     order = list(driver.first_plan)
     right = [spec.request_id for spec in sorted(specs, key=lambda spec: spec.priority)]
     require(order == right, "8", f"expected the policy's order {right}, got {order}")
+
+
+@pytest.mark.law("2.2")
+def test_request_is_admitted_while_others_with_grammars_keep_coming(target: SchedulerTarget) -> None:
+    driver = drive(target, *(greedy(f"plain{index}", prompt_of(4, index), 4) for index in range(3)), max_num_seqs=1)
+    for number in range(60):
+        driver.submit(greedy(f"more{number}", prompt_of(4, 10 + number), 1, grammar=f"start: /{number}/"))
+        driver.step()
+    left = [name for name in ("plain0", "plain1", "plain2") if name not in driver.texts.ends]
+    require(not left, "2.2", f"{left} wait while 60 later requests with grammars arrive")
+    driver.run()
 
 
 @pytest.mark.law("2.2")

@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import msgspec
 import pytest
 
 from fd_core.config import Limits
@@ -20,7 +21,7 @@ from fd_core.testing.kit.law import require
 from fd_core.testing.models.texts import greedy
 from fd_core.testing.schedulers.driver import SchedulerTarget
 from fd_core.testing.schedulers.scripted import CountedInt, ScriptedRun, count_bytecodes, count_bytes
-from fd_core.types import FinishReason, RequestSpec
+from fd_core.types import FinishReason, RequestSpec, SamplingParams, StepPlan
 
 _LIFE = 66_000
 """Requests of a slot: more than 2^16 steps, generations and arrivals."""
@@ -91,15 +92,30 @@ def test_counters_grow_beyond_sixteen_bits(target: SchedulerTarget) -> None:
     require(blocks == 16, "3.6", f"after {_LIFE} requests, one that needs all 16 blocks gets {blocks}")
 
 
+def _abort(run: ScriptedRun, first: int, upto: int) -> None:
+    """Abort every other request while it waits, the others after their first token."""
+    for number in range(first, upto):
+        spec = msgspec.structs.replace(_short(number), params=SamplingParams(max_tokens=9), tenant=f"tenant {number}")
+        run.perform(run.scheduler.add(spec).operations)
+        if number % 2:
+            run.step()
+        run.scheduler.abort(spec.request_id)
+        run.step()
+        left = run.scheduler.request_ids()
+        require(not left, "1.7", f"{left} did not end, although aborted")
+
+
 @pytest.mark.law("3.6")
-def test_memory_does_not_grow_with_requests(target: SchedulerTarget) -> None:
+@pytest.mark.parametrize("how", ["served", "aborted"])
+def test_memory_does_not_grow_with_requests(target: SchedulerTarget, how: str) -> None:
+    end = _serve if how == "served" else _abort
     run, served = _run(target, FairShare(), OffloadSelection(False, True, False)), 300
-    _serve(run, 0, served)
+    end(run, 0, served)
     tracemalloc.start()
     try:
         sizes = []
         for count in (200, _SERVED):  # the first ones fill what grows to a limit
-            _serve(run, served, served + count)
+            end(run, served, served + count)
             served += count
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
@@ -107,6 +123,49 @@ def test_memory_does_not_grow_with_requests(target: SchedulerTarget) -> None:
         tracemalloc.stop()
     grown = sizes[1] - sizes[0]
     require(grown <= _SERVED * _MAX_BYTES, "3.6", f"after {_SERVED} requests that ended it holds {grown} bytes more")
+
+
+@pytest.mark.law("1.7")
+def test_id_that_was_used_before_is_that_of_a_new_request(target: SchedulerTarget) -> None:
+    """Abort, end, abort and serve requests of one id, as of a client that tries again."""
+    run, spec = _run(target), greedy("again", (1, 2, 3), 2)
+    for number in range(4):
+        run.scheduler.add(spec)
+        if number % 2:
+            ends = [delta.finish_reason for _ in range(4) for delta in run.step()[1]]
+            require(FinishReason.LENGTH in ends, "1.7", f"request {number} of one id was not served")
+            continue
+        delta = run.scheduler.abort("again")
+        aborted = delta is not None and delta.finish_reason is FinishReason.ABORT
+        require(aborted and not run.scheduler.request_ids(), "1.7", f"abort {number} of one id returned {delta}")
+
+
+@pytest.mark.law("2.6")
+def test_cost_does_not_grow_with_the_texts(target: SchedulerTarget) -> None:
+    """Count the bytecodes and the memory of sixteen steps of eight requests after few and after many tokens."""
+    run = _run(target, max_num_seqs=8, max_model_len=2100, num_kv_blocks=8 * 525)
+    for number in range(8):
+        run.scheduler.add(greedy(f"r{number}", (number, 1), 2090))
+    costs, steps = [], 0
+    for first in (64, 1900):
+        while steps < first:
+            run.step()
+            steps += 1
+        code = size = 0
+        for _ in range(16):
+            plans = list[StepPlan | None]()
+            code += count_bytecodes(lambda: plans.append(run.scheduler.plan()[0]))  # noqa: B023 - called at once
+            plan = plans[0]
+            assert plan is not None
+            output = run.output(plan)
+            code += count_bytecodes(lambda: run.scheduler.commit(plan, output))  # noqa: B023
+        for _ in range(16):
+            size += count_bytes(run.step)
+        steps += 32
+        costs.append((code, size))
+    (few, less), (many, more) = costs
+    require(many <= 1.5 * few + 4000, "2.6", f"steps of short texts take {few} bytecodes, those of long ones {many}")
+    require(more <= 1.5 * less + 2**16, "2.6", f"steps of short texts take {less} bytes, those of long ones {more}")
 
 
 _WAITING: Final[Mapping[str, Callable[[int], RequestSpec]]] = {

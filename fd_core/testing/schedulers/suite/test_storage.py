@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.effects.operations import Load, LoadPaceMeasured, Lookup, PrefillPaceMeasured, Save
+from fd_core.effects.operations import Load, LoadPaceMeasured, Lookup, NotStored, PrefillPaceMeasured, Save
 from fd_core.scheduling.operations.kv_offloading import OffloadSelection
 from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
@@ -143,3 +143,20 @@ def test_only_settled_blocks_are_saved(target: SchedulerTarget, wrong: float) ->
     specs = [greedy(f"r{index}", prompt_of(9, index % 2), 20, cache_salt=f"s{index % 3}") for index in range(6)]
     driver = drive(target, *specs, keep=OffloadSelection(True, True, True), k=3, wrong=wrong, depth=2)
     run_ending(driver, OperationEnd.WELL, 2)
+
+
+@pytest.mark.law("5.4")
+def test_values_that_the_store_lost_are_stored_again(target: SchedulerTarget) -> None:
+    """The store evicts everything; the same prompt is used again."""
+    driver = drive(target, greedy("first", prompt_of(29), 1), keep=OffloadSelection(True, True, True))
+    run_ending(driver, OperationEnd.WELL, 1)
+    saved = {key for each in driver.begun(Save) for key in each.keys}
+    if not saved:
+        lacks("the scheduler stores nothing here")
+    driver.tiers.values.clear()
+    driver.tiers.begun.clear()
+    driver.tell(NotStored(tuple(saved)))
+    driver.submit(greedy("again", prompt_of(29), 1))
+    run_ending(driver, OperationEnd.WELL, 1)
+    lost = saved - {key for each in driver.begun(Save) for key in each.keys}
+    require(not lost, "5.4", f"the store lost {len(saved)} blocks, of which {len(lost)} are not stored again")

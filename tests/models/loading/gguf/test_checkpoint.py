@@ -319,3 +319,9 @@ def test_named_chat_templates_are_read(tmp_path: Path) -> None:
     tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}
     source = open_checkpoint(write_gguf(tmp_path / "m.gguf", extra=extra | tokens)).tokenizer
     assert (source.chat_template, dict(source.named_templates)) == ("D", {"tool_use": "T"})
+
+
+def test_sampling_metadata_has_the_names_of_generation_config(tmp_path: Path) -> None:
+    extra = {"general.sampling.temp": 0.5, "general.sampling.top_k": 40, "general.sampling.penalty_repeat": 1.5}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", extra=extra))
+    assert checkpoint.generation_config == {"temperature": 0.5, "top_k": 40, "repetition_penalty": 1.5}
