@@ -71,6 +71,7 @@ _RENAMED: Final[Mapping[str, Mapping[str, str]]] = {
         "asked_store": "lookup_issued",
         "waits_as": "queued_view",
     },
+    "fd_core.testing.models.cases": {"KitCase": "fd_core.testing.models.cases.SuiteCase"},
     "fd_core.text.parsing.reader.TextReader": {
         "say_arguments": "emit_arguments",
         "say_content": "emit_content",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from fd_core.deprecations import old_attributes
 from fd_core.testing.axes import parts
 from fd_core.testing.axes.parts import Part
 
@@ -54,3 +55,6 @@ def _parameters(names: Part[Any] | str | tuple[str, ...], values: Sequence[Any] 
     if isinstance(names, str):
         return [{names: value} for value in values]
     return [dict(zip(names, value, strict=True)) for value in values]
+
+
+__getattr__ = old_attributes(__name__)

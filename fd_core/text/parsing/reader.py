@@ -29,7 +29,7 @@ Steps = Generator[None, None, T]
 class TextReader(abc.ABC):
     """Streamed text, read by `run`.
 
-    `run` is resumed for each piece and once more when the text has ended. It emits events through `say_...`.
+    `run` is resumed for each piece and once more when the text has ended. It emits events through `emit_...`.
     A position that may have to be read again is stored by `mark` until `go_back` or `forget`.
     """
 
