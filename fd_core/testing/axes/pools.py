@@ -214,7 +214,7 @@ KV: Final[Part[Ops]] = Part(
 # Memory beyond 2^31 bytes --------------------------------------------------------------------------------------------
 
 _SIZES: Final = (
-    Axis("gib", (0,), rare=({"gib": 2}, {"gib": 2, "kv_dtype": "int8"}, {"gib": 4}, {"gib": 8})),
+    Axis("gib", (0,), rare=({"gib": 2}, {"gib": 2, "kv_dtype": "int8"}, {"gib": 8})),
     Axis("kv_dtype", ("auto", "int8")),
 )
 """GiB of the keys of one layer, and of its values: offsets exceed 2^31 bytes, and 2^31 elements in 8 bits."""
@@ -272,5 +272,5 @@ def check_table(ops: Ops, case: Case) -> None:
     assert_same(np.asarray(found, np.float32), (bits[ids].astype(np.uint32) << 16).view(np.float32), "rows by id")
 
 
-TABLE: Final[Part[Ops]] = Part("table", (Axis("gib", (0,), rare=({"gib": 2}, {"gib": 4})),), check_table)
+TABLE: Final[Part[Ops]] = Part("table", (Axis("gib", (0,), rare=({"gib": 2},)),), check_table)
 PARTS: Final = (ROPE, KV)

@@ -79,6 +79,7 @@ def test_kv(target: Target, require: Require, case: KitCase) -> None:
 
 
 @pytest.mark.fd_scale
+@pytest.mark.fd_alone
 @pytest.mark.fd_cases(pools.POOL)
 def test_pool(target: Target, require: Require, case: KitCase) -> None:
     require("primitives", "kv_transfer", "paged_kv")
@@ -87,6 +88,7 @@ def test_pool(target: Target, require: Require, case: KitCase) -> None:
 
 
 @pytest.mark.fd_scale
+@pytest.mark.fd_alone
 @pytest.mark.fd_cases(pools.TABLE)
 def test_table(target: Target, require: Require, case: KitCase) -> None:
     require("primitives")
