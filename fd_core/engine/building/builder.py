@@ -54,6 +54,7 @@ def load_engine(
     path: Path | None,
     *,
     epoch: int = 1,
+    first_step: int = 0,
     progress: StartProgress,
     wake: Callable[[], None] = lambda: None,
     admitted: AdmissionSink = lambda _: None,
@@ -62,9 +63,9 @@ def load_engine(
 
     `path` is None only for backends that need no checkpoint. `wake` is called, on any thread, when a step would make
     progress on something not submitted; `admitted` is called with the ids of requests that enter a slot, before a step
-    computes them. Raises `ConfigError`, `ModelError` or `PluginError`.
+    computes them; `first_step` numbers the first one. Raises `ConfigError`, `ModelError` or `PluginError`.
     """
-    builder = _EngineBuilder(config, path, epoch, progress=progress)
+    builder = _EngineBuilder(config, path, epoch, progress=progress, first_step=first_step)
     try:
         return builder.build(wake, admitted)
     except BaseException:
@@ -75,14 +76,16 @@ def load_engine(
 class _EngineBuilder:
     """Components of one engine, each built on first use."""
 
-    def __init__(self, config: EngineConfig, path: Path | None, epoch: int, progress: StartProgress) -> None:
+    def __init__(
+        self, config: EngineConfig, path: Path | None, epoch: int, progress: StartProgress, first_step: int
+    ) -> None:
         """Check the settings and look up the plugins that they name before anything is loaded."""
         if config.trace is not None:
             require_trace_file(Path(config.trace))
         require_role(config)
         self._config = config
         self._path = path
-        self._epoch = epoch
+        self._epoch, self._first_step = epoch, first_step
         self._progress = progress
         self._kv_events = bool(config.kv_events) and config.enable_prefix_caching
         self._plugins = installed_plugins()
@@ -232,6 +235,7 @@ class _EngineBuilder:
                 kv_events=self._kv_events,
                 epoch=self._epoch,
                 clock=time.monotonic,
+                first_step=self._first_step,
             )
         )
 

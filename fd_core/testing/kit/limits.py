@@ -9,6 +9,7 @@ ABILITIES: Final[Mapping[str, str]] = {
     "bfloat16": "weights, activations and KV in bfloat16",
     "biases": "linears that add a bias",
     "checkpoints": "real models, read from checkpoints",
+    "float32": "weights, activations and KV in float32",
     "interleaved_rope": "rotary embedding of adjacent elements",
     "kv_transfer": "KV blocks copied to the host and back",
     "moe": "layers of experts",

@@ -188,7 +188,7 @@ class Target:
         folder = self._folder / case
         return folder if (folder / "model.safetensors").exists() else write_checkpoint(case, folder)
 
-    def load(self, case: str = ENGINE_CASE, **settings: Any) -> Engine:
+    def load(self, case: str = ENGINE_CASE, epoch: int = 1, first_step: int = 0, **settings: Any) -> Engine:
         """Load a small engine on the checkpoint of a case; close it after use.
 
         Skips the running test if the engine is beyond the envelope of the backend.
@@ -199,7 +199,7 @@ class Target:
             model = {} if path is None else spec_of_config(path).sizes()
             if beyond := self.cls.envelope.exceeded({**sizes, **model}):
                 lacks(f"its envelope has {', '.join(f'{name}={limit}' for name, limit in beyond.items())}")
-        return load_engine(config, path, progress=lambda *_: None)
+        return load_engine(config, path, epoch=epoch, first_step=first_step, progress=lambda *_: None)
 
     @contextmanager
     def engine(

@@ -110,12 +110,15 @@ LONG_CASE: Final = "long"
 """A small model with contexts longer than any split of a kernel."""
 WIDE_CASE: Final = "wide"
 """A small model with a vocabulary larger than 2^17."""
+STEP_CASE: Final = "step"
+"""A small model whose last token has an embedding of NaN and a logit of 0."""
 
 _SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
     LONG_CASE: _sizes(64, 96, 2, heads=4, kv_heads=2, head_dim=32, vocabulary=1031, longest=4096),
     WIDE_CASE: _sizes(32, 64, 1, heads=2, kv_heads=1, head_dim=16, vocabulary=140_003, longest=512),
     PACKED_ENGINE_CASE: _sizes(32, 32, 1, heads=4, kv_heads=1, head_dim=8, vocabulary=97, longest=512),
     ENGINE_CASE: _sizes(16, 16, 1, heads=2, kv_heads=1, head_dim=8, vocabulary=97, longest=512),
+    STEP_CASE: _sizes(64, 96, 2, heads=6, kv_heads=2, head_dim=16, vocabulary=131, longest=4096),
 }
 _ARCHITECTURE_OF: Final[Mapping[str, str]] = {
     "llama": "LlamaForCausalLM",
@@ -158,6 +161,9 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     spec = decoder_spec(name, parsed, ARCHITECTURES[name](parsed))
     values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
     tensors = {tensor: _weight(values, tensor, shape, norm_offset=spec.norm_offset) for tensor, shape in spec.tensors()}
+    if case == STEP_CASE:
+        tensors["model.embed_tokens.weight"][-1] = np.nan
+        tensors["lm_head.weight"][-1] = 0.0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -20,10 +20,14 @@ class Texts:
         self.scores: dict[str, list[TokenLogprobs]] = {}
         self.vectors: dict[str, bytes] = {}
         self.prompt_scores: dict[str, tuple[TokenLogprobs, ...]] = {}
+        self.errors: dict[str, str] = {}
+        self.deltas = 0
+        """Number of deltas."""
 
     def take(self, deltas: Iterable[Delta]) -> None:
         """Append deltas; none may follow an end or contain a negative id."""
         for delta in deltas:
+            self.deltas += 1
             assert delta.request_id not in self.ends, "a delta after the end"
             assert all(token >= 0 for token in delta.token_ids)
             assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
@@ -39,6 +43,8 @@ class Texts:
                 self.prompt_scores[delta.request_id] = delta.prompt_logprobs
             if delta.finish_reason is not None:
                 self.ends[delta.request_id] = delta.finish_reason
+            if delta.error is not None:
+                self.errors[delta.request_id] = delta.error
 
 
 def run(engine: Engine, specs: Sequence[RequestSpec], max_steps: int = 20_000) -> Texts:

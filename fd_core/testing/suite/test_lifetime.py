@@ -42,8 +42,7 @@ def test_probe_reports_availability_and_device(target: Target) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_computes_in_the_dtype_asked_for(target: Target, require: Callable[..., None], dtype: str) -> None:
-    if dtype == "bfloat16":
-        require("bfloat16")
+    require(dtype)
     config = target.config().__class__(model="kit", backend=target.name, dtype=dtype, num_threads=1)
     assert target.cls(config).make_ops().dtype == dtype
 
@@ -86,6 +85,29 @@ def test_a_text_survives_a_crash_in_the_middle(target: Target, golden: Golden, r
         return texts
 
     golden.check(specs, asyncio.run(asyncio.wait_for(main(), 180)))
+
+
+@pytest.mark.fd_thorough
+def test_engines_in_two_processes_share_nothing(target: Target, golden: Golden, require: Callable[..., None]) -> None:
+    """Run different requests in two engine processes at the same time."""
+    require("own_process")
+    config = target.config(max_model_len=128, num_kv_blocks=128, pipeline_depth=2)
+    specs = [[greedy(f"r{2 * index + side}", range(side, 9 + index), 60) for index in range(4)] for side in range(2)]
+
+    async def main() -> dict[str, list[int]]:
+        clients = [await open_client(config, target.checkpoint(), where="process") for _ in specs]
+
+        async def read(client: Any, spec: Any) -> tuple[str, list[int]]:
+            return spec.request_id, [token async for delta in client.submit(spec) for token in delta.token_ids]
+
+        try:
+            texts = (read(client, spec) for client, mine in zip(clients, specs, strict=True) for spec in mine)
+            return dict(await asyncio.gather(*texts))
+        finally:
+            for client in clients:
+                await client.close()
+
+    golden.check([spec for mine in specs for spec in mine], asyncio.run(asyncio.wait_for(main(), 180)))
 
 
 def test_closed_engine_frees_its_cache(target: Target) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.errors import ConfigError
-from fd_core.testing.axes import covering, layers, parts
+from fd_core.testing.axes import covering, layers, parts, steps
 from fd_core.testing.axes.covering import Axis, case_text, covering_cases, parse_case, smallest, uncovered
 
 AXES = (
@@ -48,9 +48,10 @@ def test_every_pair_that_the_plainest_case_allows_occurs():
     assert uncovered(AXES, cases, allowed) == []
 
 
-def test_cases_of_layers_cover_all_pairs():
-    cases, quick = parts.cases_of(layers.LAYERS)
-    assert uncovered(layers.AXES, [case.values for case in cases], layers.allowed) == []
+@pytest.mark.parametrize("part", [layers.LAYERS, steps.STEPS], ids=lambda part: part.name)
+def test_cases_of_a_part_cover_all_pairs(part):
+    cases, quick = parts.cases_of(part)
+    assert uncovered(part.axes, [case.values for case in cases], part.allowed) == []
     assert quick < len(cases) / 3
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +25,9 @@ class Fault:
     """Set if the postprocessor has the fault; the backend's framework has its name."""
     noticed_by: tuple[str, ...]
     spreads_to: tuple[str, ...]
+    case: str | None = None
+    """Case of an engine, see `fd_core.testing.axes.steps`, that detects it; None if the tests above do without cases.
+    """
 
     @property
     def shows_at_size(self) -> bool:
@@ -39,6 +42,18 @@ class Fault:
 def matches(test: str, pattern: str) -> bool:
     """Return True if a test matches a pattern, which may end in *."""
     return test.startswith(pattern[:-1]) if pattern.endswith("*") else test == pattern
+
+
+def wrong_in(base: str, case: str) -> Any:
+    """Turn a class with methods of a pack or a postprocessor into a backend that fails in a case of an engine."""
+
+    def register(methods: type) -> type:
+        wrong(base, "cases:test_step*")(methods)
+        name, fault = FAULTS.popitem()
+        FAULTS[name] = replace(fault, case=case)
+        return methods
+
+    return register
 
 
 def wrong(base: str, *noticed_by: str, spreads_to: tuple[str, ...] = (), **of_the_backend: Any) -> Any:

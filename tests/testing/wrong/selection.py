@@ -1,6 +1,7 @@
 """Pytest plugin: a fault that shows at size runs only the tests that have to detect it, the oracle all of those.
 
-Other wrong backends skip the section `scale`, which takes minutes. With FD_WRONG_TRIED, names of faults, each backend
+Other wrong backends skip the section `scale`, which takes minutes, and `cases` unless it has to detect their fault,
+which alone runs then if it needs an engine. With FD_WRONG_TRIED, names of faults, each backend
 runs only the sections of its fault, and a right one those of the faults of similar backends.
 """
 
@@ -32,6 +33,8 @@ def is_wanted(item: pytest.Item) -> bool:
     """Return True unless a cheaper test covers the same of its backend."""
     target, section, test = identity_of(item)
     name, case = target.partition(":")[0], f"{section}:{test}"
+    if name in FAULTS and (section == "cases" or FAULTS[name].case is not None):
+        return any(matches(case, pattern) for pattern in FAULTS[name].noticed_by)
     if TRIED and section not in sections_of(name):
         return False
     if section == "scale":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import statistics
 import sys
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +23,13 @@ from fd_core.testing.kit.target import Target
 from fd_core.testing.stepping.stepper import ManualDriver
 
 pytestmark = pytest.mark.fd_alone
+KIBI: Final = 2**10
 MEBI: Final = 2**20
+MOST_BYTES: Final = 24
+"""Growth of traced memory per step, which is exact; a leaked array takes more than a hundred bytes."""
+LONGEST_PROMPT: Final = 24
+WIDTHS: Final = (1, 2, 5, 13)
+DECODES: Final = 15
 SLOTS = 5
 ROOM: dict[str, Any] = {
     "max_num_seqs": SLOTS,
@@ -78,36 +87,63 @@ def filled_cache(ops: Ops, size: int) -> KVCache:
     return cache
 
 
-def cycle(hand: ManualDriver) -> int:
-    """Admit, prefill in chunks, decode in varying batches, and revoke; return the number of steps."""
-    for slot in range(SLOTS):
-        hand.admit(slot, [(slot * 7 + place) % 90 for place in range(20)], **PARAMS[slot % len(PARAMS)])
-    hand.step(*((slot, 13, False) for slot in range(SLOTS)))
-    hand.step(*((slot, 7) for slot in reversed(range(SLOTS))))
-    for step in range(26):
-        rows = range(SLOTS) if step % 2 else range(step % SLOTS, SLOTS, 3)
-        hand.step(*((slot, 1) for slot in rows))
+def cycle(hand: ManualDriver, rng: np.random.Generator) -> int:
+    """Admit prompts of random lengths, prefill them in random chunks, decode in random batches, and revoke.
+
+    Return the number of steps. Hardly any two steps have the same rows, widths and contexts; single rows have one of
+    few widths and contexts, so that what a library caches for a row, such as numpy for a sum, soon is complete.
+    """
+    left = rng.integers(1, LONGEST_PROMPT, SLOTS).tolist()
+    for slot, length in enumerate(left):
+        prompt = rng.integers(0, 90, length).tolist()
+        hand.admit(slot, prompt, **PARAMS[int(rng.integers(len(PARAMS)))])
+    steps = 0
+    while any(left):
+        widths = rng.choice(WIDTHS, SLOTS).tolist()
+        counts = [width if width <= count else min(count, 1) for width, count in zip(widths, left, strict=True)]
+        left = [count - own for count, own in zip(left, counts, strict=True)]
+        rows = [(slot, own, not left[slot]) for slot, own in enumerate(counts) if own]
+        hand.step(*(rows[index] for index in rng.permutation(len(rows))))
+        steps += 1
+    for _ in range(DECODES):
+        hand.step(*((slot, 1) for slot in rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)].tolist()))
     hand.step(back=range(SLOTS))
-    return 29
+    return steps + DECODES + 1
+
+
+def slope(points: Sequence[tuple[int, int]]) -> float:
+    """Return the growth per step of (step, amount) points: the median over all pairs, see Sen (1968)."""
+    pairs = itertools.combinations(points, 2)
+    return statistics.median((later - before) / (end - begin) for (begin, before), (end, later) in pairs)
 
 
 def test_memory_is_flat_over_thousands_of_steps(target: Target) -> None:
+    """Run steps whose shapes do not repeat, and compare the growth per step: a leak of a new shape is a leak."""
+    rng = np.random.default_rng(3)
+    readings: list[tuple[int, int, int, int, int]] = []
     with target.engine(**ROOM) as engine:
         hand = ManualDriver(engine)
         steps = 0
         while steps < 600:
-            steps += cycle(hand)
-        objects, process, free = live_objects(), resident(), target.backend.free_memory()
-        later = 0
-        while later < 2000:
-            later += cycle(hand)
-        kept, grown = live_objects() - objects, resident() - process
-        shrunk = free - target.backend.free_memory()
+            steps += cycle(hand, rng)
+        tracemalloc.start()
+        try:
+            while steps < 3000:
+                cycle_end = steps + 200
+                while steps < cycle_end:
+                    steps += cycle(hand, rng)
+                objects, process = live_objects(), resident()
+                traced = tracemalloc.get_traced_memory()[0]
+                readings.append((steps, objects, traced, process, -target.backend.free_memory()))
+        finally:
+            tracemalloc.stop()
         hand.close()
-    assert kept < later // 3, f"{kept} objects leaked in {later} steps"
-    assert grown < 6 * MEBI, f"the process grew by {grown / MEBI:.1f} MiB in {later} steps"
-    if shrunk >= 6 * MEBI:
-        assert counts_host_memory(target.backend), f"the device lost {shrunk / MEBI:.1f} MiB in {later} steps"
+    growth = [slope([(each[0], each[column]) for each in readings]) for column in range(1, 5)]
+    assert growth[0] < 0.1, f"{growth[0]:.2f} objects leak per step"
+    assert growth[1] < MOST_BYTES, f"{growth[1]:.0f} bytes of Python and numpy leak per step, {MOST_BYTES} are allowed"
+    assert growth[2] < 3 * KIBI, f"the process grows by {growth[2]:.0f} bytes per step"
+    if growth[3] >= 3 * KIBI:
+        assert counts_host_memory(target.backend), f"the device loses {growth[3]:.0f} bytes per step"
 
 
 def test_free_memory_can_be_allocated(target: Target, require: Callable[..., None]) -> None:

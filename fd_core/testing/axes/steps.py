@@ -1,0 +1,426 @@
+"""Axes of an engine: its settings, its requests, and events between its steps; each case against the oracle's texts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fd_core.models.loading.adapter import read_adapter
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.registry import spec_of
+from fd_core.testing.axes.covering import Axis, Case, default_case
+from fd_core.testing.axes.parts import Edge, Part
+from fd_core.testing.kit.judging import Judge
+from fd_core.testing.kit.target import Target
+from fd_core.testing.models.adapters import write_adapter
+from fd_core.testing.models.checkpoints import STEP_CASE
+from fd_core.testing.stepping.scenario import Events, Scenario
+from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams
+
+AXES: Final = (
+    # Settings.
+    Axis(
+        "slots",
+        (4, 1, 2, 3, 17, 33),
+        ("EngineConfig.max_num_seqs", "Limits.max_num_seqs", "Admission.slot", "StepPlan.slots"),
+        rare=({"slots": 260, "requests": 260, "prompt": 1, "max_tokens": 2, "budget": 700},),
+    ),
+    Axis(
+        "budget",
+        (64, 0, 7, 33, 300),
+        ("EngineConfig.max_num_batched_tokens", "Limits.max_num_batched_tokens", "StepPlan.num_tokens"),
+    ),
+    Axis("block_size", (4, 1, 5, 16, 32, 64), ("EngineConfig.block_size", "Limits.block_size")),
+    Axis(
+        "memory",
+        ("ample", "recomputed", "restored"),
+        (
+            "EngineConfig.num_kv_blocks",
+            "Limits.num_kv_blocks",
+            "EngineConfig.save_preempted_kv",
+            "EngineConfig.host_kv_memory",
+            "StepPlan.grants",
+            "StepPlan.revocations",
+        ),
+    ),
+    Axis("room", (9, 0, -3), ("EngineConfig.max_model_len", "Limits.max_model_len")),
+    Axis("depth", (1, 2, 3, 16), ("EngineConfig.pipeline_depth", "Limits.pipeline_depth")),
+    Axis("prefix_caching", (True, False), ("EngineConfig.enable_prefix_caching",)),
+    Axis(
+        "drafts",
+        (0, 1, 3, 5, 16),
+        ("EngineConfig.speculative", "Limits.max_drafts", "StepPlan.num_drafts"),
+    ),
+    Axis("wrong_drafts", (0.3, 0.0, 0.1, 1.0)),
+    Axis("structured", (False, True), ("EngineConfig.structured_output",)),
+    Axis("forced", (8, 0, 16), ("EngineConfig.max_forced_tokens",)),
+    Axis("transport", ("memory", "zmq"), ("EngineConfig.output_transport",)),
+    Axis("kv_dtype", ("auto", "int8"), ("EngineConfig.kv_cache_dtype",)),
+    Axis(
+        "adapters",
+        (0, 1, 2, 8),
+        ("EngineConfig.lora_modules", "EngineConfig.max_loras", "RequestSpec.adapter", "Admission.adapter"),
+        needs="checkpoints",
+    ),
+    Axis("adapter_rank", (8, 1, 64), ("EngineConfig.max_lora_rank",), needs="checkpoints"),
+    Axis("reloaded", (False, True), needs="checkpoints"),
+    # Requests. Two of three have a value, others of the same batch the plainest one; a single one always has it.
+    Axis("requests", (5, 1, 2, 3, 9, 24), ("RequestSpec.request_id", "Admission.request_id", "StepPlan.admissions")),
+    Axis(
+        "prompt",
+        (9, 1, 2, 4, 16, 31, 32, 64, 127),
+        ("RequestSpec.prompt", "Admission.token_ids", "Admission.prompt_len", "StepPlan.starts", "StepPlan.samples"),
+        rare=(
+            {"prompt": 1100, "budget": 3000, "prompt_logprobs": 1, "requests": 1},
+            {"prompt": 2049, "budget": 3000, "pooling": "mean", "requests": 1, "block_size": 32},
+            {"prompt": 1100, "budget": 3000, "pooling": "tokens", "requests": 1, "arrivals": 1},
+        ),
+    ),
+    Axis("shared_prefix", (0, 8, 21), ("Admission.computed",)),
+    Axis("salts", (1, 2), ("RequestSpec.cache_salt",)),
+    Axis("max_tokens", (12, 1, 2, 3, 33), ("SamplingParams.max_tokens",)),
+    Axis("ends", ("together", "last first", "first first", "first stays", "last stays")),
+    Axis("min_tokens", (0, 1, 6, 2**31 - 1), ("SamplingParams.min_tokens",)),
+    Axis("eos_ids", (0, 1, 2, 9), ("RequestSpec.eos_token_ids", "Admission.eos_token_ids")),
+    Axis("stop_ids", (0, 1, 2, 5, 40), ("SamplingParams.stop_token_ids",)),
+    Axis("ignore_eos", (False, True), ("SamplingParams.ignore_eos",)),
+    Axis("temperature", (0.0, 1.0, 0.01, 2.0), ("SamplingParams.temperature",)),
+    Axis("top_k", (0, 1, 2, 50, 2**31 - 1), ("SamplingParams.top_k",)),
+    Axis("top_p", (1.0, 0.0, 0.5, 0.999), ("SamplingParams.top_p",)),
+    Axis("min_p", (0.0, 0.05, 1.0), ("SamplingParams.min_p",)),
+    Axis("seed", (0, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1), ("SamplingParams.seed",)),
+    Axis("presence", (0.0, 1.5, -2.0), ("SamplingParams.presence_penalty",)),
+    Axis("frequency", (0.0, 0.7, -2.0), ("SamplingParams.frequency_penalty",)),
+    Axis("repetition", (1.0, 1.3, 0.5, 10.0), ("SamplingParams.repetition_penalty",)),
+    Axis("biases", (0, 1, 30, 120), ("SamplingParams.logit_bias",)),
+    Axis("allowed", (None, 1, 60, 120), ("SamplingParams.allowed_token_ids",)),
+    Axis("banned", (0, 1, 2, 3), ("SamplingParams.bad_words_token_ids",)),
+    Axis("logprobs", (None, 0, 1, 20), ("SamplingParams.logprobs",)),
+    Axis("prompt_logprobs", (None, 0, 1, 20), ("SamplingParams.prompt_logprobs",)),
+    Axis("reasoning", (None, 0, 3), ("SamplingParams.reasoning",)),
+    Axis("pooling", (None, "last", "mean", "tokens"), ("RequestSpec.pooling", "Admission.pooling")),
+    Axis("delivered", (0, 1, 5), ("RequestSpec.delivered",)),
+    # Events.
+    Axis("arrivals", (0, 1, 4)),
+    Axis("abort", (None, 0, 1, 2, 3, 5, 8)),
+    Axis("poisoned", (False, True)),
+    Axis("copies", (False, True), needs="kv_transfer"),
+    Axis("company", ("none", "in turns", "in a thread")),
+    Axis(
+        "first_number",
+        (0, 2**15 - 3, 2**16 - 3, 2**31 - 2000),
+        ("StepPlan.step", "StepPlan.epoch", "StepPlan.gens", "Admission.gen"),
+    ),
+)
+"""Axes of an engine and its requests. `abort` is the step after which two requests are aborted; `poisoned` adds a
+request whose prompt is NaN inside the model; `company` is another engine of the same backend in this process; with
+`reloaded`, another adapter takes the place of the first one when all requests have ended."""
+_ELSEWHERE: Final = "other kits vary it; a backend does not see it"
+_START: Final = "it chooses what is loaded; a case uses the target's"
+EXCUSED: Final[Mapping[str, str]] = {
+    "RequestSpec.params": "its fields are axes",
+    "Admission.params": "its fields are axes",
+    "SamplingParams.grammar": "the kit's models have no tokenizer; its masks are those of `reasoning`",
+    "RequestSpec.priority": _ELSEWHERE,
+    "RequestSpec.tenant": _ELSEWHERE,
+    "RequestSpec.prefill_at": _ELSEWHERE,
+    "RequestSpec.prefill_job": _ELSEWHERE,
+    "RequestSpec.traceparent": _ELSEWHERE,
+    "Limits.vocab_size": "a model has it; `test_steps` has a large one",
+    "Limits.num_stages": "stages of a pipeline; see `test_ranks`",
+    "EngineConfig.tensor_parallel_size": "see `test_ranks`",
+    "EngineConfig.pipeline_parallel_size": "see `test_ranks`",
+    "EngineConfig.distributed_executor_backend": "see `test_ranks`",
+    "EngineConfig.rank_transport": "see `test_ranks`",
+    **{
+        f"EngineConfig.{name}": _START
+        for name in (
+            *("model", "revision", "backend", "dtype", "quantization", "attention_backend", "postprocess"),
+            *("native_kernels", "num_threads", "kv_cache_memory", "gpu_memory_utilization"),
+        )
+    },
+    **{
+        f"EngineConfig.{name}": _ELSEWHERE
+        for name in (
+            *("scheduler", "scheduling_policy", "victim_policy", "observer", "pooling", "watchdog_seconds"),
+            *("restart_attempts", "lora_folder", "kv_store", "kv_store_timeout", "kv_store_secret_file"),
+            *("kv_store_compression", "role", "kv_connector", "transfer_host", "transfer_port"),
+            *("transfer_secret_file", "lease_seconds", "kv_events", "trace", "trace_limit"),
+        )
+    },
+}
+"""Fields of the contract that no axis varies, with the reason."""
+EXACT_ONLY: Final = ("temperature", "repetition", "reasoning")
+"""Axes whose effect on a text cannot be told from rounding in lower precision."""
+VOCABULARY: Final = 131
+"""Of the model; tokens of the requests are below, and the last one is NaN."""
+_SLACK: Final = 4.0
+"""The model has two layers and adapters, and a case compares thousands of tokens; logits of other rows differ by ten
+times the margin and more."""
+_MOST_TOKENS: Final = 1500
+"""Tokens of all requests of a case that is not rare."""
+_MOST_STEPS: Final = 500
+_MOST_FILLED: Final = 1000
+"""Longest context of which further requests fill the pool; attention to longer ones takes seconds in numpy."""
+
+
+def allowed(case: Case) -> bool:
+    """Return True if an engine can have these settings, and the oracle computes the requests in about a second."""
+    if case["reasoning"] is not None and not (case["structured"] or case["drafts"]):
+        return False
+    if case["reloaded"] and not case["adapters"]:
+        return False
+    if case["copies"] and case["memory"] == "restored":  # which copies on a thread of its own, one at a time
+        return False
+    prompts = _int(case, "requests") * (_int(case, "prompt") + _int(case, "shared_prefix"))
+    texts = _int(case, "requests") * (_int(case, "max_tokens") + 5)
+    steps = prompts / _budget(case) + texts / min(_int(case, "requests"), _int(case, "slots"), _budget(case))
+    return prompts + texts < _MOST_TOKENS and steps * (1 if case["company"] == "none" else 3) < _MOST_STEPS
+
+
+def settings_of(case: Case, longest: int) -> dict[str, Any]:
+    """Return the settings of the engine; `longest` is the number of tokens of the longest request."""
+    context = max(longest + _int(case, "room"), 8)
+    needed = -(-context // _int(case, "block_size"))
+    running = min(_int(case, "slots"), _int(case, "requests"))
+    return {
+        "max_num_seqs": case["slots"],
+        "max_num_batched_tokens": _budget(case),
+        "block_size": case["block_size"],
+        "num_kv_blocks": running * needed if case["memory"] == "ample" else max(needed, running * needed // 3),
+        "max_model_len": context,
+        "pipeline_depth": case["depth"],
+        "enable_prefix_caching": case["prefix_caching"],
+        "structured_output": case["structured"] or bool(case["drafts"]),
+        "max_forced_tokens": case["forced"],
+        "output_transport": case["transport"],
+        "save_preempted_kv": case["memory"] == "restored",
+        "host_kv_memory": 2**24 if case["memory"] == "restored" else 0,
+    }
+
+
+def _budget(case: Case) -> int:
+    return max(_int(case, "budget"), 1 + _int(case, "drafts"))
+
+
+def _int(case: Case, name: str) -> int:
+    value = case[name]
+    assert isinstance(value, int)
+    return value
+
+
+def sizes_of(case: Case) -> Mapping[str, int]:
+    """Return the sizes of a case under the names of `OperatingEnvelope`."""
+    forced = min(_int(case, "forced"), _budget(case) - 1) if case["structured"] else 0
+    return {
+        "max_num_seqs": _int(case, "slots"),
+        "max_num_batched_tokens": _budget(case),
+        "max_model_len": 1
+        + sum(_int(case, each) for each in ("prompt", "shared_prefix", "max_tokens", "requests"))
+        + 9
+        + _int(case, "room"),
+        "block_size": _int(case, "block_size"),
+        "max_drafts": _int(case, "drafts") or forced,
+        "pipeline_depth": _int(case, "depth"),
+        "max_loras": _int(case, "adapters"),
+        "max_lora_rank": _int(case, "adapter_rank") if case["adapters"] else 0,
+    }
+
+
+EDGES: Final[Mapping[str, Edge]] = {
+    "max_num_seqs": Edge("slots"),
+    "max_num_batched_tokens": Edge("budget", {"prompt": 127}),
+    "max_model_len": Edge("prompt", {"requests": 1, "budget": 300}),
+    "block_size": Edge("block_size"),
+    "max_drafts": Edge("drafts", {"budget": 300}),
+    "pipeline_depth": Edge("depth"),
+    "max_loras": Edge("adapters"),
+    "max_lora_rank": Edge("adapter_rank", {"adapters": 1}),
+}
+
+
+def requests_of(case: Case, digests: tuple[str, ...], first: int = 0) -> list[RequestSpec]:
+    """Return the requests of a case, numbered from `first`; adapters have the given digests."""
+    return [_request(case, first + index, digests) for index in range(_int(case, "requests"))]
+
+
+_PLAIN: Final = default_case(AXES)
+_ORDER: Final = {name: place for place, name in enumerate(_PLAIN)}
+
+
+def _request(case: Case, index: int, digests: tuple[str, ...]) -> RequestSpec:
+    rng = np.random.default_rng([index, 77])
+
+    def value(name: str) -> Any:
+        return case[name] if case["requests"] == 1 or (index + _ORDER[name]) % 3 else _PLAIN[name]
+
+    def some(count: int, of: int = VOCABULARY - 1) -> tuple[int, ...]:
+        return tuple(rng.permutation(of)[:count].tolist())
+
+    length = max(1, _int(case, "prompt") + (0, 1, -1)[index % 3])
+    prompt = [(5 * place) % 90 for place in range(_int(case, "shared_prefix"))]
+    prompt += rng.integers(0, VOCABULARY - 1, length).tolist()
+    biased, stops, ends, kept = some(value("biases")), some(value("stop_ids")), some(value("eos_ids")), value("allowed")
+    params = SamplingParams(
+        max_tokens=_tokens_of(case, index),
+        min_tokens=min(value("min_tokens"), _tokens_of(case, index)),
+        temperature=value("temperature"),
+        top_k=value("top_k"),
+        top_p=value("top_p"),
+        min_p=value("min_p"),
+        seed=min(value("seed") + index, 2**64 - 1),
+        presence_penalty=value("presence"),
+        frequency_penalty=value("frequency"),
+        repetition_penalty=value("repetition"),
+        logit_bias={token: float(rng.integers(-9, 9)) for token in biased} or None,
+        allowed_token_ids=None if kept is None else some(kept),
+        bad_words_token_ids=_banned(value("banned")),
+        logprobs=value("logprobs"),
+        prompt_logprobs=value("prompt_logprobs"),
+        stop_token_ids=stops,
+        ignore_eos=value("ignore_eos"),
+        reasoning=None if (most := value("reasoning")) is None else Reasoning(end=(11, 12, 11, 13), max_tokens=most),
+    )
+    pooling = value("pooling")
+    if pooling is not None:
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    return RequestSpec(
+        request_id=f"r{index}",
+        prompt=tuple(prompt),
+        params=params,
+        eos_token_ids=ends,
+        cache_salt=str(index % _int(case, "salts")),
+        pooling=None if pooling is None else Pooling(pooling, (5, 88) if pooling == "tokens" else ()),
+        adapter=("", *digests)[index % (len(digests) + 1)],
+    )
+
+
+def _tokens_of(case: Case, index: int) -> int:
+    """Return how many tokens a request generates, so that a batch shrinks as the case says."""
+    last = _int(case, "requests") - 1
+    place = index % (last + 1)
+    return (
+        _int(case, "max_tokens")
+        + {
+            "together": 0,
+            "last first": last - place,
+            "first first": place,
+            "first stays": 9 * (place == 0),
+            "last stays": 9 * (place == last),
+        }[str(case["ends"])]
+    )
+
+
+def _banned(length: int) -> tuple[tuple[int, ...], ...]:
+    """Return many sequences of `length` tokens, so that texts would contain some."""
+    if length == 0:
+        return ()
+    if length == 1:
+        return tuple((token,) for token in range(20, VOCABULARY, 2))
+    return tuple((*(one,) * (length - 1), (7 * one + step) % 90) for one in range(90) for step in range(40))
+
+
+@functools.lru_cache(64)
+def _adapter(model: Path, rank: int, index: int) -> tuple[Path, str]:
+    """Return the folder of an adapter for the model, written at the first call, and its digest."""
+    folder = model.parent / f"{model.name}-lora-{rank}-{index}"
+    # The same change of activations at any rank, so that rounding has the same effect.
+    write_adapter(model, folder, seed=index, rank=rank, config={"lora_alpha": round(4 * rank**0.5)})
+    with open_checkpoint(model) as checkpoint:
+        return folder, read_adapter(folder, spec_of(checkpoint).adaptable(), rank).digest
+
+
+def _adapters(target: Target, case: Case) -> dict[str, Path]:
+    """Return the folders of the adapters of a case, by digest, and of one more; ranks differ."""
+    model = target.checkpoint(STEP_CASE)
+    if model is None or not case["adapters"]:
+        return {}
+    count, rank = _int(case, "adapters") + 1, _int(case, "adapter_rank")
+    found = (_adapter(model, max(1, rank - index % 3), index) for index in range(count))
+    return {digest: folder for folder, digest in found}
+
+
+def check_steps(target: Target, case: Case) -> None:
+    """Run the requests of a case, then fill the engine, and compare all with the oracle. Raises `AssertionError`."""
+    target = target.quantized() if case["kv_dtype"] == "int8" else target
+    adapters = _adapters(target, case)
+    *digests, spare = adapters or [""]
+    specs = requests_of(case, tuple(digests))
+    neighbours = requests_of(case, tuple(digests), first=len(specs)) if case["company"] != "none" else []
+    settings = settings_of(case, max(len(spec.prompt) + spec.params.max_tokens for spec in specs + neighbours))
+    if adapters:
+        settings |= {
+            "lora_modules": tuple(f"{digest}={adapters[digest]}" for digest in digests),
+            "max_loras": len(digests),
+            "max_lora_rank": case["adapter_rank"],
+        }
+    reloaded = (digests[0], spare) if case["reloaded"] else None
+    full = requests_that_fill(settings, (*digests[1:], spare) if reloaded else tuple(digests))
+    judge = _judge(target, [*specs, *neighbours, *full], adapters, settings)
+    Scenario(
+        target=target,
+        judge=judge,
+        settings=settings,
+        drafts=_int(case, "drafts"),
+        wrong_drafts=float(case["wrong_drafts"] or 0),
+        specs=specs,
+        neighbours=neighbours,
+        full=full,
+        events=Events(
+            arrivals=_int(case, "arrivals"),
+            delivered=_int(case, "delivered"),
+            abort=None if case["abort"] is None else _int(case, "abort"),
+            poison=VOCABULARY - 1 if case["poisoned"] else None,
+            copies=bool(case["copies"]),
+            in_thread=case["company"] == "in a thread",
+            first_number=_int(case, "first_number"),
+            eager=case["memory"] != "ample",
+            forgets_prefixes=case["memory"] == "restored",
+            reloaded=None if reloaded is None else (*reloaded, adapters[spare]),
+        ),
+    ).check()
+
+
+def requests_that_fill(settings: Mapping[str, Any], digests: tuple[str, ...]) -> list[RequestSpec]:
+    """Return requests of one token for every slot, then others that together need every block of the pool."""
+    slots, context, size = settings["max_num_seqs"], settings["max_model_len"], settings["block_size"]
+    left, lengths = settings["num_kv_blocks"] * size, [2] * slots
+    while left >= 4 and context <= _MOST_FILLED:
+        lengths.append(min(context, left))
+        left -= -(-lengths[-1] // size) * size
+    rng = np.random.default_rng(len(lengths))
+    return [
+        RequestSpec(
+            request_id=f"full{index}",
+            prompt=tuple(rng.integers(0, VOCABULARY - 1, max(1, length - 2)).tolist()),
+            params=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+            adapter=("", *digests)[index % (len(digests) + 1)],
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def _judge(target: Target, specs: list[RequestSpec], adapters: dict[str, Path], settings: Mapping[str, Any]) -> Judge:
+    """Return the judge of some requests; their texts are the same for all other settings."""
+    plain: dict[str, Any] = {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 4096,
+        "num_kv_blocks": 16 * -(-settings["max_model_len"] // 32),
+        "block_size": 32,
+        "enable_prefix_caching": False,
+        "structured_output": True,
+        "max_model_len": settings["max_model_len"],
+    }
+    if adapters:
+        plain["lora_modules"] = tuple(f"{digest}={folder}" for digest, folder in adapters.items())
+        plain |= {"max_loras": len(adapters), "max_lora_rank": settings["max_lora_rank"]}
+    name = msgspec.json.encode([specs, plain]).hex()
+    return Judge.of(target, name, STEP_CASE, specs, adapters=adapters, slack=_SLACK, **plain)
+
+
+STEPS: Final[Part[Target]] = Part("step", AXES, check_steps, allowed, EDGES, sizes_of)

@@ -1,0 +1,339 @@
+"""Requests and events of one engine, step by step, and the comparison of everything it delivers with a judge."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fd_core.engine.core import Engine
+from fd_core.ops.contract import KVCache
+from fd_core.scheduling.requests import Request
+from fd_core.testing.kit.judging import Judge
+from fd_core.testing.kit.target import Target
+from fd_core.testing.models.checkpoints import STEP_CASE
+from fd_core.testing.stepping.stepper import parts_of
+from fd_core.testing.stepping.texts import Texts
+from fd_core.types import NO_CHOICE, FinishReason, IntArray, RequestSpec, SamplingParams, TokenLogprobs
+
+_MOST_STEPS: Final = 20_000
+_MOST_IDLE: Final = 1000
+"""Consecutive steps that compute nothing while requests wait, 5 ms each."""
+_SPARE_BLOCKS: Final = 4
+"""Blocks that are copied while steps use the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """Events between the steps of an engine, in addition to its requests."""
+
+    arrivals: int = 0
+    """Steps between two requests; 0 submits all at once."""
+    delivered: int = 0
+    """Tokens of each text that an earlier engine delivered."""
+    abort: int | None = None
+    """Step after which the second and the last request are aborted."""
+    poison: int | None = None
+    """Token whose embedding is NaN, in the prompt of an additional request; earlier ones left NaN in every block."""
+    copies: bool = False
+    """Copy spare blocks of the cache on a thread."""
+    in_thread: bool = False
+    """Run the neighbours' engine on a thread instead of in turns."""
+    first_number: int = 0
+    """Number of the first step, and gen of the first request of each slot."""
+    eager: bool = False
+    """Admit requests without reserving blocks for their output: much more preemption."""
+    forgets_prefixes: bool = False
+    """Evict cached prefixes at each preemption, so that KV returns from the host only."""
+    reloaded: tuple[str, str, Path] | None = None
+    """Name of the adapter that is unloaded when all requests have ended, and name and folder of the one that replaces
+    it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One engine on a target with requests and events, and possibly another engine next to it."""
+
+    target: Target
+    judge: Judge
+    settings: Mapping[str, Any]
+    drafts: int
+    wrong_drafts: float
+    specs: Sequence[RequestSpec]
+    neighbours: Sequence[RequestSpec]
+    """Requests of the other engine; none without it."""
+    full: Sequence[RequestSpec]
+    """Requests that fill the engine, submitted when all others have ended."""
+    events: Events
+
+    def check(self) -> None:
+        """Run it and compare texts, scores, vectors and ends. Raises `AssertionError`."""
+        with ExitStack() as stack:
+            engine = stack.enter_context(self._engine())
+            mine = self._drive(engine, self.specs)
+            if not self.neighbours:
+                _exhaust(mine)
+            else:
+                theirs = self._drive(stack.enter_context(self._engine()), self.neighbours)
+                together = _in_threads if self.events.in_thread else _in_turns
+                together(mine, theirs)
+
+    @contextmanager
+    def _engine(self) -> Iterator[Engine]:
+        spare = _SPARE_BLOCKS if self.events.copies else 0
+        settings = {**self.settings, "num_kv_blocks": self.settings["num_kv_blocks"] + spare}
+        first = self.events.first_number
+        with self.target.engine(
+            self.drafts,
+            self.judge.whole(),
+            self.wrong_drafts,
+            case=STEP_CASE,
+            epoch=first or 1,
+            first_step=first,
+            **settings,
+        ) as engine:
+            probe = parts_of(engine)
+            probe.slots.gen[:] = first
+            if self.events.eager:
+                probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # patched for the case
+            if self.events.forgets_prefixes:
+                release = probe.running_batch.release
+
+                def forgetting(slot: int) -> Request:
+                    request = release(slot)
+                    probe.pool.forget_prefixes()
+                    return request
+
+                probe.running_batch.release = forgetting  # type: ignore[method-assign]  # patched for the case
+            if self.events.poison is not None and "kv_transfer" not in self.target.limits:
+                fill_with_nan(engine.probe().runner.cache)
+            yield engine
+
+    def _drive(self, engine: Engine, specs: Sequence[RequestSpec]) -> Generator[None]:
+        """Run requests with all events, then those that fill the engine; yields after each step."""
+        resumed = [self._resumed(spec) for spec in specs]
+        poisoned = self._poisoned(specs[0])
+        queue = [*resumed[:1], *poisoned, *resumed[1:]]
+        victims = {specs[1 % len(specs)].request_id, specs[-1].request_id} if self.events.abort is not None else set()
+        texts = Texts()
+        with copying(engine) if self.events.copies else ExitStack():
+            yield from self._steps(engine, queue, texts, victims)
+        for spec in poisoned:
+            self._check_poisoned(spec, texts)
+        for spec in resumed:
+            self._check(spec, texts, may_be_aborted=spec.request_id in victims)
+        if self.events.reloaded is not None:
+            before, after, folder = self.events.reloaded
+            engine.unload_adapter(before)
+            engine.begin_steps()  # which releases it
+            engine.load_adapter(after, folder)
+        texts = Texts()
+        yield from self._steps(engine, self.full, texts, set())
+        for spec in self.full:
+            self._check(spec, texts)
+
+    def _steps(self, engine: Engine, specs: Sequence[RequestSpec], texts: Texts, victims: set[str]) -> Generator[None]:
+        waiting, idle = list(specs), 0
+        for step in range(_MOST_STEPS):
+            if step == self.events.abort and victims:
+                for spec in waiting:  # an unknown request cannot be aborted
+                    if spec.request_id in victims:
+                        texts.take(engine.submit(spec))
+                waiting = [spec for spec in waiting if spec.request_id not in victims]
+                texts.take(engine.abort(sorted(victims)))
+            while waiting and (not self.events.arrivals or not step % self.events.arrivals):
+                texts.take(engine.submit(waiting.pop(0)))
+                if self.events.arrivals:
+                    break
+            if not engine.has_work and not waiting:
+                return
+            if engine.has_work:
+                before = texts.deltas
+                texts.take(engine.step())
+                idle = idle + 1 if texts.deltas == before and not engine.num_in_flight else 0
+                if idle > _MOST_IDLE:
+                    break
+                if not self.events.copies:  # their blocks have no owner
+                    engine.check_integrity()
+            yield
+        unfinished = [spec.request_id for spec in specs if spec.request_id not in texts.ends]
+        raise AssertionError(f"{unfinished[:5]} did not end in {step + 1} steps, of which the last {idle} were idle")
+
+    def _resumed(self, spec: RequestSpec) -> RequestSpec:
+        """Return a request that continues after the first tokens of its text."""
+        count = self.events.delivered
+        if spec.pooling is not None or len(self.judge.texts[spec.request_id]) <= count:
+            return spec
+        return msgspec.structs.replace(spec, delivered=tuple(self.judge.texts[spec.request_id][:count]))
+
+    def _poisoned(self, like: RequestSpec) -> list[RequestSpec]:
+        """Return a request whose logits are not finite: inside the model, or by a penalty without a checkpoint."""
+        if self.events.poison is None:
+            return []
+        params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2)
+        prompt = list(like.prompt)[: self.settings["max_model_len"] - 1]
+        if self.target.cls.needs_checkpoint:
+            prompt[len(prompt) // 2] = self.events.poison
+        else:
+            params = msgspec.structs.replace(params, repetition_penalty=1e-60)
+        return [RequestSpec(request_id="poisoned", prompt=tuple(prompt), params=params)]
+
+    def _check_poisoned(self, spec: RequestSpec, texts: Texts) -> None:
+        end, name = texts.ends.get(spec.request_id), spec.request_id
+        assert end is FinishReason.ERROR, f"{name}: expected an error because its logits are NaN, got {end}"
+        assert texts.tokens[name] == [], f"{name}: expected no token, got {texts.tokens[name]}"
+        message = texts.errors[name]
+        assert message.startswith(NO_CHOICE), f"{name}: expected the error {NO_CHOICE!r}, got {message!r}"
+
+    def _check(self, spec: RequestSpec, texts: Texts, may_be_aborted: bool = False) -> None:
+        """Compare the text of one request, its end and all of its scores and vectors."""
+        name, begin = spec.request_id, len(spec.delivered)
+        text, right = texts.tokens.get(name, []), self.judge.texts[name]
+        whole = [*spec.delivered, *text]
+        end, expected = texts.ends.get(name), self.judge.right.ends[name]
+        # An error drops the tokens of its own step, which can be several.
+        self.judge.check({name: whole[: len(right)] if expected is FinishReason.ERROR else whole})
+        if may_be_aborted and end is FinishReason.ABORT:
+            return
+        if expected is FinishReason.ERROR:
+            assert end is expected, f"{name}: expected an error, {self.judge.right.errors[name]!r}, got {end}"
+        elif whole == right[: len(whole)]:
+            found = (len(whole), end)
+            assert found == (len(right), expected), f"{name}: expected {len(right), expected}, got {found}"
+        self._check_scores(spec, texts, right=right, begin=begin)
+        self._check_prompt(spec, texts)
+
+    def _check_scores(self, spec: RequestSpec, texts: Texts, right: Sequence[int], begin: int) -> None:
+        name = spec.request_id
+        scores, text = texts.scores.get(name, []), texts.tokens.get(name, [])
+        expected = 0 if spec.params.logprobs is None or spec.pooling is not None else len(text)
+        assert len(scores) == expected, f"{name}: expected log-probabilities of {expected} tokens, got {len(scores)}"
+        for at, score in enumerate(scores, begin):
+            if text[: at + 1 - begin] != right[begin : at + 1]:
+                break
+            self.judge.check_scores(name, at, score.logprob, top_ids=score.top_ids, top=score.top)
+
+    def _check_prompt(self, spec: RequestSpec, texts: Texts) -> None:
+        name, right = spec.request_id, self.judge.right
+        if not spec.delivered:
+            self._check_prompt_scores(name, texts.prompt_scores.get(name), right.prompt_scores.get(name))
+        if name in right.vectors:
+            assert name in texts.vectors, f"{name}: its vector is missing"
+            found, expected = (np.frombuffer(each.vectors[name], "<f4") for each in (texts, right))
+            assert found.shape == expected.shape, f"{name}: expected a vector {expected.shape}, got {found.shape}"
+            error = np.abs(found.astype(np.float64) - expected)
+            worst = int(np.nan_to_num(error, nan=np.inf).argmax())
+            limit = (1e-4 if self.target.exact else 0.1) * max(float(np.abs(expected).max()), 1.0)
+            assert error[worst] <= limit, (
+                f"{name}: element {worst} of its vector: expected {expected[worst]:.6g}, got {found[worst]:.6g}"
+            )
+
+    def _check_prompt_scores(
+        self, name: str, found: Sequence[TokenLogprobs] | None, right: Sequence[TokenLogprobs] | None
+    ) -> None:
+        counts = tuple(-1 if each is None else len(each) for each in (found, right))
+        assert counts[0] == counts[1], f"{name}: expected scores of {counts[1]} prompt tokens, got {counts[0]}"
+        margin = self.judge.score_margin
+        for place, (ours, best) in enumerate(zip(found or (), right or (), strict=True), 1):
+            values, expected = (np.array([each.logprob, *each.top]) for each in (ours, best))
+            where = f"prompt token {place} of {name}"
+            assert values.shape == expected.shape and (np.abs(values - expected) <= margin).all(), (
+                f"{where}: expected {expected.round(4).tolist()}, got {values.round(4).tolist()}"
+            )
+            gaps = np.diff(best.top)
+            if self.target.exact and gaps.max(initial=-1.0) < -2 * margin:
+                assert ours.top_ids[:-1] == best.top_ids[:-1], f"{where}: alternatives in a wrong order"
+                assert abs((ours.rank or 0) - (best.rank or 0)) <= 1, f"{where}: expected rank {best.rank}, {ours.rank}"
+
+
+def _exhaust(steps: Generator[None]) -> None:
+    for _ in steps:
+        pass
+
+
+def _in_turns(*engines: Generator[None]) -> None:
+    """Alternate between engines step by step."""
+    running = list(engines)
+    while running:
+        running = [each for each in running if next(each, each) is not each]
+
+
+def _in_threads(mine: Generator[None], theirs: Generator[None]) -> None:
+    """Run two engines at the same time, with frequent switches between their threads."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _exhaust(theirs)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    thread = threading.Thread(target=run, daemon=True)
+    try:
+        thread.start()
+        _exhaust(mine)
+    finally:
+        thread.join()
+        sys.setswitchinterval(before)
+    if errors:
+        raise errors[0]
+
+
+def fill_with_nan(cache: KVCache) -> None:
+    """Leave NaN in every block, as requests whose KV is NaN do when they end."""
+    blocks = np.arange(cache.num_blocks, dtype=np.int32)
+    data = cache.export_blocks(blocks)
+    if data.dtype == np.int8:  # the last four bytes are a float32 scale
+        data[..., -4:] = np.frombuffer(np.float32(np.nan).tobytes(), np.int8)
+    else:
+        data[...] = 0x7FC0 if data.dtype == np.uint16 else np.nan
+    cache.import_blocks(blocks, data)
+
+
+@contextmanager
+def copying(engine: Engine) -> Iterator[None]:
+    """Import and export blocks that no step uses, on another thread, and compare them."""
+    pool, cache = parts_of(engine).pool, engine.probe().runner.cache
+    blocks = pool.allocate(_SPARE_BLOCKS)
+    assert blocks is not None, "the pool has no spare blocks"
+    ended, errors = threading.Event(), []
+
+    def run() -> None:
+        try:
+            for seed in range(_MOST_STEPS):
+                _copy_once(cache, blocks, seed)
+                if ended.is_set():
+                    return
+        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        pool.release(blocks, -1)
+    if errors:
+        raise errors[0]
+
+
+def _copy_once(cache: KVCache, blocks: IntArray, seed: int) -> None:
+    held = cache.export_blocks(blocks)
+    data = np.random.default_rng(seed).integers(0, 120, held.shape).astype(held.dtype)
+    cache.import_blocks(blocks, data)
+    for order in (blocks, blocks[::-1].copy()):
+        found = cache.export_blocks(order)
+        places = [blocks.tolist().index(block) for block in order.tolist()]
+        differ = np.argwhere(found != data[places])
+        assert not len(differ), f"block {order[differ[0][0]]} differs from what was imported, at {differ[0].tolist()}"

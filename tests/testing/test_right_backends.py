@@ -1,0 +1,44 @@
+"""Correct backends of unusual kinds pass the kit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fd_core.hookspecs import ENTRY_POINT_GROUP
+from tests.testing.right import plugin
+
+ROOT = Path(__file__).parents[2]
+EVERYTHING = bool(int(os.environ.get("FD_WRONG_BACKENDS", "0")))
+"""`nox -s kit` runs the whole kit on all variants but the slow one, and its quick part on that."""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def chosen(name: str) -> list[str]:
+    """Return the pytest options that choose tests of the kit."""
+    if not EVERYTHING:
+        return ["-k", "test_lifetime or test_kv or plain", "-m", "not fd_thorough and not fd_pairs and not fd_scale"]
+    quick = "not fd_thorough and not fd_pairs and not fd_scale"
+    return ["-m", quick] if name == "right_slow" else []
+
+
+@pytest.mark.parametrize("name", plugin.BACKENDS)
+def test_correct_variant_passes(tmp_path, name):
+    info = tmp_path / "fd_right-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fd-right\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\nright = {plugin.__name__}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-c", str(tmp_path / "pytest.ini"), "-p", "no:cacheprovider", "-q"]
+    command += ["--basetemp", str(tmp_path / "files"), "--tb=line", "--pyargs", "fd_core.testing.suite"]
+    command += [f"--fd-backend={name}", *chosen(name)]
+    found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-3000:]

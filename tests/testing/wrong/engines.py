@@ -1,0 +1,238 @@
+"""Faults that need an engine: state between steps, instances or copies, and rows that share a batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fd_core.backends.null import NullCache
+from fd_core.ops.numpy.kv_int8 import dequantize_kv
+from fd_core.ops.numpy.ops import NumpyKVCache
+from tests.testing.wrong.fault import wrong, wrong_in
+
+_QUERIES: dict[tuple[int, ...], np.ndarray] = {}
+_PLANNED: dict[tuple[int, ...], np.ndarray] = {}
+
+
+@wrong_in("reference", "company=in a thread,requests=9,max_tokens=33")
+class SharesScratchBetweenInstances:
+    """One buffer of queries for each shape in the process, read by the next operation."""
+
+    def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
+        q = super().attention_inputs(x, norm, qkv, heads, layer, step, lora)
+        held = _QUERIES.setdefault(q.shape, np.empty_like(q))
+        held[...] = q
+        return held
+
+
+@wrong_in("reference", "company=in turns")
+class PlansOnceForAllInstances:
+    """The block tables of a step are planned anew only if its contexts change, in the whole process."""
+
+    def paged_attention(self, q, layer, heads, step):
+        key = (step.block_tables.shape, *step.context_len.tolist(), *step.query_start.tolist())
+        tables = _PLANNED.setdefault(key, step.block_tables.copy())
+        return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
+
+
+@wrong_in("null", "depth=3,requests=2")
+class ReturnsOneOfTwoMatrices:
+    """Two buffers take turns, although more steps may be in flight."""
+
+    held = None
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        fresh = super().token_matrix(sampled, accepted, slots, revoked)
+        if self.held is None:
+            self.held, self.turn = [np.empty_like(fresh) for _ in range(2)], 0
+        self.turn = 1 - self.turn
+        self.held[self.turn][...] = fresh
+        return self.held[self.turn]
+
+
+@wrong_in("null", "slots=260,requests=260,prompt=1,max_tokens=2,budget=700")
+class KeepsSlotsInEightBits:
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        return super().token_matrix(sampled, accepted, slots.astype(np.uint8), revoked.astype(np.uint8))
+
+
+@wrong_in("null", "ends=last first,requests=9,slots=17")
+class KeepsTheLastRowOfALargerBatch:
+    """When a batch shrinks by one, its last row of logits is that of the step before."""
+
+    before = None
+
+    def compile(self, forward):
+        def stale(step, cache):
+            logits = forward(step, cache)
+            if self.before is not None and len(self.before) == len(logits) + 1 and step.max_query == 1:
+                logits[-1] = self.before[-2]
+            self.before = logits.copy()
+            return logits
+
+        return stale
+
+
+@wrong_in("reference", "poisoned=true")
+class LetsNaNEndTheBatch:
+    def sample(self, logits, rows):
+        tokens, peaks = super().sample(logits, rows)
+        return tokens, np.where(np.isnan(peaks).any(), np.float32(np.nan), peaks)
+
+
+@wrong_in("reference", "poisoned=true")
+class WeighsWhatFollowsAContext:
+    """Multiplies the rest of the last block by 0, which leaves the NaN of an earlier request."""
+
+    def paged_attention(self, q, layer, heads, step):
+        output = super().paged_attention(q, layer, heads, step)
+        held = dequantize_kv(layer) if layer.dtype == np.int8 else layer
+        for row, context in enumerate(step.context_len.tolist()):
+            rest = held[1, step.block_tables[row, (context - 1) // held.shape[2]], (context - 1) % held.shape[2] + 1 :]
+            output[step.query_start[row] : step.query_start[row + 1]] += np.float32(0) * rest.sum()
+        return output
+
+
+@wrong_in("null", "pooling=mean,prompt=1100,budget=3000,requests=1,prompt_logprobs=1")
+class ReturnsStatesOfLongChunksOnce:
+    """The states of a chunk repeat after 1,024 tokens."""
+
+    def compile_states(self, states):
+        def repeated(step, cache):
+            found = states(step, cache)
+            found[1024:-1] = found[: max(0, len(found) - 1025)]
+            return found
+
+        return repeated
+
+
+class _WholeCopies:
+    """Writes back a copy of all blocks, over what steps wrote meanwhile."""
+
+    def import_blocks(self, blocks, data):
+        held = self._data.copy() if hasattr(self, "_data") else self.hashes.copy()
+        super().import_blocks(blocks, data)
+        fresh = self._data if hasattr(self, "_data") else self.hashes
+        for _ in range(20):
+            held[:, :, blocks] = fresh[:, :, blocks]
+        fresh[...] = held
+
+
+class _KVCacheOfWholeCopies(_WholeCopies, NumpyKVCache):
+    pass
+
+
+@wrong_in("reference", "copies=true,requests=9,max_tokens=33")
+class ImportsTheWholeCache:
+    def allocate_kv(self, shape, num_blocks):
+        return _KVCacheOfWholeCopies(shape, num_blocks)
+
+
+class _CacheWithScratch(NullCache):
+    def layer(self, index):
+        self.hashes[-1] = 0
+        return self.hashes
+
+
+@wrong_in("null", "plain")
+class ClearsTheLastBlock:
+    """It takes the last block for its scratch block, which only a full pool shows."""
+
+    def allocate_kv(self, shape, num_blocks):
+        return _CacheWithScratch(shape, num_blocks)
+
+
+@wrong_in("reference", "adapters=2,requests=9")
+class KeepsTheAdaptersOfTheFirstStep:
+    """Replays a step of the same size with the adapters that it was captured with."""
+
+    def compile_adapted(self, forward, cache=None, before=None):
+        captured = {}
+
+        def replay(step, cache):
+            lora = captured.setdefault(len(step.token_ids), (step.lora_slots, step.lora_groups))
+            return forward(replace(step, lora_slots=lora[0], lora_groups=lora[1]), cache)
+
+        return replay
+
+
+@wrong_in("reference", "adapters=2,reloaded=true")
+class KeepsReplacedAdapters:
+    """Copies the terms of an adapter once for each place."""
+
+    def place_loras(self, deltas, inputs, outs, before=None):
+        if before is None or all(delta is None for delta in deltas):
+            return super().place_loras(deltas, inputs, outs, before)
+        return [old if old is not None else new for old, new in zip(before, deltas, strict=True)]
+
+
+@wrong_in("reference", "memory=restored,requests=9,slots=17,max_tokens=33")
+class RestoresOneLayerOnly:
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        right = cache.import_blocks
+
+        def partial(blocks, data):
+            kept = cache.export_blocks(blocks)
+            right(blocks, np.concatenate([data[:, :1], kept[:, 1:]], axis=1))
+
+        cache.import_blocks = partial
+        return cache
+
+
+@wrong_in("null", "drafts=16,wrong_drafts=0.1,max_tokens=33,budget=300")
+class AcceptsDraftsBeyondTheThird:
+    def verify(self, sampled, drafts, num_drafts):
+        accepted = super().verify(sampled, drafts, num_drafts)
+        return np.where(accepted >= 3, num_drafts, accepted).astype(np.int32)
+
+
+@wrong_in("null", "biases=120,requests=9")
+class AddsAtMostAThousandValues:
+    def add_at(self, x, rows, ids, values):
+        return super().add_at(x, rows[:256], ids[:256], values[:256])
+
+
+@wrong_in("null", "prompt_logprobs=1,prompt=127,budget=300")
+class ScoresAtMostSixtyFourRows:
+    def ranks(self, logits, tokens):
+        found = super().ranks(logits, tokens)
+        found[64:] = 1
+        return found
+
+
+@wrong_in("null", "logprobs=1,requests=24,slots=33")
+class NamesAlternativesOfTheFirstRows:
+    def logprobs(self, logits, tokens, top_n):
+        chosen, top_ids, top = super().logprobs(logits, tokens, top_n)
+        chosen[9:], top_ids[9:], top[9:] = chosen[:1], top_ids[:1], top[:1]
+        return chosen, top_ids, top
+
+
+@wrong("null", "scale:test_memory_is_flat_over_thousands_of_steps")
+class KeepsAnArrayForEachShape:
+    """Plans once for each number of rows, tokens and contexts, and forgets no plan."""
+
+    def compile(self, forward):
+        plans = {}
+
+        def planned(step, cache):
+            key = len(step.token_ids), step.max_query, step.max_context, len(step.context_len)
+            plans.setdefault(key, np.zeros(64, np.int32))
+            return forward(step, cache)
+
+        return planned
+
+
+@wrong("null", "scale:test_the_step_after_the_last_of_sixteen_bits_is_right")
+class CountsStepsInSixteenBits:
+    """A ring of flags, indexed by the number of the step, which is negative after 2^15."""
+
+    steps = np.int16(0)
+
+    def sample(self, logits, rows):
+        tokens, peaks = super().sample(logits, rows)
+        with np.errstate(over="ignore"):
+            self.steps += np.int16(1)
+        return (tokens if self.steps >= 0 else tokens * 0), peaks
