@@ -14,9 +14,9 @@ from fd_core.testing.kit.law import RULES
 SCHEMA: Final = 1
 """Version of the JSON, incremented on incompatible changes."""
 SECTIONS: Final = (
+    "cases",
     "operations",
     "fusions",
-    "sampling",
     "models",
     "signals",
     "budget",
